@@ -1,11 +1,11 @@
-"""Release engineering for ONNX models. `onnx_ops.api` has what the commands do; its names are found here, too."""
+"""Release engineering for ONNX models. The commands as functions are in `onnx_ops.api`, and importable from here."""
 
 import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# ONNX Runtime's builds report to their maker, from a thread of their own, unless they are told not to before they are
-# imported; the endpoint's server forks and must have no such thread.
+# ONNX Runtime's builds send telemetry from a separate thread, unless it is disabled before their import. The
+# endpoint's server forks and must have no such thread.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _API = ("Result", "check", "judge", "promote", "rollback", "run", "status")
 
 
 def __getattr__(name: str) -> Any:
-    """Load `onnx_ops.api` when one of its names is first asked for."""
+    """Load `onnx_ops.api` when one of its names is first used."""
     if name in _API:
         return getattr(import_module("onnx_ops.api"), name)
     raise AttributeError(f"module 'onnx_ops' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What the commands do, from Python: for notebooks and scripts.
+"""The commands as Python functions, for notebooks and scripts.
 
     import onnx_ops
 
@@ -7,7 +7,7 @@
     found.exit_code             # its exit code: 0 pass, 1 fail, 3 inconclusive …
     found                       # in a notebook: the command's screen
 
-Files, endpoints and settings are those of the project around the working directory. What a command refuses raises one
+Files, endpoints and settings are those of the project around the working directory. A command's refusal raises one
 of `onnx_ops.errors`, with place, cause and remedy. Progress goes to standard error.
 """
 
@@ -26,7 +26,7 @@ __all__ = ["Result", "check", "judge", "promote", "rollback", "run", "status"]
 
 
 class Result:
-    """What a command found: `document`, as --json prints it, its `exit_code`, and its `screen` (with ANSI colours).
+    """The result of a command: `document`, as --json prints it, `exit_code`, and `screen` (with ANSI colours).
 
     `result[key]`, `len(result)` and iteration are those of the document.
     """
@@ -72,16 +72,16 @@ def judge(
     quiet: bool = False,
     **options: Any,
 ) -> Result:
-    """Judge whether one ONNX file may take the place of another; `onnx-ops judge`.
+    """Judge whether one ONNX file may replace another; `onnx-ops judge`.
 
     Args:
         baseline: The model in use: a file, folder, `models:/NAME/VERSION` or URL.
         candidate: The model that is to replace it.
-        data: Rows: a file, or arrays by input name, of which the first axis counts rows. Without, rows are made up.
-        labels: Name of the labels' array in the file, or the labels themselves, one a row.
+        data: Rows: a file, or arrays by input name, whose first axis counts rows. By default, rows are generated.
+        labels: Name of the labels' array in the file, or the labels themselves, one per row.
         metric: accuracy, f1, auc, mae, rmse, cosine … or `package.module:function`.
-        max_drop: How much of the metric may be lost: points, or a share of the baseline's error.
-        max_regression: How much slower the candidate may be; 5 % if not given.
+        max_drop: Largest loss of the metric: points, or a share of the baseline's error.
+        max_regression: Largest slow-down of the candidate; 5 % by default.
         targets: Names of targets to measure on.
         batch: Rows of one request.
         quiet: Show no progress.
@@ -174,12 +174,12 @@ def promote(
         model: Registered model.
         version: Its version.
         target: Name of the target, e.g. cpu-1t.
-        reason: Why; recorded in the ledger. An override needs one.
-        actor: User recorded in the audit log; user@host if not given.
+        reason: Recorded in the ledger; required for an override.
+        actor: User recorded in the audit log; user@host by default.
         override: Override failed gates or a previous rollback.
 
     Raises:
-        RefusedError: the version may not be promoted there.
+        RefusedError: the version is not allowed there.
     """
     from onnx_ops.cli.releases import promote as command
 
@@ -195,21 +195,21 @@ def rollback(
     actor: str = "",
     force: bool = False,
 ) -> Result:
-    """Move all traffic back, now; `onnx-ops rollback`. Asking again for what was done is no error.
+    """Move all traffic back, now; `onnx-ops rollback`. Repeating a completed rollback is no error.
 
     Args:
         endpoints: Names of endpoints; without one, every endpoint of `model`, and of `target` if given.
-        reason: Why; recorded in the ledger.
-        to: Version to go back to; the previous one if not given.
+        reason: Recorded in the ledger.
+        to: Version to roll back to; the previous one by default.
         model: Registered model.
         target: Name of a target.
-        actor: User recorded in the audit log; user@host if not given.
-        force: Even onto a version that was rolled back itself.
+        actor: User recorded in the audit log; user@host by default.
+        force: Allow a version that was rolled back itself.
 
     Raises:
         RefusedError: that version was rolled back itself.
         StillPendingError: it could not be done yet, and is tried again in the background.
-        NotFoundError: there is no such endpoint, or nothing to go back to.
+        NotFoundError: there is no such endpoint, or no version to roll back to.
     """
     from onnx_ops.cli.rollouts import rollback as command
 
@@ -228,7 +228,7 @@ def rollback(
 
 
 def _call(command: Callable[..., None], *arguments: Any, changes: bool = False, **options: Any) -> Result:
-    """Call a command as its line would, and collect what it prints.
+    """Call a command as its line would, and collect its output.
 
     One that changes something raises the worst error that it met, with its screen as a note.
     """

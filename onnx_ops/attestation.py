@@ -1,7 +1,7 @@
-"""Signed statements: what may be loaded is named by one, and by nothing else.
+"""Signed statements: only files that one names may be loaded.
 
 A statement is an in-toto Statement v1 (https://in-toto.io/Statement/v1) whose subject is a manifest of files and whose
-predicate is a record. It is signed in a DSSE envelope with ECDSA P-256 and SHA-256: over the bytes as they are, so that
+predicate is a record. It is signed in a DSSE envelope with ECDSA P-256 and SHA-256, over the stored bytes, so that
 no record is ever encoded again to be verified.
 """
 
@@ -42,7 +42,7 @@ _PREDICATES: dict[type, str] = {
 }
 _UNSIGNED = "Promote a version whose gates passed, or override them with a reason: `onnx-ops promote`."
 _ENCODED = "MFkwEwYHKoZIzj0CAQYIKoZIzj0DAQcDQgAE"
-"""How the base64 of every public key of ECDSA P-256 in DER begins."""
+"""Base64 prefix of every ECDSA P-256 public key in DER."""
 _SUBJECT = "manifest.json"
 """The subject's digest is that of the manifest's canonical JSON, which names every file of a version."""
 
@@ -71,7 +71,7 @@ def read_envelope(data: bytes | Envelope, kind: type[_R], *, where: str = "") ->
     Args:
         data: the envelope, or its JSON text.
         kind: type of the record.
-        where: what an error is located at.
+        where: location for errors.
 
     Raises:
         CorruptStateError: it is not a signed statement of this kind.
@@ -92,7 +92,7 @@ def read_envelope(data: bytes | Envelope, kind: type[_R], *, where: str = "") ->
 
 
 def verify_envelope(envelope: Envelope, kind: type[_R], verifier: Verifier, *, where: str = "") -> _R:
-    """Return the record as it stands in the bytes that a trusted key has signed.
+    """Return the record from the bytes that a trusted key has signed.
 
     Raises:
         InvalidSignatureError: no trusted key has signed it, or it is not of this kind.
@@ -115,14 +115,14 @@ def verify_envelope(envelope: Envelope, kind: type[_R], verifier: Verifier, *, w
 
 
 def is_about(about: Record, what: VersionRecord | Deployment, target: str) -> bool:
-    """Whether a record names this model, variant, release, content and target; an override also names the version."""
+    """Return whether a record names this model, variant, release, content and target; an override also the version."""
     expected = (what.model, what.variant, what.release, what.manifest, target)
     named = (about.model, about.variant, about.release, about.manifest, about.target) == expected
     return named and (not isinstance(about, OverrideRecord) or about.version == what.version)
 
 
 def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
-    """Return the passing decision or override that lets a deployment's files be loaded.
+    """Return the passing decision or override that allows a deployment's files to be loaded.
 
     Raises:
         RefusedError: there is none, it is about something else, or no trusted key has signed it.
@@ -159,17 +159,17 @@ def read_authority_target(deployment: Deployment) -> str:
 
 
 def _get_record_type(deployment: Deployment) -> type[Record]:
-    """Return the type of a deployment's authority: a decision rests on evidence, an override does not."""
+    """Return the type of a deployment's authority: a decision has evidence, an override has none."""
     return OverrideRecord if deployment.evidence is None else DecisionRecord
 
 
 class TrustedKeys:
-    """The public keys whose signatures count.
+    """The trusted public keys.
 
-    Keys are read again for every signature, so that one that is taken away is no longer trusted from then on.
+    Keys are read again for every signature, so that a removed key is no longer trusted.
 
     Args:
-        paths: PEM files of public keys, or folders whose `*.pub.pem` files are. What does not exist trusts nobody.
+        paths: PEM files of public keys, or folders with `*.pub.pem` files. A missing path adds no key.
         encoded: further keys, see `encoded`.
     """
 
@@ -179,7 +179,7 @@ class TrustedKeys:
 
     @classmethod
     def of(cls, text: str) -> TrustedKeys:
-        """Return the keys that a setting names: by a path, or encoded as by `encoded`."""
+        """Return the keys of a setting: by a path, or encoded as by `encoded`."""
         return cls((), encoded=text) if text.startswith(_ENCODED) else cls(Path(text))
 
     def encoded(self) -> str:
@@ -233,7 +233,7 @@ class TrustedKeys:
 
 
 def compute_key_digest(key: EllipticCurvePublicKey) -> Digest:
-    """Names a public key: digest of its SubjectPublicKeyInfo in DER."""
+    """Return the digest of a public key's SubjectPublicKeyInfo in DER."""
     return digest_bytes(_der(key))
 
 
@@ -273,6 +273,6 @@ def _decoded(payload: str, where: str) -> bytes:
 
 
 def _pre_authentication(payload_type: str, payload: bytes) -> bytes:
-    """Return what DSSE signs: type and payload with their lengths."""
+    """Return the bytes that DSSE signs: type and payload with their lengths."""
     kind = payload_type.encode()
     return b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)

@@ -1,5 +1,7 @@
-"""Domain values to JSON and back, by cattrs: unknown keys refused, unions told apart by `kind`, one byte string for
-one value."""
+"""Domain values to JSON and back, by cattrs.
+
+Unknown keys are refused, unions are distinguished by `kind`, and equal values have equal bytes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from onnx_ops.errors import CorruptStateError
 T = TypeVar("T")
 
 _LONGEST = 300
-"""Characters of an error about a value that may be of any length."""
+"""Longest error about a value, in characters."""
 
 
 def to_json(value: object) -> Any:
@@ -34,7 +36,7 @@ def to_json(value: object) -> Any:
 
 
 def dumps(value: object) -> bytes:
-    """Canonical JSON.
+    """Return the value as canonical JSON.
 
     Raises:
         ValueError: the value holds NaN or an infinity.
@@ -56,7 +58,7 @@ def from_json(value: object, kind: TypeForm[T], *, where: str = "") -> T:
 
 
 def loads(data: bytes, kind: TypeForm[T], *, where: str = "") -> T:
-    """`from_json` of a JSON text.
+    """Return the value of type `kind` from a JSON text, as `from_json`.
 
     Raises:
         CorruptStateError: it is not JSON, or does not describe such a value.
@@ -99,7 +101,7 @@ def _converter() -> JsonConverter:
 
 
 def _later_fields(kind: Any) -> dict[str, Any]:
-    """Return how to leave out fields that were added later, see `domain.quantities.LATER`."""
+    """Return overrides that omit the defaults of fields that were added later, see `domain.quantities.OMIT_DEFAULT`."""
     grown = (f.name for f in fields(kind) if f.metadata.get("later")) if is_dataclass(kind) else ()
     return dict.fromkeys(grown, override(omit_if_default=True))
 

@@ -192,7 +192,7 @@ class InvalidSignatureError(RefusedError):
 
 
 class DigestMismatchError(RefusedError):
-    """Content that differs from what was recorded."""
+    """Content differs from its recorded digest."""
 
 
 _QUOTED = 2000

@@ -1,4 +1,4 @@
-"""Plugins by name: entry points, and what to install when one is missing."""
+"""Plugins by name: entry points, and the packages to install when one is missing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "view": ("netron",),
     "xgboost": ("onnxmltools", "xgboost"),
 }
-"""Distributions that each extra brings and that code of ours imports; pyproject.toml has their versions."""
+"""Distributions of each extra that our code imports; pyproject.toml has their versions."""
 
 _BROUGHT_BY = {
     "azure": "azure-ai-ml",
@@ -54,34 +54,34 @@ _BROUGHT_BY = {
     "sklearn": "scikit-learn",
     "sqlalchemy": "mlflow",
 }
-"""Distributions by packages that are called otherwise, or that come with them."""
+"""Distributions by packages that have another name, or that come with them."""
 
 
 MISSING = "not installed"
-"""Version of a distribution that is not there."""
+"""Version of a missing distribution."""
 
 
 @functools.lru_cache(maxsize=4)
 def _points(path: tuple[str, ...]) -> Mapping[str, EntryPoints]:
-    """Entry points by kind. Looking for them reads the metadata of every distribution on the path."""
+    """Return entry points by kind. Reading them parses the metadata of every distribution on the path."""
     del path
     found = entry_points()
     return {kind: found.select(group=f"onnx_ops.{kind}") for kind in KINDS}
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """Names of the installed plugins of a kind."""
+    """Return the names of the installed plugins of a kind."""
     return tuple(sorted({point.name for point in _points(tuple(sys.path))[kind]}))
 
 
 def load(kind: str, name: str, *arguments: object) -> Any:
-    """Return a new instance of a plugin, made with the arguments that its kind takes.
+    """Return a new instance of a plugin, created with the arguments that its kind takes.
 
     An endpoint takes its state folder and the folder of trusted public keys.
 
     Raises:
         NotFoundError: no installed distribution offers it.
-        MissingPackageError: it is there, but a package that it needs is not.
+        MissingPackageError: a package that it needs is missing.
         UserError: it does not derive from the base class of its kind.
     """
     from onnx_ops import ports
@@ -116,13 +116,13 @@ def find(kind: str, name: str) -> EntryPoint:
 
 
 def distribution(kind: str, name: str) -> str | None:
-    """Name of the distribution that offers a plugin; None if there is none."""
+    """Return the name of the distribution that offers a plugin; None if there is none."""
     return _distribution(tuple(sys.path), kind, name)
 
 
 @functools.lru_cache(maxsize=256)
 def _distribution(path: tuple[str, ...], kind: str, name: str) -> str | None:
-    """Read once: every question to a distribution parses its metadata, and a plan asks for each of its stages."""
+    """Read the distribution once: each access parses its metadata, and a plan needs it for each stage."""
     del path
     found = find(kind, name).dist
     return None if found is None else found.name
@@ -130,9 +130,9 @@ def _distribution(path: tuple[str, ...], kind: str, name: str) -> str | None:
 
 @functools.cache
 def version(name: str) -> str:
-    """Version of a distribution, or of what brings its package instead, such as onnxruntime-gpu.
+    """Return the version of a distribution, or of one that provides its package, such as onnxruntime-gpu.
 
-    Nothing is imported. Read once: a plan asks very often.
+    Nothing is imported. Cached, since a plan calls it often.
     """
     try:
         return metadata.version(name)
@@ -142,12 +142,12 @@ def version(name: str) -> str:
 
 
 def bringing(package: str) -> Mapping[str, str]:
-    """Return the distributions that bring an importable package, with their versions."""
+    """Return the distributions that provide an importable package, with their versions."""
     return {name: version(name) for name in sorted(set(_packages().get(package, ())))}
 
 
 def packages() -> frozenset[str]:
-    """Names of the packages that can be imported from installed distributions."""
+    """Return the names of the importable packages of installed distributions."""
     return frozenset(_packages())
 
 
@@ -163,12 +163,12 @@ def require(*distributions: str, where: str) -> None:
 
 
 def absent(distributions: Iterable[str]) -> tuple[str, ...]:
-    """Return those distributions that are not installed, each once."""
+    """Return those distributions that are not installed, without duplicates."""
     return tuple(name for name in dict.fromkeys(distributions) if version(name) == MISSING)
 
 
 def tools(plugin: object) -> tuple[str, ...]:
-    """Return the distributions that a plugin says it works with."""
+    """Return the distributions that a plugin declares in `tools`."""
     return (*getattr(plugin, "tools", ()), *getattr(plugin, "converters", ()))
 
 
@@ -179,19 +179,19 @@ def missing_package(*packages: str, where: str, why: str = "") -> MissingPackage
 
 
 def imported(error: ImportError) -> str:
-    """Return the top-level package that could not be imported, by the error or by its cause."""
+    """Return the top-level package that could not be imported, from the error or its cause."""
     cause = error.__cause__
     name = error.name or (cause.name if isinstance(cause, ImportError) else "") or ""
     return name.partition(".")[0]
 
 
 def has_extra(package: str) -> bool:
-    """Return whether an extra of onnx-ops brings the package."""
+    """Return whether an extra of onnx-ops provides the package."""
     return bool(_extras_of(package))
 
 
 def distribution_of(package: str) -> str:
-    """Return the distribution that brings a package, as `EXTRAS` names it."""
+    """Return the distribution that provides a package, as `EXTRAS` names it."""
     return _BROUGHT_BY.get(package, package)
 
 
@@ -201,10 +201,10 @@ def _extras_of(package: str) -> set[str]:
 
 
 def install_hint(*packages: str) -> str:
-    """Return what to type to get missing packages: extras of onnx-ops where there are some."""
+    """Return the command that installs missing packages, by extras of onnx-ops where possible."""
     offers = sorted(map(_extras_of, packages), key=len)
     extras: set[str] = set()
-    for offer in offers:  # what only one extra brings comes first, as that one may bring others too
+    for offer in offers:  # packages of a single extra come first, as that one may provide others too
         if offer and extras.isdisjoint(offer):
             extras.add(min(offer))
     words = [f"'onnx-ops[{','.join(sorted(extras))}]'"] if extras else []

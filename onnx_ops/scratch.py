@@ -1,4 +1,4 @@
-"""Temporary folders that are gone with their process, however it ends."""
+"""Temporary folders that are removed even if their process is killed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class Scratch:
-    """A temporary folder of this user alone, removed at the end of a `with` or with this object.
+    """A temporary folder for this user only, removed at the end of a `with` or with this object.
 
-    A process that is killed leaves its own, as large as its models and with the secrets that it was given. A lock on
-    the folder says that somebody needs it, and the system takes the lock away with the process and those that it has
-    forked; the next process that makes a folder removes all that nobody has locked.
+    A killed process leaves its folder behind, as large as its models and with its secrets. A folder in use has a lock,
+    which the system releases with the process and its forks. The next process that creates a folder removes all
+    unlocked ones.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Scratch:
             folder = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
             with contextlib.suppress(FileNotFoundError):  # another process found it before it was locked
                 handle = os.open(folder.name, _FLAGS)
-                with contextlib.suppress(OSError):  # a file system without locks: nobody gets one to remove it either
+                with contextlib.suppress(OSError):  # without locks in the file system, no process removes it either
                     fcntl.flock(handle, fcntl.LOCK_SH)
                 if Path(folder.name).exists():
                     break
@@ -55,7 +55,7 @@ class Scratch:
 
 @functools.cache
 def _sweep(place: Path) -> None:
-    """Remove what killed processes of this user have left; once a process, as looking through a folder takes time."""
+    """Remove the folders of this user's killed processes; once per process, as listing a folder takes time."""
     for path in place.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # also of a lock that another process holds
             handle = os.open(path, _FLAGS)

@@ -88,10 +88,10 @@ def read_access(*settings: Mapping[str, Json], where: str = "") -> AwsAccess:
 
 
 def make_clients(access: AwsAccess, *, where: str = "") -> Clients:
-    """Return the clients for a region and a profile, which retry what may be tried again, six times at most.
+    """Return the clients for a region and a profile, which retry retryable errors, six times at most.
 
     Raises:
-        UserError: there is no such profile, or no region is chosen: some services would do without, others not.
+        UserError: there is no such profile, or no region is chosen, which only some services need.
     """
     require("boto3", where=where or "AWS")
     import boto3
@@ -125,7 +125,7 @@ def find_missing_credentials(access: AwsAccess, *, where: str = "") -> OnnxOpsEr
     A machine in AWS may have a role, which only a request would show.
     """
     if absent(("boto3",)):
-        return None  # a problem of its own
+        return None  # a separate problem
     import botocore.session
 
     core = botocore.session.Session(profile=access.profile or None)
@@ -143,7 +143,7 @@ def find_missing_credentials(access: AwsAccess, *, where: str = "") -> OnnxOpsEr
 
 @cache
 def _models(data_path: str | None) -> Any:
-    """Return the descriptions of services, read once for all sessions: that takes a third of a second."""
+    """Return the descriptions of services, read once for all sessions: reading takes a third of a second."""
     from botocore.loaders import create_loader
 
     return create_loader(data_path)
@@ -184,9 +184,9 @@ def translate_errors(where: str) -> Iterator[None]:
 
 
 def create_once(send: Callable[[], object]) -> None:
-    """Let `send` create an object of S3 if there is none; an existing one stays.
+    """Call `send` to create an object of S3 if there is none; an existing one stays.
 
-    S3 may refuse two concurrent writers both, and asks them to retry.
+    S3 can refuse both of two concurrent writers, and requests a retry.
     """
     from botocore.exceptions import ClientError
 

@@ -1,7 +1,7 @@
 """Access to Azure: workspace, cloud, credentials, Azure Resource Manager.
 
 Cloud and credentials come from the environment: `AZUREML_CURRENT_CLOUD` or `ARM_CLOUD_METADATA_URL`, and what
-`DefaultAzureCredential` of azure-identity looks for.
+`DefaultAzureCredential` of azure-identity reads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ENDPOINT = Pattern(
 )
 PlaceName = Annotated[str, Pattern(r"(?a)[\w.()-]{1,90}", "a name in Azure")]
 EndpointName = Annotated[str, _ENDPOINT]
-"""Azure takes capitals too, but lowers them in the traffic; so they are not used."""
+"""Azure accepts capitals too, but lowers them in the traffic; so they are not used."""
 
 API_TIMEOUT_S = 60.0
 """Time that Azure may take to answer one request."""
@@ -58,7 +58,7 @@ class Workspace:
 
     @property
     def path(self) -> str:
-        """Its resource id."""
+        """Resource id of the workspace."""
         return (
             f"/subscriptions/{self.subscription}/resourceGroups/{self.resource_group}"
             f"/providers/Microsoft.MachineLearningServices/workspaces/{self.workspace}"
@@ -142,8 +142,8 @@ def request_resource(path: str, *, document: object = None, method: str = "GET")
     """Send a request to Azure Resource Manager; return None if the answer is empty.
 
     Raises:
-        ServiceUnavailableError: it does not answer, asks to try again later, or does not answer JSON, as proxies
-            and pages to log in do.
+        ServiceUnavailableError: it does not answer, requests a retry later, or does not answer JSON, like proxies and
+            login pages.
         RefusedError: it is not permitted.
     """
     base = get_management_url()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 REGISTERED = "models:/"
 
 _VERSION_OF_A_FILE = ("ETag", "etag", "size", "LastModified", "last_modified", "mtime", "checksum", "sha")
-"""What file systems tell of a file that changes when its content does."""
+"""Attributes of a file that change with its content, by file system."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +96,6 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def _shown(url: str) -> str:
-    """Without a query, which may hold a signature, and without a password."""
+    """Return the URL without query, which can contain a signature, and without password."""
     parts = urlsplit(url)
     return parts._replace(query="", netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -68,16 +68,16 @@ def create_file(path: Path, data: bytes) -> bool:
 
 
 def read_private(path: Path, what: str, *, remedy: str = "") -> str:
-    """Return the stripped text of a file that only its owner may read.
+    """Return the stripped text of a file that only its owner can read.
 
     Args:
         path: the file.
-        what: what it holds, as in "the webhook secret".
-        remedy: what to do where others may read it.
+        what: its content for messages, as in "the webhook secret".
+        remedy: what to do if others can read it.
 
     Raises:
         FileNotFoundError: there is no such file.
-        RefusedError: others than its owner may read it.
+        RefusedError: others than its owner can read it.
     """
     with path.open("rb") as stream:
         mode = os.fstat(stream.fileno()).st_mode & 0o777

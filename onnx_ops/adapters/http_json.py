@@ -26,7 +26,7 @@ logging.getLogger("httpx").addFilter(lambda _: not _is_sending.get())  # it logs
 
 
 def require_https(url: str, what: str) -> str:
-    """Return the host of an address that requests may be sent to.
+    """Return the host of an address that requests can be sent to.
 
     Raises:
         UserError: it is no https address (http is allowed on this machine). The address, maybe a secret, is not shown.
@@ -49,8 +49,8 @@ def request_json(
     """Send JSON; return the answer's JSON, or its text. Errors name `host` only.
 
     Raises:
-        ServiceUnavailableError: there is no answer in time, or one that asks to try again later.
-        RefusedError: any other answer that is not a success, a redirect among them.
+        ServiceUnavailableError: there is no answer in time, or one that requests a retry later.
+        RefusedError: any other answer that is not a success, including redirects.
     """
     import httpx
 

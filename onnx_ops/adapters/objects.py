@@ -37,7 +37,7 @@ class ListedObject:
 
 
 class ObjectStore(ABC):
-    """Objects by name. `place` is the root as people may see it, without a password."""
+    """Objects by name. `place` is the root without a password, for display."""
 
     place: str
 
@@ -119,7 +119,7 @@ class LocalObjects(ObjectStore):
     def list_objects(self, prefix: str) -> list[ListedObject]:
         objects = []
         for path in sorted((self.root / prefix).rglob("*")):
-            with suppress(FileNotFoundError):  # deleted meanwhile
+            with suppress(FileNotFoundError):  # deleted in the meantime
                 status = path.stat()
                 if path.is_file():
                     name = path.relative_to(self.root).as_posix()

@@ -23,7 +23,7 @@ def retry(call: Callable[[], T], is_transient: Callable[[Exception], bool], atte
 
 
 def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
-    """Return whether a condition holds, or comes to hold within the time."""
+    """Return whether a condition becomes true within the time."""
     deadline = time.monotonic() + timeout_s
     while not is_done():
         if time.monotonic() > deadline:
@@ -36,10 +36,10 @@ def attempts(timeout_s: float, pause_s: float, *, longest_s: float = 0.0, at_lea
     """Count attempts, pausing between them, until the time is over.
 
     Args:
-        timeout_s: time after which no further attempt begins.
+        timeout_s: time after which no further attempt starts.
         pause_s: pause after the first attempt.
         longest_s: limit up to which pauses grow by half each time; 0: they do not grow.
-        at_least: attempts that are made even if the time is over.
+        at_least: minimum number of attempts, even if the time is over.
     """
     deadline, count = time.monotonic() + timeout_s, 0
     while count < at_least or time.monotonic() < deadline:

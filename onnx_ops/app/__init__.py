@@ -1,1 +1,1 @@
-"""What can be done with a project: check, plan and run its pipelines, release and measure its models."""
+"""Operations on a project: check, plan and run its pipelines, release and measure its models."""

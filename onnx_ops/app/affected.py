@@ -1,4 +1,4 @@
-"""Which pipelines a change touches: by their files, targets, data, models, and the code that they reach."""
+"""Pipelines that a change affects: by their files, targets, data, models, and the code that they reach."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ PIPELINES = Path("configs") / "pipelines"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Affected:
-    """A pipeline file, relative to the project's root, and the changed paths that it rests on.
+    """A pipeline file, relative to the project's root, and the changed paths that it depends on.
 
-    `problem` says why it cannot be read; nobody knows then what it rests on, so that every change counts.
+    `problem` is why it cannot be read; its dependencies are then unknown, so that every change counts.
     """
 
     file: str
@@ -55,7 +55,7 @@ def affected(project: Project, changed: Collection[str]) -> tuple[Affected, ...]
 
 
 def changed_since(root: Path, base: str) -> frozenset[str]:
-    """Paths that differ from where this branch left `base`, committed or not, relative to the project's root.
+    """Return paths that changed since this branch left `base`, committed or not, relative to the project's root.
 
     Without a `base` all paths count.
     """
@@ -78,9 +78,9 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
 
 
 def _list_sources(project: Project, name: str, pipeline: Pipeline) -> Iterator[str]:
-    """Yield paths of the project that shape what the pipeline gives; a folder stands for all in it.
+    """Yield paths of the project that shape the pipeline's results; a folder includes all its files.
 
-    A large file may stand in the repository as a small one that names its content: `data.npz.dvc`.
+    The repository can hold a large file as a pointer file: `data.npz.dvc`.
     """
     root = project.settings.root
     yield from (name, FILE)

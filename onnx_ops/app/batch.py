@@ -19,7 +19,7 @@ _WORST_FIRST = (2, 5, 1, 4, 3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineResult:
-    """What became of one pipeline of several: a summary with the errors of its stages, or why it was not begun."""
+    """The outcome of one pipeline of several: a summary with the errors of its stages, or why it was not started."""
 
     file: Path
     summary: Summary | None = None
@@ -28,7 +28,7 @@ class PipelineResult:
 
     @property
     def exit_code(self) -> int:
-        """As `onnx-ops run` of this file alone would have it."""
+        """Exit code that `onnx-ops run` of this file would have."""
         if self.refused is not None:
             return self.refused.exit_code
         return 0 if self.summary is None else self.summary.exit_code
@@ -49,7 +49,7 @@ def run_files(
 ) -> Iterator[PipelineResult]:
     """Plan and run every file, at most `jobs` of them at once; results come in the order of the files.
 
-    A file that is wrong, or fails, stops no other. What was yielded is not kept, nor is a plan once it has run.
+    A file that is wrong, or fails, stops no other. Yielded results are not kept, nor are plans that have run.
     """
     root = project.settings.root
 
@@ -69,6 +69,6 @@ def run_files(
 
 
 def worst_exit_code(codes: Iterable[int]) -> int:
-    """One exit code for several runs."""
+    """Return one exit code for several runs."""
     distinct = set(codes)
     return next((code for code in _WORST_FIRST if code in distinct), max(distinct, default=0))

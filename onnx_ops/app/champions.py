@@ -1,7 +1,8 @@
-"""Champions measured again: each by the benchmark that it was decided on, with the current runtime and machine.
+"""Repeated measurements of champions: each with the benchmark of its decision, on the current runtime and machine.
 
 A benchmark is stored under the digest of its evidence, which the signed decision of a version holds. So it can be
-repeated without a pipeline file, however many releases came since."""
+repeated without a pipeline file, regardless of later releases.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _CHAMPION = format_alias("champion", "")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChampionRecord:
-    """A version that should serve a target. `basis` is what it was decided upon and by, or why that is not known."""
+    """A version that should serve a target. `basis` is its decision and evidence, or why they are not known."""
 
     record: VersionRecord
     target: str
@@ -61,7 +62,7 @@ def list_champions(ports: Ports, names: Sequence[str] = ()) -> tuple[ChampionRec
                 target = name.removeprefix(_CHAMPION)
                 try:
                     record = ports.registry().version(model, version)
-                except NotFoundError:  # something else than onnx-ops registered it
+                except NotFoundError:  # registered without onnx-ops
                     continue
                 basis: tuple[Evidence, tuple[Gate, ...]] | OnnxOpsError
                 try:
@@ -80,7 +81,7 @@ def list_champions(ports: Ports, names: Sequence[str] = ()) -> tuple[ChampionRec
 
 
 def measure_again(ports: Ports, perform: ExecuteStage, champion: ChampionRecord) -> Drift:
-    """Measure a champion, and a second time if the first says that it has drifted, since one alone is sometimes wrong.
+    """Measure a champion; repeat a measurement that shows drift, since a single one is sometimes wrong.
 
     Nothing is recorded or changed.
     """
@@ -122,14 +123,14 @@ REQUEST = "request.json"
 
 
 def save_benchmark(store: Store, stage: Stage, key: Digest, inputs: Mapping[str, Manifest], evidence: Digest) -> None:
-    """Keep what it takes to do a benchmark again, for whoever holds the digest of its evidence."""
+    """Store everything needed to repeat a benchmark, under the digest of its evidence."""
     files = {f"{name}/{file}": digest for name, manifest in inputs.items() for file, digest in manifest.files.items()}
     request = store.put_bytes(canonical_json(build_request(stage, key, inputs)))
     store.record(_memory(evidence), Manifest(files={**files, REQUEST: request}))
 
 
 def load_benchmark(store: Store, evidence: Digest) -> Manifest | None:
-    """Return what was saved: the request, and the files of its inputs."""
+    """Return a stored benchmark: the request, and the files of its inputs."""
     return store.lookup(_memory(evidence))
 
 

@@ -1,4 +1,4 @@
-"""Names in a pipeline and settings to objects. Construction only; what is not used is not imported."""
+"""Adapters from settings and from names in a pipeline. Unused adapters are not imported."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _source(settings: Settings, name: str) -> DataSource:
 
 
 def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:
-    """Return what git prints; with `may_fail` nothing where it fails, or is not installed."""
+    """Return git's output; with `may_fail`, empty where it fails or is not installed."""
     try:
         process = subprocess.run(
             ["git", *arguments], cwd=root, capture_output=True, text=True, errors="surrogateescape", check=False
@@ -99,7 +99,7 @@ def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:
 
 
 def resolve_commit(root: Path, name: str) -> str:
-    """Return the digest of a commit that the repository around a folder has; else an empty text."""
+    """Return the digest of a commit of the repository around a folder; empty if it has none."""
     revision = f"{name}^{{commit}}"
     return ask_git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", revision, may_fail=True).strip()
 
@@ -116,7 +116,7 @@ def _once(make: Callable[[], T]) -> Callable[[], T]:
 
 
 def _metrics(config: EndpointConfig, provider: Callable[[str], EndpointProvider]) -> MetricsSource:
-    """Return the source that the endpoint names, or its provider's own."""
+    """Return the source that the endpoint names, or its provider's default."""
     settings = dict(config.metrics)
     name = settings.pop("source", None)
     if name is None:
@@ -156,7 +156,7 @@ def _signer(settings: Settings) -> Signer | None:
 
 
 def _notifiers(settings: Settings) -> Mapping[str, Notifier]:
-    """By what the settings call them: `github:owner/repository`."""
+    """Return notifiers by their name in the settings: `github:owner/repository`."""
     named = {name: name.partition(":") for name in settings.notifiers}
     notifiers = {
         name: plugins.load("notifiers", kind, place, settings.state) for name, (kind, _, place) in named.items()
@@ -194,7 +194,7 @@ def load_optimizer(settings: Settings, name: str, env: Environment | None = None
 
 
 def _isolate(settings: Settings, wanted: Environment) -> tuple[Callable[[], Path], ProcessLimits]:
-    """Return how to get the interpreter of an environment, and the limits of its processes."""
+    """Return a function for the interpreter of an environment, and the limits of its processes."""
     from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv
     from onnx_ops.adapters.isolation.process import ProcessLimits
 
@@ -207,7 +207,7 @@ def select_environment(plugin: Exporter | Optimizer, env: Environment | None) ->
     """Return the environment to run an exporter or optimizer in; None for this installation.
 
     Raises:
-        UserError: `env` asks for packages here, where none are installed for a stage, or names none at all.
+        UserError: `env` requests packages in this installation, where stages cannot install any, or names none at all.
     """
     own: tuple[str, ...] = getattr(plugin, "requirements", ())
     if env is not None and not env.isolated:

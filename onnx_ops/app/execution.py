@@ -1,4 +1,4 @@
-"""Execute stages: in a process of their own, by a pool's workers, or here; and the locks that they wait for."""
+"""Execution of stages: in a child process, by a pool's workers, or here; and the locks between them."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def machine_lock() -> Iterator[None]:
 
 
 class MeasurementLock:
-    """Among the pipelines that one process runs side by side, a measurement has the machine to itself.
+    """Reserves the machine for a measurement among the pipelines that one process runs side by side.
 
-    In the order in which they come: work goes beside work, a measurement waits for all that has begun, and what comes
-    later waits for it.
+    First come, first served: work runs beside work, a measurement waits for all running work, and later work waits for
+    it.
     """
 
     def __init__(self) -> None:
@@ -56,11 +56,11 @@ class MeasurementLock:
         self._measuring = False
 
     def work(self) -> AbstractContextManager[None]:
-        """Do work whose duration is not measured."""
+        """Hold the lock for work whose duration is not measured."""
         return self._turn(alone=False)
 
     def measure(self) -> AbstractContextManager[None]:
-        """Do work whose results are times."""
+        """Hold the lock for work whose results are times."""
         return self._turn(alone=True)
 
     @contextlib.contextmanager
@@ -84,7 +84,7 @@ class MeasurementLock:
 
 
 class RunningStages:
-    """The processes and pools that the stages of one process are at work in, so that a cancelled run can end them."""
+    """The child processes and pools of running stages, so that a cancelled run can end them."""
 
     def __init__(self) -> None:
         self.processes: set[subprocess.Popen[bytes]] = set()
@@ -92,7 +92,7 @@ class RunningStages:
 
     @property
     def pools(self) -> Pools:
-        """The pools, loaded when first asked for.
+        """The pools, loaded on first use.
 
         Raises:
             MissingPackageError: Prefect is not installed.
@@ -104,7 +104,7 @@ class RunningStages:
 
     @contextlib.contextmanager
     def ended_on_error(self) -> Iterator[None]:
-        """End every stage at work, on every machine, if the block is left by an exception, cancellation included."""
+        """End every running stage, on every machine, if the block raises, cancellation included."""
         try:
             yield
         except BaseException:
@@ -130,7 +130,7 @@ def hold_key_lock(folder: Path, key: Digest) -> Iterator[None]:
                 is_there = path.stat().st_ino == os.fstat(stream.fileno()).st_ino
             except FileNotFoundError:
                 is_there = False
-            if not is_there:  # its last holder has taken the file away
+            if not is_there:  # its last holder has removed the file
                 continue
             try:
                 yield
@@ -140,12 +140,12 @@ def hold_key_lock(folder: Path, key: Digest) -> Iterator[None]:
 
 
 PROGRESS = b"\x1eprogress "
-"""What a line of a child's output begins with that tells how far its stage is."""
+"""Prefix of a line of a child's output that reports the progress of its stage."""
 
 Told = Callable[[Stage, str], None]
 
 _TIMED = (StageKind.SEARCH, StageKind.BENCHMARK)
-"""Stages whose figures are times: one of them at once."""
+"""Stages that measure times: one of them at once."""
 
 
 def _silent(stage: Stage, line: str) -> None:
@@ -154,9 +154,9 @@ def _silent(stage: Stage, line: str) -> None:
 
 @dataclass(frozen=True)
 class StageExecutor:
-    """Executes stages: here, in a child where the stage asks for it or has a time-out, or by a pool's worker.
+    """Executes stages: here, in a child if the stage requests it or has a time-out, or by a pool's worker.
 
-    Performers with one `quiet` are used side by side.
+    Executors with the same `lock` can run side by side.
     """
 
     settings: Settings
@@ -172,7 +172,7 @@ class StageExecutor:
         return self.here(stage, key, inputs)
 
     def here(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
-        """Execute a stage on this machine, whatever pool its target names."""
+        """Execute a stage on this machine, even if its target names a pool."""
         if not stage.own_process and stage.timeout is None:
             return execute(stage, key, inputs, self.ports)
         if stage.kind not in _TIMED:
@@ -191,10 +191,10 @@ def run_in_subprocess(
     tell: Told = _silent,
     running: RunningStages | None = None,
 ) -> Manifest:
-    """Execute a stage in a child process. Raise what it raised; StageError if it crashed, was killed or timed out.
+    """Execute a stage in a child process. Raise its error; StageError if it crashed, was killed or timed out.
 
     The child ends with this process: it watches its standard input, which stays open until then. Its temporary files
-    lie in a scratch folder, as one that is killed leaves them: gigabytes where a model is large.
+    are in a scratch folder, since a killed child leaves them behind: gigabytes for a large model.
     """
     with Scratch() as folder:
         result, scratch = folder / "result.json", folder / "tmp"
@@ -241,7 +241,7 @@ def run_in_subprocess(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and what it has started."""
+    """Kill a process and all its children."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -266,9 +266,9 @@ def get_pool(stage: Stage) -> str:
 def ask(
     pools: Pools, store: Store, stage: Stage, key: Digest, inputs: Mapping[str, Manifest], attempt: str
 ) -> Manifest:
-    """Return what a worker of the stage's pool measured. Raise what was raised there.
+    """Return the measurement by a worker of the stage's pool. Raise its error.
 
-    `attempt` is new for each request, so that an old answer is never taken for that of this one.
+    `attempt` is new for each request, so that an old answer is never used for this request.
     """
     pool = get_pool(stage)
     pools.measure(pool, stage.id, {**build_request(stage, key, inputs), "attempt": attempt}, timeout=stage.timeout)
@@ -294,17 +294,17 @@ def build_request(stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> 
 
 
 def parse_request(request: Mapping[str, Json]) -> tuple[Stage, Digest, Mapping[str, Manifest]]:
-    """Return what `build_request` was given."""
+    """Return the arguments of `build_request`."""
     stage = codec.from_json(request["stage"], Stage, where="request")
     files = codec.from_json(request["inputs"], dict[str, dict[str, Digest]], where="request")
     return stage, Digest(str(request["key"])), {name: Manifest(files=content) for name, content in files.items()}
 
 
 def answer(perform: ExecuteStage, store: Store, request: Mapping[str, Json]) -> OnnxOpsError | None:
-    """Measure for a pool, on the worker's side. Leave the result in the store; return it, or the failure.
+    """Measure for a pool, on the worker's side. Store the result and return it, or return the failure.
 
     Raises:
-        OnnxOpsError: the store itself failed, or the request is none.
+        OnnxOpsError: the store itself failed, or the request is invalid.
     """
     attempt = str(request["attempt"])
     stage, key, inputs = parse_request(request)

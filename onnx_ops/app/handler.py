@@ -1,4 +1,4 @@
-"""How stages are done and how their results are known: what the engine asks for."""
+"""The handler of stages: how the engine runs them and looks up their results."""
 
 from __future__ import annotations
 
@@ -31,39 +31,43 @@ from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import StepReport, reconcile_until_stable
 
 CODE = "code.json"
-"""Of a trained model: the modules of its classes, and what those rest on: the project's files, and packages."""
+"""The code of a trained model: the modules of its classes, and their dependencies in project files and packages."""
 
 RELEASE = (StageKind.PROMOTE, StageKind.DEPLOY)
-"""Stages whose result is the state of an endpoint: the ledger knows it, not the store."""
+"""Stages whose result is the state of an endpoint, which the ledger holds instead of the store."""
 
 
 @dataclass(frozen=True)
 class StageHandler:
-    """`perform` executes stages that compute something; release stages are operations, for which `actor` answers."""
+    """Runs stages and looks up their results.
+
+    `perform` executes stages that compute something; release stages are operations, for which `actor` answers.
+    """
 
     ports: Ports
     perform: ExecuteStage
     actor: str = ""
     abandon: str = ""
-    """Why what runs elsewhere under the name of an endpoint may be left behind; empty: it may not."""
+    """Why deployments at the former place of an endpoint may be left behind; empty: not allowed."""
     claims: Path | None = None
-    """Folder of those who are at work; without it nobody waits for anybody."""
+    """Folder of the locks of running stages; without it no stage waits for another."""
 
     releasing: AbstractContextManager[object] = field(default_factory=threading.RLock)
     """Held while the registry or an endpoint is written: pipelines that run side by side release one by one."""
 
     confirms: bool = True
-    """Whether a known registration is looked up in the registry. A plan leaves that to the run: it would take seconds,
-    those of importing MLflow."""
+    """Whether a known registration is verified in the registry. A plan leaves that to the run: importing MLflow takes
+        seconds.
+    """
 
     def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
-        """Return the lock under which a stage with this key is done."""
+        """Return the lock for running a stage with this key."""
         if stage.kind in RELEASE or self.claims is None:
             return contextlib.nullcontext()
         return hold_key_lock(self.claims, key)
 
     def cached(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest | None:
-        """Return the stored result of a stage; None if it must be done."""
+        """Return the stored result of a stage; None if it must run."""
         if stage.kind in RELEASE:
             return Manifest(files={}) if self._is_released(stage, inputs) else None
         manifest = self.ports.store.lookup(key)
@@ -72,7 +76,7 @@ class StageHandler:
         if stage.kind is StageKind.REGISTER and self.confirms:
             registration = codec.loads(self.ports.store.read(manifest["registration.json"]), Registration)
             return manifest if _is_current(self.ports, registration) else None
-        if CODE in manifest:  # a trained model whose classes may be other ones by now, or gone
+        if CODE in manifest:  # a trained model whose classes may have changed or gone
             known = codec.loads(self.ports.store.read(manifest[CODE]), dict[str, Any])
             with contextlib.suppress(NotFoundError):
                 return manifest if self._code(stage, known["modules"]) == known else None
@@ -91,7 +95,7 @@ class StageHandler:
         registration, choice = _read_choice(self.ports, stage, inputs)
         if choice.variant is None:
             return f"no variant of {registration.model} passed on {choice.target}: {choice.reason}"
-        # An endpoint that is bound gets its settings and its policy whatever is promoted.
+        # A bound endpoint gets its settings and policy even if nothing is promoted.
         failed = [name for name in stage.tolerates if name not in inputs] if stage.kind is StageKind.DEPLOY else []
         if not failed or self.ports.ledger.state(binding(stage)[0].endpoint).config is not None:
             return ""
@@ -116,7 +120,7 @@ class StageHandler:
                 return Manifest(files={"steps.json": ports.store.put_bytes(codec.dumps(reports))})
             manifest = self.perform(stage, key, inputs)
             if stage.kind is StageKind.TRAIN and stage.settings["framework"] != "onnx":  # whose files hold all
-                # What the model's files compute changes with the code that they name, and they do not.
+                # Code that the model's files name changes their results without changing the files.
                 files = manifest.subset(TRAINED).files.values()
                 named = (find_referenced_modules(ports.store.path(digest), ports.root) for digest in files)
                 code = self._code(stage, sorted(frozenset[str]().union(*named)))
@@ -160,9 +164,9 @@ class StageHandler:
 def _is_current(ports: Ports, registration: Registration) -> bool:
     """Return whether the registry holds the registration's versions, each with the evidence of this registration.
 
-    The registry of another project, or one that was set up anew, holds none; it keeps one set of decisions per version,
-    so that a gate that was changed and changed back is published again. One that does not answer confirms nothing: the
-    stage then meets the error, and tries as often as it may.
+    A registry of another project, or a new one, holds none. A registry keeps one set of decisions per version, so that
+    a gate that was changed and changed back is published again. If it does not answer, nothing is confirmed: the stage
+    then meets the error, and retries as configured.
     """
     try:
         listed = {entry.version: entry for entry in ports.registry().versions(registration.model)}
@@ -186,14 +190,14 @@ def _get_version(registration: Registration, choice: Choice) -> str:
 
 
 def _serves(state: ReleaseState, version: str) -> bool:
-    """Return whether the endpoint has been given a version, wholly or as a candidate, and owes nothing."""
+    """Return whether the endpoint has been given a version, wholly or as a candidate, with no action pending."""
     roles = (state.roles.stable, state.roles.candidate)
     given = any(role is not None and role.version == version for role in roles)
     return given and state.open_intent is None and not state.pending_aliases
 
 
 def binding(stage: Stage) -> tuple[EndpointConfig, Deploy]:
-    """Return what a deploy stage binds its endpoint to, and its section of the file."""
+    """Return the endpoint config of a deploy stage, and its section of the file."""
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Deploy, where=stage.id)
     config = EndpointConfig(
@@ -210,12 +214,12 @@ def binding(stage: Stage) -> tuple[EndpointConfig, Deploy]:
 
 
 def at_rest(endpoint: str, reports: list[StepReport]) -> None:
-    """Raise the error of a deploy that did not end as it should.
+    """Raise the error of a deploy that did not complete.
 
     Raises:
-        RefusedError: a version may not serve.
-        ServiceUnavailableError: the registry could not be asked.
-        ConflictError: it still moves.
+        RefusedError: a version is not allowed to serve.
+        ServiceUnavailableError: the registry does not answer.
+        ConflictError: the endpoint is still changing.
     """
     for report in reports:
         if report.refused:

@@ -1,4 +1,4 @@
-"""What a run of a pipeline would meet, looked at beforehand: its data, its model, its code, and this machine.
+"""Checks before a run: the data, model and code of a pipeline, and this machine.
 
 Nothing is trained, no code of the project is run, nothing is unpickled, and no network is used. Each rule is that of
 the stage which would meet the problem.
@@ -43,9 +43,10 @@ class _Rows:
 
 @dataclass(slots=True)
 class Preflight:
-    """The look at one pipeline.
+    """The preflight checks of one pipeline.
 
-    `notes` hold what may be meant, and is worth knowing; `absent` the distributions of extras that training imports.
+    `notes` are observations that can be intended; `absent` are the missing distributions of extras that training
+    imports.
     """
 
     ports: Ports
@@ -56,7 +57,7 @@ class Preflight:
     _sets: dict[str, _Rows] = field(default_factory=dict)
 
     def findings(self) -> list[Issue]:
-        """Return everything that is wrong with what the sections name."""
+        """Return every problem with what the sections name."""
         findings = [finding for name in self.draft.data for finding in self._open(name)]
         findings += [*self._files(), *self._imports()]
         model, problems = self._read_model()
@@ -72,7 +73,7 @@ class Preflight:
 
     @property
     def _scored(self) -> _Rows | None:
-        """Return the rows that the model is validated on, if they are at hand."""
+        """Return the rows that the model is validated on, if available locally."""
         return self._sets.get(self.draft.validate.samples.data) if self.draft.validate else None
 
     def _open(self, name: str) -> Iterator[Issue]:
@@ -123,7 +124,7 @@ class Preflight:
 
         train, export = self.draft.train, self.draft.export
         functions: list[tuple[Loc, str]] = []
-        # A framework that is none is a problem of its own.
+        # Another check reports a framework that does not exist.
         plugin = self._plugin("exporters", export.framework) if train and export else None
         if train and export and plugin is not None:
             with contextlib.suppress(OnnxOpsError):
@@ -148,7 +149,7 @@ class Preflight:
                 yield Issue(loc, f"{text}, which is neither in the project nor installed{hint}")
 
     def _read_model(self) -> tuple[ModelInfo | None, list[str]]:
-        """Return the description of the project's ready ONNX file, if there is one, and why it is refused."""
+        """Return the description of the project's existing ONNX file, if there is one, and why it is refused."""
         from onnx_ops.onnx_graph.compatibility import list_user_model_notes, list_user_model_problems
         from onnx_ops.onnx_graph.files import find_model_file
         from onnx_ops.onnx_graph.model_info import read_model_info
@@ -165,7 +166,7 @@ class Preflight:
             return None, [error.without_place()]
 
     def _inputs(self, model: ModelInfo) -> Iterator[Issue]:
-        """Yield problems of rows to score, calibrate or tune with that the model does not accept."""
+        """Yield problems of rows for scoring, calibration or tuning that the model does not accept."""
         from onnx_ops.measure.files import convert_inputs
         from onnx_ops.tools.probing import find_input_problems
 
@@ -211,7 +212,7 @@ class Preflight:
                 )
 
     def _plugin(self, kind: str, name: str) -> Any:
-        """Return a plugin; None if it is not installed, which is an issue of its own."""
+        """Return a plugin; None if it is not installed, which is a separate issue."""
         try:
             return plugins.load(kind, name)
         except OnnxOpsError:
@@ -233,7 +234,7 @@ class Preflight:
                 yield Issue(("data", name, "label"), message)
 
     def _note_new_labels(self) -> None:
-        """Note classes that are scored and were never trained."""
+        """Note classes that are scored but not in the training data."""
         import numpy as np
 
         scored = self._scored
@@ -257,7 +258,7 @@ def _is_path(model: str) -> bool:
 
 
 def _build_zeros(model: ModelInfo, rows: int) -> Mapping[str, Any] | None:
-    """Return zeros of the shapes and types that a model answers with; None if these are not known."""
+    """Return zeros of the shapes and types of the model's outputs; None if these are not known."""
     import numpy as np
 
     arrays: dict[str, Any] = {}

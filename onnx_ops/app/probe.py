@@ -1,4 +1,4 @@
-"""Answers the cheap questions of a plan."""
+"""Probes of a plan: data, code, tools and machines, without importing a framework."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from onnx_ops.ports import Ports
 
 @dataclass(frozen=True)
 class ProjectProbe:
-    """What a plan starts from, read off the project without importing a framework."""
+    """The inputs of a plan, read from the project without importing a framework."""
 
     ports: Ports
 
@@ -30,7 +30,7 @@ class ProjectProbe:
         return self.ports.source(get_source_name(section)).fingerprint(section, self.ports.root)
 
     def origin(self, section: DataSection) -> Mapping[str, str]:
-        """Return where the data of a data set comes from."""
+        """Return the origin of a data set."""
         return self.ports.source(get_source_name(section)).origin(section, self.ports.root)
 
     def code(self, reference: str, depends: tuple[str, ...] = ()) -> UserCode:
@@ -38,7 +38,7 @@ class ProjectProbe:
         return collect_user_code((reference,), self.ports.root, depends)
 
     def model(self, path: str) -> Digest:
-        """Return the digest of a model that the pipeline brings."""
+        """Return the digest of an existing model."""
         return self.ports.models.digest(path)
 
     def tools(self, kind: str, name: str, env: Environment | None = None, *, trains: bool = False) -> Mapping[str, str]:
@@ -49,7 +49,7 @@ class ProjectProbe:
         plugin = plugins.load(kind, name)
         shaping = tuple(getattr(plugin, "tools", (name,) if kind == "runtimes" else ()))
         if kind == "runtimes":
-            # One in an environment of its own has its build in its target's digest.
+            # For a runtime in a separate environment, the target's digest covers its build.
             return versions | ({} if env is not None and env.isolated else _versions(shaping))
         if kind != "data" and (wanted := select_environment(plugin, env)) is not None:
             return versions | {
@@ -59,11 +59,11 @@ class ProjectProbe:
         return versions | _versions(shaping if trains else (*shaping, *getattr(plugin, "converters", ())))
 
     def settled(self, entry: Quantize) -> Quantize:
-        """Return the entry with the files that its optimizer reads put in."""
+        """Return the entry with the content of the files that its optimizer reads."""
         return self.ports.optimizer(entry.method, entry.env).settle(entry, self.ports.root)
 
     def is_quantizer(self, entry: Quantize) -> bool:
-        """Return whether the variant of an entry computes something else than its source."""
+        """Return whether the variant of an entry differs from its source by design."""
         return self.ports.optimizer(entry.method, entry.env).quantizes(self.settled(entry))
 
     def hardware(self, target: Target) -> Digest:
@@ -87,9 +87,9 @@ class ProjectProbe:
 
 @dataclass(frozen=True)
 class OutlineProbe(ProjectProbe):
-    """As `ProjectProbe`, for a plan that says which stages there are and what they need, and is never run.
+    """A `ProjectProbe` for a plan that only lists stages and their needs, and is never run.
 
-    No data and no model is read or asked for, and no key is made.
+    It reads no data and no model, and creates no key.
     """
 
     signing: str = "off"
@@ -99,11 +99,11 @@ class OutlineProbe(ProjectProbe):
         return ""
 
     def origin(self, section: DataSection) -> Mapping[str, str]:
-        """Return where the data of a data set comes from."""
+        """Return the origin of a data set."""
         return {}
 
     def model(self, path: str) -> Digest:
-        """Return the digest of a model that the pipeline brings."""
+        """Return the digest of an existing model."""
         return digest_json(path)
 
     def signer(self) -> Digest | None:

@@ -1,7 +1,7 @@
-"""A project: its settings, its outside world, and what can be done with its pipeline files.
+"""A project: its settings, its ports, and the operations on its pipeline files.
 
-What reads and runs pipelines is imported where it is used: a rollback needs none of it, and would be done before all of
-that is read from disk.
+Modules that read and run pipelines are imported on use: a rollback needs none of them, and completes in less time than
+their import takes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Project:
-    """Settings and ports of one project, and what its pipelines that run side by side take turns by."""
+    """Settings and ports of one project, and the locks of its pipelines that run side by side."""
 
     settings: Settings
     ports: Ports
@@ -50,8 +50,13 @@ class Project:
         return TargetFiles(self.settings.root, self.settings.shared_targets)
 
     def handler(self, actor: str = "", observer: Observer | None = None, abandon: str = "") -> StageHandler:
-        """How stages are done; `actor` is answerable for what they release, `observer` hears how far they are, and
-        `abandon` is why endpoints may be left behind."""
+        """Return the stage handler of this project.
+
+        Args:
+            actor: who is answerable for its releases.
+            observer: gets the progress.
+            abandon: why endpoints may be left behind.
+        """
         from onnx_ops.app.execution import StageExecutor
         from onnx_ops.app.handler import StageHandler
         from onnx_ops.pipeline import SilentObserver
@@ -71,7 +76,7 @@ class Project:
 
 @dataclass(frozen=True)
 class PreparedPipeline:
-    """A checked pipeline, its targets and its plan. `overridden` says that values differ from the file's."""
+    """A checked pipeline, its targets and its plan. `overridden`: values differ from the file's."""
 
     pipeline: Pipeline
     targets: Mapping[str, Target]
@@ -88,7 +93,7 @@ def open_project(start: Path | None = None) -> Project:
 
 @dataclass(frozen=True)
 class CheckedFile:
-    """A pipeline that could run, and what is worth knowing before it does."""
+    """A pipeline that could run, and notes to read before it does."""
 
     pipeline: Pipeline
     notes: tuple[str, ...]
@@ -99,7 +104,7 @@ def check(
 ) -> CheckedFile:
     """Check a pipeline file.
 
-    With `static` only the file and the project's source code are looked at, not data and models; with `machine` also
+    With `static` only the file and the project's source code are checked, not data and models; with `machine` also
     the packages and credentials that a whole run needs here.
 
     Raises:
@@ -125,7 +130,7 @@ def check(
             for name in project.settings.notifiers if pipeline.deploy else ():
                 try:
                     project.ports.notifiers()[name].check()
-                except OnnxOpsError as error:  # it reaches nobody, which stops no rollout
+                except OnnxOpsError as error:  # a failed notification stops no rollout
                     notes.append(f"notifier {name}: {error}")
         return findings
 
@@ -148,7 +153,7 @@ def check(
 def _machine_findings(
     project: Project, pipeline: Pipeline, targets: Mapping[str, Target], reported: Collection[str]
 ) -> list[Issue]:
-    """Return missing packages and credentials that a whole run needs, but for those reported already."""
+    """Return missing packages and credentials that a whole run needs, except those reported already."""
     from onnx_ops.app.handler import binding
     from onnx_ops.app.probe import OutlineProbe
     from onnx_ops.config.document import Issue
@@ -172,14 +177,14 @@ def _machine_findings(
         config, _ = binding(stage)
         for part in (project.ports.provider(config.provider), project.ports.metrics(config)):
             lack = part.find_missing_requirement(config)
-            if lack is not None and lack.what not in seen:  # a provider's own metrics need what it needs itself
+            if lack is not None and lack.what not in seen:  # a provider's own metrics share its requirements
                 seen.add(lack.what)
                 findings.append(Issue(_location(pipeline, stage), lack.without_place(), environment=True))
     return findings
 
 
 def _location(pipeline: Pipeline, stage: Stage) -> tuple[str | int, ...]:
-    """Return where a pipeline file asks for a stage."""
+    """Return where a pipeline file declares a stage."""
     from onnx_ops.app.handler import binding
     from onnx_ops.domain.pipeline import StageKind
 
@@ -203,7 +208,7 @@ def _location(pipeline: Pipeline, stage: Stage) -> tuple[str | int, ...]:
 
 
 def list_capabilities(project: Project, entry: Deploy) -> frozenset[str]:
-    """Return what an endpoint's provider and its source of metrics can do for it."""
+    """Return the capabilities of an endpoint's provider and metrics source."""
     provider = project.ports.provider(entry.provider)
     able = provider.capabilities(entry.settings)
     settings = dict(entry.metrics)
@@ -212,9 +217,9 @@ def list_capabilities(project: Project, entry: Deploy) -> frozenset[str]:
         return able
     try:
         offered: frozenset[str] = plugins.load("metrics", str(source), settings).capabilities()
-    except UserError:  # its settings are a problem of their own
+    except UserError:  # another check reports invalid settings
         return able
-    # Copies, clients' reports and cold starts come to be at the endpoint, whoever counts them.
+    # Copies, clients' reports and cold starts arise at the endpoint, with any metrics source.
     return (able - provider.metrics().capabilities()) | (offered - ({"shadow", "outcomes", "cold_starts"} - able))
 
 
@@ -251,14 +256,14 @@ def prepare(
 def preview_plan(
     project: Project, prepared: PreparedPipeline, fresh: Collection[StageKind] = ()
 ) -> Mapping[str, StageOutcome | None]:
-    """Return which stages a run would find cached, and which it would do."""
+    """Return the cached outcome of each stage, or None where a run would execute it."""
     from onnx_ops.pipeline import preview
 
     return preview(prepared.plan, handler=replace(project.handler(), confirms=False), fresh=fresh)
 
 
 def require_packages(project: Project, plan: Plan) -> None:
-    """Refuse a plan that needs packages which are not installed here, before any of its stages begins."""
+    """Refuse a plan that needs packages which are not installed here, before any of its stages starts."""
     if needed := _missing_packages(project, plan):
         missing = [name for _, names in needed for name in names]
         why = "; ".join(f"{stage.id} needs {', '.join(names)}" for stage, names in needed)
@@ -266,7 +271,7 @@ def require_packages(project: Project, plan: Plan) -> None:
 
 
 def _missing_packages(project: Project, plan: Plan) -> list[tuple[Stage, list[str]]]:
-    """Return the stages that need packages which are not installed; each package stands with the first one."""
+    """Return the stages that need packages which are not installed; each package is listed with the first one."""
     seen: set[str] = set()
     needed = []
     for stage in plan.stages:
@@ -277,7 +282,7 @@ def _missing_packages(project: Project, plan: Plan) -> list[tuple[Stage, list[st
 
 
 def _list_packages(project: Project, stage: Stage) -> Iterator[str]:
-    """Yield distributions that a stage needs in this installation, those that are missing among them."""
+    """Yield the distributions that a stage needs in this installation, missing ones included."""
     from onnx_ops.app.execution import get_pool
     from onnx_ops.app.handler import RELEASE, binding
     from onnx_ops.domain.pipeline import StageKind
@@ -309,16 +314,19 @@ def execute(
     jobs: int = 1,
     base: BaseRelease | None = None,
 ) -> RunResult:
-    """Run a plan, `jobs` stages at once; `actor` is answerable for what it releases, by default whoever runs this
-    process. The report compares the release with `base`, by default the branch that a pull request goes to.
+    """Run a plan, `jobs` stages at once, and compare the release with `base` in the report.
 
-    The figures of a commit that nothing was changed of are recorded under it. A run does not fail where that fails:
-    later comparisons say that nothing is recorded.
+    The measurements of an unchanged commit are recorded under it. A run does not fail if that fails: later comparisons
+    report that nothing is recorded.
+
+    Args:
+        actor: who is answerable for its releases; by default the user of this process.
+        base: by default the target branch of the pull request.
 
     Raises:
         MissingPackageError: a package that a stage needs is not installed; nothing was done.
-        RefusedError: an endpoint would be left behind, and `abandon` gives no reason why it may.
-        UserError: an endpoint that exists cannot be changed as the file says.
+        RefusedError: an endpoint would be left behind, and `abandon` gives no reason for it.
+        UserError: an existing endpoint cannot be changed as the file declares.
     """
     from onnx_ops.app.handler import binding
     from onnx_ops.app.results import find_base, read_base_branch, read_provenance, record_commit, summarize
@@ -337,7 +345,7 @@ def execute(
     if base is None and (branch := read_base_branch(os.environ)):
         base = find_base(project.settings.root, project.ports.store, name, branch)
     planned = prepared.plan
-    if releases:  # the registration knows who made the release, and what it is compared with
+    if releases:  # the registration holds who made the release, and its comparison
         made = read_provenance(project.settings.root, project.ports.clock.now(), os.environ)
         hints = {PROVENANCE: codec.to_json(made), **({} if base is None else {BASE: codec.to_json(base)})}
         hinted = (

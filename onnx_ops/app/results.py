@@ -1,4 +1,4 @@
-"""Results of a run: decisions, choices, versions, endpoints, one exit code; and what is recorded of its commit."""
+"""Results of a run: decisions, choices, versions, endpoints, one exit code; and the record of its commit."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _root(stage_id: str, outcomes: Mapping[str, StageOutcome]) -> StageOutcome:
 
 
 def _exit_code(result: RunResult, choices: tuple[Choice, ...]) -> int:
-    """With a choice for every target only its release can fail; else a wrong input comes first, then the verdicts."""
+    """Return the exit code. With a choice per target only the release can fail; else wrong input precedes verdicts."""
     missing = [c.verdict for c in choices if c.variant is None]
     if choices and not missing:
         kinds = (StageKind.REGISTER, StageKind.PROMOTE, StageKind.DEPLOY)
@@ -125,13 +125,13 @@ _COMMITS = 100
 """Commits of the base branch that are looked through: most touch no model, so that nothing was measured for them."""
 
 _SHARED = 20
-"""Commits whose figures a folder keeps."""
+"""Number of commits whose records a folder keeps."""
 
 _COMMIT_VARIABLES = ("GITHUB_SHA", "CI_COMMIT_SHA", "BUILD_SOURCEVERSION")
 _AUTHOR_VARIABLES = ("GITHUB_ACTOR", "GITLAB_USER_NAME", "BUILD_REQUESTEDFOR")
 _BRANCH_VARIABLES = ("GITHUB_HEAD_REF", "GITHUB_REF_NAME", "CI_COMMIT_REF_NAME", "BUILD_SOURCEBRANCHNAME")
 _BASE_VARIABLES = ("GITHUB_BASE_REF", "CI_MERGE_REQUEST_TARGET_BRANCH_NAME", "SYSTEM_PULLREQUEST_TARGETBRANCH")
-"""Of GitHub, GitLab and Azure, in this order."""
+"""Variables of GitHub, GitLab and Azure, in this order."""
 
 
 def read_provenance(root: Path, now: float, environ: Mapping[str, str]) -> Provenance:
@@ -174,7 +174,7 @@ def record_commit(root: Path, store: Store, summary: Summary) -> None:
 
 
 def export_commit(root: Path, store: Store, pipeline: str, folder: Path) -> None:
-    """Copy what is recorded of the commit that is checked out to a folder, for runs that have another store.
+    """Copy the record of the checked-out commit to a folder, for runs that have another store.
 
     The folder keeps the newest commits.
     """
@@ -199,14 +199,14 @@ def import_commits(root: Path, store: Store, folder: Path) -> None:
             for path in place.rglob("*")
             if path.is_file() and not path.is_symlink()
         }
-        if _CHOICES in files:  # the key cannot be that of a stage, whoever filled the folder
+        if _CHOICES in files:  # no writer of the folder can choose the key of a stage
             store.record(_key(root, place.name, place.parent.name), Manifest(files=files))
 
 
 def find_base(root: Path, store: Store, pipeline: str, base: str, name: str = "") -> BaseRelease:
-    """Return what is recorded of the commit where this branch left its base, or of the last one before it.
+    """Return the record of the commit where this branch left its base, or of the last recorded one before it.
 
-    The base is a branch, which may be known as that of `origin` only, a tag or a commit; `name` is what people call it.
+    The base is a tag, a commit or a branch, which may exist only at `origin`; `name` is its display name.
     """
     name = name or base
     try:
@@ -235,7 +235,7 @@ def find_base(root: Path, store: Store, pipeline: str, base: str, name: str = ""
 
 
 def _key(root: Path, pipeline: str, commit: str) -> Digest:
-    """One repository may hold several projects."""
+    """Return the key of a commit's record. One repository can hold several projects."""
     folder = ask_git(root, "rev-parse", "--show-prefix", may_fail=True).strip()
     return digest_json(["commit", folder, pipeline, commit])
 

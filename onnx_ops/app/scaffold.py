@@ -1,4 +1,4 @@
-"""A new project: the files of this one that a project needs, with its own name, around a model of its own.
+"""New projects: the needed files of this repository under the project's name, with a model to start from.
 
 Flows, workflows, infrastructure and examples are those that this project itself runs and tests; `templates/` links to
 them, and a wheel holds copies. A project also gets the wheel of this release, so that a runner can install it from a
@@ -31,7 +31,7 @@ TemplateName = Literal["sklearn", "torch", "onnx"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """What a project starts from. `renamed` are words of the pipeline file and what they become."""
+    """The starting point of a project. `renamed` maps words of the pipeline file to their replacements."""
 
     pipeline: str
     model: str
@@ -62,7 +62,7 @@ PROJECTS: Mapping[TemplateName, Template] = {
             "digits-mlp": "{name}",
             "examples.digits_mlp": "models.train",
             "endpoint: digits\n": "endpoint: {name}\n",
-            # The tutorials begin at once with all traffic, and make it a canary afterwards.
+            # The tutorials start with all traffic at once, and switch to a canary later.
             "    # The first release has nothing to be held against, and gets all traffic at once.\n": "",
             "steps: [10%, 50%, 100%], guardrails: [errors, latency_p50, latency_p99], min_requests: [300, 1000]": (
                 "steps: [100%], keep_previous: 24h"
@@ -91,13 +91,13 @@ PROJECTS: Mapping[TemplateName, Template] = {
 
 _INFRA = ("aws", "azure", "compose", "kubernetes", "pools", "prefect")
 _IMAGE = ("bill.py", "healthcheck.py", "install.sh")
-"""What the image's build runs; its Dockerfile installs from the wheel, and is a template."""
+"""Files that the image's build runs; its Dockerfile installs from the wheel, and is a template."""
 
 _WORKFLOWS = ("model-commit.yml", "promote.yml", "rollback.yml")
 
 
 def scaffold(folder: Path, name: str, template: TemplateName) -> tuple[str, ...]:
-    """Write a project into a folder that is empty or not there yet; return its files, sorted."""
+    """Write a project into an empty or new folder; return its files, sorted."""
     remedy = "Use lower-case letters, digits and dashes, beginning with a letter or digit."
     if not re.fullmatch(NAME_PATTERN, name):
         raise UserError(f"{name!r} cannot name a pipeline", where="--name", remedy=remedy)
@@ -139,7 +139,7 @@ def write_wheel(installed: Distribution, folder: Path) -> Path:
     metadata = f"{stem}.dist-info"
     file = PACKAGE.parent / "pyproject.toml"
     project = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    if project.get("project", {}).get("name") == "onnx-ops":  # a checkout: what a build takes
+    if project.get("project", {}).get("name") == "onnx-ops":  # a checkout: the files that a build takes
         globs = project["tool"]["setuptools"]["package-data"]["onnx_ops"]
         paths = {*PACKAGE.rglob("*.py"), *(path for pattern in globs for path in PACKAGE.glob(pattern))}
     else:  # some packages leave such a file in site-packages
@@ -166,7 +166,7 @@ def write_wheel(installed: Distribution, folder: Path) -> Path:
 
 
 def _sources(chosen: Template) -> Iterator[tuple[Path, str]]:
-    """Files that are copied as they are, and their places."""
+    """Yield files that are copied unchanged, and their places."""
     yield TEMPLATES / "examples" / chosen.model, chosen.place
     for path in sorted((TEMPLATES / "flows").glob("*.py")):
         yield path, f"flows/{path.name}"
@@ -185,7 +185,7 @@ def _sources(chosen: Template) -> Iterator[tuple[Path, str]]:
 
 
 def _written(name: str) -> Iterator[tuple[Path, str]]:
-    """Files that hold the project's name, and their places."""
+    """Yield files that hold the project's name, and their places."""
     places = {
         "Dockerfile": "infra/docker/Dockerfile",
         "Dockerfile.dockerignore": "infra/docker/Dockerfile.dockerignore",

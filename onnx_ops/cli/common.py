@@ -42,7 +42,7 @@ _GROUPS = ("drift", "keys", "rollout", "webhooks")
 
 @dataclass(slots=True)
 class CollectedOutput:
-    """What a command leaves for a caller in Python: its document, and the errors that did not end it."""
+    """The output of a command for a Python caller: its document, and the errors that did not end it."""
 
     document: Any = None
     errors: list[OnnxOpsError] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What `doctor` looks at."""
+"""The checks of `doctor`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EXTRAS = {
     "prefect": "flows, schedules and work pools",
     "serve": "endpoints on this machine",
 }
-"""Parts of the platform, and what needs them."""
+"""Features of the platform, and what needs them."""
 
 
 _Check = Callable[[Project], Iterator[Diagnosis]]
@@ -44,12 +44,12 @@ _CHECKS: dict[str, _Check] = {}
 
 
 def _named(name: str) -> Callable[[_Check], _Check]:
-    """Add a check to those that `diagnose` makes."""
+    """Register a check of `diagnose`."""
     return lambda check: _CHECKS.setdefault(name, check)
 
 
 def diagnose(project: Project, begin: Callable[[str], object] = lambda name: None) -> list[Diagnosis]:
-    """Return all findings; a check that cannot be made is a finding too. `begin` is called with the name of each."""
+    """Return all findings; a check that fails to run is a finding too. `begin` is called with the name of each."""
     findings: list[Diagnosis] = []
     for name, check_of in _CHECKS.items():
         begin(name)
@@ -61,7 +61,7 @@ def diagnose(project: Project, begin: Callable[[str], object] = lambda name: Non
 
 
 def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> list[Diagnosis]:
-    """Return what a provider finds for the endpoints of these pipeline files and for those that exist."""
+    """Return a provider's findings for the endpoints of these pipeline files and for existing ones."""
     deploys = [
         entry for file in files for entry in check(project, file, static=True).pipeline.deploy if entry.provider == name
     ]
@@ -95,7 +95,7 @@ def _packages(project: Project) -> Iterator[Diagnosis]:
         try:
             installed = version(name)
         except PackageNotFoundError:
-            continue  # an extra's, which is looked at below, or another build of ONNX Runtime
+            continue  # a package of an extra, which is checked below, or another build of ONNX Runtime
         ok = SpecifierSet(wanted).contains(Version(installed), prereleases=True)
         yield Diagnosis(check=name, ok=ok, found=installed, remedy=f"pip install '{name}{wanted}': {breaks}")
     for extra, purpose in EXTRAS.items():
@@ -208,7 +208,7 @@ def _webhook(project: Project) -> Iterator[Diagnosis]:
 
 @_named("notifications")
 def _notifications(project: Project) -> Iterator[Diagnosis]:
-    """One line for each notifier, whatever the others are."""
+    """Yield one line for each notifier, independent of the others."""
     if not project.settings.notifiers:
         yield Diagnosis(check="notifications", ok=True, found="no notification channel configured")
         return
@@ -240,7 +240,7 @@ def _endpoints(project: Project) -> Iterator[Diagnosis]:
 
 @_named("pipelines")
 def _without_file(project: Project) -> Iterator[Diagnosis]:
-    """Endpoints whose pipeline no file describes, as after a pipeline and its endpoint were renamed together."""
+    """Report endpoints whose pipeline no file describes, as after a rename of pipeline and endpoint together."""
     states = [read_readable_state(project.ports, name) for name in list_bound_endpoints(project.ports)]
     bound = [state.config for state in states if state.config is not None]
     files = (project.settings.root / PIPELINES).glob("*.yaml") if bound else ()

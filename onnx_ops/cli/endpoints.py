@@ -186,7 +186,7 @@ def _failed(errors: Mapping[str, OnnxOpsError]) -> list[dict[str, Any]]:
 
 
 def _parse_moment(text: str, now: float) -> float:
-    """Return seconds since the epoch of a date, a time or a duration ago."""
+    """Return seconds since the epoch for a date, a time or an age."""
     if re.fullmatch(r"[0-9.]+ ?[a-z]+", text):
         return now - parse_duration(text, "--since")
     try:
@@ -267,7 +267,7 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
 
 
 def describe_pending(pending: PendingRollback, now: float) -> str:
-    """Return where a rollback leads, who asked for it how many seconds ago and why it is still owed."""
+    """Return the goal of a pending rollback, who requested it how many seconds ago and why it is pending."""
     stable = pending.action.roles.stable
     to = stable.name if stable is not None else "nothing"
     text = f"to {to}, asked for by {pending.actor} {max(0.0, now - pending.at):.0f} s ago ({pending.action.why})"
@@ -311,7 +311,7 @@ def traffic_chart(lines: Sequence[HistoryLine]) -> None:
 
 
 def _orphan_report(survey: OrphanSurvey) -> None:
-    """Print what providers hold that no release needs."""
+    """Print the providers' resources that no release needs."""
     if survey.orphans:
         rows = []
         for orphan in survey.orphans:

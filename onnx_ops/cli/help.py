@@ -1,4 +1,4 @@
-"""How commands show their help: paragraphs that fit any width, and names of values in place of Python types."""
+"""Help of commands: paragraphs that fit any width, and names of values in place of Python types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., None])
 
 
 class Command(TyperCommand):
-    """A command whose docstring may break its lines anywhere, with `FILE`, `N` or `a|b` for the values of options."""
+    """A command whose docstring can break its lines anywhere, with `FILE`, `N` or `a|b` for the values of options."""
 
     def __init__(self, name: str | None, **settings: Any) -> None:
         paragraphs = inspect.cleandoc(settings.get("help") or "").split("\n\n")

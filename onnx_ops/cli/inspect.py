@@ -1,4 +1,4 @@
-"""`onnx-ops inspect`: what a model holds, its metadata, and where it can run."""
+"""`onnx-ops inspect`: the content of a model, its metadata, and where it can run."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def inspect(
 
 @contextmanager
 def local_model(place: str) -> Iterator[Path]:
-    """Open the model as a local file; what is fetched is removed afterwards."""
+    """Open the model as a local file; a download is removed afterwards."""
     from onnx_ops.onnx_graph.files import find_model_file
 
     if "://" not in place and not place.startswith("models:/"):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from onnx_ops.tools.probing import SampleRows
 
 _SHOWN = 3
-"""Reasons that are printed; the table holds all verdicts."""
+"""Number of reasons printed; the table has all verdicts."""
 
 
 def judge(
@@ -178,7 +178,7 @@ def judge(
 
 
 def _parse_options(only: str | None, batch: str, files: Mapping[str, str | None]) -> list[int]:
-    """Return the sizes of requests. Raise UserError for a part that there is not, or a file in no folder."""
+    """Return the sizes of requests. Raise UserError for an unknown part, or a file in a missing folder."""
     if only not in (None, "parity", "latency"):
         raise UserError(f"there is no part {only!r}", where="--only", remedy="Give parity or latency.")
     batches = [part.strip() for part in batch.split(",")]
@@ -193,7 +193,7 @@ def _parse_options(only: str | None, batch: str, files: Mapping[str, str | None]
 
 
 def _with_casts(given: Sequence[Path], stack: ExitStack) -> tuple[Path, Path, list[str]]:
-    """Return the files, with casts around one that takes other floats than the baseline; and notes on these."""
+    """Return the files, with casts around one whose float inputs differ from the baseline's; and notes on these."""
     from onnx_ops.onnx_graph.rewrites import read_boundary_types, write_with_boundary_casts
     from onnx_ops.scratch import Scratch
 
@@ -301,7 +301,7 @@ def _list_settings(
     seed: int,
     where: str,
 ) -> list[SweepPoint]:
-    """Return every shape with every batch; one that a model insists on is the only one."""
+    """Return every shape with every batch; a fixed one is the only one."""
     from onnx_ops.onnx_graph.input_bounds import read_input_bounds
     from onnx_ops.tools.judge import SweepPoint
     from onnx_ops.tools.probing import check_samples, generate_samples

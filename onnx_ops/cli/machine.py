@@ -88,7 +88,7 @@ def targets(as_json: AsJson = False) -> None:
 
 
 def _with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one flag per option, so that each is described in one place only (`ServerOptions`)."""
+    """Add one flag per option to a command, so that each is described in one place only (`ServerOptions`)."""
     hints = get_type_hints(command, include_extras=True)
     own = [
         p.replace(annotation=hints[p.name])
@@ -118,15 +118,15 @@ def serve(
     require(*EXTRAS["serve"], where="")
     command = [sys.executable, "-m", "onnx_ops.serving.main", "--state-dir", str(state_dir), "--host", host]
     ports = ["--port", str(port), "--admin-port", str(admin_port)]
-    # The server takes this process's place, so that nothing of the command line stays in its memory.
+    # The server replaces this process, so that nothing of the command line stays in its memory.
     os.execv(sys.executable, [*command, *ports, *format_flags(bind_settings(options, ServerOptions))])  # noqa: S606 (a list, no shell)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetStatus:
-    """One target. `why` and `remedy` say more.
+    """The status of one target. `why` and `remedy` explain it.
 
-    `here` is None if its file is wrong, another machine measures it, or its build is not looked at.
+    `here` is None if its file is wrong, another machine measures it, or its build is not checked.
     """
 
     name: str
@@ -138,7 +138,7 @@ class TargetStatus:
 
 
 def _list_target_statuses(project: Project) -> list[TargetStatus]:
-    """Return targets of the project, then the shipped profiles that it has no file for; each by name."""
+    """Return the project's targets, then the shipped profiles that it does not replace; each by name."""
     from onnx import TensorProto, helper
 
     from onnx_ops.config.targets import profile_names
@@ -173,9 +173,9 @@ def _read_status(project: Project, name: str, probe: Path) -> TargetStatus:
 
 
 def _find_obstacle(runtime: Runtime, target: Target, probe: Path) -> str:
-    """Return why figures from here would not be the target's.
+    """Return why measurements on this machine would not be the target's.
 
-    A provider may be in the build, and its hardware absent.
+    A provider can be in the build although its hardware is absent.
     """
     from onnx_ops.measure.execution import require_hardware
 

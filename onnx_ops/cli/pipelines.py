@@ -98,7 +98,7 @@ def check(
             ]
         except ConfigError as error:
             problems.extend(error.problems)
-        except UserError as error:  # a file that cannot be read: the others are looked at all the same
+        except UserError as error:  # a file that cannot be read does not stop the check of the others
             if len(files) == 1:
                 raise
             message = str(UserError(error.what, why=error.why, remedy=error.remedy))
@@ -244,7 +244,7 @@ def affected(
 
 
 class TemplateChoice(StrEnum):
-    """What a project starts from."""
+    """The starting point of a project."""
 
     SKLEARN = "sklearn"
     TORCH = "torch"
@@ -286,7 +286,7 @@ def init(
 
 
 def _print_results(results: Iterable[PipelineResult], *, as_json: bool) -> int:
-    """Print what came of each pipeline when it has ended; return the worst of their exit codes."""
+    """Print the outcome of each pipeline when it ends; return the worst exit code."""
     from onnx_ops.app.batch import worst_exit_code
     from onnx_ops.cli.tables import choice_lines
 

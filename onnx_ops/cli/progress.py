@@ -1,4 +1,4 @@
-"""Progress on standard error: what is at work, for how long, and about how long it still takes."""
+"""Progress on standard error: the running steps, their duration, and an estimate of the remaining time."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _LINES = {
 }
 
 _PATIENCE_S = 2.0
-"""What takes longer is shown, also where there is no terminal."""
+"""Longer steps are shown, also without a terminal."""
 
 _FILE = "durations.json"
 _REMEMBERED = 2000
-"""Steps whose last duration is kept."""
+"""Number of steps whose last duration is kept."""
 
 
 class Durations:
-    """How long each step took the last time, in a file of the user's cache; for terminals, which alone show it."""
+    """The last duration of each step, in a file of the user's cache. Only terminals show estimates."""
 
     def __init__(self, console: Console) -> None:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -48,16 +48,16 @@ class Durations:
                 self._known = {str(key): float(s) for key, s in json.loads(self._path.read_text("utf-8")).items()}
 
     def get(self, key: str) -> float | None:
-        """Return how long a step took last time, in seconds."""
+        """Return the last duration of a step, in seconds."""
         return self._known.get(key)
 
     def record(self, key: str, seconds: float) -> None:
-        """Remember how long a step took."""
+        """Record the duration of a step."""
         self._known.pop(key, None)
         self._known[key] = round(seconds, 2)
 
     def save(self) -> None:
-        """Write them, unless the disk does not allow it: estimates are not worth an error."""
+        """Write the durations; a failure is ignored, since estimates are not worth an error."""
         if self._path is None:
             return
         recent = dict(list(self._known.items())[-_REMEMBERED:])
@@ -69,7 +69,7 @@ class Durations:
 
 
 class StepProgress:
-    """The steps at work, in one line that is redrawn on a terminal."""
+    """The running steps, in one line that is redrawn on a terminal."""
 
     def __init__(
         self, console: Console, durations: Durations, prefix: str, steps: Sequence[str] = (), *, jobs: int = 1
@@ -85,13 +85,13 @@ class StepProgress:
         self._lock = threading.RLock()
 
     def begin(self, name: str) -> None:
-        """End the step before, and begin this one."""
+        """End the step before, and start this one."""
         self.end()
         self._done.update(self._steps[: self._steps.index(name)] if name in self._steps else ())
         self.start(name)
 
     def start(self, name: str) -> None:
-        """Begin a step beside those at work."""
+        """Start a step beside those that are running."""
         with self._lock:
             self._begun[name], self._detail = time.monotonic(), ""
             self._done.discard(name)
@@ -102,7 +102,7 @@ class StepProgress:
                 self._print()
 
     def plan(self, steps: Sequence[str], needs: Mapping[str, Sequence[str]] | None = None) -> None:
-        """Add steps that are to come, and which of them each waits for."""
+        """Add future steps, and the steps that each waits for."""
         self._steps += steps
         self._needs = needs or {}
 
@@ -113,7 +113,7 @@ class StepProgress:
             self._print()
 
     def print_lines(self) -> None:
-        """From now on print a line for the steps at work and each one after them."""
+        """From now on print a line for each running step and each one after them."""
         self._is_printing = True
         self._print()
 
@@ -122,12 +122,12 @@ class StepProgress:
             self._console.print(Text(line), soft_wrap=True)
 
     def end(self) -> None:
-        """End all steps at work."""
+        """End all running steps."""
         for name in [*self._begun]:
             self.finish(name)
 
     def finish(self, name: str) -> None:
-        """End one step, or leave it out."""
+        """End one step, or remove it from the plan."""
         with self._lock:
             if name in self._begun:
                 self._durations.record(self._prefix + name, time.monotonic() - self._begun.pop(name))
@@ -143,7 +143,7 @@ class StepProgress:
         return self._done.issuperset(self._steps)
 
     def line(self) -> str:
-        """Return the line, empty where nothing is at work. Takes no lock: the thread that redraws holds rich's."""
+        """Return the line, empty without a running step. Takes no lock: the thread that redraws holds rich's."""
         begun = dict(self._begun)
         if not begun:
             return ""
@@ -162,9 +162,9 @@ class StepProgress:
         return Text(self.line(), no_wrap=True, overflow="ellipsis")
 
     def _estimate(self, begun: Mapping[str, float]) -> float | None:
-        """Return how long the steps that are not done will take, by the last time; None where that is not known.
+        """Return the remaining time from the last durations; None where they are not known.
 
-        Side by side it is the longest chain of steps that wait for each other, or all of them shared out among `jobs`.
+        With parallel steps it is the longest chain of dependent steps, or the sum divided among `jobs`, if longer.
         """
         names = dict.fromkeys([*begun, *(name for name in self._steps if name not in self._done)])
         known: dict[str, float] = {}
@@ -179,7 +179,7 @@ class StepProgress:
         now = time.monotonic()
         rest = {name: max(each - (now - begun.get(name, now)), 0.0) for name, each in known.items()}
         chains: dict[str, float] = {}
-        for name, own in rest.items():  # in the plan's order; what is at work waits for nothing
+        for name, own in rest.items():  # in the plan's order; a running step waits for nothing
             chains[name] = own + max((chains.get(need, 0.0) for need in self._needs.get(name, ())), default=0.0)
         return max(*chains.values(), sum(rest.values()) / self._jobs)
 
@@ -190,7 +190,7 @@ def _seconds(value: float) -> str:
 
 @contextlib.contextmanager
 def working(command: str, *steps: str, quiet: bool = False) -> Iterator[StepProgress]:
-    """Show the steps of a command that may take longer than two seconds; begin with the first."""
+    """Show the steps of a command that can take longer than two seconds; start with the first."""
     console = Console(quiet=True, file=io.StringIO()) if quiet else error_console()
     durations = Durations(console)
     progress = StepProgress(console, durations, f"{command} ", steps)
@@ -209,9 +209,9 @@ def working(command: str, *steps: str, quiet: bool = False) -> Iterator[StepProg
 
 
 class RunProgress:
-    """Shows a run: the stages at work with the time left, and each one that has ended.
+    """Shows a run: the running stages with the remaining time, and each one that has ended.
 
-    Of several runs side by side, only what did work is shown, with the name of its pipeline.
+    Of several runs side by side, only stages that did work are shown, with the name of their pipeline.
     """
 
     def __init__(self, console: Console, *, jobs: int = 1, is_one_of_several: bool = False) -> None:
@@ -221,7 +221,7 @@ class RunProgress:
         self._prefix, self._name = "", " "
 
     def planned(self, plan: Plan) -> None:
-        """Durations of stages side by side include waiting: they are remembered apart."""
+        """Add the stages. Parallel durations include waiting, so they are recorded separately."""
         self._name = f"{plan.pipeline} " if self._is_one_of_several else " "
         self._prefix = f"run {plan.pipeline} {f'--jobs {self._jobs} ' if self._jobs > 1 else ''}"
         self._progress = StepProgress(self._console, self._durations, self._prefix, jobs=self._jobs)
@@ -237,7 +237,7 @@ class RunProgress:
             self._progress.start(stage.id)
 
     def told(self, stage: Stage, line: str) -> None:
-        """Show how far a stage is."""
+        """Show the progress of a stage."""
         if self._is_one_of_several:
             return
         if self._console.is_terminal:
@@ -247,7 +247,7 @@ class RunProgress:
             self._console.print(Text(f"   {prefix}{line}"), soft_wrap=True)
 
     def finished(self, stage: Stage, outcome: StageOutcome) -> None:
-        """Show how a stage ended."""
+        """Show the outcome of a stage."""
         self._progress.finish(stage.id)
         if outcome.status is StageStatus.DONE:
             self._durations.record(f"{self._prefix}{stage.id.partition('/')[0]}/", outcome.seconds)
@@ -255,7 +255,7 @@ class RunProgress:
             text = {
                 StageStatus.CACHED: "unchanged",
                 StageStatus.DONE: f"{outcome.seconds:.1f} s",
-                StageStatus.FAILED: f"failed after {outcome.seconds:.1f} s",  # the report says why
+                StageStatus.FAILED: f"failed after {outcome.seconds:.1f} s",  # the report has the reason
                 StageStatus.SKIPPED: f"skipped: {outcome.reason}",
             }[outcome.status]
             line = markup(_LINES[outcome.status], self._name, f"{stage.id:<28} {text}")

@@ -226,7 +226,7 @@ def _parts(hint: Any) -> list[Any]:
 
 
 def _load_tuning(ports: Ports, model: Path, path: Path | None, name: str, metric: MetricDefinition) -> Dataset:
-    """Return the rows that a search decides by, 512 at most."""
+    """Return the rows on which a search decides, 512 at most."""
     from onnx_ops.onnx_graph.model_info import read_model_info
     from onnx_ops.ports import Dataset
 

@@ -116,7 +116,7 @@ def _command(command: OperatorCommand, endpoint: str, reason: str, actor: str, *
     from onnx_ops.release.rollback import send_command
 
     ports = open_project().ports
-    ports.registry()  # fails before the command is recorded if it cannot be asked
+    ports.registry()  # if it does not answer, this fails before the command is recorded
     send_command(ports, endpoint, command, reason=reason, actor=actor)
     _reconcile(ports, endpoint, actor, as_json=as_json)
 
@@ -135,7 +135,7 @@ def _reconcile(ports: Ports, endpoint: str, actor: str, *, as_json: bool) -> Non
 
 
 def _follow(ports: Ports, view: RolloutView | None, pause_s: float, *, as_json: bool) -> None:
-    """Show the rollout until it ends: in place on a terminal, as lines of JSON, or what is new where neither is."""
+    """Show the rollout until it ends: in place on a terminal, as lines of JSON, else as new lines only."""
     from rich.live import Live
 
     from onnx_ops.release.status import read_rollout_view
@@ -267,7 +267,7 @@ def rollback(
 def _finish(project: Project, owing: Sequence[str], moved: Sequence[str], actor: str) -> dict[str, str]:
     """Write aliases and send notifications; return by endpoint why its aliases are not written yet.
 
-    A notification that fails does not fail the rollback: the ledger keeps what is due.
+    A notification that fails does not fail the rollback: the ledger keeps pending notifications.
     """
     from onnx_ops.release.notify import send_pending_each
     from onnx_ops.release.reconcile import write_aliases
@@ -284,10 +284,10 @@ def _finish(project: Project, owing: Sequence[str], moved: Sequence[str], actor:
 
 
 def _hand_over(project: Project, owing: Sequence[str], moved: Sequence[str]) -> dict[str, str]:
-    """Leave aliases, traffic that is still owed and notifications to processes that outlive this one.
+    """Leave aliases, pending traffic and notifications to processes that outlive this one.
 
-    Importing MLflow takes longer than the whole rollback. Should such a process die, the ledger keeps what is owed, and
-    every reconciliation tries again. Return a text by endpoint.
+    Importing MLflow takes longer than the whole rollback. If such a process dies, the ledger keeps the pending work,
+    and every reconciliation tries again. Return a text by endpoint.
     """
     state, text = project.settings.state, ""
     work: dict[Path, Sequence[str]] = {}

@@ -1,4 +1,4 @@
-"""What a plan, a run and gates print for people."""
+"""Terminal output of a plan, a run and gates."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _verdict(row: ResultRow) -> Markup:
 
 
 def _figure(figure: str, interval: str) -> str:
-    """Return a metric with its interval; a line may break between the two only."""
+    """Return a metric with its interval; the line can break only between the two."""
     return f"{figure.replace(' ', KEEP)} {interval.replace(' ', KEEP)}".strip()
 
 
@@ -80,7 +80,7 @@ def summary_report(
     *,
     details: bool,
 ) -> None:
-    """Print what a run came to; with `details` every gate result instead of key metrics and failures."""
+    """Print the results of a run; with `details` every gate result instead of key metrics and failures."""
     decisions = _without(errors, summary.decisions)
     if details and decisions:
         gate_report(result_table(decisions))
@@ -166,7 +166,7 @@ def _interval(estimate: float | None, low: float | None, high: float | None, uni
 
 
 def _reason(row: ResultRow) -> str:
-    """Return gate and reason, without the metric's name where that stands before it already."""
+    """Return gate and reason, without the metric's name if the reason starts with it."""
     return f"{row.describe_gate()}: {row.reason.removeprefix(f'{row.metric}: ')}"
 
 
@@ -248,7 +248,7 @@ def _release_lines(summary: Summary, registration: Registration, project: Projec
             address = None if config is None else project.ports.provider(config.provider).address(config)
             if config is None or address is None or stable is None:
                 continue
-            # A cloud passes on what is sent to this one path.
+            # A cloud forwards only requests to this path.
             path = f"v2/models/{registration.model}" if config.provider == "local" else "invocations"
             text = f"{stable.name} ({stable.variant}) at {address}/{path}"
             out.print(markup("Endpoint [bold]{}[/bold] serves {}", state.endpoint, text), soft_wrap=True)

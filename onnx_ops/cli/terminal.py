@@ -1,4 +1,4 @@
-"""What all commands print with: consoles, markup, paragraphs and tables that break no word, path or interval."""
+"""Output of all commands: consoles, markup, paragraphs and tables that break no word, path or interval."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GAP = 2
 """Columns between the columns of a table."""
 
 _WORD = re.compile(r"(?:\[[^\]\n]{1,40}\]|[^ \n])+")
-"""What stays in one line: a word, with an interval such as `[1.2, 1.3] ms` up to its bracket."""
+"""An unbreakable unit: a word, with an interval such as `[1.2, 1.3] ms` up to its bracket."""
 
 _LINE = re.compile(r".+")
 
@@ -28,7 +28,7 @@ KEEP = "\u00a0"
 
 
 class Markup(str):
-    """Text in Rich's markup; any other string is shown as it stands."""
+    """Text in Rich's markup; any other string is printed literally."""
 
     __slots__ = ()
 
@@ -61,7 +61,7 @@ def say(text: object, *, err: bool = False, indent: int = 0) -> None:
 
 
 def print_text(template: str, *values: object, out: Console | None = None, indent: int = 0, hang: int = 2) -> None:
-    """Print a paragraph that a terminal shows without a broken word; elsewhere it is one line.
+    """Print a paragraph that a terminal wraps between words; elsewhere it is one line.
 
     Args:
         template: text as for `markup`.
@@ -124,7 +124,7 @@ def _longest(cell: Text, pattern: re.Pattern[str]) -> int:
 
 
 def _shared(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
-    """Return widths between `least` and `most`: what is left goes to the columns that want more, evenly."""
+    """Return widths between `least` and `most`; the remaining room is divided evenly among columns that need more."""
     widths = list(least)
     for _ in range(room - sum(widths)):
         wanting = [n for n, width in enumerate(widths) if width < most[n]]
@@ -152,7 +152,7 @@ def _print_paragraph(out: Console, text: Text, indent: int = 0, hang: int = 2) -
 
 
 def _wrapped(text: Text, width: int, *, first: int | None = None) -> list[Text]:
-    """Return lines of at most `width`, broken at spaces and line ends only; a longer word has a line of its own."""
+    """Return lines of at most `width`, broken at spaces and line ends only; a longer word has a separate line."""
     lines: list[Text] = []
     for paragraph in text.split("\n", allow_blank=True):
         breaks: list[int] = []

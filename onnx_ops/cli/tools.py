@@ -1,4 +1,4 @@
-"""`onnx-ops bench`: how fast one ONNX file is; and what the tools for single files share."""
+"""`onnx-ops bench`: the speed of one ONNX file; and functions shared by the commands for single files."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def load_rows(
 
 
 def parse_sizes(dims: list[str]) -> dict[str, int]:
-    """Return the sizes of dimensions by name, of `NAME=SIZE` texts."""
+    """Return the sizes of dimensions by name, from `NAME=SIZE` texts."""
     sizes = {}
     for text in dims:
         name, _, size = text.partition("=")
@@ -139,7 +139,7 @@ def parse_sizes(dims: list[str]) -> dict[str, int]:
 
 @contextmanager
 def show_progress(command: str, *places: object, quiet: bool) -> Iterator[Tell]:
-    """Show on standard error what is at work: one line that is redrawn on a terminal, else a line each."""
+    """Show the running steps on standard error: one line that is redrawn on a terminal, else one line per step."""
     console = error_console()
     if quiet or not console.is_terminal:
         yield lambda text: None if quiet else console.print(markup("{}", text), soft_wrap=True)
@@ -152,7 +152,7 @@ _RUNS = "single runs that kept their core"
 _PROCESSES = "fresh processes, file in the page cache; median"
 _UNDER_LOAD = "fresh sessions under that many requests; median"
 _OF = {"p50": _RUNS, "p90": _RUNS, "p99": _RUNS, "load": _PROCESSES, "first": _PROCESSES, "peak": _PROCESSES}
-"""What the figures of one model are of; those that are not named are throughputs."""
+"""The samples behind the values of one model; other values are throughputs."""
 
 
 def _report(result: SingleModelResult, model: Path, target: str) -> None:
@@ -175,7 +175,7 @@ def _report(result: SingleModelResult, model: Path, target: str) -> None:
 
 
 def advise(advice: Sequence[Advice]) -> None:
-    """Print what slows a model down, and what to set."""
+    """Print what slows a model down, and the settings that fix it."""
     from onnx_ops.reporting.structure import advice_lines
 
     for line in advice_lines(advice):

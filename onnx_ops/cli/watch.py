@@ -25,7 +25,7 @@ from onnx_ops.release.status import render_pending_metrics
 from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
 
 _LAST_WORDS_S = 15.0
-"""How long an ending watch waits for its last messages; what is left is told by the next one."""
+"""How long an ending watch waits for its last notifications; the next watch sends the rest."""
 
 
 def keep_watching(
@@ -86,7 +86,7 @@ def _stopped_by_signals(wakeups: ReconcileQueue) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _telling_people(project: Project, watcher: WatchLoop, endpoints: tuple[str, ...], every: float) -> Iterator[None]:
-    """Messages go out from a thread of their own, so that a chat that hangs holds up no rollout."""
+    """Send notifications from a separate thread, so that a chat that hangs delays no rollout."""
     ports = project.ports
     if not ports.notifiers():
         yield
@@ -126,7 +126,7 @@ def _listening(project: Project, watcher: WatchLoop, wakeups: ReconcileQueue, li
     last = ""
 
     def refused(why: str) -> None:
-        """Told when the reason changes: whoever can reach the port could fill the log otherwise."""
+        """Log a refusal when its reason changes: any client of the port could fill the log otherwise."""
         nonlocal last
         if why != last:
             last = why
@@ -147,7 +147,7 @@ def _listening(project: Project, watcher: WatchLoop, wakeups: ReconcileQueue, li
 
 
 def _repair_webhook(project: Project, watcher: WatchLoop) -> None:
-    """Whatever comes of it, the watch goes on: it polls."""
+    """Repair the webhook. After a failure the watch continues: it polls."""
     from onnx_ops.adapters.registries.mlflow_webhooks import MlflowWebhooks
     from onnx_ops.adapters.webhooks.secret import read_secret
 

@@ -40,14 +40,14 @@ _LIMITS: Mapping[type, tuple[str, str, Callable[[Any, Any], bool]]] = {
 }
 _YAML_1_1 = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 _REFUSED: Mapping[str, str] = {"distribution": DISTRIBUTION}
-"""Choices that a library has and that are refused here, with the reason."""
+"""Choices of a library that are refused here, with the reason."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Binding:
     """The result of binding: the value (None if there are issues), every issue, and the dataclasses by location.
 
-    Where a part of a dataclass was wrong, its default stands in.
+    A wrong part of a dataclass is replaced by its default.
     """
 
     value: Any = None
@@ -56,7 +56,7 @@ class Binding:
 
 
 class SettingsError(UserError):
-    """Settings of a plugin with problems. `issues` has the location of each in the settings."""
+    """Invalid settings of a plugin. `issues` has the location of each problem in the settings."""
 
     def __init__(self, issues: Sequence[Issue], *, where: str = "", remedy: str = "") -> None:
         self.issues = tuple(issues)
@@ -83,7 +83,7 @@ def bind_settings(
 ) -> T:
     """Return the settings of a plugin as its dataclass.
 
-    `rules` yields further problems of settings that are valid one by one, each with the setting that it is about.
+    `rules` yields problems between settings that are valid one by one, each with the setting concerned.
 
     Raises:
         SettingsError: There are problems; it has all of them.
@@ -97,7 +97,7 @@ def bind_settings(
 
 
 def bind_document(document: Document, kind: type) -> Binding:
-    """Bind a document. Its issues get those of the types."""
+    """Bind a document, and add the issues of its types."""
     binding = bind(document.value, kind)
     known = {issue.loc for issue in document.issues if not issue.on_key}
     document.issues += [issue for issue in binding.issues if issue.on_key or issue.loc not in known]
@@ -324,7 +324,7 @@ class _Binder:
 
 
 def own_key(member: type, members: Sequence[type]) -> str:
-    """Return the required key that tells a member of a union from the others."""
+    """Return the required key that distinguishes a member of a union from the others."""
 
     def required(kind: type) -> list[str]:
         return [key for key, (f, _) in file_fields(kind).items() if default_of(f) is MISSING]

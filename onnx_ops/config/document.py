@@ -1,4 +1,4 @@
-"""A YAML document as plain values, with the place of each value and key in the file it came from."""
+"""A YAML document as plain values, with the source position of each value and key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Loc = tuple[str | int, ...]
 
 
 class _Broken:
-    """Stands for a value that cannot be read; an issue at its location says why."""
+    """Placeholder for a value that cannot be read; an issue at its location gives the reason."""
 
     def __repr__(self) -> str:
         return "BROKEN"
@@ -33,7 +33,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """Something wrong at a location.
+    """A problem at a location.
 
     Attributes:
         on_key: The key itself, or its absence, is wrong, not the value under it.
@@ -58,7 +58,7 @@ class Document:
     """One file as plain values. Overrides and substitutions change it in place before it is bound to types.
 
     Attributes:
-        places: Where each value stands, and in `keys` each key.
+        places: The position of each value, and in `keys` of each key.
         issues: Problems of its values.
         refused: Problems of overrides that name no place.
     """
@@ -78,7 +78,7 @@ class Document:
         return value
 
     def written(self, loc: Loc) -> Loc:
-        """Return the location as it stands in the file, where an entry may stand without its list.
+        """Return the location as written in the file, where an entry can appear without its list.
 
         A last part that is missing from the file is kept.
         """
@@ -113,7 +113,7 @@ class Document:
         return [*self.refused, *(self.problem(issue) for issue in self.issues)]
 
     def replace(self, loc: Loc, value: Any, places: Mapping[Loc, Place], keys: Mapping[Loc, Place]) -> None:
-        """Put another value, with its own places, at `loc`, whose container must exist."""
+        """Replace the value at `loc`, whose container must exist, with its own positions."""
         for table in (self.places, self.keys):
             for old in [known for known in table if known[: len(loc)] == loc]:
                 del table[old]
@@ -130,7 +130,7 @@ class Document:
 
 
 def child(value: Any, part: str | int) -> Any:
-    """Return what a mapping or list holds there, or None."""
+    """Return the element of a mapping or list, or None."""
     if isinstance(value, dict):
         return value.get(part)
     if isinstance(value, list) and isinstance(part, int) and 0 <= part < len(value):

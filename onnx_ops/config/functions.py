@@ -57,7 +57,7 @@ def explain_missing_function(reference: str, root: Path) -> str | None:
 def check_arguments(reference: str, given: Iterable[str], root: Path) -> list[tuple[str, str]]:
     """Return why the function cannot be called with its data and the given parameters.
 
-    Decorators may change what a function takes: of one that has some, nothing is known.
+    Decorators can change a function's parameters: a decorated function is not checked.
 
     Returns:
         Each problem's parameter, which is empty for one that is missing, and its message.
@@ -89,12 +89,12 @@ def check_arguments(reference: str, given: Iterable[str], root: Path) -> list[tu
 
 
 def find_missing_imports(reference: str, root: Path) -> list[tuple[str, str]]:
-    """Return what the module of a function, and the project's modules that it imports, cannot import.
+    """Return the failing imports of a function's module and of the project's modules that it imports.
 
     Only statements at the top level of a module count: others may never run.
 
     Returns:
-        Each package that is not there, and where it is imported.
+        Each missing package, and where it is imported.
     """
     problems: dict[str, str] = {}
     pending, seen = [reference.partition(":")[0]], set[Path]()
@@ -134,7 +134,7 @@ def _imported_modules(body: Iterable[ast.stmt], package: Sequence[str]) -> Itera
 
 
 def _is_importable(module: str, root: Path) -> bool:
-    """Whether a module is the project's, or the package that it begins with is installed. Nothing is imported."""
+    """Return whether a module is the project's, or its top-level package is installed. Nothing is imported."""
     first = module.partition(".")[0]
     if (root / first).is_dir() and not (root / f"{first}.py").is_file() and any((root / first).glob("*.py")):
         relative = root.joinpath(*module.split("."))

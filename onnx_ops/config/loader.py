@@ -28,8 +28,9 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import ConfigError, config_error
 
 PreflightCheck = Callable[[Draft, Mapping[str, Target], Pipeline | None], Iterable[Issue]]
-"""Returns what a run would meet in the data, models and code that the sections name, and on this machine. The pipeline
-is None if the file has problems."""
+"""Returns the problems that a run would meet in the data, models and code that the sections name, and on this machine.
+The pipeline is None if the file has problems.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Wording of messages: how a value looks to the person who wrote it, and what they may have meant."""
+"""Wording of messages: values as their author wrote them, and suggestions for misspelled ones."""
 
 from __future__ import annotations
 

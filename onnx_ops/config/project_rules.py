@@ -1,4 +1,4 @@
-"""Rules between a pipeline file and what is around it: targets, functions, installed plugins, other pipeline files."""
+"""Rules between a pipeline file and its environment: targets, functions, installed plugins, other pipeline files."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def load_targets(draft: Draft, files: TargetFiles) -> tuple[dict[str, Target], l
         try:
             targets[name] = files.load(name)
         except NotFoundError:
-            continue  # `_check_target_names` reports it where the file asks for it
+            continue  # `_check_target_names` reports it at the reference in the file
         except ConfigError as error:
             problems += error.problems
     return targets, problems
 
 
 def check_project(draft: Draft, files: TargetFiles, targets: Mapping[str, Target]) -> Iterator[Issue]:
-    """Yield missing targets and functions, and what the targets rule out."""
+    """Yield missing targets and functions, and what the targets exclude."""
     yield from _check_target_names(draft, files)
     for name, target in targets.items():
         yield from _check_target(draft, name, target)
@@ -118,7 +118,7 @@ def check_plugins(draft: Draft, targets: Mapping[str, Target], plugins: Mapping[
 def check_endpoint_settings(
     draft: Draft, plugins: Mapping[str, Sequence[str]], provider: SettingsCheck, source: SettingsCheck
 ) -> Iterator[Issue]:
-    """Yield settings that an endpoint's provider, or its source of metrics, does not take. Both must be installed."""
+    """Yield settings that an endpoint's provider, or its metrics source, does not accept. Both must be installed."""
     sources = plugins.get("metrics", ())
     for loc, deployment in draft.deploy:
         if deployment.provider in plugins.get("endpoints", ()):
@@ -134,7 +134,7 @@ def check_endpoint_settings(
 
 
 def check_plugin_settings(loc: Loc, read: Callable[[], object]) -> Iterator[Issue]:
-    """Yield what reading the settings at `loc` raises, each problem where it stands if the plugin locates it."""
+    """Yield the problems that reading the settings at `loc` raises, located where the plugin locates them."""
     try:
         read()
     except SettingsError as error:
@@ -148,7 +148,7 @@ def check_other_files(draft: Draft, path: Path, root: Path) -> Iterator[Issue]:
     """Yield endpoints that another pipeline file of the project has too."""
     taken: dict[str, Path] = {}
     for other in sorted((root / PIPELINES).glob("*.yaml")) if draft.deploy else ():
-        with contextlib.suppress(OSError):  # a file that is gone by now
+        with contextlib.suppress(OSError):  # deleted in the meantime
             status = other.stat()
             state = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
             if other.resolve() != path.resolve():
@@ -161,7 +161,7 @@ def check_other_files(draft: Draft, path: Path, root: Path) -> Iterator[Issue]:
 
 @functools.lru_cache(maxsize=4096)
 def _read_endpoint_names(path: Path, _state: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the endpoint names in a file in this state, whatever else is wrong with it: its own check reports that.
+    """Return the endpoint names in a file in this state, regardless of other problems: its own check reports those.
 
     Without the cache, many files checked in one process would each read all others.
     """

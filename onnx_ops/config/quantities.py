@@ -28,7 +28,7 @@ class UnitScale:
 
     @property
     def pattern(self) -> str:
-        """Regular expression of what may be written."""
+        """Regular expression of valid quantities."""
         return rf"^[0-9]+(\.[0-9]+)? ?({'|'.join(self.units)})$"
 
 
@@ -61,14 +61,14 @@ SCALES: Mapping[str, UnitScale] = {
         whole=True,
     ),
 }
-"""By the name of the base unit, as `annotated_types.Unit` gives it."""
+"""Scales by the name of the base unit, as in `annotated_types.Unit`."""
 
 
 def parse_quantity(written: object, unit: str) -> float | int:
     """Return the number of base units of a written quantity.
 
     Raises:
-        ValueError: it is not such a quantity; the message shows what was written and an example.
+        ValueError: it is not such a quantity; the message shows the value and an example.
     """
     scale = SCALES[unit]
     example = f"e.g. {scale.examples[0]}"
@@ -93,9 +93,9 @@ def parse_quantity(written: object, unit: str) -> float | int:
 
 
 def format_quantity(value: float, unit: str) -> str:
-    """How a person would write that many base units: the largest unit that needs no decimal places.
+    """Return a quantity in the largest unit that needs no decimal places.
 
-    Where none fits, the smallest unit is used with as many places as the number has.
+    If none fits, it is in the smallest unit with as many places as the number has.
     """
     units = SCALES[unit].units
     exact = Decimal(repr(value))

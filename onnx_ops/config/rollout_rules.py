@@ -1,4 +1,4 @@
-"""Rules within one `rollout`, and between it, other rollouts of the file and what its endpoint provider can do."""
+"""Rules within one `rollout`, and between it, other rollouts of the file and its endpoint provider's capabilities."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
 from onnx_ops.domain.target import Target
 
 Capabilities = Callable[[Deploy], frozenset[str]]
-"""Returns what the endpoint plugin of an entry, and the source that counts its requests, can do for it."""
+"""Returns the capabilities of an entry's endpoint plugin and metrics source."""
 
 Unservable = Callable[[Deploy, Target], str]
 """Returns why the endpoint plugin of an entry cannot run models as a target measured them; empty if it can."""

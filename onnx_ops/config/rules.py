@@ -1,4 +1,4 @@
-"""Rules within one pipeline file. Each looks at a draft of the pipeline and yields issues."""
+"""Rules within one pipeline file. Each checks a draft of the pipeline and yields issues."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 class Draft:
     """A pipeline with gaps. A section is None if it is missing or could not be read at all.
 
-    Where a part of a section was wrong, its default stands in; issues that follow from that are dropped by the loader.
+    A wrong part of a section is replaced by its default; the loader drops issues that follow from that.
 
     Attributes:
         keys: The sections of the file, readable or not.
@@ -78,7 +78,7 @@ class Draft:
 
     @property
     def metric_gates(self) -> tuple[tuple[Loc, MetricGate], ...]:
-        """The metric gates with their location."""
+        """The metric gates with their locations."""
         return tuple((loc, gate) for loc, gate in self.gates if isinstance(gate, MetricGate))
 
 
@@ -91,7 +91,7 @@ def build_draft(document: Document, binding: Binding) -> Draft:
         return binding.objects.get((name,))
 
     def entries(name: str) -> tuple[tuple[Loc, Any], ...]:
-        if (name,) in binding.objects:  # an entry that stands without its list
+        if (name,) in binding.objects:  # an entry that is written without its list
             return (((name,), section(name)),)
         return tuple((loc, value) for loc, value in binding.objects.items() if len(loc) == 2 and loc[0] == name)
 
@@ -128,7 +128,7 @@ def check_file(draft: Draft) -> Iterator[Issue]:
 
 
 def check_gates(gates: Iterable[tuple[Loc, Gate]]) -> Iterator[Issue]:
-    """Yield gates, of a pipeline or a target, that limit nothing or contradict themselves."""
+    """Yield issues of gates, of a pipeline or a target, that limit nothing or contradict themselves."""
     for loc, gate in gates:
         match gate:
             case LatencyGate() if gate == LatencyGate():

@@ -116,7 +116,7 @@ def _of(hint: Any, definitions: dict[str, Schema]) -> Schema:
     if not (isinstance(kind, type) and is_dataclass(kind)):
         return _scalar(kind, metadata)
     if kind.__name__ not in definitions:
-        definitions[kind.__name__] = {}  # a type may refer to itself
+        definitions[kind.__name__] = {}  # a type can refer to itself
         definitions[kind.__name__] = _object(kind, definitions)
     reference = {"$ref": f"#/$defs/{kind.__name__}"}
     return _any_of({"type": "string"}, reference) if short_field(kind) else reference

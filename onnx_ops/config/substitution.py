@@ -1,7 +1,7 @@
-"""Read files with values put in: `--set path=value`, `${env:NAME}` and `${params:train.epochs}`.
+"""Read files with substitutions: `--set path=value`, `${env:NAME}` and `${params:train.epochs}`.
 
-A path is keys with dots and indices in brackets: `train.with.epochs`, `gates[1].max_drop`. A problem with a value that
-was put in is located at its source: the option, or its place in `params.yaml`.
+A path is keys with dots and indices in brackets: `train.with.epochs`, `gates[1].max_drop`. A problem with a substituted
+value is located at its source: the option, or its place in `params.yaml`.
 """
 
 from __future__ import annotations
@@ -159,10 +159,9 @@ def _check_environment(loc: Loc, is_key: bool, text: str, environ: Mapping[str, 
 
 
 def substitute_parameters(document: Document, root: Path) -> Mapping[str, Json]:
-    """Put in the values of the project's `params.yaml`, in place. Failures become issues of the document.
+    """Substitute the values of the project's `params.yaml`, in place. Failures become issues of the document.
 
-    A reference that is the whole value becomes what stands there, of whatever type; within a text, a scalar becomes
-    part of it.
+    A reference that is the whole value is replaced by the parameter, of any type; within a text, only by a scalar.
 
     Returns:
         The values that were used, by their path in `params.yaml`.

@@ -1,4 +1,4 @@
-"""Target files: `configs/targets/NAME.yaml` below a project's root, those that projects share, and shipped profiles."""
+"""Target files: the project's `configs/targets/NAME.yaml`, those that projects share, and shipped profiles."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BUILTIN = ("cpu-1t", "cpu-all")
 class TargetFiles:
     """Target files of the project at `root`, of the folder that several projects share, and shipped profiles.
 
-    The first with a name wins. Paths of libraries are below `root` wherever the target is defined. All methods raise
+    The first with a name is used. Paths of libraries are below `root` wherever the target is defined. All methods raise
     UserError if the shared folder does not exist.
     """
 
@@ -43,14 +43,14 @@ class TargetFiles:
     def path(self, name: str) -> Path | None:
         """Return the file of a target, or of the profile of that name, if there is one.
 
-        What is not a valid name has no file, whatever path it spells.
+        An invalid name has no file, even if it spells a path.
         """
         folders = (*self._folders, PROFILES)
         paths = (folder / f"{name}.yaml" for folder in folders if re.fullmatch(NAME_PATTERN, name))
         return next((path for path in paths if path.is_file()), None)
 
     def source(self, name: str) -> str:
-        """Return where a message says that the target's file is: below the project, elsewhere, or `shipped`."""
+        """Return the place of the target's file for messages: below the project, elsewhere, or `shipped`."""
         path = self.path(name)
         if path is None or path.parent == PROFILES:
             return "shipped"

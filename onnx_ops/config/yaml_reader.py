@@ -39,7 +39,7 @@ _MOST_DIGITS = 32
 _PIPELINES = Path("configs") / "pipelines"
 _CLOSE_NAME = 0.65
 _LISTED = 3
-"""Pipeline files that are named where none is like the one that was asked for."""
+"""Pipeline files that are listed if none resembles the requested one."""
 
 
 def read_file(path: Path) -> Document:
@@ -145,7 +145,7 @@ class _Loader(Reader, Scanner, Parser, Composer, BaseResolver):
 
 
 class _Conversion:
-    """Node graph to plain values. Aliases are expanded, and what they expand to is counted."""
+    """Conversion of a node graph to plain values. Aliases are expanded, and their size is counted."""
 
     def __init__(self, source: str, tags: dict[int, str], positions: bool) -> None:
         self.places: dict[Loc, Place] = {}

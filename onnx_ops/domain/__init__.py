@@ -1,1 +1,1 @@
-"""What things are: frozen values with no behaviour beyond their own rules. Imports the standard library only."""
+"""Domain types: frozen values with no behaviour beyond their own rules. Imports the standard library only."""

@@ -74,8 +74,9 @@ def short_digest(digest: Digest) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredObject:
-    """One thing in a store. `digest` is that of content, None for what a killed writer left; `at` is when it was put
-    there last, in seconds since the epoch by the storage's own clock."""
+    """One object in a store. `digest` is that of its content, None for a file that a killed writer left. `at` is the
+    time of the last put in seconds since the epoch, by the storage's clock.
+    """
 
     name: str
     digest: Digest | None
@@ -85,7 +86,7 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Names and what they hold: the result of a stage, the files of a model, the content of a version."""
+    """Digests by file name: the result of a stage, the files of a model, the content of a version."""
 
     files: Mapping[str, Digest]
 
@@ -118,7 +119,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What an ONNX file says about itself. `size_bytes` counts external data too."""
+    """Metadata of an ONNX file. `size_bytes` includes external data."""
 
     ir_version: int
     opsets: Mapping[str, int]
@@ -129,5 +130,5 @@ class ModelInfo:
 
     @property
     def fixed_batch(self) -> int:
-        """The number of rows that a request must have; 0 if any number will do."""
+        """The number of rows that a request must have; 0 if any number is accepted."""
         return max((s.shape[0] for s in self.inputs if s.shape and isinstance(s.shape[0], int)), default=0)

@@ -28,13 +28,13 @@ class Envelope:
     signatures: tuple[EnvelopeSignature, ...]
 
     def digest(self) -> Digest:
-        """Return the digest of what was signed, whoever signed it."""
+        """Return the digest of the signed content, independent of the signer."""
         return digest_bytes(self.payload.encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attested(Generic[R_co]):
-    """A record with its envelope. It is not verified."""
+    """An unverified record with its envelope."""
 
     record: R_co
     envelope: Envelope
@@ -64,12 +64,12 @@ def override_record_tag(target: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverrideRecord:
-    """What a person, or the registry's server for a person, signs to override a version's gates.
+    """The signed record that overrides a version's gates, by a person or the registry's server for a person.
 
-    `custom_ops` are the libraries of operators that a signed decision about this content says the target declares, and
-    `execution` says, as that decision does, how the target runs a model.
-    `by` is the user that the server knows, empty if it knows none. `at` is ISO 8601 in UTC; two records of the same
-    override at different moments are two overrides.
+    `custom_ops` are the libraries of operators that the target declares according to a signed decision about this
+    content; `execution` is how the target runs a model according to that decision. `by` is the user that the server
+    knows, empty if it knows none. `at` is ISO 8601 in UTC; two records of the same override at different times are two
+    overrides.
     """
 
     schema: int = 1

@@ -40,7 +40,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetObjective:
-    """The preference on one target. `price` is the cost of an hour in any currency, None if unknown."""
+    """The preference on one target. `price` is the cost per hour in any currency, None if unknown."""
 
     prefer: Preference = "latency"
     price: float | None = None
@@ -50,9 +50,9 @@ class TargetObjective:
 class RankingMetrics:
     """The metrics of one variant on one target that ranking uses.
 
-    `ratio` is the time of a request over that of the export. `change` is how much better than the export's the task
-    metric `metric` is: a difference, or where lower is better the share by which the error fell. `seconds` is the
-    median time of a request alone; `load` the time per request under the highest load that was measured.
+    `ratio` is the request time over that of the export. `change` is the improvement of the task metric `metric` over
+    the export's: a difference, or where lower is better the share by which the error fell. `seconds` is the median time
+    of a single request; `load` the time per request under the highest measured load.
     """
 
     size_bytes: int = 0
@@ -97,9 +97,9 @@ def combine_verdicts(verdicts: Iterable[Verdict]) -> Verdict:
 class GateResult:
     """One line of the gate table.
 
-    `estimate`, `low`, `high` and `bound` (the number behind `limit`) are in `unit`; `n` counts what they rest on, and
-    `groups` in how many groups it came. `p_value` is the chance of a figure at least as good if the truth were at the
-    limit. An advisory result is shown and never enters a verdict.
+    `estimate`, `low`, `high` and `bound` (the number behind `limit`) are in `unit`; `n` counts the observations, and
+    `groups` their groups. `p_value` is the chance of an estimate at least as good if the truth were at the limit. An
+    advisory result is shown and never enters a verdict.
     """
 
     gate: str
@@ -120,10 +120,10 @@ class GateResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The verdicts of one variant on one target together.
+    """The verdicts of one variant on one target.
 
-    `faster_than_export` says whether a paired comparison shows, with confidence, that the variant beats the
-    float export on this target; None for the export itself or where it was not measured.
+    `faster_than_export`: a paired comparison shows, with confidence, that the variant is faster than the float export
+    on this target; None for the export itself or where it was not measured.
     """
 
     variant: str
@@ -161,11 +161,10 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRecord:
-    """What is signed: one decision bound to the content it was made about.
+    """The signed record of one decision, bound to the content it was made about.
 
-    `batchable` says that each row's answer was seen not to depend on the rows beside it, so that a server may run
-    requests together. `custom_ops` are the libraries of operators that the target declares, `execution` says
-    how it runs a model.
+    `batchable`: each row's answer was seen not to depend on the rows beside it, so that a server can run requests
+    together. `custom_ops` are the libraries of operators that the target declares, `execution` is how it runs a model.
     `decided_at` is ISO 8601 in UTC; `sequence` grows with every decision (milliseconds since the epoch), and the
     highest valid one counts.
     """
@@ -193,10 +192,11 @@ SignedDecision: TypeAlias = Attested[DecisionRecord]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """A champion that was measured again.
+    """The result of measuring a champion again.
 
-    `verdict` is FAIL for one that has drifted, ERROR where it could not be measured, INCONCLUSIVE where the figures do
-    not tell. `changed` says what is different of the runtime and the machine; `measured` how often it was measured.
+    `verdict` is FAIL for one that has drifted, ERROR where it could not be measured, INCONCLUSIVE where the
+    measurements do not decide. `changed` lists differences of the runtime and the machine; `measured` counts the
+    measurements.
     """
 
     model: str
@@ -217,7 +217,7 @@ class Drift:
 
     @property
     def reason(self) -> str:
-        """Why, and what is different."""
+        """The reason of the verdict, with the differences."""
         return f"{self.why}; changed since: {', '.join(self.changed)}" if self.changed else self.why
 
 

@@ -14,13 +14,13 @@ from onnx_ops.domain.quantities import OMIT_DEFAULT, Json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """One model version that can run behind an endpoint. `location` is where its verified files stand.
+    """One model version that can run behind an endpoint. `location` is the place of its verified files.
 
-    `batchable` says that the evidence shows each row's answer to be independent of the rows beside it, so that a server
-    may run requests of several clients together. `evidence` is the digest of what it was approved on; empty where a
+    `batchable`: the evidence shows that each row's answer is independent of the rows beside it, so that a server can
+    run requests of several clients together. `evidence` is the digest of the evidence it was approved on; empty where a
     person overrode that. `custom_ops` names those of its files that are libraries of operators for this endpoint's
-    target. `execution` is how a server runs it: as the target did. `authority` is the signed decision or override that
-    names these files.
+    target. `execution` is how a server runs it, the same as on the target. `authority` is the signed decision or
+    override that names these files.
     """
 
     name: str
@@ -41,8 +41,9 @@ class Deployment:
 class TrafficSplit:
     """Whole percentages by deployment name. The weights sum to 100.
 
-    `shadow` names deployments that get a copy of that percentage of all requests; their answers reach no client. They
-    are compared: a number differs if it is off by more than `shadow_tolerance` times the largest number of its output.
+    `shadow` maps deployments to the percentage of all requests whose copies they get; clients do not receive those
+    answers. They are compared: a number differs if it is off by more than `shadow_tolerance` times the largest number
+    of its output.
     """
 
     weights: Mapping[str, int]
@@ -60,10 +61,10 @@ class TrafficSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointState:
-    """What an endpoint is doing: the deployments it holds and the traffic each receives.
+    """The deployments of an endpoint and the traffic each receives.
 
-    `drift` says, in words, how what was observed differs from the endpoint's settings: its instances, its image, its
-    autoscaling. Applying any state brings it to the settings. A state that is wanted has none.
+    `drift` describes how the observed endpoint differs from its settings: instances, image, autoscaling. Applying any
+    state restores the settings. A desired state has no drift.
     """
 
     deployments: tuple[Deployment, ...]
@@ -79,7 +80,7 @@ class EndpointState:
             raise ValueError(f"traffic goes to deployments that do not exist: {sorted(missing)}")
 
     def is_equivalent(self, other: EndpointState) -> bool:
-        """Return whether both are equal but for generation and drift."""
+        """Return whether both are equal except for generation and drift."""
         return _effect(self) == _effect(other)
 
     def leader(self) -> Deployment:
@@ -92,7 +93,7 @@ class EndpointState:
         return next((one for one in self.deployments if (one.name, one.manifest) == wanted), None)
 
     def covers(self, other: EndpointState) -> bool:
-        """Return whether both are equal but for the generation and deployments without traffic."""
+        """Return whether both are equal except for the generation and deployments without traffic."""
         (mine, tolerance), (theirs, wanted) = _effect(self), _effect(other)
         spare = {name: effect for name, effect in mine.items() if name not in theirs}
         same = {name: effect for name, effect in mine.items() if name in theirs} == theirs
@@ -138,7 +139,7 @@ def _effect(state: EndpointState) -> tuple[dict[str, _Effect], float | None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrphanedResource:
-    """Something that stands at a provider for an endpoint and that nothing needs. `paid`: it costs while it stands."""
+    """A provider's resource of an endpoint that nothing uses. `paid`: it incurs costs while it exists."""
 
     kind: str
     name: str
@@ -148,10 +149,10 @@ class OrphanedResource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointConfig:
-    """What an endpoint is bound to, as the pipeline file that owns it says.
+    """What an endpoint is bound to, as its pipeline file declares.
 
     `metrics` names under `source` the plugin that counts its requests, with that plugin's settings; empty where the
-    provider counts them itself.
+    provider counts them.
     """
 
     endpoint: str
@@ -164,5 +165,5 @@ class EndpointConfig:
     metrics: Mapping[str, Json] = field(default_factory=dict)
 
     def serves(self, model: str, target: str) -> bool:
-        """Return whether it serves this model on this target; an empty name stands for any."""
+        """Return whether it serves this model on this target; an empty name matches any."""
         return model in ("", self.model) and target in ("", self.target)

@@ -1,4 +1,4 @@
-"""Evidence: what was measured about one variant on one target. Facts, no opinions."""
+"""Evidence: the measurements of one variant on one target, without judgement."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from onnx_ops.domain.quantities import OMIT_DEFAULT
 from onnx_ops.domain.target import HardwareFingerprint
 
 NanPolicy = Literal["refused", "answered", "passed on", ""]
-"""What the source does with NaN: it refuses such inputs, answers them with numbers, or answers NaN; empty where no
-input can hold one."""
+"""Treatment of NaN by the source: it refuses such inputs, answers with numbers, or answers NaN; empty where no
+input can hold NaN.
+"""
 
 
 NAN_PROPERTY = "onnx-ops.nan"
@@ -22,9 +23,9 @@ NAN_PROPERTY = "onnx-ops.nan"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceLimits:
-    """What the source model does not answer: groups of inputs that it refuses, in its own words, and NaN.
+    """Inputs that the source model does not answer: groups that it refuses, with its error text, and NaN.
 
-    `rows` is how many of the `samples` rows a slow source was asked; both are 0 where it was asked all.
+    `rows` of the `samples` rows were run on a slow source; both are 0 where all rows were run.
     """
 
     nan: NanPolicy = ""
@@ -35,10 +36,10 @@ class SourceLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeStructure:
-    """The trees of an export beside those of its source, node by node.
+    """Comparison of an export's trees with those of its source, node by node.
 
-    `trees`, `splits` and `leaves` count the source's; `changed` counts the nodes that differ, and `differences` tells
-    the first of them.
+    `trees`, `splits` and `leaves` count those of the source. `changed` counts the nodes that differ; `differences`
+    describes the first of them.
     """
 
     trees: int
@@ -54,11 +55,11 @@ class ActivationMeasurement:
 
     `noise` is the largest |read back - written| of values inside the range, in units of step / sqrt(12), the standard
     deviation of rounding: rounding alone makes up to sqrt(3). `departure` is the root mean square distance from the
-    float export's value in that unit, which all layers before share in; None where the float export has no such
+    float export's value in that unit, to which all earlier layers contribute; None where the float export has no such
     value. `saturated` is the share of values outside the range, without those below a range that begins at 0.
-    `clipping` is the mean square of what the range cuts off, in the mean square of rounding to 8 bits over that range.
-    `stretch` is how many times as far the range reaches as the values do, at the end where it fits best; None where the
-    range may be that of a function (Softmax, Sigmoid, Tanh) and not of values, and where no value differs from 0.
+    `clipping` is the mean square of what the range cuts off, relative to the mean square of 8-bit rounding over that
+    range. `stretch` is the width of the range relative to that of the values, at the end where it fits best; None where
+    the range may be that of a function (Softmax, Sigmoid, Tanh) and where no value differs from 0.
     """
 
     tensor: str
@@ -72,8 +73,10 @@ class ActivationMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloatOperator:
-    """An operator of a quantized variant that runs in float though its kind could run in int8, why, and which setting
-    mends it; empty where none does."""
+    """An operator of a quantized variant that runs in float although its kind could run in int8.
+
+    `setting` fixes it; empty where no setting does.
+    """
 
     name: str
     op_type: str
@@ -83,10 +86,9 @@ class FloatOperator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """Something that makes a variant slow or wrong on its target, and the setting that mends it.
+    """A cause of a slow or wrong variant on its target, and the setting that fixes it.
 
-    `setting` is what to write into the pipeline or target file; `nodes` are those that are meant, as far as it has
-    names for them.
+    `setting` is what to write into the pipeline or target file; `nodes` are the nodes concerned that have names.
     """
 
     finding: str
@@ -96,10 +98,10 @@ class Advice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int8Coverage:
-    """Which matrix products and convolutions run in int8 after the runtime's own optimization of the graph.
+    """Which matrix products and convolutions run in int8 after the runtime's graph optimization.
 
-    `int8` and `floats` name them as the export does. `unheeded` are operators that were excluded from quantization
-    and that the runtime runs in int8 all the same.
+    `int8` and `floats` hold their names in the export. `unheeded` are operators that were excluded from quantization
+    but that the runtime runs in int8.
     """
 
     int8: tuple[str, ...] = ()
@@ -116,13 +118,13 @@ class ParityMeasurement:
 
     `error` is max |onnx - src64|; `noise` is max(max |src32 - src64|, 2 eps max |src64|); `ratio` is error / noise.
     For integer and string outputs `error` is the share of rows that differ although the source is sure of them.
-    `mismatch` names a difference of shape or of the non-finite values, which no tolerance covers. `tolerance` tells
-    the fixed tolerance that took the noise's place where the source does not run in float64.
+    `mismatch` names a difference of shape or of the non-finite values, which no tolerance covers. `tolerance` is
+    the fixed tolerance that replaces the noise where the source does not run in float64.
 
     Where the source itself jumps (trees), `explained` counts the rows that differ beyond the noise and lie within the
-    source's answers to inputs jittered by rounding; `unexplained` those that do not, of which alone the error tells.
+    source's answers to inputs jittered by rounding. `unexplained` counts the other rows, which alone set the error.
 
-    `inside` says whether callers can send such inputs; `example` shows the row that is worst off, where one is off.
+    `inside` is whether callers can send such inputs; `example` shows the row with the largest difference, if any.
     """
 
     output: str
@@ -141,10 +143,10 @@ class ParityMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchInvariance:
-    """One output of real rows asked in one batch, against the same rows asked one by one.
+    """One output of real rows run in one batch, compared with the same rows run one at a time.
 
     `error` is max |f(batch)[i] - f(row i)|; `ratio` is error in units of the source's noise. `changed` is the share
-    of rows whose class (arg max, or label) differs, None of an output that has no classes.
+    of rows whose class (arg max, or label) differs; None for an output that has no classes.
     """
 
     output: str
@@ -159,7 +161,7 @@ class Divergence:
     """Where an export that fails parity first departs from its source.
 
     `ratio` is error / noise of the value that `node` computes; `scope` is the source's module path. Without a node,
-    `note` says why none could be named.
+    `note` gives the reason.
     """
 
     node: str = ""
@@ -173,9 +175,9 @@ class Divergence:
 class WeightMeasurement:
     """Largest distance of a quantized weight from its float original, in quantization steps.
 
-    Where that is more than rounding moves a weight, `output_error` is the mean square error of its layer's answers on
-    real rows, over that of plain rounding; None where it was not measured. `stretch` is how many times as far the
-    levels of its type reach as those that the weight uses, None where it has no 8-bit levels.
+    Where that is more than rounding moves a weight, `output_error` is the mean square error of its layer's outputs on
+    real rows, relative to that of plain rounding; None where it was not measured. `stretch` is the range of the type's
+    levels relative to that of the levels in use; None where the weight has no 8-bit levels.
     """
 
     tensor: str
@@ -201,8 +203,8 @@ class PairedCounts:
     `both` rows are right in both, `only_baseline` and `only_candidate` in one, the rest of `n` in neither.
     `against` is `champion`, `fp32` or, for an absolute value, empty.
 
-    Where the data names groups, `groups` counts them. It then takes `change_effect` times as many rows as of
-    independent ones to know the change as well, and `value_effect` times as many for the candidate's own value.
+    Where the data names groups, `groups` counts them. The design effects `change_effect` and `value_effect` are how
+    many times as many rows as independent ones are needed for the change and for the candidate's own value.
     """
 
     metric: str
@@ -231,22 +233,22 @@ class Interval:
 
     @property
     def is_finite(self) -> bool:
-        """Whether no number is NaN or infinite."""
+        """Return whether no number is NaN or infinite."""
         return all(map(math.isfinite, (self.estimate, self.low, self.high)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreComparison:
-    """A metric that is no count of rows: the candidate's value, and how it differs from another model's on them.
+    """A metric that is no count of rows: the candidate's value, and its difference from another model's.
 
     `metric` is the label of its definition; `against` is as in `PairedCounts`. `baseline` is the other model's value on
-    the same rows, `reference` the same with its interval. `difference` is candidate minus
-    baseline, `ratio` candidate over baseline; an entry has those that make sense for its metric. Where there is no
-    figure, `undefined` says why these rows give none, `failed` why it could not be measured, or `broken` what is wrong
-    with the model's own answers (NaN, infinity), which is the model's failure.
+    the same rows, `reference` the same with its interval. `difference` is candidate minus baseline, `ratio` candidate
+    over baseline; an entry has those that make sense for its metric. Without a value, one field gives the reason:
+    `undefined` (these rows define none), `failed` (it could not be measured) or `broken` (the model's own outputs are
+    NaN or infinite, a failure of the model).
 
-    `groups` counts the groups that were taken in place of rows. `effective` is how many equally bad rows (or groups)
-    would carry the candidate's error as evenly; `heavy` numbers the rows that carry half of it, the worst first.
+    `groups` counts the groups that replace rows. `effective` is how many equally bad rows (or groups) would carry the
+    candidate's error as evenly; `heavy` holds the indices of the rows that carry half of it, the worst first.
     """
 
     metric: str
@@ -269,7 +271,7 @@ class ScoreComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyComparison:
-    """Paired latency of the variant (B) against another model (A) on one machine, now.
+    """Paired latency of the variant (B) relative to another model (A) on one machine, measured now.
 
     `log_ratios[i]` holds log(median B / median A) of the block pairs of session pair i; `self_log_ratios` the same
     for A against itself, the measure of the host's noise. Each run is the mean of `calls` inferences, more than one
@@ -287,7 +289,7 @@ class LatencyComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencySamples:
-    """Single runs of the variant in nanoseconds; raw values stand beside the evidence.
+    """Single runs of the variant in nanoseconds; the raw values are stored beside the evidence.
 
     Quantiles are of the runs that were not preempted; `preempted` counts the others. `sorted_ns` keeps those runs
     in order, so that a gate can count exceedances of any limit.
@@ -301,7 +303,7 @@ class LatencySamples:
 
 
 def throughput_metric_name(concurrency: int) -> str:
-    """Return the name of the time per request with that many requests in flight."""
+    """Return the name of the time per request at that many concurrent requests."""
     return f"concurrency {concurrency}"
 
 
@@ -312,7 +314,7 @@ def find_gate_kind(figure: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedRatios:
-    """A figure other than latency of the variant (B) over that of another model (A), measured in turns, now.
+    """A metric other than latency of the variant (B) relative to another model (A), measured alternately.
 
     `figure` is a `throughput_metric_name`, `load` or `first` (durations of a fresh process), or `peak` (its memory).
     `log_ratios[i]` holds log(B / A) of pair i: of sessions under load, of processes otherwise; `self_log_ratios` the
@@ -330,7 +332,7 @@ class PairedRatios:
 class ThroughputMeasurement:
     """Requests per second of fresh sessions of the variant, each called by `concurrency` threads at once.
 
-    `per_second` holds one value a session, the median of its windows; `requests` counts those of all windows.
+    `per_second` holds one value per session, the median of its windows; `requests` counts those of all windows.
     """
 
     concurrency: int
@@ -341,11 +343,11 @@ class ThroughputMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColdStartMeasurement:
-    """Fresh processes that load the variant and answer `requests` requests; one value a process.
+    """Fresh processes that load the variant and answer `requests` requests; one value per process.
 
-    `load_s` is building the session, with the runtime imported and the file in the page cache; `first_s` the first
-    inference. `peak_bytes` is the peak of resident memory from then on, less what was resident just before loading;
-    empty where the system does not tell it.
+    `load_s` is the time to build the session, with the runtime imported and the file in the page cache; `first_s` that
+    of the first inference. `peak_bytes` is the peak of resident memory from then on, less what was resident just before
+    loading; empty where the system does not report it.
     """
 
     batch: int
@@ -357,7 +359,7 @@ class ColdStartMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeFacts:
-    """What really ran: the providers asked for and used, and how many nodes each one took.
+    """The providers that were requested and used, and how many nodes each one ran.
 
     `clock_resolution_ns` is the shortest step of the clock that times runs, measured; None in older evidence.
     """
@@ -373,7 +375,7 @@ class RuntimeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChampionFacts:
-    """The champion of the target when the variant was measured: its version, and its files' digest and bytes."""
+    """The target's champion when the variant was measured: version, digest of its files, and size."""
 
     version: str
     manifest: Digest
@@ -382,15 +384,15 @@ class ChampionFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Everything measured about one variant on one target.
+    """All measurements of one variant on one target.
 
-    `failure` says why a measurement is missing; it blames the environment, never the model. `raw` is the digest of
-    the samples (`.npz`). `divergence` is that of the export, found where it is first compared with its source, or else
-    that of the target from that place. `recipe` tells in sentences how the variant was made, `advice` what slows it
-    down on the target. `opsets` are the versions that the variant imports by domain, `operators` counts its nodes by
-    operator and version of its definition (`Gemm-13`). `champion` is what served then, also where its files are those
-    of the variant, and there is nothing to compare. `grouped` says why the scored rows look as if some belonged
-    together, where no key names groups. `sampled` is None where all rows of the data set are scored.
+    `failure` is the reason for a missing measurement; its cause is the environment, never the model. `raw` is the
+    digest of the samples (`.npz`). `divergence` is that of the export, found where it is first compared with its
+    source, or else that of the target from that place. `recipe` describes in sentences how the variant was made,
+    `advice` what slows it down on the target. `opsets` are the versions that the variant imports by domain, `operators`
+    counts its nodes by operator and version of its definition (`Gemm-13`). `champion` is what served then, even if its
+    files are those of the variant and there is nothing to compare. `grouped` explains why the scored rows seem to
+    belong together in groups where no key names groups. `sampled` is None where all rows of the data set are scored.
     """
 
     schema: int = EVIDENCE_SCHEMA

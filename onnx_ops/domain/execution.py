@@ -1,4 +1,4 @@
-"""How a runtime executes a model (what a target declares and a server does), and the environment that it needs."""
+"""How a runtime executes a model (declared by a target, done by a server), and the environment that it needs."""
 
 from __future__ import annotations
 
@@ -80,4 +80,4 @@ PROVIDER_PACKAGES: Mapping[str, str] = {
     "XnnpackExecutionProvider": "Only builds of ONNX Runtime for mobiles have it, and your own with --use_xnnpack.",
     "QNNExecutionProvider": "pip install onnxruntime-qnn, and name it: package: onnxruntime_qnn.",
 }
-"""How to install each provider."""
+"""Installation command of each provider."""

@@ -15,15 +15,15 @@ Average: TypeAlias = Literal["binary", "macro", "micro", "weighted"]
 
 TOP_K = 5
 IGNORED_TOKEN = -100
-"""What training code writes where a token of the label does not count."""
+"""Marks a token of the label that does not count, as training code writes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricTraits:
-    """What one metric is like.
+    """Properties of a metric.
 
-    `options` are the keys of a gate that shape it; `label_free` says that, without labels, the candidate is compared
-    with the baseline itself.
+    `options` are the keys of a gate that shape it; `label_free`: without labels, the candidate is compared with the
+    baseline itself.
     """
 
     higher_is_better: bool = True
@@ -50,9 +50,9 @@ _NUMBERS: frozenset[MetricName] = frozenset({"mae", "rmse", "r2"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricDefinition:
-    """Everything that shapes a metric's value, and no limit. `name` is None for an own metric, which has `use`.
+    """All settings that shape a metric's value, without limits. A user's own metric has `use` and no `name`.
 
-    Two definitions that measure the same are equal: what a gate leaves out has been filled in.
+    Two definitions that measure the same are equal: defaults are filled in.
     """
 
     name: MetricName | None = None
@@ -65,7 +65,7 @@ class MetricDefinition:
 
     @property
     def label(self) -> str:
-        """Its name in evidence and tables; no two definitions share one."""
+        """Unique name in evidence and tables."""
         first = f"top_{self.k}" if self.name == "top_k" else self.name or self.use
         parts = [first, self.average or ""]
         parts += [
@@ -77,19 +77,19 @@ class MetricDefinition:
 
     @property
     def label_free(self) -> bool:
-        """Whether models can be compared with each other where there are no labels."""
+        """Whether models can be compared with each other without labels."""
         return self.name is not None and METRICS[self.name].label_free
 
     @property
     def other_kind(self) -> str:
-        """What the metric is of, and which metrics are of the other kind; empty for those that have none."""
+        """The kind of output, and the metrics of the other kind; empty for metrics without such a kind."""
         if self.name in _CLASSES:
             return f"{self.name} is of classes; for numbers use rmse, mae or r2."
         return f"{self.name} is of numbers; for classes use accuracy, f1 or auc." if self.name in _NUMBERS else ""
 
     @property
     def higher_is_better(self) -> bool | None:
-        """None for an own metric: its gate says it."""
+        """Whether higher is better; None for a user's own metric, whose gate defines it."""
         return None if self.name is None else METRICS[self.name].higher_is_better
 
 
@@ -99,7 +99,7 @@ ACCURACY = MetricDefinition(name="accuracy")
 InputGroup: TypeAlias = Literal[
     "range", "batches", "lengths", "splits", "beyond_range", "missing", "infinite", "empty_batch"
 ]
-"""Kinds of inputs that parity asks beside the real rows; `range` to `splits` are such as callers can send."""
+"""Kinds of inputs that parity runs besides the real rows; callers can send those from `range` to `splits`."""
 
 
 GroupRule: TypeAlias = Literal["fail", "advise", "ignore"]
@@ -135,7 +135,7 @@ class ParityGate:
     ] = field(default_factory=dict, hash=False, metadata=OMIT_DEFAULT)
 
     def rule(self, group: str, *, inside: bool) -> GroupRule:
-        """Return what a difference on the inputs of a group does."""
+        """Return the effect of a difference on the inputs of a group."""
         return self.groups.get(cast("InputGroup", group.partition(":")[0]), "fail" if inside else "advise")
 
 
@@ -172,7 +172,7 @@ class MetricGate:
     )
 
     def definition(self) -> MetricDefinition:
-        """Return what it measures, with defaults filled in."""
+        """Return the metric that it measures, with defaults filled in."""
         if self.use:
             return MetricDefinition(use=self.use, output=self.output)
         name = self.name or "accuracy"
@@ -209,7 +209,7 @@ class LatencyGate:
     ] = None
 
     def quantiles(self) -> Mapping[str, tuple[float, float | None]]:
-        """Return the share below and the limit of each quantile by its name."""
+        """Return the share below and the limit of each quantile by name."""
         return {"p50": (0.5, self.p50), "p90": (0.9, self.p90), "p95": (0.95, self.p95), "p99": (0.99, self.p99)}
 
 
@@ -260,11 +260,11 @@ class SizeGate:
 
 Gate = ParityGate | MetricGate | LatencyGate | ThroughputGate | ColdStartGate | MemoryGate | SizeGate
 TargetGate = ParityGate | LatencyGate | ThroughputGate | ColdStartGate | MemoryGate | SizeGate
-"""A target may have limits of its own; what a model is for is the pipeline's affair."""
+"""A target can have limits of its machine; task metrics belong to the pipeline."""
 
 
 def select_gates(pipeline: Iterable[Gate], target: Iterable[TargetGate]) -> tuple[Gate, ...]:
-    """Return the gates of a pipeline on a target; a kind that the target has gates of is replaced."""
+    """Return the gates of a pipeline on a target; the target's gates replace those of the same kind."""
     own = tuple(target)
     kinds = {gate.kind for gate in own}
     return (*(gate for gate in pipeline if gate.kind not in kinds), *own)
@@ -272,11 +272,11 @@ def select_gates(pipeline: Iterable[Gate], target: Iterable[TargetGate]) -> tupl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementRequest:
-    """What a benchmark must measure for its gates, beyond what it always measures.
+    """What a benchmark must measure for its gates, in addition to what it always measures.
 
-    `tolerances` are slow-downs that the measurement should be able to tell apart, by kind of gate: they say how long
-    to go on measuring. `speedup` holds those that a variant is only held to against the export; a speed-up of 10% is
-    the slow-down 1 / 1.1 - 1.
+    `tolerances` are slow-downs that the measurement should be able to detect, by kind of gate: they determine its
+    duration. `speedup` holds those that a variant must reach against the export; a speed-up of 10% is the slow-down
+    1 / 1.1 - 1.
     """
 
     throughput: Sequence[int] = ()

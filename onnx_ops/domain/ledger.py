@@ -1,8 +1,8 @@
-"""The ledger: its entries, and the fold that turns the entries of an endpoint into its state.
+"""The ledger: its entries, and the fold of an endpoint's entries into its state.
 
 Every entry is a fact in the past: what was decided, requested, done or counted. `fold` is the only way to a
-`ReleaseState`, so that every process that reads the same entries knows the same state. The `kind` of an entry is
-stored and tells the types of `EntryBody` apart.
+`ReleaseState`, so that every process that reads the same entries knows the same state. The stored `kind` of an
+entry selects the type of `EntryBody`.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class ActionOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackRequested:
-    """All traffic must go back, as `action` says; what that rejects is rejected from this entry on.
+    """All traffic must go back, as `action` describes; its rejections hold from this entry on.
 
-    The rollback is pending until an outcome says that the endpoint was observed there, or until it is withdrawn.
-    `by_operator` is False where metrics or the registry asked for it.
+    The rollback is pending until an outcome confirms that the endpoint was observed there, or until it is withdrawn.
+    `by_operator` is False if metrics or the registry requested it.
     """
 
     kind: Literal["rollback-requested"] = "rollback-requested"
@@ -73,7 +73,7 @@ class RollbackRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestWithdrawn:
-    """An operator withdrew what is pending: a rollback with what it rejected, or a deletion."""
+    """An operator withdrew what is pending: a rollback with its rejections, or a deletion."""
 
     kind: Literal["request-withdrawn"] = "request-withdrawn"
     reason: str
@@ -98,7 +98,7 @@ class AliasesWritten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRefused:
-    """An alias asked for a version that may not serve. The alias is reverted; an outcome then says so."""
+    """An alias pointed to a version that is not allowed to serve. An outcome follows once the alias is reverted."""
 
     kind: Literal["version-refused"] = "version-refused"
     alias: str
@@ -109,7 +109,7 @@ class VersionRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverrideRecorded:
-    """A person decided, with a reason, that this version may serve whatever its gates or history say.
+    """A person allowed this version to serve, with a reason, regardless of its gates and history.
 
     `signed` names the files and the target; the other fields repeat its content for readers.
     """
@@ -155,7 +155,7 @@ class ThresholdsFixed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsRecorded:
-    """A metrics source counted this of the rollout in progress. Any process continues from the last reading."""
+    """Counts of the rollout in progress from a metrics source. Any process continues from the last reading."""
 
     kind: Literal["metrics-recorded"] = "metrics-recorded"
     reading: MetricsReading
@@ -231,7 +231,7 @@ class PendingRollback:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseState:
-    """The state of an endpoint. Moments are in seconds since the epoch, sequences are those of entries.
+    """The state of an endpoint. Times are in seconds since the epoch; sequences are those of entries.
 
     Attributes:
         endpoint: name of the endpoint.
@@ -244,21 +244,21 @@ class ReleaseState:
         decision_sequence: sequence of the first intent for the open action.
         command: the operator's command that is not acted upon yet, from entry `command_sequence`.
         pending_aliases: registry writes that are not done yet.
-        aliases: registry aliases as written last.
-        published_sequence: sequence of the last `AliasesWritten`: entries up to it are shown in the registry.
-        latest_release: the release that was begun last, at `latest_release_at`.
-        rejected: releases, and single versions by manifest, that may not return, with the reason.
-        unpublished_rejections: versions whose rejection changed since the registry was written.
+        aliases: registry aliases as last written.
+        published_sequence: sequence of the last `AliasesWritten`: the registry shows the entries up to it.
+        latest_release: the release that was started last, at `latest_release_at`.
+        rejected: reasons by rejected release, or by manifest for single versions.
+        unpublished_rejections: versions whose rejection changed since the last write to the registry.
         overrides: overrides by manifest. Readers verify them; until then a rejection counts.
-        used_overrides: digests of all overrides ever recorded: after a rollback the same one counts no more.
-        known: every deployment that may have taken traffic, by version.
-        deleting: the endpoint is to be deleted; nothing else may be done to it.
-        pending_rollback: goes before everything but a deletion.
-        last_rollback: the rollback that took effect last, until another version has come.
+        used_overrides: digests of all overrides ever recorded: none counts again after a rollback.
+        known: every deployment that can have taken traffic, by version.
+        deleting: the endpoint is to be deleted; no other action is allowed.
+        pending_rollback: takes precedence over everything but a deletion.
+        last_rollback: the rollback that took effect last, until another version serves.
         thresholds: the thresholds that were fixed last.
-        observations: what was counted of the rollout in progress.
+        observations: counts of the rollout in progress.
         open_refusal: the refusal in entry `refusal_sequence` whose alias is not reverted yet.
-        pause: what the rollout needs an operator for.
+        pause: why the rollout needs an operator.
         notified: sequence up to which each notifier has sent.
     """
 
@@ -293,7 +293,7 @@ class ReleaseState:
     notified: Mapping[str, int] = field(default_factory=dict)
 
     def find_rejection(self, deployment: Deployment | VersionRecord) -> str | None:
-        """Return why this version may not return by itself, or None."""
+        """Return why this version must not return automatically, or None."""
         return self.rejected.get(deployment.release, self.rejected.get(deployment.manifest))
 
 
@@ -329,19 +329,19 @@ def apply_entry(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
             pending = state.pending_rollback
             if state.deleting or pending is None:
                 after = replace(state, deleting=False)
-            else:  # the next reconciliation undoes what an attempt did to the endpoint
+            else:  # the next reconciliation undoes any effect of an attempt on the endpoint
                 after = replace(state, pending_rollback=None, open_intent=None, rejected=pending.rejected_before)
         case ActionOutcome():
             after = _close(state, body, entry.at)
         case OverrideRecorded():
-            # The same one counts only once: it means nothing after a rollback.
+            # An override counts once: it has no effect after a rollback.
             if (digest := body.signed.digest()) not in state.used_overrides:
                 overrides = {**state.overrides, body.manifest: body}
                 after = replace(state, overrides=overrides, used_overrides=state.used_overrides | {digest})
         case EndpointDeleted(done=False):
             after = replace(state, deleting=True, open_intent=None, command=None, pending_aliases={})
         case EndpointDeleted() | EndpointAbandoned():
-            # What is bound under this name later must not bring back what failed here, nor count generations anew.
+            # A later endpoint of this name must neither bring back what failed here nor restart the generations.
             after = ReleaseState(
                 endpoint=state.endpoint,
                 generation=state.generation,
@@ -398,7 +398,7 @@ def _record(
         case MetricsRecorded():
             counts, stable, candidate = state.observations, state.roles.stable, state.roles.candidate
             if counts is not None and state.open_intent is not None:
-                # The split may change at any moment: such a reading begins no interval.
+                # The split can change at any moment: such a reading starts no interval.
                 counts = counts.reset_reading(counts.split_at)
             elif counts is not None and stable is not None and candidate is not None:
                 counts = counts.with_reading(body.reading, stable=stable.name, candidate=candidate.name)
@@ -426,7 +426,7 @@ def _open_intent(state: ReleaseState, entry: LedgerEntry, intent: Intent) -> Rel
 
 
 def _request_rollback(state: ReleaseState, entry: LedgerEntry, body: RollbackRequested) -> ReleaseState:
-    """Request a rollback. It replaces whatever is open; earlier rejections stay."""
+    """Request a rollback. It replaces anything open; earlier rejections stay."""
     pending = state.pending_rollback
     return replace(
         state,
@@ -501,14 +501,14 @@ def _overrides(state: ReleaseState, action: Action) -> Mapping[Digest, OverrideR
 
 
 def _known(state: ReleaseState) -> Mapping[str, Deployment]:
-    """Every deployment that may have taken traffic, those of the open intent included."""
+    """Return every deployment that can have taken traffic, those of the open intent included."""
     if state.open_intent is None:
         return state.known
     return {**state.known, **{d.version: d for d in state.open_intent.action.state.deployments}}
 
 
 def _start_observations(state: ReleaseState, roles: Roles, at: float) -> Observations | None:
-    """Return the counts of the candidate; those of a new one begin with its fixed thresholds."""
+    """Return the counts of the candidate; those of a new one start with its fixed thresholds."""
     if roles.candidate is None:
         return None
     candidate = roles.candidate.manifest

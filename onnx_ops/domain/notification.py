@@ -1,4 +1,4 @@
-"""Notifications of people, derived from the ledger, whichever process acted; and the same as events for programs."""
+"""Notifications for people, derived from the ledger, and the same as events for programs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.rollout import Action, ActionKind, WaitKind
 
 REPEAT_INTERVAL_S = 3600.0
-"""Seconds within which the same trouble, refusal or wait of an endpoint is told once."""
+"""Seconds within which the same failure, refusal or wait of an endpoint is notified once."""
 
 _LONGEST = 400
-"""Characters of a reason. Whoever needs all of it looks into the history."""
+"""Longest reason in characters; the history has all of it."""
 
 
 class NotificationKind(StrEnum):
@@ -39,12 +39,12 @@ class NotificationKind(StrEnum):
 
 
 PROGRESS = frozenset({NotificationKind.STARTED, NotificationKind.ADVANCED})
-"""Steps of a rollout that goes well: told to programs that ask for them, and to no person."""
+"""Steps of a rollout that goes well: events for programs, and notifications only on request."""
 
 _REPEATS = frozenset(
     {NotificationKind.HELD, NotificationKind.PAUSED, NotificationKind.REFUSED, NotificationKind.TROUBLE}
 )
-"""What may come again and again by itself."""
+"""Kinds that can repeat automatically."""
 
 
 class Severity(StrEnum):
@@ -57,12 +57,12 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notification:
-    """What a person needs at night: what happened, why in one line, where to look, and what to type.
+    """A notification: what happened, why in one line, a link, and the commands to type.
 
-    `commands` are commands by what they are for. `sequence` is the ledger entry that it is about, `at` its time in
-    seconds since the epoch, `actor` who wrote it; `sequence` is 0 for what is in no ledger. `version` is the one that
-    it is about, `serving` the one that has the traffic afterwards (most of it, during a rollout); empty where there is
-    none. `link` is empty where there is no page.
+    `commands` maps purposes to commands. `sequence` is its ledger entry, 0 if it is in no ledger; `at` is the time of
+    that entry in seconds since the epoch, `actor` its writer. `version` is the version concerned, `serving` the one
+    that has the traffic afterwards (most of it, during a rollout); empty where there is none. `link` is empty where
+    there is no page.
     """
 
     endpoint: str
@@ -81,12 +81,12 @@ class Notification:
 
     @property
     def title(self) -> str:
-        """One line."""
+        """The title, in one line."""
         return f"{self.endpoint}: {self.headline}"
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """All of it as plain text, the title left out."""
+        """Plain text without the title."""
         told = [f"Why: {self.why}"] if self.why else []
         told += [f"{purpose}: {command}" for purpose, command in self.commands.items()]
         told += [f"Look: {self.link}"] if self.link else []
@@ -137,8 +137,8 @@ def list_pending_notifications(
 ) -> tuple[Notification, ...]:
     """Return the notifications of entries after sequence `after`, oldest first; `progress` includes good steps.
 
-    What was told within `REPEAT_INTERVAL_S` is not repeated: an effect that fails in every pass, an alias that is set
-    again and again, an endpoint that keeps dying.
+    Repetitions within `REPEAT_INTERVAL_S` are left out: an effect that fails in every pass, an alias that is set
+    repeatedly, an endpoint that keeps failing.
     """
     state = ReleaseState(endpoint=endpoint)
     sent_at: dict[tuple[NotificationKind, str], float] = {}
@@ -298,9 +298,9 @@ REGISTERED = "onnx-ops.release.registered"
 class ReleaseEvent:
     """Something that happened to a resource.
 
-    `resource` is `onnx-ops.endpoint.NAME` or `onnx-ops.model.NAME`, `name` how people call it; `labels` are what
-    triggers can filter by. `related` are other resources by their role. `at` is seconds since the epoch. `key` is the
-    same whenever the same thing is told again; None where nothing tells one occurrence from another.
+    `resource` is `onnx-ops.endpoint.NAME` or `onnx-ops.model.NAME`, `name` its display name; triggers can filter by
+    `labels`. `related` are other resources by their role. `at` is seconds since the epoch. `key` is the same for every
+    report of one occurrence; None where occurrences cannot be distinguished.
     """
 
     event: str

@@ -1,4 +1,4 @@
-"""A pipeline, its sections, and the plan that follows from it."""
+"""The pipeline file: its sections, and the plan of stages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ INPUTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempts:
-    """What every stage takes."""
+    """Settings of every stage."""
 
     retries: Annotated[int, Ge(0), Le(10), doc("Number of retries after a failure of the environment.")] = 0
     timeout: Annotated[Seconds | None, doc("Time limit of one attempt; the stage's process is then killed.")] = None
@@ -130,7 +130,7 @@ class Export(Attempts):
 
     @property
     def translations(self) -> str:
-        """The reference of the project's table of ONNX functions for operators of torch; empty if none is given."""
+        """The reference to the project's table of ONNX functions for torch operators; empty if none is given."""
         return str(self.options.get(TRANSLATIONS, "")) if self.framework == "torch" else ""
 
 
@@ -190,7 +190,7 @@ class Quantize(Attempts):
     ] = ROLES
 
     def variants(self) -> tuple[str, ...]:
-        """Names of what this entry makes: several variants where it is a search."""
+        """Names of the variants that this entry makes: several for a search."""
         if self.method != AUTO:
             return (self.name,)
         return tuple(f"{self.name}-{role}" for role in dict.fromkeys(self.keep))
@@ -257,7 +257,7 @@ class Pipeline:
     ] = None
     deploy: Annotated[tuple[Deploy, ...], Notation.SINGLE_ENTRY] = ()
     parameters: Mapping[str, Json] = field(default_factory=dict, metadata=COMPUTED)
-    """What was taken from `params.yaml`, by its path there."""
+    """Values taken from `params.yaml`, by their path there."""
 
     def variants(self) -> tuple[str, ...]:
         """Return the names of all variants, the export first."""
@@ -282,12 +282,12 @@ class StageKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One step of a plan, applied to one variant and target where it fans out.
+    """One stage of a plan, applied to one variant and target where it fans out.
 
-    `settings` is everything in the pipeline that shapes the result; `tools` the versions that do.
-    `needs` names the stages whose manifests are its inputs; it cannot run without them. `tolerates` names further
-    ones that it waits for and uses if they succeeded. `hints` say how to work, not what the result means, and stay
-    out of the key. `own_process` asks for a process of its own.
+    `settings` is everything in the pipeline that shapes the result; `tools` are the versions that do. `needs` names the
+    stages whose manifests are its inputs; it cannot run without them. `tolerates` names further stages that it waits
+    for and uses if they succeeded. `hints` affect how the stage runs, not its result, and are not part of the key.
+    `own_process` requests a separate process.
     """
 
     id: str
@@ -305,7 +305,7 @@ class Stage:
     hints: Mapping[str, Json] = field(default_factory=dict)
 
     def key(self, inputs: Mapping[str, Manifest]) -> Digest:
-        """Content key: digest of the stage's kind, place, settings and tools, and of the content of its inputs."""
+        """Return the digest of the stage's kind, place, settings and tools, and of the content of its inputs."""
         return digest_json(
             {
                 "kind": self.kind.value,
@@ -343,7 +343,7 @@ class StageStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOutcome:
-    """What became of one stage in one run. `reason` says why it failed or was skipped."""
+    """The outcome of one stage in one run. `reason` explains a failure or a skip."""
 
     stage: str
     status: StageStatus

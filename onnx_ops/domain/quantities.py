@@ -1,4 +1,4 @@
-"""Quantities with units. The unit stands in the type, so that the loader, the schema and the reader agree on it."""
+"""Quantities with units. The unit is part of the type, so that the loader and the schema agree on it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from annotated_types import Ge, Gt, MaxLen, Unit
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 
 OMIT_DEFAULT: Mapping[str, bool] = {"later": True}
-"""Metadata of a field that values got after they were first stored: while it has its default it is not written, so that
-older programs read what they know, and digests of documents stay."""
+"""Metadata of a field that was added after values were first stored. Its default is not written, so that older
+programs read the values and digests of documents stay the same.
+"""
 
 COMPUTED: Mapping[str, bool] = {"found": True}
-"""Metadata of a field that is no key of a file: whoever reads the file fills it."""
+"""Metadata of a field that is no key of a file: the reader of the file computes it."""
 
 
 class Notation(Enum):
@@ -28,7 +29,7 @@ class Notation(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What a text must match, and how messages describe it. Part of the field's annotation."""
+    """A pattern that a text must match, and its description in messages. Part of the field's annotation."""
 
     regex: str
     description: str

@@ -1,4 +1,4 @@
-"""The search for quantized variants under a budget, and the recipes that the arithmetic of machines calls for."""
+"""The search for quantized variants under a budget, and recipes for the arithmetic of each machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onnx_ops.domain.quantities import OMIT_DEFAULT, Bytes, Count, Fraction, Jso
 from onnx_ops.domain.target import HardwareFingerprint, Target
 
 AUTO = "auto"
-"""The method that is no recipe but a search for one."""
+"""The method that searches for a recipe."""
 
 SEARCH_FILE = "search.json"
 
@@ -47,9 +47,9 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """One way to make a variant. `nodes` may stay in float, each by itself; none where that is not for it.
+    """One way to make a variant. `nodes` can each stay in float; empty for a recipe without that choice.
 
-    A `late` one is for size, and is tried when the others are repaired.
+    A `late` recipe reduces size, and is tried once the others are repaired.
     """
 
     name: str
@@ -63,9 +63,9 @@ class Recipe:
 class Trial:
     """One model that was built and measured on the tuning rows.
 
-    `drop` is what it loses of the task metric against fp32 (negative: it gains), `error` the root mean square distance
-    of its outputs in units of their standard deviation. `ratios` are times of a request over those of fp32, `p99`
-    seconds, both by target. `failure` says why there are no figures.
+    `drop` is the loss of the task metric against fp32 (negative: a gain), `error` the root mean square distance
+    of its outputs in units of their standard deviation. `ratios` are request times over those of fp32, `p99` is in
+    seconds, both by target. `failure` is the reason why there are no measurements.
     """
 
     recipe: str
@@ -109,10 +109,10 @@ class SearchLogEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeContribution:
-    """What keeping one node in float bought, the other nodes kept being the same.
+    """The effect of keeping one node in float while the other kept nodes stay the same.
 
-    `metric` is the part of the task metric that it saves (below 0: it costs some), `time` by which the time of a
-    request grows, by target: 1.1 is a tenth more. `kept` is False where it was given back.
+    `metric` is the gain of the task metric (negative: a loss), `time` the factor of the request time by target:
+    1.1 is 10 % more. `kept` is False where the node was quantized again.
     """
 
     recipe: str
@@ -133,8 +133,11 @@ class FrontierSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRecord:
-    """Everything that a search saw. `front` are numbers of trials; `stopped` says why it ended, and `timed_out` that
-    there was more to try."""
+    """All trials and results of a search.
+
+    `front` holds indices of trials; `stopped` is the reason why the search ended, and `timed_out` whether recipes
+    were left to try.
+    """
 
     schema: int = 1
     name: str
@@ -188,7 +191,7 @@ class Arithmetic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticRecipe:
-    """Types of static quantization. `notes` say why each is what it is."""
+    """Types of static quantization. `notes` give the reason for each."""
 
     activations: str
     weights: str
@@ -198,7 +201,7 @@ class StaticRecipe:
 
 
 def detect_arithmetic(hardware: HardwareFingerprint, target: Target) -> Arithmetic:
-    """Read off the machine's flags and the target's first provider."""
+    """Return the arithmetic from the machine's flags and the target's first provider."""
     flags = set(hardware.cpu_flags)
     provider = target.providers[0].name
     if provider == WASM:
@@ -220,8 +223,8 @@ def choose_static_recipe(options: Mapping[str, Any], machines: Sequence[Arithmet
     """Return the types of static quantization that every machine runs fast and correctly.
 
     Args:
-        options: `activations`, `weights`, `reduce_range`, `symmetric`, where a person has set them.
-        machines: those of all targets; none stands for x86 with VNNI.
+        options: `activations`, `weights`, `reduce_range`, `symmetric`, where the user has set them.
+        machines: those of all targets; none means x86 with VNNI.
     """
     families = {one.family for one in machines}
     signed = bool(families) and families <= {"arm", "accelerator"}
@@ -246,10 +249,10 @@ def choose_static_recipe(options: Mapping[str, Any], machines: Sequence[Arithmet
 def choose_reduce_range(
     options: Mapping[str, Any], machines: Sequence[Arithmetic], *, mixed: bool = True
 ) -> tuple[bool, str]:
-    """Whether weights get 7 bits, and why.
+    """Return whether weights get 7 bits, and why.
 
     Args:
-        options: `reduce_range`, where a person has set it.
+        options: `reduce_range`, where the user has set it.
         mixed: uint8 activations meet int8 weights, the only products that saturate.
     """
     needed = mixed and any(one.saturates for one in machines)
@@ -264,7 +267,7 @@ def choose_reduce_range(
 
 
 def find_type_conflict(options: Mapping[str, Any]) -> str:
-    """Why a combination of types cannot work; empty if it can."""
+    """Return why a combination of types cannot work; empty if it can."""
     if options.get("activations") == "int8" and options.get("weights") == "uint8":
         return "int8 activations with uint8 weights: no kernel takes them; set weights: int8 or activations: uint8"
     if options.get("activations") == "uint16" and options.get("reduce_range"):
@@ -275,10 +278,8 @@ def find_type_conflict(options: Mapping[str, Any]) -> str:
 def list_search_recipes(machines: Sequence[Arithmetic], *, calibrated: bool, small: bool) -> tuple[Recipe, ...]:
     """Return the recipes that a search tries on all machines, the cheapest to build first.
 
-    Tables of embeddings are among what dynamic quantization takes here: a node of theirs that costs the metric stays in
-    float like any other.
-
-    Types within each follow the machines (`choose_static_recipe`, `choose_reduce_range`).
+    Dynamic quantization includes embedding tables here: one that costs the metric stays in float like any other node.
+    Types within each recipe follow the machines (`choose_static_recipe`, `choose_reduce_range`).
 
     Args:
         small: size counts, not only time.

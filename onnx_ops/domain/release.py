@@ -1,4 +1,4 @@
-"""What a registry receives and returns, and the policy of who may move which alias."""
+"""What a registry receives and returns, and the policy of which user can move which alias."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.quantities import OMIT_DEFAULT
 
 ANYONE = "*"
-"""Stands for every user, and for a user whom the server does not know."""
+"""Matches every user, also one whom the server does not know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,31 +30,34 @@ class AliasRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromotionPolicy:
-    """Rules from top to bottom: the first that is about a model and alias decides."""
+    """Rules from top to bottom: the first that matches a model and alias decides."""
 
     schema: int = 1
     rules: Annotated[tuple[AliasRule, ...], MinLen(1), doc("Rules; the first one that covers an alias applies.")]
     overrides: Annotated[tuple[str, ...], doc("Users who may override a gate, with a reason; `*` is everyone.")] = ()
 
     def rule(self, model: str, alias: str) -> int | None:
-        """Index of the rule that decides; None if none is about this alias."""
+        """Return the index of the rule that decides; None if no rule matches this alias."""
         rules = enumerate(self.rules)
         return next((i for i, r in rules if fnmatchcase(model, r.models) and fnmatchcase(alias, r.aliases)), None)
 
     def names(self) -> frozenset[str]:
-        """Every user whom the policy names."""
+        """Return every user whom the policy names."""
         return frozenset(self.overrides).union(*(rule.users for rule in self.rules)) - {ANYONE}
 
 
 def is_among(user: str, users: tuple[str, ...]) -> bool:
-    """Whether the user, empty if not known, is one of these."""
+    """Return whether the user (empty if not known) is one of these."""
     return ANYONE in users or (user != "" and user in users)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lineage:
-    """Where a release comes from. `data` maps a data set's name to its digest; `origins` tells of those whose source
-    knows where they came from, when the model was exported: repository, commit, path."""
+    """Where a release comes from.
+
+    `data` maps a data set's name to its digest; `origins` maps it to repository, commit and path at the time of the
+    export, for sources that know them.
+    """
 
     pipeline: str
     release: Digest
@@ -66,16 +69,16 @@ class Lineage:
 
 
 def flatten_origins(lineage: Lineage) -> dict[str, str]:
-    """Every fact of `origins` as `<data set>.<fact>`."""
+    """Return every fact of `origins` as `<data set>.<fact>`."""
     origins = sorted(lineage.origins.items())
     return {f"{name}.{fact}": value for name, facts in origins for fact, value in sorted(facts.items())}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Who made a report when, from which commit; what is not known is empty.
+    """The author, time and commit of a report; unknown fields are empty.
 
-    `at` is a moment in UTC, to the minute. `changed` says that files differed from the commit.
+    `at` is a time in UTC, to the minute. `changed`: files differed from the commit.
     """
 
     at: str = ""
@@ -87,9 +90,9 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseRelease:
-    """What is recorded of the branch that a release is compared with: the choices and evidence of one of its commits.
+    """The record of the branch that a release is compared with: choices and evidence of one of its commits.
 
-    Without a record, `why` says in one line why there is none.
+    `why` gives the reason in one line if there is no record.
     """
 
     branch: str
@@ -101,12 +104,12 @@ class BaseRelease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantRecord:
-    """One variant on its way into the registry.
+    """One variant to publish in the registry.
 
     `files` are the model's files by name (the first level of the version's folder), `manifest` their digests.
-    `evidence` are further documents by artifact path. `metrics` are plain figures for the registry's tables.
+    `evidence` are further documents by artifact path. `metrics` are plain numbers for the registry's tables.
     `decisions` by target; unsigned decisions are for people, signed ones are what promotes. `measured_on` names the
-    data set of the lineage that the figures were measured on; `example` is a request, JSON `{"inputs": {name: rows}}`.
+    data set of the lineage that was measured; `example` is a request, JSON `{"inputs": {name: rows}}`.
     """
 
     variant: str
@@ -121,13 +124,13 @@ class VariantRecord:
     example: bytes = b""
 
     def evidence_digest(self) -> Digest:
-        """Digest over the evidence documents: signed decisions and the judgements of gates are among them."""
+        """Digest of the evidence documents, signed decisions and gate results included."""
         return digest_json({name: digest_file(path) for name, path in self.evidence.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """One pipeline run's set of versions. `about` is Markdown that describes the registered model."""
+    """The versions of one pipeline run. `about` is Markdown that describes the registered model."""
 
     model: str
     lineage: Lineage
@@ -165,7 +168,7 @@ class ListedVersion:
 class Choice:
     """The variant that a release serves on one target, or why there is none.
 
-    `prefer` is what was preferred; `tied` names variants that are as good, as far as the noise lets know.
+    `prefer` is the preference applied; `tied` names variants that the noise does not allow to distinguish from it.
     """
 
     target: str
@@ -178,10 +181,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """What the register stage did: version by variant, and the choice of each target.
+    """The result of the register stage: version by variant, and the choice of each target.
 
     `run` is the stage's key; `report` the address of the release's report, if the registry has pages. `evidence` maps a
-    variant to the digest over the documents that were published with its version.
+    variant to the digest of the documents that were published with its version.
     """
 
     run: Digest

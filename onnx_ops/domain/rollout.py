@@ -73,9 +73,9 @@ class Roles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One effect on an endpoint: the state to apply, and the roles once it is applied.
+    """One effect on an endpoint: the state to apply, and the resulting roles.
 
-    `aliases` are the registry writes that follow (None deletes the alias). `reject` are releases that may not return
+    `aliases` are the registry writes that follow (None deletes the alias). `reject` are releases that must not return
     without an override, or manifests of single versions whose release stays in service.
     """
 
@@ -147,8 +147,8 @@ class AnalysisResult:
     """What the metrics show about the present step. Texts are empty where there is nothing to report.
 
     `started_at` is when the step took effect; `requests` counts the candidate's since then (copies in a shadow step).
-    `unmet_target` names a service level that is not shown yet, `split_mismatch` says that traffic is not split as
-    planned, `gross_failure` that the candidate fails outright. `ab_outcome` is that of the A/B test.
+    `unmet_target` names a service level that is not shown yet, `split_mismatch` describes traffic that is not split as
+    planned, `gross_failure` a candidate that fails outright. `ab_outcome` is that of the A/B test.
     """
 
     started_at: float
@@ -192,14 +192,14 @@ def choose_next_action(
     now: float,
     analysis: AnalysisResult | None = None,
 ) -> Action | Wait:
-    """Return the one thing to do next.
+    """Return the next action, or the reason to wait.
 
     A policy without analysis waits for an operator at each step. Otherwise steps follow from `analysis`; a command to
     advance then skips what is not shown yet, and no command keeps a candidate that a guardrail rejects.
 
     Args:
-        desired: what the registry asks for, verified; None if it asks for nothing.
-        observed: what the provider observed; None if the endpoint does not exist or does not answer.
+        desired: the verified deployment that the registry requests; None if it requests none.
+        observed: the state that the provider reports; None if the endpoint does not exist or does not answer.
         command: the operator's last command that was not acted upon.
         now: seconds since the epoch.
     """
@@ -222,7 +222,7 @@ def choose_next_action(
         return _continue(roles, stable, candidate, policy, target, command, now, analysis)
     if command is OperatorCommand.PAUSE:
         return Wait(why="paused by an operator")
-    if observed.drift:  # before a rollout begins, so that both of its versions run alike
+    if observed.drift:  # before a rollout starts, so that both of its versions run alike
         why = f"it does not match its settings: {'; '.join(observed.drift)}"
         return Action(kind=ActionKind.RECONFIGURE, state=expected, roles=roles, why=why)
     if desired is not None and desired.manifest != stable.manifest:
@@ -266,7 +266,7 @@ def plan_rollback(roles: Roles, to: Deployment, target: str, *, why: str) -> Act
 
 
 def plan_reversal(roles: Roles, begun: Action, target: str, *, why: str) -> Action | None:
-    """Return the action that reverses `begun`, begun at `roles`; None if it brings nothing that could be rejected."""
+    """Return the action that reverses `begun`, started at `roles`; None if it adds nothing that could be rejected."""
     if roles.stable is None or begun.kind not in (ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH):
         return None
     if roles.candidate is not None:
@@ -442,7 +442,7 @@ def _tidy(
     policy: RolloutPolicy,
     now: float,
 ) -> Action | Wait:
-    """Unload what is no longer needed, where nothing else is to do."""
+    """Unload deployments that are no longer needed, if no other action is due."""
     if roles.previous is not None and roles.finished_at and now >= roles.finished_at + policy.keep_previous:
         return Action(
             kind=ActionKind.RETIRE,

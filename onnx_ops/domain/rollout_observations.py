@@ -1,6 +1,6 @@
-"""What was counted of a rollout: readings of a metrics source, the intervals between them, and fixed thresholds.
+"""Counts of a rollout: readings of a metrics source, the intervals between them, and fixed thresholds.
 
-Everything is a whole number of requests, so that any metrics source can report it and any process can continue with it.
+Every count is a whole number of requests, so that any metrics source can report it and any process can continue it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RequestCounts:
         return replace(self, **named, over_places=places if len(places) == len(LATENCY_PLACES) else None)
 
     def minus(self, before: RequestCounts | None) -> RequestCounts | None:
-        """Return what was counted since `before` (None: nothing was); None if the counts do not follow each other."""
+        """Return the counts since `before` (None: no counts); None if the counts do not follow each other."""
         if before is None:
             zero = RequestCounts(timed=None if self.timed is None else 0)
             before = zero.with_over(dict.fromkeys(self.over(), 0))
@@ -87,7 +87,7 @@ class RequestCounts:
 
     @property
     def is_consistent(self) -> bool:
-        """Whether these can be counts of requests."""
+        """Return whether these can be counts of requests."""
         valid = min(self.errors, self.refused) >= 0 and 0 <= self.failed <= self.requests
         return (
             valid
@@ -126,7 +126,7 @@ class ShadowCounts:
 
     @property
     def is_consistent(self) -> bool:
-        """Whether these can be counts of copies."""
+        """Return whether these can be counts of copies."""
         return min(self.compared, self.differing, self.failed) >= 0 and self.differing <= self.compared
 
 
@@ -159,11 +159,11 @@ class UnitSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsReading:
-    """What a source has counted since `origin`, by name of deployment. `at` is in seconds since the epoch.
+    """The counts of a source since `origin`, by name of deployment. `at` is in seconds since the epoch.
 
-    Another origin means that the counters began anew, as after a restart. `shadow` counts copies to the candidate.
-    `units` are by name of guardrail, and `outcomes` for those; empty where the source knows no users. `cold_s` are
-    durations of loads of either version, before the candidate got any traffic.
+    Another origin means that the counters restarted, as after a restart of the server. `shadow` counts copies to the
+    candidate. `units` are by name of guardrail, and `outcomes` for those; empty where the source knows no users.
+    `cold_s` are durations of loads of either version, before the candidate got any traffic.
     """
 
     origin: str
@@ -189,11 +189,11 @@ class ObservationInterval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observations:
-    """Everything counted of the rollout in progress. `started_at` is when its present step took effect.
+    """All counts of the rollout in progress. `started_at` is when its present step took effect.
 
-    `thresholds` are the stable version's, `slower` the candidate's. `reading` is where the next interval begins; None
-    if the split has changed since, last at `split_at`. `units` are the last ones of each origin: counts by user begin
-    anew with an origin, and grow from step to step. `cold_s` are the last loads of candidate and stable version.
+    `thresholds` are the stable version's, `slower` the candidate's. `reading` is where the next interval starts; None
+    if the split has changed since, last at `split_at`. `units` are the last ones of each origin: counts by user restart
+    with an origin, and grow from step to step. `cold_s` are the last loads of candidate and stable version.
     """
 
     candidate: Digest
@@ -219,8 +219,8 @@ class Observations:
     def with_reading(self, reading: MetricsReading, *, stable: str, candidate: str) -> Observations:
         """Return the observations with one more reading.
 
-        The first one after a change of the split, or of counters that began anew, only marks where the next interval
-        begins. A delayed reading from before the change is ignored.
+        The first one after a change of the split, or of counters that restarted, only marks where the next interval
+        starts. A delayed reading from before the change is ignored.
         """
         if reading.at < self.split_at:
             return self

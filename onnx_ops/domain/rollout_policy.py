@@ -1,4 +1,4 @@
-"""The rollout policy of a pipeline file, and the steps that it plans."""
+"""The rollout policy of a pipeline file, and its planned steps."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class RolloutPolicy:
 
     @property
     def is_analyzed(self) -> bool:
-        """Whether metrics decide about its steps."""
+        """Return whether metrics decide about its steps."""
         return bool(self.guardrails or self.slo or self.shadow or self.ab)
 
     @property
@@ -194,7 +194,7 @@ class RolloutPolicy:
         return _plan_steps(self)
 
     def needs(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the capabilities that a provider must have, with the keys that ask for them."""
+        """Return the capabilities that a provider must have, with the keys that require them."""
         asked: dict[str, tuple[str, ...]] = {}
         if any(rail.name in ("latency", "latency_p90", "latency_p95") for rail in self.guardrails):
             asked["exceedances"] = ("guardrails",)

@@ -17,9 +17,9 @@ from onnx_ops.domain.quantities import OMIT_DEFAULT, Amount, Bytes, Json, Notati
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """One line: what was looked at, what was found, and what to do if that is wrong.
+    """One line of a diagnosis: the check, its finding, and the remedy if the check fails.
 
-    `absent` is something optional that is not installed: no fault, and not ready for use.
+    `absent`: an optional component is not installed, which is no fault.
     """
 
     check: str
@@ -54,8 +54,7 @@ CpuFlag: TypeAlias = Literal[
     "sve",
     "sve2",
 ]
-"""CPU features that ONNX Runtime's kernels choose by, as Linux names them; the others change nothing that is
-measured."""
+"""CPU features that select ONNX Runtime's kernels, as Linux names them; other features do not affect measurements."""
 
 SPEED_FLAGS: tuple[str, ...] = get_args(CpuFlag)
 
@@ -73,7 +72,7 @@ class Requirements:
     driver: Annotated[str, doc("Minimum driver version of the accelerator: '550.54'.")] = ""
 
     def least(self, here: HardwareFingerprint) -> HardwareFingerprint:
-        """Return a machine that just fits, with the runtime of `here`."""
+        """Return a machine that just satisfies the requirements, with the runtime of `here`."""
         return HardwareFingerprint(
             machine=self.machine or here.machine,
             cpu_model=self.cpu,
@@ -87,7 +86,7 @@ class Requirements:
         )
 
     def lacking(self, found: HardwareFingerprint) -> tuple[str, ...]:
-        """Return what the machine lacks, as texts; empty if it fits."""
+        """Return what the machine lacks, as texts; empty if it satisfies the requirements."""
         flags = [flag for flag in self.cpu_flags if flag not in found.cpu_flags]
         named = [name for name in found.accelerators if self.accelerator.lower() in name.lower()]
         checks = {
@@ -107,14 +106,14 @@ class Requirements:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    """Numbers of a dotted version; none for what does not start with one."""
+    """Return the numbers of a dotted version; none for a text that does not start with one."""
     parts = [re.match(r"\d+", part) for part in text.split(".")]
     return tuple(int(part.group()) for part in itertools.takewhile(bool, parts) if part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareFingerprint:
-    """What a figure was measured on. Two machines with one fingerprint may share cached benchmarks."""
+    """The machine and runtime of a measurement. Machines with equal fingerprints can share cached benchmarks."""
 
     machine: str
     cpu_model: str

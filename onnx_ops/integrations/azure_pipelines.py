@@ -1,8 +1,8 @@
-"""What the steps in Azure Pipelines do: run the pipelines that a commit touches, and say on the build what came of it.
+"""The Azure Pipelines steps: run the pipelines that a commit touches, and report the outcome on the build.
 
 Two steps, as in GitHub: `run` leaves its results and reports in a folder, `publish` attaches the page to the build and
-ends it by the verdict: FAIL and ERROR fail it, INCONCLUSIVE lets it end with issues. Whatever the event names
-(branches, titles, people) is data: it comes in variables, and is never printed as a command of the agent.
+ends it by the verdict: FAIL and ERROR fail it, INCONCLUSIVE lets it end with issues. Names in the event (branches,
+titles, people) are data: they come in variables, and are never printed as a command of the agent.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def base_of(environ: Mapping[str, str]) -> str:
     """Return the base of the comparison: the target branch of a pull request, else the commit before.
 
     Raises:
-        UserError: the branch has a name that is none.
+        UserError: the branch name is invalid.
     """
     target = environ.get("SYSTEM_PULLREQUEST_TARGETBRANCH", "")
     if not target:
@@ -72,7 +72,7 @@ def run(folder: Path, environ: Mapping[str, str], *, since: str = "") -> int:
 
 
 def is_hosted(environ: Mapping[str, str]) -> bool | None:
-    """Whether this machine is Microsoft's own and ends with the job; None where this is no job.
+    """Return whether this machine is Microsoft's own and ends with the job; None outside a job.
 
     Agents that their owners set up have an empty Agent.CloudId (microsoft/azure-pipelines-agent#3984).
     """
@@ -82,7 +82,7 @@ def is_hosted(environ: Mapping[str, str]) -> bool | None:
 
 
 def publish(folder: Path, environ: Mapping[str, str]) -> int:
-    """Attach the page to the build, and end by the verdict."""
+    """Attach the page to the build, and end it by the verdict."""
     commit = environ.get("BUILD_SOURCEVERSION", "")
     if not _COMMIT.fullmatch(commit):
         raise UserError(f"{commit[:80]!r} is no commit", where="BUILD_SOURCEVERSION", remedy="See docs/scale.md.")
@@ -104,7 +104,7 @@ def _command(name: str, text: str) -> None:
 
 
 def _tell(line: str, *, command: bool = False) -> None:
-    """Escape text in which the agent would find logging commands, which it looks for anywhere in a line."""
+    """Print text, escaped against logging commands, which the agent detects anywhere in a line."""
     sys.stdout.write((line if command else line.replace("##", "# #")) + "\n")
 
 

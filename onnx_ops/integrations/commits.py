@@ -1,4 +1,4 @@
-"""What a commit does to the models of a repository: judged here, told by the step of each service that runs checks."""
+"""The effect of a commit on the models of a repository, judged here and reported by each CI service's step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from onnx_ops.reporting.pull_request import Checked, title
 RESULTS = "results.json"
 
 _FAILURES = {UserError.exit_code, InfrastructureError.exit_code, RefusedError.exit_code}
-"""A run that ends with one of these did not do what it should, whatever its gates say of the variants."""
+"""A run that ends with one of these failed, regardless of its gate results."""
 
 
 def judge_change(
@@ -46,13 +46,13 @@ def judge_change(
 ) -> Iterator[str]:
     """Run every pipeline that the change since `base` touches; yield lines that report the outcome.
 
-    The results for the step that publishes them lie in `folder` afterwards, and a report of each pipeline.
+    The results for the step that publishes them are in `folder` afterwards, with a report of each pipeline.
 
     Args:
         base: the commit before; empty where there is none, so that every file counts as changed.
-        hosted: whether the machine is the service's own and ends with the job; None where this is no job.
-        figures: folder through which a job without the project's store knows what others have recorded of earlier
-            commits: one that stops early takes it from there, the others leave it there.
+        hosted: whether the machine is the service's own and ends with the job; None outside a job.
+        figures: folder that shares the records of earlier commits between jobs without the project's store: a job that
+            stops early reads it, the others write it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     project = open_project()
@@ -137,9 +137,9 @@ def judged(
 
 
 def lost_with_job(settings: Settings, pipeline: Pipeline, *, hosted: bool) -> str:
-    """Say why a release from this runner would be lost with the job; empty if it would be kept.
+    """Return why a release from this runner would be lost with the job; empty if it would be kept.
 
-    A hosted runner keeps nothing. Another one keeps what lies outside of the checkout, which is cleaned for each job.
+    A hosted runner keeps nothing. Another one keeps what is outside the checkout, which is cleaned for each job.
     """
     if pipeline.register is None:
         return ""
@@ -169,7 +169,7 @@ def lost_with_job(settings: Settings, pipeline: Pipeline, *, hosted: bool) -> st
 
 
 def _local(place: str) -> Path | None:
-    """Return where a path, or a URL of a file or of SQLite, lies on this machine; None for a service."""
+    """Return the local path of a path, or of a URL of a file or SQLite; None for a service."""
     parts = urlsplit(place)
     match parts.scheme.partition("+")[0]:
         case "":

@@ -1,8 +1,8 @@
-"""What the GitHub action does: run the pipelines that a commit touches, and say on the commit what came of it.
+"""The GitHub action: run the pipelines that a commit touches, and report the outcome on the commit.
 
 Two steps, so that the reports can be uploaded in between: `run` leaves its results and reports in a folder, `publish`
-writes the job summary, one comment on the pull request, and a check whose conclusion is the verdict. Everything that
-the event names (branches, titles, people) is data and never reaches a shell.
+writes the job summary, one comment on the pull request, and a check whose conclusion is the verdict. Names in the
+event (branches, titles, people) are data and never reach a shell.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from onnx_ops.reporting.formatting import markdown
 from onnx_ops.reporting.pull_request import overall, page, title
 
 MARK = "<!-- onnx-ops: what this commit does to its models -->"
-"""By it the one comment of a pull request is found again."""
+"""Marks the one comment of a pull request, to find it again."""
 
 CHECK = "onnx-ops"
 
@@ -39,7 +39,7 @@ _CONCLUSIONS = {
     Verdict.ERROR: "action_required",
     Verdict.FAIL: "failure",
 }
-"""A model that could not be measured has not failed: a person has to look why."""
+"""A model that could not be measured has not failed: a person has to find the cause."""
 
 _COMMIT = re.compile(r"[0-9a-f]{7,64}")
 _NONE = re.compile(r"0+")
@@ -47,7 +47,7 @@ _NONE = re.compile(r"0+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """What happened: `base` is the commit before, empty for a new branch; `pull_request` its number, or None."""
+    """The event: `base` is the commit before, empty for a new branch; `pull_request` its number, or None."""
 
     commit: str
     base: str
@@ -55,7 +55,7 @@ class Event:
 
     @property
     def until(self) -> StageKind | None:
-        """A pull request stops at its gates: only what is merged is registered."""
+        """The last stage of a pull request, its gates: only merged commits are registered."""
         return None if self.pull_request is None else StageKind.GATE
 
 
@@ -101,7 +101,7 @@ def read_event(environ: Mapping[str, str]) -> Event:
 
 
 def run(event: Event, folder: Path, *, since: str = "", figures: Path | None = None) -> int:
-    """Run every pipeline that the change touches; what came of each lies in `folder` afterwards."""
+    """Run every pipeline that the change touches; the results are in `folder` afterwards."""
     root = open_project().settings.root
     # A force push leaves a commit that the checkout does not have, and a first push has none before it.
     base = since or next((name for name in (event.base, "HEAD~1") if name and resolve_commit(root, name)), "")
@@ -111,14 +111,14 @@ def run(event: Event, folder: Path, *, since: str = "", figures: Path | None = N
 
 
 def is_hosted(environ: Mapping[str, str]) -> bool | None:
-    """Whether this machine is GitHub's own and ends with the job; None where this is no job."""
+    """Return whether this machine is GitHub's own and ends with the job; None outside a job."""
     if environ.get("GITHUB_ACTIONS") != "true":
         return None
     return environ.get("RUNNER_ENVIRONMENT") != "self-hosted"
 
 
 def publish(event: Event, folder: Path, environ: Mapping[str, str], *, reports: str = "") -> int:
-    """Write summary, comment and check. What GitHub does not let this run write is said in the summary."""
+    """Write summary, comment and check. The summary reports what GitHub does not permit this run to write."""
     checked = results(folder)
     text = page(checked, commit=event.commit, reports=reports)
     verdict, notes = overall(checked), []
@@ -136,7 +136,7 @@ def publish(event: Event, folder: Path, environ: Mapping[str, str], *, reports: 
                 _write_comment(repository, event.pull_request, text, wanted=bool(checked))
             else:
                 repository.request("POST", "check-runs", check)
-        except (RefusedError, ServiceUnavailableError, UserError) as error:  # a fork's token may only read
+        except (RefusedError, ServiceUnavailableError, UserError) as error:  # a fork's token can only read
             notes.append(f"The {what} could not be written: {error}")
     _append(environ, "GITHUB_STEP_SUMMARY", "\n\n".join([text, *notes]))
     for note in notes:
@@ -147,10 +147,10 @@ def publish(event: Event, folder: Path, environ: Mapping[str, str], *, reports: 
 
 
 def _write_comment(repository: GitHubRepository, number: int, text: str, *, wanted: bool) -> None:
-    """Write one comment a pull request, anew for each commit; none where there never was anything to say."""
+    """Write one comment per pull request, updated for each commit; none if there was never anything to report."""
     body = {"body": f"{MARK}\n{text}"}
     for comment in repository.list_entries(f"issues/{number}/comments"):
-        ours = (comment.get("user") or {}).get("type") == "Bot"  # whoever copies the mark keeps their comment
+        ours = (comment.get("user") or {}).get("type") == "Bot"  # a person's comment that has the mark stays
         if ours and str(comment.get("body") or "").startswith(MARK):
             repository.request("PATCH", f"issues/comments/{int(comment['id'])}", body)
             return
@@ -185,7 +185,7 @@ def _tell(line: str) -> None:
 
 
 def _command_data(text: str) -> str:
-    """Text that cannot end the runner's command it stands in."""
+    """Return text that cannot end the runner's command that contains it."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 

@@ -1,7 +1,7 @@
-"""Tags that every MLflow run gets when it is started inside a flow: `prefect.flow_run` and `git.sha`.
+"""Tags of MLflow runs that are started inside a flow: `prefect.flow_run` and `git.sha`.
 
-MLflow imports this while it is imported itself: so this imports nothing heavy, and not MLflow, whose abstract class it
-fulfils without being derived from it.
+MLflow imports this during its own import. So this imports nothing heavy, and not MLflow, whose abstract class it
+implements without deriving from it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from pathlib import Path
 
 
 class RunContext:
-    """MLflow's `RunContextProvider`, for runs that a training function logs by itself.
+    """MLflow's `RunContextProvider`, for runs that a training function starts itself.
 
-    They can be found from the flow run and the commit then.
-    Runs outside a flow are left alone.
+    The tags lead from the flow run and the commit to these runs. Runs outside a flow are not tagged.
     """
 
     def in_context(self) -> bool:
@@ -32,7 +31,7 @@ class RunContext:
 
 
 def _flow_run() -> str:
-    """Id of the flow run that this code runs in; Prefect's worker puts it into the environment of its process."""
+    """Return the id of the current flow run, which Prefect's worker sets in the environment."""
     if "prefect" not in sys.modules:
         return os.environ.get("PREFECT__FLOW_RUN_ID", "")
     return str(importlib.import_module("prefect.runtime").flow_run.id or "")

@@ -85,7 +85,7 @@ def target_help() -> str:
 def run_local(
     target: str, name: str, model_uri: str, flavor: str | None = None, config: Mapping[str, str] | None = None
 ) -> None:
-    """Create the deployment on this machine, whatever provider the config names."""
+    """Create the deployment on this machine, ignoring the config's provider."""
     OnnxOpsDeployments(target).create_deployment(name, model_uri, flavor, {**(config or {}), "provider": "local"})
 
 
@@ -290,7 +290,7 @@ def _check_flavor(flavor: str | None) -> None:
 
 
 def _parse_scalar(text: str) -> str | int | float | bool:
-    """Return the value of a setting, which MLflow hands over as text."""
+    """Return the value of a setting, which MLflow passes as text."""
     if text in ("true", "false"):
         return text == "true"
     for kind in (int, float):

@@ -20,10 +20,10 @@ from onnx_ops.statistics.probes import REAL
 T = TypeVar("T")
 
 _INPUT_BYTES = 1 << 24
-"""Of one batch; the intermediate values of a model may take a hundred times as much."""
+"""Bytes of one batch; the intermediate values of a model can take a hundred times as much."""
 
 _OUTPUT_BYTES = 1 << 28
-"""Of the batches that one session answers before they are read and released."""
+"""Bytes of the batches that one session answers before they are read and released."""
 
 GroupAnswers = Mapping[str, tuple[Tensors, ...] | MeasurementError]
 """The answers to each run of a group, or why the model rejects the group."""
@@ -34,11 +34,11 @@ def read_answers(
 ) -> list[T]:
     """Apply `read` to each batch of answers, in the order of the rows.
 
-    A model with a fixed batch gets its last one filled up with the first rows, and answers to those are cut off.
+    For a model with a fixed batch the last one is padded with the first rows, whose answers are cut off.
 
     Raises:
         MeasurementError: the model does not run there.
-        UserError: no output has one entry a row.
+        UserError: no output has one entry per row.
     """
     batches = list(split_batches(model, inputs))
     results: list[T] = []
@@ -59,7 +59,7 @@ def read_answers(
 
 
 def split_batches(model: Path, inputs: Tensors, at_once: int | None = None) -> Iterator[tuple[Tensors, int]]:
-    """Yield feeds that the model accepts, of at most `at_once` rows where it may, and how many rows of each count."""
+    """Yield feeds that the model accepts, of at most `at_once` rows if possible, and the number of rows that count."""
     fixed = read_model_info(model).fixed_batch
     total = len(next(iter(inputs.values())))
     row_bytes = sum(array.nbytes for array in inputs.values()) // max(1, total)

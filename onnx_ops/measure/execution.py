@@ -25,7 +25,7 @@ _INTEGERS = frozenset(
 
 
 def require_hardware(runtime: Runtime, target: Target) -> HardwareFingerprint:
-    """Return the machine's fingerprint if it has what the target requires.
+    """Return the machine's fingerprint if it satisfies the target's requirements.
 
     Raises:
         MeasurementError: it does not.
@@ -49,7 +49,7 @@ def require_versions(model: Path, target: Target) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionReport:
-    """What the rewritten graph shows; empty where it is not shown."""
+    """Findings in the rewritten graph; empty if there is no such graph."""
 
     coverage: Int8Coverage | None = None
     advice: tuple[Advice, ...] = ()

@@ -33,7 +33,7 @@ def put_folder(store: Store, folder: Path, prefix: str) -> dict[str, Digest]:
 
 
 def checkout_files(store: Store, manifest: Manifest, prefix: str, folder: Path) -> Path:
-    """Copy the files below `prefix` to `folder`, where they may be changed."""
+    """Copy the files below `prefix` to `folder`, where they can be changed."""
     for name, digest in manifest.subset(prefix).files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

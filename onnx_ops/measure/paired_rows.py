@@ -26,7 +26,7 @@ _RIGHT, _ERROR, _GROUP, _ROWS = "right/", "error/", "rows.group", "rows.digest"
 
 
 def extract_rows(definition: MetricDefinition, label: Array | None, answers: Array) -> dict[str, Array]:
-    """Return what is stored of the candidate's answers for one metric."""
+    """Return the stored form of the candidate's answers for one metric."""
     if definition.name in ("accuracy", "top_k"):
         return {f"{_RIGHT}{definition.label}": answers.astype(np.bool_)}
     if definition.name in ("mae", "rmse") and label is not None:

@@ -32,7 +32,7 @@ from onnx_ops.statistics.probes import REAL
 from onnx_ops.statistics.tree_parity import measure_within_envelope
 
 _SHOWN = 6
-"""Number of values of a row that are shown."""
+"""Number of values shown of a row."""
 
 INVARIANCE_ROWS = 32
 """Enough for a fair sample of rounding, and few enough to run one by one."""
@@ -161,7 +161,7 @@ def find_worst(measured: Sequence[ParityMeasurement]) -> ParityMeasurement | Non
 def locate_divergence(failed: FailedExport, make_tracer: TracerFactory) -> Divergence:
     """Return the first diverging node, or why none is named.
 
-    The graph runs as it is written, without the runtime's optimizations, on the inputs where parity failed. Errors on
+    The graph runs unchanged, without the runtime's optimizations, on the inputs where parity failed. Errors on
     the way end up in the note: the parity gate has failed already, and this only explains it.
     """
     plain = replace(failed.target, session=replace(failed.target.session, graph_level="disabled"))
@@ -181,7 +181,7 @@ def locate_divergence(failed: FailedExport, make_tracer: TracerFactory) -> Diver
 def _search_graph(failed: FailedExport, plain: Target, tracer: Tracer, inputs: Tensors) -> Divergence:
     values = list(list_computed_values(failed.model))
     all_names = [value.name for value in values]
-    if failed.worst.output in all_names:  # what comes after the divergent output has no part in it
+    if failed.worst.output in all_names:  # outputs after the divergent one have no part in it
         values = values[: all_names.index(failed.worst.output) + 1]
     while True:
         chosen = pick_evenly([value.name for value in values], SHOWN)

@@ -20,8 +20,8 @@ _TEXTS = "USO"
 class Prediction:
     """The values that a metric reads from the outputs for some rows.
 
-    With `columns` 0, `values` are the same as the label's; else the number of the best column, the scores in all
-    columns or, with 1 column, one score a row. `broken` counts rows with a score of NaN.
+    With `columns` 0, `values` are comparable with the label's; else they are the index of the best column, the scores
+    in all columns or, with 1 column, one score per row. `broken` counts rows with a score of NaN.
     """
 
     values: Array
@@ -98,7 +98,7 @@ def _is_scores(array: Array) -> bool:
 
 
 def _read_scores(array: Array) -> Prediction:
-    """Read one score a row, or one a class."""
+    """Read one score per row, or one per class."""
     scores = flatten_column(array).astype(np.float64)
     columns = 1 if scores.ndim == 1 else scores.shape[1]
     return Prediction(values=scores, columns=columns, broken=_count_nan(scores.reshape(len(scores), columns)))
@@ -109,7 +109,7 @@ def _read_numbers(array: Array) -> Prediction:
 
 
 def _make_column_form(noun: str, kinds: str, convert: Callable[[Array], Prediction]) -> _Form:
-    """Make a form of one value a row, of these kinds of NumPy types."""
+    """Make a form of one value per row, of these kinds of NumPy types."""
     return _Form(noun, lambda array: flatten_column(array).ndim == 1 and array.dtype.kind in kinds, convert)
 
 
@@ -231,7 +231,7 @@ def find_column_labels(label: Array, count: int, where: str, remedy: str = _USE_
 
 
 def read_classes(label: Array, prediction: Prediction, definition: MetricDefinition) -> Array:
-    """Return the predicted labels, one a row.
+    """Return the predicted labels, one per row.
 
     Raises:
         UserError: the labels do not fit the answers.
@@ -273,10 +273,10 @@ def find_positive_label(definition: MetricDefinition, label: Array) -> str | int
 
 
 def read_positive_scores(label: Array, positive: str | int, prediction: Prediction, where: str) -> Array:
-    """Return the scores of the positive label, one a row.
+    """Return the scores of the positive label, one per row.
 
     Raises:
-        UserError: no column stands for it.
+        UserError: it has no column.
     """
     names = find_column_labels(label, max(2, prediction.columns), where)
     column = np.flatnonzero(names == positive)

@@ -60,9 +60,8 @@ def measure_activations(
 ) -> tuple[ActivationMeasurement, ...]:
     """Measure each activation with a fixed range.
 
-    Both graphs run as they are written, but for integer operators, which run as the pairs of QuantizeLinear and
-    DequantizeLinear that they stand for. A temporary copy of each, which exposes its intermediate values, is written
-    beside it.
+    Both graphs run unchanged, except integer operators, which run as their equivalent pairs of QuantizeLinear and
+    DequantizeLinear. A temporary copy of each, which exposes its intermediate values, is written beside it.
 
     Raises:
         MeasurementError: one of them does not run on the rows.

@@ -40,7 +40,7 @@ _AGAIN: Mapping[Literal["float32", "float64"], float] = {"float32": 1e-4, "float
 """Largest relative difference of two answers to the same rows: threads add in any order."""
 
 _OTHERWISE = 0.01
-"""Share of whole numbers and texts that may differ: where two classes are equally likely, rounding decides."""
+"""Share of whole numbers and texts that can differ: where two classes are equally likely, rounding decides."""
 
 _FEW, _SOME = 2, 32
 """Rows of the two calls that measure how slow a source is."""
@@ -242,7 +242,7 @@ def _count_affordable_rows(source: _Source, probes: Mapping[str, ProbeGroup], se
     copies = COPIES / 2 if source.jumps else 0  # these run in float64 only
     affordable: list[int] = []
     try:
-        source.answers(few)  # the first call pays for what is made once
+        source.answers(few)  # the first call includes one-time initialization
         per_call = longer = math.inf
         for _ in range(_TIMES):
             per_call = min(per_call, _time_answers(source, few))

@@ -36,7 +36,7 @@ ModelPredictions = Mapping[str, Prediction | OnnxOpsError]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringRequest:
-    """What metrics are measured with.
+    """The inputs of metric measurements.
 
     `models` are named as in the evidence, the candidate by `CANDIDATE`; `seed` is of resamples and permutations,
     `functions` are custom metrics by reference, and `known` holds predictions that were read before.

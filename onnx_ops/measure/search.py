@@ -185,9 +185,9 @@ def describe_recipe(record: SearchRecord, trial: Trial) -> Sequence[str]:
 class SearchContext:
     """The inputs of a search.
 
-    The export is in a folder of its own; `folder` receives the models that are built. Recipes depend on the kinds of
-    machine. The metric is measured on the rows of `tune`, and `lower` says whether less of it is better; ranges come
-    from `calibration`. `batch` are the rows of one timed request.
+    The export has a separate folder; `folder` receives the models that are built. Recipes depend on the kinds of
+    machine. The metric is measured on the rows of `tune`, and `lower` is whether less of it is better; ranges come
+    from `calibration`. `batch` is the number of rows of one timed request.
     """
 
     ports: Ports
@@ -295,7 +295,7 @@ class TrialRunner:
         return replace(trial, ratios=ratios, p99=p99)
 
     def _measure_drop(self, path: Path, target: Target) -> float:
-        """Return what a model loses of the metric against fp32 on the same rows."""
+        """Return a model's loss of the metric against fp32 on the same rows."""
         context = self._context
         request = ScoringRequest(
             runtime=context.ports.runtime(target.runtime),
@@ -366,7 +366,7 @@ class TrialRunner:
 
 
 def _use_all_cores(target: Target) -> Target:
-    """Return the target with all cores, for runs of which only the answers count."""
+    """Return the target with all cores, for runs whose timing does not matter."""
     return replace(target, session=replace(target.session, intra_op_threads=0))
 
 

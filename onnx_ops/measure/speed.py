@@ -1,6 +1,6 @@
 """Speed of a variant: latency, throughput under load, cold start and memory.
 
-What measures a model raises MeasurementError where it does not run there, or its process crashes.
+Functions that measure a model raise MeasurementError if it does not run there or its process crashes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ REQUESTS = 20
 FIGURES = ("load", "first", "peak")
 
 FASTER = 0.0
-"""The tolerance that asks whether a variant is faster at all."""
+"""The tolerance that tests whether a variant is faster at all."""
 
 
 def measure_throughput(
@@ -80,7 +80,7 @@ def measure_throughput(
 
 
 def compare_throughput(pair: PairedBenchmark, concurrency: int) -> tuple[PairedRatios, RawSamples]:
-    """Compare windows of baseline and candidate in turns, look by look."""
+    """Compare windows of baseline and candidate alternately, look by look."""
     schedule = _plan_windows(pair.runtime, pair.baseline, pair.target, pair.feed, concurrency)
 
     def measure(rounds: int, seed: int) -> LoadSamples:
@@ -154,7 +154,7 @@ def compare_starts(pair: PairedBenchmark) -> tuple[tuple[PairedRatios, ...], Raw
     def figures(samples: Sequence[StartSamples]) -> tuple[RatioSamples, ...]:
         counts = [_join_starts(samples, figure) for figure in FIGURES]
         return tuple(
-            # One block a round; empty where a value is unknown.
+            # One block per round; empty where a value is unknown.
             split_log_ratios(np.log(values.astype(np.float64))[:, np.newaxis]) if (values > 0).all() else ((), ())
             for values in counts
         )
@@ -209,8 +209,8 @@ def measure_speed(
 ) -> SpeedMeasurements:
     """Measure the variant alone, and against its baselines by name, the last of which decides.
 
-    A champion may have other inputs, which these rows do not fit: what cannot be measured against it is left out, and
-    its gate reports it.
+    A champion can have other inputs, which these rows do not fit: failed measurements against it are left out, and
+    its gate reports them.
 
     Raises:
         MeasurementError: the variant does not run there.
@@ -262,7 +262,7 @@ def measure_speed(
 def compare_resources(
     pair: PairedBenchmark, request: MeasurementRequest
 ) -> tuple[tuple[PairedRatios, ...], RawSamples]:
-    """Compare what was requested besides latency, of candidate and baseline in turns."""
+    """Compare the requested quantities other than latency, of candidate and baseline alternately."""
     ratios: list[PairedRatios] = []
     samples: dict[str, Array] = {}
     for level in request.throughput:

@@ -1,6 +1,6 @@
 """Timing of one model, and of two side by side until limits are decided.
 
-What measures a model raises MeasurementError where it does not run there, or its process crashes.
+Functions that measure a model raise MeasurementError if it does not run there or its process crashes.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def measure_until_decided(
     """Measure up to each look, until all is decided or time runs out.
 
     `measure` takes the number of rounds and a seed. `figures` computes the ratios of all samples so far, empty for
-    unknown ones, which are not waited for; `tolerances` are the limits of each, in that order. `noun` says what is
-    measured in pairs, for progress messages.
+    unknown ones, which are not waited for; `tolerances` are the limits of each, in that order. `noun` names the pairs
+    in progress messages.
     """
     samples: list[S] = []
     measured, begun = 0, time.monotonic()

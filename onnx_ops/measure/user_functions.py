@@ -21,7 +21,7 @@ from onnx_ops.plugins import imported, missing_package
 
 @contextmanager
 def importable(root: Path) -> Iterator[None]:
-    """Let the project's modules be imported, to call and to unpickle."""
+    """Make the project's modules importable, to call and to unpickle."""
     text = str(root)
     added = text not in sys.path
     if added:
@@ -39,7 +39,7 @@ def load_function(reference: str, where: str) -> Callable[..., Any]:
     Raises:
         MissingPackageError: a package that it imports is not installed.
         NotFoundError: the module cannot be imported, or has no such function.
-        UserError: its module raises an error of its own.
+        UserError: its module raises an error.
     """
     module_name, _, function_name = reference.partition(":")
     try:
@@ -72,7 +72,7 @@ def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[s
         pass
     try:
         model: object = function(data, **parameters)
-    except (OnnxOpsError, MemoryError):  # who runs it knows its limit
+    except (OnnxOpsError, MemoryError):  # the caller knows its limits
         raise
     except Exception as error:
         raise _failed(f"{reference} failed", error) from error

@@ -1,1 +1,1 @@
-"""Read and rewrite ONNX files. What reads a file raises as `files.read_structure` does, unless it says otherwise."""
+"""Read and rewrite ONNX files. Functions that read a file raise as `files.read_structure` does, unless documented."""

@@ -33,17 +33,17 @@ RUNTIME_DOMAINS = frozenset(
         "org.pytorch.aten",
     }
 )
-"""Domains of ONNX and of ONNX Runtime itself; whether it has the operator, only a session tells."""
+"""Domains of ONNX and of ONNX Runtime itself; only a session shows whether it has the operator."""
 
 _ABORT_WITHOUT_ROWS = frozenset({"GRU", "LSTM"})
-"""Operators that, given no rows, let ONNX Runtime 1.31 abort the process."""
+"""Operators with which ONNX Runtime 1.31 aborts the process on an empty batch."""
 
 
 def check_model(path: Path) -> None:
     """Run the checker of the ONNX project, with shape inference.
 
-    It accepts operators of unknown domains: only a session tells whether a runtime has them. Of a file in ORT format
-    there is nothing to check but whether it loads.
+    It accepts operators of unknown domains: only a session shows whether a runtime has them. A file in ORT format can
+    only be checked by loading it.
     """
     import onnx
 
@@ -77,7 +77,7 @@ def explain_version_limits(info: ModelInfo, target: Target) -> str:
 def find_custom_operators(model: onnx.ModelProto) -> dict[str, tuple[str, ...]]:
     """Return the nodes of operators that ONNX, the runtime and the model leave undefined, by `domain::type`.
 
-    A node without a name is told by its first output.
+    A node without a name is identified by its first output.
     """
     own = {(function.domain, function.name) for function in model.functions}
     operators: dict[str, list[str]] = {}
@@ -128,10 +128,10 @@ def check_libraries(libraries: Iterable[CustomOps], where: str) -> None:
 def copy_libraries(model: Path, libraries: Mapping[str, tuple[CustomOps, ...]]) -> None:
     """Copy the operator libraries that a model uses beside it, by target, so that they belong to the version.
 
-    Functions of the model count too: where a library registers one's name, sessions take the kernel.
+    Functions of the model count too: where a library registers one's name, sessions use the kernel.
 
     Raises:
-        RefusedError: something of the model lies where only libraries may, which servers will load.
+        RefusedError: a file of the model is in the folder of libraries, which servers will load.
         NotFoundError, DigestMismatchError: a library is missing, or is another one.
     """
     folder = model.parent / CUSTOM_OPS
@@ -239,7 +239,7 @@ def list_user_model_notes(place: Path) -> list[str]:
 
 
 def list_user_model_problems(place: Path, section: Export, targets: Iterable[Target]) -> list[str]:
-    """List why a file cannot be used, and what targets refuse of it."""
+    """List why a file cannot be used, and why targets refuse it."""
     path = find_model_file(place)
     model_info = read_model_info(path)
     operators = find_custom_operators(read_structure(path))

@@ -1,6 +1,6 @@
 """A quantized model without its rounding, and its float original with the rounded weights: one function in two files.
 
-The two must agree as float models do: a lost node, another axis or another constant shows itself whatever the rounding.
+The two must agree as float models do: a lost node, another axis or another constant shows despite the rounding.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _UNREAD = frozenset(
         "MatMulIntegerToFloat", "QAttention", "QEmbedLayerNormalization", "QMoE", "QOrderedMatMul",
     }
 )  # fmt: skip
-"""Operators that hide rounding in a way that is not taken off here."""
+"""Operators whose rounding cannot be removed here."""
 
 
 def write_with_weights(source: Path, weights: Iterable[QuantizedWeight], path: Path) -> None:
-    """Write the float original with the values that quantized weights stand for."""
+    """Write the float original with the dequantized values of quantized weights."""
     from onnx import numpy_helper
 
     model = read_model(source)
@@ -66,13 +66,13 @@ def write_with_fp16_weights(source: Path, path: Path) -> None:
 
 
 def write_dequantized(source: Path, derived: Path, path: Path) -> None:
-    """Write a quantized model in float32, with the values that its weights stand for.
+    """Write a quantized model in float32, with the dequantized values of its weights.
 
     Args:
-        source: the float original, which has the ReLU and Clip that ranges of the quantized model stand for.
+        source: the float original, with the ReLU and Clip that ranges of the quantized model replace.
 
     Raises:
-        MeasurementError: an operator hides its rounding in a way that is not known here.
+        MeasurementError: an operator hides its rounding in an unknown way.
         NotFoundError, UserError, RefusedError: as for reading the files.
     """
     import onnx
@@ -100,9 +100,10 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
 
 
 def _folded(source: Path, model: onnx.ModelProto, tensors: dict[str, onnx.TensorProto]) -> dict[str, onnx.NodeProto]:
-    """ReLU and Clip of the original that a range of the quantized model stands for, by output of its QuantizeLinear.
+    """Return ReLU and Clip of the original that a range of the quantized model replaces, by QuantizeLinear output.
 
-    Quantizers leave out what cuts values off where the range ends there too, and give its output's name to its input.
+    Quantizers leave out a clipping operator where the range ends at the same values, and give its output's name to its
+    input.
     """
     graph = read_structure(source).graph
     stored = collect_constants(read_structure(source))
@@ -132,7 +133,7 @@ def _folded(source: Path, model: onnx.ModelProto, tensors: dict[str, onnx.Tensor
 def _ends_alike(
     cutting: onnx.NodeProto, stored: dict[str, onnx.TensorProto], step: float, low: float, high: float
 ) -> bool:
-    """Whether a range lies within what the operator lets through, up to half a step."""
+    """Return whether a range lies within that of the operator, up to half a step."""
     from onnx import numpy_helper
 
     if any(name and name not in stored for name in cutting.input[1:]):
@@ -194,7 +195,7 @@ def _float_product(node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto]) -
 
     stored = tensors.get(node.input[1])
     if stored is None:
-        inputs = list(node.input[:2])  # both were made floats before
+        inputs = list(node.input[:2])  # both were converted to floats before
     else:
         levels = numpy_helper.to_array(stored).astype(np.float64)
         zero = tensors.get(node.input[3]) if len(node.input) > 3 else None
@@ -213,7 +214,7 @@ def _float_product(node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto]) -
 
 
 def _widen(model: onnx.ModelProto) -> None:
-    """Make everything float32 that is float16, inputs and outputs of the model included."""
+    """Convert everything float16 to float32, inputs and outputs of the model included."""
     from onnx import numpy_helper
 
     for tensor in collect_constants(model).values():

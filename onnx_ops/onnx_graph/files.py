@@ -1,8 +1,8 @@
 """Read and write ONNX files and the external weights beside them.
 
-Every place of external data is checked before a byte of it is read. ONNX Runtime 1.31 and the onnx package refuse
-different places: the former reads a tensor out of the model file itself, out of the middle of another tensor, and
-through `..` that comes back; the latter reads a tensor that is shorter than its shape. A place is refused here if
+Every location of external data is checked before a byte of it is read. ONNX Runtime 1.31 and the onnx package refuse
+different locations: the former reads a tensor out of the model file itself, out of the middle of another tensor, and
+through `..` that returns; the latter reads a tensor that is shorter than its shape. A location is refused here if
 either could be misled by it. The same model always gives the same bytes.
 """
 
@@ -31,7 +31,7 @@ _OTHERS = {
     b"\x89HDF": "HDF5, as Keras writes it: export the model to ONNX",
     b"version ": "a pointer of Git LFS: fetch the file with git lfs pull",
 }
-"""What files that are not ONNX begin with."""
+"""First bytes of files that are not ONNX."""
 
 EXTERNAL_LIMIT = 1 << 30
 """Bytes of weights above which they go into a file beside the model; a protobuf ends at 2 GiB."""
@@ -47,12 +47,12 @@ _PLAIN = "Copy the model and its weights into a folder of plain files."
 
 
 def read_structure(path: Path) -> onnx.ModelProto:
-    """Read a model without its external weights, whose places are checked.
+    """Read a model without its external weights, whose locations are checked.
 
     Raises:
         NotFoundError: there is no such file, or its weights are missing.
         UserError: it is not ONNX, or too large to be.
-        RefusedError: its external data lies where it must not, see `resolve_files`.
+        RefusedError: its external data is outside the permitted locations, see `resolve_files`.
     """
     model = parse_model(path)
     real = path.resolve()
@@ -164,8 +164,8 @@ def read_model(path: Path) -> onnx.ModelProto:
 def write_model(model: onnx.ModelProto, path: Path) -> None:
     """Write a model, with weights in a file beside it if they are too large.
 
-    Converters import operator sets in the order of a hash table, which is another in every process, and some of them
-    twice, which quantizers refuse: they are sorted, and each stands once.
+    Converters import operator sets in the order of a hash table, which differs between processes, and some of them
+    twice, which quantizers refuse: they are sorted and deduplicated.
     """
     import onnx
 
@@ -199,7 +199,7 @@ def resolve_external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, 
 def iterate_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Yield the initializers and tensor attributes of a model, of subgraphs, functions and training too.
 
-    What an attribute holds counts, whatever type it claims to have.
+    The value of an attribute counts, whatever type it declares.
     """
     for graph in iterate_graphs(model):
         yield from graph.initializer
@@ -273,8 +273,8 @@ def resolve_files(tensors: Iterable[onnx.TensorProto], folder: Path) -> tuple[Pa
     """Return the files that hold the tensors, in order of appearance.
 
     Raises:
-        RefusedError: a name is absolute, climbs out of the folder or links out of it; a place is missing,
-            given twice, negative, beyond the file's end, or of another size than its tensor; two places overlap
+        RefusedError: a name is absolute, leads or links out of the folder; a location is missing,
+            given twice, negative, beyond the file's end, or of another size than its tensor; two locations overlap
             without being the same.
         NotFoundError: a file is missing.
     """
@@ -358,7 +358,7 @@ def _bytes_of(tensor: onnx.TensorProto) -> int | None:
 def _inside(path: Path, folder: Path) -> bool:
     try:
         return path.resolve().is_relative_to(folder.resolve())
-    except (OSError, RuntimeError, ValueError):  # too long, a circle of links, a zero byte
+    except (OSError, RuntimeError, ValueError):  # too long, a cycle of links, a zero byte
         return False
 
 

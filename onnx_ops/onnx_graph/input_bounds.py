@@ -1,4 +1,4 @@
-"""What a graph tells of the values that its inputs may have."""
+"""Bounds of the values of a model's inputs, derived from its graph."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SIZES: Mapping[str, tuple[int, ...]] = {
     "TopK": (1,),
     "Upsample": (1,),
 }
-"""Places of inputs that say how large something becomes, or where it ends."""
+"""Inputs that determine a size or an end."""
 
 _TEXTS = frozenset({"cats_strings", "keys_strings", "pool_strings", "string_vocabulary"})
 """Attributes that list the texts which an operator knows."""
@@ -43,14 +43,14 @@ _TEXTS = frozenset({"cats_strings", "keys_strings", "pool_strings", "string_voca
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputBounds:
-    """What the graph tells of one input.
+    """The bounds of one input.
 
     Args:
-        index: the least and the largest index, where it is one: of tables that are gathered from, and of one-hot
-            encodings; of several the smallest counts.
-        texts: the texts that operators know which read it.
+        index: the least and the largest index, if it is one: of tables that are gathered from, and of one-hot
+            encodings; the smallest range of several counts.
+        texts: the texts known to the operators that read it.
         size: whether something's size depends on it.
-        missing: whether an operator that reads it has an answer of its own for NaN.
+        missing: whether an operator that reads it has a special answer for NaN.
     """
 
     index: tuple[int, int] | None = None
@@ -62,7 +62,7 @@ class InputBounds:
 def read_input_bounds(path: Path) -> dict[str, InputBounds]:
     """Derive the bounds of each input from the operators that read it.
 
-    An input that is computed with before it becomes an index has none.
+    An input that is transformed before it becomes an index has none.
     """
     model = read_structure(path)
     stored = collect_constants(model)
@@ -100,7 +100,7 @@ def read_index_bounds(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def _reached(start: str, users: Users, *, copies: bool = False) -> Iterator[tuple[onnx.NodeProto, int]]:
-    """Yield the nodes that read a value or anything made of it, with the input place; `copies`: same values only."""
+    """Yield the nodes that read a value or a derived one, with the input index; `copies`: same values only."""
     waiting, visited = [start], {start}
     while waiting:
         for node, place in users.get(waiting.pop(), ()):
@@ -112,7 +112,7 @@ def _reached(start: str, users: Users, *, copies: bool = False) -> Iterator[tupl
 
 
 def _entries(node: onnx.NodeProto, place: int, stored: Mapping[str, onnx.TensorProto]) -> int | None:
-    """How many entries a node chooses from by its input at `place`; None if it does not choose by it."""
+    """Return how many entries a node selects from by its input at `place`; None if it does not select by it."""
     from onnx import numpy_helper
 
     if node.op_type == "Gather" and place == 1 and node.input[0] in stored:

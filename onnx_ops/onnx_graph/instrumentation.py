@@ -1,4 +1,4 @@
-"""Write copies of a model for measurements: with intermediate values as outputs, or with one operator quantized."""
+"""Copies of a model for measurements: with intermediate values as outputs, or with one operator quantized."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 """Property of a node that lists the modules around it, outermost first, and last the node itself."""
 
 MAX_EXPOSED_VALUES = 256
-"""Values that one copy may show: each of them is held in memory while it runs."""
+"""Most values that one copy exposes: each is held in memory while it runs."""
 
 _QUOTED = re.compile(r"'([^']*)'")
 
@@ -30,7 +30,7 @@ class ComputedValue:
     """A value of the main graph and the node that computes it.
 
     `node` is the node's name, or the value's where it has none; `scope` the path of the source's module, empty where
-    the file does not tell or the node belongs to the outermost one.
+    the file has none or the node belongs to the outermost one.
     """
 
     name: str
@@ -56,14 +56,14 @@ def list_computed_values(path: Path) -> tuple[ComputedValue, ...]:
 def write_with_outputs(path: Path, names: Sequence[str], copy: Path) -> None:
     """Write a copy of the model with the named values as further outputs.
 
-    Weights outside the file are not read: the copy refers to the same ones, and so must stand in the same folder.
+    Weights outside the file are not read: the copy refers to the same files, and so must be in the same folder.
 
     Args:
         names: at most `MAX_EXPOSED_VALUES` values of the main graph.
         copy: another file in the folder of `path`.
 
     Raises:
-        ValueError: the copy stands elsewhere, there are too many names, or the graph computes no such value.
+        ValueError: the copy is in another folder, there are too many names, or the graph computes no such value.
         NotFoundError, UserError, RefusedError: as for reading the file.
     """
     if copy.parent != path.parent or copy == path:
@@ -87,7 +87,7 @@ OPERATORS: Mapping[str, tuple[str, ...]] = {
     "static": ("Conv", "Gemm", "MatMul"),
     "dynamic": ("Gather", "Gemm", "MatMul"),
 }
-"""Operators that may be kept in float, by the method that else quantizes them."""
+"""Operators that can stay in float, by the method that would quantize them."""
 
 _DYNAMIC_OPSET = 11
 """DynamicQuantizeLinear is there from this opset on."""
@@ -101,8 +101,8 @@ _TABLE = 1024
 def list_quantizable_nodes(path: Path, method: str) -> tuple[str, ...]:
     """List the nodes that a search quantizes by a method, in graph order.
 
-    Nodes without a name cannot be excluded, and so are not among them; nor, for dynamic quantization, are products of
-    two activations, and choices from anything but a table of floats.
+    Nodes without a name cannot be excluded, and so are left out. For dynamic quantization, products of two activations
+    and gathers from anything but a table of floats are left out too.
     """
     model = read_structure(path)
     stored = collect_constants(model)
@@ -139,7 +139,7 @@ def write_with_quantized_node(
     """Write a copy in which one operator computes with rounded numbers, in float.
 
     Args:
-        ranges: (low, high) of each activation; None finds them anew in each run, as dynamic quantization does.
+        ranges: (low, high) of each activation; None computes them in each run, as dynamic quantization does.
         weight_levels: largest level of a weight: 127 for 8 bits, 63 for 7.
 
     Raises:
@@ -168,7 +168,7 @@ def write_with_quantized_node(
 
 
 def _rounded(node: onnx.NodeProto, weight: npt.NDArray[np.generic], levels: int) -> npt.NDArray[np.generic]:
-    """To the nearest of so many levels on either side of zero, with one scale per output channel, or per table."""
+    """Round to the nearest of so many levels on either side of zero, with one scale per output channel or table."""
     turned = node.op_type == "Gemm" and any(a.name == "transB" and a.i for a in node.attribute)
     axis = 0 if node.op_type == "Conv" or turned else weight.ndim - 1
     others = tuple(i for i in range(weight.ndim) if i != axis or node.op_type == "Gather")
@@ -179,7 +179,7 @@ def _rounded(node: onnx.NodeProto, weight: npt.NDArray[np.generic], levels: int)
 
 
 def _steps(model: onnx.ModelProto, name: str, slot: int, limits: ValueRange | None) -> list[onnx.NodeProto]:
-    """Nodes that write an activation in 8 bits and read it back."""
+    """Return nodes that write an activation in 8 bits and read it back."""
     from onnx import helper, numpy_helper
 
     written, scale, zero, read = (f"{name}_{what}_{slot}_alone" for what in ("written", "scale", "zero", "read"))

@@ -1,7 +1,7 @@
 """Report which operators a target runs in int8, why others stay in float, and which setting changes that.
 
-A quantized file holds QuantizeLinear pairs around an operator. The runtime may fuse them into an int8 operator, or run
-the operator in float with the conversions on top. Only the graph that the runtime has rewritten shows which.
+A quantized file holds QuantizeLinear pairs around an operator. The runtime either fuses them into an int8 operator, or
+runs the operator in float with additional conversions. Only the graph that the runtime has rewritten shows which.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INT8_OPERATORS = frozenset(
         "QLinearMatMul",
     }
 )
-"""What matrix products and convolutions become in int8."""
+"""The int8 forms of matrix products and convolutions."""
 
 _FLOAT_OPERATORS = frozenset(
     {"Conv", "FusedConv", "FusedGemm", "FusedMatMul", "Gemm", "MatMul", "NhwcFusedConv", "TransposeMatMul"}
@@ -48,7 +48,7 @@ _KINDS = {
 }
 
 _AFFIXES = re.compile(r"^fused |(?:_token_\d+|_nchwc|_quant|_MatMul|/\w+Fusion)$")
-"""What the quantizers and the runtime put around a node's name when they rewrite it."""
+"""Affixes that the quantizers and the runtime add to a node's name when they rewrite it."""
 
 FUSE = "target file: session: {graph_level: all}"
 """The setting with which the runtime fuses pairs into operators."""
@@ -56,14 +56,14 @@ FUSE = "target file: session: {graph_level: all}"
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """The rewritten graph: who makes a value, who reads it, and what is stored."""
+    """The rewritten graph: producers and consumers of values, and stored constants."""
 
     makers: Mapping[str, onnx.NodeProto]
     readers: Mapping[str, Sequence[onnx.NodeProto]]
     types: Mapping[str, int]
 
     def constant(self, name: str) -> bool:
-        """Return whether a value is stored as it is, or behind a DequantizeLinear."""
+        """Return whether a value is stored directly or behind a DequantizeLinear."""
         maker = self.makers.get(name)
         if maker is not None and maker.op_type in ("DequantizeLinear", "Constant", "Transpose"):
             return maker.op_type == "Constant" or self.constant(maker.input[0])
@@ -74,10 +74,10 @@ def measure_int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str]
     """Report which operators of a quantized variant run in int8.
 
     Args:
-        source: the float export, whose names are told.
+        source: the float export, whose names are reported.
         rewritten: the variant's graph as the runtime runs it.
     """
-    names: dict[str, str] = {}  # by name and by output; a node without a name is called by its first output
+    names: dict[str, str] = {}  # by name and by output; a node without a name is identified by its first output
     for node in read_structure(source).graph.node:
         called = node.name or node.output[0]
         names |= dict.fromkeys((called, *node.output), called)
@@ -96,7 +96,7 @@ def measure_int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str]
     floats: list[FloatOperator] = []
     for node in model.graph.node:
         name, before = node.name, ""
-        while name not in names and name != before:  # without what was put around it
+        while name not in names and name != before:  # without the affixes
             before, name = name, _AFFIXES.sub("", name, count=1)
         name = (name and names.get(name)) or names.get(node.output[0], node.name or node.output[0])
         if node.op_type in INT8_OPERATORS:
@@ -111,7 +111,7 @@ def measure_int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str]
 
 
 def _reason(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
-    """Why the node runs in float, and the setting that mends it."""
+    """Return why the node runs in float, and the setting that fixes it."""
     if node.op_type in _WITHOUT_KERNEL:
         return f"the runtime has no int8 kernel for {node.op_type}", ""
     makers = [graph.makers.get(name) for name in node.input[:2]]
@@ -159,7 +159,7 @@ def advise(
     """
     model, run = read_structure(variant), read_structure(rewritten)
     kinds = {node.op_type for node in (*model.graph.node, *run.graph.node)}
-    if kinds & {"DequantizeLinear", "QuantizeLinear", *_DYNAMIC}:  # weights of a float model may take gigabytes
+    if kinds & {"DequantizeLinear", "QuantizeLinear", *_DYNAMIC}:  # weights of a float model can take gigabytes
         model = read_model(variant)
     advice = [*_list_type_advice(model, machine), *_list_setting_advice(target, machine, kinds)]
     if coverage is not None:

@@ -98,7 +98,7 @@ def read_lineage(path: Path) -> dict[str, str]:
 def write_copy(path: Path, output: Path, values: Mapping[str, str]) -> None:
     """Copy a model with its weights and set its author, version or metadata.
 
-    `output` may be the model itself.
+    `output` can be the model itself.
 
     Args:
         values: `author`, `license`, `version` (a whole number, as ONNX has it), `description`, or a key of metadata.

@@ -1,4 +1,4 @@
-"""What a candidate is beside its baseline: the same precision, float16, int8, fewer bits, another format or opset."""
+"""The kind of a candidate relative to its baseline: precision, format or opset."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MARKS = _INTEGER | {"DequantizeLinear", "DynamicQuantizeLinear", "DynamicQuanti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelKind:
-    """`precision` decides how a model is judged, `why` says what it was read off."""
+    """`precision` determines how a model is judged; `why` is the evidence for it."""
 
     precision: Precision
     why: str
@@ -35,7 +35,7 @@ class ModelKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateKind:
-    """Kinds of a candidate and its baseline, and what else differs."""
+    """Kinds of a candidate and its baseline, and their other differences."""
 
     baseline: ModelKind
     candidate: ModelKind
@@ -52,7 +52,7 @@ class CandidateKind:
 
 
 def read_candidate_kind(baseline: Path, candidate: Path) -> CandidateKind:
-    """Read off both files what the candidate is."""
+    """Return the kind of the candidate from both files."""
     before, after = read_structure(baseline), read_structure(candidate)
     kind = CandidateKind(baseline=_read_kind(before), candidate=_read_kind(after), changes=("the same file",))
     if digest_file(baseline) == digest_file(candidate):
@@ -84,7 +84,7 @@ def _read_kind(model: onnx.ModelProto) -> ModelKind:
     tensors = list(collect_constants(model).values())
     sizes = Counter[int]()
     for tensor in tensors:
-        if (elements := math.prod(tensor.dims)) > 1:  # single numbers of a float16 graph are float32 here and there
+        if (elements := math.prod(tensor.dims)) > 1:  # single numbers of a float16 graph are sometimes float32
             sizes[tensor.data_type] += elements
     half = max(_HALVES, key=lambda kind: sizes[kind])
     floats = sizes[half] + sizes[_FLOAT]

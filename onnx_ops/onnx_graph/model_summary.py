@@ -1,4 +1,4 @@
-"""Summarize an ONNX file: contents, validity, and what it costs to run."""
+"""Summary of an ONNX file: content, validity, and the cost of running it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSummary:
-    """What stands in a file.
+    """The content of an ONNX file.
 
-    `operators` counts nodes, those of subgraphs and functions too; outside the default domain with the domain in
-    front, and `versions` by the version of their definitions too (`Gemm-13`). `foreign` names the nodes of operators
-    that no runtime brings. `parameters` counts the elements of the graph's constants by their type. `author`,
-    `license`, `version` and `description` are what the file tells; empty or 0 if nothing. `problem` is what the ONNX
-    checker has against the file; empty if nothing.
+    `operators` counts nodes, those of subgraphs and functions too, with the domain in front outside the default one;
+    `versions` counts them by the version of their definitions (`Gemm-13`). `foreign` names the nodes of operators that
+    no runtime provides. `parameters` counts the elements of the graph's constants by their type. `author`, `license`,
+    `version` and `description` are copied from the file; empty or 0 if missing. `problem` is the ONNX checker's error;
+    empty if there is none.
     """
 
     file: Digest
@@ -55,7 +55,7 @@ class ModelSummary:
 
 
 def summarize_model(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None) -> ModelSummary:
-    """Look a file over; weights beside it are not loaded."""
+    """Return the summary of a file; weights beside it are not loaded."""
     from onnx import TensorProto
 
     model = read_structure(path)
@@ -94,16 +94,16 @@ def summarize_model(path: Path, *, batch: int = 1, dims: Mapping[str, int] | Non
 
 
 LENGTH = 8
-"""What a free dimension that is not the batch counts as, unless told otherwise."""
+"""Default size of a free dimension other than the batch."""
 
 _PRODUCTS = frozenset({"MatMul", "MatMulInteger", "QLinearMatMul"})
 _CONVOLUTIONS = {"Conv": 1, "ConvInteger": 1, "QLinearConv": 3}
-"""Operators, and which of their inputs is the weight."""
+"""The index of each operator's weight among its inputs."""
 
 _RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
 _COUNTED = _PRODUCTS | set(_CONVOLUTIONS) | _RECURRENT | {"ConvTranspose", "Gemm"}
 _UNCOUNTED = frozenset({"Attention", "DeformConv", "Einsum", "If", "LinearAttention", "Loop", "Scan"})
-"""Operators that multiply much, or may, in a way that is not counted here."""
+"""Operators that can multiply much, in a way that is not counted here."""
 
 
 Shape = tuple[int, ...]
@@ -111,12 +111,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCost:
-    """By static shapes, for the sizes in `dims`.
+    """The cost by static shapes, for the sizes in `dims`.
 
     `macs` counts multiply-accumulates by operator; of products, convolutions and recurrent layers only. `uncounted`
-    counts operators that multiply too and are left out, or whose shapes are not known. `weight_bytes` is all constants.
-    `activation_bytes` is the most that values alive at once take when nodes run in the order of the file, without
-    working memory, reuse in place or alignment; `unknown_values` of them have no shape and are left out. `problem` says
+    counts operators that multiply too but are left out, or whose shapes are not known. `weight_bytes` is all constants.
+    `activation_bytes` is the largest total of values alive at once when nodes run in the order of the file, without
+    working memory, reuse in place or alignment; `unknown_values` of them have no shape and are left out. `problem` is
     why there are no shapes at all.
     """
 
@@ -135,10 +135,10 @@ class ModelCost:
 
 
 def estimate_cost(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None) -> ModelCost:
-    """Look at the shapes of a file; no weights are read.
+    """Estimate the cost from the shapes of a file; no weights are read.
 
     Args:
-        batch: what a free axis 0 of an input counts as.
+        batch: size of a free axis 0 of an input.
     """
     from onnx import inliner, shape_inference
 
@@ -187,7 +187,7 @@ def estimate_cost(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None 
 
 
 def _fix(model: onnx.ModelProto, batch: int, dims: dict[str, int]) -> dict[str, int]:
-    """Give every free dimension a size, in place; returns the sizes by name."""
+    """Set every free dimension to a size, in place; return the sizes by name."""
     constants = {tensor.name for tensor in model.graph.initializer}
     for value in model.graph.input:
         if value.name in constants:
@@ -198,7 +198,7 @@ def _fix(model: onnx.ModelProto, batch: int, dims: dict[str, int]) -> dict[str, 
             name = dim.dim_param or f"{value.name}.{axis}"
             dim.dim_value = dims.setdefault(name, batch if axis == 0 else LENGTH)
     del model.graph.value_info[:]
-    for value in model.graph.output:  # what a converter wrote there may be of another batch
+    for value in model.graph.output:  # shapes that a converter wrote there can be of another batch
         value.type.tensor_type.ClearField("shape")
     return dims
 
@@ -244,7 +244,7 @@ def _peak(graph: onnx.GraphProto, values: Mapping[str, tuple[Shape | None, int]]
 
 
 def _read(node: onnx.NodeProto) -> Iterator[str]:
-    """Values that a node reads, those of its branches too."""
+    """Yield the values that a node reads, those of its branches too."""
     yield from node.input
     for attribute in node.attribute:
         for graph in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):

@@ -22,7 +22,7 @@ _VALUE, _PARAMETER = 1, 2
 
 
 def is_ort_format(path: Path) -> bool:
-    """Return whether a file is in ORT format, whatever its name."""
+    """Return whether a file is in ORT format, by its content."""
     with path.open("rb") as file:
         return file.read(8)[4:] == _MAGIC
 

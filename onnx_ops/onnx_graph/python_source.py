@@ -1,4 +1,4 @@
-"""A model as Python source that builds it anew, byte for byte."""
+"""A model as Python source that rebuilds it, byte for byte."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
 WEIGHTS = ".weights"
-"""What follows the source's name in that of the file with its large constants."""
+"""Suffix of the source's name for the file with its large constants."""
 
 _INLINE = 64
-"""Bytes of a constant that stands in the source itself."""
+"""Most bytes of a constant that is written in the source itself."""
 
 _WIDTH = 100
 
@@ -81,11 +81,11 @@ class _Writer:
 def write_python_source(path: Path, source: Path) -> tuple[Path, ...]:
     """Write source that builds the model, and its large constants beside it; return the files.
 
-    External weights are not copied: the model that is built names them as the original does. The source was run, and
-    what it built was held against the original, before this returns.
+    External weights are not copied: the built model names them as the original does. Before this returns, the source is
+    run and its model compared with the original.
 
     Raises:
-        StageError: what the source builds is another model.
+        StageError: the source builds another model.
     """
     model, writer = parse_model(path), _Writer()
     body = writer.render(model, 4)

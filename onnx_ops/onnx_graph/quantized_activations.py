@@ -16,23 +16,24 @@ if TYPE_CHECKING:
     import onnx
 
 QUANTIZED_SUFFIX = "_quantized"
-"""ONNX Runtime's quantizers name a quantized tensor after its original, with this at the end."""
+"""Suffix that ONNX Runtime's quantizers add to the original's name for a quantized tensor."""
 
 WRITTEN_SUFFIX = "_QuantizeLinear_Input"
-"""What they put behind the name of a value that is written, where what is read back has the original's name."""
+"""Suffix that they add to the name of a written value, where the value read back has the original's name."""
 
 _AXIS_OPSET = 13
 """The first in which DequantizeLinear has an axis."""
 
 _OPAQUE = frozenset({"QuantizeLinear", "DequantizeLinear", "MatMulInteger", "ConvInteger", "Shape", "Size"})
-"""Operators that take integers, and whose results are not the same integers elsewhere."""
+"""Operators that take integers, and whose results are not a rearrangement of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """What stands where among the inputs of an integer operator.
+    """The roles of the inputs of an integer operator.
 
-    `operands` are places of a value, which its scale and zero point follow; `result` the place of the result's scale.
+    `operands` are indices of values, followed by their scale and zero point; `result` is the index of the result's
+    scale.
     """
 
     op_type: str
@@ -61,7 +62,7 @@ _LAYOUTS: Mapping[str, _Layout] = {
 
 @dataclass(slots=True)
 class _Rewriting:
-    """The new graph as it grows: `scales` holds scale and zero point of each integer value."""
+    """The new graph under construction: `scales` holds scale and zero point of each integer value."""
 
     tensors: dict[str, onnx.TensorProto]
     nodes: list[onnx.NodeProto] = field(default_factory=list)
@@ -101,10 +102,10 @@ class _Rewriting:
 
 
 def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
-    """Rewrite integer operators as operators between quantization pairs; a model without any is returned as it is.
+    """Rewrite integer operators as operators between quantization pairs; a model without any is returned unchanged.
 
-    What moves integers about (MaxPool, Reshape, Concat …) keeps their scale, and becomes such a pair too: a consumer
-    that reads integers otherwise than they were written shows itself as it does in a graph of pairs.
+    Operators that move integers (MaxPool, Reshape, Concat …) keep their scale, and become such a pair too: a consumer
+    that reads integers with another scale than they were written with shows as it does in a graph of pairs.
     """
     import onnx
 
@@ -185,8 +186,8 @@ class QuantizedActivation:
     """A QuantizeLinear with fixed parameters and a DequantizeLinear after it.
 
     `name` is the float value that is written, `origin` its name in the float export, `read` the value read back. `low`
-    and `high` are what the least and the largest level stand for, `step` their distance. A range that begins at 0 clips
-    on purpose: what lies below is a ReLU that was folded into it.
+    and `high` are the values of the least and the largest level, `step` their distance. A range that begins at 0 clips
+    on purpose: it replaces a ReLU that was folded into it.
     """
 
     name: str
@@ -200,8 +201,8 @@ class QuantizedActivation:
 def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
     """Return the quantization pairs with one constant scale, in graph order.
 
-    Integer operators (QLinearConv …) count as the pairs that they stand for: `expand_integer_operators`. Scales that
-    are computed (dynamic quantization) or differ by channel are left out.
+    Integer operators (QLinearConv …) count as their equivalent pairs: `expand_integer_operators`. Scales that are
+    computed (dynamic quantization) or differ by channel are left out.
     """
     model = expand_integer_operators(read_model(path), path.name)
     stored = collect_constants(model)
@@ -244,7 +245,7 @@ def find_folded_values(path: Path) -> dict[str, str]:
 
 
 def find_bounded_values(path: Path) -> frozenset[str]:
-    """Return the outputs of functions with a fixed range, such as Softmax, which quantizers use whatever the rows."""
+    """Return the outputs of functions with a fixed range, such as Softmax, which quantizers use for any rows."""
     return frozenset(node.output[0] for node in read_structure(path).graph.node if node.op_type in _BOUNDED)
 
 

@@ -23,21 +23,20 @@ Floats = npt.NDArray[np.float64]
 _FLOAT, _HALF = 1, 10
 
 _KEPT_SPACINGS = 8
-"""A constant that stays in float may move by about half of so many float32 spacings of its largest value."""
+"""A constant that stays in float can move by about half of so many float32 spacings of its largest value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedWeight:
-    """One weight or bias beside its float original.
+    """One weight or bias with its float original.
 
     `scale` is the quantization step; its shape broadcasts against the other two.
 
-    A step is never taken as finer than the spacing of float32 at the original's own values, which is all that an
-    int32 bias with a tiny scale could resolve. A constant that stayed in float has a step of 8 such spacings at its
-    largest value.
+    A step is at least the spacing of float32 at the original's values, the finest that an int32 bias with a tiny scale
+    can resolve. A constant that stayed in float has a step of 8 such spacings at its largest value.
 
-    `origin` is the original's name, `transposed` whether it has its axes the other way round there. `spacing` is the
-    distance of neighbouring levels where a step counts more than one. `stretch` is as in `WeightMeasurement`.
+    `origin` is the original's name, `transposed` whether its axes are swapped there. `spacing` is the distance of
+    neighbouring levels where a step counts more than one. `stretch` is as in `WeightMeasurement`.
     """
 
     name: str
@@ -209,7 +208,7 @@ def _pair(
 
 
 def _stretch(dtype: np.dtype[np.generic], levels: Floats, centre: Floats) -> float | None:
-    """How many times as far the type's levels reach as those of the part (channel, or all) that uses them best."""
+    """Return the range of the type's levels relative to that of the part (channel, or all) that uses them best."""
     if dtype not in (np.dtype(np.int8), np.dtype(np.uint8)) or not levels.size:
         return None
     limits = np.iinfo(np.int8 if dtype == np.dtype(np.int8) else np.uint8)
@@ -235,7 +234,7 @@ def _along(values: Floats, dimensions: int, axis: int) -> Floats:
 
 
 _BLOCKED = re.compile(r"_Q\d+(?:G\d+)?$")
-"""What the tools put behind the name of a weight that they store in blocks."""
+"""Suffix of the name of a weight that tools store in blocks."""
 
 _ENDS = 2.0
 """Steps that count as one in a block: its zero point is rounded, or its largest level is missing, and either moves the
@@ -246,8 +245,8 @@ ends of a block by up to a step more than rounding does."""
 class NarrowWeight:
     """One weight: name, values and step of each value, in equal shapes.
 
-    `spacing` is the distance of neighbouring levels. `transposable`: it is stored for a MatMul, whichever way the
-    original's operator takes it.
+    `spacing` is the distance of neighbouring levels. `transposable`: it is stored for a MatMul, for either orientation
+    in the original's operator.
     """
 
     name: str

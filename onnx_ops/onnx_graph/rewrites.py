@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def restore_metadata(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
     """Give a derived model its source's IR version, metadata and opset imports.
 
-    Inferred shapes are left out: a later tool that infers others refuses a file in which they stand. The opset of the
+    Inferred shapes are removed: a later tool that infers others refuses a file with them. The opset of the
     default domain stays what the tool wrote, since its nodes are of that opset.
     """
     model.ir_version = source.ir_version
@@ -99,13 +99,13 @@ def renumber_names(model: onnx.ModelProto, pattern: str) -> None:
 
 
 PRODUCT = "_product"
-"""Suffix of what the MatMul of a Gemm with a bias computes."""
+"""Name suffix of the MatMul result of a Gemm with a bias."""
 
 
 def split_gemms(model: onnx.ModelProto, excluded: Collection[str] = ()) -> None:
-    """Make each plain Gemm that is not excluded a MatMul of its name, and an Add if it has a bias, in place.
+    """Replace each plain Gemm that is not excluded by a MatMul of its name, and an Add if it has a bias, in place.
 
-    A plain one multiplies by a constant matrix that nobody else reads, scales by 1 and does not transpose its input.
+    A plain Gemm multiplies by a constant matrix that no other node reads, scales by 1 and does not transpose its input.
     The matrix is stored transposed under its name where the Gemm transposes it.
     """
     from onnx import helper, numpy_helper
@@ -149,7 +149,7 @@ _CAST_OPSET = 13
 def read_boundary_types(model: Path) -> dict[str, int]:
     """Return the element types of inputs and outputs by name.
 
-    float32 stands for bfloat16, which NumPy lacks.
+    bfloat16, which NumPy lacks, is reported as float32.
     """
     ends = _ends(read_structure(model))
     types = {value.name: value.type.tensor_type.elem_type for value in ends}
@@ -159,10 +159,10 @@ def read_boundary_types(model: Path) -> dict[str, int]:
 def write_with_boundary_casts(model: Path, wanted: Mapping[str, int], path: Path) -> str:
     """Write the model with casts around float inputs of another type.
 
-    Outputs are cast too then. Shapes, names and other types stay as they are.
+    Outputs are then cast too. Shapes, names and other types stay unchanged.
 
     Returns:
-        What is cast, in words; empty, and nothing is written, where no float input differs.
+        A description of the casts; empty, and nothing is written, where no float input differs.
     """
     structure = read_structure(model)
     types = {value.name: value.type.tensor_type.elem_type for value in _ends(structure)}
@@ -262,7 +262,7 @@ def trace_nodes(names: Iterable[str], source: onnx.ModelProto, prepared: onnx.Mo
 
 
 def find_quantized_nodes(excluded: Iterable[str], derived: onnx.ModelProto, rewritten: str) -> tuple[str, ...]:
-    """Return the excluded nodes that are quantized in `derived` all the same.
+    """Return the excluded nodes that are quantized in `derived` nevertheless.
 
     Args:
         rewritten: suffix of a node's name where the quantizer rewrites an operator before it quantizes.

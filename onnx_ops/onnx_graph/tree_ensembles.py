@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ENSEMBLES = ("TreeEnsembleClassifier", "TreeEnsembleRegressor")
 
 _MOST_WEIGHTS = 1 << 28
-"""Weights of all leaves together; a file may claim any number of outputs."""
+"""Weights of all leaves together; a file can declare any number of outputs."""
 
 _PARTS = ("treeids", "nodeids", "modes", "featureids", "values", "truenodeids", "falsenodeids")
 _LEAF, _AT_MOST, _BELOW = b"LEAF", b"BRANCH_LEQ", b"BRANCH_LT"
@@ -52,10 +52,10 @@ def has_trees(path: Path) -> bool:
 def read_trees(path: Path) -> tuple[Tree, ...]:
     """Read the trees of all ensembles of the main graph, in the order of the file.
 
-    A split that asks `x < t` is told by the next smaller threshold, which for float32 is the same question.
+    A split `x < t` is returned with the next smaller threshold, which is equivalent for float32.
 
     Raises:
-        UserError: an ensemble is not well-formed, or a split asks another question than whether a feature is small.
+        UserError: an ensemble is not well-formed, or a split tests anything but an upper limit of a feature.
     """
     where, trees = path.name, []
     for node in (node for node in read_model(path).graph.node if node.op_type in ENSEMBLES):
@@ -94,7 +94,7 @@ def order_nodes(
         leaves: by node number: weights by output.
 
     Raises:
-        ValueError: it is no tree.
+        ValueError: the nodes are no tree.
     """
     if len(roots) != 1:
         raise ValueError(f"{len(roots)} roots")
@@ -166,13 +166,13 @@ rounding (2^-24), so that a good export decides like its source, and below that 
 def build_split_probes(path: Path, samples: Mapping[str, Any]) -> dict[str, Any] | None:
     """Build two rows for every split, one on each side of its threshold.
 
-    A row is a real one that comes by that split, with the split's feature moved. A split that stands elsewhere, leads
-    elsewhere or looks at another feature then gives another answer, though no real row may be near it. Of very many
-    splits an even choice is probed.
+    A row is a real one that reaches that split, with the split's feature moved. A split with a wrong position, branch
+    or feature then changes the answer, even if no real row is near it. If there are very many splits, an even selection
+    is probed.
 
     Returns:
-        Inputs by name; None for a model that is no ensemble over its one matrix or its joined columns of numbers,
-        scaled at most.
+        Inputs by name; None unless the model is an ensemble over its one matrix or its joined columns of numbers, with
+        scaling at most.
     """
     model = read_model(path)
     ensemble = next((node for node in model.graph.node if node.op_type in ENSEMBLES), None)
@@ -208,7 +208,7 @@ def build_split_probes(path: Path, samples: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _matrix(model: onnx.ModelProto, names: list[str]) -> tuple[str, list[str]]:
-    """Return the value that joins all inputs, and their order in it; no order where there is none."""
+    """Return the value that joins all inputs, and their order in it; no order if there is no such value."""
     if len(names) == 1:
         return names[0], names
     makers = {name: node for node in model.graph.node for name in node.output}
@@ -221,7 +221,7 @@ def _matrix(model: onnx.ModelProto, names: list[str]) -> tuple[str, list[str]]:
 
 
 def _origin(makers: Mapping[str, onnx.NodeProto], value: str) -> str:
-    for _ in makers:  # a file may hold a circle
+    for _ in makers:  # a file can contain a cycle
         node = makers.get(value)
         if node is None or node.op_type not in _TRANSPARENT:
             break
@@ -230,11 +230,11 @@ def _origin(makers: Mapping[str, onnx.NodeProto], value: str) -> str:
 
 
 def _probes(tree: Mapping[int, _Split], rows: Floats, factor: Floats, shift: Floats) -> Iterator[Floats]:
-    """For each split that is reached, both sides of its threshold, shape (2, features)."""
+    """Yield both sides of the threshold of each split that is reached, shape (2, features)."""
     below = {split.low for split in tree.values()} | {split.high for split in tree.values()}
     roots = [node for node in tree if node not in below]
     waiting = [(root, rows[index % len(rows)]) for index, root in enumerate(roots)]
-    visited = set(roots)  # a file may hold a circle
+    visited = set(roots)  # a file can contain a cycle
     reached: dict[int, Floats] = dict.fromkeys(roots, rows)
     while waiting:
         node, spare = waiting.pop()
@@ -259,7 +259,7 @@ def _probes(tree: Mapping[int, _Split], rows: Floats, factor: Floats, shift: Flo
 
 
 def _scaling(model: onnx.ModelProto, value: str, start: str, columns: int) -> tuple[Floats, Floats] | None:
-    """Factor and shift of each column on the way from the model's input to `value`; None if it is not of that kind."""
+    """Return factor and shift of each column between the model's input and `value`; None for other operations."""
     from onnx import numpy_helper
 
     makers = {name: node for node in model.graph.node for name in node.output}

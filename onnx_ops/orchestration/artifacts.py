@@ -26,10 +26,10 @@ from onnx_ops.reporting.plots import variants_picture
 
 
 def publish_tables(summary: Summary) -> None:
-    """`<pipeline>-gates`: variant × target × gate with verdict and figure; `<pipeline>-choices`: one row a target;
-    `<pipeline>-report`: where the release's report can be read.
+    """Publish the tables of a run; nothing for a run that judged nothing.
 
-    Nothing is published for a run that judged nothing.
+    `<pipeline>-gates`: variant × target × gate with verdict and estimate; `<pipeline>-choices`: one row per target;
+    `<pipeline>-report`: the address of the release's report.
     """
     if not summary.decisions:
         return
@@ -74,7 +74,7 @@ def publish_tables(summary: Summary) -> None:
 
 
 def publish_pictures(summary: Summary, evidence: Collection[Evidence]) -> None:
-    """`<pipeline>-<target>-variants`: size and latency of what was measured there. The image is in the artifact."""
+    """Publish `<pipeline>-<target>-variants`: size and latency of measured variants, as an image in the artifact."""
     for choice in summary.choices:
         picture = variants_picture(choice.target, tuple(evidence), summary.decisions, choice.variant)
         if picture is not None:
@@ -117,5 +117,5 @@ class Progress(SilentObserver):
 def _patiently() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # of whatever kind Prefect's client raises
+    except Exception as error:  # any exception of Prefect's client
         get_logger(__name__).info("no progress is shown: %s", type(error).__name__)

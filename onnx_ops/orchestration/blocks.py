@@ -1,8 +1,8 @@
-"""Blocks of Prefect's that hold where a project's services are, and the secrets that open them.
+"""Prefect blocks with the addresses of a project's services and the secrets for them.
 
 Prefect's server and workers import this module when they start (entry point `prefect.collections`), so it stays light.
-A block gives environment variables that `onnx_ops.config.settings`, MLflow and the clouds' SDKs read by themselves;
-nothing else has to know of blocks.
+A block sets environment variables that `onnx_ops.config.settings`, MLflow and the clouds' SDKs read; no other module
+depends on blocks.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _LOGO = HttpUrl(
 _DOCUMENTATION = HttpUrl("https://docs.prefect.io/v3/concepts/blocks")
 
 _CREDENTIAL = re.compile(r"(AWS|AZURE)_[A-Z0-9_]+")
-"""Whoever may write a block may not thereby set PATH, PYTHONPATH or LD_PRELOAD on workers."""
+"""Write access to a block must not allow setting PATH, PYTHONPATH or LD_PRELOAD on workers."""
 
 
 _DIFFERENT_CODE = ("env", "custom_ops", "package")
 _HARMLESS = re.compile(r"[\w ,:+=-]*|\d+\.\d+")
-"""Whoever may write a block may not make workers install a package or load a library either."""
+"""Nor must it make workers install a package or load a library."""
 
 
 class EnvironmentBlock:
-    """What the blocks here have in common."""
+    """Base of the blocks here."""
 
     def environ(self, folder: Path) -> Mapping[str, str]:
-        """Environment variables, secrets in plain text among them; fields that are empty give none.
+        """Return environment variables, with secrets in plain text; empty fields set none.
 
         Args:
-            folder: an empty one, for what variables name; it is there as long as they are.
+            folder: an empty folder for files that variables name; it exists as long as they do.
         """
         raise NotImplementedError
 
@@ -121,8 +121,7 @@ class EndpointAccess(Block, EnvironmentBlock):
 
 
 class NotificationTarget(Block, EnvironmentBlock):
-    """
-    Who is told of a rollback, and the secrets of the services that carry the message.
+    """Who is notified of a rollback, and the secrets of the services that carry the message.
 
     Example:
         ```python
@@ -233,7 +232,7 @@ def load_block(place: str) -> Block:
     except ValueError as error:  # no such block, or none of that type
         remedy = "See `prefect block ls`; a block of another package needs that package here."
         raise UserError("there is no such block", where=where, remedy=remedy) from error
-    except Exception as error:  # of whatever kind Prefect's client raises; it may hold a secret
+    except Exception as error:  # any exception of Prefect's client; it can contain a secret
         raise ServiceUnavailableError("cannot be read", where=where, why=type(error).__name__) from None
     return cast("Block", found)
 

@@ -1,4 +1,4 @@
-"""The nightly watch over champions as a flow run: a task run for each, one table, word of those that have drifted."""
+"""The nightly check of champions as a flow run: a task run for each, a table, and notifications of drift."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ENDS = {1: DRIFTED, 4: "EnvironmentFailed"}
 
 
 def check_champions(ports: Ports, perform: ExecuteStage, names: Sequence[str], *, by: str) -> State[Any]:
-    """Measure champions again, one after the other, and tell people and programs of those that have drifted.
+    """Measure champions again, one after the other, and send notifications and events about drift.
 
     Args:
         names: pipelines or models; all if empty.

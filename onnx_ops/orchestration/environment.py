@@ -32,13 +32,13 @@ def project_of(blocks: Sequence[str]) -> Iterator[Project]:
     """Open the project with the variables of the blocks in the environment of this process and its children.
 
     Blocks take precedence over the environment and the settings file. Changes of traffic emit events. A flow run that
-    is cancelled or fails ends the stages that it has begun, on every machine.
+    is cancelled or fails ends its running stages, on every machine.
 
     Args:
         blocks: types and names, such as `onnx-ops-registry/prod`; those of the settings if empty.
 
     Raises:
-        UserError: a block is not there, is none of ours, or contradicts another.
+        UserError: a block is missing, is of another package, or contradicts another.
         ServiceUnavailableError: Prefect's server does not answer.
     """
     settings = CollectionSettings()

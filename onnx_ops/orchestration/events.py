@@ -1,4 +1,4 @@
-"""Events in Prefect: what automations wait for. A run is never failed by one, nor held up for long."""
+"""Prefect events for automations. An event never fails a run and delays it only briefly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 NAME = "prefect-events"
 PATIENCE_S = 5.0
-"""Seconds that a server has to take an event."""
+"""Seconds for a server to accept an event."""
 
 _log = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ _log = logging.getLogger(__name__)
 class PrefectEvents(Notifier):
     """An event for every notification and every step of a rollout.
 
-    Flows have it by themselves where a server is set; named in `notify`, the commands and the watch have it too. The
-    ledger remembers what it was told under its name, so that nobody tells it twice.
+    Flows emit them automatically where a server is set; if `notify` names it, the commands and the watch do too. The
+    ledger records sent notifications under its name, so that each is sent once.
 
     Raises:
         UserError: it is given a place.
@@ -59,12 +59,12 @@ class PrefectEvents(Notifier):
         post([build_event(notification)])
 
     def check(self) -> str:
-        """Return where events go."""
+        """Return the destination of events."""
         return f"as events, to Prefect's server at {_server()}"
 
 
 def with_events(ports: Ports) -> Ports:
-    """Ports whose notifiers also emit events, first of all; the same ports where no server is set."""
+    """Return ports with an additional first notifier that emits events; the same ports where no server is set."""
     from prefect.settings import PREFECT_API_URL
 
     if not PREFECT_API_URL.value():
@@ -73,9 +73,9 @@ def with_events(ports: Ports) -> Ports:
 
 
 def tell_run(ports: Ports, pipeline: Pipeline, summary: Summary) -> None:
-    """Emit what a pipeline's run decided and registered just now; what it found known was told before.
+    """Emit the new decisions and registrations of a pipeline's run; cached ones were emitted before.
 
-    Trouble is logged. Nothing is emitted where no server is set.
+    Failures are logged. Nothing is emitted where no server is set.
     """
     found = tuple(run_events(pipeline, summary, ports.clock.now()))
     if not found:
@@ -87,7 +87,7 @@ def tell_run(ports: Ports, pipeline: Pipeline, summary: Summary) -> None:
 
 
 def run_events(pipeline: Pipeline, summary: Summary, now: float) -> Iterator[ReleaseEvent]:
-    """One event for each variant and target that failed just now, and one for the release if it is new."""
+    """Yield one event for each new failure of a variant on a target, and one for the release if it is new."""
     done = {outcome.stage for outcome in summary.outcomes if outcome.status is StageStatus.DONE}
     registered = summary.registration
     model = pipeline.register.model if pipeline.register is not None else summary.pipeline
@@ -132,13 +132,13 @@ def run_events(pipeline: Pipeline, summary: Summary, now: float) -> Iterator[Rel
 
 
 def post(events: Sequence[ReleaseEvent]) -> None:
-    """Give events to the server and wait until it has taken them.
+    """Send events to the server and wait until it has accepted them.
 
-    Prefect's own `emit_event` leaves them to a thread, which drops them where the server is down, and holds up the end
-    of the process for it; a ledger must not note as told what nobody took.
+    Prefect's `emit_event` leaves them to a thread, which drops them where the server is down, and delays the end of the
+    process; a ledger must not record unsent events as sent.
 
     Raises:
-        ServiceUnavailableError: the server does not answer, or does not take them.
+        ServiceUnavailableError: the server does not answer, or does not accept them.
         UserError: no server is set.
     """
     import httpx
@@ -153,7 +153,7 @@ def post(events: Sequence[ReleaseEvent]) -> None:
             get_client(sync_client=True, httpx_settings={"timeout": PATIENCE_S}) as client,
         ):
             client.request("POST", "/events", json=documents)
-    except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: it is of another version
+    except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: the server has another version
         raise ServiceUnavailableError(
             "Prefect's server takes no events", where=where, why=type(error).__name__
         ) from None

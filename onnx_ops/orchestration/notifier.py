@@ -1,4 +1,4 @@
-"""Any notification block of Prefect's as a notifier: e-mail, Teams, PagerDuty, SMS …"""
+"""Any Prefect notification block as a notifier: e-mail, Teams, PagerDuty, SMS …"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnx_ops.ports import Notifier
 
 
 class PrefectNotifier(Notifier):
-    """Calls `notify` of a block that somebody made in Prefect.
+    """Calls `notify` of an existing block in Prefect.
 
     Args:
         place: type and name of the block, as Prefect shows them: `slack-webhook/ops`.
@@ -38,7 +38,7 @@ class PrefectNotifier(Notifier):
         block = self._block()
         try:
             block.notify(body="\n".join(notification.lines), subject=notification.title)
-        except Exception as error:  # blocks are other people's code; the reason may hold the block's secret
+        except Exception as error:  # blocks are third-party code; the reason can contain the block's secret
             raise ServiceUnavailableError("could not notify", where=self._where, why=type(error).__name__) from None
 
     def check(self) -> str:

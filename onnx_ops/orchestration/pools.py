@@ -24,15 +24,15 @@ _DEAD = ("CRASHED", "CANCELLED", "CANCELLING")
 
 
 class _WorkerDied(Exception):
-    """The work was begun and nobody does it any more."""
+    """The worker died after it started the work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefectPools(Pools):
     """Runs the deployment `measure/POOL` for each request. Durations are seconds.
 
-    A worker that is killed together with its flow run tells nobody. If its runs send Prefect's heartbeats, `silence`
-    without one counts as death; the work then goes to whichever worker of the pool takes it, `tries` times in all.
+    A worker that is killed together with its flow run reports nothing. If its runs send Prefect's heartbeats, `silence`
+    without one counts as death; another worker of the pool then takes the work, `tries` times in all.
     """
 
     poll: float = 1.0
@@ -40,7 +40,7 @@ class PrefectPools(Pools):
     silence: float = 100.0
     tries: int = 2
     runs: set[UUID] = field(default_factory=set)
-    """Flow runs that somebody waits for."""
+    """Flow runs that are waited for."""
 
     def measure(self, pool: str, title: str, request: Mapping[str, Json], *, timeout: float | None) -> None:
         """Run a measurement on a worker of the pool, and wait for it."""
@@ -79,7 +79,7 @@ class PrefectPools(Pools):
         )
 
     def cancel(self) -> None:
-        """Cancel the flow runs that somebody waits for."""
+        """Cancel the flow runs that are waited for."""
         if runs := tuple(self.runs):
             with contextlib.suppress(OnnxOpsError), _open_client() as client:
                 for run in runs:
@@ -118,10 +118,10 @@ class PrefectPools(Pools):
 
 
 def _cancel(client: SyncPrefectClient, run: UUID) -> None:
-    """Have a worker that is at work stop, and one that has not begun never begin. Raise nothing."""
+    """Stop a running worker, and prevent the start of a pending one. Raise nothing."""
     from prefect.states import Cancelling
 
-    with contextlib.suppress(Exception):  # whatever Prefect's client raises: the first error is the one that counts
+    with contextlib.suppress(Exception):  # any exception of Prefect's client: the first error is the one that counts
         if _kind(client.read_flow_run(run).state) not in (*_FINAL, *_DEAD):
             client.set_flow_run_state(run, Cancelling(message="its result is no longer wanted"), force=True)
 

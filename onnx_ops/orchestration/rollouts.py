@@ -1,4 +1,4 @@
-"""One endpoint's rollout as a flow run: a task run for each step, and a page that tells it."""
+"""One endpoint's rollout as a flow run: a task run for each step, and a page that describes it."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _ENDED_BADLY = (ActionKind.ABORT, ActionKind.ROLLBACK)
 
 
 def run_rollout(ports: Ports, endpoint: str, *, by: str, limit: str, every: str) -> State[Any]:
-    """Settle the endpoint again and again until its rollout is over, or the time is.
+    """Reconcile the endpoint repeatedly until its rollout ends or the time is over.
 
-    Whoever else drives it meanwhile does no harm. When time is over the rollout stays where it is: the reconciler, or
-    another run, goes on with it.
+    Other processes can drive it at the same time. After the time limit the rollout stays where it is: the reconciler,
+    or another run, continues it.
 
     Args:
         limit: longest duration, as `1 d`.
-        every: duration between two looks, as `10 s`.
+        every: interval between passes, as `10 s`.
 
     Raises:
         NotFoundError: no such endpoint.
-        UserError: a duration is none.
+        UserError: a duration is invalid.
     """
     Journal.open(ports, endpoint).config  # noqa: B018 (raises NotFoundError for an unknown name)
     pause, deadline = _seconds(every, "every"), ports.clock.monotonic() + _seconds(limit, "limit")
@@ -67,7 +67,7 @@ def run_rollout(ports: Ports, endpoint: str, *, by: str, limit: str, every: str)
 
 
 def publish_rollout(ports: Ports, endpoint: str) -> None:
-    """`<endpoint>-rollout`: the steps, their reasons and the evidence. Nothing for an endpoint without a rollout."""
+    """Publish `<endpoint>-rollout`: the steps, their reasons and the evidence. Nothing without a rollout."""
     timeline = build_timeline(endpoint, ports.ledger.read(endpoint))
     if timeline is None:
         return
@@ -84,7 +84,7 @@ def publish_rollout(ports: Ports, endpoint: str) -> None:
 
 
 def page(endpoint: str, timeline: RolloutTimeline, report: str) -> str:
-    """Return Markdown. Prefect shows an SVG that is the address of an image, but none in the text."""
+    """Return Markdown. The plot is an image with a data URL, since Prefect shows no inline SVG."""
     from onnx_ops.statistics.rollout.judge import trace_guardrails
 
     name, observations = timeline.candidate.name, timeline.observations
@@ -101,7 +101,7 @@ def page(endpoint: str, timeline: RolloutTimeline, report: str) -> str:
 
 
 def _reconcile(ports: Ports, endpoint: str, by: str) -> tuple[list[StepReport], OnnxOpsError | None]:
-    """Run one pass; every step that did something becomes a task run that says what and why."""
+    """Run one pass; every step with an effect becomes a task run that describes it and its reason."""
     reports: list[StepReport] = []
 
     def record(report: StepReport) -> None:

@@ -30,14 +30,14 @@ def run_as_task(
 ) -> State[Any]:
     """Run `work` in this thread as a task run, and return its final state.
 
-    The task has no parameters, result, cache or tags: Prefect would walk through parameters, pickle results, and take
-    a concurrency lease for each tag.
+    The task has no parameters, result, cache or tags: Prefect would traverse parameters, pickle results, and take a
+    concurrency lease for each tag.
 
     Args:
-        work: answers with the state in which the run ends; what it raises ends the run as Prefect sees fit.
-        after: states of earlier task runs; Prefect draws an edge from each, whatever became of it.
+        work: returns the final state of the run; Prefect handles its exceptions.
+        after: states of earlier task runs; Prefect draws an edge from each, whatever its outcome.
         retries: further attempts after a Failed state.
-        retry_if: asked after each Failed state whether another attempt makes sense.
+        retry_if: called after each Failed state; returns whether to try again.
     """
     # Prefect logs errors with an empty traceback, `NoneType: None`; its next line has the state.
     get_logger("prefect.task_runs").addFilter(_has_traceback)
@@ -126,7 +126,7 @@ class PrefectExecutor:
 
 
 class _Attempt:
-    """The work of a stage, run once for each attempt; keeps the result of the last one."""
+    """The work of a stage, run once for each attempt; keeps the last result."""
 
     def __init__(self, name: str, work: Work, decide: Decide) -> None:
         self._name = name

@@ -80,7 +80,7 @@ def _plan_sources(pipeline: Pipeline, probe: Probe) -> list[Stage]:
         settings | env,
         needs=needs,
         tools=tools,
-        # User code may crash, or be edited while this process runs.
+        # User code can crash, or be edited while this process runs.
         own_process=pipeline.train is not None,
         hints=hints,
     )
@@ -88,7 +88,7 @@ def _plan_sources(pipeline: Pipeline, probe: Probe) -> list[Stage]:
 
 
 def _plan_models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> list[Stage]:
-    """Plan export, validation and variants; their libraries may crash, so each has its own process."""
+    """Plan export, validation and variants; their libraries can crash, so each has a separate process."""
     samples = pipeline.validate.samples
     scored = data_id(samples.data)
     tools = probe.tools("exporters", pipeline.export.framework, pipeline.export.env)
@@ -205,7 +205,7 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
 
 def plan_variants(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> list[Stage]:
     """Plan the stages of every entry of `quantize`."""
-    # Recipes depend on the distinct kinds of machine that a variant is made for.
+    # Recipes depend on the distinct kinds of machine of a variant's targets.
     kinds = [codec.to_json(probe.arithmetic(targets[name])) for name in pipeline.benchmark.targets]
     machines = sorted((kind for at, kind in enumerate(kinds) if kind not in kinds[:at]), key=as_json_text)
     operators, libraries = write_operators(pipeline, targets)
@@ -245,7 +245,7 @@ def plan_variants(pipeline: Pipeline, targets: Mapping[str, Target], probe: Prob
 def _plan_search(
     pipeline: Pipeline, entry: Quantize, targets: Mapping[str, Target], machines: Sequence[Json], probe: Probe
 ) -> list[Stage]:
-    """Plan the search, and a stage for each variant that it may find."""
+    """Plan the search, and a stage for each variant that it can find."""
     here, tune = [targets[name] for name in pipeline.benchmark.targets], entry.tune
     calibration = [data_id(entry.calibrate.data)] if entry.calibrate else []
     tools = dict(probe.tools("optimizers", "dynamic"))

@@ -168,10 +168,10 @@ def run(
     fresh: Collection[StageKind] = (),
     jobs: int = 1,
 ) -> RunResult:
-    """Run every stage of a plan that can run; a failure stops only what depends on it.
+    """Run every stage of a plan that can run; a failure stops only dependent stages.
 
-    An unusable file stops the run: it says nothing about a variant, and a release without what could not be written
-    would differ from the intended one.
+    An unusable file stops the run: it is no property of a variant, and a release without the file would differ from the
+    intended one.
 
     Args:
         fresh: kinds of stages whose cached results are ignored.

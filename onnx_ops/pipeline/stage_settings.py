@@ -30,7 +30,7 @@ REVISIONS: Mapping[StageKind, int] = {
     StageKind.GATE: 7,
     StageKind.REGISTER: 6,
 }
-"""Raised by one when the code of a stage changes what it produces from the same inputs."""
+"""Version of a stage's code, increased when it changes the result of the same inputs."""
 
 
 class Probe(Protocol):
@@ -41,7 +41,7 @@ class Probe(Protocol):
         ...
 
     def origin(self, section: DataSection) -> Mapping[str, str]:
-        """Return where a data set comes from, if its source knows."""
+        """Return the origin of a data set, if its source knows."""
         ...
 
     def code(self, reference: str, depends: tuple[str, ...] = ()) -> UserCode:
@@ -49,7 +49,7 @@ class Probe(Protocol):
         ...
 
     def model(self, path: str) -> Digest:
-        """Return the digest of a model file or folder that the pipeline brings."""
+        """Return the digest of an existing model file or folder."""
         ...
 
     def tools(self, kind: str, name: str, env: Environment | None = None, *, trains: bool = False) -> Mapping[str, str]:
@@ -155,7 +155,7 @@ def write_operators(pipeline: Pipeline, targets: Mapping[str, Target]) -> tuple[
 
 
 def as_json_text(value: Json) -> str:
-    """Return a text as it is, other values as JSON."""
+    """Return a text unchanged, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 

@@ -88,8 +88,8 @@ def collect_user_code(references: Iterable[str], root: Path, depends: tuple[str,
 def find_referenced_modules(path: Path, root: Path) -> frozenset[str]:
     """Find the modules that a trained model's files name.
 
-    Of an installed package only its first name is returned. The file is not loaded: that would need its framework, and
-    run its code. A name that occurs for another reason does no harm.
+    Of an installed package only its top-level name is returned. The file is not loaded: that would need its framework,
+    and run its code. A name that occurs for another reason does no harm.
     """
     if not path.is_file():
         return frozenset(
@@ -101,7 +101,7 @@ def find_referenced_modules(path: Path, root: Path) -> frozenset[str]:
             named = [name for name in archive.namelist() if name.endswith((".pkl", ".json"))]
             content = b"\n".join(archive.read(name) for name in named)
     elif decompress := next((call for first, call in _DECOMPRESSORS.items() if content.startswith(first)), None):
-        with contextlib.suppress(OSError, EOFError, zlib.error, lzma.LZMAError):  # else it only looks like one
+        with contextlib.suppress(OSError, EOFError, zlib.error, lzma.LZMAError):  # otherwise it only resembles one
             content = decompress(content)
     modules = set()
     for name, is_module in set(_list_names(content)):
@@ -114,7 +114,7 @@ def find_referenced_modules(path: Path, root: Path) -> frozenset[str]:
 
 
 def _list_names(content: bytes) -> Iterator[tuple[str, bool]]:
-    """Yield names, and whether each is certainly a module's: a text without a dot may be any word."""
+    """Yield names, and whether each is certainly a module's: a text without a dot can be any word."""
     for match in _NAME_PATTERN.finditer(content):
         kind = match.lastgroup
         name, is_class = match[kind or 0], kind == "c"

@@ -1,4 +1,4 @@
-"""What the core asks of the outside world, as protocols. Adapters fulfil them; `onnx_ops.testing` proves it."""
+"""Interfaces of the core to the outside world. Adapters implement them; `onnx_ops.testing` verifies that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ports of data sets and models that are brought, and the arrays that everything else passes on."""
+"""Ports of data sets and existing models, and the array types that all rooms share."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Tensors = Mapping[str, Array]
 class Dataset:
     """Named arrays of equal length along axis 0: model inputs by ONNX name, and labels if there are any.
 
-    `group` numbers the group of each row, where the pipeline names one. Else `columns` holds the same for arrays of the
-    data that are neither input nor label and that may tell which rows belong together.
+    `group` numbers the group of each row, where the pipeline names one. Otherwise `columns` holds the same for arrays
+    that are neither input nor label and that can show which rows belong together.
     """
 
     inputs: Tensors
@@ -46,7 +46,7 @@ class Dataset:
 
         Raises:
             MissingPackageError: pandas is not installed.
-            UserError: an input has more than one value a row.
+            UserError: an input has more than one value per row.
         """
         return frame_of(self.inputs)
 
@@ -61,7 +61,7 @@ class Dataset:
 
 
 def frame_of(inputs: Tensors) -> Any:
-    """As `Dataset.frame`."""
+    """Return inputs as `Dataset.frame` does."""
     try:
         pandas: Any = importlib.import_module("pandas")
     except ImportError as error:
@@ -79,11 +79,11 @@ def frame_of(inputs: Tensors) -> Any:
 
 
 class DataSource(ABC):
-    """Brings a data set."""
+    """Loads a data set."""
 
     @abstractmethod
     def fingerprint(self, section: DataSection, root: Path) -> str:
-        """Return what changes when the data changes, without loading it or importing a heavy package.
+        """Return a text that changes with the data, without loading it or importing a heavy package.
 
         Raises:
             NotFoundError: the data does not exist.
@@ -91,15 +91,15 @@ class DataSource(ABC):
 
     @abstractmethod
     def load(self, section: DataSection, root: Path) -> Mapping[str, Array]:
-        """All arrays of the set, by their own names.
+        """Return all arrays of the set, by their own names.
 
         Raises:
             NotFoundError: the data does not exist.
-            UserError: it is not what it should be.
+            UserError: it is malformed.
         """
 
     def sample(self, section: DataSection, root: Path) -> Sample | None:
-        """Return the first rows, in a moment and without network; None if they are not at hand.
+        """Return the first rows quickly and without network; None if they are not available locally.
 
         Raises:
             NotFoundError, UserError: as `load`, as far as these rows show it.
@@ -117,11 +117,11 @@ class DataSource(ABC):
         return {}
 
     def list_dependencies(self, section: DataSection) -> Iterable[str]:
-        """Return the project's files whose change may bring other data; they need not exist."""
+        """Return the project's files whose change can change the data; they need not exist."""
         return ()
 
     def with_folders(self, environments: Path, state: Path) -> DataSource:
-        """Return the source with its environments, and what it keeps between runs, below these folders."""
+        """Return the source with its environments and its state between runs below these folders."""
         return self
 
 
@@ -134,14 +134,14 @@ class Sample:
 
 
 class ModelSource(Protocol):
-    """Brings a trained model: a path of the project, `models:/NAME/VERSION`, or a URL."""
+    """Loads a trained model: a path of the project, `models:/NAME/VERSION`, or a URL."""
 
     def digest(self, place: str) -> Digest:
-        """Return what changes when the model changes, without fetching it.
+        """Return a digest that changes with the model, without downloading it.
 
         Raises:
             NotFoundError: there is no such model.
-            ServiceUnavailableError: its place does not answer.
+            ServiceUnavailableError: its server does not answer.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Ports that make an ONNX model of a trained one."""
+"""Ports that export a trained model to ONNX."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportRequest:
-    """What an exporter is asked for. `samples` holds real inputs by ONNX name, at least two rows."""
+    """Input of an exporter. `samples` holds real inputs by ONNX name, at least two rows."""
 
     section: Export
     samples: Tensors
@@ -44,7 +44,7 @@ class Exporter(ABC):
 
     @abstractmethod
     def export(self, model: object, request: ExportRequest) -> None:
-        """Write the ONNX file to `request.path` at the opset and IR version asked for.
+        """Write the ONNX file to `request.path` at the requested opset and IR version.
 
         Raises:
             UserError: the model or an option does not fit this exporter.
@@ -61,12 +61,12 @@ class Exporter(ABC):
         """
 
     def with_custom_ops(self, libraries: tuple[CustomOps, ...]) -> Exporter:
-        """Return the exporter with libraries of operators for the sessions that run its source, if any do."""
+        """Return the exporter with libraries of operators for the sessions that run its source, if any."""
         return self
 
 
 class TrainingExporter(Exporter):
-    """An exporter that trains where its framework is, which is not here."""
+    """An exporter that trains in another environment, where its framework is installed."""
 
     @abstractmethod
     def train(self, run: str, data: Mapping[str, Dataset], parameters: Mapping[str, Json], folder: Path) -> None:
@@ -85,7 +85,7 @@ Raises ValueError if the source refuses the inputs.
 
 
 class TracingExporter(Exporter):
-    """An exporter that can also look inside its source."""
+    """An exporter that can also return intermediate values of its source."""
 
     @abstractmethod
     def tracer(self, model: object, request: ExportRequest) -> Tracer:
@@ -98,9 +98,9 @@ class TracingExporter(Exporter):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """One decision tree, its n nodes in preorder: a split, then what holds at most its threshold, then the rest.
+    """One decision tree, its n nodes in preorder: a split, then its branch up to the threshold, then the other one.
 
-    `features` int64 (n), -1 at a leaf; `thresholds` float32 (n), the largest float32 that still takes the first way;
+    `features` int64 (n), -1 at a leaf; `thresholds` float32 (n), the largest float32 that still takes the first branch;
     `weights` float32 (n, outputs), what a leaf adds to each output. The rest is 0.
     """
 
@@ -110,7 +110,7 @@ class Tree:
 
 
 class TreeExporter(Exporter):
-    """An exporter that can tell the trees of its source."""
+    """An exporter that can return the trees of its source."""
 
     @abstractmethod
     def trees(self, model: object) -> tuple[Tree, ...] | None:

@@ -10,22 +10,22 @@ from onnx_ops.domain.notification import Notification
 class Notifier(ABC):
     """A way to reach people: a chat, an issue tracker, a mailbox.
 
-    What it raises never holds a secret: no token, and no address that is one.
+    Its exceptions never contain a secret: no token, and no address that is one.
     """
 
     @abstractmethod
     def send(self, notification: Notification) -> None:
-        """Send, and return once the service has accepted it, within seconds. Sending twice does no harm.
+        """Send, and return within seconds once the service has accepted it. Sending twice does no harm.
 
         Raises:
-            ServiceUnavailableError: the service does not answer, or wants to be left alone for now; try again.
-            RefusedError: it does not let us, or where it is asks for what may not be sent there.
+            ServiceUnavailableError: the service does not answer, or limits the rate; try again.
+            RefusedError: the service denies access, or requires content that must not be sent there.
             UserError: a setting or a secret is missing or wrong.
         """
 
     @abstractmethod
     def check(self) -> str:
-        """Return where it would send to, without secrets. Nothing is sent.
+        """Return the destination, without secrets. Nothing is sent.
 
         Raises:
             RefusedError: others may read the secret.

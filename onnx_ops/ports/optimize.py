@@ -13,9 +13,9 @@ from onnx_ops.ports.data import Tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizeRequest:
-    """What an optimizer is asked for. `calibration` holds inputs by ONNX name, or None if none was declared.
+    """Input of an optimizer. `calibration` holds inputs by ONNX name, or None if none was declared.
 
-    `machines` are those of the targets on which the variant is to run, each kind once.
+    `machines` are the distinct kinds of machine of the variant's targets.
     """
 
     section: Quantize
@@ -28,7 +28,7 @@ class OptimizeRequest:
 class Optimizer(ABC):
     """Derives one ONNX file from another.
 
-    `quantized`: the variant differs from its source by design, so that its weights and a task metric are judged and
+    `quantized`: the variant differs from its source by design, so that its weights and a task metric are judged,
     not its distance from the source.
     """
 
@@ -38,7 +38,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
-        """Write the derived file to `request.path`, and tell in a sentence each what was decided and why.
+        """Write the derived file to `request.path`; return one sentence per decision, with its reason.
 
         Raises:
             UserError: an option does not fit, or an excluded node took no effect.
@@ -53,10 +53,10 @@ class Optimizer(ABC):
         """Return the section with the content of its files in place of their names, for the stage's key.
 
         Raises:
-            NotFoundError, UserError: a file is not there, or an option does not fit.
+            NotFoundError, UserError: a file does not exist, or an option does not fit.
         """
         return section
 
     def quantizes(self, section: Quantize) -> bool:
-        """Return what `quantized` says for a settled section: options may decide the kind of variant."""
+        """Return whether a settled section makes a quantized variant: options can decide that."""
         return self.quantized

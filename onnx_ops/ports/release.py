@@ -1,4 +1,4 @@
-"""Ports of release operations: registry, ledger, endpoints, and what was counted of them."""
+"""Ports of release operations: registry, ledger, endpoints, metrics source and model files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from onnx_ops.errors import OnnxOpsError
 
 
 class Registry(Protocol):
-    """Versions with their evidence, and the aliases that say which should serve."""
+    """Versions with their evidence, and the aliases that name the versions to serve."""
 
     def publish(self, publication: Publication) -> Mapping[str, str]:
-        """One version per variant; returns version by variant. Publishing the same release again adds nothing.
+        """Publish one version per variant; return versions by variant. Publishing the same release again adds nothing.
 
         Raises:
             ServiceUnavailableError: the registry does not answer.
@@ -33,11 +33,11 @@ class Registry(Protocol):
         ...
 
     def versions(self, model: str) -> tuple[ListedVersion, ...]:
-        """All versions that onnx-ops registered, oldest first; empty if the model does not exist."""
+        """Return all versions that onnx-ops registered, oldest first; empty if the model does not exist."""
         ...
 
     def delete_version(self, model: str, version: str) -> None:
-        """Delete a version and what was stored for it alone. Deleting one that is not there is no error.
+        """Delete a version and the objects stored for it alone. Deleting a missing version is no error.
 
         Raises:
             RefusedError: an alias points at it.
@@ -45,11 +45,11 @@ class Registry(Protocol):
         ...
 
     def aliases(self, model: str) -> Mapping[str, str]:
-        """Version by alias; empty if the model does not exist."""
+        """Return versions by alias; empty if the model does not exist."""
         ...
 
     def all_aliases(self) -> Mapping[str, Mapping[str, str]]:
-        """Version by alias of every model, by model. Asked in pages of models, however many versions there are.
+        """Return versions by alias, by model. Requested in pages of models, regardless of the number of versions.
 
         Raises:
             ServiceUnavailableError: the registry does not answer.
@@ -69,7 +69,7 @@ class Registry(Protocol):
         ...
 
     def fetch(self, record: VersionRecord, folder: Path) -> Manifest:
-        """Download the version's model files into an empty folder and return the digests of what came.
+        """Download the version's model files into an empty folder and return their digests.
 
         Raises:
             ServiceUnavailableError: the registry does not answer.
@@ -85,15 +85,15 @@ class Registry(Protocol):
         ...
 
     def mirror(self, entry: LedgerEntry, model: str) -> None:
-        """Show a ledger entry to people who look at the registry. May fail; nothing depends on it."""
+        """Show a ledger entry to users of the registry. It is allowed to fail; nothing depends on it."""
         ...
 
     def where(self, model: str) -> str:
-        """How a person opens this registry."""
+        """Return how a person opens this registry."""
         ...
 
     def page(self, model: str, version: str, name: str) -> str:
-        """Address at which a person reads that evidence document of the version; empty if there are no such pages.
+        """Return the address of that evidence document of the version; empty if there are no such pages.
 
         Raises:
             NotFoundError: there is no such version.
@@ -103,7 +103,7 @@ class Registry(Protocol):
 
 
 class Ledger(Protocol):
-    """Append-only logs, one per endpoint. Two writers that follow the same entry cannot both win."""
+    """Append-only logs, one per endpoint. Of two writers that follow the same entry, only one succeeds."""
 
     @property
     def place(self) -> str:
@@ -115,7 +115,7 @@ class Ledger(Protocol):
         ...
 
     def state(self, endpoint: str) -> ReleaseState:
-        """Return the fold of all entries, in a handful of reads however many entries there are.
+        """Return the fold of all entries, in a handful of reads regardless of their number.
 
         Raises:
             CorruptStateError: an entry that it needs cannot be read.
@@ -135,27 +135,27 @@ class Ledger(Protocol):
         ...
 
     def append(self, entry: LedgerEntry) -> None:
-        """Durably write the entry if its sequence is free.
+        """Write the entry durably if its sequence is free.
 
         Raises:
-            LedgerConflictError: somebody else wrote that sequence first.
+            LedgerConflictError: another process wrote that sequence first.
         """
         ...
 
 
 class EndpointProvider(ABC):
-    """Makes an endpoint be what a state says."""
+    """Brings endpoints to their desired state."""
 
     @abstractmethod
     def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
-        """Return what this provider can do for an endpoint with these settings.
+        """Return the provider's capabilities for an endpoint with these settings.
 
-        These are `split`, `sticky`, `shadow`, `guarded`, and
-        the capabilities of its own metrics source."""
+        These are `split`, `sticky`, `shadow`, `guarded`, and those of its metrics source.
+        """
 
     @abstractmethod
     def validate_settings(self, settings: Mapping[str, Json]) -> None:
-        """Look at an endpoint's settings without touching anything.
+        """Validate an endpoint's settings without side effects.
 
         Raises:
             UserError: a setting is not known, or its value cannot be used.
@@ -163,31 +163,31 @@ class EndpointProvider(ABC):
 
     @abstractmethod
     def explain_unservable(self, target: Target) -> str:
-        """Why no endpoint here can run models as they were measured on the target; empty if one can."""
+        """Return why no endpoint here can run models as measured on the target; empty if one can."""
 
     @abstractmethod
     def place(self, config: EndpointConfig) -> str:
-        """Where the endpoint stands, for people. Two configs of one place are the same endpoint; nobody is asked."""
+        """Return the endpoint's location, for people, without network. Configs of one place are the same endpoint."""
 
     @abstractmethod
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
-        """Look at a change of an endpoint's settings that exists, and stays where it is.
+        """Validate a change of the settings of an existing endpoint that stays in its place.
 
         Raises:
-            UserError: what exists cannot be changed so.
+            UserError: the existing endpoint cannot be changed so.
         """
 
     @abstractmethod
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return what the endpoint does, and its drift from its settings; None if it does not answer."""
+        """Return the endpoint's state and its drift from its settings; None if it does not answer."""
 
     @abstractmethod
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Make it so, by the endpoint's settings. Applying the same state twice changes nothing. No request is dropped.
+        """Bring the endpoint to this state, with its settings. Idempotent. No request is dropped.
 
         Raises:
             ConflictError: a later generation was applied already.
-            AlarmRollbackError: alarms guard the endpoint, and one took this state back.
+            AlarmRollbackError: alarms guard the endpoint, and one reverted this state.
             ServiceUnavailableError: the endpoint could not be reached or started.
         """
 
@@ -195,9 +195,9 @@ class EndpointProvider(ABC):
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Give all traffic to the one deployment of `state` that has any.
 
-        Where the endpoint holds that deployment, this is one call that changes weights and nothing else; a later
-        `apply` cleans up. What gets no traffic is neither loaded nor started, and whatever else the endpoint holds
-        stays. An endpoint that does not run, or does not answer, is started with nothing but this state.
+        Where the endpoint holds that deployment, this is one call that only changes weights; a later `apply` cleans up.
+        Deployments without traffic are neither loaded nor started, and others that the endpoint holds stay. An endpoint
+        that does not run, or does not answer, is started with this state only.
 
         Raises:
             NotFoundError, DigestMismatchError: the deployment's files are needed, and lost or damaged.
@@ -207,11 +207,11 @@ class EndpointProvider(ABC):
 
     @abstractmethod
     def address(self, config: EndpointConfig) -> str | None:
-        """Where clients call it, if it exists: they send their requests to `<address>/invocations`."""
+        """Return the address of an existing endpoint: clients send requests to `<address>/invocations`."""
 
     @abstractmethod
     def metrics(self) -> MetricsSource:
-        """Where this provider's endpoints are counted if nothing else is said."""
+        """Return the default metrics source of this provider's endpoints."""
 
     @abstractmethod
     def list_orphans(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[OrphanedResource]:
@@ -223,7 +223,7 @@ class EndpointProvider(ABC):
 
     @abstractmethod
     def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
-        """Remove a leftover. No error if it is gone.
+        """Delete an orphaned resource. No error if it is gone.
 
         Raises:
             ConflictError: it is in use by now.
@@ -232,16 +232,16 @@ class EndpointProvider(ABC):
 
     @abstractmethod
     def remove(self, config: EndpointConfig) -> None:
-        """End the endpoint and let go of what it served. Removing one that does not exist is no error.
+        """Remove the endpoint and release what it served. Removing a missing endpoint is no error.
 
         Raises:
             ServiceUnavailableError: it could not be ended.
         """
 
     def is_unsupervised(self, config: EndpointConfig) -> bool:
-        """Return whether clients are answered, by what was published last, although `observe` sees nothing.
+        """Return whether clients get answers from the last published state although `observe` sees nothing.
 
-        Applying a state brings back what is missing.
+        Applying a state restores what is missing.
         """
         return False
 
@@ -254,14 +254,14 @@ class EndpointProvider(ABC):
         return ()
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return what is missing on this machine for the endpoint, as far as known without network."""
+        """Return what this machine lacks for the endpoint, as far as known without network."""
         return None
 
 
 class MetricsSource(ABC):
-    """Counts of what an endpoint answered, from wherever they are kept: the server itself, a metrics service.
+    """Counts of an endpoint's requests, from the server itself or a metrics service.
 
-    A source only reads. It may be behind by a minute, as cloud metrics are: then every reading is, alike for all
+    A source only reads. It can lag by a minute, as cloud metrics do: then every reading does, alike for all
     deployments.
     """
 
@@ -272,9 +272,9 @@ class MetricsSource(ABC):
 
     @abstractmethod
     def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
-        """Histogram of a deployment's latencies: upper bounds in seconds, ascending, and one count more than bounds.
+        """Return a deployment's latency histogram: ascending upper bounds in seconds, and one count more than bounds.
 
-        It covers what the source still knows, at best the last day. None if it has no histogram.
+        It covers what the source still knows, at most the last day. None if it has no histogram.
 
         Raises:
             ServiceUnavailableError: the source does not answer.
@@ -284,38 +284,38 @@ class MetricsSource(ABC):
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
         """Return the counts of these deployments until now, all at the same moment, each against its thresholds.
 
-        Counts only grow while `MetricsReading.origin` stays the same; counters that began anew have another
-        origin. Unknown counts are None.
+        Counts only grow while `MetricsReading.origin` stays the same; a restart of the counters changes it. Unknown
+        counts are None.
 
         Raises:
             ServiceUnavailableError: the source does not answer; a driver then waits.
         """
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return what is missing on this machine for the endpoint, as far as known without network."""
+        """Return what this machine lacks for the endpoint, as far as known without network."""
         return None
 
 
 class ModelFiles(Protocol):
-    """Verified model folders by manifest digest, kept where endpoints can load them."""
+    """Verified model folders by manifest digest, stored where endpoints can load them."""
 
     def location(self, manifest: Digest) -> str | None:
-        """Where the folder stands, if it is there and intact."""
+        """Return the folder's path, if it exists and is intact."""
         ...
 
     def admit(self, folder: Path, manifest: Manifest) -> str:
-        """Verify every file against the manifest and keep the folder; returns its location.
+        """Verify every file against the manifest and store the folder; return its location.
 
         Raises:
-            DigestMismatchError: a file is not what the manifest says.
-            RefusedError: the model takes weights from where it must not.
+            DigestMismatchError: a file is not what the manifest declares.
+            RefusedError: the model references weights outside its folder.
         """
         ...
 
     def kept(self) -> Sequence[StoredObject]:
-        """Every folder that stands here, by its manifest's digest; `at` is when it was admitted."""
+        """Return every stored folder, by its manifest's digest; `at` is when it was admitted."""
         ...
 
     def forget(self, manifest: Digest) -> None:
-        """Remove a folder; no error if it is not there."""
+        """Remove a folder; no error if it does not exist."""
         ...

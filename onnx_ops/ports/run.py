@@ -1,4 +1,4 @@
-"""Ports of a run: who executes stages, who watches, what time it is."""
+"""Ports of a run: executor, observer, clock, pools and host."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ class Clock(Protocol):
 
 
 class Executor(Protocol):
-    """Runs the work of a stage: here, in a process of its own, or as a task of an orchestrator."""
+    """Runs the work of a stage: in this process, in a separate one, or as a task of an orchestrator."""
 
     def run(self, stage: Stage, work: Work, decide: Callable[[Manifest], Decision | None]) -> Manifest:
-        """Run one attempt after another until one succeeds or `stage.retries` are spent.
+        """Run attempts until one succeeds or `stage.retries` are spent.
 
-        `decide` reads a gate stage's decision from its result, so that an executor can show a failed gate as
-        failed.
+        `decide` reads a gate stage's decision from its result, so that an executor can show a failed gate as failed.
 
         Raises:
             OnnxOpsError: the last attempt's error.
@@ -42,7 +41,7 @@ class Executor(Protocol):
         ...
 
     def show(self, stage: Stage, outcome: StageOutcome, decide: Callable[[Manifest], Decision | None]) -> None:
-        """Make an outcome visible that needed no work (cached, skipped); a gate that failed earlier failed still."""
+        """Show the outcome of a stage that needed no work (cached, skipped); an earlier failed gate shows as failed."""
         ...
 
 
@@ -58,7 +57,7 @@ class Observer(Protocol):
         ...
 
     def told(self, stage: Stage, line: str) -> None:
-        """How far a long stage is."""
+        """Report the progress of a long stage."""
         ...
 
     def finished(self, stage: Stage, outcome: StageOutcome) -> None:
@@ -67,40 +66,40 @@ class Observer(Protocol):
 
 
 class Pools(ABC):
-    """Machines elsewhere, reached through pools of workers."""
+    """Remote machines, reached through pools of workers."""
 
     @abstractmethod
     def measure(self, pool: str, title: str, request: Mapping[str, Json], *, timeout: float | None) -> None:
-        """Have a worker of the pool answer the request, and wait until it has; what it found lies in the store.
+        """Run the request on a worker of the pool and wait until its result is in the store.
 
         Args:
             pool: its name.
-            title: what people see of it.
+            title: display name of the request.
             request: what the worker's `app.remote.answer` takes.
             timeout: seconds from the start of the work; None for no limit.
 
         Raises:
             UserError: there is no such pool.
-            ServiceUnavailableError: whoever hands out the work does not answer.
+            ServiceUnavailableError: the orchestrator does not answer.
             MeasurementError: no worker took it, or workers died, or it took longer than `timeout`.
         """
 
     @abstractmethod
     def cancel(self) -> None:
-        """Cancel all work that `measure` waits for, in whatever thread. Raises nothing."""
+        """Cancel all work that `measure` waits for, in any thread. Raises nothing."""
 
 
 class Host(Protocol):
-    """The machine, as far as leases are concerned."""
+    """This machine and its processes, for leases."""
 
     def holder(self) -> str:
-        """Who this process is, in a form that `alive` understands on the same machine."""
+        """Return an identifier of this process that `alive` understands on the same machine."""
         ...
 
     def alive(self, holder: str) -> bool:
-        """Whether that holder may still be at work. True if it cannot be known."""
+        """Return whether that holder may still be running; True if unknown."""
         ...
 
     def actor(self) -> str:
-        """Who is answerable: the person or service on whose behalf this process runs."""
+        """Return the person or service on whose behalf this process runs."""
         ...

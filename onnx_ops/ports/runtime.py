@@ -1,4 +1,4 @@
-"""Ports of what runs a model on a target, and what is measured there."""
+"""Ports of the runtimes that run and measure a model on a target."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from onnx_ops.ports.data import Array, Tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedBenchmarkSchedule:
-    """How models are timed in turns.
+    """How models are timed alternately.
 
-    Each of `rounds` builds a session of every model fresh, in random order, warms it up with `warmup` runs, and times
+    Each of `rounds` builds a fresh session of every model, in random order, warms it up with `warmup` runs, and times
     `blocks` rounds in which every model has a block of `runs` runs, in random order within each round.
     """
 
@@ -32,11 +32,11 @@ class PairedBenchmarkSchedule:
 class PairedBenchmarkSamples:
     """Raw samples of a race: nanoseconds and preemptions of shape (rounds, blocks, models, runs).
 
-    `probe`, of the same shape, is how long a short piece of work that is always the same took right before or right
-    after each run on its core, the longer of the two: it tells how fast the machine was just then. None where a
-    runtime has no such probe.
+    `probe`, of the same shape, is the duration of a short, constant piece of work on the same core directly before or
+    after each run, the longer of the two. It shows how fast the machine was at that moment. None where a runtime has no
+    probe.
 
-    `calls`: each sample is the mean of so many runs, one right after the other, where the clock is too coarse for one.
+    `calls`: each sample is the mean of so many consecutive runs, where the clock is too coarse for one.
     """
 
     nanoseconds: Array
@@ -57,9 +57,9 @@ class RunSamples:
 class LoadSchedule:
     """How models are put under load.
 
-    Each of `rounds` builds a session of every model fresh, in random order, and has each answer `windows` windows of
-    `requests` requests that `concurrency` threads send without pause, the models in random order within each round. A
-    window that is not timed comes before, on each session.
+    Each of `rounds` builds a fresh session of every model, in random order. Each session answers `windows` windows of
+    `requests` requests that `concurrency` threads send without pause, the models in random order within each round. An
+    untimed window comes first on each session.
     """
 
     concurrency: int
@@ -89,11 +89,11 @@ class StartSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartSamples:
-    """Of each process, arrays of shape (rounds, models).
+    """Samples of fresh processes, arrays of shape (rounds, models).
 
-    `load_ns` is building the session, the runtime being imported; `first_ns` the first inference. `peak_bytes` is the
-    highest resident memory, file mappings included, while it loaded and answered, less the resident memory just
-    before; -1 where the system does not tell.
+    `load_ns` is the time to build the session, with the runtime imported; `first_ns` that of the first inference.
+    `peak_bytes` is the highest resident memory, file mappings included, while it loaded and answered, less the resident
+    memory just before; -1 where the system does not report it.
     """
 
     load_ns: Array
@@ -104,8 +104,8 @@ class StartSamples:
 class Runtime(ABC):
     """Runs ONNX files on one kind of target.
 
-    Where it does so in another process, every method raises StageError if that ended, or did not answer in time: that
-    says nothing about the model.
+    A runtime in another process raises StageError from every method if that process ended or did not answer in time,
+    which is no failure of the model.
     """
 
     @abstractmethod
@@ -114,7 +114,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
-        """Which providers and how many nodes each really took.
+        """Return the providers that ran the model and the number of nodes of each.
 
         Raises:
             MeasurementError: a provider is missing, or the runtime refuses the model.
@@ -136,15 +136,15 @@ class Runtime(ABC):
     def race(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
-        """Time models side by side; one that stands there twice gets two sessions."""
+        """Time models side by side; a model that is listed twice gets two sessions."""
 
     @abstractmethod
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
-        """Time windows of requests that several threads send to one session, the models in turns."""
+        """Time windows of requests that several threads send to one session, alternating between models."""
 
     @abstractmethod
     def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
-        """Load models in fresh processes, in turns, and have each answer requests.
+        """Load models in fresh processes, alternating, and have each answer requests.
 
         Raises:
             MeasurementError: a process crashed, or could not run its model.
@@ -159,7 +159,7 @@ class Runtime(ABC):
         raise MeasurementError(f"runtime {target.runtime} does not show the graph that it runs")
 
     def package(self, model: Path, target: Target, folder: Path) -> None:
-        """Write what a target with an `ort_format` gets of a model into `folder`: `model.ort`, and its facts.
+        """Write the files of a target with an `ort_format` into `folder`: `model.ort`, and its facts.
 
         Raises:
             UserError: the runtime has no such format.
@@ -176,5 +176,5 @@ class Runtime(ABC):
         return self
 
     def diagnose(self) -> Iterable[Diagnosis]:
-        """Return diagnoses of what it needs of this machine. Changes nothing."""
+        """Return diagnoses of the runtime's requirements on this machine. Changes nothing."""
         return ()

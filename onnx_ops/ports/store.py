@@ -1,4 +1,4 @@
-"""Ports that keep and vouch for content."""
+"""Ports that store content and sign or verify it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onnx_ops.domain.artifact import Digest, Manifest, StoredObject
 
 
 class Store(Protocol):
-    """Content by digest, and stage results by key. Safe for several processes at once, whatever is killed."""
+    """Content by digest, and stage results by key. Safe for several processes at once, even if any is killed."""
 
     def put_bytes(self, data: bytes) -> Digest:
         """Store bytes, and return their digest."""
@@ -24,7 +24,7 @@ class Store(Protocol):
         """Return a read-only local file with exactly that content, verified now.
 
         Raises:
-            CorruptStateError: the content is missing or is not what its name says.
+            CorruptStateError: the content is missing or does not match its digest.
         """
         ...
 
@@ -33,7 +33,7 @@ class Store(Protocol):
         ...
 
     def record(self, key: Digest, manifest: Manifest) -> None:
-        """Remember the result of the stage with that key."""
+        """Record the result of the stage with that key."""
         ...
 
     def lookup(self, key: Digest) -> Manifest | None:
@@ -41,20 +41,20 @@ class Store(Protocol):
         ...
 
     def results(self) -> Iterator[Manifest]:
-        """Every recorded result, whether its files are there or not."""
+        """Return every recorded result, including those with missing files."""
         ...
 
     def contents(self) -> tuple[StoredObject, ...]:
-        """All content that is kept, and what killed writers left; records are not among it."""
+        """Return all stored content and the leftovers of killed writers, without records."""
         ...
 
     def forget(self, stored: StoredObject) -> bool:
-        """Remove it, unless somebody has put it again since; says whether it went. No error if it is gone."""
+        """Remove the object, unless it was put again since; return whether it was removed. No error if it is gone."""
         ...
 
 
 class Signer(Protocol):
-    """Signs bytes. The key never leaves it."""
+    """Signs bytes. The key never leaves the signer."""
 
     @property
     def key(self) -> Digest:
@@ -62,12 +62,12 @@ class Signer(Protocol):
         ...
 
     def sign(self, data: bytes) -> str:
-        """Base64 of the signature."""
+        """Return the signature in base64."""
         ...
 
 
 class Verifier(Protocol):
-    """Knows the public keys that are trusted."""
+    """Verifies signatures against the trusted public keys."""
 
     def verify(self, data: bytes, signature: str, key: Digest) -> None:
         """Verify a signature. Raises InvalidSignatureError if the key is not trusted or it does not match."""
@@ -75,10 +75,10 @@ class Verifier(Protocol):
 
 
 class StageJournal(Protocol):
-    """What one long stage has done so far, in order. It survives the death of its writer at any moment."""
+    """The progress of one long stage, in order. It survives a crash of its writer at any moment."""
 
     def read(self) -> tuple[Any, ...]:
-        """Return the documents so far; those behind a torn or altered one are dropped for good."""
+        """Return the documents so far; those after a torn or altered one are dropped permanently."""
         ...
 
     def append(self, document: Any) -> None:
@@ -86,5 +86,5 @@ class StageJournal(Protocol):
         ...
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Remove all documents."""
         ...

@@ -1,4 +1,4 @@
-"""Everything that stages and operations may ask for, in one value. Adapters are made when first asked for."""
+"""All ports of a project in one value. Adapters are created on first use."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def _silent(_: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
-    """The outside world of one project.
+    """The ports of one project.
 
-    `root` is the project's folder, on which user code and relative paths stand. `signer` gives None where decisions
+    `root` is the project's folder, the base of user code and relative paths. `signer` gives None where decisions
     are not signed. `exporter` and `optimizer` run in the given environment, else in their default one or in this
     process. `notifiers` are by name. `conditions` describes the state of the machine (load, governor, limits).
     `journal` is that of the stage with a key, `tell` gets the progress of a long stage.

@@ -1,1 +1,1 @@
-"""What the endpoint server shares with its clients."""
+"""Protocol between the endpoint server and its clients."""

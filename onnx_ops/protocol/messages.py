@@ -30,7 +30,7 @@ TRACE_PARENT_HEADER = "traceparent"
 TIMEOUT_HEADER = "x-request-timeout-ms"
 """A request that has been queued for this many milliseconds gets a 504 instead of being run."""
 PIN_HEADERS = ("x-amzn-sagemaker-target-variant", "azureml-model-deployment")
-"""Select a deployment by name, whatever its traffic weight."""
+"""Headers that select a deployment by name, regardless of its traffic weight."""
 DEPLOYMENT_HEADER = "x-onnx-ops-deployment"
 """Names the deployment that answered."""
 VARIANT_HEADER = "x-amzn-invoked-production-variant"
@@ -132,7 +132,7 @@ class Counts:
 def decode_user_counts(text: str) -> npt.NDArray[np.int64]:
     """Return the counts of one deployment, shape (`USER_FIELDS`, `USER_CELLS`). Raises ValueError.
 
-    A user may reach several servers: add the arrays of all servers before comparing users.
+    A user can reach several servers: add the arrays of all servers before comparing users.
     """
     import numpy as np
 

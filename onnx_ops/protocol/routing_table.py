@@ -59,8 +59,8 @@ class RoutingTable:
 def build_next_table(previous: RoutingTable | None, state: EndpointState) -> RoutingTable:
     """Return the table that publishes `state` after `previous`.
 
-    Known deployments keep their order. New ones, and those with another manifest, come first, the one with less
-    traffic before the others.
+    Known deployments keep their order. New ones, and those with another manifest, come first, in ascending order of
+    traffic.
     """
     known = {} if previous is None else {d.name: d.manifest for d in previous.state.deployments}
     manifests = {d.name: d.manifest for d in state.deployments}

@@ -1,4 +1,4 @@
-"""How an endpoint server is configured and found: options, files, processes."""
+"""Configuration and discovery of endpoint servers: options, files, processes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class ServerRecord:
 
 
 def explain_unservable(target: Target, available: Collection[str]) -> str:
-    """Return why a server with these execution providers cannot run what a target measures; empty if it can."""
+    """Return why a server with these execution providers cannot run the target's models; empty if it can."""
     if target.runtime != "onnxruntime":
         return f"it measures with runtime '{target.runtime}', and the server runs 'onnxruntime'"
     if target.env is not None and target.env.isolated:

@@ -21,7 +21,7 @@ ALIAS_EVENTS = ("model_version_alias.created", "model_version_alias.deleted")
 """Events that can change the desired state of an endpoint."""
 
 TOLERANCE_S = 300.0
-"""Seconds that the clock of a delivery may differ from ours, either way."""
+"""Largest difference between a delivery's clock and ours, in seconds."""
 
 MAX_BODY_BYTES = 256 * 1024
 """Largest body that is read. An alias event is far below 1 KiB."""

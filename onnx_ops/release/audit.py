@@ -45,7 +45,7 @@ def reevaluate(ports: Ports, model: str, version: str, target: str | None = None
 
     Raises:
         NotFoundError: no such version, or no decision for the target.
-        DigestMismatchError: the stored evidence is not what was signed.
+        DigestMismatchError: the stored evidence differs from the signed one.
     """
     record = ports.registry().version(model, version)
     targets = [target] if target is not None else sorted(record.decisions)
@@ -85,7 +85,7 @@ def reevaluate_release(ports: Ports, model: str, version: str) -> dict[str, tupl
 
     Raises:
         NotFoundError: no such version, or no decision for any variant.
-        DigestMismatchError: the stored evidence is not what was signed.
+        DigestMismatchError: the stored evidence differs from the signed one.
     """
     registry = ports.registry()
     release = registry.version(model, version).release
@@ -108,7 +108,7 @@ def load_decision_basis(ports: Ports, record: VersionRecord, target: str) -> tup
     Raises:
         NotFoundError: there is no decision for the target.
         InvalidSignatureError: no trusted key has signed it.
-        DigestMismatchError: it is about other files, or the stored evidence is not what was signed.
+        DigestMismatchError: it is about other files, or the stored evidence differs from the signed one.
     """
     where = f"{record.model}/{record.version}"
     signed = record.decisions.get(target)

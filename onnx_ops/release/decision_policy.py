@@ -34,7 +34,7 @@ REJECTED_REMEDY = "Make a new release, or promote it with --override and a reaso
 def require_passing_decision(
     record: VersionRecord, target: str, verifier: Verifier, *, others: Iterable[SignedDecision] = ()
 ) -> SignedDecision:
-    """Return the decision that lets the version serve the target.
+    """Return the decision that allows the version to serve the target.
 
     Args:
         others: decisions from elsewhere, such as another version with the same content. Those that are validly signed
@@ -87,7 +87,7 @@ def is_valid_for(signed: SignedDecision, record: VersionRecord, target: str, ver
 def read_override(record: VersionRecord, target: str, verifier: Verifier) -> SignedOverride | None:
     """Return the override in the version's tags for a target, or None.
 
-    It needs both tags: the reason, which a user may delete again, and the record that was signed for that reason and
+    It needs both tags: the reason, which a user can delete again, and the record that was signed for that reason and
     exactly this version.
     """
     text = record.tags.get(override_record_tag(target), "")
@@ -116,7 +116,7 @@ def find_recorded_override(
 def find_rejection_reason(
     state: ReleaseState, what: VersionRecord | Deployment, target: str, verifier: Verifier
 ) -> str | None:
-    """Return why this endpoint does not take the version back; None if it may, or an override allows it.
+    """Return why this endpoint does not take the version back; None if it does, or an override allows it.
 
     The registry's tag counts too: a rollback in it counts even if the ledger does not hold it any more, unless an
     override was signed later.
@@ -169,9 +169,9 @@ def build_override(
 ) -> OverrideRecord:
     """Return the override record to sign for a version.
 
-    Operator libraries and execution are those of a signed decision about these files, whatever its verdict. Without
-    one, the files are served without libraries of operators, on one thread of the CPU. The time is never before a
-    published rollback of the version, however wrong the clock is, since the user knows of that rollback.
+    Operator libraries and execution are those of a signed decision about these files, regardless of its verdict.
+    Without one, the files are served without libraries of operators, on one thread of the CPU. The time is never before
+    a published rollback of the version, even if the clock is wrong, since the user knows of that rollback.
 
     Args:
         verifier: verifies the decision; None where none can be verified.

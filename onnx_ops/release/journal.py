@@ -40,7 +40,7 @@ from onnx_ops.ports import Ports
 from onnx_ops.release.decision_policy import REJECTED_REMEDY, find_rejection_reason
 
 LEASE_S = 120.0
-"""How long an intent keeps other processes away. A holder that is known to be dead loses it at once."""
+"""How long an intent excludes other processes. A holder that is known to be dead loses it at once."""
 LEASE_CHECK_INTERVAL_S = 1.0
 """How often the thread that renews the lease checks the time, in seconds of this machine."""
 MAX_CONFLICT_ATTEMPTS = 10
@@ -70,7 +70,7 @@ def retry_on_conflict(attempt: Callable[[], _Result]) -> _Result:
 
 @dataclass(slots=True)
 class Journal:
-    """The state of one endpoint, kept current by what is appended through it."""
+    """The state of one endpoint, updated by the entries that are appended through it."""
 
     ports: Ports
     state: ReleaseState
@@ -83,12 +83,12 @@ class Journal:
 
     @classmethod
     def update(cls, ports: Ports, endpoint: str, change: Callable[[Journal], _Result], *, actor: str = "") -> _Result:
-        """Call `change` with the endpoint's journal, anew each time that another writer appended first."""
+        """Call `change` with the endpoint's journal, again each time that another writer appended first."""
         return retry_on_conflict(lambda: change(cls.open(ports, endpoint, actor=actor)))
 
     @property
     def config(self) -> EndpointConfig:
-        """What the endpoint is bound to. Raises NotFoundError if no pipeline has bound it."""
+        """The endpoint's config. Raises NotFoundError if no pipeline has bound it."""
         if self.state.config is None:
             known = ", ".join(list_bound_endpoints(self.ports)) or "none"
             raise NotFoundError(
@@ -117,7 +117,7 @@ class Journal:
         return intent
 
     def append(self, body: EntryBody, *, actor: str = "") -> int:
-        """Append an entry after the last one known, and return its sequence.
+        """Append an entry after the last known one, and return its sequence.
 
         Raises:
             LedgerConflictError: another writer appended first; nothing was changed.
@@ -136,16 +136,16 @@ class Journal:
     def perform(self, action: Action, effect: Effect | None = None) -> None:
         """Record the intent, apply the action to the endpoint, and record the outcome. Renews the lease meanwhile.
 
-        An effect that failed may have taken place, as an answer can be lost: then the endpoint shows it. A rollback
-        is done only once it was observed.
+        An effect that failed can have taken place, as an answer can be lost: then the endpoint shows it. A rollback is
+        done only once it was observed.
 
         Args:
-            effect: how to do it, given the intent's sequence; by default the provider applies the action's state.
+            effect: performs the action, given the intent's sequence; by default applies the action's state.
 
         Raises:
-            LedgerConflictError: another process acted meanwhile; what it recorded counts.
+            LedgerConflictError: another process acted meanwhile; its record counts.
             RefusedError: the action deploys something that is not approved; nothing was done.
-            OnnxOpsError: the effect failed; the outcome says so, and the roles stay as they were.
+            OnnxOpsError: the effect failed; the outcome records it, and the roles stay as they were.
         """
         config = self.config
         if effect is None:
@@ -190,7 +190,7 @@ class Journal:
         return True
 
     def _require_approved(self, action: Action) -> None:
-        """Whatever the ledger says, apply only what a trusted key has signed for this model and target."""
+        """Require that a trusted key has signed what the action deploys for this model and target."""
         state, config, verifier = self.state, self.config, self.ports.verifier()
         for deployment in action.state.deployments:
             about = verify_authority(deployment, verifier)
@@ -207,7 +207,7 @@ class Journal:
                 raise RefusedError(f"{role.name} was rolled back here", where=where, why=why, remedy=REJECTED_REMEDY)
 
     def _is_applied(self, config: EndpointConfig, action: Action, failure: OnnxOpsError | None) -> bool:
-        """Whether the endpoint shows the action's state. After a conflict that would be another process's doing."""
+        """Return whether the endpoint shows the action's state. After a conflict another process may have set it."""
         if isinstance(failure, ConflictError):
             return False
         try:
@@ -221,7 +221,7 @@ class Journal:
         return observed.is_equivalent(action.state)
 
     def _conclude(self, outcome: ActionOutcome) -> None:
-        """Append the outcome after whatever was appended meanwhile, unless the intent was replaced or concluded."""
+        """Append the outcome after any newer entries, unless the intent was replaced or concluded."""
         while True:
             try:
                 self.append(outcome)
@@ -260,7 +260,7 @@ class Journal:
 
 
 class Backoff:
-    """Skip passes over something that fails: none at first, then 1, 3, 7 … up to `MAX_PAUSE_S`."""
+    """Skip passes over a failing operation: none at first, then 1, 3, 7 … up to `MAX_PAUSE_S`."""
 
     def __init__(self, interval_s: float) -> None:
         self._most = max(int(MAX_PAUSE_S / interval_s) - 1, 0)
@@ -268,7 +268,7 @@ class Backoff:
         self._skip = 0
 
     def is_due(self) -> bool:
-        """Return whether to try in this pass. Call it once a pass."""
+        """Return whether to try in this pass. Call it once per pass."""
         if self._skip:
             self._skip -= 1
             return False
@@ -283,7 +283,7 @@ class Backoff:
 def call_each(
     names: Iterable[str], call: Callable[[str], _Result]
 ) -> tuple[dict[str, _Result], dict[str, OnnxOpsError]]:
-    """Call a function with each name, and return results and errors by name: a failure stops no other."""
+    """Call a function with each name, and return results and errors by name: a failure does not stop the others."""
     results: dict[str, _Result] = {}
     errors: dict[str, OnnxOpsError] = {}
     for name in names:
@@ -297,12 +297,12 @@ def call_each(
 def run_concurrently(
     calls: Mapping[str, Callable[[], _Result]], timeout_s: float, on_timeout: Callable[[str], OnnxOpsError]
 ) -> dict[str, _Result | OnnxOpsError]:
-    """Return what each call returned or raised, each run in a thread of its own.
+    """Run each call in a separate thread; return its result or error by name.
 
     A call that has not ended in time continues until this process ends; `on_timeout` gives the error in its place.
 
     Raises:
-        BaseException: what a call raised that is no `OnnxOpsError`.
+        BaseException: raised by a call, and no `OnnxOpsError`.
     """
     results: dict[str, _Result | BaseException] = {}
 
@@ -328,7 +328,7 @@ def run_concurrently(
 
 
 def list_bound_endpoints(ports: Ports) -> tuple[str, ...]:
-    """Return the endpoints that a pipeline has bound, and those with a damaged ledger, which may be bound."""
+    """Return the endpoints that a pipeline has bound, and those with a damaged ledger, which can be bound."""
     names = (name for name in ports.ledger.endpoints() if "@" not in name)
     return tuple(
         name for name in names if read_readable_state(ports, name).config is not None or find_corruption(ports, name)
@@ -336,7 +336,7 @@ def list_bound_endpoints(ports: Ports) -> tuple[str, ...]:
 
 
 def read_readable_state(ports: Ports, endpoint: str) -> ReleaseState:
-    """Return the state by the readable part of the ledger. Of a damaged one, only the binding can be relied on."""
+    """Return the state from the readable part of the ledger. Only the binding of a damaged one is reliable."""
     try:
         return ports.ledger.state(endpoint)
     except CorruptStateError:

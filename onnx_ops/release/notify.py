@@ -1,4 +1,4 @@
-"""Send the notifications that the ledger calls for. Any process sends what another one left unsent.
+"""Send the pending notifications of the ledger. Any process sends what another one left unsent.
 
 A notification is sent at least once: it is sent first, and recorded as sent afterwards.
 """
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeliveryResult:
-    """What one notifier sent about one endpoint; `trouble` is why it sent no more."""
+    """The notifications that one notifier sent about one endpoint; `trouble` is why it sent no more."""
 
     endpoint: str
     notifier: str
@@ -37,10 +37,10 @@ class DeliveryResult:
 def send_pending(
     ports: Ports, endpoint: str, *, accepts: Callable[[str], bool] = lambda _: True
 ) -> tuple[DeliveryResult, ...]:
-    """Send what is pending about an endpoint through every notifier whose name `accepts` lets pass.
+    """Send pending notifications about an endpoint through every notifier whose name `accepts` allows.
 
-    A notifier that is new to the endpoint gets what is at most an hour old. One that fails keeps its place, and does
-    not delay the others.
+    A notifier that is new to the endpoint gets notifications that are at most an hour old. One that fails keeps its
+    place, and does not delay the others.
 
     Raises:
         CorruptStateError: the ledger is damaged.
@@ -51,12 +51,12 @@ def send_pending(
 
 
 def send_pending_each(ports: Ports, endpoints: Sequence[str]) -> tuple[DeliveryResult, ...]:
-    """Call `send_pending` for several endpoints after traffic has moved. Raises nothing; failures are due later."""
+    """Call `send_pending` for several endpoints after traffic has moved. Raises nothing; failures are sent later."""
     results: list[DeliveryResult] = []
     for name in endpoints:
         try:
             results += send_pending(ports, name)
-        except Exception as error:  # of whatever kind the ledger's storage or a notifier raises
+        except Exception as error:  # any exception of the ledger's storage or a notifier
             results.append(DeliveryResult(endpoint=name, notifier="", trouble=str(error)))
     return tuple(results)
 
@@ -73,10 +73,10 @@ def send_now(ports: Ports, notification: Notification) -> tuple[DeliveryResult, 
 
 
 class NotificationLoop:
-    """Send what is pending, pass after pass, without delaying what moves traffic.
+    """Send pending notifications in repeated passes, without delaying traffic changes.
 
     Args:
-        on_result: gets what was sent, and each trouble when it begins.
+        on_result: gets the notifications sent, and each failure when it starts.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class NotificationLoop:
         self._troubles: dict[str, str] = {}
 
     def run(self, stopped: threading.Event) -> None:
-        """Run until stopped, then once more for what was done last."""
+        """Run until stopped, then once more for the last changes."""
         while True:
             is_last = stopped.is_set()
             try:
                 self.send_all()
-            except Exception:  # a bug here must not end the messages of all endpoints
+            except Exception:  # a bug here must not end the notifications of all endpoints
                 _log.exception("notifications")
             if is_last:
                 return
@@ -137,7 +137,7 @@ def _send_through(ports: Ports, endpoint: str, name: str, notifier: Notifier) ->
         return DeliveryResult(endpoint=endpoint, notifier=name)
     sent: list[Notification] = []
     try:
-        # Its first pass fixes where it begins, so that nothing expires while it fails.
+        # The first pass records its starting point, so that nothing expires while it fails.
         positions = [e.body.of for e in entries if isinstance(e.body, NotificationSent) and e.body.notifier == name]
         if not positions:
             oldest = ports.clock.now() - REPEAT_INTERVAL_S

@@ -31,7 +31,7 @@ from onnx_ops.release.registry_sync import MAX_TEXT, build_override_entry, requi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromotionResult:
-    """What a promotion did. `endpoints` are those that will follow."""
+    """The result of a promotion. `endpoints` are those that will follow."""
 
     model: str
     version: str
@@ -54,9 +54,9 @@ def promote(
     """Make a version the challenger of a target; the champion at once if no endpoint serves the target.
 
     Args:
-        reason: why, recorded; required for an override.
-        override: serve it whatever its gates or its history say.
-        expects: endpoints that are about to be bound, so that the champion is left to their reconciler.
+        reason: recorded; required for an override.
+        override: serve it regardless of its gates and history.
+        expects: endpoints that will be bound next, so that the champion is left to their reconciler.
 
     Raises:
         RefusedError: its decision does not allow it, it was rolled back, or no key here can sign an override.
@@ -90,10 +90,10 @@ def promote(
 def bind_endpoint(
     ports: Ports, config: EndpointConfig, policy: RolloutPolicy, *, actor: str = "", abandon: str = ""
 ) -> bool:
-    """Bind an endpoint to what its pipeline says; return whether that changed anything.
+    """Bind an endpoint to what its pipeline declares; return whether that changed anything.
 
     Args:
-        abandon: why what runs elsewhere under this name may be left behind; recorded.
+        abandon: why deployments elsewhere under this name may be left behind; recorded.
 
     Raises:
         UserError: the endpoint serves another model or target, or cannot be changed so while it exists.
@@ -124,7 +124,7 @@ def bind_endpoint(
 
 
 def require_no_orphans(ports: Ports, pipeline: str, configs: Sequence[EndpointConfig], *, abandon: str = "") -> None:
-    """Refuse a pipeline file that would leave endpoints behind, running and without a manager.
+    """Refuse a pipeline file that would leave running endpoints behind without a manager.
 
     Args:
         configs: every endpoint that its file names.
@@ -132,7 +132,7 @@ def require_no_orphans(ports: Ports, pipeline: str, configs: Sequence[EndpointCo
 
     Raises:
         RefusedError: an endpoint would be left behind, and `abandon` is empty.
-        UserError: an endpoint that exists cannot be changed as the file says.
+        UserError: an existing endpoint cannot be changed as the file declares.
     """
     orphans = [state.config for state in _list_dropped(ports, pipeline, configs) if state.config is not None]
     moved = (_find_moved(ports, read_readable_state(ports, config.endpoint), config) for config in configs)
@@ -144,7 +144,7 @@ def require_no_orphans(ports: Ports, pipeline: str, configs: Sequence[EndpointCo
 def abandon_dropped(
     ports: Ports, pipeline: str, configs: Sequence[EndpointConfig], *, reason: str, actor: str = ""
 ) -> tuple[str, ...]:
-    """Unbind the endpoints that the file no longer names, and record why; return their names."""
+    """Unbind the endpoints that the file no longer names, and record the reason; return their names."""
     names = tuple(state.endpoint for state in _list_dropped(ports, pipeline, configs))
     for name in names:
         Journal.update(ports, name, lambda journal: _unbind(journal, reason), actor=actor)
@@ -154,7 +154,7 @@ def abandon_dropped(
 def delete_endpoint(ports: Ports, endpoint: str, *, reason: str = "", actor: str = "") -> None:
     """Delete the endpoint and unbind its name; its ledger stays.
 
-    Killed in between, the next call or the reconciler completes it. Versions, aliases and rejections stay.
+    After a kill, the next call or the reconciler completes it. Versions, aliases and rejections stay.
 
     Raises:
         NotFoundError: no such endpoint.
@@ -253,7 +253,7 @@ def _override(
 
 
 def _list_dropped(ports: Ports, pipeline: str, configs: Sequence[EndpointConfig]) -> tuple[ReleaseState, ...]:
-    """Endpoints that the pipeline has bound, that exist, and that its file no longer names."""
+    """Return the existing endpoints that the pipeline has bound and that its file no longer names."""
     named = {config.endpoint for config in configs}
     states = (read_readable_state(ports, name) for name in list_bound_endpoints(ports) if name not in named)
     return tuple(s for s in states if s.config is not None and s.config.pipeline == pipeline and _exists(s))
@@ -272,14 +272,14 @@ def _find_moved(ports: Ports, state: ReleaseState, config: EndpointConfig) -> En
 
 
 def _exists(state: ReleaseState) -> bool:
-    """Whether anything was ever begun there, and is to stay."""
+    """Return whether the endpoint was ever started and is not being deleted."""
     if state.deleting:
         return False
     return state.roles.stable is not None or state.open_intent is not None or state.pending_rollback is not None
 
 
 def _unbind(journal: Journal, reason: str) -> None:
-    """Unbind an endpoint and record why; nothing is done to it."""
+    """Unbind an endpoint and record the reason; the endpoint is not changed."""
     journal.require_idle()
     config = journal.config
     place = journal.ports.provider(config.provider).place(config)
@@ -298,7 +298,7 @@ def _orphan_error(ports: Ports, orphans: Sequence[EndpointConfig]) -> RefusedErr
 
 
 def _describe_orphan(ports: Ports, config: EndpointConfig) -> str:
-    """Where an endpoint runs, and what it serves there."""
+    """Return where an endpoint runs, and what it serves there."""
     provider = ports.provider(config.provider)
     place = provider.place(config)
     try:

@@ -33,10 +33,10 @@ def find_unreferenced(ports: Ports, *, older_than_s: float) -> tuple[StoredObjec
 
     Raises:
         ServiceUnavailableError: the store, the ledger or the registry does not answer.
-        CorruptStateError: a ledger is damaged, so that it is not known what it needs.
+        CorruptStateError: a ledger is damaged, so that its needs are unknown.
     """
     before = ports.clock.now() - max(older_than_s, YOUNGEST_S)
-    # Before the results are read: what is recorded meanwhile cannot need old objects that were not stored again.
+    # Before the results are read: results recorded later cannot need old objects that were not stored again.
     stored = ports.store.contents()
     sizes = {one.digest: one.size_bytes for one in stored if one.digest is not None}
 
@@ -53,7 +53,7 @@ def find_unreferenced(ports: Ports, *, older_than_s: float) -> tuple[StoredObjec
 
 
 def delete_unreferenced(ports: Ports, contents: Sequence[StoredObject]) -> tuple[StoredObject, ...]:
-    """Delete what `find_unreferenced` returned, and return what was deleted. What was stored again meanwhile stays."""
+    """Delete and return what `find_unreferenced` returned, except objects that were stored again in the meantime."""
     return tuple(one for one in contents if ports.store.forget(one))
 
 
@@ -109,7 +109,7 @@ class OrphanSurvey:
 
 
 def list_needed_deployments(ports: Ports, state: ReleaseState) -> tuple[Deployment, ...]:
-    """Return what an endpoint serves, may roll back to at once, or is about to serve."""
+    """Return the deployments that an endpoint serves, can roll back to at once, or will serve next."""
     roles = state.roles
     held = [d for d in (roles.stable, roles.previous, roles.candidate) if d is not None]
     if state.open_intent is not None:
@@ -140,10 +140,10 @@ def find_orphans(ports: Ports, endpoints: Sequence[str]) -> OrphanSurvey:
 
 
 def delete_orphans(ports: Ports, found: Sequence[Orphan]) -> tuple[Orphan, ...]:
-    """Delete orphans, and return those that were deleted. One that came into use meanwhile stays.
+    """Delete orphans, and return those that were deleted. An orphan that is in use again stays.
 
     Raises:
-        ServiceUnavailableError: a provider does not answer; what was deleted before stays deleted.
+        ServiceUnavailableError: a provider does not answer; earlier deletions stay.
     """
     states = [ports.ledger.state(name) for name in {one.endpoint for one in found}]
     configs = {config.endpoint: config for config in _configs(states, [state.endpoint for state in states])}
@@ -175,8 +175,9 @@ class RetainedVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """What is to be removed: versions by model, oldest first, local model folders, orphaned provider resources, and
-    stored objects."""
+    """The objects to remove: versions by model, oldest first, local model folders, orphaned provider resources, and
+    stored objects.
+    """
 
     remove: Mapping[str, tuple[ListedVersion, ...]]
     kept: tuple[RetainedVersion, ...]
@@ -188,7 +189,7 @@ class PrunePlan:
 def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEASES, older_than_s: float) -> PrunePlan:
     """Return what is not needed now. Nothing is changed.
 
-    A version stays while an alias points at it, an endpoint serves it, may roll back to it or is about to serve it, it
+    A version stays while an alias points at it, an endpoint serves it, can roll back to it or will serve it next, it
     belongs to one of the newest releases, or it is young. If an endpoint does not answer, every version that it ever
     served stays.
 
@@ -198,7 +199,7 @@ def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEAS
 
     Raises:
         ServiceUnavailableError: the registry or the store does not answer.
-        CorruptStateError: a ledger is damaged, so that it is not known what its endpoint needs.
+        CorruptStateError: a ledger is damaged, so that its endpoint's needs are unknown.
     """
     states = [ports.ledger.state(name) for name in list_bound_endpoints(ports)]
     in_use = [(state, deployment) for state in states for deployment in list_needed_deployments(ports, state)]
@@ -242,10 +243,10 @@ def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEAS
 
 
 def prune(ports: Ports, plan: PrunePlan) -> PrunePlan:
-    """Remove what the plan names and is still not needed, and return what was removed.
+    """Remove the plan's objects that are still not needed, and return those that were removed.
 
     Raises:
-        ServiceUnavailableError: the registry does not answer; what was removed before stays removed.
+        ServiceUnavailableError: the registry does not answer; earlier removals stay.
     """
     removed: dict[str, tuple[ListedVersion, ...]] = {}
     for model, versions in plan.remove.items():

@@ -56,15 +56,16 @@ from onnx_ops.release.registry_sync import (
 from onnx_ops.release.rollback import carry_out_pending, request_and_carry_out
 
 MAX_STEPS = 20
-"""A rollout has a few steps; more than this in one call means that two parties undo each other."""
+"""A rollout has a few steps; more than this in one call means that two writers undo each other's changes."""
 RECORD_INTERVAL_S = 60.0
-"""Interval at which readings that change nothing are recorded. A process that dies loses a minute of counts, and a
-rollout of a week leaves about ten thousand entries."""
+"""Interval at which readings that change nothing are recorded. A crash loses a minute of counts, and a rollout of a
+week leaves about ten thousand entries.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one step did and why. `stable`: a further step would do nothing now."""
+    """The result of one step and its reason. `stable`: a further step would do nothing now."""
 
     endpoint: str
     did: str
@@ -82,7 +83,7 @@ def reconcile_until_stable(
     on_step: Callable[[StepReport], None] = lambda _: None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> list[StepReport]:
-    """Reconcile until nothing is left to do now, or until stopped; the last report says why.
+    """Reconcile until nothing is left to do now, or until stopped; the last report gives the reason.
 
     A step that lost to another writer, such as a rollback command, is decided anew.
 
@@ -127,7 +128,7 @@ def reconcile_with_retries(
 
 
 def write_aliases(ports: Ports, endpoint: str, *, actor: str = "") -> str:
-    """Write the aliases that a rollback left pending; return why not, if that fails.
+    """Write the aliases that a rollback left pending; return the reason if that fails.
 
     Traffic has moved already, so nothing is raised: the reconciler tries again.
     """
@@ -138,14 +139,14 @@ def write_aliases(ports: Ports, endpoint: str, *, actor: str = "") -> str:
 
 
 def reconcile_step(ports: Ports, endpoint: str, *, actor: str = "") -> StepReport:
-    """Do the one thing that is due.
+    """Perform the next action.
 
     Raises:
         NotFoundError: no such endpoint.
         LedgerConflictError: another process acted meanwhile; call again.
         ConflictError: the endpoint is changed by something that does not write the ledger.
         ServiceUnavailableError: the endpoint could not be reached.
-        RefusedError: the registry does not permit an alias; an endpoint that died is restored all the same.
+        RefusedError: the registry does not permit an alias; an endpoint that died is restored nevertheless.
     """
     journal = Journal.open(ports, endpoint, actor=actor)
     config = journal.config
@@ -180,7 +181,7 @@ def reconcile_step(ports: Ports, endpoint: str, *, actor: str = "") -> StepRepor
 
 
 def _perform(journal: Journal, action: Action) -> Action:
-    """Perform the action. If an alarm of the provider reversed it, roll back. Return what was done."""
+    """Perform the action. If an alarm of the provider reversed it, roll back. Return the performed action."""
     roles, config = journal.state.roles, journal.config
     try:
         journal.perform(action)
@@ -210,7 +211,7 @@ def _write_registry(journal: Journal, desired: DesiredState) -> StepReport | Non
 
 
 def _refuse(journal: Journal, desired: DesiredState) -> StepReport | None:
-    """Revert an alias whose version may not serve, or complete a refusal that was interrupted."""
+    """Revert an alias whose version is not allowed to serve, or complete an interrupted refusal."""
     begun, refused = journal.state.open_refusal, desired.refused
     is_same = begun and refused and (begun.alias, begun.version) == (refused.alias, refused.version)
     if begun is not None and not desired.registry_down and not is_same:
@@ -242,7 +243,7 @@ def _resume(journal: Journal) -> StepReport | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsSnapshot:
-    """What was counted until now, this reading included. `unavailable` is why there is no reading."""
+    """The counts until now, this reading included. `unavailable` is why there is no reading."""
 
     observations: Observations | None
     unavailable: str = ""
@@ -265,7 +266,7 @@ def read_metrics(journal: Journal) -> MetricsSnapshot:
 def choose_action(
     journal: Journal, desired: DesiredState, observed: EndpointState | None, snapshot: MetricsSnapshot
 ) -> Action | Wait:
-    """Return the next action by everything that is known. Without counts only a rollback may follow."""
+    """Return the next action. Without counts only a rollback can follow."""
     state, target, now = journal.state, journal.config.target, journal.ports.clock.now()
     if snapshot.observations is not None:
         # The statistics take longer to import than a rollback takes, and most steps need none.
@@ -297,7 +298,7 @@ def choose_action(
 
 
 def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action | Wait) -> None:
-    """Record what an action rests on before it is performed: the counts, and the thresholds of a new rollout.
+    """Record the basis of an action before it is performed: the counts, and the thresholds of a new rollout.
 
     Raises:
         ConflictError: another process acted meanwhile.
@@ -335,7 +336,7 @@ def record_pause(journal: Journal, wait: Wait) -> None:
 
 
 class _ChangesNeeded(Exception):
-    """Reading is not enough. No handler of an `OnnxOpsError` catches it."""
+    """Raised where reading is not enough. No handler of an `OnnxOpsError` catches it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,7 +409,7 @@ class DryRun:
 
 
 class _AliasRegistry:
-    """A registry of which only the aliases are known."""
+    """A registry whose aliases alone are known."""
 
     def __init__(self, snapshot: RegistrySnapshot) -> None:
         self._snapshot = snapshot
@@ -421,7 +422,7 @@ class _AliasRegistry:
 
 
 class _ReadOnlyPort:
-    """A port of which only methods that read may be called."""
+    """A port that permits only methods that read."""
 
     def __init__(self, inner: object, *allowed: str) -> None:
         self._inner = inner
@@ -434,7 +435,7 @@ class _ReadOnlyPort:
 
 
 class _CachedLedger:
-    """A ledger whose states are read once, and that is not written."""
+    """A read-only ledger whose states are read once."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

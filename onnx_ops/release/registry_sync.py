@@ -1,7 +1,6 @@
 """Synchronize an endpoint's ledger with the registry, in both directions.
 
-Read what the registry asks for, verified, as the desired state; write back the aliases, refusals and entries of the
-ledger.
+Read the verified desired state from the registry; write back the ledger's aliases, refusals and entries.
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ MAX_TEXT = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DesiredState:
-    """The deployment that should serve, and why none should.
+    """The deployment that should serve, or why there is none.
 
-    `refused` is a version that an alias asks for and that may not serve; `registry_down` is why the registry could not
-    be read; `blocked_by` is why an approved version does not start yet. `champion` is the version under the target's
-    champion alias.
+    `refused` is a version that an alias points to but that is not allowed to serve; `registry_down` is why the registry
+    could not be read; `blocked_by` is why an approved version does not start yet. `champion` is the version under the
+    target's champion alias.
     """
 
     deployment: Deployment | None
@@ -71,9 +70,9 @@ class DesiredState:
 
 
 def read_desired_state(journal: Journal) -> DesiredState:
-    """Return what should serve. Without the registry or its client, the endpoint continues with what the ledger says.
+    """Return the desired state. Without the registry or its client, the endpoint continues with the ledger's state.
 
-    An override that stands signed in the registry is recorded in the ledger when it is first needed.
+    An override that is signed in the registry is recorded in the ledger when it is first needed.
     """
     state, config = journal.state, journal.config
     try:
@@ -86,7 +85,7 @@ def read_desired_state(journal: Journal) -> DesiredState:
 
 
 def find_blocking_dependency(journal: Journal, version: VersionRecord) -> str:
-    """Return why this endpoint cannot start the version yet, or empty if it may, or has started.
+    """Return why this endpoint cannot start the version yet; empty if it can, or has started.
 
     It waits until the endpoints of its policy's `after` have served the release with all traffic for `soak`.
     """
@@ -130,10 +129,10 @@ def require_not_rejected(ports: Ports, state: ReleaseState, record: VersionRecor
 
 
 def materialize(ports: Ports, record: VersionRecord, authority: SignedDecision | SignedOverride) -> Deployment:
-    """Return the version as a deployment, its files verified and placed where an endpoint can load them.
+    """Return the version as a deployment, with verified files in a place where an endpoint can load them.
 
     Raises:
-        DigestMismatchError: the registry holds something else than was registered.
+        DigestMismatchError: the registry's content differs from what was registered.
         ServiceUnavailableError: the registry does not answer.
     """
     location = ports.files.location(record.manifest) or _download(ports, record)
@@ -162,7 +161,7 @@ def restore_files(ports: Ports, deployment: Deployment) -> None:
     """Download the files of a deployment again if they are lost or damaged.
 
     Raises:
-        DigestMismatchError: the registry holds something else than was deployed.
+        DigestMismatchError: the registry's content differs from what was deployed.
         NotFoundError, ServiceUnavailableError: the registry does not have it, or does not answer.
     """
     if ports.files.location(deployment.manifest) is None:
@@ -183,20 +182,20 @@ def build_override_entry(signed: SignedOverride) -> OverrideRecorded:
 
 
 def revert_alias(journal: Journal, refused: VersionRefused) -> None:
-    """Record a refusal, revert the alias that asked for the version, and publish the reason on the version.
+    """Record a refusal, revert the alias that points to the version, and publish the reason on the version.
 
     A kill in between leaves a refusal without an outcome, which the next call completes.
     """
     if journal.state.open_refusal is None:
         journal.append(refused)
     model, registry = journal.config.model, journal.ports.registry()
-    if registry.aliases(model).get(refused.alias) == refused.version:  # unless a user has moved it meanwhile
+    if registry.aliases(model).get(refused.alias) == refused.version:  # unless a user has moved it in the meantime
         try:
             if refused.restored_to is None:
                 registry.delete_alias(model, refused.alias)
             else:
                 registry.set_alias(model, refused.alias, refused.restored_to)
-        except (NotFoundError, RefusedError):  # the version before is gone too, or not permitted any more
+        except (NotFoundError, RefusedError):  # the version before is gone too, or no longer permitted
             if refused.restored_to is None:
                 raise
             registry.delete_alias(model, refused.alias)
@@ -204,7 +203,7 @@ def revert_alias(journal: Journal, refused: VersionRefused) -> None:
 
 
 def conclude_refusal(journal: Journal, refused: VersionRefused) -> None:
-    """Publish on the version why it was refused, and record that the alias no longer asks for it."""
+    """Publish the reason of a refusal on the version, and record that the alias no longer points to it."""
     with contextlib.suppress(NotFoundError):  # the version may be gone
         tags = {f"onnxops.rejected.{refused.alias}": refused.reason[:MAX_TEXT]}
         journal.ports.registry().annotate(journal.config.model, refused.version, tags)
@@ -215,7 +214,7 @@ def write_pending_aliases(journal: Journal) -> str:
     """Write the pending aliases to the registry; return what was written, or empty if it must wait.
 
     The champion is written once every endpoint of the model and target serves it. An alias that a user moved after the
-    entry that set it is left alone: `read_desired_state` takes it as a request.
+    entry that set it is not changed: `read_desired_state` takes it as a request.
 
     Raises:
         ServiceUnavailableError, RefusedError: the registry does not answer, or refuses; the aliases stay pending.
@@ -231,11 +230,11 @@ def write_pending_aliases(journal: Journal) -> str:
             return ""
     registry = journal.ports.registry()
     present = registry.aliases(config.model)
-    # The champion last: while it is still the old one, the registry's server lets that become `previous`.
+    # The champion last: while it is still the old one, the registry's server allows it to become `previous`.
     for name, version in sorted(pending.items(), key=lambda item: item[0] == champion):
         current = present.get(name)
         if version is None:
-            # A challenger that a user has set meanwhile is a request.
+            # A challenger that a user has set in the meantime is a request.
             if current is not None and (
                 name != format_alias("challenger", config.target) or is_alias_spent(journal, current)
             ):
@@ -243,14 +242,14 @@ def write_pending_aliases(journal: Journal) -> str:
         elif current != version and not (name == champion and _is_moved_by_user(state, name, current)):
             try:
                 registry.set_alias(config.model, name, version)
-            except NotFoundError:  # the version was deleted: the alias stays as it is
+            except NotFoundError:  # the version was deleted: the alias stays unchanged
                 pending[name] = current
     publish_entries(journal, pending)
     return ", ".join(f"{name} -> {version or 'none'}" for name, version in pending.items())
 
 
 def publish_rejections(journal: Journal) -> bool:
-    """Tag versions that were rolled back here with the reason, and untag those that may return.
+    """Tag versions that were rolled back here with the reason, and untag those that are no longer rejected.
 
     Returns:
         Whether there was anything to publish. It is repeated until `publish_entries` records it.
@@ -268,7 +267,7 @@ def publish_rejections(journal: Journal) -> bool:
 def record_alias(journal: Journal, champion: str | None) -> bool:
     """Record that the registry's champion is what serves here, although another process set it.
 
-    Without that, the alias would look moved by a user for ever, and take precedence over every later release.
+    Otherwise the alias would permanently look moved by a user, and take precedence over every later release.
     """
     state, name = journal.state, format_alias("champion", journal.config.target)
     serving = state.roles.stable
@@ -284,7 +283,7 @@ def publish_entries(journal: Journal, aliases: Mapping[str, str | None]) -> None
     """Record that the registry shows these aliases, and publish the new entries of the ledger there.
 
     Entries since the last such record are published before the next one is written: a kill in between repeats them.
-    Readings, renewals and notifications are left out, as there may be one a minute.
+    Readings, renewals and notifications are left out, as there can be one per minute.
     """
     config = journal.config
 
@@ -298,10 +297,10 @@ def publish_entries(journal: Journal, aliases: Mapping[str, str | None]) -> None
 
 
 def is_alias_spent(journal: Journal, version: str) -> bool:
-    """Return whether a challenger alias on this version asks for nothing any more.
+    """Return whether a challenger alias on this version requests nothing any more.
 
-    Its version serves already; or it was rolled back here, and the alias is about to be deleted or is still needed
-    by another endpoint of the same model and target.
+    Its version serves already; or it was rolled back here, and the alias will be deleted or is still needed by another
+    endpoint of the same model and target.
     """
     state, config = journal.state, journal.config
     if state.roles.stable is not None and version == state.roles.stable.version:
@@ -315,12 +314,12 @@ def is_alias_spent(journal: Journal, version: str) -> bool:
 
 
 def _is_moved_by_user(state: ReleaseState, name: str, version: str | None) -> bool:
-    """Whether an alias is neither what the ledger last wrote nor what is pending."""
+    """Return whether an alias is neither what the ledger last wrote nor what is pending."""
     return version not in (None, state.aliases.get(name), state.pending_aliases.get(name))
 
 
 def _find_request(journal: Journal, aliases: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the alias that asks for a change, and its version.
+    """Return the alias that requests a change, and its version.
 
     A champion alias that a user moved counts as a challenger. An endpoint without any version starts with the
     champion, if the model has one on this target.
@@ -341,7 +340,7 @@ def _verify_request(journal: Journal, name: str, version: str) -> DesiredState:
     try:
         record = ports.registry().version(config.model, version)
         authority = _find_authority(journal, record)
-        # Before its files are downloaded: it may wait for days.
+        # Checked before its files are downloaded: it can wait for days.
         if why := find_blocking_dependency(journal, record):
             return DesiredState(deployment=None, blocked_by=why)
         return DesiredState(deployment=materialize(ports, record, authority))
@@ -354,7 +353,7 @@ def _verify_request(journal: Journal, name: str, version: str) -> DesiredState:
 def _find_authority(journal: Journal, record: VersionRecord) -> SignedDecision | SignedOverride:
     """Return the decision or override that lets the version serve; raise RefusedError if there is none.
 
-    An override that stands signed on the version is recorded, unless that was done before.
+    A signed override on the version is recorded, unless that was done before.
     """
     ports, config = journal.ports, journal.config
 
@@ -377,7 +376,7 @@ def _find_authority(journal: Journal, record: VersionRecord) -> SignedDecision |
 
 
 def _not_serving(state: ReleaseState, version: VersionRecord, soak_s: float, now: float) -> str:
-    """Why an endpoint has not served the version's release for long enough, or empty."""
+    """Return why an endpoint has not served the version's release for long enough, or empty."""
     roles = state.roles
     if state.config is None:
         return "no pipeline has bound it"
@@ -407,7 +406,7 @@ def _download(ports: Ports, record: VersionRecord) -> str:
 
 
 def _serves(ports: Ports, state: ReleaseState, version: str) -> bool:
-    """Whether the endpoint serves only this version. If its ledger is damaged, the endpoint itself is asked."""
+    """Return whether the endpoint serves only this version. If its ledger is damaged, the endpoint is observed."""
     if state.config is None or find_corruption(ports, state.endpoint) is None:
         return state.roles.stable is not None and state.roles.stable.version == version
     observed = ports.provider(state.config.provider).observe(state.config)

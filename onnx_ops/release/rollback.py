@@ -1,6 +1,6 @@
-"""Move all traffic back to a version that is known to work. Needs the ledger and the endpoint, nothing else.
+"""Move all traffic back to a version that is known to work. Needs only the ledger and the endpoint.
 
-A rollback is requested first, by an entry in the ledger, and is pending from then on: whatever fails or is killed,
+A rollback is requested first, by an entry in the ledger, and is pending from then on: despite any failure or kill,
 every reconciliation tries again, until the endpoint was observed there or an operator withdraws the request.
 """
 
@@ -45,7 +45,7 @@ _POLL_INTERVAL_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackResult:
-    """From which version to which. `pending_aliases` are written later. `already`: nothing was left to do."""
+    """The versions before and after. `pending_aliases` are written later. `already`: nothing was left to do."""
 
     endpoint: str
     moved_from: str
@@ -69,7 +69,7 @@ def carry_out_pending(journal: Journal) -> None:
     """Try once to carry out the pending rollback.
 
     Raises:
-        OnnxOpsError: it is still pending; the ledger says why.
+        OnnxOpsError: it is still pending; the ledger has the reason.
     """
     ports, pending = journal.ports, journal.state.pending_rollback
     if pending is None:
@@ -106,9 +106,9 @@ def roll_back_each(
 
     Args:
         force: allow a version that was rolled back itself.
-        pin: leave aliases that several endpoints share; else they follow once all of these have rolled back.
+        pin: keep aliases that several endpoints share; else they follow once all of these have rolled back.
         candidate_only: only abort a rollout in progress.
-        timeout_s: seconds after which what is not carried out is reported as pending.
+        timeout_s: seconds after which an unfinished rollback is reported as pending.
 
     Returns:
         Results and errors by endpoint. Errors are NotFoundError (no such endpoint or version), RefusedError (that
@@ -119,7 +119,7 @@ def roll_back_each(
     def request(journal: Journal) -> tuple[RollbackResult, Journal]:
         config, pending = journal.config, journal.state.pending_rollback
         goal = None if pending is None else pending.action.roles.stable
-        # An abort that rejects nothing is not what the operator asks for.
+        # An abort that rejects nothing does not satisfy the operator's request.
         if pending is not None and pending.action.reject and goal is not None and to in (None, goal.version, goal.name):
             return _build_result(journal.state, pending.action), journal
         if (done := _find_done(journal, to, force)) is not None:
@@ -147,7 +147,7 @@ def roll_back_each(
 
 
 def withdraw_request(ports: Ports, endpoint: str, *, reason: str, actor: str = "") -> str:
-    """Withdraw what is pending at the endpoint: a deletion, else a rollback, with what it rejected.
+    """Withdraw the endpoint's pending request: a deletion, else a rollback, with its rejections.
 
     Returns:
         What was withdrawn, as text.
@@ -199,7 +199,7 @@ def select_endpoints(
 ) -> tuple[str, ...]:
     """Return the endpoints of a rollback: those that are named, or `every` one of a model and target.
 
-    Without `to`, every one means those that have the latest release of any of them: an endpoint that it has not
+    Without `to`, these are only the endpoints that have the latest release of any of them: an endpoint that it has not
     reached has nothing to roll back.
 
     Raises:
@@ -228,7 +228,7 @@ def select_endpoints(
         # A damaged ledger does not show whether it had that release: its rollback must fail visibly.
         if latest in active or find_corruption(ports, state.endpoint):
             selected.append(state.endpoint)
-    # Repeated after the rollback: those that rolled back from it, to report that this is done.
+    # On a repetition after the rollback: the endpoints that rolled back from it, to report completion.
     selected = selected or [s.endpoint for s in states if s.last_rollback and s.latest_release == latest]
     if not selected:
         raise NotFoundError(
@@ -243,12 +243,12 @@ def _no_rollout(endpoint: str) -> UserError:
 
 
 def _carry_out(journal: Journal, result: RollbackResult) -> RollbackResult:
-    """Carry out what was requested. Raises StillPendingError with the cause."""
+    """Carry out the request. Raises StillPendingError with the cause."""
 
     def attempt() -> None:
         deadline = time.monotonic() + COMMAND_TIMEOUT_S
         try:
-            # Another process may finish the same rollback, so that repeated commands do not each begin it anew.
+            # Another process may finish the same rollback, so that repeated commands do not each start it anew.
             while (intent := journal.active_intent()) is not None:
                 if time.monotonic() > deadline:
                     raise ServiceUnavailableError(f"{intent.holder} is changing it", where=result.endpoint)
@@ -288,7 +288,7 @@ def _build_result(state: ReleaseState, action: Action) -> RollbackResult:
 
 
 def _find_done(journal: Journal, to: str | None, force: bool) -> RollbackResult | None:
-    """Return what an earlier request has done, or None if there is something to do.
+    """Return the result of an earlier request, or None if there is something to do.
 
     Without `to`, a rollback after a rollback is the same one again: to go further back, an operator names a version.
     """
@@ -327,8 +327,8 @@ def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> Action:
     begun = state.open_intent.action if state.open_intent is not None else None
     if state.pending_rollback is not None:
         begun = state.pending_rollback.action
-    # What was begun may have reached the endpoint, so it counts as done; but what is being removed counts as still
-    # there, so that it is rejected too.
+    # A started effect may have reached the endpoint, so it counts as done; a deployment being removed still counts
+    # as present, so that it is rejected too.
     roles = begun.roles if begun is not None and begun.kind is not ActionKind.ABORT else state.roles
     goal = _find_goal(state, roles, to, force)
     if (rejection := state.find_rejection(goal)) is not None and not force:
@@ -350,7 +350,7 @@ def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> Action:
 
 
 def _find_goal(state: ReleaseState, roles: Roles, to: str | None, force: bool) -> Deployment:
-    """Where traffic is to go: without `to`, where the last rollback led if no other version has come since."""
+    """Return the goal of the traffic: without `to`, that of the last rollback if no other version has come since."""
     if to is not None:
         version = to.removeprefix("v")
         if version not in state.known:

@@ -1,4 +1,4 @@
-"""The status of endpoints: what they serve, their history, their rollout, and metrics of what is pending."""
+"""The status of endpoints: what they serve, their history, their rollout, and metrics of pending operations."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _TIMELINE = (ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH, ActionKind
 class EndpointStatus:
     """The state of the ledger and that of the provider. `actual` is None if the endpoint's manager does not answer.
 
-    `unsupervised` then says that its clients are answered all the same.
+    `unsupervised`: its clients get answers although the manager does not answer.
     """
 
     state: ReleaseState
@@ -77,7 +77,7 @@ class HistoryLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryFilter:
-    """Selects endpoints and entries; what is left out selects all. `since` is in seconds since the epoch."""
+    """A selection of endpoints and entries; unset fields select all. `since` is in seconds since the epoch."""
 
     endpoints: tuple[str, ...] = ()
     model: str = ""
@@ -91,10 +91,10 @@ class HistoryFilter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutView:
-    """A rollout in progress. `step` indexes `steps`; `seconds` is how long it has been there.
+    """A rollout in progress. `step` indexes `steps`; `seconds` is the time in that step.
 
-    `judged` and `evidence` are None and empty without analysis, or where no metrics could be read. `next` says in one
-    line what a reconciliation would do next, or what is waited for.
+    `judged` and `evidence` are None and empty without analysis, or where no metrics could be read. `next` describes in
+    one line the next action of a reconciliation, or what it waits for.
     """
 
     endpoint: str
@@ -121,7 +121,7 @@ class TimelineStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutTimeline:
-    """A rollout from its start, with what was counted of it. `end` is how it ended, None while in progress."""
+    """A rollout from its start, with its counts. `end` is how it ended, None while in progress."""
 
     candidate: Deployment
     stable: Deployment | None
@@ -285,7 +285,7 @@ def render_pending_metrics(ports: Ports) -> str:
 
 
 def _is_about(name: str, entries: Sequence[LedgerEntry], selection: HistoryFilter) -> bool:
-    """Whether the ledger was ever about the selected model and target."""
+    """Return whether the ledger was ever about the selected model and target."""
     model, _, target = name.partition("@")
     if target:
         return selection.model in ("", model) and selection.target in ("", target)
@@ -314,7 +314,7 @@ def _build_line(entry: LedgerEntry, *, failed: bool) -> HistoryLine:
 
 
 def _describe_entry(body: EntryBody) -> tuple[str, str]:
-    """Return what an entry says, and why."""
+    """Return descriptions of an entry and of its reason."""
     why = ""
     match body:
         case EndpointBound():
@@ -385,7 +385,7 @@ def _describe_thresholds(body: ThresholdsFixed) -> str:
 
 
 def _describe_action(action: Action) -> str:
-    """Return what the action does to traffic, and from which to which stable version it changes."""
+    """Return the action's effect on traffic, and the stable versions before and after."""
     weights, stable = action.state.split.weights, action.roles.stable
     split = ", ".join(f"{name} {weight} %" for name, weight in weights.items())
     before = next((name for name, weight in weights.items() if not weight), None)
@@ -401,7 +401,7 @@ def _build_step(entry: LedgerEntry, action: Action) -> TimelineStep:
 
 
 def _list_notes(entry: LedgerEntry) -> list[TimelineStep]:
-    """Commands, failures and pauses of a rollout."""
+    """Return commands, failures and pauses of a rollout."""
     match entry.body:
         case OperatorCommandSent(command=command, reason=why):
             what = f"operator command {command.value}"

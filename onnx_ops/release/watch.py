@@ -1,6 +1,6 @@
 """Reconcile all endpoints continuously: at an interval, and at once where a model is queued.
 
-Every pass reads everything anew (aliases, ledgers, endpoints, time), so nothing is lost with a missed wake-up.
+Every pass reads the full state again (aliases, ledgers, endpoints, time), so a missed wake-up loses nothing.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class WatchEvent:
 
 
 class ReconcileQueue:
-    """Models waiting to be reconciled. `add` may be called in any thread, `close` also in a signal handler.
+    """Models waiting to be reconciled. `add` can be called in any thread, `close` also in a signal handler.
 
-    A SimpleQueue may be put to while a put is in progress in the same thread.
+    A SimpleQueue allows a put while another put is in progress in the same thread.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class WatchLoop:
     Args:
         models: models to reconcile at once; closing it ends the loop.
         endpoints: names of endpoints; by default all that are bound, now or later.
-        on_event: gets an event of everything that happens, and of every change of what is waited for.
+        on_event: gets every event, and every change of what the loop waits for.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class WatchLoop:
             self._reconcile(dry_run, name)
 
     def emit(self, endpoint: str, kind: WatchEventKind, *, did: str = "", why: str = "") -> None:
-        """Report an event: whatever was done, and a state only when it begins."""
+        """Report an event: every action, and a state only when it starts."""
         is_state = not did and bool(endpoint or kind is WatchEventKind.TROUBLE)
         if is_state and self._last.get(endpoint) == (kind, why):
             return
@@ -186,14 +186,14 @@ class WatchLoop:
     def _list_endpoints(self) -> tuple[str, ...]:
         try:
             return self._endpoints or tuple(name for name in self._ports.ledger.endpoints() if "@" not in name)
-        except Exception as error:  # of whatever kind the ledger's storage raises
+        except Exception as error:  # any exception of the ledger's storage
             self.emit("", WatchEventKind.TROUBLE, why=f"the ledger could not be listed: {error}")
             return ()
 
     def _read_config(self, dry_run: DryRun, name: str) -> EndpointConfig | None:
         try:
             return dry_run.state(name).config
-        except Exception as error:  # of whatever kind the ledger's storage raises
+        except Exception as error:  # any exception of the ledger's storage
             self._fail(name, str(error))
             return None
 

@@ -1,4 +1,4 @@
-"""A release beside the champion, and beside its base branch, metric by metric."""
+"""Comparison of a release with the champion, and with its base branch, metric by metric."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ APART = (
     "none, and the two intervals overlap, noise may explain it."
 )
 Pairs = Callable[[Evidence, Evidence], Sequence[PairedCounts | ScoreComparison]]
-"""What the answers of two runs to the same rows say of each other, metric by metric."""
+"""The comparison of two runs' answers to the same rows, metric by metric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedMetric:
-    """One line: a metric of the release, of what it is compared with, and the change. Texts carry their units."""
+    """One line: a metric of the release and of the other model, and the change. Texts include units."""
 
     metric: str
     ours: str
@@ -37,9 +37,9 @@ class ComparedMetric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelComparison:
-    """A variant of the release beside one other model on one target.
+    """A variant of the release compared with one other model on one target.
 
-    `against` is "the champion", or the name of the base branch. `note` says what the lines rest on, or why there are
+    `against` is "the champion", or the name of the base branch. `note` gives the basis of the lines, or why there are
     none.
     """
 
@@ -53,9 +53,9 @@ class ModelComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantRow:
-    """The figures of one variant on one target.
+    """The measurements of one variant on one target.
 
-    The champion has a row of its own, with its version and without a verdict. Without evidence, `size_bytes` is None.
+    The champion has a separate row, with its version and without a verdict. Without evidence, `size_bytes` is None.
     """
 
     variant: str
@@ -92,7 +92,7 @@ def variant_rows(decisions: Sequence[Decision], evidence: Sequence[Evidence]) ->
 
 
 def figures_of(evidence: Evidence) -> str:
-    """Return the absolute figures of a variant and how they differ from the champion's, in one sentence."""
+    """Return a variant's absolute measurements and their differences from the champion's, in one sentence."""
     told = [f"{label} {value.figure}" for label, value in task_values(evidence).items()]
     if middle := median_latency(evidence.latency):
         told.append(f"median latency {middle.figure}")
@@ -229,7 +229,7 @@ def _change(entry: PairedCounts | ScoreComparison) -> str:
 
 
 def _difference(found: Interval, unit: str) -> str:
-    """Format a change with its sign; of a share in percentage points."""
+    """Return a change with its sign; for a share in percentage points."""
     scale = scale_for(found.estimate, unit)
     shown = [_signed(value / scale.divisor) for value in (found.estimate, found.low, found.high)]
     return f"{shown[0]} [{shown[1]}, {shown[2]}]{' points' if unit == '1' else scale.suffix}"

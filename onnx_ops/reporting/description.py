@@ -16,7 +16,7 @@ DESCRIPTION_LIMIT = 5000
 """Characters that a registry keeps of a version's description."""
 
 KEPT = "*Written by onnx-ops from the pipeline file. Change this text, and onnx-ops leaves it alone.*"
-"""What the description of a registered model ends with as long as no person has changed it."""
+"""End of a registered model's description that no person has changed."""
 
 _VERSIONS = (
     "Each version is one variant of one release. Its description begins with the verdict on each target, and links the "
@@ -31,7 +31,7 @@ _ESCAPED = re.compile(r"\\([\\|`*_\[\]])")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRow:
-    """One gate of one variant on one target, ready to be shown. `figure` and `interval` carry their units."""
+    """One gate of one variant on one target as texts. `figure` and `interval` include their units."""
 
     variant: str
     target: str
@@ -48,26 +48,26 @@ class ResultRow:
 
     @property
     def counted(self) -> str:
-        """What the figure rests on."""
+        """The counts behind the result."""
         return f"{self.n} in {self.groups} groups" if self.groups else str(self.n or "")
 
     @property
     def measured(self) -> str:
-        """Return figure and interval."""
+        """The estimate and its interval."""
         return f"{self.figure} {self.interval}".strip()
 
     def describe_gate(self, separator: str = " ") -> str:
-        """Return the gate, with its metric where that is another word."""
+        """Return the gate, with its metric if that differs."""
         return f"{self.gate}{separator}{self.metric}" if self.metric and self.metric != self.gate else self.gate
 
     def markdown_cells(self) -> tuple[str, ...]:
-        """Return gate, limit, figure, verdict and reason as columns of a table in Markdown have them."""
+        """Return gate, limit, estimate, verdict and reason for the columns of a Markdown table."""
         verdict = f"{self.verdict.value} (advisory)" if self.advisory else self.verdict.value
         return self.describe_gate(": "), self.limit, self.measured, verdict, self.reason
 
 
 def made_by(provenance: Provenance) -> str:
-    """Return date, author and commit in one line; each is said to be unknown where it is."""
+    """Return date, author and commit in one line; missing ones as unknown."""
     branch = f" ({provenance.branch})" if provenance.branch else ""
     changed = ", with uncommitted changes" if provenance.changed else ""
     return " · ".join(
@@ -115,12 +115,12 @@ def version_description(
     figures: Sequence[str] = (),
     provenance: Provenance | None = None,
 ) -> str:
-    """Return Markdown for a registered version: verdicts, figures, gate table, where it comes from.
+    """Return Markdown for a registered version: verdicts, measurements, gate table and origin.
 
-    The verdicts are plain text, because MLflow lists the first line of a description as it is.
+    The verdicts are plain text, because MLflow lists the first line of a description unrendered.
 
-    Never longer than `DESCRIPTION_LIMIT`: the worst results come first, and a line says how many were left out.
-    `decisions` are by target; `figures` say what was measured, in one sentence a target.
+    The text has at most `DESCRIPTION_LIMIT` characters: the worst results come first, and a line counts those left out.
+    `decisions` are by target; `figures` summarize the measurements in one sentence per target.
     """
     ordered = [decisions[target] for target in sorted(decisions)]
     parts = [f"variant {variant}", f"pipeline {lineage.pipeline}", f"release {short_digest(lineage.release)}"]
@@ -153,7 +153,7 @@ def version_description(
 
 
 def model_description(about: str, pipeline: str, variants: Iterable[str], targets: Iterable[str]) -> str:
-    """Return Markdown for a registered model: what the pipeline file says about it, and how to read its versions."""
+    """Return Markdown for a registered model: the pipeline file's description, and how to read its versions."""
     variants, targets = (markdown(", ".join(names)) for names in (variants, targets))
     made = f"Pipeline {markdown(pipeline)}. Variants: {variants}. Targets: {targets}."
     return "\n\n".join(part for part in (markdown(about), made, _VERSIONS, KEPT) if part)
@@ -166,7 +166,7 @@ def told_reason(description: str, target: str) -> str:
 
 
 def _fitted(lines: Sequence[str], room: int, what: str, *, prefix: Sequence[str]) -> str:
-    """As many lines as `room` characters hold, and one that counts the rest."""
+    """Return as many lines as fit in `room` characters, and one that counts the rest."""
     whole = "\n".join((*prefix, *lines))
     if len(whole) <= room:
         return whole

@@ -1,4 +1,4 @@
-"""Figures for people, with three significant digits and a short unit; text and tables in Markdown."""
+"""Numbers with three significant digits and a short unit, and text and tables in Markdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How values of one unit are written: divided by `divisor` and followed by `suffix`."""
+    """The notation for one unit: values divided by `divisor` and followed by `suffix`."""
 
     divisor: float
     suffix: str
@@ -29,7 +29,7 @@ class Scale:
 def scale_for(value: float, unit: str) -> Scale:
     """Return the scale that fits a value of a unit: `s`, `B`, `1` (a fraction, written as a percentage), `x` (a ratio).
 
-    Any other unit is written as it is.
+    Any other unit is written unchanged.
     """
     if unit == "1":
         return Scale(divisor=0.01, suffix="%")
@@ -45,7 +45,7 @@ def scale_for(value: float, unit: str) -> Scale:
 
 
 def format_figure(value: float | None, unit: str) -> str:
-    """One figure with its unit: `1.25 ms`, `0.5%`, `1.03×`, `2.4 MB`; `–` for None."""
+    """Return one value with its unit: `1.25 ms`, `0.5%`, `1.03×`, `2.4 MB`; `–` for None."""
     if value is None:
         return NOTHING
     scale = scale_for(value, unit)
@@ -59,7 +59,7 @@ def format_interval(low: float | None, high: float | None, unit: str, *, near: f
         low: lower bound; None or minus infinity if there is none.
         high: upper bound; None or infinity if there is none.
         unit: as in `scale_for`.
-        near: the figure that the interval belongs to, whose scale it takes.
+        near: the estimate of the interval, whose scale it takes.
     """
     low = None if low is not None and math.isinf(low) else low
     high = None if high is not None and math.isinf(high) else high
@@ -74,14 +74,14 @@ def format_interval(low: float | None, high: float | None, unit: str, *, near: f
 
 
 def result_figure(result: GateResult) -> str:
-    """Return the estimate of a gate's result; durations in milliseconds, as its limit and its reason have them."""
+    """Return the estimate of a gate's result; durations in milliseconds, as in its limit and reason."""
     if result.unit == "s" and result.estimate is not None:
         return format_figure(1e3 * result.estimate, "ms")
     return format_figure(result.estimate, result.unit)
 
 
 def result_interval(result: GateResult) -> str:
-    """Return the interval of a gate's result, in the unit of its figure."""
+    """Return the interval of a gate's result, in the unit of its estimate."""
     near, low, high, unit = result.estimate, result.low, result.high, result.unit
     if unit == "s":
         near, low, high = (None if value is None else 1e3 * value for value in (near, low, high))
@@ -90,7 +90,7 @@ def result_interval(result: GateResult) -> str:
 
 
 def number(value: float) -> str:
-    """At least three significant digits; plain notation from 0.001 to 100,000."""
+    """Return at least three significant digits; plain notation from 0.001 to 100,000."""
     if not math.isfinite(value):
         return str(value)
     if value == 0:
@@ -104,11 +104,11 @@ def number(value: float) -> str:
 
 
 def markdown(text: str) -> str:
-    """Text that Markdown and HTML leave as it is, and that mentions nobody."""
+    """Return text that Markdown and HTML render literally, and that mentions no user."""
     return text.translate(_ESCAPES)
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table, two of them above the rows; cells are text."""
+    """Return the lines of a table, with two header lines; cells are plain text."""
     cells = (" | ".join(map(markdown, row)) for row in rows)
     return [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *(f"| {row} |" for row in cells)]

@@ -1,4 +1,4 @@
-"""The HTML report of a release, from the templates of this room: one page that needs nothing but itself."""
+"""The HTML report of a release, from this room's templates: one self-contained page."""
 
 from __future__ import annotations
 
@@ -89,15 +89,15 @@ def release_report(
 
     Args:
         decisions: of every variant on every target, in the order of the pipeline file.
-        evidence: what they rest on; decisions without evidence are shown without plots.
+        evidence: behind the decisions; decisions without evidence are shown without plots.
         choices: one for each target.
         lineage: where the release comes from, if known.
         versions: registered version by variant; empty before registration.
         digests: of the stored evidence by variant and target; by default of its canonical text.
         searches: those that found some of the variants.
-        provenance: who made the report, when, from which commit.
-        base: what is recorded of the branch that the release is compared with; None where there is no such branch.
-        pairs: what the answers of two runs to the same rows say of each other.
+        provenance: author, time and commit of the report.
+        base: the record of the branch that the release is compared with; None where there is no such branch.
+        pairs: compares two runs' answers to the same rows.
     """
     known = {(e.variant, e.target): e for e in evidence}
     stored = dict(digests or {})
@@ -205,7 +205,7 @@ def _find_comparison(result: GateResult, evidence: Evidence) -> LatencyCompariso
 def _list_prospects(decisions: Sequence[Decision]) -> Iterator[tuple[str | float, ...]]:
     """Yield rows on the power of gates: shares of verdicts for a variant without loss and for one with twice the limit.
 
-    The spread of their figures is taken to be that of the variant that was measured.
+    Their spread is assumed to be that of the measured variant.
     """
     for decision in decisions:
         tried = sum(d.target == decision.target and d.variant != EXPORT for d in decisions)
@@ -219,7 +219,7 @@ def _list_prospects(decisions: Sequence[Decision]) -> Iterator[tuple[str | float
 def _plot_target(
     target: str, decisions: Sequence[Decision], evidence: Sequence[Evidence], chosen: str | None
 ) -> list[Figure]:
-    """Plot each float variant by itself; the export behind all quantized ones once, since it is the same."""
+    """Return the plots of each float variant, and once the plot of the export behind all quantized ones."""
     judged = {d.variant: d for d in decisions if d.target == target}
     here = [(e, judged.get(e.variant)) for e in evidence if e.target == target]
     exports: list[Figure | None] = []

@@ -1,4 +1,4 @@
-"""A verdict on two files: the rows of its table, a page of Markdown and one of HTML."""
+"""The report of a verdict on two files: table rows, a Markdown page and an HTML page."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from onnx_ops.reporting.structure import advice_lines
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heading:
-    """What stands above the table. `rows` says on which rows the files were run, `times` the median times of a
-    request after and before, `notes` what was not shown."""
+    """The text above the table. `rows` describes the rows that the files were run on, `times` the median times of a
+    request after and before, `notes` what was not shown.
+    """
 
     baseline: str
     candidate: str
@@ -41,7 +42,7 @@ class Heading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the table; `verdict` is None where a figure is shown that no limit is set for."""
+    """One line of the table; `verdict` is None for a measurement without a limit."""
 
     target: str
     what: str
@@ -53,7 +54,7 @@ class Row:
 
 
 def table_rows(decisions: Sequence[Decision], sizes: tuple[int, int]) -> list[Row]:
-    """Every result in the order of the decisions, what holds on all targets once, and the size."""
+    """Return every result in the order of the decisions, results of all targets once, and the size."""
     rows: list[Row] = []
     seen: list[GateResult] = []
     for decision in decisions:
@@ -79,7 +80,7 @@ def table_rows(decisions: Sequence[Decision], sizes: tuple[int, int]) -> list[Ro
 
 
 def reason_of(decisions: Sequence[Decision], sizes: tuple[int, int]) -> str:
-    """One line: the reason of the worst result, or the figures that matter where all passed."""
+    """Return one line: the reason of the worst result, or the main measurements if all passed."""
     binding = [result for decision in decisions for result in decision.results if not result.advisory]
     worst = max(binding, key=lambda result: result.verdict.rank, default=None)
     if worst is None:
@@ -99,7 +100,7 @@ def reason_of(decisions: Sequence[Decision], sizes: tuple[int, int]) -> str:
 
 
 def _figure(result: GateResult) -> str:
-    """With its interval; a change with its sign."""
+    """Return the estimate with its interval; a change with its sign."""
     sign = "+" if result.gate == "task" and (result.estimate or 0) > 0 else ""
     return f"{sign}{result_figure(result)} {result_interval(result)}".strip()
 
@@ -109,7 +110,7 @@ def _name(result: GateResult) -> str:
 
 
 def markdown_page(heading: Heading, decisions: Sequence[Decision]) -> str:
-    """For a pull request or a job summary."""
+    """Return Markdown for a pull request or a job summary."""
     several = len(decisions) > 1
     rows = table_rows(decisions, heading.sizes)
     cells = []
@@ -139,7 +140,7 @@ def markdown_page(heading: Heading, decisions: Sequence[Decision]) -> str:
 
 
 def html_report(heading: Heading, decisions: Sequence[Decision], timings: Sequence[tuple[Decision, Evidence]]) -> str:
-    """One page that needs nothing but itself; `timings` are the latency comparisons, each with its decision."""
+    """Return one self-contained page; `timings` are the latency comparisons, each with its decision."""
     evidence = {  # the first timing of each target, which names its machine
         (decision.variant, decision.target): next(found for _, found in timings if found.target == decision.target)
         for decision in decisions

@@ -1,4 +1,4 @@
-"""Figures of the evidence for people, each with its interval and what it rests on."""
+"""Measurements of the evidence for people, each with its interval and number of observations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from onnx_ops.statistics.rules.metric import INDEPENDENCE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A figure with its interval and what it rests on; `low` and `high` as in the gate table."""
+    """A measurement with its interval and the counts behind it; `low` and `high` as in the gate table."""
 
     estimate: float
     low: float
@@ -37,7 +37,7 @@ class Measured:
 
     @property
     def count(self) -> str:
-        """Return what the value rests on."""
+        """Return the counts behind the value."""
         return f"n = {self.n} {self.of}"
 
     def text(self) -> str:
@@ -72,14 +72,14 @@ def headline(decisions: Sequence[Decision], evidence: Sequence[Evidence]) -> str
 
 
 def task_values(evidence: Evidence) -> Mapping[str, Measured]:
-    """Every task metric of the variant that has a value, by the label of its definition."""
+    """Return every task metric of the variant that has a value, by the label of its definition."""
     labels = dict.fromkeys([*(c.metric for c in evidence.metrics), *(s.metric for s in evidence.scores)])
     found = {label: task_metric(evidence, label) for label in labels}
     return {label: value for label, value in found.items() if value is not None}
 
 
 def champion_values(evidence: Evidence) -> Mapping[str, Measured]:
-    """Every task metric of the champion that the variant was compared with, on the same rows."""
+    """Return every task metric of the champion that the variant was compared with, on the same rows."""
     swapped = [
         replace(one, against="", only_baseline=one.only_candidate, only_candidate=one.only_baseline)
         for one in evidence.metrics
@@ -147,12 +147,12 @@ def plain_figures(evidence: Evidence) -> dict[str, float]:
 
 
 def _name(metric: str) -> str:
-    """Replace characters that a registry refuses in names; class labels and output names may hold any."""
+    """Replace characters that a registry refuses in names; class labels and output names can contain any."""
     return re.sub(r"[^\w\-. :]", "_", metric, flags=re.ASCII)
 
 
 Judged = Mapping[str, Mapping[str, tuple[Verdict, Evidence]]]
-"""By variant and target: what was decided, and on what."""
+"""Verdict and evidence by variant and target."""
 
 
 def dvc_metrics(judged: Judged) -> Json:
@@ -167,7 +167,7 @@ def dvc_metrics(judged: Judged) -> Json:
 
 
 def dvc_plots(judged: Judged) -> Mapping[str, Json]:
-    """By file name, lists of points: `latency.json` with quantiles in milliseconds, `size.json` in bytes."""
+    """Return lists of points by file name: `latency.json` with quantiles in ms, `size.json` in bytes."""
     latency: list[Json] = []
     size: list[Json] = []
     for variant, targets in judged.items():

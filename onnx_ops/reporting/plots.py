@@ -1,4 +1,4 @@
-"""The plots of a release: each from evidence, with a caption that tells units, intervals and n."""
+"""The plots of a release, from evidence. Each caption states units, intervals and n."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onnx_ops.statistics.latency import ALPHA, compare
 from onnx_ops.statistics.parity import pool_noise
 
 SERIES = 6
-"""Colours that the page has for variants; more variants use them again, told apart by their dashes."""
+"""Colours that the page has for variants; further variants reuse them with other dashes."""
 
 _POINTS = 240
 _ROWS = 16
@@ -27,7 +27,7 @@ _NAMED = 4
 _CLIPPED = 1e6
 
 _SHOWN_LOSSES = 6
-"""Losses of more than so many budgets stand at the edge: where the others are is what matters."""
+"""Losses of more than so many budgets are drawn at the edge, to leave room for the others."""
 
 _LEAST_LOSS = 0.02
 """Least width of an axis of losses, in points: none of a thousand rows is no plot."""
@@ -43,7 +43,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A plot, its title, its legend, and a caption. `svg` is markup, everything else is text still to be escaped."""
+    """A plot with title, legend and caption. `svg` is markup; the other texts are not escaped yet."""
 
     title: str
     svg: str
@@ -58,7 +58,7 @@ def limit_of(decision: Decision | None, gate: str, metric: str) -> float | None:
 
 
 def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
-    """Share of runs that took no longer than a given time, one curve a variant."""
+    """Plot the share of runs that took no longer than a given time, one curve per variant."""
     curves = [
         (series, e, e.latency, [ns / 1e9 for ns in e.latency.sorted_ns if ns > 0])
         for series, e in enumerate(evidence)
@@ -95,7 +95,7 @@ def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
 def parity_figure(
     what: str, measurements: Sequence[ParityMeasurement], decision: Decision | None, metric: str
 ) -> Figure | None:
-    """Error of each output and group of inputs in units of the source's own rounding noise, worst first."""
+    """Plot the error of each output and input group in units of the source's rounding noise, worst first."""
     known = [m for m in pool_noise(measurements) if m.mismatch or math.isfinite(m.ratio)]
     if not known:
         return None
@@ -122,7 +122,7 @@ def parity_figure(
 
 
 def weights_figure(what: str, evidence: Evidence, decision: Decision | None) -> Figure | None:
-    """Distance of each quantized weight from its original, in quantization steps, worst first."""
+    """Plot the distance of each quantized weight from its original, in quantization steps, worst first."""
     known = sorted((w for w in evidence.weights if math.isfinite(w.steps)), key=lambda w: (-w.steps, w.tensor))
     if not known:
         return None
@@ -146,7 +146,7 @@ def weights_figure(what: str, evidence: Evidence, decision: Decision | None) -> 
 def _draw_rows(
     axis: Axis, limit: float | None, rows: Sequence[tuple[str, float, str, bool, str]], *, stems: bool = False
 ) -> Chart:
-    """Draw a dot a row from its name, value, the value's text, whether it is beyond the limit, and its tooltip."""
+    """Draw one dot per row from its name, value, the value's text, whether it exceeds the limit, and its tooltip."""
     left, height = room_for([name for name, *_ in rows])
     y_axis = Axis(low=0.3, high=len(rows) + 0.7, label="")
     chart = Chart(x=axis, y=y_axis, height=height * len(rows) + 62, left=left, right=66, y_ticks=False)
@@ -168,7 +168,7 @@ def _count_shown(known: Sequence[object]) -> str:
 def pareto_figure(
     target: str, evidence: Sequence[Evidence], decisions: Sequence[Decision], chosen: str | None
 ) -> Figure | None:
-    """Size against latency, with the task metric beside each variant."""
+    """Plot size against latency, with the task metric beside each variant."""
     here = [e for e in evidence if e.target == target]
     points = [(s, e, m) for s, e in enumerate(here) if (m := median_latency(e.latency)) and e.size_bytes > 0]
     if not points:
@@ -212,13 +212,13 @@ def pareto_figure(
 def variants_picture(
     target: str, evidence: Sequence[Evidence], decisions: Sequence[Decision], chosen: str | None
 ) -> Figure | None:
-    """Size and latency of a target's variants, as an SVG file of its own; None if nothing was measured there."""
+    """Return size and latency of a target's variants as a separate SVG file; None if nothing was measured there."""
     figure = pareto_figure(target, evidence, decisions, chosen)
     return None if figure is None else replace(figure, svg=make_standalone(figure.svg))
 
 
 def search_figure(record: SearchRecord, target: str) -> Figure | None:
-    """Loss of the task metric against time on one target, for everything that was measured."""
+    """Plot the loss of the task metric against time on one target, for all measured models."""
     points = [(n, t) for n, t in enumerate(record.trials) if not t.failure and target in t.ratios]
     if not points:
         return None
@@ -287,7 +287,7 @@ def measured_ratio(comparison: LatencyComparison | PairedRatios) -> Measured | N
 def ratio_figure(
     evidence: Evidence, comparison: LatencyComparison | PairedRatios, decision: Decision | None
 ) -> Figure | None:
-    """Ratio of each pair, the interval over all of them, the limit, and the baseline against itself."""
+    """Plot the ratio of each pair, the interval over all of them, the limit, and the baseline against itself."""
     found = measured_ratio(comparison)
     if found is None:
         return None
@@ -330,7 +330,7 @@ def ratio_figure(
 
 
 def name_of(comparison: LatencyComparison | PairedRatios) -> str:
-    """Return what a ratio is of, in words."""
+    """Return the name of the quantity of a ratio."""
     if isinstance(comparison, LatencyComparison):
         return "latency"
     return _OF.get(comparison.figure, f"time per request at {comparison.figure}")
@@ -346,11 +346,11 @@ def _exp(log_ratio: float) -> float:
 
 
 _FAR = 3.0
-"""How far below zero, and above the limit, evidence is drawn; what lies beyond is at the edge."""
+"""How far below zero, and above the limit, evidence is drawn; values beyond are at the edge."""
 
 
 def evidence_svg(paths: Sequence[EvidencePath]) -> str:
-    """One line for each guardrail that has counts; empty if none has."""
+    """Return a plot with one line for each guardrail that has counts; empty if none has."""
     drawn = [path for path in paths if path.requests]
     if not drawn:
         return ""

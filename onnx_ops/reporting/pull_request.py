@@ -1,4 +1,4 @@
-"""What a commit does to its models, in one page of Markdown: for a pull request, a job summary, a check."""
+"""The Markdown page on a commit's effect on its models: for a pull request, a job summary, a check."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnx_ops.reporting.description import result_table, worst_first
 from onnx_ops.reporting.formatting import NOTHING, format_figure, markdown, markdown_table
 
 LIMIT = 60_000
-"""Characters; GitHub takes 65,536 in a comment, and as many in a check."""
+"""Characters; GitHub accepts 65,536 in a comment, and as many in a check."""
 
 SIGNS = {Verdict.PASS: "✅", Verdict.INCONCLUSIVE: "⚪", Verdict.ERROR: "⚠️", Verdict.FAIL: "❌"}
 _VARIANT_HEADS = ("variant", "target", "verdict", "task metrics", "median latency", "size")
@@ -21,10 +21,11 @@ _RESULT_HEADS = ("variant", "target", "gate", "limit", "figure", "verdict", "rea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """One pipeline and what its gates said. `error` says why there is nothing to say, or what else went wrong.
+    """One pipeline and its gate results. `error` is the reason for missing results, or another failure.
 
-    `because` are the changed paths it was run for; `verdict` that of the whole pipeline; `withheld` why what passed was
-    not released. `comparisons` are with the champion and with the base branch; `made_by` says who made the change when.
+    `because` are the changed paths that caused the run; `verdict` is that of the whole pipeline; `withheld` is why a
+    passing variant was not released. `comparisons` are with the champion and the base branch; `made_by` is author and
+    time of the change.
     """
 
     file: str
@@ -46,7 +47,7 @@ def overall(checked: Sequence[Checked]) -> Verdict | None:
 
 
 def title(checked: Sequence[Checked]) -> str:
-    """One line: how many pipelines passed, failed, could not be decided or measured."""
+    """Return one line that counts pipelines that passed, failed, were inconclusive or could not be measured."""
     if not checked:
         return "no pipeline is touched by this change"
     words = {
@@ -60,7 +61,7 @@ def title(checked: Sequence[Checked]) -> str:
 
 
 def page(checked: Sequence[Checked], *, commit: str, reports: str = "") -> str:
-    """Markdown about what a commit touches, the worst pipeline first, never longer than `LIMIT`.
+    """Return Markdown on the pipelines that a commit touches, the worst first, never longer than `LIMIT`.
 
     `reports` is the address of the whole reports; empty if there is none.
     """

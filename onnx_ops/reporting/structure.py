@@ -1,4 +1,4 @@
-"""What is known of a variant beside its answers: recipe, trees, activations, int8 coverage, advice, limits."""
+"""Findings about a variant other than its answers: recipe, trees, activations, int8 coverage, advice, limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAMED = 5
 
 
 def structure_entries(evidence: Evidence) -> dict[str, str]:
-    """Names and texts of what was found; nothing of what was not looked at."""
+    """Return the findings by name; checks that were not made have none."""
     entries: dict[str, str] = {}
     if (trees := evidence.trees) is not None:
         changed = f"{trees.changed} differ" if trees.changed else "all the same"
@@ -44,7 +44,7 @@ def structure_entries(evidence: Evidence) -> dict[str, str]:
 
 
 def coverage_lines(found: Int8Coverage | None) -> list[str]:
-    """How much runs in int8, and each operator that does not, with its reason."""
+    """Return how much runs in int8, and each operator that does not, with its reason."""
     if found is None or not (found.int8 or found.floats):
         return []
     total = len(found.int8) + len(found.floats)
@@ -54,7 +54,7 @@ def coverage_lines(found: Int8Coverage | None) -> list[str]:
 
 
 def advice_lines(found: Sequence[Advice]) -> list[str]:
-    """Each finding, the first of its nodes, and what to set."""
+    """Return each finding, its first nodes, and the setting that fixes it."""
     lines = []
     for one in found:
         more = f" and {len(one.nodes) - _NAMED} more" if len(one.nodes) > _NAMED else ""

@@ -1,4 +1,4 @@
-"""Plots as inline SVG: axes, ticks and marks. Colours and fonts are the page's, by class."""
+"""Plots as inline SVG: axes, ticks and marks. The page's CSS classes set colours and fonts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHARACTER = 7.2
 
 
 def linear_ticks(low: float, high: float) -> tuple[float, ...]:
-    """Between 2 and 6 round values from `low` to `high`, in steps of 1, 2, 2.5 or 5 times a power of ten.
+    """Return 2 to 6 round values from `low` to `high`, in steps of 1, 2, 2.5 or 5 times a power of ten.
 
     Raises:
         ValueError: `low` is not below `high`, or one is not finite.
@@ -36,7 +36,7 @@ def linear_ticks(low: float, high: float) -> tuple[float, ...]:
 
 
 def log_ticks(low: float, high: float) -> tuple[float, ...]:
-    """Round values from `low` to `high` for a logarithmic axis: powers of ten, and what is between if those are few.
+    """Return round values from `low` to `high` for a logarithmic axis: powers of ten, and values between if few.
 
     Raises:
         ValueError: the bounds are not 0 < low < high, or one is not finite.
@@ -55,7 +55,7 @@ def log_ticks(low: float, high: float) -> tuple[float, ...]:
 
 
 def tick_texts(ticks: Sequence[float], *, even: bool = True) -> tuple[str, ...]:
-    """Ticks with as many digits as tell them apart: `even` gives all of them the same number of decimals."""
+    """Return ticks with enough digits to distinguish them; `even` gives all the same number of decimals."""
     texts: tuple[str, ...] = ()
     for digits in range(17):
         texts = tuple(
@@ -88,7 +88,7 @@ def _check(low: float, high: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """From `low` to `high`, with the name and unit of its values. `marks` takes the place of ticks found by itself."""
+    """An axis from `low` to `high`, with the name and unit of its values. `marks` replaces the automatic ticks."""
 
     low: float
     high: float
@@ -100,7 +100,7 @@ class Axis:
         _check(self.low, self.high)
 
     def place(self, value: float) -> float:
-        """0 at the low end, 1 at the high one; what lies outside is drawn at the edge."""
+        """Return the position, 0 at the low end and 1 at the high one; values outside are drawn at the edge."""
         inside = min(max(value, self.low), self.high)
         if self.log:
             return math.log(inside / self.low) / math.log(self.high / self.low)
@@ -114,7 +114,7 @@ class Axis:
 
 
 def axis_around(values: Sequence[float], label: str, *, log: bool = False, room: float = 0.06) -> Axis:
-    """Return an axis that holds all values, and at both ends a share of its extent as `room`.
+    """Return an axis that holds all values, with a share `room` of its extent at both ends.
 
     The values are finite, and above 0 for a logarithmic axis.
     """
@@ -179,7 +179,7 @@ class Chart:
     def row(self, y: float, name: str, value: str) -> None:
         """Write name and value of a horizontal row, left and right of the drawing.
 
-        A name that the left margin does not hold stands above the row, on as many lines as it takes.
+        A name that is wider than the left margin is written above the row, on as many lines as needed.
         """
         top = self._top_of(y)
         if 8 + len(name) * _CHARACTER <= self.left:
@@ -226,7 +226,7 @@ class Chart:
 def room_for(names: Sequence[str]) -> tuple[float, float]:
     """Return the left margin and the height that rows with these names take.
 
-    The margin holds all names, or none of them where the longest would leave too little of the drawing.
+    The margin holds all names, or none if the longest would leave too little of the drawing.
     """
     margin = 8 + _CHARACTER * max(map(len, names), default=0)
     if margin <= WIDTH / 2:
@@ -235,13 +235,13 @@ def room_for(names: Sequence[str]) -> tuple[float, float]:
 
 
 def wrapped(text: str) -> tuple[str, ...]:
-    """Return the text in pieces of which each fits a line."""
+    """Return the text in pieces that each fit a line."""
     most = int(0.8 * WIDTH / _CHARACTER)
     return tuple(text[start : start + most] for start in range(0, len(text), most))
 
 
 def make_standalone(svg: str, style: str = "") -> str:
-    """Return the plot as a file, with the style sheet and more of it."""
+    """Return the plot as a file, with the style sheet and additional `style`."""
     svg = svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
     return svg.replace(">", f"><style>\n{STYLE}{style}</style>", 1)
 

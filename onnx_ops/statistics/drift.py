@@ -20,10 +20,10 @@ _ROUNDING = 1e-9
 
 
 def judge_drift(gates: Sequence[Gate], then: Evidence, now: Evidence) -> tuple[GateResult, ...]:
-    """Judge the present evidence, and how far it moved since the decision.
+    """Judge the present evidence, and its distance from that of the decision.
 
     A gate that the old evidence also fails against the present baseline shows no drift: its result is advisory.
-    Measurements may move as far as the gates let a release move them: `max_regression` of latency, `max_drop` and
+    Measurements can move as far as the gates allow for a release: `max_regression` of latency, `max_drop` and
     `max_increase` of a metric.
     """
     before = {

@@ -52,7 +52,7 @@ _ID = re.compile(
 def number_groups(array: Array) -> Array | None:
     """Return the group of each row as a number from 0.
 
-    None if the array does not hold one value a row, or a value is missing.
+    None if the array does not hold one value per row, or a value is missing.
     """
     flat = array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
     if flat.ndim != 1 or flat.dtype.kind not in "iufbUSOMm":
@@ -66,7 +66,7 @@ def number_groups(array: Array) -> Array | None:
 
 
 def find_group_columns(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Return unnamed arrays that may hold groups, as numbers: values repeat."""
+    """Return unnamed arrays that can hold groups, as numbers: values repeat."""
     columns: dict[str, Array] = {}
     for name, array in arrays.items():
         numbers = None if array.dtype.kind == "f" and array.size and (array % 1 != 0).any() else number_groups(array)
@@ -85,7 +85,7 @@ def compute_design_effect(values: Array, group: Array) -> float:
     """Return the factor of rows that dependence costs the mean; at least 1.
 
     Args:
-        values: one a row, between -1 and 1.
+        values: one per row, between -1 and 1.
     """
     sizes = np.bincount(group)
     occupied = sizes > 0
@@ -135,7 +135,7 @@ def detect_grouping(
 
     Args:
         columns: see `find_group_columns`.
-        signals: one value a row: right or wrong, or by how much a model is better than another.
+        signals: one value per row: right or wrong, or by how much a model is better than another.
         label: classes, if any; a data set that is sorted by them raises no alarm.
     """
     if not signals:

@@ -269,7 +269,7 @@ def ratio_interval(mine: Losses, theirs: Losses, unseen: float, confidence: floa
     error rates.
 
     Args:
-        mine: losses of shape (rows,), one a row or summed by group, of any sign.
+        mine: losses of shape (rows,), one per row or summed by group, of any sign.
         unseen: rows of the worst kind that may be missing by chance.
     """
     estimate = float(mine.sum() / theirs.sum())

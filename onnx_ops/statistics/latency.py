@@ -199,14 +199,14 @@ def find_trend(log_ratios: Sequence[Sequence[float]]) -> float | None:
 
 
 def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float, alpha: float = ALPHA) -> Comparison:
-    """Compare B with A: PASS if surely below `1 + tolerance`, FAIL if above.
+    """Compare B with A: PASS with confidence below `1 + tolerance`, FAIL with confidence above.
 
-    The bounds are those of `run_interval`. The first pairs of a run do not tell what the rest will bring: before the
-    last look a verdict must also hold with each bound moved outwards by `DRIFT` times the missing share of the run.
+    The bounds are those of `run_interval`. The first pairs of a run do not predict the rest: before the last look a
+    verdict must also hold with each bound moved outwards by `DRIFT` times the missing share of the run.
 
     Args:
         log_ratios: of the blocks, one sequence for each session pair, in the order of measurement; at least one.
-        tolerance: allowed slow-down as a fraction; 0 asks whether B is faster.
+        tolerance: allowed slow-down as a fraction; 0 tests whether B is faster.
     """
     ratio, low, high = (_exp(v) for v in run_interval(log_ratios, alpha))
     pairs = sum(1 for p in log_ratios if len(p))
@@ -271,7 +271,7 @@ def should_continue(
 
     Args:
         self_log_ratios: those of the baseline against itself.
-        tolerances: every limit to decide; 0 stands for "faster than".
+        tolerances: every limit to decide; 0 means "faster than".
     """
     pairs = len(log_ratios)
     if pairs >= LOOKS[-1]:

@@ -20,12 +20,12 @@ CustomMetric: TypeAlias = Callable[[Array, Array], float]
 
 
 def mean(values: Array) -> Statistic:
-    """Return the mean of one value a row."""
+    """Return the mean of one value per row."""
     return lambda weights: weights @ values / weights.sum(axis=1)
 
 
 def rmse(errors: Array) -> Statistic:
-    """Return the root of the mean of squared errors, one error a row."""
+    """Return the root of the mean of squared errors, one error per row."""
     squared = mean(np.square(errors, dtype=np.float64))
     return lambda weights: np.sqrt(squared(weights))
 
@@ -146,7 +146,7 @@ def cosine_rows(one: Array, other: Array) -> Array:
 
 
 def token_rows(one: Array, reference: Array, ignore: int) -> Array:
-    """Return the share of equal tokens a row; NaN for rows to ignore."""
+    """Return the share of equal tokens per row; NaN for rows to ignore."""
     counted = reference != ignore
     with np.errstate(all="ignore"):
         return np.asarray(((one == reference) & counted).sum(axis=1) / counted.sum(axis=1))
@@ -160,11 +160,11 @@ def top_k_rows(columns: Array, scores: Array, k: int) -> Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricStatistic:
-    """One model's answers as a task metric reads them.
+    """One model's answers in the form that a task metric reads.
 
     Args:
         statistic: the metric as a function of row weights.
-        reads: the values that the metric reads, one entry a row.
+        reads: the values that the metric reads, one entry per row.
         step: the most that one more wrong row can cost; None for a metric without a range.
     """
 

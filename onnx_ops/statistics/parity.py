@@ -16,7 +16,7 @@ Floats = npt.NDArray[np.float64]
 AnyArray = npt.NDArray[np.generic]
 Tensors = Mapping[str, AnyArray]
 LARGEST = 1e30
-"""Stands for infinity in values that are written as JSON."""
+"""Represents infinity in values that are written as JSON."""
 
 _RTOL = {"float16": 5e-3, "bfloat16": 3e-2}
 _RTOL_DEFAULT = 1e-3
@@ -132,7 +132,7 @@ def _classify_numbers(array: Floats) -> npt.NDArray[np.int8]:
 def pool_noise(measurements: Sequence[ParityMeasurement]) -> tuple[ParityMeasurement, ...]:
     """Judge small batches by the noise of all real rows.
 
-    A batch group may hold so few real rows that its own rounding errors happen to be tiny. Below 32 rows its noise is
+    A batch group can hold so few real rows that its own rounding errors happen to be tiny. Below 32 rows its noise is
     the larger of its own and that of the same output on the real samples.
     """
     real: dict[str, float] = {}
@@ -257,7 +257,7 @@ def measure_batch_invariance(
         alone: outputs of n runs on one row each, in the same order.
 
     Returns:
-        One measurement for each output that has one entry a row in every run.
+        One measurement for each output that has one entry per row in every run.
     """
     floats: list[BatchInvariance] = []
     labels: list[BatchInvariance] = []

@@ -53,7 +53,7 @@ class ActivationStatistics:
 
         Args:
             original: the float export's value of that name, or None.
-            meant: the same after a ReLU or Clip of the float export which the range stands for, or None.
+            meant: the same after a ReLU or Clip of the float export that the range replaces, or None.
         """
         before, after = written.astype(np.float64), read.astype(np.float64)
         exact = original.astype(np.float64) if original is not None and original.shape == written.shape else None
@@ -83,7 +83,7 @@ class ActivationStatistics:
     def summarize(self) -> ActivationMeasurement:
         """Return the measurement, in units of step / sqrt(12).
 
-        Clipping is measured against steps of at least 8 bits: what a finer step gains may not be clipped. The stretch
+        Clipping is measured against steps of at least 8 bits: the gain of a finer step must not be clipped. The stretch
         is that of the tighter end, since a symmetric range of values of one sign fits at one end only.
         """
         unit = self.step / math.sqrt(12)

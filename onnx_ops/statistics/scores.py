@@ -62,9 +62,9 @@ def score(
 
     Args:
         definition: any metric but `accuracy` and `top_k`, which are counts of rows.
-        label: one entry a row: class numbers for f1 (1 for positive and else 0 if it is binary), True for positive rows
-            for auc, numbers for mae, rmse and r2, embeddings for cosine, tokens for token_agreement. None compares the
-            candidate's embeddings or tokens with those of the other models.
+        label: one entry per row: class numbers for f1 (1 for positive and else 0 if it is binary), True for positive
+            rows for auc, numbers for mae, rmse and r2, embeddings for cosine, tokens for token_agreement. None compares
+            the candidate's embeddings or tokens with those of the other models.
         answers: by model, with `CANDIDATE`: class numbers as in the label, scores of the positive class, numbers,
             embeddings, tokens, or what a custom metric takes.
         group: number of each row's group, if rows belong together.
@@ -177,7 +177,7 @@ def _compare_by_bootstrap(
 def _compare_losses(
     definition: MetricDefinition, label: Array, answers: Mapping[str, Array], units: Array
 ) -> dict[str, ScoreComparison]:
-    """Compare the means of a loss a row: mae, rmse, and r2, whose loss is divided by the label's variance."""
+    """Compare the means of a loss per row: mae, rmse, and r2, whose loss is divided by the label's variance."""
     losses = {
         n: np.abs(label - predictions) if definition.name == "mae" else np.square(label - predictions)
         for n, predictions in answers.items()
@@ -319,7 +319,7 @@ def _estimate(between: Replicates, same: float, *, equal: bool, step: float | No
 
 
 def _widen(interval: Interval, step: float | None) -> Interval:
-    """Widen an interval by what unseen rows may do."""
+    """Widen an interval by the effect that unseen rows can have."""
     if step is None:
         return interval
     room = UNSEEN_ROWS * step

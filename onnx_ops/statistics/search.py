@@ -1,7 +1,7 @@
 """The search for variants: next step, Pareto front, node contributions.
 
 The next step depends only on the budget and on earlier trials: an interrupted search resumes from its journal. Imports
-no numbers library.
+no numerical library.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ProbeNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopSearch:
-    """End the search. `timed_out`: there was more to try."""
+    """End the search. `timed_out`: recipes were left to try."""
 
     reason: str
     timed_out: bool = False
@@ -132,7 +132,7 @@ def compute_time_ratio(trial: Trial) -> float:
 
 
 def _is_surely_slower(trial: Trial, than: float) -> bool:
-    """Return whether every target surely needs more than `than` times the time of fp32."""
+    """Return whether every target needs more than `than` times the time of fp32, with confidence."""
     return bool(trial.ratios) and all(one.low > than for one in trial.ratios.values())
 
 
@@ -171,8 +171,8 @@ def rank_nodes(state: SearchState, recipe: Recipe) -> tuple[str, ...]:
 def _find_fewest(state: SearchState, recipe: Recipe, ranked: Sequence[str]) -> tuple[int | None, int | None]:
     """Return how many of the worst nodes must stay in float, and how many to try next.
 
-    The number is doubled, then bisected. Nothing is tried beyond a trial that is surely slower than the best so far,
-    since more nodes in float cost more time.
+    The number is doubled, then bisected. Nothing is tried beyond a trial that is slower than the best so far with
+    confidence, since more nodes in float cost more time.
     """
     low, high = 0, len(ranked)
     count, passing = 1, None
@@ -218,7 +218,7 @@ def _try_back_in_int8(
 
 
 def _stays_in_int8(state: SearchState, current: Trial, without: Trial) -> bool:
-    """Return whether a node stays in int8: the metric is kept, and float was not surely faster."""
+    """Return whether a node stays in int8: the metric is kept, and float was not faster with confidence."""
     faster_in_float = bool(without.ratios) and all(
         name in current.ratios and current.ratios[name].high < one.low for name, one in without.ratios.items()
     )
@@ -284,7 +284,7 @@ def assign_roles(
 ) -> tuple[FrontierSlot, ...]:
     """Assign the trials of the front to roles, each trial to one role.
 
-    `unfinished` says why the search ended before everything was tried.
+    `unfinished` is why the search ended before everything was tried.
     """
     trials, places = state.trials, compute_pareto_front(state)
     if not places:

@@ -13,7 +13,7 @@ from onnx_ops.ports.data import DataSource
 
 
 class DataSourceSuite:
-    """What every data source must do. Subclass it, and give the fixtures `source`, `section` and `root`."""
+    """Conformance of a data source. Subclass it, and define the fixtures `source`, `section` and `root`."""
 
     def test_the_arrays_that_the_section_names_are_there_and_of_equal_length(
         self, source: DataSource, section: DataSection, root: Path

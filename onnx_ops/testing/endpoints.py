@@ -47,16 +47,15 @@ Disturbance = Literal["none", "error", "lost answer", "kill"]
 
 
 class Killed(BaseException):
-    """The process is gone. No handler of ordinary errors sees it, as none would see a signal."""
+    """Simulated death of the process. Like a signal, it passes handlers of ordinary errors."""
 
 
 @contextmanager
 def disturbed_http(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
-    """Let the requests of `http.client`, on which urllib, requests, boto3 and azure-core rest, go wrong from number
-    `at` on; yields those that were made.
+    """Disturb requests of `http.client`, the base of urllib, requests, boto3 and azure-core, from number `at` on.
 
-    `error`: the service cannot be reached. Otherwise the first of them takes effect, and its answer and all later
-    requests are lost (`lost answer`), or the client dies (`kill`).
+    Yields the requests made. `error`: the service cannot be reached. Otherwise the first disturbed request takes
+    effect, and its answer and all later requests are lost (`lost answer`), or the client dies (`kill`).
     """
     client, own, asked = http.client.HTTPConnection, threading.get_ident(), list[str]()
     send, receive = client.endheaders, client.getresponse
@@ -64,7 +63,7 @@ def disturbed_http(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
     def fail(*parts: http.client.HTTPConnection | http.client.HTTPResponse) -> NoReturn:
         for part in parts:
             part.close()
-        dies = fault == "kill" and threading.get_ident() == own  # no error may end a thread of the client's
+        dies = fault == "kill" and threading.get_ident() == own  # an error must not end a thread of the client
         raise Killed if dies else ConnectionResetError("injected")
 
     def endheaders(connection: http.client.HTTPConnection, *arguments: Any, **options: Any) -> None:
@@ -84,30 +83,30 @@ def disturbed_http(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
 
 
 class EndpointProviderSuite:
-    """What every provider must do. Subclass it, and give the fixtures `provider` and `config`.
+    """Conformance of an endpoint provider. Subclass it, and define the fixtures `provider` and `config`.
 
-    A provider whose address speaks another protocol overrides `scale`, one that loads models from elsewhere
-    `deployments`, one that reaches its service without `http.client` `disturbed`.
+    A provider with another protocol overrides `scale`, one that loads models from elsewhere `deployments`, one that
+    reaches its service without `http.client` `disturbed`.
     """
 
     def disturbed(self, fault: Disturbance, at: int = 0) -> AbstractContextManager[Sized]:
-        """Let what the provider asks of its service go wrong from number `at` on; yields what was asked."""
+        """Disturb the provider's requests to its service from number `at` on; yield the requests made."""
         return disturbed_http(fault, at)
 
     @pytest.fixture
     def chosen(self) -> Callable[[Iterable[int]], Sequence[int]]:
-        """Choose the requests of a rollback that are disturbed, one at a time: all of them."""
+        """Choose the requests of a rollback to disturb, one at a time: all of them."""
         return list
 
     @pytest.fixture
     def deployments(self, tmp_path: Path) -> tuple[Deployment, Deployment]:
-        """Two real models of one registered model: `blue` doubles, `green` triples."""
+        """Return two real versions of one registered model: `blue` doubles, `green` triples."""
         blue = scaling_deployment(tmp_path / "models" / "blue", name="blue", version="1", scale=2.0)
         green = scaling_deployment(tmp_path / "models" / "green", name="green", version="2", scale=3.0)
         return blue, green
 
     def scale(self, address: str, *, user: str | None = None) -> float:
-        """Which model answers a request: the factor that it computes."""
+        """Return the factor that the answering model computes."""
         headers = {"content-type": "application/json"}
         if user is not None:
             headers["x-user-key"] = user
@@ -117,7 +116,7 @@ class EndpointProviderSuite:
             return float(json.load(response)["predictions"]["y"][0][0])
 
     def serves(self, provider: EndpointProvider, config: EndpointConfig, one: Deployment, y: float) -> EndpointState:
-        """Return the endpoint, after this deployment has all traffic and answers `y`."""
+        """Return the endpoint's state, after this deployment has all traffic and answers `y`."""
         observed, address = provider.observe(config), provider.address(config)
         assert observed is not None
         assert serves_only(observed, one)
@@ -170,7 +169,7 @@ class EndpointProviderSuite:
     def test_each_step_answers_by_the_deployment_that_has_the_traffic(
         self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
     ) -> None:
-        """First deployment, shift, clean-up, and the way back to a deployment that was dropped."""
+        """First deployment, shift, clean-up, and rollback to a deployment that was dropped."""
         blue, green = deployments
         steps = (
             (state_of(blue, blue=100), 2.0),
@@ -187,7 +186,7 @@ class EndpointProviderSuite:
     def test_a_rollback_needs_no_files_and_loads_nothing(
         self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
     ) -> None:
-        """What has the traffic already, or stands beside it, gets all of it by a change of weights."""
+        """A deployment that is already loaded gets all traffic by a change of weights."""
         blue, green = deployments
         if "split" not in provider.capabilities(config.settings):
             return
@@ -216,7 +215,7 @@ class EndpointProviderSuite:
         chosen: Callable[[Iterable[int]], Sequence[int]],
         fault: Disturbance,
     ) -> None:
-        """Wherever it goes wrong; what follows is what a reconciler does: look, give the traffic back, clean up."""
+        """After a failure at any request, a reconciler observes, gives the traffic back, and cleans up."""
         blue, green = deployments
         split = "split" in provider.capabilities(config.settings)
         bad = state_of(blue, green, blue=90, green=10) if split else state_of(green, green=100)

@@ -21,8 +21,11 @@ TOLERANCE = 1e-4
 
 
 class ExporterSuite:
-    """What every exporter must do. Subclass it, and give the fixtures `exporter`, `model` (a trained one), `section`
-    and `samples` (at least 17 rows)."""
+    """Conformance of an exporter.
+
+    Subclass it, and define the fixtures `exporter`, `model` (a trained one), `section` and `samples` (at least 17
+    rows).
+    """
 
     @pytest.fixture
     def exported(

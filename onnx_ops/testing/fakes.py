@@ -1,4 +1,4 @@
-"""A process as the ports see it: its clock, its host, its key."""
+"""Fakes of the ports: clock, host, signer, provider, metrics, registry and notifier."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from onnx_ops.ports import EndpointProvider, Ledger, MetricsSource, Notifier, Po
 
 
 class FakeClock:
-    """Time that moves only when it is told to; starts at `now` seconds since the epoch."""
+    """A clock that advances only on request; starts at `now` seconds since the epoch."""
 
     def __init__(self, now: float = 1_700_000_000.0) -> None:
         self._now = now
@@ -59,7 +59,7 @@ class FakeClock:
 
 
 class FakeHost:
-    """One process of a machine. `dead` is shared by the machine's processes: who is in it no longer runs."""
+    """One process of a machine. `dead` is shared by the machine's processes and holds those that have ended."""
 
     def __init__(self, name: str = "process-1", dead: set[str] | None = None) -> None:
         self._name = name
@@ -76,7 +76,7 @@ class FakeHost:
 
 
 class FakeSigner:
-    """A real key of ECDSA P-256, derived from a seed. It verifies what it signed itself and trusts nobody else."""
+    """A real ECDSA P-256 key, derived from a seed. It trusts only itself."""
 
     def __init__(self, seed: bytes = b"trusted") -> None:
         from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, derive_private_key
@@ -88,7 +88,7 @@ class FakeSigner:
         self.trusted_keys = base64.b64encode(
             public.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
         ).decode()
-        """As the option of a server."""
+        """The key as the option of a server."""
         self._trusted = TrustedKeys((), encoded=self.trusted_keys)
 
     def sign(self, data: bytes) -> str:
@@ -102,10 +102,10 @@ class FakeSigner:
 
 
 class FakeProvider(EndpointProvider):
-    """Endpoints that exist in memory and take effects in the order of their generations.
+    """In-memory endpoints that apply effects in the order of their generations.
 
     While `down`, `apply` cannot reach them and `observe` sees nothing. `applied` lists every change of every endpoint.
-    `left` are leftovers of endpoints, each named by the manifest that it is a part of.
+    `left` are orphaned resources of endpoints, each named by its manifest.
     """
 
     def __init__(self) -> None:
@@ -121,19 +121,19 @@ class FakeProvider(EndpointProvider):
         return frozenset({"split"})
 
     def validate_settings(self, settings: Mapping[str, Json]) -> None:
-        """Endpoints in memory have no settings of their own, and take any."""
+        """Accept any settings."""
 
     def explain_unservable(self, target: Target) -> str:
-        """They run nothing, and so as any target does."""
+        """Return empty: every target is servable."""
         del target
         return ""
 
     def place(self, config: EndpointConfig) -> str:
-        """Their setting `region` says where they stand."""
+        """Return the setting `region`."""
         return f"{config.endpoint} in {config.settings.get('region', 'memory')}"
 
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
-        """Everything can be changed but `auth`."""
+        """Allow every change except that of `auth`."""
         if before.settings.get("auth") != after.settings.get("auth"):
             raise UserError("auth cannot be changed", where=after.endpoint)
 
@@ -195,7 +195,7 @@ class FakeProvider(EndpointProvider):
 
 
 class FakeMetrics(MetricsSource):
-    """Counts that a test writes. While `down`, they cannot be read; `clock` says when they were."""
+    """Counts that a test writes. While `down`, they cannot be read; `clock` dates readings."""
 
     def __init__(self) -> None:
         self.down = False
@@ -225,7 +225,7 @@ class FakeMetrics(MetricsSource):
         return MetricsReading(origin=self.origin, at=self.clock.now(), tallies=ours, shadow=self.shadow, units=units)
 
     def count(self, deployment: str, **more: int) -> None:
-        """So many more requests of a deployment, and of them so many errors, and so on."""
+        """Add to the counts of a deployment: requests, errors and others by name."""
         before = self.tallies.get(deployment, RequestCounts(over_p50=0, over_p99=0))
         added: dict[str, Any] = {name: (getattr(before, name) or 0) + number for name, number in more.items()}
         self.tallies[deployment] = replace(before, **added)
@@ -251,7 +251,7 @@ class _Model:
 
 
 class FakeRegistry:
-    """A registry that forgets nothing until the process ends. While `down`, every call is unanswered."""
+    """An in-memory registry. While `down`, every call is unanswered."""
 
     def __init__(self) -> None:
         self.down = False
@@ -340,7 +340,7 @@ class FakeRegistry:
         return ""
 
     def replace_record(self, record: VersionRecord) -> None:
-        """Forge a version: it has the record `record` from now on."""
+        """Forge a version: replace its record."""
         self._version(record.model, record.version).record = record
 
     def versions(self, model: str) -> tuple[ListedVersion, ...]:
@@ -389,7 +389,7 @@ class FakeRegistry:
 
 
 class FakeNotifier(Notifier):
-    """People who read what they get in `received`. While `down`, nothing reaches them."""
+    """A notifier that appends to `received`. While `down`, it cannot send."""
 
     def __init__(self) -> None:
         self.down = False
@@ -405,7 +405,7 @@ class FakeNotifier(Notifier):
 
 
 class FakeModelFiles:
-    """Model folders of which only the names exist."""
+    """Model folders that exist only by name."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
@@ -430,7 +430,7 @@ class FakeModelFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeWorld:
-    """What outlives a process: the services and the machine. `ports` gives a process its view of them."""
+    """Services and machine that outlive a process. `ports` gives a process its view of them."""
 
     registry: FakeRegistry = field(default_factory=FakeRegistry)
     provider: FakeProvider = field(default_factory=FakeProvider)

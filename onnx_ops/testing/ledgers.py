@@ -1,11 +1,11 @@
-"""What every ledger must do. Subclass `LedgerSuite` and say how to open one.
+"""Conformance suite for ledgers. Subclass `LedgerSuite` with an `opener` fixture.
 
 class TestMyLedger(LedgerSuite):
     @pytest.fixture
     def opener(self, tmp_path) -> Opener: ...
 
-An opener opens the same ledger whenever it is called. One that can be pickled is called in other processes too, which
-race for entries and are killed; for a ledger that lives in one process `processes` is False.
+An opener opens the same ledger at every call. One that can be pickled is also called in other processes, which race
+for entries and are killed; for a ledger within one process `processes` is False.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def spoken(sequence: int, *, reason: str = "", actor: str = "tester") -> LedgerE
 
 
 def one_of_each() -> tuple[EntryBody, ...]:
-    """Every kind of entry."""
+    """Return every kind of entry."""
     digest = digest_bytes(b"content")
     served = Deployment(
         name="v1", model="m", version="1", variant="fp32", release=digest, manifest=digest, location="/models/1"
@@ -170,7 +170,7 @@ class LedgerSuite:
         assert opener().read(ENDPOINT) == opener().read_intact(ENDPOINT) == written
 
     def test_the_state_is_the_fold_of_all_entries(self, ledger: Ledger, opener: Opener) -> None:
-        """After every entry; also for a process that begins then, in the first round, and after each round."""
+        """Check after every entry; in the first round also in a new process, and after each round."""
         written: list[LedgerEntry] = []
         for number in range(3):
             for body in one_of_each():

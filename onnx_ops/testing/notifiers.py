@@ -1,7 +1,7 @@
-"""What every notifier that speaks HTTP must do. Subclass `NotifierSuite` and say how to make one.
+"""Conformance suite for HTTP notifiers. Subclass `NotifierSuite` with a `notifier` fixture.
 
 class TestMyChat(NotifierSuite):
-    secret = "what must never be told"
+    secret = "never in a message"
 
     @pytest.fixture
     def notifier(self, inbox: WebhookSink) -> Notifier: ...      # one that sends to `inbox.url`

@@ -26,8 +26,10 @@ HALF_A_STEP = 0.51
 
 
 class OptimizerSuite:
-    """What every optimizer must do. Subclass it, and give the fixture `optimizer`; override `section` to choose its
-    settings."""
+    """Conformance of an optimizer.
+
+    Subclass it, and define the fixture `optimizer`; override `section` for its settings.
+    """
 
     @pytest.fixture
     def section(self) -> Quantize:

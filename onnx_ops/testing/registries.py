@@ -1,4 +1,4 @@
-"""What every registry must do. Subclass `RegistrySuite`, give it a `registry` fixture, and say how to tamper.
+"""Conformance suite for registries. Subclass `RegistrySuite` with a `registry` fixture and a `tamper` method.
 
 class TestMyRegistry(RegistrySuite):
     @pytest.fixture
@@ -107,7 +107,7 @@ def _record(folder: Path, lineage: Lineage, model: str, variant: str, target: st
 
 
 class RegistrySuite:
-    """Conformance of a Registry. Tests that run side by side do not see each other: each has a model of its own."""
+    """Conformance of a Registry. Each test has its own model, so that tests can run side by side."""
 
     def tamper(self, registry: Registry, record: VersionRecord, name: str) -> None:
         """Change the stored content of one of the version's files behind the registry's back."""

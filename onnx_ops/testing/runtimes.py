@@ -18,8 +18,10 @@ ONE_WINDOW = LoadSchedule(concurrency=2, requests=4, rounds=1, windows=1)
 
 
 class RuntimeSuite:
-    """What every runtime must do. Subclass it, and give the fixtures `runtime` and `target` (one that this machine
-    has)."""
+    """Conformance of a runtime.
+
+    Subclass it, and define the fixtures `runtime` and `target` (one that this machine has).
+    """
 
     @pytest.fixture
     def file(self, tmp_path: Path) -> Path:
@@ -116,4 +118,4 @@ class RuntimeSuite:
         ):
             with pytest.raises(MeasurementError):
                 measure()
-        assert len(runtime.run(file, target, (rows(1),))) == 1  # what was refused has spoilt nothing
+        assert len(runtime.run(file, target, (rows(1),))) == 1  # the refused call has no side effects

@@ -1,4 +1,4 @@
-"""What every store must do. Subclass `StoreSuite` and give it the fixtures `store` and `reopen`.
+"""Conformance suite for stores. Subclass `StoreSuite` with the fixtures `store` and `reopen`.
 
 class TestMyStore(StoreSuite):
     @pytest.fixture
@@ -6,7 +6,7 @@ class TestMyStore(StoreSuite):
 
     def spoil(self, digest, content): ...
 
-`reopen` gives the same store as another process would see it.
+`reopen` returns the same store as another process would open it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StoreSuite:
     """Conformance of a Store."""
 
     def spoil(self, digest: Digest, content: bytes | None) -> None:
-        """Change what is stored under a digest behind the store's back, wherever it is kept; None deletes it."""
+        """Change the content stored under a digest behind the store's back; None deletes it."""
         raise NotImplementedError
 
     def spoil_record(self, key: Digest, content: bytes) -> None:
@@ -149,7 +149,7 @@ class StoreSuite:
             assert reader.lookup(KEY) is None
             with pytest.raises(CorruptStateError):
                 reader.read(digest)
-        assert reopen().forget(stored)  # somebody else was faster
+        assert reopen().forget(stored)  # another process was faster
         assert store.put_bytes(CONTENT) == digest
         assert store.lookup(KEY) is not None
 

@@ -64,7 +64,7 @@ class SingleModelResult:
     """One model on one target.
 
     `figures` holds quantiles of single runs in one session and, if requested, the median throughput of fresh sessions
-    and the medians of fresh processes, by their names in evidence. `advice` says what slows it down.
+    and the medians of fresh processes, by their names in evidence. `advice` lists what slows it down.
     """
 
     batch: int
@@ -128,7 +128,7 @@ def benchmark(
 
 
 def read_runtime_facts(runtime: Runtime, target: Target, model: Path) -> RuntimeFacts:
-    """Return what really runs the model there, or raise the error."""
+    """Return the providers that run the model there, or raise the error."""
     require_hardware(runtime, target)
     if reason := explain_incompatibility(model, target):
         remedy = "Export it for this target's opset and IR version, or give the target its operators: custom_ops."
@@ -234,7 +234,7 @@ def benchmark_pair(
 
 
 def make_evidence(runtime: Runtime, target: Target, model: Path) -> Evidence:
-    """Make evidence about B; its digest takes the place of a release."""
+    """Make evidence about B; its digest replaces that of a release."""
     digest = digest_file(model)
     return Evidence(
         pipeline="",

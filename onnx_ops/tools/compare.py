@@ -79,10 +79,10 @@ class OutputDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityResult:
-    """The comparison of B with A; `notes` say what was not compared, and why.
+    """The comparison of B with A; `notes` list what was not compared, and why.
 
     `trees` compares the trees of both, if they have any; `coverage` is the part of a quantized B that runs in int8;
-    `advice` says what slows B down.
+    `advice` lists what slows B down.
     """
 
     a: Digest

@@ -115,7 +115,7 @@ class JudgeRequest:
 class TargetJudgement:
     """The results on one target; `paired` is in the order of the sweep.
 
-    `remedy` says what to do where something could not be measured.
+    `remedy` is what to do where something could not be measured.
     """
 
     target: str

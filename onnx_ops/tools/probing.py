@@ -52,9 +52,9 @@ _REMEDIES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputGroup:
-    """Inputs of one kind, cut into runs, whose outputs belong together along axis 0.
+    """Inputs of one kind, split into runs, whose outputs belong together along axis 0.
 
-    `inside` says whether callers can send such inputs.
+    `inside` is whether callers can send such inputs.
     """
 
     name: str
@@ -132,7 +132,7 @@ def find_fixed_sizes(a: Path, b: Path) -> dict[str, int]:
 
 
 def _merge_specs(a: TensorSpec, b: TensorSpec) -> TensorSpec | None:
-    """Return what fits both, or None."""
+    """Return a spec that fits both, or None."""
     if a.dtype != b.dtype:
         return None
     if not (a.shape and b.shape):  # the rank of one is not known, or it is a scalar
@@ -174,7 +174,7 @@ def generate_samples(
         inputs: of the model.
         count: rows; fewer if they would not fit into 64 MiB.
         dims: sizes of symbolic dimensions by name; others than the batch are 8.
-        seed: of the draw.
+        seed: of the random generator.
         bounds: what the graph shows about the inputs.
 
     Raises:

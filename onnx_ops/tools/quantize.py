@@ -163,7 +163,7 @@ def _copy_atomically(made: Path, path: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantSearch:
-    """What to search for.
+    """The inputs of a search.
 
     `section.keep` holds the one wanted role; the metric is measured on the rows of `tune`; `data` are the digests of
     all rows by use.

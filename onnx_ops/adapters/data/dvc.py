@@ -1,7 +1,7 @@
 """Read a `.npz`, `.csv` or `.parquet` file that DVC tracks, by path and revision.
 
-DVC itself, in an isolated environment, finds the pointer of a commit and fetches what no cache here has. Every byte is
-checked here against the MD5 of the pointer: DVC takes a changed file of its cache or its remote for the right one.
+DVC itself, in an isolated environment, finds the pointer of a commit and fetches objects that no cache here has. Every
+byte is checked here against the MD5 of the pointer: DVC accepts a changed file of its cache or its remote.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _PLUGINS: Mapping[str, str] = {
 """What DVC needs for a remote, by the scheme of its URL. Folders and http(s) need nothing."""
 
 _FOLDER_SUFFIX = ".dir"
-"""Ends the MD5 of a list of files, which stands for a folder."""
+"""Suffix of the MD5 of a list of files, which represents a folder."""
 
 _MD5 = re.compile(r"[0-9a-f]{32}(\.dir)?")
 _SCP_LIKE = re.compile(r"[^/\\:]+@[^/\\:]+:.*|[A-Za-z][A-Za-z0-9+.-]+::.*")
@@ -74,8 +74,8 @@ class DvcSettings:
 
     `path` is a file as DVC knows it, relative to `repo`: a folder below the project's root, or a URL.
 
-    `rev` is a tag, branch or commit; empty for what is checked out. `remote` names the DVC remote; empty for that of
-    the pointer, else the repository's default. `md5` is what the pointer must say, if given. `requirements` are the
+    `rev` is a tag, branch or commit; empty for the checkout. `remote` names the DVC remote; empty for that of the
+    pointer, else the repository's default. `md5` is the required MD5 of the pointer, if given. `requirements` are the
     packages of DVC's environment; empty for those of this release that the remote needs.
     """
 
@@ -94,12 +94,11 @@ class DvcSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DvcPointer:
-    """What DVC states about one output.
+    """DVC's record of one output.
 
-    These are its pointer file, MD5 and size (-1 if unknown), and where its objects lie.
-
-    `remote` is the remote that the pointer names, `scheme` that of its URL, `cache` the folder of objects on this
-    machine (empty if there is none). `legacy` objects are those of DVC 1 and 2, which are stored elsewhere.
+    It has its pointer file, MD5 and size (-1 if unknown), and the place of its objects. `remote` is the remote that the
+    pointer names, `scheme` that of its URL, `cache` the folder of objects on this machine (empty if there is none).
+    `legacy` objects are those of DVC 1 and 2, which are stored elsewhere.
     """
 
     file: str
@@ -128,7 +127,7 @@ class DvcSource(DataSource):
     """Data sets of `use: dvc`.
 
     Args:
-        environments: folder of the environment with DVC, which is made when it is first needed.
+        environments: folder of the environment with DVC, which is created on first use.
         repositories: folder of copies of repositories with a URL, and of the pointers that DVC found.
     """
 
@@ -215,7 +214,7 @@ class DvcSource(DataSource):
         return tracked
 
     def _find_pointer(self, settings: DvcSettings, folder: Path, commit: str, path: str) -> DvcPointer:
-        """Ask DVC for the pointer of a commit, once: a commit never changes."""
+        """Request the pointer of a commit from DVC, once: a commit never changes."""
         key = json.dumps([str(folder.resolve()), commit, path, settings.remote])
         stored = self.repositories / "pointers" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
         with suppress(OSError, ValueError, OnnxOpsError):
@@ -412,7 +411,7 @@ def _copy_cached(source: Path, copy: Path) -> bool:
 
 
 def _find_commit(folder: Path, rev: str, place: str) -> str:
-    """Return the commit that a tag, branch or hash names; an empty one is what is checked out."""
+    """Return the commit that a tag, branch or hash names; an empty one names the checkout."""
     repository = _git(folder, "rev-parse", "--git-dir")
     if repository.returncode:
         remedy = "`repo` is a folder of a checkout, relative to the project's root, or a URL."

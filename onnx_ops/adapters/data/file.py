@@ -18,12 +18,12 @@ from onnx_ops.ports import DataSource
 from onnx_ops.ports.data import Array, Sample
 
 _SMALL_BYTES = 16 << 20
-"""Files up to this size are read whole where their first rows are asked for."""
+"""Files up to this size are read whole when their first rows are requested."""
 
 _HEAD_BYTES = 8 << 20
 
 _POINTER = b"version https://git-lfs"
-"""What stands in place of a file that Git LFS keeps elsewhere."""
+"""Start of the pointer file that Git LFS leaves in place of a file."""
 
 
 class FileSource(DataSource):
@@ -58,8 +58,8 @@ def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | Non
     Args:
         path: of the file.
         where: its place in messages.
-        name: what the file is called where its content came from; else the path tells its kind.
-        most_bytes: read so much only, the first rows of each array.
+        name: original name of the file; by default that of `path`. Its suffix gives the format.
+        most_bytes: limit of the bytes read, the first rows of each array.
     """
     suffix = Path(name or path).suffix.lower()
     with path.open("rb") as stream:
@@ -75,7 +75,7 @@ def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | Non
 
     try:
         with path.open("rb") as stream:
-            if stream.peek(2)[:2] != b"PK":  # what a zip archive begins with; `numpy.savez` writes one
+            if stream.peek(2)[:2] != b"PK":  # the first bytes of a zip archive; `numpy.savez` writes one
                 raise ValueError(f"it is no archive: it begins with {stream.peek(16)[:16]!r}")
             archive = np.load(stream, allow_pickle=False)
             if most_bytes is None:
@@ -114,7 +114,7 @@ def _read_head(archive: Any, most_bytes: int) -> tuple[dict[str, tuple[int, ...]
     arrays: dict[str, Any] = {}
     for name, (shape, by_column, dtype) in headers.items():
         first = (min(rows, shape[0]), *shape[1:]) if shape else ()
-        if by_column and len(shape) > 1:  # its first rows lie all over the file
+        if by_column and len(shape) > 1:  # its first rows are spread over the whole file
             arrays[name] = np.zeros(first, dtype)
             continue
         with archive.zip.open(f"{name}.npy") as stream:
@@ -125,7 +125,7 @@ def _read_head(archive: Any, most_bytes: int) -> tuple[dict[str, tuple[int, ...]
 
 
 def _header(npy: Any, stream: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:
-    """Read shape, order of columns first, and type of an array up to where its values begin."""
+    """Read shape, Fortran order and type of an array up to the start of its values."""
     version = npy.read_magic(stream)
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     shape, by_column, dtype = read(stream)

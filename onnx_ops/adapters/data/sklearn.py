@@ -1,4 +1,4 @@
-"""Data sets that scikit-learn brings with it."""
+"""Data sets that are part of scikit-learn."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class AzureEndpoints(CloudEndpoints):
         return find_missing_credentials(where=config.endpoint)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return what the endpoint does; None, too, if it is in no valid state."""
+        """Return the endpoint's state; None also if it is not valid."""
         try:
             return self._observe(config)[0]
         except ServiceUnavailableError:
@@ -158,7 +158,7 @@ class AzureEndpoints(CloudEndpoints):
         (endpoint.deployments if orphan.kind == "deployment" else endpoint.models).delete(orphan.name)
 
     def _observe(self, config: EndpointConfig) -> tuple[EndpointState | None, Mapping[str, str]]:
-        """Return what the endpoint does, and the names in Azure of its deployments by theirs in onnx-ops."""
+        """Return the endpoint's state, and its deployments' names in Azure by their names in onnx-ops."""
         endpoint = self._connect(config)
         resource = endpoint.read()
         if resource is None or is_mirrored(resource):

@@ -52,7 +52,7 @@ class GoneError(InfrastructureError):
 
 
 class UnansweredWriteError(ServiceUnavailableError):
-    """Azure did not answer a write, which may be under way."""
+    """Azure did not answer a write, which can still be in progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class AzureClient:
         return f"endpoint {self.name}"
 
     def endpoint(self) -> ManagedOnlineEndpoint | None:
-        """Read the endpoint; the answer may be a moment old."""
+        """Read the endpoint; the answer can be slightly stale."""
         return self.read(self.where, lambda: self.ml.online_endpoints.get(self.name))
 
     def deployments(self) -> dict[str, ManagedOnlineDeployment]:
@@ -127,12 +127,12 @@ class AzureClient:
         )
 
     def write(self, where: str, begin: Callable[[], Any], *, instances: int = 1) -> None:
-        """Begin an operation and wait until it ends. Callers then read what became of it.
+        """Start an operation and wait until it ends. Callers then read its result.
 
         Raises:
             BusyError: another operation runs, or there are too many requests; nothing was done.
             GoneError: a resource that it needs does not exist; nothing was done.
-            UnansweredWriteError: Azure does not answer; the operation may be under way.
+            UnansweredWriteError: Azure does not answer; the operation can still be in progress.
             InfrastructureError: the operation failed.
         """
         try:
@@ -142,14 +142,14 @@ class AzureClient:
             throttled = getattr(error.__cause__, "status_code", None) == HTTPStatus.TOO_MANY_REQUESTS
             kind = BusyError if throttled else UnansweredWriteError
             raise kind(error.what, where=where, why=error.why, remedy=error.remedy) from error
-        # The operation runs; an error of a poll says nothing about it.
+        # The operation continues; an error of a poll is no error of the operation.
         with contextlib.suppress(GoneError, ServiceUnavailableError), translate_errors(where, instances=instances):
             poller.wait(self.policy.operation_s)
             if poller.done():
                 poller.result()
 
     def read(self, where: str, get: Callable[[], T]) -> T | None:
-        """Return what a read finds; None if the resource does not exist."""
+        """Return the result of a read; None if the resource does not exist."""
         try:
             return self.retry(where, get)
         except GoneError:
@@ -273,7 +273,7 @@ def _ml_client(workspace: Workspace | None, answer_s: float, *, registry: str = 
     except LookupError as error:
         raise InfrastructureError("there is no such cloud", why=str(error)) from error
     # The SDK's progress dots and remarks are no part of our output, in the terminal or in JSON. For one such remark,
-    # about a model in a registry, it makes a client of its own, which waits minutes for an answer.
+    # about a model in a registry, it creates a separate client, which waits minutes for an answer.
     _azureml_polling.print = lambda *_, **__: None
     _endpoint_utils.check_default_deployment_template = lambda *_, **__: None
     for name in list(logging.root.manager.loggerDict):

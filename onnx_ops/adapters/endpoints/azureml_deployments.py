@@ -1,7 +1,7 @@
 """The deployments of one endpoint in Azure, and their instance counts.
 
-What a deployment was made with is a part of its name and never changed, so other settings make another deployment.
-Only instance counts change; one that is scaled has an autoscale setting of Azure Monitor, and a tag that says so.
+A deployment's immutable settings are part of its name, so other settings create another deployment. Only instance
+counts change; a scaled deployment has an autoscale setting of Azure Monitor, and a tag that records it.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class AzureDeployments:
         self._autoscaling = Autoscaling(client)
 
     def name(self, deployment: Deployment) -> str:
-        """Return what a deployment with these settings is called in Azure."""
+        """Return the name in Azure of a deployment with these settings."""
         return build_azure_name(deployment, self._settings.immutable)
 
     def drift(self, resource: ManagedOnlineDeployment, deployment: Deployment) -> Iterator[str]:
-        """Yield how a deployment that runs differs from the settings."""
+        """Yield how a running deployment differs from the settings."""
         if resource.name == self.name(deployment):
             yield from self._autoscaling.drift(resource)
             return
@@ -77,7 +77,7 @@ class AzureDeployments:
                 yield f"{key} of {resource.name}: {value}, not {desired.get(key)}"
 
     def ensure(self, name: str, deployment: Deployment) -> None:
-        """Make the deployment if it does not exist, and apply its instance count."""
+        """Create the deployment if it does not exist, and apply its instance count."""
         where = f"deployment {name}"
 
         def step() -> bool | None:
@@ -122,13 +122,13 @@ class AzureDeployments:
         self._client.converge(step, where)
 
     def remove_autoscaling(self) -> None:
-        """Stop scaling the deployments of an endpoint that ends."""
+        """Stop scaling the deployments of an endpoint that is being removed."""
         for resource in self._client.deployments().values():
             if (resource.tags or {}).get(OWNER) == self._client.owner:
                 self._autoscaling.remove(resource)
 
     def _create(self, name: str, deployment: Deployment) -> None:
-        """Create a deployment, its model, and the environment that holds our image and its routes, once for all."""
+        """Create a deployment, its model, and the shared environment with our image and its routes."""
         from azure.ai.ml.entities import Environment, ManagedOnlineDeployment, OnlineRequestSettings
 
         client, settings = self._client, self._settings
@@ -174,7 +174,7 @@ class Autoscaling:
 
     @property
     def tag(self) -> str:
-        """Return what a deployment's tag says of these settings."""
+        """Return the value of a deployment's scaling tag for these settings."""
         settings = self._settings
         if not settings.scaled:
             return NOT_SCALED
@@ -193,7 +193,7 @@ class Autoscaling:
     def apply(self, resource: ManagedOnlineDeployment) -> bool:
         """Apply the settings to a deployment; return whether nothing was to change.
 
-        An autoscale setting is never without its tag, so that others are not asked for theirs.
+        An autoscale setting always has its tag, so that deployments without the tag need no request for one.
         """
         if (resource.tags or {}).get(SCALING, NOT_SCALED) == self.tag and not self._is_miscounted(resource):
             if self._settings.scaled and self._monitor_drift(resource.name) is not None:
@@ -213,12 +213,12 @@ class Autoscaling:
             self._request(self._setting_path(resource.name), method="DELETE")
 
     def _is_miscounted(self, resource: ManagedOnlineDeployment) -> bool:
-        """Return whether the settings fix another number of instances, and nobody else scales them."""
+        """Return whether the settings fix another number of instances, and no other client scales them."""
         if self._settings.scaled or resource.instance_count == self._settings.instances:
             return False
         try:
             listed = self._request(f"{self._settings_path}?{_MONITOR_API}")
-        except RefusedError:  # without autoscaling no permission to look is needed
+        except RefusedError:  # without autoscaling no permission to read it is needed
             return True
         targets = (item["properties"].get("targetResourceUri", "") for item in (listed or {}).get("value", ()))
         return self._deployment_path(resource.name).lower() not in map(str.lower, targets)
@@ -267,7 +267,7 @@ class Autoscaling:
         return f"{self._client.workspace.path}/onlineEndpoints/{self._client.name}/deployments/{name}"
 
     def _request(self, path: str, *, method: str = "GET", document: object = None) -> Any:
-        """Return what Azure Resource Manager answers; None if the resource does not exist."""
+        """Return Azure Resource Manager's answer; None if the resource does not exist."""
 
         def send() -> tuple[Any]:
             try:
@@ -287,7 +287,7 @@ class Autoscaling:
 
 
 def _limits(profile: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return what of a profile counts: capacities, and thresholds by direction."""
+    """Return the relevant part of a profile: capacities, and thresholds by direction."""
     capacity = profile.get("capacity", {})
     rules = {
         rule["scaleAction"]["direction"]: (rule["metricTrigger"]["metricName"], rule["metricTrigger"]["threshold"])

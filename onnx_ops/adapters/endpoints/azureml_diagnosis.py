@@ -28,9 +28,9 @@ ACTIONS = (
     f"{_WORKSPACES}/environments/versions/write",
     "Microsoft.Insights/metrics/read",
 )
-"""What the provider and its source of metrics do there."""
+"""Actions of the provider and its metrics source."""
 _SCALING_ACTIONS = tuple(f"Microsoft.Insights/autoscaleSettings/{verb}" for verb in ("read", "write", "delete"))
-"""Besides, where the settings ask for autoscaling."""
+"""Additional actions if the settings request autoscaling."""
 _API = "api-version=2024-04-01"
 _CLOUD = "Azure Resource Manager"
 _REGISTRY_SUFFIX = ".azurecr.io"

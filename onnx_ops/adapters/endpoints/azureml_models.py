@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from azure.storage.blob import ContainerClient
 
 _VERSION = "1"
-"""Of every model: what has a name never changes."""
+"""Version of every model: the content of a name never changes."""
 _BLOCK_BYTES = 8 << 20
 
 

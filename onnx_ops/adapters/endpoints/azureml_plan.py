@@ -1,6 +1,6 @@
 """A state in Azure's terms: names, tags and traffic of an endpoint.
 
-Tags say which state was applied and what deployments serve. They are sent with the traffic, so neither is newer.
+Tags record the applied state and what deployments serve. They are sent with the traffic, so neither is newer.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class TrafficPlan:
 def plan_traffic(
     state: EndpointState, *, generation: int, name: Callable[[Deployment], str] | None = None, where: str = ""
 ) -> TrafficPlan:
-    """Return what an endpoint is to be for a state; raise UserError if that asks for copies of requests.
+    """Return an endpoint's desired traffic and tags for a state; raise UserError if it has copies of requests.
 
-    `name` returns what a deployment is called in Azure, `build_azure_name` by default.
+    `name` returns the name of a deployment in Azure, `build_azure_name` by default.
     """
     if any(state.split.shadow.values()):
         raise UserError("Azure mirrors requests, but nobody would compare the answers", where=where)
@@ -101,7 +101,7 @@ def read_generation(tags: Mapping[str, str]) -> int:
 def read_state(
     tags: Mapping[str, str], traffic: Mapping[str, int], records: Mapping[str, Deployment]
 ) -> EndpointState | None:
-    """Return what an endpoint does; None if it is in no valid state.
+    """Return the endpoint's state; None if it is not valid.
 
     Args:
         tags: the endpoint's.

@@ -86,7 +86,7 @@ class AzureSettings(ContainerOptions):
 
     @property
     def immutable(self) -> Mapping[str, Json]:
-        """What a deployment keeps for as long as it exists, but for the keys that its container trusts."""
+        """Settings that a deployment keeps while it exists, except the keys that its container trusts."""
         return {
             "image": self.image,
             "instance_type": self.instance_type,

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 class SentGeneration:
     """The last generation that this machine sent, and a lock, in one folder.
 
-    Azure's reads may be behind; a read that shows an older generation than this one is repeated.
+    Azure's reads can be stale; a read that shows an older generation than this one is repeated.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -120,12 +120,12 @@ class AzureEndpoint:
                 self.deployments.ensure(name, deployment)
             try:
                 self.route(plan)
-            except GoneError:  # another client deleted a deployment meanwhile
+            except GoneError:  # another client has deleted a deployment
                 return None
             return before
 
         tries = self.client.policy.attempts(self.client.policy.operation_s)
-        # Only deployments from before the change: a client with a later generation may be making others now.
+        # Only deployments from before the change: a client with a later generation may be creating others now.
         for name, resource in converge(step, tries, lambda: make_timeout_error(self._owner)).items():
             if name in plan.deployments or (resource.tags or {}).get(OWNER) != self._owner:
                 continue

@@ -1,4 +1,4 @@
-"""What the providers of managed clouds share."""
+"""Shared code of the providers of managed clouds."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def join_text(name: str, pieces: Mapping[str, str]) -> str:
 
 
 def run_check(check: str, find: Callable[[], Iterable[Diagnosis]], *, cloud: str) -> Iterator[Diagnosis]:
-    """Yield the findings of a check; a check that cannot be made is a finding, too.
+    """Yield the findings of a check; a check that fails to run is a finding, too.
 
-    Permission to look is not required: a check that is not permitted is no fault.
+    A check without the permission to read is no fault.
     """
     proxy = f"Look at what stands between this machine and {cloud}: a proxy, or a login page."
     try:
@@ -88,6 +88,6 @@ def run_check(check: str, find: Callable[[], Iterable[Diagnosis]], *, cloud: str
     except OnnxOpsError as error:
         found = f"{error.what} {error.why}".strip()
         yield Diagnosis(check=check, ok=False, found=found, remedy=error.remedy or proxy)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a success without what it should hold
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a success without the expected content
         found = f"the answer is not what {cloud} answers: {error!r}"
         yield Diagnosis(check=check, ok=False, found=found, remedy=proxy)

@@ -95,7 +95,7 @@ class LocalEndpoints(EndpointProvider):
         self._python = python
 
     def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
-        """Return `split`, `sticky` and what the server counts."""
+        """Return `split`, `sticky` and the counts that the server supports."""
         return frozenset({"split", "sticky"}) | self.metrics().capabilities()
 
     def metrics(self) -> ServerMetrics:
@@ -103,7 +103,7 @@ class LocalEndpoints(EndpointProvider):
         return ServerMetrics(lambda config, request: [self.counts(config, request)])
 
     def counts(self, config: EndpointConfig, request: UserCountsRequest | None = None) -> Counts:
-        """Return what the running server has counted; by user, too, what is requested."""
+        """Return the running server's counts; also by user, if requested."""
         server = self._server(config)
         record = server.record()
         if record is None:
@@ -141,7 +141,7 @@ class LocalEndpoints(EndpointProvider):
         """Accept every change of settings."""
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return what the running server serves; None if a deployment is lost."""
+        """Return the running server's state; None if a deployment is lost."""
         server = self._server(config)
         record = server.record()
         if record is None:
@@ -185,7 +185,7 @@ class LocalEndpoints(EndpointProvider):
             except ServiceUnavailableError:
                 if not server.wait_until_stopped(_DEATH_S):
                     raise
-                # It died meanwhile; publishing the same generation again is safe.
+                # It has died; publishing the same generation again is safe.
                 status, answer = server.request(self._ensure_running(server, config), "PUT", body, timeout_s=_APPLY_S)
         if status != 200:
             raise error_from_bytes(answer)
@@ -235,7 +235,7 @@ class LocalEndpoints(EndpointProvider):
                     path.unlink()
 
     def list_orphans(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[OrphanedResource]:
-        """Return nothing: a server holds only what its state names."""
+        """Return nothing: a server holds only the deployments of its state."""
         return ()
 
     def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:

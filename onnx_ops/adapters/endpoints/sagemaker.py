@@ -87,11 +87,11 @@ class SageMakerEndpoints(CloudEndpoints):
         """Accept every change: an update of the endpoint applies all settings."""
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return the error of missing credentials, without asking AWS."""
+        """Return the error of missing credentials, without a request to AWS."""
         return find_missing_credentials(read_access(config.settings), where=config.endpoint)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return what the endpoint does; during an update, what it did before."""
+        """Return the endpoint's state; during an update, the state before it."""
         client = self._connect(config)
         try:
             description = client.describe()
@@ -120,11 +120,11 @@ class SageMakerEndpoints(CloudEndpoints):
         """Upload archives, create models and config, and update the endpoint to them.
 
         Raises:
-            ConflictError: a later generation, or another state of this generation, was begun already.
+            ConflictError: a later generation, or another state of this generation, was started already.
             DigestMismatchError: a deployment's files are not those of its manifest.
-            NotFoundError: a deployment's files are needed and not there, or an alarm does not exist.
+            NotFoundError: a deployment's files are needed and missing, or an alarm does not exist.
             AlarmRollbackError: an alarm rolled it back, now or in an earlier attempt.
-            InfrastructureError: SageMaker could not do it, or rolled it back; says why.
+            InfrastructureError: SageMaker failed, or rolled it back; the message has its reason.
         """
         self._apply(self._connect(config), replace(state, generation=generation))
 

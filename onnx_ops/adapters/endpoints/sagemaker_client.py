@@ -67,7 +67,7 @@ class SageMakerClient:
             return [item for page in pages for item in page.get(items, ())]
 
     def keys(self, prefix: str) -> list[str]:
-        """Return the keys of the bucket that begin so, sorted."""
+        """Return the keys of the bucket with this prefix, sorted."""
         objects = self.list_all("s3", "list_objects_v2", "Contents", Bucket=self.settings.bucket, Prefix=prefix)
         return sorted(item["Key"] for item in objects)
 
@@ -92,12 +92,12 @@ class SageMakerClient:
         return self.tag_of(description["EndpointArn"]) == self.endpoint
 
     def tag_of(self, arn: str) -> str | None:
-        """Return the endpoint that a resource belongs to, as its tag says."""
+        """Return the endpoint that a resource belongs to, from its tag."""
         tags = {tag["Key"]: tag["Value"] for tag in self.list_all("sagemaker", "list_tags", "Tags", ResourceArn=arn)}
         return tags.get(ENDPOINT_TAG)
 
     def converge(self, step: Callable[[], T | None], what: str) -> T:
-        """Repeat a step until it returns something; `what` says what did not happen if the time is over."""
+        """Repeat a step until it returns something; `what` names what is missing when the time is over."""
 
         def timeout() -> ServiceUnavailableError:
             remedy = "The change continues at AWS; run the command again, or raise `timeout`."
@@ -109,7 +109,7 @@ class SageMakerClient:
 class GenerationFence:
     """The claims of an endpoint's generations, and records of guarded updates.
 
-    A guarded endpoint has a record of the config that it reached, and for each update that was begun under alarms the
+    A guarded endpoint has a record of the config that it reached, and for each update that was started under alarms the
     state that they had before it.
     """
 
@@ -160,7 +160,7 @@ class GenerationFence:
         return self._read(self._reached) == config_name.encode()
 
     def begin_update(self, config_name: str, alarms: Mapping[str, str]) -> None:
-        """Record the alarms' states before a guarded update, unless it was begun before."""
+        """Record the alarms' states before a guarded update, unless it was started before."""
         self._create(f"{self._updates}{config_name}", json.dumps(alarms).encode())
 
     def alarms_before(self, config_name: str) -> Mapping[str, str] | None:

@@ -23,7 +23,7 @@ _ECR = re.compile(
     r"(@(?P<digest>sha256:[0-9a-f]{64})|:(?P<tag>[\w.-]+))?"
 )
 _Finding = tuple[bool, str, str]
-"""Whether it is as it should be, what was found, and the remedy."""
+"""Whether the check passed, its finding, and the remedy."""
 _PULL_ACTIONS = ("ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer", "ecr:BatchCheckLayerAvailability")
 
 
@@ -130,7 +130,7 @@ def _check_image(connect: Clients, image: str) -> _Finding:
 
 
 def _check_pull(iam: Any, role: str, image: str) -> _Finding:
-    """Check that the role's policies let it pull. A repository of another account has a policy besides."""
+    """Check that the role's policies allow pulling. A repository of another account also has a policy."""
     match = _ECR.fullmatch(image)
     if match is None:
         return True, "not checked for an image that is not in ECR", ""

@@ -1,7 +1,7 @@
 """A state of an endpoint as requests to SageMaker, and back.
 
-Models and configs cannot be changed, so they are named by the digest of their content; a config's weights are a part
-of the name on their own. The keys that a container trusts stay as they were: machines may hold different ones.
+Models and configs are immutable, so they are named by the digest of their content; a config's weights are a separate
+part of the name. The keys that a container trusts stay unchanged: machines can hold different ones.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _COMPARED_IN_MODEL = ("ExecutionRoleArn", "VpcConfig", "EnableNetworkIsolation")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointLayout:
-    """What must exist at SageMaker for a state; `weights` are by variant."""
+    """The SageMaker resources of a state; `weights` are by variant."""
 
     models: Mapping[str, Mapping[str, Any]]
     config_name: str
@@ -49,7 +49,7 @@ class EndpointLayout:
     weights: Mapping[str, float]
 
     def has_config(self, config_name: str) -> bool:
-        """Return whether a config has the same variants; its weights may differ."""
+        """Return whether a config has the same variants; its weights can differ."""
         return config_name[: -_WEIGHTS_DIGITS - 1] == self.config_name[: -_WEIGHTS_DIGITS - 1]
 
 

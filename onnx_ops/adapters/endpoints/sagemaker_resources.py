@@ -124,7 +124,7 @@ class EndpointResources:
         """Delete an orphan; no error if it is gone.
 
         Raises:
-            ConflictError: the live endpoint uses it by now. SageMaker itself would delete it all the same.
+            ConflictError: the live endpoint uses it by now. SageMaker itself would delete it nevertheless.
         """
         kind, name = orphan.kind, orphan.name
         configs = self._live_configs()
@@ -170,7 +170,7 @@ class EndpointResources:
             raise
 
     def _create(self, noun: str, named: Mapping[str, Any], request: Mapping[str, Any]) -> None:
-        """Create what cannot be changed afterwards; what has its name already must be the same."""
+        """Create an immutable resource; an existing one of its name must be the same."""
         operation, taken = f"create_{noun}", ("already existing",)
         if self._client.call("sagemaker", operation, ignored_messages=taken, **request) is not None:
             return
@@ -209,7 +209,7 @@ def _sha256(data: bytes) -> str:
 
 
 def _contains(actual: Any, desired: Any) -> bool:
-    """Return whether all that is desired stands in the description, which holds more."""
+    """Return whether the description, which has more fields, contains all desired ones."""
     if isinstance(desired, Mapping) and isinstance(actual, Mapping):
         return all(key in actual and _contains(actual[key], value) for key, value in desired.items())
     if isinstance(desired, Sequence) and not isinstance(desired, str) and isinstance(actual, Sequence):

@@ -26,7 +26,7 @@ def find_instance_drift(description: Mapping[str, Any], settings: SageMakerSetti
 class VariantScaling:
     """Scalable targets and policies of one endpoint's variants.
 
-    Policies that others made stay, and so do the instance counts that they set.
+    Policies of other clients stay, and so do the instance counts that they set.
     """
 
     def __init__(self, client: SageMakerClient) -> None:
@@ -56,7 +56,7 @@ class VariantScaling:
         return any(self._policy(name) is None for name in self._targets(_variant_names(description)))
 
     def apply(self, layout: EndpointLayout) -> None:
-        """Scale every production variant, if the settings say so. Idempotent."""
+        """Scale every production variant if the settings declare it. Idempotent."""
         if not self._settings.scaled:
             return
         for variant in layout.config["ProductionVariants"]:
@@ -76,7 +76,7 @@ class VariantScaling:
             )
 
     def remove(self, description: Mapping[str, Any]) -> None:
-        """Stop scaling the variants of an endpoint that ends."""
+        """Stop scaling the variants of an endpoint that is being removed."""
         if self._settings.scaled:
             for name in _variant_names(description):
                 self._deregister(name)
@@ -84,13 +84,13 @@ class VariantScaling:
             self.remove_outdated(description)
 
     def remove_outdated(self, description: Mapping[str, Any]) -> None:
-        """Stop scaling what earlier settings scaled and these do not."""
+        """Stop scaling variants that only earlier settings scaled."""
         for name in () if self._settings.scaled else self._targets(_variant_names(description)):
             if self._policy(name) is not None:
                 self._deregister(name)
 
     def pause(self, description: Mapping[str, Any], layout: EndpointLayout) -> None:
-        """Stop scaling variants that change, which SageMaker refuses to change scaled."""
+        """Stop scaling variants that change: SageMaker refuses to change scaled variants."""
         if not self._settings.scaled:
             return
         config = self._client.describe_config(description["EndpointConfigName"])
@@ -105,7 +105,7 @@ class VariantScaling:
         return {"TargetValue": target, "PredefinedMetricSpecification": metric}
 
     def _targets(self, variants: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-        """Return the scalable targets by variant. Without autoscaling no permission to look is needed."""
+        """Return the scalable targets by variant. Without autoscaling no read permission is needed."""
         resources = {self._resource(name)["ResourceId"]: name for name in variants}
         if not resources:
             return {}
@@ -118,7 +118,7 @@ class VariantScaling:
         return {resources[target["ResourceId"]]: target for target in answer["ScalableTargets"]}
 
     def _policy(self, variant: str) -> Mapping[str, Any] | None:
-        """Return what our policy of a variant tracks."""
+        """Return the metric tracked by our policy of a variant."""
         answer = self._call("describe_scaling_policies", **self._resource(variant), PolicyNames=[_POLICY])
         policies = [policy["TargetTrackingScalingPolicyConfiguration"] for policy in answer["ScalingPolicies"]]
         return policies[0] if policies else None

@@ -94,7 +94,7 @@ def read_sagemaker_settings(given: Mapping[str, Json], *, where: str = "") -> Sa
 
 
 def _find_contradictions(settings: SageMakerSettings) -> Iterator[tuple[str, str]]:
-    """Yield what the service would refuse, or could not do, with the setting to change."""
+    """Yield combinations that the service would refuse, with the setting to change."""
     is_shifted = settings.canary_percent > 0 or settings.linear_percent > 0
     serverless_rules = (
         ("memory", "a serverless endpoint has one variant: strategy must be guarded", not settings.guarded),

@@ -1,6 +1,6 @@
 """Updates of an endpoint: observe, make the change that is due, observe again.
 
-SageMaker's own waiter takes an update that was rolled back for a success; this one requires the desired config and
+SageMaker's waiter reports success for an update that was rolled back; this one requires the desired config and
 weights, and reads why they were not reached.
 """
 
@@ -28,7 +28,7 @@ _TAKEN_BACK = "All traffic is where it was. See the alarms and the log of the ve
 
 
 class EndpointUpdate:
-    """One `apply` of one endpoint, and what was done so far.
+    """One `apply` of one endpoint, and its progress.
 
     No alarm guards a rollback: that would only keep traffic where it must not stay.
     """
@@ -174,10 +174,10 @@ class EndpointUpdate:
         return build_deployment_config(self._settings, list(states), at_once=self._is_rollback)
 
     def _refuse_alarmed(self, layout: EndpointLayout, description: Mapping[str, Any] | None) -> None:
-        """Raise AlarmRollbackError if an update to this layout was begun, and an alarm has changed its state since.
+        """Raise AlarmRollbackError if an update to this layout was started, and an alarm has changed its state since.
 
         The update was not finished, or the layout would be in service. An alarm that is quiet again counts, too: in
-        doubt the layout is not tried again, as SageMaker tells its reasons in prose only.
+        doubt the layout is not tried again, as SageMaker gives its reasons in prose only.
         """
         if not self._alarms or (before := self._fence.alarms_before(layout.config_name)) is None:
             return
@@ -215,7 +215,7 @@ class EndpointUpdate:
         return states
 
     def _is_due_again(self, description: Mapping[str, Any], layout: EndpointLayout) -> bool:
-        """Return whether to request again what left an endpoint idle, and not where it should be."""
+        """Return whether to repeat a request that left an endpoint idle before the desired layout."""
         if self._requested == "create":  # another client had created it
             self._requested = ""
             return True
@@ -246,7 +246,7 @@ class EndpointUpdate:
 
 
 def build_deployment_config(settings: SageMakerSettings, alarms: list[str], *, at_once: bool) -> dict[str, Any]:
-    """Return how SageMaker shifts the traffic: at once, or as the settings say."""
+    """Return how SageMaker shifts the traffic: at once, or by the settings."""
     routing: dict[str, Any] = {"Type": "ALL_AT_ONCE", "WaitIntervalInSeconds": 0 if at_once else int(settings.wait)}
     if settings.canary_percent and not at_once:
         size = {"Type": "CAPACITY_PERCENT", "Value": settings.canary_percent}

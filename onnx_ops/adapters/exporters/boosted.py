@@ -36,7 +36,7 @@ class _BoostedExporter(SklearnExporter):
                 remedy=f"`train.run` must return {self._native}, or a pipeline that ends in one.",
             )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # onnxmltools imports what it can of all frameworks, and reports the rest
+            warnings.simplefilter("ignore")  # onnxmltools tries to import all frameworks, and reports missing ones
             from skl2onnx import update_registered_converter
             from skl2onnx.common import shape_calculator as shapes
 

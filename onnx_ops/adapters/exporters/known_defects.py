@@ -9,7 +9,7 @@ from typing import Any
 from onnx_ops.errors import UserError
 
 ConversionDefect = tuple[str, str, str]
-"""What cannot be converted, why, and what to do instead."""
+"""What cannot be converted, the reason, and an alternative."""
 
 _DIFFERS = "the converted model gives other answers than `predict` (measured)"
 

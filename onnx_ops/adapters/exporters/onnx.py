@@ -107,7 +107,7 @@ class OnnxExporter(Exporter):
             session: Any = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
             names = [output.name for output in session.get_outputs()]
             return dict(zip(names, session.run(names, dict(inputs)), strict=True))
-        except Exception as error:  # kernels in numpy raise whatever numpy raises
+        except Exception as error:  # numpy kernels raise many types of exceptions
             raise ValueError(f"the model refuses these inputs: {quoted(error)}") from error
 
 

@@ -25,7 +25,7 @@ from onnx_ops.scratch import Scratch
 STEM = "model"
 
 OPSETS = (11, 21)
-"""What paddle2onnx 2.0 writes; at 23 it aborts the process."""
+"""Opsets that paddle2onnx 2.0 writes; at 23 it aborts the process."""
 
 
 class PaddleExporter(Exporter):
@@ -81,7 +81,7 @@ class PaddleExporter(Exporter):
                     str(source), str(source.with_suffix(".pdiparams")), str(path), opset_version=section.opset
                 )
                 converted = read_model(path)
-            except Exception as error:  # the converter raises whatever its parts raise
+            except Exception as error:  # the converter raises many types of exceptions
                 raise UserError(
                     "paddle2onnx cannot convert the layer",
                     where="export",

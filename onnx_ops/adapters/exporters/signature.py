@@ -12,10 +12,10 @@ from onnx_ops.errors import NotFoundError, UserError
 from onnx_ops.ports.data import Tensors
 
 Precision = Literal["float32", "float64"]
-"""Of reference outputs."""
+"""Precision of reference outputs."""
 
 FREE_BATCH: Mapping[int, str] = {0: "batch"}
-"""Free axes of an input that `export.dynamic` says nothing about."""
+"""Default free axes of an input, if `export.dynamic` does not declare them."""
 
 OUTPUT = "output"
 """Name of a single output; several are `output_0`, `output_1` …, or the keys of a dictionary."""

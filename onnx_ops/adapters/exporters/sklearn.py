@@ -190,7 +190,7 @@ def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
                 options=options,
                 name="model",
             )
-    except Exception as error:  # the converter raises whatever its parts raise
+    except Exception as error:  # the converter raises many types of exceptions
         remedy = "See https://onnx.ai/sklearn-onnx/supported.html for what it converts."
         for part in list_estimators(model):
             package = type(part).__module__.partition(".")[0]

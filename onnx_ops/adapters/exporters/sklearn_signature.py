@@ -17,7 +17,7 @@ class InputLayout:
     """How the inputs of the data reach the converter.
 
     Args:
-        types: what the converter is told: name, kind of numpy (`f4`, `f8`, `i`, `U`) and number of columns.
+        types: the converter's inputs: name, kind of numpy (`f4`, `f8`, `i`, `U`) and number of columns.
         joined: whether the inputs are the columns of the one matrix in `types`.
         split: whether the one input is a matrix, whose columns are those of `types`.
     """
@@ -28,7 +28,7 @@ class InputLayout:
 
 
 def choose_layout(model: object, parts: list[object], samples: Tensors) -> InputLayout:
-    """Choose by what the estimator was fitted on."""
+    """Choose the layout by the inputs that the estimator was fitted on."""
     by_column = any(type(part).__name__ == "ColumnTransformer" for part in parts)
     names = read_fitted_names(model)
     for name, array in samples.items():
@@ -206,7 +206,7 @@ def _as_precision(array: Any, precision: str) -> Any:
 
 
 _NOT_RUN = {"RadiusNeighborsClassifier": "Use KNeighborsClassifier."}
-"""Converted into a graph that ONNX Runtime refuses to run, and what to take instead."""
+"""Estimators whose export ONNX Runtime refuses to run, with an alternative."""
 
 
 def check_runnable(model: object) -> None:

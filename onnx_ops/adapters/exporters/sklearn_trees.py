@@ -1,4 +1,4 @@
-"""The trees of scikit-learn's estimators, as their export should hold them."""
+"""The trees of scikit-learn's estimators, as their export should contain them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BOOSTED = ("GradientBoostingClassifier", "GradientBoostingRegressor")
 def read_source_trees(model: object) -> tuple[Tree, ...] | None:
     """Return the trees of a decision tree, forest or boosting; else None.
 
-    The estimator stands alone or at the end of a pipeline.
+    The estimator is the model itself or the last step of a pipeline.
 
     A forest averages its trees: each leaf weighs 1/n. Boosting adds them up, each times the learning rate; with k
     classes tree i belongs to class i modulo k. Of two classes a file holds the weights of the second only.
@@ -55,7 +55,7 @@ def _is_one_of(estimator: Any, names: tuple[str, ...]) -> bool:
 
 
 def _tree(estimator: Any, factor: float, *, column: int | None = None, width: int = 1) -> Tree:
-    """Every leaf's weight times `factor`; a boosted tree adds to the output `column` of `width` alone."""
+    """Return a tree with every leaf's weight times `factor`; a boosted tree adds to output `column` of `width` only."""
     grown = estimator.tree_
     # The estimator compares float32 features with float64 thresholds, which are therefore rounded down to float32.
     nearest = grown.threshold.astype(np.float32)
@@ -81,7 +81,7 @@ def _tree(estimator: Any, factor: float, *, column: int | None = None, width: in
 
 
 def _weights(estimator: Any, value: Any) -> Any:
-    """Of shape (nodes, outputs). Classes as shares of the node's rows; of two the second only."""
+    """Return weights of shape (nodes, outputs): classes as shares of the node's rows; of two the second only."""
     from sklearn.base import is_classifier
 
     if not is_classifier(estimator):
@@ -91,9 +91,9 @@ def _weights(estimator: Any, value: Any) -> Any:
 
 
 def route_missing_values(converted: Any, model: object) -> None:
-    """Let NaN take the same branches in the export as in the source, if that is one ensemble of trees.
+    """Route NaN to the same branches in the export as in the source, if that is one ensemble of trees.
 
-    The converter leaves them out. A tree sends NaN where most rows of its training went, unless it has seen NaN.
+    The converter does not. A tree routes NaN with the majority of its training rows, unless it was trained on NaN.
     """
     ensembles = [node for node in converted.graph.node if node.op_type in ENSEMBLES]
     grown = [estimator.tree_ for estimator in _estimators(model)]

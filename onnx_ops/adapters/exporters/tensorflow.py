@@ -35,7 +35,7 @@ SIGNATURE = "serving_default"
 REQUIREMENTS = ("numpy==2.4.6", "onnx==1.23.2", "tensorflow-cpu==2.21.0", "tf2onnx==1.17.0")
 
 OPSETS = (13, 18)
-"""What tf2onnx 1.17 writes."""
+"""Opsets that tf2onnx 1.17 writes."""
 
 _GENERATED = r"__(\d+)"
 """Ends of names that tf2onnx numbers through all conversions of a process."""
@@ -105,7 +105,7 @@ class TensorflowExporter(Exporter):
             converted, _ = importlib.import_module("tf2onnx").convert.from_function(
                 tf.function(answer, input_signature=specs), input_signature=specs, opset=section.opset
             )
-        except Exception as error:  # the converter raises whatever its parts raise
+        except Exception as error:  # the converter raises many types of exceptions
             raise build_conversion_error("tf2onnx", error) from error
         write_converted(converted, names, request)
 
@@ -148,7 +148,7 @@ class TfliteExporter(Exporter):
         import_tensorflow()
         try:
             converted, _ = importlib.import_module("tf2onnx").convert.from_tflite(str(model), opset=section.opset)
-        except Exception as error:  # the converter raises whatever its parts raise
+        except Exception as error:  # the converter raises many types of exceptions
             raise build_conversion_error("tf2onnx", error) from error
         inputs = converted.graph.input
         if len(inputs) != len(request.samples):

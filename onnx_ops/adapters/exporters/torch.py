@@ -36,11 +36,11 @@ from onnx_ops.ports.export import ExportRequest, Tracer
 FILE = "model.pt"
 
 _NOISY = ("torch", "onnxscript", "onnx_ir")
-"""Roots of the loggers that tell of the exporter's own steps; what matters of them is raised."""
+"""Roots of the loggers that report the exporter's own steps; relevant messages are raised."""
 
 
 _UNTRANSLATED = re.compile(r"No ONNX function found for <OpOverload\(op='([^']+)', overload='([^']+)'\)>")
-"""What torch 2.13 says of an operator that it cannot translate; only the text names it."""
+"""Message of torch 2.13 about an operator that it cannot translate; only the text names it."""
 
 
 class TorchExporter(TracingExporter):
@@ -165,8 +165,8 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
                 custom_translation_table=table,
                 verbose=False,
             )
-    except Exception as error:  # the exporter raises whatever its parts raise
-        cause = error.__cause__ or error  # the outer one only says which step failed
+    except Exception as error:  # the exporter raises many types of exceptions
+        cause = error.__cause__ or error  # the outer one only names the failed step
         if unknown := _UNTRANSLATED.search(str(error)):
             name = ".".join(unknown.groups()).replace("::", ".")
             raise UserError(
@@ -201,7 +201,7 @@ def _load_translations(section: Export) -> Mapping[Any, Any] | None:
 
 
 def _traced(torch: Any, program: Any, inputs: Tensors, names: Collection[str], dtype: Any) -> dict[str, Array]:
-    """Named values of one run; what is not asked for is let go as soon as nothing needs it."""
+    """Return named values of one run; other values are released once nothing needs them."""
     values: dict[str, Array] = {}
 
     class Watcher(torch.fx.Interpreter):  # type: ignore[misc,name-defined,unused-ignore]
@@ -281,7 +281,7 @@ def _forward(torch: Any, module: Any, rows: Mapping[str, Any]) -> Any:
 def _quiet() -> Iterator[None]:
     """Suppress the exporter's progress output, its warnings about its own internals, and its log messages."""
     known = [name for name in logging.Logger.manager.loggerDict if name.partition(".")[0] in _NOISY]
-    # Others, and those made meanwhile, inherit the level of their root. Setting one empties the caches of all loggers.
+    # Other loggers, and later ones, inherit the level of their root. Setting one empties the caches of all loggers.
     loggers = [logger for name in {*_NOISY, *known} if (logger := logging.getLogger(name)).level or name in _NOISY]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,6 +1,6 @@
 """Run a function in a forked process: a library that crashes, hangs or takes all memory raises an error here.
 
-Unlike in `process`, the child is a fork of this installation: it starts in milliseconds, without packages of its own.
+Unlike in `process`, the child is a fork of this installation: it starts in milliseconds and has the same packages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from onnx_ops.errors import OnnxOpsError, quoted
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 1800.0
-"""Seconds that a function gets where nobody says otherwise."""
+"""Default time limit of a function in seconds."""
 
 _GRACE_S = 2.0
 
@@ -29,7 +29,7 @@ _GRACE_S = 2.0
 class ProcessCrashError(Exception):
     """A guarded function did not return.
 
-    `reason` is why, `output` the last lines that it printed, `timed_out` whether its time was up.
+    `reason` is the cause, `output` the last lines that it printed, `timed_out` whether it exceeded its time.
     """
 
     def __init__(self, reason: str, output: str = "", *, timed_out: bool = False) -> None:
@@ -51,11 +51,11 @@ def run_guarded(
         work: a function of a module.
         arguments: its arguments.
         timeout: in seconds.
-        memory: bytes of its process's own data, by default what the machine has.
+        memory: limit in bytes of the process's own data, by default the machine's.
 
     Raises:
-        OnnxOpsError: what it raised.
-        ProcessCrashError: it raised something else, crashed, ran out of time or of memory.
+        OnnxOpsError: raised by the function.
+        ProcessCrashError: it raised something else, crashed, or exceeded its time or memory.
     """
     limit = memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     context = multiprocessing.get_context("forkserver")
@@ -105,7 +105,7 @@ def _child(
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
     faulthandler.enable(all_threads=False)
-    # A thread of C: it says where the time went even where a library never gives the interpreter back.
+    # A C thread: it reports where the time went even if a library never releases the interpreter.
     faulthandler.dump_traceback_later(timeout, exit=True)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     try:
@@ -114,6 +114,6 @@ def _child(
         answer = ("raised", error)
     except MemoryError:
         answer = ("memory", None)
-    except Exception as error:  # a library raises whatever its parts raise
+    except Exception as error:  # a library raises many types of exceptions
         answer = ("raised", f"{type(error).__name__}: {quoted(error)}")
     answers.send(answer)

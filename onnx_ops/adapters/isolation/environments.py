@@ -23,10 +23,10 @@ from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import MeasurementError, NotFoundError, StageError, UserError
 
 BASE = (*(f"{name}=={version(name)}" for name in ("annotated-types", "cattrs")), "numpy>=2", "onnx>=1.16")
-"""What the inner side of the protocol imports, beside this package itself; the framework decides on the loose ones."""
+"""Requirements of the inner side of the protocol, besides this package; the framework decides on the loose ones."""
 
 _LAYOUT = 1
-"""Raised when environments made by an older release cannot be used any more."""
+"""Increased when environments of an older release cannot be used any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def find_uv() -> str | None:
 _PINNED = re.compile(r"(?P<name>(@[a-z0-9~][\w.~-]*/)?[a-z0-9~][\w.~-]*)@(?P<version>\d+\.\d+\.\d+[\w.+-]*)")
 
 _NPM_LAYOUT = 1
-"""Raised when folders made by an older release cannot be used any more."""
+"""Increased when folders of an older release cannot be used any more."""
 
 NPM_REMEDY = "Install npm (Debian, Ubuntu: `apt-get install nodejs npm`), or bring the project's environments along."
 
@@ -94,9 +94,10 @@ class NpmPackages:
     folder: Path
 
     def installed(self, requirements: Sequence[str]) -> Path:
-        """Return the folder with `node_modules`, which is made if missing.
+        """Return the folder with `node_modules`, which is created if missing.
 
-        No script of a package is run: each is what its archive holds. Asks no network if the folder is there.
+        Scripts of packages are not run, so each has exactly the files of its archive. Needs no network if the folder
+        exists.
         """
         parse_pins(requirements)
         place = self.folder / ("npm-" + digest_json([_NPM_LAYOUT, sorted(requirements)]).removeprefix("sha256:")[:16])

@@ -1,6 +1,6 @@
-"""Run exporters and optimizers whose packages live in an isolated environment: both sides of the process boundary.
+"""Exporters and optimizers whose packages are in an isolated environment: both sides of the process boundary.
 
-What this module imports, every environment has: the standard library, annotated-types, cattrs, numpy and onnx.
+This module imports only what every environment has: the standard library, annotated-types, cattrs, numpy and onnx.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from onnx_ops.ports.export import ExportRequest, TrainingExporter
 from onnx_ops.ports.optimize import Optimizer, OptimizeRequest
 
 DEFAULT_TIMEOUT_S = 1800.0
-"""Seconds for an export or an answer where `env.timeout` says nothing. Training takes as long as it takes."""
+"""Seconds for an export or an answer where `env.timeout` is not set. Training has no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +42,8 @@ class IsolatedExporter(TrainingExporter):
     """Runs an exporter in another process, which ends with the loaded model.
 
     Args:
-        exporter: `module:Class`, as its entry point says.
-        python: makes the environment if it must, and gives its interpreter.
+        exporter: `module:Class`, as in its entry point.
+        python: returns the interpreter of the environment, which is created if missing.
         root: the project's folder, whose modules training imports.
         limits: of each process.
     """
@@ -139,7 +139,7 @@ def _start_worker(entry: str, tool: str, python: Path, limits: ProcessLimits, wh
 
 @dataclass(slots=True, kw_only=True)
 class IsolatedOptimizer(Optimizer):
-    """Runs an optimizer in another process; what needs none of its packages is done in this one, by `here`.
+    """Runs an optimizer in another process; `here` does in this one what needs none of its packages.
 
     Args as of `IsolatedExporter`; `place` is `module:Class`.
     """
@@ -166,7 +166,7 @@ class IsolatedOptimizer(Optimizer):
         return self.here.settle(section, root)
 
     def quantizes(self, section: Quantize) -> bool:
-        """Return whether the section changes what is computed."""
+        """Return whether the section changes the computation."""
         return self.here.quantizes(section)
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:

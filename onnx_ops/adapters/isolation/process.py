@@ -1,4 +1,4 @@
-"""Run processes that answer requests one at a time: JSON lines in, JSON lines out, arrays in files beside them."""
+"""Processes that answer requests one at a time: JSON lines in, JSON lines out, arrays in files beside them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from onnx_ops.errors import NotFoundError, StageError, from_document
 from onnx_ops.scratch import Scratch
 
 GRACE_S = 5.0
-"""Seconds that a process gets, after its time is up, to say where it hangs; and to end when it is asked to."""
+"""Seconds that a process gets after its time-out to report where it hangs, and to end on request."""
 
 _STEP_S = 0.005
 
@@ -48,11 +48,11 @@ class ProcessLimits:
 
 
 class IsolatedProcess:
-    """One process and whatever it starts, in a group of its own.
+    """One process and its children, in a separate process group.
 
     Args:
-        command: what to start. It reads requests from standard input, writes answers to the descriptor that it is told,
-            ends when its standard input does, and should keep the limit of memory.
+        command: the command to start. It reads requests from standard input, writes answers to the given descriptor,
+            ends when its standard input does, and should keep the memory limit.
         limits: of memory; the time-out is given with each request.
         where: the stage, section or target that errors name.
     """
@@ -100,12 +100,12 @@ class IsolatedProcess:
         """Send one request and return the answer.
 
         Raises:
-            ValueError: what was asked refuses its inputs.
-            OnnxOpsError: what was raised there; StageError if the process crashed, or took longer than `timeout`.
+            ValueError: the callee refuses its inputs.
+            OnnxOpsError: the callee's error; StageError if the process crashed, or took longer than `timeout`.
         """
         request = json.dumps({"do": do, "timeout": timeout, **arguments}).encode("utf-8")
         deadline = None if timeout is None else time.monotonic() + timeout
-        with contextlib.suppress(BrokenPipeError):  # it is gone, which reading its answer tells
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which reading its answer reports
             self._process.stdin.write(request + b"\n")  # type: ignore[union-attr]
             self._process.stdin.flush()  # type: ignore[union-attr]
         received = b""
@@ -124,7 +124,7 @@ class IsolatedProcess:
         return answer["done"]
 
     def stop(self) -> None:
-        """End it, and whatever it has started."""
+        """End the process and its children."""
         self._end()
 
     def _fail(self, do: str, late_after: float | None) -> NoReturn:
@@ -155,7 +155,7 @@ class IsolatedProcess:
 
 
 def _end(process: subprocess.Popen[bytes], answers: Any, scratch: Scratch) -> None:
-    """Ask it to end, which closes what it has opened (a browser); then end it, and whatever is left of its group."""
+    """Request the end of the process, which closes what it has opened (a browser); then kill the rest of its group."""
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()  # type: ignore[union-attr]
     deadline = time.monotonic() + GRACE_S
@@ -181,7 +181,7 @@ def _end(process: subprocess.Popen[bytes], answers: Any, scratch: Scratch) -> No
 PACKAGE = "onnx_ops"
 
 Command = Callable[[Path, int, int], list[str]]
-"""Given a scratch folder, the descriptor for answers, and bytes of memory: what to start."""
+"""Returns the command for a scratch folder, the descriptor for answers, and bytes of memory."""
 
 
 def build_interpreter_command(python: Path, entry: str, packages: Collection[str] = ()) -> Command:
@@ -218,7 +218,7 @@ _MUCH = 1_000_000
 
 
 class OutputTail:
-    """Reads a stream to its end in a thread of its own and keeps its last 64 KiB.
+    """Reads a stream to its end in a separate thread and keeps its last 64 KiB.
 
     Lines that begin with `mark` are passed to `tell` instead, without the mark.
     """
@@ -254,7 +254,7 @@ class OutputTail:
                 for line in [line for line in lines if line.startswith(self._mark)]:
                     self._tell(line.removeprefix(self._mark).decode("utf-8", errors="replace"))
                 self._keep(b"".join(line + b"\n" for line in lines if not line.startswith(self._mark)))
-                if len(rest) > KEPT_BYTES:  # a line without an end is none of ours
+                if len(rest) > KEPT_BYTES:  # an endless line is no progress line
                     self._keep(rest)
                     rest = b""
         self._keep(rest)
@@ -294,7 +294,7 @@ class RetainedProcess:
         return process
 
     def stop(self) -> None:
-        """End it."""
+        """End the process."""
         if self._kept is not None:
             self._kept[1].stop()
             self._kept = None

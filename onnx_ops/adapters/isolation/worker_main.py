@@ -48,7 +48,7 @@ def serve(worker: RequestHandler) -> None:
 
 
 def _listen(requests: queue.SimpleQueue[str]) -> None:
-    """Whoever asks holds the other end of standard input; when that is gone, nobody waits for an answer."""
+    """Read requests. The client holds the other end of standard input; when it closes, the process ends."""
     for line in sys.stdin:
         requests.put(line)
     os.killpg(os.getpgrp(), signal.SIGKILL)
@@ -73,7 +73,7 @@ def _answer(worker: RequestHandler, request: dict[str, Any], limit: int) -> dict
             remedy="Raise `env.memory` if the machine has more.",
         )
         return {"error": failure.as_document()}
-    except Exception as error:  # a framework raises whatever its parts raise
+    except Exception as error:  # a framework raises many types of exceptions
         if isinstance(error, ValueError) and do in worker.refusing:
             return {"refused": str(error)}
         what, lines = (
@@ -86,7 +86,7 @@ def _answer(worker: RequestHandler, request: dict[str, Any], limit: int) -> dict
 
 
 PREFIX = "input/"
-"""Stands before each name in a file: a tensor may be called as savez calls an argument of its own."""
+"""Prefix of each name in a file: a tensor's name could be that of an argument of savez."""
 
 
 def save_arrays(tensors: Mapping[str, Any], path: Path) -> Path:

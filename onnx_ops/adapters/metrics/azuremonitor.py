@@ -25,7 +25,7 @@ _DAY = 86_400.0
 _SETTLED = 3 * _MINUTE
 """Time for which the counts of a minute still grow after its end."""
 _WINDOW = 10 * _MINUTE
-"""Percentiles of this time stand for the requests since the last reading."""
+"""Percentiles over this time represent the requests since the last reading."""
 _MODEL_ERROR = "424"
 """Azure's status where the container's, in `modelStatusCode`, is not 200."""
 _P50, _P99 = "RequestLatency_P50", "RequestLatency_P99"

@@ -89,5 +89,5 @@ def _inline(text: str) -> str:
 
 
 def _mark(endpoint: str) -> str:
-    """Return the mark that identifies the issue, whatever its title is."""
+    """Return the mark that identifies the issue, independent of its title."""
     return f"<!-- onnx-ops endpoint={endpoint} -->"

@@ -1,4 +1,4 @@
-"""Write float variants with another graph: saved optimizations, fused transformers, fixed shapes, clean-up tools."""
+"""Float variants with another graph: saved optimizations, fused transformers, fixed shapes, clean-up tools."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class ShapeOptions:
 
 
 class GraphOptimizer(Optimizer):
-    """Saves the graph as ONNX Runtime optimizes it, to load faster.
+    """Saves the graph after ONNX Runtime's optimizations, to load faster.
 
-    Option `level`: basic and extended hold on every machine; all also lays out convolutions for the registers of the
-    machine, so that the targets must be alike.
+    Option `level`: basic and extended are valid on every machine; all also lays out convolutions for the registers of
+    the machine, so that the targets must be alike.
     """
 
     tools: tuple[str, ...] = _TOOLS
@@ -70,7 +70,7 @@ class GraphOptimizer(Optimizer):
     needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
-        """Save the graph as ONNX Runtime optimizes it."""
+        """Save the graph after ONNX Runtime's optimizations."""
         level = str(read_options(request.section, self.options).get("level", "extended"))
         source = _checked(request, read_structure(request.source))
         if level == "all" and len({(machine.family, machine.wide) for machine in request.machines}) > 1:
@@ -103,7 +103,7 @@ class GraphOptimizer(Optimizer):
 
 
 class FusionOptimizer(Optimizer):
-    """Patterns of transformers made single operators by ONNX Runtime's tools for them.
+    """Fuses transformer patterns into single operators with ONNX Runtime's tools.
 
     Options: `family` (bert unless given), `heads` and `hidden` (found in the graph unless given).
     """
@@ -145,9 +145,9 @@ class FusionOptimizer(Optimizer):
 
 
 class ShapeOptimizer(Optimizer):
-    """Symbolic dimensions made fixed sizes, for kernels that are planned ahead.
+    """Replaces symbolic dimensions by fixed sizes, for kernels that are planned ahead.
 
-    Option `dims`: sizes by name. The batch axis stays free: gates and endpoints ask groups of all sizes.
+    Option `dims`: sizes by name. The batch axis stays free: gates and endpoints use batches of all sizes.
     """
 
     tools: tuple[str, ...] = _TOOLS
@@ -199,14 +199,14 @@ class SkipOptions:
 class _CleanupOptimizer(Optimizer):
     """One tool behind the port. Option `passes` names those of its passes to run, or `skip` those to leave out.
 
-    It may take `timeout` seconds and `memory` bytes, by default what the machine has.
+    Limits are `timeout` seconds and `memory` bytes, by default the machine's.
     """
 
     tool: str
     option = "skip"
     options: type = SkipOptions
     clean: Callable[[Path, Path, Sequence[str]], None]
-    """Writes to the second path what the tool makes of the model at the first."""
+    """Writes to the second path the tool's result for the model at the first."""
     tools: tuple[str, ...]
     quantized = False
     needs_calibration = False
@@ -220,7 +220,7 @@ class _CleanupOptimizer(Optimizer):
         chosen = tuple(read_options(request.section, self.options).get(self.option, ()))
         where = f"variant {request.section.name}"
         source = read_model(request.source)
-        trace_nodes(request.section.exclude, source, source)  # in float they stay by themselves
+        trace_nodes(request.section.exclude, source, source)  # in float they stay unchanged
         with Scratch() as folder:
             result = folder / "result.onnx"
             try:
@@ -248,7 +248,7 @@ class SlimOptimizer(_CleanupOptimizer):
 
     @staticmethod
     def clean(source: Path, result: Path, skip: Sequence[str]) -> None:
-        """Write what onnxslim makes of the source."""
+        """Write onnxslim's result for the source."""
         library = _library("onnxslim")
         _known(skip, importlib.import_module("onnxslim.core").OptimizationSettings.keys(), "skip")
         write_model(library.slim(read_model(source), skip_optimizations=list(skip) or None), result)
@@ -262,7 +262,7 @@ class SimplifyOptimizer(_CleanupOptimizer):
 
     @staticmethod
     def clean(source: Path, result: Path, skip: Sequence[str]) -> None:
-        """Write what onnxsim makes of the source."""
+        """Write onnxsim's result for the source."""
         library = _library("onnxsim")
         simplified, _ = library.simplify(read_model(source), skipped_optimizers=list(skip) or None)
         write_model(simplified, result)
@@ -278,7 +278,7 @@ class PassOptimizer(_CleanupOptimizer):
 
     @staticmethod
     def clean(source: Path, result: Path, passes: Sequence[str]) -> None:
-        """Write what the passes make of the source."""
+        """Write the result of the passes for the source."""
         library = _library("onnxoptimizer")
         _known(passes, library.get_available_passes(), "passes")
         chosen = list(passes) or library.get_fuse_and_elimination_passes()

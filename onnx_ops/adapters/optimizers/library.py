@@ -26,7 +26,7 @@ Names = Annotated[tuple[str, ...], MinLen(1)]
 
 
 def read_options(section: Quantize, kind: type) -> Mapping[str, Any]:
-    """Return the options that are given, as the optimizer's dataclass has them."""
+    """Return the given options, as the optimizer's dataclass declares them."""
     where = f"variant {section.name}, options"
     options: Any = bind_settings(section.options, kind, where=where)
     if problem := find_type_conflict(section.options):
@@ -41,7 +41,7 @@ _WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gather", "Gemm", "MatMul"})
 _QUANTIZED = frozenset(
     {"ConvInteger", "DequantizeLinear", "MatMulInteger", "MatMulNBits", "QGemm", "QLinearConv", "QLinearMatMul"}
 )
-"""Operators that quantizers write, and no export in float has."""
+"""Operators that quantizers write and that no float export has."""
 
 
 @contextlib.contextmanager
@@ -64,7 +64,7 @@ def suppress_output() -> Iterator[None]:
 
 @contextlib.contextmanager
 def convert_failures(what: str, variant: str, remedy: str) -> Iterator[None]:
-    """Raise whatever the library raises as a failure of the stage."""
+    """Raise any exception of the library as a failure of the stage."""
     try:
         yield
     except OnnxOpsError:
@@ -142,8 +142,8 @@ BATCH = 16
 class BatchReader:
     """Yields calibration batches in the order of the rows.
 
-    A model with a fixed batch gets exactly that many rows; rows left over go unused. The quantizer asks for ranges of
-    batches (`set_range`), so that it holds the activations of one range only.
+    A model with a fixed batch gets exactly that many rows; the remaining rows are unused. The quantizer requests ranges
+    of batches (`set_range`), so that it holds the activations of one range only.
 
     Raises:
         UserError: the rows do not fit the model's inputs, are too few, or are not finite.

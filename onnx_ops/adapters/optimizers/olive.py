@@ -26,17 +26,16 @@ from onnx_ops.scratch import Scratch
 CONFIG = "config"
 
 _KEPT = ("passes", "systems", "host", "target")
-"""What a configuration is used for. The rest says where models come from and go to, and how Olive judges them: that is
-the pipeline's."""
+"""The used part of a configuration. Sources, destinations and evaluation of models are the pipeline's."""
 
 _CODE = ("user_script", "script_dir", "model_script")
 _ROWS = "calibration"
 _NARROWING = re.compile("quant|float16|mixedprecision|nbits|rtn|gptq|awq|bnb", re.IGNORECASE)
-"""Names of passes whose models differ from their source by design. Others are judged by their answers, strictly."""
+"""Names of passes whose models differ from their source by design. Other passes get strict parity checks."""
 
 _EXCLUDING = ("OnnxDynamicQuantization", "OnnxStaticQuantization", "OnnxQuantization", "OnnxBlockWiseRtnQuantization")
 _GEMM_SUFFIX = "_MatMul"
-"""What ONNX Runtime's quantizers add to the name of a Gemm that they rewrite: they look for exclusions afterwards."""
+"""Suffix that ONNX Runtime's quantizers add to the name of a rewritten Gemm, before they apply exclusions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +55,7 @@ class OliveOptimizer(Optimizer):
 
     requirements = (
         "olive-ai==0.13.0",
-        "requests==2.34.2",  # olive-ai imports it and does not ask for it
+        "requests==2.34.2",  # olive-ai imports it without declaring it
         "transformers==5.23.0",
         "onnx==1.23.2",
         "onnxruntime==1.31.1",
@@ -83,7 +82,7 @@ class OliveOptimizer(Optimizer):
         if not isinstance(config, str | Mapping):
             raise UserError("config must be a file of the project, or the configuration: {passes: {...}}", where=where)
         if isinstance(config, str):
-            from onnx_ops.config.yaml_reader import read_file  # not to be had where passes run
+            from onnx_ops.config.yaml_reader import read_file  # not available where passes run
 
             name, path = config, (root / config).resolve()
             if not path.is_relative_to(root.resolve()):
@@ -95,12 +94,12 @@ class OliveOptimizer(Optimizer):
         return replace(section, options={**section.options, CONFIG: _used(config, where)})
 
     def quantizes(self, section: Quantize) -> bool:
-        """Return whether the name of a pass says that it changes what is computed."""
+        """Return whether the name of a pass shows that it changes the computation."""
         config: Any = section.options[CONFIG]
         return any(_NARROWING.search(str(entry["type"])) for entry in _passes(config["passes"]))
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
-        """Run the configured passes in order and check what they made."""
+        """Run the configured passes in order and check their result."""
         section = request.section
         source = read_model(request.source)
         trace_nodes(section.exclude, source, source)
@@ -129,7 +128,7 @@ class OliveOptimizer(Optimizer):
 
 
 def _used(config: Any, where: str) -> Mapping[str, Json]:
-    """Return the part of a configuration that decides a variant."""
+    """Return the part of a configuration that shapes a variant."""
     if not isinstance(config, Mapping) or not isinstance(config.get("passes"), Mapping) or not config["passes"]:
         raise UserError("there are no passes in it", where=where, remedy="An Olive configuration has `passes: {...}`.")
     flat = {**config.get("engine", {}), **config}  # `engine` is Olive's deprecated nest
@@ -152,7 +151,7 @@ def _used(config: Any, where: str) -> Mapping[str, Json]:
 
 
 def _passes(passes: Mapping[str, Any]) -> Iterator[Any]:
-    """Each pass; a name may stand for one or for a list of alternatives, of which there must be one."""
+    """Yield each pass; a name can refer to one or to a list of alternatives, which must hold exactly one."""
     for name, given in passes.items():
         if isinstance(given, list | tuple) and len(given) != 1:
             raise UserError(f"passes.{name} lists alternatives", remedy="Keep one; `method: auto` searches.")
@@ -195,7 +194,7 @@ def _with_rows(value: Any) -> Any:
 
 
 def _data(calibration: Tensors, folder: Path) -> dict[str, Any]:
-    """Rows as Olive's raw data set: a folder for each input, a file for each row."""
+    """Return rows as Olive's raw data set: a folder for each input, a file for each row."""
     import numpy as np
 
     names = list(calibration)

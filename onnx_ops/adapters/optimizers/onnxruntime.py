@@ -37,7 +37,7 @@ from onnx_ops.scratch import Scratch
 TOOLS = ("onnxruntime", "onnx", "numpy")
 
 DYNAMIC_OPERATORS = ("MatMul", "Gemm")
-"""What pays off without calibration: a convolution in MatMulInteger's manner is many times slower than in float."""
+"""Operators that are faster without calibration: a convolution as MatMulInteger is many times slower than in float."""
 
 FLOAT_OPERATORS = frozenset({"Softmax", "ArgMax"})
 """Kept in float by static quantization: in steps of 1/256, probabilities tie and the larger one is lost."""
@@ -49,7 +49,7 @@ WIDE_OPSET = 21
 """QuantizeLinear takes 16 bits from this opset on."""
 
 _REWRITTEN_GEMM = "_MatMul"
-"""The dynamic quantizer first makes each Gemm X a MatMul X_MatMul, and only then looks at the exclusions."""
+"""The dynamic quantizer first turns each Gemm X into a MatMul X_MatMul, and applies exclusions afterwards."""
 
 _FLOAT = 1
 _FUSED = "com.microsoft"
@@ -59,7 +59,7 @@ _UNFUSED = "Quantize the graph as it was before operators were fused: types of f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """One quantization under way, between two files of a scratch folder.
+    """One quantization in progress, between two files of a scratch folder.
 
     `excluded` holds names in the prepared file, by the name that the user gave.
     """
@@ -241,9 +241,11 @@ def _quantize(request: OptimizeRequest, options: Mapping[str, Any], library_call
 
 
 def _prepare(source: Any, folder: Path, large: bool) -> Path:
-    """Shapes inferred anew and the graph simplified; but not if that made weights of which the source knows nothing,
-    since a quantized weight must remain comparable with its original. The shapes that the source brings are dropped
-    first: the quantizers give weights other shapes and then stumble over the old ones."""
+    """Infer shapes again and simplify the graph, unless that adds weights that are not in the source.
+
+    A quantized weight must stay comparable with its original. The source's shapes are removed first: the quantizers
+    give weights other shapes and then fail on the old ones.
+    """
     known = set(collect_constants(source))
     del source.graph.value_info[:]
     plain = folder / "plain.onnx"
@@ -254,7 +256,7 @@ def _prepare(source: Any, folder: Path, large: bool) -> Path:
         if any(t.data_type == _FLOAT and t.name not in known for t in model.graph.initializer):
             prepared = _preprocess(plain, folder / "inferred.onnx", simplify=False, large=large)
             model = read_model(prepared)
-    except Exception as error:  # the library raises whatever its parts raise
+    except Exception as error:  # the library raises many types of exceptions
         warnings.warn(f"quantizing without preparation: {quoted(error)}", RuntimeWarning, stacklevel=2)
         return plain
     flatten_biases(model)

@@ -47,7 +47,7 @@ _ENVIRONMENT: Mapping[str, str] = {
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
 }
-"""What MLflow reads at its own time; what the user has set stays. Its own defaults wait minutes for a dead server."""
+"""Variables that MLflow reads on use; values set by the user stay. MLflow's defaults wait minutes for a dead server."""
 
 _default_uri_lock = threading.Lock()
 
@@ -99,7 +99,7 @@ class MlflowConnection:
             UserError: a name or value is invalid.
             MissingPackageError: the driver of the database is not installed.
         """
-        # Nothing is asked of MLflow, which would retry, unless there is an answer.
+        # No request to MLflow, which would retry, before its server answers.
         if not self.is_database:
             self.statuses("/health", 1)
         elif (host := urlsplit(self.uri).hostname) and (port := urlsplit(self.uri).port or _PORTS.get(self._kind)):
@@ -212,7 +212,7 @@ def read_pages(read: Callable[[str | None], Any]) -> Iterator[Any]:
 
 
 class ArtifactDownload:
-    """Files of one LoggedModel or run, which others may have changed."""
+    """Files of one LoggedModel or run, which other clients may have changed."""
 
     def __init__(self, connection: MlflowConnection, location: str, where: str) -> None:
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
@@ -234,7 +234,7 @@ class ArtifactDownload:
         return folder / name
 
     def verify(self, path: Path, digest: Digest) -> None:
-        """Raise DigestMismatchError if a downloaded file is not what was registered."""
+        """Raise DigestMismatchError if a downloaded file differs from what was registered."""
         if digest_file(path) != digest:
             what = f"{path.name} is not what was registered"
             raise DigestMismatchError(what, where=self._where, remedy=_ARTIFACT_REMEDY)

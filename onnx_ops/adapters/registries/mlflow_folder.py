@@ -1,4 +1,4 @@
-"""The folder of a LoggedModel: ONNX files, and what MLflow needs to load them."""
+"""The folder of a LoggedModel: ONNX files, and the files that MLflow needs to load them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def validate_record(record: VariantRecord) -> None:
     Raises:
         UserError: a file name is not safe, or is reserved by MLflow; or there is not exactly one ONNX file.
         RefusedError: the model's weights are not all among the files.
-        DigestMismatchError: a file is not what the manifest says.
+        DigestMismatchError: a file is not what the manifest declares.
     """
     where = f"variant {record.variant}"
     for name in (*record.files, *record.evidence):
@@ -129,7 +129,7 @@ def build_folder(record: VariantRecord, folder: Path, *, model_id: str, run_id: 
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest as it is stored and digested."""
+    """Return the manifest as stored and digested."""
     return canonical_json(dict(manifest.files))
 
 

@@ -33,7 +33,7 @@ _TAG_LIMIT = 5000
 
 
 def show_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, model: str) -> None:
-    """Write the entry as a run at its time; complete a run that was begun."""
+    """Write the entry as a run at its time; complete a run that was started."""
     runs = client.search_runs([experiment], f"tags.sequence = '{entry.sequence}'", max_results=1)
     if runs and runs[0].info.status != "RUNNING":
         return

@@ -118,7 +118,7 @@ class ReleasePublisher:
         """Return the version of this release, variant and content.
 
         After a race of two publishers the lower number counts, and the higher is deleted unless it has an alias. A
-        variant made anew from the same export (another recipe of quantization) is another version.
+        variant built again from the same export with another recipe of quantization is another version.
         """
         from mlflow.exceptions import MlflowException
 
@@ -212,7 +212,7 @@ class ReleasePublisher:
             self._client.set_model_version_tag(name, version, key, value)
 
     def _models(self, *conditions: str) -> Iterator[LoggedModel]:
-        """Yield this release's models, whatever their status: PostgreSQL refuses MLflow's comparison of it."""
+        """Yield this release's models of any status: PostgreSQL refuses MLflow's comparison of it."""
         query = " and ".join([f"tags.{RELEASE} = '{self._publication.lineage.release}'", *conditions])
         return read_pages(lambda token: self._client.search_logged_models([self._experiment], query, page_token=token))
 
@@ -257,7 +257,7 @@ class ReleasePublisher:
             kind = origin.pop("kind", None)
             dataset = Dataset(
                 name=name,
-                digest=hex_digits(digest)[:36],  # MLflow takes no longer one; the tags `data.<name>` hold all of it
+                digest=hex_digits(digest)[:36],  # MLflow limits the length; the tags `data.<name>` hold all of it
                 source_type="onnx-ops" if kind is None else kind,
                 source=json.dumps({"digest": digest, **origin}),
             )

@@ -1,4 +1,4 @@
-"""The tags of a version: what it is and what was decided about it."""
+"""The tags of a version: its identity and its decisions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ there by accident. Its API serves them like others."""
 DIGEST, EVIDENCE_DIGEST, DECISION = f"{_HIDDEN}digest", f"{_HIDDEN}evidence", f"{_HIDDEN}decision."
 
 MLMODEL_DIGEST = f"{_HIDDEN}mlmodel"
-"""Of the LoggedModel."""
+"""Digest tag of the LoggedModel."""
 
 TAG_LIMIT = 65_535
 """Bytes of a tag's value: MySQL's TEXT, the smallest of MLflow's databases."""
@@ -30,7 +30,7 @@ def build_decision_tags(record: VariantRecord) -> dict[str, str]:
     """Return the tags that change when a release is judged again.
 
     Raises:
-        UserError: a signed decision is longer than a tag may be; cut, its signature would not fit.
+        UserError: a signed decision exceeds the length of a tag; if cut, its signature would not match.
     """
     tags = {f"{GATE}{target}": decision.verdict.value for target, decision in record.decisions.items()}
     for target, signed in record.signed.items():

@@ -50,7 +50,7 @@ _STATUS_HINTS = {
 class WebhookReport:
     """The webhook, what `install` changed, and how many `tests` have `arrived`.
 
-    `problem` says what is wrong with it or with the first delivery that failed, and `remedy` what to do.
+    `problem` describes a fault of the webhook or of the first failed delivery, and `remedy` its fix.
     """
 
     name: str
@@ -68,7 +68,7 @@ class WebhookReport:
 
 
 class MlflowWebhooks:
-    """The webhook of one name, by which people recognise it; projects that share an MLflow need different names."""
+    """The webhook of one name; projects that share an MLflow need different names."""
 
     def __init__(self, tracking_uri: str, name: str = "onnx-ops") -> None:
         self._mlflow = MlflowConnection(tracking_uri)
@@ -173,7 +173,7 @@ class MlflowWebhooks:
 
 
 def _find_faults(webhook: Webhook, url: str) -> tuple[str, ...]:
-    """Return what is not as it should be. The secret cannot be read; the test shows whether it is right."""
+    """Return the webhook's faults. The secret cannot be read; the test shows whether it is right."""
     faults = {
         "url": webhook.url != url,
         "events": {str(event) for event in webhook.events} != set(ALIAS_EVENTS),

@@ -119,7 +119,7 @@ def measure_in_this_process(request: dict[str, Any]) -> dict[str, Any]:
 def mark_memory() -> tuple[int, int]:
     """Return resident bytes and their peak, which is reset first.
 
-    Where there is no /proc, both are the highest so far.
+    Without /proc, both are the highest so far.
     """
     # Where that is not allowed, the peak is that of the imports, which `compute_added_memory` recognizes.
     with contextlib.suppress(OSError):
@@ -147,7 +147,7 @@ def _status() -> dict[str, int]:
 
 
 def _highest() -> int:
-    """Return the peak of getrusage in bytes. On Linux it may be that of the parent, hence only a fallback."""
+    """Return the peak of getrusage in bytes. On Linux it can be that of the parent, hence only a fallback."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 

@@ -30,7 +30,7 @@ def read_hardware(runtime: str, runtime_version: str) -> HardwareFingerprint:
 
 
 def read_conditions() -> Mapping[str, str]:
-    """Return what may disturb measurements: load, steal time, governor, cgroups."""
+    """Return conditions that can disturb measurements: load, steal time, governor, cgroups."""
     files = {
         "governor": "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",
         "cgroup.cpu.max": "/sys/fs/cgroup/cpu.max",

@@ -42,7 +42,7 @@ from onnx_ops.ports.runtime import (
 _WORKER = "onnx_ops.adapters.runtimes.isolated:run_runtime"
 
 DEFAULT_TIMEOUT_S = 1800.0
-"""Seconds for an answer where `env.timeout` says nothing."""
+"""Seconds for an answer where `env.timeout` is not set."""
 
 _BUILD = re.compile(r"(?P<name>onnxruntime[a-z0-9_.-]*)(\[[^]]*\])?==(?P<version>\d[\w.+!-]*)", re.ASCII)
 
@@ -51,11 +51,11 @@ _BUILD = re.compile(r"(?P<name>onnxruntime[a-z0-9_.-]*)(\[[^]]*\])?==(?P<version
 class IsolatedRuntime(Runtime):
     """Runs ONNX Runtime of another build in an isolated environment.
 
-    The process stays from one call to the next, and is replaced when it has ended or another target is asked for.
+    The process is reused by later calls, and replaced when it has ended or the target changes.
     """
 
     python: Callable[[Environment], Path]
-    """The interpreter of an environment, which is made if it is not there."""
+    """The interpreter of an environment, which is created if missing."""
 
     _held: RetainedProcess = field(default_factory=RetainedProcess)
 
@@ -92,7 +92,7 @@ class IsolatedRuntime(Runtime):
     def race(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
-        """Time several models in alternating order, as the schedule says."""
+        """Time several models in alternating order by the schedule."""
         return PairedBenchmarkSamples(**self._measure_by("race", models, target, feed, schedule))
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
@@ -130,7 +130,7 @@ class IsolatedRuntime(Runtime):
 
 
 def read_runtime_build(target: Target) -> tuple[str, str]:
-    """Name and version of the build of ONNX Runtime that a target's environment holds."""
+    """Return name and version of the build of ONNX Runtime in a target's environment."""
     for requirement in target.env.requirements if target.env else ():
         if build := _BUILD.fullmatch(requirement.replace(" ", "").partition(";")[0]):
             return build["name"], build["version"]
@@ -147,7 +147,7 @@ def _limits(target: Target) -> ProcessLimits:
 
 
 class RuntimeWorker:
-    """Fulfils what `IsolatedRuntime` asks; samples go back as arrays in a file."""
+    """Serves the requests of `IsolatedRuntime`; samples are returned as arrays in a file."""
 
     where = "benchmark"
     refusing: tuple[str, ...] = ()

@@ -40,7 +40,7 @@ _PROBE_LOOPS = 100
 _T = TypeVar("_T")
 
 Timed = Callable[[], tuple[int, bool]]
-"""One run: nanoseconds, and whether the thread lost its core meanwhile."""
+"""One run: nanoseconds, and whether the thread lost its core during it."""
 
 
 class OnnxRuntime(Runtime):
@@ -102,7 +102,7 @@ class OnnxRuntime(Runtime):
     def race(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
-        """Time several models in alternating order, as the schedule says."""
+        """Time several models in alternating order by the schedule."""
         import numpy as np
 
         order = np.random.default_rng(schedule.seed)
@@ -167,7 +167,7 @@ def _fresh(models: Sequence[Path], order: Generator, make: Callable[[Path], _T])
 
 
 def _block(timed: Timed, runs: int) -> list[tuple[int, bool, int]]:
-    """Each run with the longer of the probes right before and right after it."""
+    """Return each run with the longer of the probes directly before and after it."""
     samples, before = [], _probe()
     for _ in range(runs):
         spent, lost = timed()
@@ -178,7 +178,7 @@ def _block(timed: Timed, runs: int) -> list[tuple[int, bool, int]]:
 
 
 def _probe() -> int:
-    """Nanoseconds of about two microseconds' work, in this thread."""
+    """Return the nanoseconds of about two microseconds' work, in this thread."""
     clock = time.perf_counter_ns
     begun = clock()
     for _ in range(_PROBE_LOOPS):
@@ -215,7 +215,7 @@ def _timed(session: Any, feed: Tensors) -> Timed:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """No garbage collection and no reporting of warnings in the middle of a timed run."""
+    """Prevent garbage collection and reporting of warnings during a timed run."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -236,11 +236,11 @@ def run_load_window(call: Callable[[], object], pool: Executor, concurrency: int
         requests: those of the window, shared out among the threads as they become free.
 
     Returns:
-        Nanoseconds from the moment that all threads stand ready to the last answer.
+        Nanoseconds from the moment that all threads are ready to the last answer.
 
     Raises:
         MeasurementError: the threads could not be started.
-        Exception: what `call` raised first; the other threads end with the request they are at.
+        Exception: the first that `call` raised; the other threads end after their current request.
     """
     waiting = deque(range(requests))
     clock = time.perf_counter_ns

@@ -41,12 +41,12 @@ _REMEDIES = {
     "is not a registered function/op": "Export with another opset, or give the target the operators: custom_ops.",
     "NOT_IMPLEMENTED": "This build has no kernel for that operator and these types: export with other ones.",
 }
-"""What mends an error, by a part of its text."""
+"""The remedy of an error, by a part of its text."""
 
 _ANY_REMEDY = "These are the words of ONNX Runtime; what the file holds and asks for: onnx-ops inspect {model}."
 
 _QUIET = 4
-"""Fatal messages only: an error is raised too, and told once; a warning would be taken for one of onnx-ops."""
+"""Fatal messages only: errors are also raised, and a warning would be taken for one of onnx-ops."""
 
 
 def fingerprint_target(target: Target) -> HardwareFingerprint:
@@ -80,7 +80,7 @@ def check_machine(target: Target) -> None:
 def build_session(model: Path, target: Target, *, record_assignment: bool = False, write_to: Path | None = None) -> Any:
     """Build a session as the target describes it.
 
-    Where the target has an `ort_format`, what is made of the model is loaded, unless more is asked for than to run it.
+    With an `ort_format`, the converted file is loaded, unless more than running the model is requested.
 
     Args:
         model: the file.
@@ -98,7 +98,7 @@ def build_session(model: Path, target: Target, *, record_assignment: bool = Fals
     loaded = model if record_assignment or write_to is not None else prepare_model_file(model, target)
     with convert_runtime_errors(model):
         options = _options(ort, target.session)
-        if is_ort_format(loaded):  # else the runtime goes by the file's name
+        if is_ort_format(loaded):  # else the runtime uses the file's name
             options.add_session_config_entry("session.load_model_format", "ORT")
         if target.ort_format is not None and target.ort_format.style == "runtime":
             options.add_session_config_entry(REPLAYED, "1")
@@ -112,7 +112,7 @@ def build_session(model: Path, target: Target, *, record_assignment: bool = Fals
                 options.add_session_config_entry(_EXTERNAL_WEIGHTS, f"{write_to.name}.data")
         fingerprint = partial(fingerprint_target, target)
         wanted = [(provider, resolve_provider_options(provider, loaded, fingerprint)) for provider in target.providers]
-        # ONNX Runtime's fallback would print, and measure another provider than the one asked for.
+        # ONNX Runtime's fallback would print, and measure another provider than the requested one.
         if not any(provider.package for provider in target.providers):
             providers = [(provider.name, dict(values)) for provider, values in wanted]
             return ort.InferenceSession(str(loaded), options, providers=providers, enable_fallback=0)
@@ -230,8 +230,8 @@ def resolve_provider_options(
 ) -> Mapping[str, str]:
     """Return a provider's options with `{cache}` replaced by a folder.
 
-    What a provider compiles holds for one model, one device, one driver and one version of the runtime. TensorRT's own
-    file names do not hold the weights, so that a model trained anew would be answered by its predecessor's engine.
+    A compiled engine is valid for one model, device, driver and version of the runtime. TensorRT's file names do not
+    reflect the weights, so that a retrained model would run with its predecessor's engine.
     """
     if _CACHE not in "".join(provider.options.values()):
         return provider.options

@@ -1,4 +1,4 @@
-"""`.ort` files: what ONNX Runtime's builds for phones load instead of ONNX, made by its own converter."""
+"""`.ort` files, which ONNX Runtime's builds for phones load instead of ONNX, written by its own converter."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from onnx_ops.scratch import Scratch
 
 MODEL = "model.ort"
 OPERATORS = "required_operators_and_types.config"
-"""What a build of ONNX Runtime must have to load the file: for its option `--include_ops_by_config`."""
+"""Operators that a build of ONNX Runtime needs to load the file: for its option `--include_ops_by_config`."""
 USABILITY = "usability.txt"
-"""How much of the model NNAPI and CoreML would take, and what keeps them from the rest."""
+"""How much of the model NNAPI and CoreML would run, and why not the rest."""
 
 REPLAYED = "session.enable_saved_runtime_optimizations"
 """Session config entry with which optimizations that were saved in the file are applied."""

@@ -37,7 +37,7 @@ class TargetedRuntime(Runtime):
 
     here: OnnxRuntime = field(default_factory=OnnxRuntime)
     folder: Path | None = None
-    """Of environments; None where there are none."""
+    """Folder of environments; None where there are none."""
 
     _elsewhere: IsolatedRuntime | None = None
 
@@ -76,7 +76,7 @@ class TargetedRuntime(Runtime):
     def race(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
-        """Time several models in alternating order, as the schedule says."""
+        """Time several models in alternating order by the schedule."""
         return self._of(target).race(models, target, feed, schedule)
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
@@ -97,7 +97,7 @@ class TargetedRuntime(Runtime):
                 )
             return self.here
         if self._elsewhere is None:
-            # Most runs have no such target, and need not import what starts processes.
+            # Most runs have no such target, and need not import the code that starts processes.
             from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv
             from onnx_ops.adapters.runtimes.isolated import IsolatedRuntime
 
@@ -108,7 +108,7 @@ class TargetedRuntime(Runtime):
 
 
 class GuardedRuntime(OnnxRuntime):
-    """Runs each call of `run` in a process of its own, which may take `timeout` seconds and `memory` bytes."""
+    """Runs each call of `run` in a separate process, limited to `timeout` seconds and `memory` bytes."""
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT_S, memory: int | None = None) -> None:
         super().__init__()

@@ -15,11 +15,11 @@ class EcdsaSigner:
     """Signs with the private key in a file.
 
     Args:
-        path: PEM, PKCS #8, not encrypted, readable by its owner alone.
+        path: PEM, PKCS #8, not encrypted, readable by its owner only.
 
     Raises:
         NotFoundError: there is no such file.
-        RefusedError: others may read it.
+        RefusedError: others can read it.
         UserError: it does not hold a private key of ECDSA P-256.
     """
 

@@ -146,7 +146,7 @@ class ContentStore:
         """Return whether a local store has it: the same small documents are stored for every variant and target.
 
         Its time is then renewed, so that it is not collected before its record is written. A remote store is not
-        asked: that would cost as much as writing.
+        queried, which would cost as much as writing.
         """
         path = self._cache / _blob(digest)
         if not isinstance(self._objects, LocalObjects) or not self._intact(path, digest):
@@ -170,7 +170,7 @@ class ContentStore:
             yield
 
     def _intact(self, path: Path, digest: Digest) -> bool:
-        """Return whether the file has the content of its digest; one that is deleted meanwhile has not."""
+        """Return whether the file exists with the content of its digest."""
         try:
             status = path.stat()
             seen = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)

@@ -34,8 +34,8 @@ class ModelFolders:
         """Verify files against the manifest and copy them here; return the location.
 
         Raises:
-            DigestMismatchError: a file is not what the manifest says.
-            RefusedError: the model takes weights from outside its folder.
+            DigestMismatchError: a file is not what the manifest declares.
+            RefusedError: the model references weights outside its folder.
         """
         actual = manifest_of(folder)
         if dict(actual.files) != dict(manifest.files):
@@ -101,10 +101,10 @@ class ModelFolders:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Delete what killed processes left more than an hour ago."""
+        """Delete leftovers of killed processes that are more than an hour old."""
         before = time.time() - UNFINISHED_S  # noqa: TID251 (compared with times of the file system)
         for folder in self._root.glob(f"{TEMPORARY}*"):
-            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+            with contextlib.suppress(FileNotFoundError):  # deleted in the meantime
                 if max(path.stat().st_mtime for path in (folder, *folder.rglob("*"))) < before:
                     shutil.rmtree(folder)
 

@@ -1,6 +1,6 @@
-"""An HTTP server, on its own thread, for MLflow's webhooks and for metrics.
+"""An HTTP server, on a separate thread, for MLflow's webhooks and for metrics.
 
-It runs on Starlette and uvicorn, which MLflow and Prefect bring along.
+It runs on Starlette and uvicorn, which are dependencies of MLflow and Prefect.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from onnx_ops.protocol.webhooks import MAX_BODY_BYTES, RecentDeliveryIds, verify
 
 PATH = "/webhooks/mlflow"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Of metrics."""
+"""Content type of metrics."""
 _TIMEOUT_S = 10.0
 """Time to receive a body, and to stop the server."""
 
@@ -36,10 +36,10 @@ class WebhookReceiver:
         host: address to bind.
         port: port; 0 for any.
         secret: shared with MLflow.
-        clock: tells the age of a delivery.
+        clock: determines the age of a delivery.
         wake: called with the name of the model that a delivery is about.
         refused: called with the reason why a delivery does not count.
-        metrics: what `/metrics` shows, in Prometheus' text format.
+        metrics: returns `/metrics` in Prometheus' text format.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class WebhookReceiver:
             timeout_graceful_shutdown=2,
         )
         self._server = uvicorn.Server(config)
-        # A daemon, so that a second signal ends the process whatever a client does.
+        # A daemon, so that a second signal ends the process despite open requests.
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="webhooks", daemon=True)
 
     @property

@@ -1,4 +1,4 @@
-"""What the server's operator has set."""
+"""Settings of the server's operator."""
 
 from __future__ import annotations
 

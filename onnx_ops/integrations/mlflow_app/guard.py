@@ -1,4 +1,4 @@
-"""May this be done? Every check raises RefusedError with what a person reads in the UI, or returns."""
+"""Checks of requests to the MLflow server. Each raises RefusedError with a message for the UI, or returns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _IDENTITY = (RELEASE, VARIANT, DIGEST)
 
 
 class Guard:
-    """The rules, over what the server's store says. `user` is empty where the server knows none."""
+    """The rules, applied to the server's store. `user` is empty where the server knows none."""
 
     def __init__(self, configuration: Configuration, versions: ServerStore, clock: Clock) -> None:
         self._configuration = configuration
@@ -57,7 +57,7 @@ class Guard:
             self._require_decision(user, found, record, target)
 
     def delete_alias(self, user: str, model: str, alias: str) -> None:
-        """Check a request to delete an alias, which takes the permission to set it."""
+        """Check a request to delete an alias, which requires the permission to set it."""
         if self._configuration.policy is not None and self._versions.registered_here(model):
             self._permit(user, model, alias, f"{alias} of {model} was not deleted")
 
@@ -160,7 +160,7 @@ class Guard:
         except RefusedError as error:
             champion = alias_of("champion", target.target)
             if target.role == PREVIOUS and champion in found.aliases:
-                return  # it serves now, and is about to be followed
+                return  # it serves now, and will be replaced next
             if read_override(record, target.target, keys) is not None:
                 return
             judged = error.why != "" and not isinstance(error, InvalidSignatureError)
@@ -173,7 +173,7 @@ class Guard:
         return keys is not None and signed is not None and is_valid_for(signed, record, target, keys)
 
     def _no_older_decision(self, record: VersionRecord, key: str, value: str) -> None:
-        """Refuse to replace a valid decision by anything but a later valid one."""
+        """Refuse to replace a valid decision by anything other than a later valid one."""
         target = folded(key).removeprefix(DECISION)
         if key != f"{DECISION}{target}":
             raise RefusedError(f"write it {DECISION}{target}", remedy="Some databases hold both spellings for one tag.")
@@ -206,7 +206,7 @@ _GUARDED = re.compile(rf"(champion|challenger|{PREVIOUS})-({NAME_PATTERN})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardedAlias:
-    """`name` is the alias as onnx-ops writes it."""
+    """A guarded alias; `name` is its spelling in onnx-ops."""
 
     name: str
     role: str
@@ -214,13 +214,13 @@ class GuardedAlias:
 
 
 def guarded(alias: str) -> GuardedAlias | None:
-    """Return the target's alias that a database may take this name for; None for any other alias."""
+    """Return the target's alias that a database can treat as equal to this name; None for any other alias."""
     match = _GUARDED.fullmatch(folded(alias))
     return None if match is None else GuardedAlias(name=match[0], role=match[1], target=match[2])
 
 
 def folded(text: str) -> str:
-    """Without case, accents, compatibility forms and white space around."""
+    """Return text without case, accents, compatibility forms and surrounding white space."""
     plain = unicodedata.normalize("NFKD", text)
     return "".join(c for c in plain if not unicodedata.combining(c)).casefold().strip()
 
@@ -229,7 +229,7 @@ _REASON = re.compile(rf"{re.escape(OVERRIDE_TAG_PREFIX)}({NAME_PATTERN})")
 
 
 class Overrides:
-    """Who may override, and the record of it."""
+    """The permission to override, and the record of overrides."""
 
     def __init__(self, configuration: Configuration, versions: ServerStore, clock: Clock) -> None:
         self._configuration = configuration
@@ -237,7 +237,7 @@ class Overrides:
         self._clock = clock
 
     def give(self, user: str, found: StoredVersion, record: VersionRecord, key: str, reason: str) -> None:
-        """Sign that the user overrides, before the tag with the reason is set; the record alone allows nothing.
+        """Sign the user's override before the tag with the reason is set; the record alone allows nothing.
 
         Raises:
             RefusedError: with the reason.
@@ -255,7 +255,7 @@ class Overrides:
         self._versions.annotate(found, override_record_tag(target), codec.dumps(envelope).decode())
 
     def advice(self, user: str, target: str) -> str:
-        """How this user gets the version to serve all the same."""
+        """Return how this user can get the version to serve nevertheless."""
         located = self._configuration.policy
         if self._configuration.signer is None or located is None or not located.policy.overrides:
             return "Or promote a version that passed."
@@ -264,10 +264,10 @@ class Overrides:
         return f"Or ask {' or '.join(located.policy.overrides)} to override it, with a reason."
 
     def permit(self, user: str, key: str) -> str:
-        """Return the target of a tag with a reason, which the user may set and delete; the signed record stays.
+        """Return the target of a reason tag that the user is allowed to set and delete; the signed record stays.
 
         Raises:
-            RefusedError: the user may not, or it is no such tag.
+            RefusedError: the user is not allowed to override, or the tag is no reason tag.
         """
         located = self._configuration.policy
         if located is None:

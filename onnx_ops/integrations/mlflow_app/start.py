@@ -1,4 +1,4 @@
-"""From environment variables to a guarded application."""
+"""Build the guarded MLflow application from environment variables."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def create_app() -> FastAPI | Flask:
-    """MLflow's application with the guard in it, and basic-auth around it if the environment says so.
+    """Return MLflow's application with the guard, and with basic-auth if the environment configures it.
 
-    A Flask application under WSGI servers, a FastAPI one around it under uvicorn, as MLflow itself has it.
+    A Flask application under WSGI servers, a FastAPI one around it under uvicorn, as in MLflow itself.
     """
     from mlflow.environment_variables import _MLFLOW_SGI_NAME
     from mlflow.server import app
@@ -35,13 +35,13 @@ def create_app() -> FastAPI | Flask:
     else:
         on_asgi = _MLFLOW_SGI_NAME.get() == "uvicorn"  # type: ignore[no-untyped-call]
         served = create_fastapi_app(app) if on_asgi else app
-    # After basic-auth, whose own hook has found out by then who asks.
+    # After basic-auth, whose own hook has identified the user by then.
     install(app, Guard(configuration, ServerStore(), SystemClock()))
     return served
 
 
 def refuse_to_start_wrong() -> None:
-    """Exit with the reason if the application could not be made."""
+    """Exit with the reason if the application could not be created."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -81,14 +81,14 @@ CHECKS: Mapping[str, tuple[str, Check]] = {
     "_delete_registered_model": ("DeleteRegisteredModel", lambda guard, _, asked: guard.delete_model(asked.name)),
     "_rename_registered_model": ("RenameRegisteredModel", lambda guard, _, asked: guard.rename_model(asked.name)),
 }
-"""Handler of MLflow: its message and the check."""
+"""MLflow's handlers, with their message and check."""
 
 
 def install(app: Flask, guard: Guard) -> None:
-    """Let the guard look at every request of the application.
+    """Make the guard check every request of the application.
 
     Raises:
-        UserError: this MLflow has other handlers; what they do would go unseen.
+        UserError: this MLflow has other handlers, which the guard would not check.
     """
     from mlflow.exceptions import MlflowException
     from mlflow.protos import databricks_pb2, model_registry_pb2

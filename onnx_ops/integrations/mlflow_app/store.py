@@ -1,4 +1,4 @@
-"""The server's own store, asked in process: what stands there now, whatever the request says."""
+"""The server's own store, read in process: its current state, independent of the request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9._ -]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredVersion:
-    """One version as the server holds it; `model` and `version` are spelled as they are stored."""
+    """One version as stored by the server; `model` and `version` have the stored spelling."""
 
     model: str
     version: str
@@ -26,10 +26,10 @@ class StoredVersion:
 
 
 class ServerStore:
-    """The versions of the MLflow server whose process this is."""
+    """The versions in the MLflow server of this process."""
 
     def find(self, model: str, version: str) -> StoredVersion | None:
-        """Return a version with its tags; None if it does not exist, which the request itself will report."""
+        """Return a version with its tags; None if it does not exist, which the request itself reports."""
         found = _unless_absent(lambda: _store().get_model_version(model, version))
         if found is None:
             return None
@@ -82,7 +82,7 @@ def _store() -> Any:
 
 
 def _unless_absent(ask: Any) -> Any:
-    """Return the answer, or None where the server finds no such entry or no valid name."""
+    """Return the answer, or None if the server has no such entry or the name is invalid."""
     from mlflow.exceptions import MlflowException
 
     try:

@@ -50,7 +50,7 @@ def build_dataset(arrays: Mapping[str, Any], section: DataSection, where: str) -
     from onnx_ops.statistics.grouping import find_group_columns, number_groups  # needs numpy, which planning does not
 
     label = arrays[section.label] if section.label else None
-    if label is not None and label.ndim == 2 and label.shape[1] == 1:  # a column of a table is one value a row
+    if label is not None and label.ndim == 2 and label.shape[1] == 1:  # a column of a table is one value per row
         label = label[:, 0]
     chosen = _select_columns(arrays, section) if _uses_all_columns(section) else []
     inputs = {name: arrays[name] for name in chosen}
@@ -73,7 +73,7 @@ def find_data_problems(
 ) -> Iterator[tuple[tuple[str | int, ...], UserError]]:
     """Yield why the arrays do not fit the section, with the location.
 
-    The arrays may be the first rows of a larger set.
+    The arrays can be the first rows of a larger set.
     """
     grouped = _get_group(section)
     columns = () if isinstance(section, SklearnData) else section.columns or ()

@@ -113,7 +113,7 @@ def _store_report(
     provenance: Provenance,
     base: BaseRelease | None,
 ) -> Digest:
-    """One page about the whole release, the same for each of its versions; their numbers are not known yet."""
+    """Store one page about the whole release, the same for all its versions, whose numbers are not known yet."""
     stored = [m["evidence.json"] for name, m in inputs.items() if name.startswith("benchmark/")]
     evidence = {digest: codec.loads(ports.store.read(digest), Evidence) for digest in stored}
     digests = {(e.variant, e.target): digest for digest, e in evidence.items()}

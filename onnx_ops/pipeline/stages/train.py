@@ -1,4 +1,4 @@
-"""Train: call the training function, or take a model that the pipeline brings."""
+"""Train: call the training function, or take an existing model."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class PublicApp:
             self._service.count_rejected(error.status_code)
             return _convert(build_error(error.status_code, error.detail), head)
         except ClientDisconnect:
-            return Response(status_code=_CLIENT_GONE)  # nobody reads it
+            return Response(status_code=_CLIENT_GONE)  # no client reads it
         future: asyncio.Future[RawResponse] = asyncio.get_running_loop().create_future()
 
         def respond(response: RawResponse) -> None:

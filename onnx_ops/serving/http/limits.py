@@ -1,4 +1,4 @@
-"""What a worker allows its clients: connections, memory, time, sizes, hosts."""
+"""Limits of a worker's clients: connections, memory, time, sizes, hosts."""
 
 from __future__ import annotations
 
@@ -220,9 +220,9 @@ class LimitedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what was received, and ignore offers of another protocol.
+        """Parse received data, and ignore offers of another protocol.
 
-        A server may ignore the offer (RFC 9110, 7.8). The parser does not: behind such a head it expects the other
+        A server may ignore the offer (RFC 9110, 7.8). The parser does not: after such a head it expects the other
         protocol, and would read the body as the next request (https://github.com/MagicStack/httptools/issues/124). So
         a new parser gets the head again, without the offer, and all that follows.
         """
@@ -261,7 +261,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def _begin_head(self) -> None:
-        """Note that a request begins."""
+        """Record the start of a request."""
         self._in_head = True
         self._head_bytes = 0
         self._received = 0

@@ -74,7 +74,7 @@ class CachedRequestHead:
         """Return head and body of a request that differs only in values, else None.
 
         Args:
-            data: what was received.
+            data: the received bytes.
             max_body: bytes of the largest body.
         """
         changed, at = self._match_last(data) or self._compare(data)
@@ -164,7 +164,7 @@ class InferenceProtocol(LimitedProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Answer a request whose head is cached, or parse what was received."""
+        """Answer a request whose head is cached, or parse the received data."""
         if self._missing:
             self._collect(data)
             return
@@ -213,7 +213,7 @@ class InferenceProtocol(LimitedProtocol):
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """Take the fast path for usual inference requests, else hand over to uvicorn."""
+        """Take the fast path for usual inference requests, else pass the request to uvicorn."""
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
             self._upgrade_offered = True  # `data_received` feeds the head again, without the offer
             return

@@ -171,7 +171,7 @@ def mix_bits(value: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceRoute:
-    """What the path of a request selects. Without a model: any."""
+    """The selection by the path of a request. Without a model: any."""
 
     invocation: bool = False
     model: str | None = None
@@ -370,7 +370,7 @@ class LoadedDeployments:
         return failed
 
     def prepare(self, revision: TableRevision) -> None:
-        """Load what a table needs, so that switching to it takes no time. Raises as `load_model`."""
+        """Load the deployments of a table, so that switching to it takes no time. Raises as `load_model`."""
         loaded = {d.deployment: d for snapshot in self._list_snapshots() for d in snapshot.deployments.values()}
         deployments = {
             d.name: loaded[d] if d in loaded else self._load_counted(d, revision.slots[d.name])

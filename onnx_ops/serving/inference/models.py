@@ -131,7 +131,7 @@ def _build_provider_error(wanted: Sequence[str], why: str) -> InfrastructureErro
 
 
 def _may_loop(path: Path) -> bool:
-    """Return whether a model may have loops.
+    """Return whether a model can have loops.
 
     Their bodies allocate memory in every pass, and two threads that run such a model at once spend most of their time
     on the lock of the session's arena: runs of 380 µs took 800.

@@ -90,8 +90,8 @@ class WorkerThreads:
     A batch that takes far longer than those of the queue that waits for it is overdue: another batch starts beside it,
     so that a model that hangs delays no other.
 
-    The thread that became idle last is used next. Threads of their own would make queues unequal: the system keeps a
-    thread on its processor, and the same model was measured 45 % slower on one of two such threads.
+    The thread that became idle last is used next. Separate threads per queue would make queues unequal: the system
+    keeps a thread on its processor, and the same model was measured 45 % slower on one of two such threads.
 
     Args:
         limit: batches at the same time, without overdue ones.

@@ -1,6 +1,6 @@
-"""From JSON and bytes to arrays of exactly the type that a model declares.
+"""JSON and bytes to arrays of exactly the type that a model declares.
 
-Numpy is never asked to guess a type: it would turn text into numbers, null into NaN, and a boolean into 1. Small JSON
+Numpy never infers a type: it would turn text into numbers, null into NaN, and a boolean into 1. Small JSON
 bodies are parsed by orjson. In large ones simdjson leaves arrays of numbers unparsed until their type is known, so that
 they never become Python objects.
 """
@@ -80,7 +80,7 @@ def get_numpy_dtype(dtype: str) -> str:
 
 
 def shorten(value: object) -> str:
-    """Return a value of the client, short enough for an error message."""
+    """Return a client's value, shortened for an error message."""
     return reprlib.repr(value)
 
 
@@ -108,7 +108,7 @@ class LazyArray:
 def parse_document(body: bytes) -> tuple[Any, bool]:
     """Parse a JSON body, with large arrays of numbers as `LazyArray`.
 
-    Returns the document, and whether it may contain booleans. NaN and infinities are errors, as in strict JSON.
+    Returns the document, and whether it can contain booleans. NaN and infinities are errors, as in strict JSON.
     """
     literals = may_contain_literals(body)
     if len(body) >= LARGE_BODY_BYTES:
@@ -131,7 +131,7 @@ def parse_document(body: bytes) -> tuple[Any, bool]:
 
 
 def may_contain_literals(text: bytes) -> bool:
-    """Return whether JSON may contain booleans, by their letters."""
+    """Return whether JSON can contain booleans, by their letters."""
     # Integers, not bytes: for b"r", `in` first tries to convert it to a number, and raises and catches an exception.
     return _R in text or _L in text
 
@@ -163,7 +163,7 @@ def _parse_lazily(body: bytes) -> Any:
 
 
 class _LazyWalk:
-    """Converts a document of simdjson. `brackets` counts the lists on the way."""
+    """Converts a simdjson document. `brackets` counts its lists."""
 
     def __init__(self) -> None:
         self.brackets = 0
@@ -261,7 +261,7 @@ class TensorReader:
     def read_json(self, shape: tuple[int, ...], count: int, data: object, *, literals: bool) -> Array:
         """Return an array from flat or nested lists.
 
-        `shape` and `count` are from `check_shape`; `literals` says whether booleans may be in `data`.
+        `shape` and `count` are from `check_shape`; `literals` is whether `data` can contain booleans.
         """
         flat = data
         if type(data) is list and len(data) != count and len(shape) == 2:

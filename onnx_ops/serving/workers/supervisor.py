@@ -106,7 +106,7 @@ class TablePublisher:
     def publish(self, revision: TableRevision) -> None:
         """Write a revision durably and publish it, as soon as every worker has prepared it.
 
-        Nothing may be awaited in between: a worker that started meanwhile would not know the revision.
+        Nothing may be awaited in between: a worker that starts then would not know the revision.
         """
         try:
             self._tables.write(revision.table)

@@ -118,7 +118,7 @@ class ControlChannel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetup:
-    """What a worker inherits.
+    """State that a worker inherits.
 
     `revision` was published when it was forked; `refusal` is why it must not load that.
     """

@@ -36,7 +36,7 @@ _MAX_LOAD_FAILURES = 5
 503, but another table can be published to it."""
 
 BuildSetup = Callable[[int, socket.socket, str], WorkerSetup]
-"""Builds what a worker inherits: from its number, its end of the control socket, and why it must not load the table."""
+"""Builds a worker's setup from its number, its end of the control socket, and why it must not load the table."""
 
 
 @dataclass(slots=True, eq=False)
@@ -147,7 +147,7 @@ class WorkerPool:
             await asyncio.wait(exits)
 
     async def _prepare_worker(self, number: int, revision: TableRevision) -> int | None:
-        """Return the process that has prepared the revision; None if it died meanwhile."""
+        """Return the process that has prepared the revision; None if it died."""
         async with self._changed:
             await self._changed.wait_for(lambda: number in self._workers)
         worker = self._workers[number]

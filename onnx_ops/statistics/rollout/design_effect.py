@@ -1,7 +1,7 @@
-"""How many independent units the counts of a rollout are worth.
+"""The effective number of independent units behind the counts of a rollout.
 
 The split assigns users, not requests. Ten errors of one user went to one version by one draw, and are evidence of one.
-The *design effect* D says how much more the candidate's share of the events varies than if each request were assigned
+The *design effect* D is how much more the candidate's share of the events varies than if each request were assigned
 independently (Kish 1965, Survey Sampling; for a split by users: Deng, Lu and Litz 2017, WSDM, 641-649). The log
 likelihood is divided by it, as for any overdispersed count (quasi-likelihood: Wedderburn 1974, Biometrika 61:439-447),
 so counts are never worth more than those of as many independent requests.
@@ -52,7 +52,7 @@ def bound_design_effect(epochs: Sequence[UnitSums]) -> float:
     """Return the design effect of events counted by user in each epoch.
 
     The identity of users across epochs is unknown. The root of the sum of squares of a user's total is at most the sum
-    of the roots (Minkowski), so the bound holds even if all users came back.
+    of the roots (Minkowski), so the bound holds even if all users returned.
     """
     n, e = sum(epoch.requests for epoch in epochs), sum(epoch.events for epoch in epochs)
     if not 0 < e < n:

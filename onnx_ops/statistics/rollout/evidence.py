@@ -3,15 +3,15 @@
 Of the n requests of an interval the candidate answered c, and x of all n were events (errors, slow requests). Given
 these margins, the number k of events on the candidate has Fisher's noncentral hypergeometric law, whose only parameter
 is the odds ratio (Fisher 1935, J. R. Stat. Soc. 98:39-82). Neither the rate of events nor its drift enters. Where
-requests are assigned at random and the versions do not differ, it is the law of k whatever caused the events, in bursts
-or not: the assignment alone is the experiment.
+requests are assigned at random and the versions do not differ, it is the law of k for any cause of the events, in
+bursts or not: the assignment alone is the experiment.
 
 An e-process starts at 1 and, under its null hypothesis, is at most 1 in expectation at any stopping time; the chance
 that it ever reaches L is at most 1/L (Ville 1939; Ramdas, Grünwald, Vovk and Shafer 2023, Statistical Science
 38:576-601). Here it is a mixture of likelihood ratios over odds ratios above the tolerated one (method of mixtures:
 Robbins 1970, Ann. Math. Stat. 41:1397-1409). The noncentral hypergeometric law has a monotone likelihood ratio, so what
 holds at the tolerated odds ratio holds for all below it. The log likelihood is divided by the design effect of the
-counts (see `design_effect`), which is 1 where each request is assigned on its own.
+counts (see `design_effect`), which is 1 where each request is assigned independently.
 
 Evidence does not depend on the order of intervals. Merging intervals changes it, since their rates are then assumed to
 be equal; it stays valid if the split did not change between them and the merge did not depend on counts of events. More

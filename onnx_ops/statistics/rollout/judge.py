@@ -209,7 +209,7 @@ def trace_guardrails(observations: Observations, policy: RolloutPolicy) -> tuple
 
 
 def _explain_uncertified(bad: int, total: int, share: float, what: str, noun: str, effect: float = 1.0) -> str:
-    """Return what is still to be shown of a share of failures; empty if nothing is."""
+    """Return what a share of failures has not shown yet; empty if nothing is missing."""
     if bool(ev.is_rate_certified(bad, total, share, effect)):
         return ""
     shown = ev.bound_error_rate(bad, total, effect)
@@ -310,7 +310,7 @@ def _sum_tallies(tallies: Sequence[RequestCounts]) -> RequestCounts:
 
 
 def describe_policy(policy: RolloutPolicy, capabilities: frozenset[str]) -> Iterator[str]:
-    """Yield what a valid policy requires, one line each."""
+    """Yield the requirements of a valid policy, one line each."""
     if policy.shadow:
         rate = policy.shadow.max_differing
         needed = max(policy.shadow.min_requests, compute_clean_requests(rate))

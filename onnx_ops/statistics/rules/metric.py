@@ -1,4 +1,4 @@
-"""Metric gates: their limits, and what the interval of a metric says about each."""
+"""Metric gates: their limits, and the verdict of a metric's interval on each."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class MetricLimit:
     """One limit of a metric gate.
 
     Limits of a change are compared with an interval of the change: `max_drop` of candidate minus baseline,
-    `max_increase` of candidate over baseline, minus 1. `plain` says that values have the label's unit.
+    `max_increase` of candidate over baseline, minus 1. `plain`: values have the label's unit.
     """
 
     kind: Literal["max_drop", "max_increase", "min", "max"]
@@ -114,7 +114,7 @@ def list_limits(gate: MetricGate) -> Iterator[MetricLimit]:
 def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
     """Judge each limit against each model that it applies to.
 
-    Where models are compared without labels, a first release has nothing to be compared with, and yields nothing.
+    Where models are compared without labels, a first release has no comparison and yields nothing.
     """
     name = gate.definition().label
     counts = [c for c in evidence.metrics if c.metric == name and c.n]
@@ -128,7 +128,7 @@ def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
         if limit.of_change:
             results = list(_judge_changes(name, limit, entries, evidence))
         elif entries:
-            # Every entry holds the candidate's own value; where they differ, the worst counts.
+            # Every entry has the candidate's value; where they differ, the worst counts.
             valued = [e for e in entries if isinstance(e, PairedCounts) or e.candidate is not None or not e.against]
             valued = valued or entries
             judged = [_judge(name, limit, entry) for entry in valued]

@@ -270,7 +270,7 @@ def judge_coverage(evidence: Evidence) -> Iterator[GateResult]:
 def judge_source(evidence: Evidence) -> Iterator[GateResult]:
     """Yield advisory lines on a source that refuses NaN or is slow."""
     source = evidence.source
-    if source is not None and source.nan == "refused":  # which no ONNX file does by itself
+    if source is not None and source.nan == "refused":  # no ONNX file does so automatically
         reason = "the source refuses NaN, so that there is no answer to compare with: an endpoint must refuse it too"
         yield _make_result("NaN", reason, passes=True, unit="", advisory=True)
     if source is None or not source.samples:
@@ -332,7 +332,7 @@ def _make_result(
     n: int = 0,
     advisory: bool = False,
 ) -> GateResult:
-    """Return a result that passes, unless told, if the estimate is at most the bound."""
+    """Return a result that passes if the estimate is at most the bound, unless `passes` is given."""
     if passes is None:
         passes = estimate is not None and bound is not None and estimate <= bound
     return GateResult(

@@ -121,7 +121,7 @@ def _finite_or_none(value: float) -> float | None:
 def _judge_figure(
     gate: str, figure: str, of: str, pairs: str, max_regression: float | None, evidence: Evidence
 ) -> Iterator[GateResult]:
-    """Judge a figure of `Evidence.ratios` against the baseline.
+    """Judge a quantity in `Evidence.ratios` against the baseline.
 
     Yields nothing where the gate sets no such limit, or there is no baseline.
     """
@@ -183,7 +183,7 @@ def judge_latency(gate: LatencyGate, evidence: Evidence) -> Iterator[GateResult]
 
 
 def _describe_pairs(comparison: LatencyComparison) -> tuple[str, str]:
-    """Return what the ratio multiplies, and what its pairs are."""
+    """Return the quantity of the ratio, and the kind of its pairs."""
     preempted = comparison.preempted / comparison.runs if comparison.runs > 0 else 0.0
     means = f", each the mean of {comparison.calls}" if comparison.calls > 1 else ""
     counted = f"session pairs ({comparison.runs} runs{means}, {as_percent(preempted)} preempted)"

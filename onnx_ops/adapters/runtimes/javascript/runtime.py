@@ -45,21 +45,21 @@ WEB = "onnxruntime-web@1.30.0"
 DRIVER = "playwright-core@1.65.1"
 
 DEFAULT_TIMEOUT_S = 900.0
-"""Seconds for an answer where `env.timeout` says nothing."""
+"""Seconds for an answer where `env.timeout` is not set."""
 
 
 @dataclass(slots=True, kw_only=True)
 class NodeRuntime(Runtime):
-    """Measure models in a Node.js process.
+    """Measures models in a Node.js process.
 
-    The process stays from one call to the next, and is replaced when it has ended or another target is asked for.
+    The process is reused by later calls, and replaced when it has ended or the target changes.
     """
 
     kind: ClassVar[str] = "node"
     tools: ClassVar[tuple[str, ...]] = ()
 
     folder: Path | None = None
-    """Of packages; a temporary one where none was given."""
+    """Folder of packages; a temporary one by default."""
 
     _held: RetainedProcess = field(default_factory=RetainedProcess)
     _temporary: Scratch | None = None
@@ -116,7 +116,7 @@ class NodeRuntime(Runtime):
     def race(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
-        """Time several models in alternating order, as the schedule says."""
+        """Time several models in alternating order by the schedule."""
         import numpy as np
 
         rounds = _orders(np.random.default_rng(schedule.seed), len(models), schedule.rounds, schedule.blocks)
@@ -229,7 +229,7 @@ class NodeRuntime(Runtime):
 
 @dataclass(slots=True, kw_only=True)
 class BrowserRuntime(NodeRuntime):
-    """The same in a page of a headless Chromium, which Node starts and asks."""
+    """The same in a page of a headless Chromium, which Node starts and controls."""
 
     kind: ClassVar[str] = "browser"
 
@@ -249,7 +249,7 @@ class BrowserRuntime(NodeRuntime):
 
 
 def _orders(draw: Generator, models: int, rounds: int, blocks: int) -> list[dict[str, Any]]:
-    """In which order sessions are built, and models run in each block, for every round."""
+    """Return the order of building sessions, and of the models in each block, for every round."""
     return [
         {
             "build": draw.permutation(models).tolist(),
@@ -276,7 +276,7 @@ def _model(path: Path) -> dict[str, Any]:
     """Describe a model and its weight files, which WebAssembly must be given; none outside the model's folder."""
     place = path.resolve()
     names: tuple[str, ...] = ()
-    with contextlib.suppress(UserError):  # `.ort`, or a broken file, of which the runtime tells
+    with contextlib.suppress(UserError):  # `.ort`, or a broken file, which the runtime reports
         names = list_external_names(place)
     files = {name: (place.parent / name).resolve() for name in names}
     inside = {name: file for name, file in files.items() if file.is_relative_to(place.parent) and file.is_file()}
