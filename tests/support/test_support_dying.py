@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -93,7 +94,8 @@ def test_what_processes_use_is_read() -> None:
     assert cpu_seconds(me) > before
     held = memory(me)
     assert 0 < held.pss <= held.rss <= peak_memory(me)
-    blob = b"x" * (64 << 20)
-    assert memory(me).rss - held.rss > len(blob) // 2
+    with mmap.mmap(-1, 64 << 20) as blob:  # pages that the process did not have before, whatever it has freed
+        blob.write(b"x" * len(blob))
+        assert memory(me).rss - held.rss > len(blob) // 2
     with pytest.raises(FileNotFoundError):
         cpu_seconds([2**22 + 1])
