@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from onnx_ops.adapters.store.models import manifest_of
+from onnx_ops.adapters.store import manifest_of
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.pipeline import SklearnData
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord

@@ -37,7 +37,7 @@ def main() -> None:
         print(f"exit code {end.code}")
     finally:
         sys.setprofile(None)
-    files = {Path(name).relative_to(ROOT) for name, _ in entered}
+    files = {Path(name).relative_to(ROOT) for name, _ in entered if name.endswith(".py")}
     print(f"{len(files)} files, {len(entered)} functions")
     print(", ".join(f"{room} {count}" for room, count in Counter(file.parts[0] for file in files).most_common()))
 

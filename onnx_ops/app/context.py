@@ -16,8 +16,7 @@ from onnx_ops.adapters.host import LocalHost, SystemClock
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import open_objects
 from onnx_ops.adapters.runtimes.hardware import read_conditions
-from onnx_ops.adapters.store.content import ContentStore
-from onnx_ops.adapters.store.models import ModelFolders
+from onnx_ops.adapters.store import ContentStore, ModelFolders
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.config.settings import Settings
 from onnx_ops.domain.endpoint import EndpointConfig

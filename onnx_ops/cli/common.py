@@ -1,9 +1,10 @@
-"""Shared by all commands: options, errors as exit codes, one JSON document, the steps of a reconciliation."""
+"""Shared by all commands: options, help, errors as exit codes, one JSON document, the steps of a reconciliation."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import re
 import sys
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from onnx_ops import codec
 from onnx_ops.errors import MissingPackageError, OnnxOpsError, UserError, storage_errors
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from onnx_ops.app.project import Project
     from onnx_ops.release.reconcile import StepReport
 
+F = TypeVar("F", bound=Callable[..., None])
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -183,3 +186,75 @@ def exit_after_steps(
         raise typer.Exit(5)
     if any(steps[-1].registry_down for steps in reports.values()):
         raise typer.Exit(4)
+
+
+class Command(TyperCommand):
+    """A command whose docstring can break its lines anywhere, with `FILE`, `N` or `a|b` for the values of options."""
+
+    def __init__(self, name: str | None, **settings: Any) -> None:
+        paragraphs = inspect.cleandoc(settings.get("help") or "").split("\n\n")
+        settings["help"] = "\n\n".join(" ".join(part.split()) for part in paragraphs)
+        super().__init__(name, **settings)
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, shown by their names."""
+        return _named(super().get_params(ctx))
+
+
+def make_group(name: str, text: str, example: str) -> typer.Typer:
+    """Return a command whose sub-commands are still to be added."""
+    return typer.Typer(name=name, cls=CommandGroup, no_args_is_help=True, help=text, epilog=f"Example: {example}")
+
+
+def add_command(group: typer.Typer, name: str) -> Callable[[F], F]:
+    """Add a function to the sub-commands of a group; the errors that it raises become exit codes."""
+
+    def add(function: F) -> F:
+        group.command(name, cls=Command)(handle_errors(function))
+        return function
+
+    return add
+
+
+class CommandGroup(TyperGroup):
+    """A group whose own options are shown like those of its commands."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, shown by their names."""
+        return _named(super().get_params(ctx))
+
+
+class _Argument(TyperArgument):
+    @property
+    def display_name_raw(self) -> str:
+        name = str(self.name).upper()
+        return self.metavar or (name if self.nargs == 1 else name.removesuffix("S"))
+
+    def display_type_rich(self, ctx: Any) -> str | None:
+        return None
+
+    def _usage_display_name(self) -> str:
+        name = self._rich_display_name()
+        return name if self.required else f"[{name}]"
+
+
+class _Option(TyperOption):
+    def display_type_rich(self, ctx: Any) -> str | None:
+        if self.metavar is not None:
+            return self.metavar
+        if self.is_flag:
+            return None
+        kind = self.type_descriptor
+        if kind.is_choice:
+            return self.display_type(ctx).strip("<>").removeprefix("list[").removesuffix("]")
+        return "N" if kind.is_ranged else "FILE" if kind.is_path else str(self.name).upper()
+
+
+def _named(params: list[Any]) -> list[Any]:
+    """Change the classes of parameters: Typer makes them itself and has no setting for that."""
+    for param in params:
+        if isinstance(param, TyperArgument):
+            param.__class__ = _Argument
+        elif isinstance(param, TyperOption):
+            param.__class__ = _Option
+    return params

@@ -21,8 +21,7 @@ from onnx_ops.cli import (
     rollouts,
     tools,
 )
-from onnx_ops.cli.common import handle_errors
-from onnx_ops.cli.help import Command, CommandGroup
+from onnx_ops.cli.common import Command, CommandGroup, handle_errors
 
 app = typer.Typer(
     name="onnx-ops",

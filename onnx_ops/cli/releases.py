@@ -15,7 +15,9 @@ from onnx_ops.cli.common import (
     Endpoints,
     Quiet,
     Reason,
+    add_command,
     exit_after_steps,
+    make_group,
     open_project,
     parse_duration,
     parse_version,
@@ -25,7 +27,6 @@ from onnx_ops.cli.common import (
     steps_to_document,
     writing,
 )
-from onnx_ops.cli.help import add_command, make_group
 from onnx_ops.cli.progress import working
 from onnx_ops.cli.terminal import print_table, print_text, say, verdict_markup
 from onnx_ops.errors import UserError

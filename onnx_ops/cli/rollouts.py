@@ -20,7 +20,9 @@ from onnx_ops.cli.common import (
     AsJson,
     Quiet,
     Reason,
+    add_command,
     exit_after_steps,
+    make_group,
     open_project,
     parse_duration,
     print_errors,
@@ -28,7 +30,6 @@ from onnx_ops.cli.common import (
     print_result,
     print_steps,
 )
-from onnx_ops.cli.help import add_command, make_group
 from onnx_ops.cli.terminal import Markup, console, markup, say
 from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.errors import StillPendingError, UserError

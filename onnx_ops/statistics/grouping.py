@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from scipy import special
 
-from onnx_ops.statistics import special
 from onnx_ops.statistics.intervals import CONFIDENCE
 
 Array: TypeAlias = npt.NDArray[Any]

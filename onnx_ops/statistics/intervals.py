@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from scipy import special
 
 from onnx_ops.domain.evidence import Interval, PairedCounts
-from onnx_ops.statistics import special
 
 CONFIDENCE = 0.90
 """Of two-sided intervals: each bound has a one-sided error rate of 5 %."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from scipy import special
 
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import MeasurementError
-from onnx_ops.statistics import special
 
 LOOKS = (5, 6, 8, 11, 15, 20, 28, 40)
 """Session pairs after which an interim look at the samples is allowed."""

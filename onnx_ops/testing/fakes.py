@@ -13,8 +13,7 @@ from onnx_ops.adapters.external_model import UserSuppliedModels
 from onnx_ops.adapters.files import FileJournal
 from onnx_ops.adapters.ledgers.log import MemoryLedger
 from onnx_ops.adapters.objects import FsspecObjects
-from onnx_ops.adapters.store.content import ContentStore
-from onnx_ops.adapters.store.models import manifest_of
+from onnx_ops.adapters.store import ContentStore, manifest_of
 from onnx_ops.attestation import TrustedKeys, compute_key_digest
 from onnx_ops.domain.artifact import Digest, Manifest, StoredObject, digest_file
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, OrphanedResource, build_rollback_state

@@ -15,7 +15,7 @@ import pytest
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.signers.ecdsa import create_key
-from onnx_ops.adapters.store.models import manifest_of
+from onnx_ops.adapters.store import manifest_of
 from onnx_ops.domain.artifact import digest_bytes, hex_digits
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.errors import ConflictError, DigestMismatchError, NotFoundError, RefusedError, UserError

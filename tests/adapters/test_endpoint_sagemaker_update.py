@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
-from onnx_ops.adapters.store.models import manifest_of
+from onnx_ops.adapters.store import manifest_of
 from onnx_ops.domain.artifact import digest_bytes, hex_digits
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.rollout import Action, OperatorCommand, Roles, Wait, choose_next_action, plan_rollback

@@ -19,8 +19,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.adapters.objects import FsspecObjects, LocalObjects
-from onnx_ops.adapters.store.content import ContentStore
-from onnx_ops.adapters.store.models import ModelFolders, manifest_of
+from onnx_ops.adapters.store import ContentStore, ModelFolders, manifest_of
 from onnx_ops.domain.artifact import Digest, Manifest, StoredObject, digest_bytes, hex_digits
 from onnx_ops.errors import CorruptStateError, DigestMismatchError, RefusedError, StorageError
 from onnx_ops.ports import Store
@@ -91,7 +90,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from onnx_ops.adapters.objects import LocalObjects
-from onnx_ops.adapters.store.content import ContentStore
+from onnx_ops.adapters.store import ContentStore
 from onnx_ops.domain.artifact import Manifest, digest_bytes
 
 store = ContentStore(LocalObjects(Path(sys.argv[1])), Path(sys.argv[1]))
@@ -183,7 +182,7 @@ COLLECTOR = """
 import sys
 from pathlib import Path
 from onnx_ops.adapters.objects import LocalObjects
-from onnx_ops.adapters.store.content import ContentStore
+from onnx_ops.adapters.store import ContentStore
 
 store = ContentStore(LocalObjects(Path(sys.argv[1])), Path(sys.argv[1]))
 for one in store.contents():

@@ -9,7 +9,7 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.adapters.objects import LocalObjects
-from onnx_ops.adapters.store.content import ContentStore
+from onnx_ops.adapters.store import ContentStore
 from onnx_ops.app.results import (
     Summary,
     export_commit,

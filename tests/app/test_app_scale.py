@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from onnx_ops.adapters.objects import LocalObjects
-from onnx_ops.adapters.store import content
-from onnx_ops.adapters.store.content import ContentStore
+from onnx_ops.adapters.store import ContentStore, content
 from onnx_ops.app.project import Project, execute, open_project, prepare
 from onnx_ops.app.results import summarize
 from onnx_ops.config import yaml_reader

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_ops import codec
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.adapters.host import SystemClock
-from onnx_ops.adapters.store.models import ModelFolders
+from onnx_ops.adapters.store import ModelFolders
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.ledger import Intent, MetricsRecorded, ReleaseState, fold

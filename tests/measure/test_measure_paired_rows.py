@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from onnx_ops.adapters.objects import LocalObjects
-from onnx_ops.adapters.store.content import ContentStore
+from onnx_ops.adapters.store import ContentStore
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.evidence import Evidence, PairedCounts, ScoreComparison
 from onnx_ops.domain.gate import ACCURACY, MetricDefinition

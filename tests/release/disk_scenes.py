@@ -11,8 +11,7 @@ from pathlib import Path
 
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import LocalObjects
-from onnx_ops.adapters.store.content import ContentStore
-from onnx_ops.adapters.store.models import ModelFolders
+from onnx_ops.adapters.store import ContentStore, ModelFolders
 from onnx_ops.domain.ledger import fold
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.ports import Ports

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
-from onnx_ops.adapters.store.models import ModelFolders
+from onnx_ops.adapters.store import ModelFolders
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.ports import Ports

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
-from onnx_ops.adapters.store.models import ModelFolders
+from onnx_ops.adapters.store import ModelFolders
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import InfrastructureError, RefusedError
 from onnx_ops.ports import Ports

@@ -12,7 +12,7 @@ import pytest
 
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import open_objects
-from onnx_ops.adapters.store.content import ContentStore
+from onnx_ops.adapters.store import ContentStore
 from onnx_ops.domain.artifact import Digest, hex_digits
 from onnx_ops.ports import Ledger, Store
 from onnx_ops.testing.ledgers import LedgerSuite, Opener
