@@ -133,7 +133,7 @@ def test_what_does_not_count_changes_nothing(others: list[tuple[int, bool, str]]
                STRANGER if stranger else SIGNER)
         for number, stranger, name in others
     ]  # fmt: skip
-    with pytest.raises(RefusedError, match="ended fail"):
+    with pytest.raises(RefusedError, match="is FAIL"):
         require_passing_decision(here, TARGET, SIGNER, others=elsewhere)
 
 
