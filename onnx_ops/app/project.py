@@ -56,7 +56,7 @@ class Project:
         from onnx_ops.app.handler import StageHandler
         from onnx_ops.pipeline import SilentObserver
 
-        tell = (observer or SilentObserver()).told
+        tell = (observer or SilentObserver()).progressed
         return StageHandler(
             ports=self.ports,
             perform=StageExecutor(
@@ -249,12 +249,12 @@ def prepare(
 
 
 def preview_plan(
-    project: Project, prepared: PreparedPipeline, fresh: Collection[StageKind] = ()
+    project: Project, prepared: PreparedPipeline, no_cache: Collection[StageKind] = ()
 ) -> Mapping[str, StageOutcome | None]:
     """Return which stages a run would find cached, and which it would do."""
     from onnx_ops.pipeline import preview
 
-    return preview(prepared.plan, handler=replace(project.handler(), confirms=False), fresh=fresh)
+    return preview(prepared.plan, handler=replace(project.handler(), confirms=False), no_cache=no_cache)
 
 
 def require_packages(project: Project, plan: Plan) -> None:
@@ -301,7 +301,7 @@ def execute(
     project: Project,
     prepared: PreparedPipeline,
     *,
-    fresh: Collection[StageKind] = (),
+    no_cache: Collection[StageKind] = (),
     executor: Executor | None = None,
     observer: Observer | None = None,
     actor: str = "",
@@ -351,7 +351,7 @@ def execute(
         executor=executor or InlineExecutor(),
         observer=observer or SilentObserver(),
         clock=project.ports.clock,
-        fresh=fresh,
+        no_cache=no_cache,
         jobs=jobs,
     )
     served = (StageStatus.DONE, StageStatus.CACHED)

@@ -236,7 +236,7 @@ class RunProgress:
         if not self._is_one_of_several:
             self._progress.start(stage.id)
 
-    def told(self, stage: Stage, line: str) -> None:
+    def progressed(self, stage: Stage, line: str) -> None:
         """Show how far a stage is."""
         if self._is_one_of_several:
             return

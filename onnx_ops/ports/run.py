@@ -57,7 +57,7 @@ class Observer(Protocol):
         """Report that a stage started."""
         ...
 
-    def told(self, stage: Stage, line: str) -> None:
+    def progressed(self, stage: Stage, line: str) -> None:
         """How far a long stage is."""
         ...
 

@@ -47,7 +47,7 @@ class Listening(SilentObserver):
     def __init__(self) -> None:
         self.lines: list[tuple[str, str]] = []
 
-    def told(self, stage: Stage, line: str) -> None:
+    def progressed(self, stage: Stage, line: str) -> None:
         self.lines.append((stage.id, line))
 
 
