@@ -190,7 +190,7 @@ def _location(pipeline: Pipeline, stage: Stage) -> tuple[str | int, ...]:
             return ("export", "framework")
         case StageKind.SEARCH | StageKind.QUANTIZE:
             entries = (
-                i for i, entry in enumerate(pipeline.quantize) if stage.variant in (entry.name, *entry.variants())
+                i for i, entry in enumerate(pipeline.quantize) if stage.variant in (entry.name, *entry.variant_names())
             )
             return ("quantize", next(entries, 0), "method")
         case StageKind.BENCHMARK | StageKind.GATE:

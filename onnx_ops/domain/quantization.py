@@ -25,7 +25,7 @@ ROLES: tuple[Role, ...] = ("fast", "small", "exact")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tune:
+class TuningData:
     """Rows on which a search decides."""
 
     data: Annotated[str, doc("Data set of `data`; must not be the scored one.")]
@@ -49,14 +49,14 @@ class Budget:
 class Recipe:
     """One way to make a variant. `nodes` may stay in float, each by itself; none where that is not for it.
 
-    A `late` one is for size, and is tried when the others are repaired.
+    A `deferred` one is for size, and is tried when the others are repaired.
     """
 
     name: str
     method: str
     options: Mapping[str, Json] = field(default_factory=dict)
     nodes: tuple[str, ...] = ()
-    late: bool = False
+    deferred: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class SearchLogEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeContribution:
-    """What keeping one node in float bought, the other nodes kept being the same.
+    """What keeping one node in float contributes, the other nodes kept being the same.
 
     `metric` is the part of the task metric that it saves (below 0: it costs some), `time` by which the time of a
     request grows, by target: 1.1 is a tenth more. `kept` is False where it was given back.
@@ -133,8 +133,8 @@ class FrontierSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRecord:
-    """Everything that a search saw. `front` are numbers of trials; `stopped` says why it ended, and `timed_out` that
-    there was more to try."""
+    """Everything that a search saw. `pareto_front` are numbers of trials; `stopped` says why it ended, and
+    `timed_out` that there was more to try."""
 
     schema: int = 1
     name: str
@@ -146,8 +146,8 @@ class SearchRecord:
     recipes: tuple[Recipe, ...] = ()
     trials: tuple[Trial, ...] = ()
     sensitivities: tuple[Sensitivity, ...] = ()
-    bought: tuple[NodeContribution, ...] = ()
-    front: tuple[int, ...] = ()
+    contributions: tuple[NodeContribution, ...] = ()
+    pareto_front: tuple[int, ...] = ()
     slots: tuple[FrontierSlot, ...] = ()
     stopped: str = ""
     seconds: float = 0.0
@@ -290,6 +290,7 @@ def list_search_recipes(machines: Sequence[Arithmetic], *, calibrated: bool, sma
         found.append(Recipe(name="static", method="static"))
     if small:
         found += [
-            Recipe(name=f"weights-{bits}", method="weight-only", options={"bits": bits}, late=True) for bits in (8, 4)
+            Recipe(name=f"weights-{bits}", method="weight-only", options={"bits": bits}, deferred=True)
+            for bits in (8, 4)
         ]
     return tuple(found)

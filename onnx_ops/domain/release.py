@@ -165,14 +165,14 @@ class ListedVersion:
 class Choice:
     """The variant that a release serves on one target, or why there is none.
 
-    `prefer` is what was preferred; `tied` names variants that are as good, as far as the noise lets know.
+    `objective` is what was preferred; `tied` names variants that are as good, as far as the noise lets know.
     """
 
     target: str
     variant: str | None
     verdict: Verdict
     reason: str
-    prefer: Preference = "latency"
+    objective: Preference = "latency"
     tied: tuple[str, ...] = ()
 
 
