@@ -121,7 +121,7 @@ def test_the_highest_sequence_decides_and_the_worst_of_equals(own: int, others: 
     if worst == Verdict.PASS.rank:
         assert require_passing_decision(here, TARGET, SIGNER, others=elsewhere).record.sequence == latest
     else:
-        with pytest.raises(RefusedError, match="its gates on cpu ended"):
+        with pytest.raises(RefusedError, match="its verdict on cpu is"):
             require_passing_decision(here, TARGET, SIGNER, others=elsewhere)
 
 
