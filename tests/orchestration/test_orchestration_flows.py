@@ -113,8 +113,8 @@ def empty_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("name", "parameters", "required"),
     [
-        ("pipeline", {"file", "overrides", "until", "no_cache", "abandon", "blocks"}, ["file"]),
-        ("model_commit", {"since", "until", "blocks"}, []),
+        ("pipeline", {"file", "overrides", "until", "no_cache", "abandon", "jobs", "blocks"}, ["file"]),
+        ("model_commit", {"since", "until", "jobs", "blocks"}, []),
         ("rollback", {"endpoints", "to", "reason", "force", "all", "model", "target", "blocks"}, []),
         ("rollout", {"endpoint", "limit", "interval", "blocks"}, ["endpoint"]),
         ("reconcile", {"endpoints", "blocks"}, []),
