@@ -51,7 +51,7 @@ def ours(model: Model, scratch: Path) -> None:
         folder=folder / "trials",
         targets=(TARGET,),
         machines=list_machines(ports, (TARGET,)),
-        tune=Dataset(inputs={model.feed: model.tune[0]}, label=model.tune[1]),
+        tuning_data=Dataset(inputs={model.feed: model.tune[0]}, label=model.tune[1]),
         calibration={model.feed: model.calibration},
         metric=model.metric,
         lower=False,

@@ -15,7 +15,7 @@ def pipeline(
     file: str,
     overrides: tuple[str, ...] = (),
     until: StageKind | None = None,
-    fresh: tuple[StageKind, ...] = (),
+    no_cache: tuple[StageKind, ...] = (),
     abandon: str = "",
     jobs: int | None = None,
     blocks: tuple[str, ...] = (),
@@ -26,10 +26,12 @@ def pipeline(
         file: Pipeline file, relative to the project's root, such as configs/pipelines/digits-mlp.yaml.
         overrides: Values to override, such as train.with.seed=3.
         until: Stop after this kind of stage.
-        fresh: Kinds of stages to run again, cached or not.
+        no_cache: Kinds of stages to run again, cached or not.
         abandon: Why endpoints that the file no longer names may be abandoned.
         jobs: Maximum number of stages that run in parallel; by default one for each core.
         blocks: Prefect blocks with the addresses of services, such as onnx-ops-registry/prod.
     """
     with project_of(blocks) as project:
-        return run_pipeline(project, file, overrides=overrides, until=until, fresh=fresh, abandon=abandon, jobs=jobs)
+        return run_pipeline(
+            project, file, overrides=overrides, until=until, no_cache=no_cache, abandon=abandon, jobs=jobs
+        )

@@ -11,14 +11,14 @@ from onnx_ops.orchestration.rollouts import run_rollout
 
 @flow(name="rollout", flow_run_name="{endpoint}", persist_result=False)
 @ends_as_failed
-def rollout(endpoint: str, limit: str = "1 d", every: str = "10 s", blocks: tuple[str, ...] = ()) -> State[Any]:
+def rollout(endpoint: str, limit: str = "1 d", interval: str = "10 s", blocks: tuple[str, ...] = ()) -> State[Any]:
     """Move traffic step by step as the metrics allow; the run fails if the candidate is rolled back.
 
     Args:
         endpoint: Name of the endpoint.
         limit: Time limit; afterwards the rollout stays as it is, and the reconciler continues it.
-        every: Interval between checks.
+        interval: Interval between checks.
         blocks: Prefect blocks with the addresses of services, such as onnx-ops-registry/prod.
     """
     with project_of(blocks) as project:
-        return run_rollout(project.ports, endpoint, by=actor(project.ports), limit=limit, every=every)
+        return run_rollout(project.ports, endpoint, by=actor(project.ports), limit=limit, interval=interval)

@@ -141,7 +141,7 @@ def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
     decision = about if isinstance(about, DecisionRecord) else None
     if decision is not None and decision.verdict is not Verdict.PASS:
         raise RefusedError(
-            f"its gates on {decision.target} ended {decision.verdict.value}", where=where, remedy=_UNSIGNED
+            f"its verdict on {decision.target} is {decision.verdict.name}", where=where, remedy=_UNSIGNED
         )
     rests_on = (None, False) if decision is None else (decision.evidence, decision.batchable)
     if (deployment.evidence, deployment.batchable) != rests_on:

@@ -181,7 +181,7 @@ def test_a_decision_or_an_override_about_exactly_these_files_lets_them_be_loaded
         (deployment(execution=Execution(session=SessionSettings(intra_op_threads=2))), "was not to run as target cpu"),
         (deployment(variant="int8"), "names other files"),
         (deployment(model="faces"), "names other files"),
-        (deployment(authority=sign_record(decision(verdict=Verdict.FAIL), SIGNER).envelope), "ended fail"),
+        (deployment(authority=sign_record(decision(verdict=Verdict.FAIL), SIGNER).envelope), "is FAIL"),
         (deployment(authority=sign_record(decision(), STRANGER).envelope), "is not trusted"),
         (deployment(authority=sign_record(override(), SIGNER).envelope), "nobody can have signed"),
         (deployment(evidence=None), "nobody can have signed"),

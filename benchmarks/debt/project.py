@@ -189,9 +189,9 @@ def config_of(endpoint: str, provider: str, settings: Mapping[str, Json]) -> End
     )
 
 
-def serve_first(place: Place, keep_previous: float = DAY) -> Ports:
+def serve_first(place: Place, scale_down_delay: float = DAY) -> Ports:
     ports = place.ports()
-    bind_endpoint(ports, place.config, RolloutPolicy(keep_previous=keep_previous))
+    bind_endpoint(ports, place.config, RolloutPolicy(scale_down_delay=scale_down_delay))
     promote(ports, MODEL, "1", TARGET)
     reconcile_until_stable(ports, place.config.endpoint)
     return ports

@@ -193,7 +193,7 @@ class Rollouts:
         return np.where(percent < 50, canary, found), np.where(percent < 50, found, stable)
 
     def _better(self, active: Ints, rows: Ints) -> list[ev.SplitDecision]:
-        if self._world.policy.ab is None:
+        if self._world.policy.ab_test is None:
             return ["undecided"] * len(active)
         self._above[active] += compute_log_likelihood(rows, ev.make_alternatives(1.0, FINE_GRID))
         self._below[active] += compute_log_likelihood(rows, 1 / FINE_GRID)
@@ -244,7 +244,7 @@ class Rollouts:
                 split_mismatch="mismatch" if split[row] else "",
                 gross_failure="gross failure" if any(_gross(r[row], float(gross[row])) for r in (last, step)) else "",
                 ab_outcome=decisions[row],
-                ab_summary="the A/B test" if policy.ab else "",
+                ab_summary="the A/B test" if policy.ab_test else "",
             )
             self._follow(int(index), judged, now)
 

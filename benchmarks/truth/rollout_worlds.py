@@ -16,7 +16,7 @@ CANARY = RolloutPolicy(steps=(0.1, 1.0), guardrails=RAILS, min_requests=(NEVER,)
 STEPS = RolloutPolicy(steps=(0.1, 0.5, 1.0), guardrails=RAILS, min_requests=(1000, 3000), step_timeout=1e9)
 SPLIT = replace(CANARY, guardrails=RAILS[:1])
 ANYWHERE = (RAILS[0], Guardrail(name="latency"))
-TEST = RolloutPolicy(ab=SplitTest(duration=1e9), min_requests=(1,), step_timeout=1e9)
+TEST = RolloutPolicy(ab_test=SplitTest(duration=1e9), min_requests=(1,), step_timeout=1e9)
 HEAD = ("rolled back", "canary requests")
 
 _AT_ONCE = 200

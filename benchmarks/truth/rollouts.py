@@ -154,7 +154,7 @@ def _split_tests(trials: int, quick: bool) -> list[Claim]:
     claims, rows = [], []
     looks = 20 if quick else 75
     test = SplitTest(duration=1e9)
-    policy = RolloutPolicy(ab=test, min_requests=(1,), step_timeout=1e9)
+    policy = RolloutPolicy(ab_test=test, min_requests=(1,), step_timeout=1e9)
     for seed, (mine, theirs) in enumerate(((0.1, 0.1), (0.5, 0.5), (0.12, 0.10), (0.10, 0.12)), 500):
         world = World(policy=policy, rates=lambda _: ((), ()), requests=400, looks=looks, successes=(mine, theirs))
         result = Rollouts(world, trials, seed).run()

@@ -52,9 +52,9 @@ SECTIONS = {
 }
 """Descriptions of keys that have none in the schema."""
 EXAMPLES: Mapping[str, Any] = {
-    "ab": {"duration": "7 d"},
+    "ab_test": {"duration": "7 d"},
     "accelerator": "H100",
-    "bake": "10 min",
+    "approval_steps": ["50%"],
     "batch": 8,
     "columns": ["age", "city"],
     "config": {"session.intra_op.allow_spinning": "0"},
@@ -65,20 +65,20 @@ EXAMPLES: Mapping[str, Any] = {
     "env": {"requirements": ["lightgbm==4.6.0"]},
     "ignore": -100,
     "inputs": {"x": "data"},
-    "keep": ["fast"],
     "label": "target",
     "group": "patient",
     "memory": "4 GB",
+    "min_step_duration": "10 min",
+    "odds_ratio": 1.5,
     "output": "probabilities",
-    "pause": ["50%"],
     "price_per_hour": 0.5,
     "python": "3.12",
-    "ratio": 1.5,
     "retries": 2,
     "step_timeout": "12 h",
     "strategy": "canary",
     "timeout": "10 min",
     "use": "warehouse",
+    "variants": ["fast"],
     "with": {"table": "prices"},
 }
 """Examples of keys that occur in no file or page and have none in the schema."""

@@ -41,7 +41,7 @@ def run_files(
     jobs: int = 1,
     overrides: Sequence[str] = (),
     until: StageKind | None = None,
-    fresh: Collection[StageKind] = (),
+    no_cache: Collection[StageKind] = (),
     abandon: str = "",
     observe: Callable[[], Observer | None] = lambda: None,
     actor: str = "",
@@ -58,7 +58,7 @@ def run_files(
             prepared = prepare(project, file, overrides=overrides, until=until)
             against = find_base(root, project.ports.store, prepared.pipeline.pipeline, base) if base else None
             result = execute(
-                project, prepared, fresh=fresh, observer=observe(), actor=actor, abandon=abandon, base=against
+                project, prepared, no_cache=no_cache, observer=observe(), actor=actor, abandon=abandon, base=against
             )
             summary = summarize(prepared.pipeline, result, project.ports)
         except OnnxOpsError as error:

@@ -173,7 +173,7 @@ class Preflight:
         draft = self.draft
         names = [draft.validate.samples.data] if draft.validate else []
         names += [entry.calibrate.data for _, entry in draft.quantize if entry.calibrate]
-        names += [entry.tune.data for _, entry in draft.quantize if entry.tune]
+        names += [entry.tuning_data.data for _, entry in draft.quantize if entry.tuning_data]
         for name in dict.fromkeys(names):
             if name not in self._sets:
                 continue

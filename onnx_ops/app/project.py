@@ -61,7 +61,7 @@ class Project:
         from onnx_ops.app.handler import StageHandler
         from onnx_ops.pipeline import SilentObserver
 
-        tell = (observer or SilentObserver()).told
+        tell = (observer or SilentObserver()).progressed
         return StageHandler(
             ports=self.ports,
             perform=StageExecutor(
@@ -195,7 +195,7 @@ def _location(pipeline: Pipeline, stage: Stage) -> tuple[str | int, ...]:
             return ("export", "framework")
         case StageKind.SEARCH | StageKind.QUANTIZE:
             entries = (
-                i for i, entry in enumerate(pipeline.quantize) if stage.variant in (entry.name, *entry.variants())
+                i for i, entry in enumerate(pipeline.quantize) if stage.variant in (entry.name, *entry.variant_names())
             )
             return ("quantize", next(entries, 0), "method")
         case StageKind.BENCHMARK | StageKind.GATE:
@@ -254,12 +254,12 @@ def prepare(
 
 
 def preview_plan(
-    project: Project, prepared: PreparedPipeline, fresh: Collection[StageKind] = ()
+    project: Project, prepared: PreparedPipeline, no_cache: Collection[StageKind] = ()
 ) -> Mapping[str, StageOutcome | None]:
     """Return the cached outcome of each stage, or None where a run would execute it."""
     from onnx_ops.pipeline import preview
 
-    return preview(prepared.plan, handler=replace(project.handler(), confirms=False), fresh=fresh)
+    return preview(prepared.plan, handler=replace(project.handler(), confirms=False), no_cache=no_cache)
 
 
 def require_packages(project: Project, plan: Plan) -> None:
@@ -306,7 +306,7 @@ def execute(
     project: Project,
     prepared: PreparedPipeline,
     *,
-    fresh: Collection[StageKind] = (),
+    no_cache: Collection[StageKind] = (),
     executor: Executor | None = None,
     observer: Observer | None = None,
     actor: str = "",
@@ -359,7 +359,7 @@ def execute(
         executor=executor or InlineExecutor(),
         observer=observer or SilentObserver(),
         clock=project.ports.clock,
-        fresh=fresh,
+        no_cache=no_cache,
         jobs=jobs,
     )
     served = (StageStatus.DONE, StageStatus.CACHED)

@@ -48,7 +48,7 @@ deploy:
   - endpoint: {name}
     provider: local
     target: cpu-1t # serves champion-cpu-1t
-    rollout: {steps: [100%], keep_previous: 24h}"""
+    rollout: {steps: [100%], scale_down_delay: 24h}"""
 
 PROJECTS: Mapping[TemplateName, Template] = {
     "sklearn": Template(
@@ -65,7 +65,7 @@ PROJECTS: Mapping[TemplateName, Template] = {
             # The tutorials start with all traffic at once, and switch to a canary later.
             "    # The first release has nothing to be held against, and gets all traffic at once.\n": "",
             "steps: [10%, 50%, 100%], guardrails: [errors, latency_p50, latency_p99], min_requests: [300, 1000]": (
-                "steps: [100%], keep_previous: 24h"
+                "steps: [100%], scale_down_delay: 24h"
             ),
         },
     ),

@@ -174,7 +174,7 @@ def run(
             jobs=jobs,
             overrides=overrides or (),
             until=until,
-            fresh=no_cache or (),
+            no_cache=no_cache or (),
             abandon=abandon,
             base=base,
             observe=lambda: None if as_json or quiet else RunProgress(error_console(), is_one_of_several=True),
@@ -194,7 +194,7 @@ def run(
     against = find_base(project.settings.root, store, name, base) if base else None
     with project.running.ended_on_error():
         result = projects.execute(
-            project, prepared, fresh=no_cache or (), observer=observer, abandon=abandon, jobs=jobs, base=against
+            project, prepared, no_cache=no_cache or (), observer=observer, abandon=abandon, jobs=jobs, base=against
         )
     summary = summarize(prepared.pipeline, result, project.ports)
     evidence = tuple(evidence_of(summary, store).values()) if against is not None or not as_json else ()

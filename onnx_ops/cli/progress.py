@@ -236,7 +236,7 @@ class RunProgress:
         if not self._is_one_of_several:
             self._progress.start(stage.id)
 
-    def told(self, stage: Stage, line: str) -> None:
+    def progressed(self, stage: Stage, line: str) -> None:
         """Show the progress of a stage."""
         if self._is_one_of_several:
             return

@@ -53,7 +53,7 @@ def quantize(
         list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Of the method, e.g. bits=4.")
     ] = None,
     per_channel: Annotated[bool, typer.Option(help="One scale per output channel of a weight.")] = True,
-    tune: Annotated[
+    tuning_data: Annotated[
         Path | None, typer.Option(help="auto: rows that it decides by: .npz, with labels.", show_default=False)
     ] = None,
     label: Annotated[str, typer.Option(help="auto: array of the labels among them.")] = "label",
@@ -83,7 +83,7 @@ def quantize(
 
     Example: onnx-ops quantize model.onnx int8.onnx --method static --data train.npz
 
-    Example: onnx-ops quantize model.onnx best.onnx --method auto --tune tune.npz --budget metric_drop=0.5%
+    Example: onnx-ops quantize model.onnx best.onnx --method auto --tuning-data tune.npz --budget metric_drop=0.5%
     """
     from onnx_ops.domain.gate import METRICS, MetricGate
     from onnx_ops.domain.pipeline import Quantize
@@ -120,18 +120,20 @@ def quantize(
                 raise UserError(f"no metric is called {metric!r}", where="--metric", why=why)
             definition = MetricGate(name=score).definition()
             order = VariantSearch(
-                section=replace(section, keep=(role,), budget=_parse_budget(budget or [])),
+                section=replace(section, variants=(role,), budget=_parse_budget(budget or [])),
                 source=model,
                 path=out,
                 targets=tuple(chosen),
-                tune=_load_tuning(ports, model, tune, label, definition),
+                tuning_data=_load_tuning(ports, model, tuning_data, label, definition),
                 metric=definition,
                 calibration=rows,
-                data={name: digest_file(path) for name, path in (("tune", tune), ("data", data)) if path},
+                data={name: digest_file(path) for name, path in (("tuning_data", tuning_data), ("data", data)) if path},
             )
             result = search_variant(ports, order, report=tell)
-    elif tune or budget:
-        raise UserError(f"{method} is a single recipe", where="--tune, --budget", remedy="They are for --method auto.")
+    elif tuning_data or budget:
+        raise UserError(
+            f"{method} is a single recipe", where="--tuning-data, --budget", remedy="They are for --method auto."
+        )
     else:
         result = quantize_file(ports, section, model, out, targets=chosen, calibration=rows)
     if not as_json:
@@ -233,8 +235,8 @@ def _load_tuning(ports: Ports, model: Path, path: Path | None, name: str, metric
     if path is None:
         raise UserError(
             "a search needs rows that it decides by",
-            where="--tune",
-            remedy="For example: --tune tune.npz, with the model's inputs and an array 'label'.",
+            where="--tuning-data",
+            remedy="For example: --tuning-data tune.npz, with the model's inputs and an array 'label'.",
         )
     arrays, samples = load_rows(read_model_info(model).inputs, ports, path, 512)
     if name not in arrays and not metric.label_free:

@@ -77,9 +77,9 @@ def _check_target(draft: Draft, name: str, target: Target) -> Iterator[Issue]:
     for key, limit in (("opset", target.max_opset), ("ir_version", target.max_ir_version)) if export else ():
         if (value := getattr(export, key)) > limit:
             yield Issue(("export", key), f"target '{name}' accepts {key} <= {limit}, not {value}; set export.{key}")
-    if draft.prefer.on(name) == "cost" and target.price_per_hour is None:
+    if draft.objective.on(name) == "cost" and target.price_per_hour is None:
         remedy = f"set price_per_hour, e.g. 0.096, in {FOLDER}/{name}.yaml"
-        yield Issue(("prefer",), f"prefer: cost needs the price of '{name}': {remedy}")
+        yield Issue(("objective",), f"objective: cost needs the price of '{name}': {remedy}")
     if not target.pool:
         return
     for loc, entry in draft.quantize:

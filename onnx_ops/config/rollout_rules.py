@@ -66,18 +66,18 @@ def _check_dependencies(draft: Draft) -> Iterator[Issue]:
     entries = {entry.endpoint: entry for _, entry in draft.deploy}
     for loc, entry in draft.deploy:
         policy, where = entry.rollout, (*loc, "rollout")
-        if policy.soak and not policy.after:
-            yield Issue((*where, "soak"), "'soak' needs 'after', e.g. after: [staging]")
-        for index, name in enumerate(policy.after):
+        if policy.depends_on_soak and not policy.depends_on:
+            yield Issue((*where, "depends_on_soak"), "'depends_on_soak' needs 'depends_on', e.g. depends_on: [staging]")
+        for index, name in enumerate(policy.depends_on):
             message = ""
             if name not in entries:
                 message = f"no endpoint '{name}' in this file{did_you_mean(name, sorted(entries))}"
             elif entry.endpoint in _find_predecessors(name, entries):
                 message = f"'{entry.endpoint}' and '{name}' would wait for each other"
-            elif policy.soak > entries[name].rollout.keep_previous:
-                message = f"'soak' is longer than '{name}' keeps its previous version; raise its 'keep_previous'"
+            elif policy.depends_on_soak > entries[name].rollout.scale_down_delay:
+                message = f"'depends_on_soak' exceeds the 'scale_down_delay' of '{name}'; raise that"
             if message:
-                yield Issue((*where, "after", index), message)
+                yield Issue((*where, "depends_on", index), message)
 
 
 def _find_predecessors(name: str, entries: Mapping[str, Deploy]) -> set[str]:
@@ -87,7 +87,7 @@ def _find_predecessors(name: str, entries: Mapping[str, Deploy]) -> set[str]:
         endpoint = pending.pop()
         if endpoint in entries and endpoint not in endpoints:
             endpoints.add(endpoint)
-            pending += entries[endpoint].rollout.after
+            pending += entries[endpoint].rollout.depends_on
     return endpoints
 
 
@@ -96,8 +96,8 @@ def _check_steps(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
     shares: list[tuple[Loc, float]] = [(("steps", index), share) for index, share in enumerate(steps)]
     if policy.shadow:
         shares.append((("shadow", "fraction"), policy.shadow.fraction))
-    if policy.ab:
-        shares.append((("ab", "split"), policy.ab.split))
+    if policy.ab_test:
+        shares.append((("ab_test", "split"), policy.ab_test.split))
     for key, share in shares:
         if abs(share * 100 - round(share * 100)) > _TOLERANCE:
             yield Issue((*where, *key), f"{share * 100:g}% is not a whole percentage")
@@ -105,18 +105,18 @@ def _check_steps(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
         yield Issue((*where, "steps"), "the steps must grow, from more than 0%")
     if steps[-1] != 1:
         yield Issue((*where, "steps"), f"the last step must be 100%, not {steps[-1] * 100:g}%")
-    if policy.ab and len(steps) > 1 and policy.ab.split <= steps[-2]:
+    if policy.ab_test and len(steps) > 1 and policy.ab_test.split <= steps[-2]:
         message = f"the A/B test follows the step of {steps[-2] * 100:g}%, so its split must be larger"
-        yield Issue((*where, "ab", "split"), message)
-    if policy.ab and not policy.ab.metric.strip():
-        yield Issue((*where, "ab", "metric"), "a metric's name is not blank")
+        yield Issue((*where, "ab_test", "split"), message)
+    if policy.ab_test and not policy.ab_test.metric.strip():
+        yield Issue((*where, "ab_test", "metric"), "a metric's name is not blank")
     match policy.strategy:
-        case "all-at-once" if len(steps) > 1 or policy.ab or policy.shadow:
-            message = "all-at-once has one step, 100%, and neither 'shadow' nor 'ab'"
+        case "all-at-once" if len(steps) > 1 or policy.ab_test or policy.shadow:
+            message = "all-at-once has one step, 100%, and neither 'shadow' nor 'ab_test'"
         case "canary" if len(steps) < 2:
             message = "canary needs several steps, e.g. steps: [10%, 50%, 100%]"
-        case "ab" if not policy.ab:
-            message = "ab needs 'ab', e.g. ab: {duration: 7 d}"
+        case "ab_test" if not policy.ab_test:
+            message = "strategy ab_test needs 'ab_test', e.g. ab_test: {duration: 7 d}"
         case "shadow" if not policy.shadow:
             message = "shadow needs 'shadow', e.g. shadow: {fraction: 20%}"
         case _:
@@ -129,16 +129,18 @@ def _check_guardrails(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
     for index, rail in enumerate(policy.guardrails):
         if rail.name in seen:
             yield Issue((*where, "guardrails", index), f"guardrail '{rail.name}' is named twice")
-        if rail.slower is not None and rail.name == "errors":
-            message = "'slower' is about latency; errors have 'ratio'"
-            yield Issue((*where, "guardrails", index, "slower"), message)
-        for key in ("ratio", "max"):
-            if getattr(rail, key) is not None and (rail.name == "cold_start") is (key == "ratio"):
-                message = "'max' is about cold_start" if key == "max" else "cold_start has 'max' or 'slower'"
+        if rail.max_latency_increase is not None and rail.name == "errors":
+            message = "'max_latency_increase' is about latency; errors have 'odds_ratio'"
+            yield Issue((*where, "guardrails", index, "max_latency_increase"), message)
+        for key in ("odds_ratio", "max"):
+            if getattr(rail, key) is not None and (rail.name == "cold_start") is (key == "odds_ratio"):
+                message = (
+                    "'max' is about cold_start" if key == "max" else "cold_start has 'max' or 'max_latency_increase'"
+                )
                 yield Issue((*where, "guardrails", index, key), message)
-        if rail.max is not None and rail.slower is not None:
-            message = "'max' stands instead of 'slower'; give one of them"
-            yield Issue((*where, "guardrails", index, "slower"), message)
+        if rail.max is not None and rail.max_latency_increase is not None:
+            message = "'max' stands instead of 'max_latency_increase'; give one of them"
+            yield Issue((*where, "guardrails", index, "max_latency_increase"), message)
         seen.add(rail.name)
     if policy.trials:
         return
@@ -149,8 +151,8 @@ def _check_guardrails(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
 
 
 def _check_judgement(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
-    if policy.bake is not None and policy.bake >= policy.step_timeout:
-        yield Issue((*where, "bake"), "'bake' must be shorter than 'step_timeout'")
+    if policy.min_step_duration is not None and policy.min_step_duration >= policy.step_timeout:
+        yield Issue((*where, "min_step_duration"), "'min_step_duration' must be shorter than 'step_timeout'")
     count, known = len(policy.min_requests), [round(share * 100) for share in policy.trials]
     if policy.is_analyzed and count and not known:
         yield Issue((*where, "min_requests"), "'min_requests' is for steps before 100%; a shadow has its own")
@@ -158,11 +160,17 @@ def _check_judgement(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
         message = f"numbers: {count}, steps before 100%: {len(known)}; give one number, or one for each step"
         yield Issue((*where, "min_requests"), message)
     if policy.is_analyzed:
-        for index, share in enumerate(policy.pause):
+        for index, share in enumerate(policy.approval_steps):
             if round(share * 100) not in known:
                 steps = quote_names(f"{percent}%" for percent in known) or "none"
-                yield Issue((*where, "pause", index), f"{share * 100:g}% is no step before 100%; those are {steps}")
+                yield Issue(
+                    (*where, "approval_steps", index), f"{share * 100:g}% is no step before 100%; those are {steps}"
+                )
         return
-    given = {"min_requests": count, "bake": policy.bake, "pause": policy.pause}
+    given = {
+        "min_requests": count,
+        "min_step_duration": policy.min_step_duration,
+        "approval_steps": policy.approval_steps,
+    }
     for key in (*(key for key, value in given.items() if value), *["step_timeout"] * (policy.step_timeout != DAY)):
         yield Issue((*where, key), f"'{key}' is for steps that are judged; add e.g. guardrails: [errors]")

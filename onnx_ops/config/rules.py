@@ -62,7 +62,7 @@ class Draft:
     quantize: tuple[tuple[Loc, Quantize], ...]
     benchmark: Benchmark | None
     gates: tuple[tuple[Loc, Gate], ...]
-    prefer: Objective
+    objective: Objective
     register: Register | None
     deploy: tuple[tuple[Loc, Deploy], ...]
 
@@ -107,7 +107,7 @@ def build_draft(document: Document, binding: Binding) -> Draft:
         quantize=entries("quantize"),
         benchmark=section("benchmark"),
         gates=entries("gates"),
-        prefer=section("prefer") or Objective(),
+        objective=section("objective") or Objective(),
         register=section("register"),
         deploy=entries("deploy"),
     )
@@ -168,7 +168,9 @@ def _check_sections(draft: Draft) -> Iterator[Issue]:
 def _check_inputs(draft: Draft) -> Iterator[Issue]:
     names: list[tuple[Loc, str]] = [(("validate", "samples", "data"), draft.scored)] if draft.validate else []
     names += [((*loc, "calibrate", "data"), entry.calibrate.data) for loc, entry in draft.quantize if entry.calibrate]
-    names += [((*loc, "tune", "data"), entry.tune.data) for loc, entry in draft.quantize if entry.tune]
+    names += [
+        ((*loc, "tuning_data", "data"), entry.tuning_data.data) for loc, entry in draft.quantize if entry.tuning_data
+    ]
     for loc, name in names:
         if name not in draft.sets:
             known = f"; data has {quote_names(sorted(draft.sets))}" if draft.sets else "; declare it under 'data'"
@@ -188,7 +190,7 @@ def _check_inputs(draft: Draft) -> Iterator[Issue]:
 
 
 def _check_quantization(draft: Draft) -> Iterator[Issue]:
-    variants = (((*loc, "name"), name) for loc, entry in draft.quantize for name in entry.variants())
+    variants = (((*loc, "name"), name) for loc, entry in draft.quantize for name in entry.variant_names())
     yield from _check_unique(variants, "variant")
     for loc, entry in draft.quantize:
         if entry.name == EXPORT:
@@ -212,7 +214,7 @@ def _check_quantization(draft: Draft) -> Iterator[Issue]:
 def _check_searches(draft: Draft) -> Iterator[Issue]:
     for loc, entry in draft.quantize:
         if entry.method != AUTO:
-            given = {"tune": entry.tune, "budget": entry.budget, "keep": entry.keep != ROLES}
+            given = {"tuning_data": entry.tuning_data, "budget": entry.budget, "variants": entry.variants != ROLES}
             for key in (key for key, value in given.items() if value):
                 message = f"'{key}' is for method: auto, which searches; {entry.method} is a single recipe"
                 yield Issue((*loc, key), message, on_key=True)
@@ -224,18 +226,18 @@ def _check_searches(draft: Draft) -> Iterator[Issue]:
         if entry.env is not None:
             message = "method: auto tries what is installed here; leave 'env' out, or name a method"
             yield Issue((*loc, "env"), message, on_key=True)
-        if entry.tune is None:
-            message = "method: auto needs 'tune', the rows that it decides by, e.g. tune: {data: tune}"
-            yield Issue((*loc, "tune"), message, on_key=True)
+        if entry.tuning_data is None:
+            message = "method: auto needs 'tuning_data', the rows that it decides by, e.g. tuning_data: {data: tune}"
+            yield Issue((*loc, "tuning_data"), message, on_key=True)
             continue
-        name, tuned = entry.tune.data, draft.data.get(entry.tune.data)
+        name, tuned = entry.tuning_data.data, draft.data.get(entry.tuning_data.data)
         if draft.scored and name in draft.sets and (name == draft.scored or _share_rows(draft, name)):
             message = f"'{name}' shares rows with '{draft.scored}', which validate.samples scores; tune on other rows"
-            yield Issue((*loc, "tune", "data"), message)
+            yield Issue((*loc, "tuning_data", "data"), message)
         definition = draft.metric_gates[0][1].definition() if draft.metric_gates else ACCURACY
         if tuned is not None and tuned.label is None and not definition.label_free:
             message = f"the search decides by {definition.label}, which needs labels, but '{name}' names no 'label'"
-            yield Issue((*loc, "tune", "data"), message)
+            yield Issue((*loc, "tuning_data", "data"), message)
 
 
 def _share_rows(draft: Draft, name: str) -> bool:
@@ -299,10 +301,10 @@ def _check_targets(draft: Draft) -> Iterator[Issue]:
     yield from _check_unique((((*loc, "endpoint"), entry.endpoint) for loc, entry in draft.deploy), "endpoint")
     if not draft.benchmark:
         return
-    for name in draft.prefer.targets:
+    for name in draft.objective.targets:
         if name not in draft.targets:
             hint = did_you_mean(name, draft.targets) or f"; there are {quote_names(draft.targets)}"
-            yield Issue(("prefer", "targets", name), f"target '{name}' is not among benchmark.targets{hint}")
+            yield Issue(("objective", "targets", name), f"target '{name}' is not among benchmark.targets{hint}")
     for loc, entry in draft.deploy:
         if entry.target not in draft.targets:
             hint = did_you_mean(entry.target, draft.targets) or "; add it there, so that it is measured"

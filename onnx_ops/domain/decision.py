@@ -20,7 +20,7 @@ Preference: TypeAlias = Literal["latency", "size", "accuracy", "cost"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """Which passing variant is chosen. `prefer: size` is short for `prefer: {default: size}`."""
+    """Which passing variant is chosen. `objective: size` is short for `objective: {default: size}`."""
 
     default: Annotated[
         Preference,
@@ -42,7 +42,7 @@ class Objective:
 class TargetObjective:
     """The preference on one target. `price` is the cost per hour in any currency, None if unknown."""
 
-    prefer: Preference = "latency"
+    objective: Preference = "latency"
     price: float | None = None
 
 

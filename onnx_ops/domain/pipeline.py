@@ -14,7 +14,7 @@ from onnx_ops.domain.decision import Objective
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.gate import Gate, ParityGate
 from onnx_ops.domain.quantities import COMPUTED, OMIT_DEFAULT, Bytes, Fraction, Json, Name, Notation, Seconds, ShortName
-from onnx_ops.domain.quantization import AUTO, ROLES, Budget, Role, Tune
+from onnx_ops.domain.quantization import AUTO, ROLES, Budget, Role, TuningData
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 
 
@@ -183,17 +183,17 @@ class Quantize(Attempts):
     exclude: Annotated[tuple[str, ...], doc("Names of nodes that stay in float.")] = ()
     options: Annotated[Mapping[str, Json], doc("Options of this optimizer.")] = field(default_factory=dict)
     env: Annotated[Environment | None, doc("Isolated environment; default: that of the optimizer.")] = None
-    tune: Annotated[Tune | None, doc("auto: rows on which the search decides.")] = None
+    tuning_data: Annotated[TuningData | None, doc("auto: rows on which the search decides.")] = None
     budget: Annotated[Budget | None, doc("auto: limits of a variant and of the search for it.")] = None
-    keep: Annotated[
+    variants: Annotated[
         tuple[Role, ...], MinLen(1), doc("auto: points of the Pareto front that become variants NAME-fast …")
     ] = ROLES
 
-    def variants(self) -> tuple[str, ...]:
-        """Names of the variants that this entry makes: several for a search."""
+    def variant_names(self) -> tuple[str, ...]:
+        """Return the names of the variants that this entry makes: several for a search."""
         if self.method != AUTO:
             return (self.name,)
-        return tuple(f"{self.name}-{role}" for role in dict.fromkeys(self.keep))
+        return tuple(f"{self.name}-{role}" for role in dict.fromkeys(self.variants))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,8 +249,8 @@ class Pipeline:
     quantize: tuple[Quantize, ...] = ()
     benchmark: Benchmark
     gates: Annotated[tuple[Gate, ...], MinLen(1)] = (ParityGate(),)
-    prefer: Annotated[Objective, doc("Objective by which one of the passing variants is chosen for a target.")] = field(
-        default_factory=Objective
+    objective: Annotated[Objective, doc("Objective by which one of the passing variants is chosen for a target.")] = (
+        field(default_factory=Objective)
     )
     register: Annotated[
         Register | None, doc("Registered model of the versions; without it the pipeline ends at the gates.")
@@ -261,7 +261,7 @@ class Pipeline:
 
     def variants(self) -> tuple[str, ...]:
         """Return the names of all variants, the export first."""
-        return (EXPORT, *(name for entry in self.quantize for name in entry.variants()))
+        return (EXPORT, *(name for entry in self.quantize for name in entry.variant_names()))
 
 
 class StageKind(StrEnum):

@@ -25,7 +25,7 @@ ROLES: tuple[Role, ...] = ("fast", "small", "exact")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tune:
+class TuningData:
     """Rows on which a search decides."""
 
     data: Annotated[str, doc("Data set of `data`; must not be the scored one.")]
@@ -49,14 +49,14 @@ class Budget:
 class Recipe:
     """One way to make a variant. `nodes` can each stay in float; empty for a recipe without that choice.
 
-    A `late` recipe reduces size, and is tried once the others are repaired.
+    A `deferred` recipe reduces size, and is tried once the others are repaired.
     """
 
     name: str
     method: str
     options: Mapping[str, Json] = field(default_factory=dict)
     nodes: tuple[str, ...] = ()
-    late: bool = False
+    deferred: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ class FrontierSlot:
 class SearchRecord:
     """All trials and results of a search.
 
-    `front` holds indices of trials; `stopped` is the reason why the search ended, and `timed_out` whether recipes
+    `pareto_front` holds indices of trials; `stopped` is the reason why the search ended, and `timed_out` whether recipes
     were left to try.
     """
 
@@ -149,8 +149,8 @@ class SearchRecord:
     recipes: tuple[Recipe, ...] = ()
     trials: tuple[Trial, ...] = ()
     sensitivities: tuple[Sensitivity, ...] = ()
-    bought: tuple[NodeContribution, ...] = ()
-    front: tuple[int, ...] = ()
+    contributions: tuple[NodeContribution, ...] = ()
+    pareto_front: tuple[int, ...] = ()
     slots: tuple[FrontierSlot, ...] = ()
     stopped: str = ""
     seconds: float = 0.0
@@ -291,6 +291,7 @@ def list_search_recipes(machines: Sequence[Arithmetic], *, calibrated: bool, sma
         found.append(Recipe(name="static", method="static"))
     if small:
         found += [
-            Recipe(name=f"weights-{bits}", method="weight-only", options={"bits": bits}, late=True) for bits in (8, 4)
+            Recipe(name=f"weights-{bits}", method="weight-only", options={"bits": bits}, deferred=True)
+            for bits in (8, 4)
         ]
     return tuple(found)

@@ -168,14 +168,14 @@ class ListedVersion:
 class Choice:
     """The variant that a release serves on one target, or why there is none.
 
-    `prefer` is the preference applied; `tied` names variants that the noise does not allow to distinguish from it.
+    `objective` is the preference applied; `tied` names variants that the noise does not allow to distinguish from it.
     """
 
     target: str
     variant: str | None
     verdict: Verdict
     reason: str
-    prefer: Preference = "latency"
+    objective: Preference = "latency"
     tied: tuple[str, ...] = ()
 
 

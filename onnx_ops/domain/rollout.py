@@ -380,13 +380,13 @@ def _evaluate_step(
         return Wait(why=f"{share} and is paused: {why}", kind=WaitKind.PAUSED)
     elapsed = now - analysis.started_at
     missing, is_late = _find_missing(step, policy, analysis, elapsed), elapsed >= policy.step_timeout
-    if step.kind == "ab" and policy.ab is not None and analysis.ab_outcome != "better":
+    if step.kind == "ab_test" and policy.ab_test is not None and analysis.ab_outcome != "better":
         summary = analysis.ab_summary or "no outcome was reported"
-        if elapsed >= policy.ab.duration:
+        if elapsed >= policy.ab_test.duration:
             why = f"the A/B test is over and undecided: {summary}"
-            if policy.ab.undecided == "abort":
+            if policy.ab_test.on_inconclusive == "abort":
                 return plan_abort(roles, target, why=why, reject=True)
-            if policy.ab.undecided == "finish" and analysis.ab_summary and not missing:
+            if policy.ab_test.on_inconclusive == "finish" and analysis.ab_summary and not missing:
                 return why
             return Wait(why=f"{share} and needs an operator: {why}", kind=WaitKind.INCONCLUSIVE)
         missing, is_late = missing or summary, False
@@ -443,12 +443,12 @@ def _tidy(
     now: float,
 ) -> Action | Wait:
     """Unload deployments that are no longer needed, if no other action is due."""
-    if roles.previous is not None and roles.finished_at and now >= roles.finished_at + policy.keep_previous:
+    if roles.previous is not None and roles.finished_at and now >= roles.finished_at + policy.scale_down_delay:
         return Action(
             kind=ActionKind.RETIRE,
             state=build_split_state(stable, None, 0),
             roles=replace(roles, finished_at=0.0),
-            why="keep_previous is over",
+            why="scale_down_delay is over",
         )
     if not observed.is_equivalent(expected):
         why = "the endpoint holds deployments without traffic"
@@ -465,8 +465,8 @@ def _find_missing(step: PlannedStep, policy: RolloutPolicy, analysis: AnalysisRe
             return f"{guard.name} has {guard.compared} of {guard.required} comparisons"
     if analysis.unmet_target:
         return analysis.unmet_target
-    if policy.bake is not None and step.kind != "cold" and not elapsed >= policy.bake:
-        return f"{elapsed:.0f} s of {policy.bake:g} s"
+    if policy.min_step_duration is not None and step.kind != "cold" and not elapsed >= policy.min_step_duration:
+        return f"{elapsed:.0f} s of {policy.min_step_duration:g} s"
     return ""
 
 

@@ -28,7 +28,7 @@ LATENCY_QUANTILES: Mapping[str, float] = {
 """Guardrails of latency: the share of the stable version's requests below the threshold."""
 LATENCY_PLACES: Mapping[str, float] = {f"latency@p{percent}": percent / 100 for percent in (*range(5, 100, 5), 99)}
 """Places of the distribution that guardrail `latency` compares, with the same share for each."""
-StepKind: TypeAlias = Literal["cold", "shadow", "canary", "ab", "full"]
+StepKind: TypeAlias = Literal["cold", "shadow", "canary", "ab_test", "full"]
 
 Share = Annotated[float, Unit("1"), Gt(0), Lt(1)]
 """A percentage between 0% and 100%, without its ends."""
@@ -47,22 +47,25 @@ class Guardrail:
     """Something that must not get worse: errors, latency or cold start.
 
     Latency compares how many requests of either version exceed the stable version's percentile before the rollout, for
-    the candidate raised by `slower`. `latency` alone compares all of `LATENCY_PLACES`. `cold_start` is compared once,
-    before the candidate gets any traffic.
+    the candidate raised by `max_latency_increase`. `latency` alone compares all of `LATENCY_PLACES`. `cold_start` is
+    compared once, before the candidate gets any traffic.
     """
 
     name: Annotated[GuardrailName, Notation.SHORT_FORM, doc("Name of the guardrail.")]
-    ratio: Annotated[
+    odds_ratio: Annotated[
         OddsRatio | None,
         doc("Tolerated odds of such a request, as a multiple of the stable version's; default 1, p95 1.1, p99 1.2."),
     ] = None
-    slower: Annotated[
+    max_latency_increase: Annotated[
         Fraction | None,
         doc("Tolerated slow-down against the stable version; default 10%."),
     ] = None
     max: Annotated[
         Seconds | None,
-        doc("cold_start only, instead of `slower`: time from the start of a load until the candidate can answer."),
+        doc(
+            "cold_start only, instead of `max_latency_increase`: "
+            "time from the start of a load until the candidate can answer."
+        ),
     ] = None
     on_violation: Annotated[
         Literal["rollback", "hold"],
@@ -76,7 +79,7 @@ class Guardrail:
 
     def tolerated(self, place: str) -> float:
         """Return the odds ratio that is tolerated at a place."""
-        return _TOLERATED.get(place, 1.0) if self.ratio is None else self.ratio
+        return _TOLERATED.get(place, 1.0) if self.odds_ratio is None else self.odds_ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +115,7 @@ class SplitTest:
     split: Annotated[Share, doc("The candidate's share of traffic.")] = 0.5
     duration: Annotated[Seconds, doc("Longest time to wait for a decision.")]
     goal: Annotated[Literal["higher", "lower"], doc("Which success rate is better.")] = "higher"
-    undecided: Annotated[
+    on_inconclusive: Annotated[
         Literal["hold", "finish", "abort"], doc("Action after `duration` if no version is shown to be better.")
     ] = "hold"
 
@@ -134,12 +137,12 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPolicy:
-    """How the challenger gets its traffic. Without guardrails, slo, shadow or ab, each step waits for approval."""
+    """How the challenger gets its traffic. Without guardrails, slo, shadow or ab_test, each step waits for approval."""
 
     steps: Annotated[tuple[Fraction, ...], MinLen(1), doc("Traffic shares of the candidate, ending at 100%.")] = (1.0,)
-    keep_previous: Annotated[Seconds, doc("How long the previous version stays loaded after the last step.")] = DAY
+    scale_down_delay: Annotated[Seconds, doc("How long the previous version stays loaded after the last step.")] = DAY
     strategy: Annotated[
-        Literal["all-at-once", "canary", "ab", "shadow"] | None,
+        Literal["all-at-once", "canary", "ab_test", "shadow"] | None,
         doc("Kind of rollout; the other keys must match it. Default: derived from them."),
     ] = None
     guardrails: Annotated[
@@ -154,21 +157,25 @@ class RolloutPolicy:
         doc("Requests to the candidate before a step is left: one number, or one for each step."),
     ] = ()
     slo: Annotated[ServiceLevel | None, doc("Service level that must be shown before each advance.")] = None
-    bake: Annotated[Seconds | None, doc("Shortest time at each step, regardless of the number of requests.")] = None
+    min_step_duration: Annotated[
+        Seconds | None, doc("Shortest time at each step, regardless of the number of requests.")
+    ] = None
     step_timeout: Annotated[Seconds, doc("Time after which an undecided step is held for an operator.")] = DAY
-    pause: Annotated[tuple[Fraction, ...], doc("Steps that advance only after `onnx-ops rollout resume`.")] = ()
-    after: Annotated[
+    approval_steps: Annotated[
+        tuple[Fraction, ...], doc("Steps that advance only after `onnx-ops rollout resume`.")
+    ] = ()
+    depends_on: Annotated[
         tuple[str, ...], doc("Endpoints of this file that must serve the release before this one starts.")
     ] = ()
-    soak: Annotated[Seconds, doc("How long those endpoints must have served the release.")] = 0.0
+    depends_on_soak: Annotated[Seconds, doc("How long those endpoints must have served the release.")] = 0.0
     shadow: Annotated[ShadowTrial | None, doc("Comparison of answers on copies of requests, before any traffic.")] = (
         None
     )
-    ab: Annotated[SplitTest | None, doc("A/B test by a success metric, after the steps and before 100%.")] = None
+    ab_test: Annotated[SplitTest | None, doc("A/B test by a success metric, after the steps and before 100%.")] = None
 
-    def slower(self) -> Mapping[str, float]:
+    def max_latency_increases(self) -> Mapping[str, float]:
         """Return how much slower than the stable version the candidate may be, as a fraction, by place."""
-        asked = {place: rail.slower for rail in self.guardrails for place in rail.places}
+        asked = {place: rail.max_latency_increase for rail in self.guardrails for place in rail.places}
         found = {name: asked[name] for name in (*LATENCY_QUANTILES, *LATENCY_PLACES) if name in asked}
         return dict.fromkeys(LATENCY_QUANTILES, DEFAULT_SLOWDOWN) | {
             k: DEFAULT_SLOWDOWN if v is None else v for k, v in found.items()
@@ -177,7 +184,7 @@ class RolloutPolicy:
     @property
     def is_analyzed(self) -> bool:
         """Return whether metrics decide about its steps."""
-        return bool(self.guardrails or self.slo or self.shadow or self.ab)
+        return bool(self.guardrails or self.slo or self.shadow or self.ab_test)
 
     @property
     def cold(self) -> Guardrail | None:
@@ -187,7 +194,7 @@ class RolloutPolicy:
     @property
     def trials(self) -> tuple[float, ...]:
         """Traffic shares before 100 %, with that of the A/B test last."""
-        return (*self.steps[:-1], *((self.ab.split,) if self.ab else ()))
+        return (*self.steps[:-1], *((self.ab_test.split,) if self.ab_test else ()))
 
     def planned(self) -> tuple[PlannedStep, ...]:
         """Return every step in order; the last one is 100 %."""
@@ -204,10 +211,10 @@ class RolloutPolicy:
             asked["shadow"] = ("shadow",)
         if len(self.steps) > 1:
             asked["split"] = ("steps",)
-        if self.ab:
-            asked |= {"split": ("ab",), "sticky": ("ab",)}
-            if self.ab.metric == "outcomes":
-                asked["outcomes"] = ("ab", "metric")
+        if self.ab_test:
+            asked |= {"split": ("ab_test",), "sticky": ("ab_test",)}
+            if self.ab_test.metric == "outcomes":
+                asked["outcomes"] = ("ab_test", "metric")
         return asked
 
 
@@ -221,10 +228,10 @@ def _plan_steps(policy: RolloutPolicy) -> tuple[PlannedStep, ...]:
     for index, share in enumerate(policy.trials):
         steps.append(
             PlannedStep(
-                kind="ab" if index == len(policy.steps) - 1 else "canary",
+                kind="ab_test" if index == len(policy.steps) - 1 else "canary",
                 percent=round(share * 100),
                 minimum=minimums[min(index, len(minimums) - 1)] if policy.is_analyzed else 0,
-                approval=any(round(share * 100) == round(stop * 100) for stop in policy.pause),
+                approval=any(round(share * 100) == round(stop * 100) for stop in policy.approval_steps),
             )
         )
     return (*steps, PlannedStep(kind="full", percent=round(policy.steps[-1] * 100)))

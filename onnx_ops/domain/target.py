@@ -196,7 +196,7 @@ class Target:
     dedicated: Annotated[
         bool, doc("Whether the machine runs nothing else; absolute speed limits are then enforced.")
     ] = False
-    price_per_hour: Annotated[Amount | None, doc("Price of an hour, in any currency; for `prefer: cost`.")] = None
+    price_per_hour: Annotated[Amount | None, doc("Price of an hour, in any currency; for `objective: cost`.")] = None
 
     @property
     def execution(self) -> Execution:

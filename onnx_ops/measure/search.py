@@ -91,7 +91,7 @@ def search(context: SearchContext, journal: StageJournal, report: Reporter) -> S
         StageError: a library gives another file for the same recipe.
     """
     context.folder.mkdir()
-    small = context.budget.size is not None or "small" in context.section.keep
+    small = context.budget.size is not None or "small" in context.section.variants
     candidates = list_search_recipes(context.machines, calibrated=context.calibration is not None, small=small)
     candidates = tuple(replace(one, nodes=list_quantizable_nodes(context.source, one.method)) for one in candidates)
     recipes = tuple(recipe for recipe in candidates if recipe.nodes or recipe.method not in OPERATORS)
@@ -145,19 +145,19 @@ def _add_entry(state: SearchState, entry: SearchLogEntry) -> SearchState:
 
 
 def _make_record(context: SearchContext, state: SearchState, stop: StopSearch) -> SearchRecord:
-    roles = tuple(dict.fromkeys(context.section.keep))
+    roles = tuple(dict.fromkeys(context.section.variants))
     return SearchRecord(
         name=context.section.name,
         metric=context.metric.label,
-        rows=len(context.tune),
+        rows=len(context.tuning_data),
         export_bytes=state.export_bytes,
         targets=tuple(target.name for target in context.targets),
         budget=context.budget,
         recipes=state.recipes,
         trials=state.trials,
         sensitivities=state.sensitivities,
-        bought=list_node_contributions(state),
-        front=compute_pareto_front(state),
+        contributions=list_node_contributions(state),
+        pareto_front=compute_pareto_front(state),
         slots=assign_roles(state, context.section.name, roles, unfinished=stop.reason if stop.timed_out else ""),
         stopped=stop.reason,
         timed_out=stop.timed_out,
@@ -186,8 +186,8 @@ class SearchContext:
     """The inputs of a search.
 
     The export has a separate folder; `folder` receives the models that are built. Recipes depend on the kinds of
-    machine. The metric is measured on the rows of `tune`, and `lower` is whether less of it is better; ranges come
-    from `calibration`. `batch` is the number of rows of one timed request.
+    machine. The metric is measured on the rows of `tuning_data`, and `lower` is whether less of it is better; ranges
+    come from `calibration`. `batch` is the number of rows of one timed request.
     """
 
     ports: Ports
@@ -196,7 +196,7 @@ class SearchContext:
     folder: Path
     targets: tuple[Target, ...]
     machines: tuple[Arithmetic, ...]
-    tune: Dataset
+    tuning_data: Dataset
     calibration: Tensors | None
     metric: MetricDefinition
     lower: bool
@@ -241,7 +241,7 @@ class TrialRunner:
             exclude=trial.excluded,
             options=recipe.options,
             budget=None,
-            tune=None,
+            tuning_data=None,
         )
         request = OptimizeRequest(
             section=section,
@@ -278,7 +278,7 @@ class TrialRunner:
         }
         drop = max(self._measure_drop(path, target) for target in kinds.values())
         trial = replace(trial, drop=drop, error=self._measure_error(path))
-        feed = build_feed(context.source, context.tune.inputs, context.batch)
+        feed = build_feed(context.source, context.tuning_data.inputs, context.batch)
         ratios, p99 = {}, {}
         for target in context.targets:
             runtime, name = context.ports.runtime(target.runtime), target.name
@@ -301,7 +301,7 @@ class TrialRunner:
             runtime=context.ports.runtime(target.runtime),
             target=_use_all_cores(target),
             models={CANDIDATE: path, EXPORT: context.source},
-            dataset=context.tune,
+            dataset=context.tuning_data,
             seed=context.seed,
             functions=context.functions,
         )
@@ -337,7 +337,7 @@ class TrialRunner:
     def _run(self, path: Path) -> Tensors:
         context = self._context
         target = context.targets[0]
-        probed = slice_rows(context.tune.inputs, 0, PROBED)
+        probed = slice_rows(context.tuning_data.inputs, 0, PROBED)
         parts = read_answers(
             context.ports.runtime(target.runtime), path, _use_all_cores(target), probed, lambda one: one
         )
@@ -348,7 +348,7 @@ class TrialRunner:
         if self._ranges is not None:
             return self._ranges
         context = self._context
-        probed = slice_rows(context.calibration or context.tune.inputs, 0, RANGED)
+        probed = slice_rows(context.calibration or context.tuning_data.inputs, 0, RANGED)
         read = {name for names in list_activations(context.source).values() for name in names}
         ranges = {name: _find_range(probed[name]) for name in read & set(probed)}
         inner = [value.name for value in list_computed_values(context.source) if value.name in read]

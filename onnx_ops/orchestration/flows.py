@@ -130,7 +130,7 @@ def run_pipeline(
     *,
     overrides: Sequence[str] = (),
     until: StageKind | None = None,
-    fresh: Collection[StageKind] = (),
+    no_cache: Collection[StageKind] = (),
     abandon: str = "",
     jobs: int | None = None,
 ) -> State[Any]:
@@ -142,7 +142,7 @@ def run_pipeline(
     result = execute(
         project,
         prepared,
-        fresh=fresh,
+        no_cache=no_cache,
         executor=PrefectExecutor(),
         observer=Progress(),
         actor=actor(project.ports),

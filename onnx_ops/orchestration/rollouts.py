@@ -25,7 +25,7 @@ from onnx_ops.reporting.plots import as_data_url, evidence_svg
 _ENDED_BADLY = (ActionKind.ABORT, ActionKind.ROLLBACK)
 
 
-def run_rollout(ports: Ports, endpoint: str, *, by: str, limit: str, every: str) -> State[Any]:
+def run_rollout(ports: Ports, endpoint: str, *, by: str, limit: str, interval: str) -> State[Any]:
     """Reconcile the endpoint repeatedly until its rollout ends or the time is over.
 
     Other processes can drive it at the same time. After the time limit the rollout stays where it is: the reconciler,
@@ -33,14 +33,14 @@ def run_rollout(ports: Ports, endpoint: str, *, by: str, limit: str, every: str)
 
     Args:
         limit: longest duration, as `1 d`.
-        every: interval between passes, as `10 s`.
+        interval: interval between passes, as `10 s`.
 
     Raises:
         NotFoundError: no such endpoint.
         UserError: a duration is invalid.
     """
     Journal.open(ports, endpoint).config  # noqa: B018 (raises NotFoundError for an unknown name)
-    pause, deadline = _seconds(every, "every"), ports.clock.monotonic() + _seconds(limit, "limit")
+    pause, deadline = _seconds(interval, "interval"), ports.clock.monotonic() + _seconds(limit, "limit")
     trouble, published = "", -1
     while True:
         reports, error = _reconcile(ports, endpoint, by)

@@ -246,7 +246,7 @@ def _plan_search(
     pipeline: Pipeline, entry: Quantize, targets: Mapping[str, Target], machines: Sequence[Json], probe: Probe
 ) -> list[Stage]:
     """Plan the search, and a stage for each variant that it can find."""
-    here, tune = [targets[name] for name in pipeline.benchmark.targets], entry.tune
+    here, tuning_data = [targets[name] for name in pipeline.benchmark.targets], entry.tuning_data
     calibration = [data_id(entry.calibrate.data)] if entry.calibrate else []
     tools = dict(probe.tools("optimizers", "dynamic"))
     for target in here:
@@ -261,11 +261,11 @@ def _plan_search(
             "targets": [[target.name, target.digest()] for target in here],
             "hardware": [probe.hardware(target) for target in here],
             "batch": pipeline.benchmark.batch,
-            "data": tune.data if tune else "",
-            "samples": tune.samples if tune else 0,
+            "data": tuning_data.data if tuning_data else "",
+            "samples": tuning_data.samples if tuning_data else 0,
             "metric": _write_metric(pipeline, probe),
         },
-        needs=list(dict.fromkeys(["export", *([data_id(tune.data)] if tune else []), *calibration])),
+        needs=list(dict.fromkeys(["export", *([data_id(tuning_data.data)] if tuning_data else []), *calibration])),
         tools=tools,
         own_process=True,
         hints={"targets": codec.to_json(here)},
@@ -281,7 +281,7 @@ def _plan_search(
             variant=f"{entry.name}-{role}",
             own_process=True,
         )
-        for role in dict.fromkeys(entry.keep)
+        for role in dict.fromkeys(entry.variants)
     ]
     return [search, *roles]
 
@@ -307,7 +307,7 @@ def digest_metric_code(pipeline: Pipeline, metric: MetricDefinition, probe: Prob
 
 def is_quantized(pipeline: Pipeline, variant: str, probe: Probe) -> bool:
     """Return whether a variant differs from the export by design."""
-    entry = next((one for one in pipeline.quantize if variant in one.variants()), None)
+    entry = next((one for one in pipeline.quantize if variant in one.variant_names()), None)
     return entry is not None and (entry.method == AUTO or probe.is_quantizer(entry))
 
 
@@ -387,5 +387,5 @@ def plan_release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stag
 
 def get_objective(pipeline: Pipeline, target: Target) -> TargetObjective:
     """Return the objective of a target, with its price if cost is preferred."""
-    prefer = pipeline.prefer.on(target.name)
-    return TargetObjective(prefer=prefer, price=target.price_per_hour if prefer == "cost" else None)
+    objective = pipeline.objective.on(target.name)
+    return TargetObjective(objective=objective, price=target.price_per_hour if objective == "cost" else None)

@@ -130,7 +130,7 @@ class SilentObserver:
         """Ignore the start of a stage."""
         del stage
 
-    def told(self, stage: Stage, line: str) -> None:
+    def progressed(self, stage: Stage, line: str) -> None:
         """Ignore a progress message."""
         del stage, line
 
@@ -165,7 +165,7 @@ def run(
     executor: Executor,
     observer: Observer,
     clock: Clock,
-    fresh: Collection[StageKind] = (),
+    no_cache: Collection[StageKind] = (),
     jobs: int = 1,
 ) -> RunResult:
     """Run every stage of a plan that can run; a failure stops only dependent stages.
@@ -174,14 +174,14 @@ def run(
     intended one.
 
     Args:
-        fresh: kinds of stages whose cached results are ignored.
+        no_cache: kinds of stages whose cached results are ignored.
         jobs: maximum number of parallel stages. 1 runs them in the caller's thread, in the order of the plan.
 
     Raises:
         StorageError: the disk is full, or a file or folder cannot be used; finished results are kept.
     """
     observer.planned(plan)
-    runner = _StageRunner(handler=handler, executor=executor, observer=observer, clock=clock, fresh=fresh)
+    runner = _StageRunner(handler=handler, executor=executor, observer=observer, clock=clock, no_cache=no_cache)
     errors: dict[str, OnnxOpsError] = {}
     in_order = ((stage, runner.step(stage)) for stage in plan.stages)
     for stage, (outcome, error) in _run_in_parallel(plan, runner.step, jobs) if jobs > 1 else in_order:
@@ -208,7 +208,7 @@ def _run_in_parallel(plan: Plan, step: Step, jobs: int) -> Iterator[tuple[Stage,
                 received.add(stage.id)
 
 
-def preview(plan: Plan, *, handler: Handler, fresh: Collection[StageKind] = ()) -> Mapping[str, StageOutcome | None]:
+def preview(plan: Plan, *, handler: Handler, no_cache: Collection[StageKind] = ()) -> Mapping[str, StageOutcome | None]:
     """Return the outcome of each stage without work; None for the others.
 
     A stage that depends on one that would run counts as one that would.
@@ -217,7 +217,7 @@ def preview(plan: Plan, *, handler: Handler, fresh: Collection[StageKind] = ()) 
     result: dict[str, StageOutcome | None] = {}
     for stage in plan.stages:
         is_open = any(result[name] is None for name in (*stage.needs, *stage.tolerates) if name in result)
-        outcome = None if is_open else _find_outcome(stage, outcomes, handler, fresh)
+        outcome = None if is_open else _find_outcome(stage, outcomes, handler, no_cache)
         result[stage.id] = outcome
         if outcome is not None:
             outcomes[stage.id] = outcome
@@ -231,7 +231,7 @@ def collect_inputs(stage: Stage, outcomes: Mapping[str, StageOutcome]) -> dict[s
 
 
 def _find_outcome(
-    stage: Stage, outcomes: Mapping[str, StageOutcome], handler: Handler, fresh: Collection[StageKind]
+    stage: Stage, outcomes: Mapping[str, StageOutcome], handler: Handler, no_cache: Collection[StageKind]
 ) -> StageOutcome | None:
     """Return the outcome without work, or None."""
     missing = [name for name in stage.needs if name not in outcomes or outcomes[name].manifest is None]
@@ -243,7 +243,7 @@ def _find_outcome(
     if reason := handler.refusal(stage, inputs):
         return StageOutcome(stage=stage.id, status=StageStatus.SKIPPED, reason=reason)
     key = stage.key(inputs)
-    manifest = None if stage.kind in fresh else handler.cached(stage, key, inputs)
+    manifest = None if stage.kind in no_cache else handler.cached(stage, key, inputs)
     if manifest is None:
         return None
     return StageOutcome(stage=stage.id, status=StageStatus.CACHED, key=key, manifest=manifest)
@@ -257,7 +257,7 @@ class _StageRunner:
     executor: Executor
     observer: Observer
     clock: Clock
-    fresh: Collection[StageKind]
+    no_cache: Collection[StageKind]
     outcomes: dict[str, StageOutcome] = field(default_factory=dict)
 
     def step(self, stage: Stage) -> StageResult:
@@ -277,7 +277,7 @@ class _StageRunner:
     def _check(self, stage: Stage) -> tuple[StageOutcome | None, OnnxOpsError | None]:
         """Return the outcome without work, or None; an unreadable result is a failure."""
         try:
-            return _find_outcome(stage, self.outcomes, self.handler, self.fresh), None
+            return _find_outcome(stage, self.outcomes, self.handler, self.no_cache), None
         except StorageError:
             raise
         except OnnxOpsError as error:

@@ -56,7 +56,7 @@ class Observer(Protocol):
         """Report that a stage started."""
         ...
 
-    def told(self, stage: Stage, line: str) -> None:
+    def progressed(self, stage: Stage, line: str) -> None:
         """Report the progress of a long stage."""
         ...
 

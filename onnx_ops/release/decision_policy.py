@@ -67,7 +67,7 @@ def require_passing_decision(
     if decided.verdict is not Verdict.PASS:
         worst = ", ".join(f"{gate} {v.value}" for gate, v in decided.verdicts.items() if v is not Verdict.PASS)
         raise RefusedError(
-            f"its gates on {target} ended {decided.verdict.value}",
+            f"its verdict on {target} is {decided.verdict.name}",
             where=where,
             why=worst,
             remedy=f"See `onnx-ops explain {where} --target {target}`.",

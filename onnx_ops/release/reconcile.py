@@ -317,7 +317,9 @@ def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action |
     from onnx_ops.statistics.rollout import fix_thresholds
 
     latencies = journal.ports.metrics(journal.config).latencies(journal.config, stable.name)
-    thresholds, slower = (None, None) if latencies is None else fix_thresholds(*latencies, state.policy.slower())
+    thresholds, slower = (
+        (None, None) if latencies is None else fix_thresholds(*latencies, state.policy.max_latency_increases())
+    )
     journal.append(ThresholdsFixed(candidate=candidate.manifest, thresholds=thresholds, slower=slower))
 
 

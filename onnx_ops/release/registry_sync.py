@@ -87,13 +87,16 @@ def read_desired_state(journal: Journal) -> DesiredState:
 def find_blocking_dependency(journal: Journal, version: VersionRecord) -> str:
     """Return why this endpoint cannot start the version yet; empty if it can, or has started.
 
-    It waits until the endpoints of its policy's `after` have served the release with all traffic for `soak`.
+    It waits until the endpoints of its policy's `depends_on` have served the release with all traffic for
+    `depends_on_soak`.
     """
     roles, policy = journal.state.roles, journal.state.policy
     if version.manifest in [d.manifest for d in (roles.candidate, roles.stable) if d is not None]:
         return ""
-    for name in policy.after:
-        if why := _not_serving(journal.ports.ledger.state(name), version, policy.soak, journal.ports.clock.now()):
+    for name in policy.depends_on:
+        if why := _not_serving(
+            journal.ports.ledger.state(name), version, policy.depends_on_soak, journal.ports.clock.now()
+        ):
             return f"v{version.version} waits for endpoint {name}: {why}"
     return ""
 

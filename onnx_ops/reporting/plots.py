@@ -242,10 +242,10 @@ def search_figure(record: SearchRecord, target: str) -> Figure | None:
         size = format_figure(trial.size_bytes, "B")
         told = f"{n}: {trial.label}, {number(ratio.estimate)}×, {number(loss)} points, {size}"
         chart.path([(max(ratio.low, chart.x.low), loss), (min(ratio.high, chart.x.high), loss)], "line s0")
-        chart.dot(ratio.estimate, loss, f"s0 {'full' if n in record.front else 'open'}", told)
+        chart.dot(ratio.estimate, loss, f"s0 {'full' if n in record.pareto_front else 'open'}", told)
         if n in named:
             chart.dot(ratio.estimate, loss, "ring", f"{named[n]} is this one", radius=8)
-        if n in record.front or n in named:
+        if n in record.pareto_front or n in named:
             chart.note(ratio.estimate, loss, str(n))
             keys.append(Key(series=0, text=f"{named[n]} = {told}" if n in named else told))
     return Figure(

@@ -68,11 +68,11 @@ def choose(decisions: Sequence[Decision], policy: TargetObjective = LATENCY) -> 
             shared.setdefault((decision.verdict, decision.reason), []).append(decision.variant)
         failures = [f"{', '.join(names)} {verdict.value}: {why}" for (verdict, why), names in shared.items()]
         reason = "; ".join((*([_describe_undecided(undecided)] if undecided else []), *failures))
-        return Choice(target=target, variant=None, verdict=verdict, reason=reason, prefer=policy.prefer)
-    loaded = policy.prefer == "cost" and all(d.standing and d.standing.load for d in passing)
+        return Choice(target=target, variant=None, verdict=verdict, reason=reason, objective=policy.objective)
+    loaded = policy.objective == "cost" and all(d.standing and d.standing.load for d in passing)
     candidates = [_Candidate(d, _compute_key(d, policy, loaded=loaded), place) for place, d in enumerate(passing)]
     export = next((c for c in candidates if c.decision.variant == EXPORT), None)
-    if policy.prefer in ("latency", "cost") and export is not None:
+    if policy.objective in ("latency", "cost") and export is not None:
         winners = [
             c
             for c in candidates
@@ -102,7 +102,7 @@ def choose(decisions: Sequence[Decision], policy: TargetObjective = LATENCY) -> 
         variant=chosen.decision.variant,
         verdict=Verdict.PASS,
         reason=reason,
-        prefer=policy.prefer,
+        objective=policy.objective,
         tied=tuple(c.decision.variant for c in others),
     )
 
@@ -170,7 +170,7 @@ def _describe_undecided(undecided: Mapping[str, float]) -> str:
 
 def _compute_key(decision: Decision, policy: TargetObjective, *, loaded: bool) -> Interval | None:
     standing = decision.standing
-    match policy.prefer:
+    match policy.objective:
         case "size":
             return Interval.point(float(standing.size_bytes)) if standing and standing.size_bytes else None
         case "accuracy":
@@ -190,8 +190,8 @@ def _describe_choice(chosen: _Candidate, export: _Candidate | None, policy: Targ
     name, standing = chosen.decision.variant, chosen.decision.standing
     alone = "" if export else f"; {EXPORT} does not pass"
     if chosen.key is None:
-        return f"{name} passes; {policy.prefer} was not measured{alone}"
-    match policy.prefer:
+        return f"{name} passes; {policy.objective} was not measured{alone}"
+    match policy.objective:
         case "size":
             return f"{name} passes, and of what passes it is the smallest, {chosen.bytes / 1e3:.4g} kB{alone}"
         case "accuracy":

@@ -71,19 +71,19 @@ def choose_next_step(state: SearchState) -> BuildTrial | ProbeNode | StopSearch:
 
     A step that is expected to exceed the remaining time is skipped for the next one that is not.
     """
-    late: list[tuple[BuildTrial | ProbeNode, float]] = []
+    skipped: list[tuple[BuildTrial | ProbeNode, float]] = []
     left = 60 * state.budget.max_minutes - state.seconds
     for action in _list_steps(state):
         past: Sequence[Trial | Sensitivity] = state.trials if isinstance(action, BuildTrial) else state.sensitivities
         cost = next((one.seconds for one in reversed(past) if one.recipe == action.recipe), 0.0)
         if left <= 0 or cost > left:
-            late.append((action, cost))
+            skipped.append((action, cost))
         elif isinstance(action, BuildTrial) and len(state.trials) >= state.budget.max_builds:
             return StopSearch(reason=f"max_builds: {state.budget.max_builds} models were built")
         else:
             return action
-    if late:
-        action, cost = late[0]
+    if skipped:
+        action, cost = skipped[0]
         what = action.recipe if isinstance(action, BuildTrial) else f"{action.recipe}, node {action.node}"
         why = f"{max(0.0, left):.2g} s are left, and the next step ({what}) would take about {cost:.2g} s"
         return StopSearch(reason=f"max_minutes: of {state.budget.max_minutes:g} minutes {why}", timed_out=True)
@@ -93,11 +93,11 @@ def choose_next_step(state: SearchState) -> BuildTrial | ProbeNode | StopSearch:
 def _list_steps(state: SearchState) -> Iterator[BuildTrial | ProbeNode]:
     """Yield the next step of every unfinished recipe, the most promising first."""
     new = [recipe for recipe in state.recipes if state.find(recipe.name, ()) is None]
-    for late in (False, True):
+    for deferred in (False, True):
         for recipe in new:
-            if recipe.late == late:
+            if recipe.deferred == deferred:
                 yield BuildTrial(recipe=recipe.name, excluded=(), why="the recipe as it is")
-        if late:
+        if deferred:
             return
         # Recipes that lose too much accuracy and could still win, the fastest first.
         wholes = [(recipe, state.find(recipe.name, ())) for recipe in state.recipes if recipe.nodes]

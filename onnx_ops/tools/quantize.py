@@ -165,15 +165,15 @@ def _copy_atomically(made: Path, path: Path) -> None:
 class VariantSearch:
     """The inputs of a search.
 
-    `section.keep` holds the one wanted role; the metric is measured on the rows of `tune`; `data` are the digests of
-    all rows by use.
+    `section.variants` holds the one wanted role; the metric is measured on the rows of `tuning_data`; `data` are the
+    digests of all rows by use.
     """
 
     section: Quantize
     source: Path
     path: Path
     targets: tuple[Target, ...]
-    tune: Dataset
+    tuning_data: Dataset
     metric: MetricDefinition
     calibration: Tensors | None = None
     data: Mapping[str, Digest] = field(default_factory=dict)
@@ -210,7 +210,7 @@ def search_variant(ports: Ports, request: VariantSearch, *, report: Reporter) ->
             folder=folder / "trials",
             targets=request.targets,
             machines=list_machines(ports, request.targets),
-            tune=request.tune,
+            tuning_data=request.tuning_data,
             calibration=request.calibration,
             metric=request.metric,
             lower=request.metric.higher_is_better is False,

@@ -76,7 +76,7 @@ def test_a_policy_changes_although_a_promotion_is_refused_but_nothing_new_is_bou
     assert handler.refusal(deploy(auto=True), inputs) == "needs promote@cpu, which did not take place"
     assert handler.refusal(deploy(auto=True), {**inputs, "promote@cpu": Manifest(files={})}) == ""
     handler.execute(deploy(), KEY, inputs)
-    patient = RolloutPolicy(keep_previous=7200.0)
+    patient = RolloutPolicy(scale_down_delay=7200.0)
     assert handler.refusal(deploy(auto=True, rollout=patient), inputs) == ""
     handler.execute(deploy(auto=True, rollout=patient), KEY, inputs)
     assert ports.ledger.state("e").policy == patient

@@ -74,7 +74,7 @@ def test_its_files_name_it_and_nothing_of_ours(template: TemplateName, tmp_path:
 def test_the_tutorials_find_the_rollout_that_they_change(tmp_path: Path) -> None:
     scaffold(tmp_path / "fraud", "fraud", "sklearn")
     text = (tmp_path / "fraud" / "configs" / "pipelines" / "fraud.yaml").read_text(encoding="utf-8")
-    assert "rollout: {steps: [100%], keep_previous: 24h}\n" in text
+    assert "rollout: {steps: [100%], scale_down_delay: 24h}\n" in text
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

@@ -32,10 +32,10 @@ quantize:
   - name: best
     method: auto
     calibrate: {data: train, samples: 64}
-    tune: {data: tune}
+    tuning_data: {data: tune}
     budget: {metric_drop: 5%, max_minutes: 5}
 benchmark: {targets: [cpu-1t]}
-prefer: size
+objective: size
 gates:
   - {kind: parity}
   - {kind: metric, name: accuracy, max_drop: 10%}
@@ -47,7 +47,7 @@ class Listening(SilentObserver):
     def __init__(self) -> None:
         self.lines: list[tuple[str, str]] = []
 
-    def told(self, stage: Stage, line: str) -> None:
+    def progressed(self, stage: Stage, line: str) -> None:
         self.lines.append((stage.id, line))
 
 
@@ -129,7 +129,7 @@ def test_a_search_from_the_file_to_the_registry(project: Project) -> None:
     names = {d.variant for d in summary.decisions}
     assert names == {"fp32", *(f"best-{role}" for role in filled)}
     (choice,) = summary.choices
-    assert (choice.verdict, choice.prefer) == (Verdict.PASS, "size")
+    assert (choice.verdict, choice.objective) == (Verdict.PASS, "size")
     assert choice.variant != "fp32"
     assert "smallest" in choice.reason
     registration = summary.registration
@@ -142,7 +142,7 @@ def test_a_search_from_the_file_to_the_registry(project: Project) -> None:
     assert "Search best" in page
     assert "What the search best saw on cpu-1t" in page
     assert codec.loads(registry.document(version, SEARCH_FILE), SearchRecord) == record
-    assert b'"prefer":"size"' in registry.document(version, "evidence/cpu-1t.choice.json").replace(b" ", b"")
+    assert b'"objective":"size"' in registry.document(version, "evidence/cpu-1t.choice.json").replace(b" ", b"")
 
     again, _ = run(project)
     assert again.executed() == ()
@@ -151,7 +151,7 @@ def test_a_search_from_the_file_to_the_registry(project: Project) -> None:
 
 @pytest.mark.nightly
 def test_what_cannot_be_kept_leaves_every_place_empty_and_fp32_serves(project: Project) -> None:
-    result, told = run(project, None, "quantize[0].budget.size=1 B", "quantize[0].keep=[fast]", "prefer=latency")
+    result, told = run(project, None, "quantize[0].budget.size=1 B", "quantize[0].variants=[fast]", "objective=latency")
     (slot,) = of_kind(result, StageKind.QUANTIZE)
     assert slot.status is StageStatus.SKIPPED
     assert "than the budget allows" in slot.reason

@@ -56,7 +56,7 @@ gates:
   - {kind: parity}
   - {kind: metric, use: "judging.score:score", higher_is_better: true, max_drop: 1%}
   - {kind: size, max: 1 MB}
-prefer: latency
+objective: latency
 register: {model: shop}
 deploy:
   - {endpoint: shop, target: cpu, rollout: {steps: [10%, 100%]}}
@@ -226,7 +226,7 @@ EDITS: dict[str, tuple[Edit, set[str]]] = {
     "the IR version": (pipeline("ir_version: 10", "ir_version: 9"), EXPORTED),
     "free axes": (pipeline("ir_version: 10", "ir_version: 10, dynamic: {x: {0: rows}}"), EXPORTED),
     "an option of the exporter": (pipeline("ir_version: 10", "ir_version: 10, options: {convert: true}"), EXPORTED),
-    "what callers send": (pipeline("prefer: latency", "prefer: latency\ninputs: {x: {min: -9}}"), EXPORTED),
+    "what callers send": (pipeline("objective: latency", "objective: latency\ninputs: {x: {min: -9}}"), EXPORTED),
     "how long the source may answer": (pipeline("limit: 20}", "limit: 20}, source_time: 5 s"), EXPORTED),
     "what parity does with a group": (
         pipeline("{kind: parity}", "{kind: parity, groups: {beyond_range: ignore}}"),
@@ -255,7 +255,7 @@ EDITS: dict[str, tuple[Edit, set[str]]] = {
         text("configs/targets/edge.yaml", "name: edge", "name: edge\ngates: [{kind: size, max: 3 MB}]"),
         on("edge", JUDGED),
     ),
-    "what is preferred": (pipeline("prefer: latency", "prefer: size"), {"register"}),
+    "what is preferred": (pipeline("objective: latency", "objective: size"), {"register"}),
     "the registered model": (pipeline("model: shop", "model: shop2"), MEASURED),
     "the exporter's environment": (pipeline("ir_version: 10", "ir_version: 10, env: {requirements: [a==1]}"), TRAINED),
     # Versions.

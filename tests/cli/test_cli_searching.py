@@ -41,7 +41,7 @@ def run(*arguments: str, code: int = 0) -> str:
 @pytest.mark.nightly
 def test_a_variant_is_found_and_everything_tried_is_kept(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     budget = ["--budget", "metric_drop=40%", "--budget", "max_builds=9", "--budget", "size=1MB"]
-    run("--method", "auto", "--data", "rows.npz", "--tune", "tune.npz", "--select", "exact", *budget, "--json")
+    run("--method", "auto", "--data", "rows.npz", "--tuning-data", "tune.npz", "--select", "exact", *budget, "--json")
     found = json.loads(capfd.readouterr().out)
     record = codec.loads((folder / "best.onnx.search.json").read_bytes(), SearchRecord)
     assert (folder / "best.onnx").stat().st_size == found["variant"]["bytes"]
@@ -52,7 +52,7 @@ def test_a_variant_is_found_and_everything_tried_is_kept(folder: Path, capfd: py
 
 
 def test_nothing_within_the_budget_is_told_with_what_was_tried(folder: Path) -> None:
-    said = run("--method", "auto", "--tune", "tune.npz", "--budget", "size=1B", code=2)
+    said = run("--method", "auto", "--tuning-data", "tune.npz", "--budget", "size=1B", code=2)
     assert "nothing keeps the budget" in said
     assert [path.name for path in folder.glob("best*")] == ["best.onnx.search.json"]
     assert "best.onnx.search.json holds what was tried" in said
@@ -62,14 +62,14 @@ def test_nothing_within_the_budget_is_told_with_what_was_tried(folder: Path) -> 
     ("arguments", "said"),
     [
         ([], "needs rows that it decides by"),
-        (["--tune", "none.npz"], "no such file"),
-        (["--tune", "bare.npz"], "--label NAME"),
-        (["--tune", "tune.npz", "--metric", "accurracy"], "no metric is called"),
-        (["--tune", "tune.npz", "--budget", "speed=5"], "a budget has no 'speed'"),
-        (["--tune", "tune.npz", "--budget", "metric_drop=0.5"], "percentage"),
-        (["--tune", "tune.npz", "--budget", "max_builds=0"], "above 0"),
-        (["--tune", "tune.npz", "--select", "best"], "there are fast, small, exact"),
-        (["--tune", "tune.npz", "--exclude", "first"], "finds its own"),
+        (["--tuning-data", "none.npz"], "no such file"),
+        (["--tuning-data", "bare.npz"], "--label NAME"),
+        (["--tuning-data", "tune.npz", "--metric", "accurracy"], "no metric is called"),
+        (["--tuning-data", "tune.npz", "--budget", "speed=5"], "a budget has no 'speed'"),
+        (["--tuning-data", "tune.npz", "--budget", "metric_drop=0.5"], "percentage"),
+        (["--tuning-data", "tune.npz", "--budget", "max_builds=0"], "above 0"),
+        (["--tuning-data", "tune.npz", "--select", "best"], "there are fast, small, exact"),
+        (["--tuning-data", "tune.npz", "--exclude", "first"], "finds its own"),
     ],
 )
 @pytest.mark.usefixtures("folder")
@@ -79,4 +79,4 @@ def test_what_is_refused(arguments: list[str], said: str) -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_a_search_that_is_told_what_to_do_is_none() -> None:
-    assert "They are for --method auto" in run("--method", "dynamic", "--tune", "tune.npz", code=2)
+    assert "They are for --method auto" in run("--method", "dynamic", "--tuning-data", "tune.npz", code=2)

@@ -82,7 +82,7 @@ def test_a_webhook_wakes_it_and_an_unapproved_alias_is_put_back(site: Site) -> N
                 return f"refused {alias} 3" in site.done()
 
             until(refused, f"the refusal of {alias}")
-        assert "cpu-1t ended fail" in registry.version(site.model, "3").tags[f"onnxops.rejected.{CHAMPION}"]
+        assert "cpu-1t is FAIL" in registry.version(site.model, "3").tags[f"onnxops.rejected.{CHAMPION}"]
         assert {k: v for k, v in registry.aliases(site.model).items() if v == "3"} == {}
         assert "refused" in watch.kinds()
         assert watch.end(signal.SIGTERM) == 0

@@ -21,14 +21,14 @@ WHOLE = """
       strategy: shadow
       shadow: {fraction: 20%, min_requests: 400, max_differing: 2%, tolerance: 0.1%}
       steps: [10%, 30%, 100%]
-      guardrails: [errors, {name: latency_p50, ratio: 1.5}]
+      guardrails: [errors, {name: latency_p50, odds_ratio: 1.5}]
       min_requests: [300, 1000, 2000]
       slo: {error_rate: 2%}
-      bake: 10 min
+      min_step_duration: 10 min
       step_timeout: 6h
-      pause: [30%]
-      ab: {split: 50%, duration: 7 d, undecided: finish}
-      keep_previous: 2 d"""
+      approval_steps: [30%]
+      ab_test: {split: 50%, duration: 7 d, on_inconclusive: finish}
+      scale_down_delay: 2 d"""
 
 
 def test_every_key_reaches_the_domain(load: Load, pipeline_text: str) -> None:
@@ -39,20 +39,20 @@ def test_every_key_reaches_the_domain(load: Load, pipeline_text: str) -> None:
         strategy="shadow",
         shadow=ShadowTrial(fraction=0.2, min_requests=400, max_differing=0.02, tolerance=0.001),
         steps=(0.1, 0.3, 1.0),
-        guardrails=(Guardrail(name="errors"), Guardrail(name="latency_p50", ratio=1.5)),
+        guardrails=(Guardrail(name="errors"), Guardrail(name="latency_p50", odds_ratio=1.5)),
         min_requests=(300, 1000, 2000),
         slo=ServiceLevel(error_rate=0.02),
-        bake=600.0,
+        min_step_duration=600.0,
         step_timeout=21_600.0,
-        pause=(0.3,),
-        ab=SplitTest(split=0.5, duration=604_800.0, undecided="finish"),
-        keep_previous=172_800.0,
+        approval_steps=(0.3,),
+        ab_test=SplitTest(split=0.5, duration=604_800.0, on_inconclusive="finish"),
+        scale_down_delay=172_800.0,
     )
     assert policy.planned() == (
         PlannedStep(kind="shadow", percent=0, copied=20, minimum=400),
         PlannedStep(kind="canary", percent=10, minimum=300),
         PlannedStep(kind="canary", percent=30, minimum=1000, approval=True),
-        PlannedStep(kind="ab", percent=50, minimum=2000),
+        PlannedStep(kind="ab_test", percent=50, minimum=2000),
         PlannedStep(kind="full", percent=100),
     )
 
@@ -60,7 +60,7 @@ def test_every_key_reaches_the_domain(load: Load, pipeline_text: str) -> None:
 def test_one_number_of_requests_is_for_all_steps(load: Load, pipeline_text: str) -> None:
     """The example of the design."""
     rails = "guardrails: [errors, latency_p50, latency_p99]"
-    rollout = f"{{steps: [10%, 50%, 100%], min_requests: 300, {rails}, keep_previous: 24h}}"
+    rollout = f"{{steps: [10%, 50%, 100%], min_requests: 300, {rails}, scale_down_delay: 24h}}"
     policy = load(pipeline_text.replace(PLAIN, rollout)).deploy[0].rollout
     assert [step.minimum for step in policy.planned()] == [300, 300, 0]
     assert [rail.tolerated(rail.name) for rail in policy.guardrails] == [1.0, 1.0, 1.2]
@@ -85,27 +85,27 @@ def test_a_policy_without_figures_is_not_judged(load: Load) -> None:
             ["shadow: provider 'local' cannot compare answers on copies of requests; it can: 'split', 'sticky'"],
         ),
         (
-            "{ab: {duration: 1 d}}",
+            "{ab_test: {duration: 1 d}}",
             "split",
             [
-                "ab: provider 'local' cannot keep a user on one version; it can: 'split'",
-                "ab.metric: provider 'local' cannot collect clients' outcomes; it can: 'split'",
+                "ab_test: provider 'local' cannot keep a user on one version; it can: 'split'",
+                "ab_test.metric: provider 'local' cannot collect clients' outcomes; it can: 'split'",
             ],
         ),
-        ("{ab: {duration: 1 d, metric: sold}}", "split sticky", []),
+        ("{ab_test: {duration: 1 d, metric: sold}}", "split sticky", []),
         (
             "{steps: [10%, 100%], guardrails: [latency_p50, latency_p95]}",
             "split",
             ["guardrails: provider 'local' cannot count requests over any latency; it can: 'split'"],
         ),
-        ("{steps: [10%, 100%], guardrails: [{name: latency, slower: 5%}]}", "split exceedances", []),
+        ("{steps: [10%, 100%], guardrails: [{name: latency, max_latency_increase: 5%}]}", "split exceedances", []),
         ("{guardrails: [{name: cold_start, max: 2 s}]}", "cold_starts", []),
         (
-            "{guardrails: [{name: cold_start, slower: 50%}]}",
+            "{guardrails: [{name: cold_start, max_latency_increase: 50%}]}",
             "quantiles",
             ["guardrails: provider 'local' cannot measure a cold start before traffic; it can: 'quantiles'"],
         ),
-        ("{shadow: {}, ab: {duration: 1 d}}", "split sticky shadow outcomes", []),
+        ("{shadow: {}, ab_test: {duration: 1 d}}", "split sticky shadow outcomes", []),
     ],
 )
 def test_a_policy_that_the_provider_cannot_keep_is_refused(

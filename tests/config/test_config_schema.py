@@ -106,7 +106,7 @@ def test_values_of_params_fit_where_the_loader_takes_them(pipeline_text: str, ol
 def test_editors_get_words_units_and_defaults() -> None:
     definitions = schema_of("pipeline")["$defs"]
     assert definitions["Deploy"]["properties"]["target"]["description"].startswith("Target whose champion is served")
-    assert definitions["RolloutPolicy"]["properties"]["keep_previous"]["default"] == "1 d"
+    assert definitions["RolloutPolicy"]["properties"]["scale_down_delay"]["default"] == "1 d"
     assert definitions["SklearnData"]["properties"]["test_size"]["default"] == "50%"
     assert definitions["SizeGate"]["properties"]["max"]["examples"] == ["2 MB", "512 KiB"]
     assert "with" in definitions["Train"]["properties"]

@@ -9,7 +9,7 @@ import pytest
 from onnx_ops.config.loader import load_pipeline
 from onnx_ops.domain.decision import Objective
 from onnx_ops.domain.pipeline import Pipeline
-from onnx_ops.domain.quantization import Budget, Tune
+from onnx_ops.domain.quantization import Budget, TuningData
 from onnx_ops.errors import ConfigError
 from tests.support.golden import Golden
 
@@ -26,9 +26,10 @@ data:
 model: model.onnx
 export: {framework: onnx}
 quantize:
-  - {name: best, method: auto, tune: {data: tune}, budget: {metric_drop: 0.5%, size: 10 MB, p99: 5 ms, max_minutes: 5}}
+  - {name: best, method: auto, tuning_data: {data: tune}, budget: {metric_drop: 0.5%, size: 10 MB, p99: 5 ms,
+     max_minutes: 5}}
 benchmark: {targets: [cpu, edge]}
-prefer: size
+objective: size
 """
 
 
@@ -58,35 +59,39 @@ def test_a_search_and_its_budget(root: Path) -> None:
     pipeline = checked(root, TEXT)
     (entry,) = pipeline.quantize
     assert entry.budget == Budget(metric_drop=0.005, size=10_000_000, p99=0.005, max_minutes=5.0)
-    assert entry.tune == Tune(data="tune")
+    assert entry.tuning_data == TuningData(data="tune")
     assert pipeline.variants() == ("fp32", "best-fast", "best-small", "best-exact")
-    assert pipeline.prefer == Objective(default="size")
+    assert pipeline.objective == Objective(default="size")
 
 
 def test_preferences_of_single_targets(root: Path) -> None:
-    pipeline = checked(root, TEXT.replace("prefer: size", "prefer: {default: latency, targets: {cpu: cost}}"))
-    assert [pipeline.prefer.on(name) for name in ("cpu", "edge")] == ["cost", "latency"]
-    assert checked(root, TEXT.replace("prefer: size\n", "")).prefer.on("cpu") == "latency"
+    pipeline = checked(root, TEXT.replace("objective: size", "objective: {default: latency, targets: {cpu: cost}}"))
+    assert [pipeline.objective.on(name) for name in ("cpu", "edge")] == ["cost", "latency"]
+    assert checked(root, TEXT.replace("objective: size\n", "")).objective.on("cpu") == "latency"
 
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("tune: {data: tune}, ", "", "needs 'tune', the rows that it decides by"),
-        ("tune: {data: tune}", "tune: {data: tun}", "no data set is called 'tun'; did you mean 'tune'?"),
-        ("tune: {data: tune}", "tune: {data: test}", "'test' shares rows with 'test', which validate.samples scores"),
+        ("tuning_data: {data: tune}, ", "", "needs 'tuning_data', the rows that it decides by"),
+        ("tuning_data: {data: tune}", "tuning_data: {data: tun}", "no data set is called 'tun'; did you mean 'tune'?"),
+        (
+            "tuning_data: {data: tune}",
+            "tuning_data: {data: test}",
+            "'test' shares rows with 'test', which validate.samples scores",
+        ),
         (TUNE, "  tune: {sklearn: digits, split: train, seed: 4}", "'tune' shares rows with 'test'"),
         (TUNE, "  tune: {sklearn: digits}", "'tune' shares rows with 'test'"),
-        ("tune: {data: tune}", "tune: {data: bare}", "needs labels, but 'bare' names no 'label'"),
+        ("tuning_data: {data: tune}", "tuning_data: {data: bare}", "needs labels, but 'bare' names no 'label'"),
         ("method: auto,", "method: auto, exclude: [head],", "method: auto finds its own 'exclude'"),
         ("method: auto,", "method: auto, options: {bits: 4},", "method: auto finds its own 'options'"),
         ("method: auto,", "method: auto, env: {timeout: 1 min},", "leave 'env' out"),
         ("method: auto,", "method: dynamic,", "'budget' is for method: auto"),
-        ("method: auto,", "method: auto, keep: [best],", "keep"),
-        ("method: auto,", "method: auto, keep: [],", "keep"),
-        ("prefer: size", "prefer: speed", "prefer"),
-        ("prefer: size", "prefer: cost", "prefer: cost needs the price of 'edge': set price_per_hour"),
-        ("prefer: size", "prefer: {targets: {egde: size}}", "target 'egde' is not among benchmark.targets"),
+        ("method: auto,", "method: auto, variants: [best],", "variants"),
+        ("method: auto,", "method: auto, variants: [],", "variants"),
+        ("objective: size", "objective: speed", "objective"),
+        ("objective: size", "objective: cost", "objective: cost needs the price of 'edge': set price_per_hour"),
+        ("objective: size", "objective: {targets: {egde: size}}", "target 'egde' is not among benchmark.targets"),
         ("0.5%", "0.5", "metric_drop"),
     ],
 )
@@ -97,7 +102,7 @@ def test_what_is_refused(root: Path, old: str, new: str, said: str) -> None:
 
 def test_a_search_is_for_machines_at_hand(root: Path, golden: Golden) -> None:
     (root / "configs/targets/edge.yaml").write_text("name: edge\npool: boards\n")
-    found = problems(root, "prefer: size", "prefer: latency")
+    found = problems(root, "objective: size", "objective: latency")
     golden("errors", "\n".join(found))
 
 

@@ -41,7 +41,7 @@ from tests.domain.test_domain_ledger import version
 POLICIES = (
     RolloutPolicy(),
     RolloutPolicy(steps=(0.1, 1.0)),
-    RolloutPolicy(steps=(0.05, 0.5, 1.0), keep_previous=3600.0),
+    RolloutPolicy(steps=(0.05, 0.5, 1.0), scale_down_delay=3600.0),
 )
 
 

@@ -34,7 +34,7 @@ def site(released: Project, prefect_api: str, tmp_path_factory: pytest.TempPathF
 @pytest.fixture(scope="module")
 def first(site: PrefectSite) -> dict[str, Any]:
     """The first run of the pipeline: the training again, and what belongs to the variant that is new."""
-    return site.flow_run("pipeline/digits-mlp", fresh=["train"])
+    return site.flow_run("pipeline/digits-mlp", no_cache=["train"])
 
 
 def test_the_run_completes_and_says_what_serves(first: dict[str, Any]) -> None:

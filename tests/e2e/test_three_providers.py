@@ -210,8 +210,8 @@ def test_one_release_over_all_providers_in_order_and_back_with_one_command(world
     model = "everywhere"
     near, region, far = (world.config(provider, model=model) for provider in PROVIDERS)
     bind_endpoint(world.ports, near, RolloutPolicy())
-    bind_endpoint(world.ports, region, RolloutPolicy(after=(near.endpoint,)))
-    bind_endpoint(world.ports, far, RolloutPolicy(after=(near.endpoint, region.endpoint), soak=LATE_S))
+    bind_endpoint(world.ports, region, RolloutPolicy(depends_on=(near.endpoint,)))
+    bind_endpoint(world.ports, far, RolloutPolicy(depends_on=(near.endpoint, region.endpoint), depends_on_soak=LATE_S))
     first = world.release(model, "first", scale=1.0)
     world.settle_all(near, region)
     world.wind()

@@ -116,7 +116,7 @@ def test_a_round_trip(client: mlflow_deployments.OnnxOpsDeployments, project: Pr
 @pytest.mark.parametrize(
     ("uri", "config", "code", "told"),
     [
-        (f"models:/{MODEL}/3", {"target": TARGET}, "PERMISSION_DENIED", "its gates on cpu-1t ended fail"),
+        (f"models:/{MODEL}/3", {"target": TARGET}, "PERMISSION_DENIED", "its verdict on cpu-1t is FAIL"),
         (f"models:/{MODEL}/9", {"target": TARGET}, "RESOURCE_DOES_NOT_EXIST", "has no version"),
         (f"models:/{MODEL}@nobody", {"target": TARGET}, "RESOURCE_DOES_NOT_EXIST", "no alias"),
         ("runs:/1234/model", {"target": TARGET}, "INVALID_PARAMETER_VALUE", "names no registered version"),

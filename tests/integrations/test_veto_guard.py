@@ -48,7 +48,7 @@ def ruled(tmp_path: Path) -> Guarded:
 def test_a_version_needs_a_passing_decision(plain: Guarded, alias: str) -> None:
     plain.set_alias(alias, "1")
     with pytest.raises(
-        RefusedError, match=rf"{alias} was not set on version 2 of {MODEL}: its gates on cpu-1t ended fail"
+        RefusedError, match=rf"{alias} was not set on version 2 of {MODEL}: its verdict on cpu-1t is FAIL"
     ):
         plain.set_alias(alias, "2")
     with pytest.raises(RefusedError, match="onnx-ops did not register this version"):
@@ -126,7 +126,7 @@ def test_a_copy_of_a_version_does_not_escape_its_later_decision(plain: Guarded) 
     early, late = decision_record("c"), decision_record("c", Verdict.FAIL, sequence=11)
     plain.versions.put("4", tags_of(sign_record(late, plain.signer)))
     plain.versions.put("5", tags_of(sign_record(early, plain.signer)))
-    with pytest.raises(RefusedError, match="ended fail"):
+    with pytest.raises(RefusedError, match="is FAIL"):
         plain.set_alias(CHAMPION, "5")
 
 
@@ -155,7 +155,7 @@ class TestDecisionTags:
     def test_nor_by_way_of_rubbish_or_deletion(self, plain: Guarded, value: str) -> None:
         with pytest.raises(RefusedError, match="not about this version and target"):
             plain.set_tag("2", self.KEY, value)
-        with pytest.raises(RefusedError, match="signed decision that ended fail"):
+        with pytest.raises(RefusedError, match="signed decision whose verdict is FAIL"):
             plain.guard.delete_tag("", MODEL, "2", self.KEY)
 
     @pytest.mark.parametrize("verdict", [verdict for verdict in Verdict if verdict is not Verdict.PASS])
@@ -213,7 +213,7 @@ class TestPolicy:
             ruled.guard.delete_alias("bob", MODEL, PREVIOUS)
 
     def test_a_permission_is_no_decision(self, ruled: Guarded) -> None:
-        with pytest.raises(RefusedError, match="ended fail"):
+        with pytest.raises(RefusedError, match="is FAIL"):
             ruled.set_alias(CHAMPION, "2", user="alice")
 
     def test_a_guarded_alias_without_a_rule_is_nobodys(self, tmp_path: Path) -> None:
@@ -264,13 +264,13 @@ class TestOverride:
         found = ruled.versions.kept[MODEL, "2"]
         tags = {key: value for key, value in found.tags.items() if key != self.KEY}
         ruled.versions.kept[MODEL, "2"] = replace(found, tags=tags)
-        with pytest.raises(RefusedError, match="ended fail"):
+        with pytest.raises(RefusedError, match="is FAIL"):
             ruled.set_alias(CHAMPION, "2", user="alice")
 
     def test_it_is_for_one_version_only(self, ruled: Guarded) -> None:
         ruled.set_tag("2", self.KEY, "sure", user="alice")
         ruled.versions.put("4", ruled.versions.kept[MODEL, "2"].tags)
-        with pytest.raises(RefusedError, match="ended fail"):
+        with pytest.raises(RefusedError, match="is FAIL"):
             ruled.set_alias(CHAMPION, "4", user="alice")
 
     def test_without_a_policy_or_a_key_there_is_none(self, tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ class TestOverride:
         payload = base64.b64encode(base64.b64decode(envelope.payload).replace(b"alice", b"bobby")).decode()
         forged = codec.dumps(replace(envelope, payload=payload)).decode()
         ruled.versions.change("2", **{f"{self.KEY}.by": forged})
-        with pytest.raises(RefusedError, match="ended fail"):
+        with pytest.raises(RefusedError, match="is FAIL"):
             ruled.set_alias(CHAMPION, "2", user="alice")
 
 

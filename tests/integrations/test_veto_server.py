@@ -81,7 +81,7 @@ def test_ui_and_api_are_refused_alike(
     status, answer = veto_server.call("alice", "POST", path, alias(failed))
     assert (status, answer["error_code"]) == (403, "PERMISSION_DENIED")
     model, number = failed.model, failed.version
-    for part in (CHAMPION, f"version {number} of {model}", "cpu-1t ended fail", f"latency: {SLOW}"):
+    for part in (CHAMPION, f"version {number} of {model}", "cpu-1t is FAIL", f"latency: {SLOW}"):
         assert part in answer["message"]
     for remedy in (f"`onnx-ops explain {model}/{number} --target cpu-1t`", "set tag override.cpu-1t"):
         assert remedy in answer["message"]
@@ -118,7 +118,7 @@ def test_the_client_hears_the_same_reason(
     registry: Callable[[str], MlflowRegistry], versions: tuple[VersionRecord, VersionRecord]
 ) -> None:
     _, failed = versions
-    with pytest.raises(RefusedError, match="its gates on cpu-1t ended fail"):
+    with pytest.raises(RefusedError, match="its verdict on cpu-1t is FAIL"):
         registry("alice").set_alias(failed.model, CHALLENGER, failed.version)
 
 
@@ -157,7 +157,7 @@ def test_a_copy_registered_by_hand_keeps_its_later_decision(
     copy = replace(failed, version=str(answer["model_version"]["version"]))
     status, answer = veto_server.call("alice", "POST", ALIAS, alias(copy))
     assert status == 403
-    assert "ended fail" in answer["message"]
+    assert "is FAIL" in answer["message"]
 
 
 def test_the_ways_round_are_closed(veto_server: GuardedServer, versions: tuple[VersionRecord, VersionRecord]) -> None:

@@ -139,7 +139,7 @@ def fragile_ground(folder: Path, *, budget: Budget | None = None, calibrated: bo
         folder=folder / "trials",
         targets=(Target(name="cpu-1t"),),
         machines=(Arithmetic(family="x86", saturates=True),),
-        tune=Dataset(inputs={"x": tune["x"]}, label=tune["label"]),
+        tuning_data=Dataset(inputs={"x": tune["x"]}, label=tune["label"]),
         calibration={"x": arrays["train"]["x"]} if calibrated else None,
         metric=ACCURACY,
         lower=False,

@@ -48,10 +48,10 @@ def test_the_fragile_node_is_found_and_stays_in_float(root: Path) -> None:
     path, trial = found.models["fast"]
     assert (trial.recipe, trial.excluded) == ("dynamic", ("first",))
     assert digest_file(path) == trial.model
-    (bought,) = record.bought
-    assert (bought.node, bought.kept) == ("first", True)
-    assert bought.metric > 0.3
-    assert bought.time["cpu-1t"] == pytest.approx(2500 / 2000)
+    (contribution,) = record.contributions
+    assert (contribution.node, contribution.kept) == ("first", True)
+    assert contribution.metric > 0.3
+    assert contribution.time["cpu-1t"] == pytest.approx(2500 / 2000)
     assert sum("points" in line for line in lines) >= len(record.trials)
     assert codec.loads(codec.dumps(record), SearchRecord) == record
 
@@ -69,7 +69,7 @@ def test_a_table_of_embeddings_is_quantized_where_the_metric_allows(tmp_path: Pa
 
 def test_static_ranges_are_found_once_and_the_saturating_machine_gets_7_bits(root: Path) -> None:
     ground = fragile_ground(root, calibrated=True)
-    record = searched(replace(ground, section=replace(ground.section, keep=("fast",)))).record
+    record = searched(replace(ground, section=replace(ground.section, variants=("fast",)))).record
     static = next(t for t in record.trials if t.recipe == "static")
     assert any("7 bits" in note for note in static.notes)
     assert {r.name for r in record.recipes} == {"static", "dynamic"}
@@ -102,8 +102,8 @@ def test_several_targets_are_timed_each_and_served_by_one_variant(root: Path) ->
     assert (trial.recipe, trial.excluded) == ("dynamic", ("first",))
     times = {name: one.estimate for name, one in trial.ratios.items()}
     assert times == {"cpu-1t": pytest.approx(2500 / 4000), SLOW: pytest.approx(4600 / 4000)}
-    bought = next(one for one in record.bought if one.node == "first")
-    assert bought.time == {"cpu-1t": pytest.approx(2500 / 2000), SLOW: pytest.approx(4600 / 4800)}
+    contribution = next(one for one in record.contributions if one.node == "first")
+    assert contribution.time == {"cpu-1t": pytest.approx(2500 / 2000), SLOW: pytest.approx(4600 / 4800)}
 
 
 def test_a_quantile_must_be_kept_on_each_of_several_targets(root: Path) -> None:

@@ -113,10 +113,10 @@ def empty_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("name", "parameters", "required"),
     [
-        ("pipeline", {"file", "overrides", "until", "fresh", "abandon", "jobs", "blocks"}, ["file"]),
+        ("pipeline", {"file", "overrides", "until", "no_cache", "abandon", "jobs", "blocks"}, ["file"]),
         ("model_commit", {"since", "until", "jobs", "blocks"}, []),
         ("rollback", {"endpoints", "to", "reason", "force", "all", "model", "target", "blocks"}, []),
-        ("rollout", {"endpoint", "limit", "every", "blocks"}, ["endpoint"]),
+        ("rollout", {"endpoint", "limit", "interval", "blocks"}, ["endpoint"]),
         ("reconcile", {"endpoints", "blocks"}, []),
         ("champions", {"pipelines", "blocks"}, []),
     ],

@@ -161,7 +161,7 @@ class Watching:
     def started(self, stage: Stage) -> None:
         self.events.append(f"started {stage.id}")
 
-    def told(self, stage: Stage, line: str) -> None:
+    def progressed(self, stage: Stage, line: str) -> None:
         self.events.append(f"told {stage.id}: {line}")
 
     def finished(self, stage: Stage, outcome: StageOutcome) -> None:

@@ -25,7 +25,7 @@ from onnx_ops.domain.pipeline import (
     StageKind,
     Validate,
 )
-from onnx_ops.domain.quantization import Arithmetic, Budget, Tune
+from onnx_ops.domain.quantization import Arithmetic, Budget, TuningData
 from onnx_ops.pipeline import InlineExecutor, SilentObserver, plan, run
 from onnx_ops.testing.fakes import FakeClock
 from tests.pipeline.plan_parts import PIPELINE, TARGETS, CountingHandler, TableProbe, ids
@@ -300,7 +300,7 @@ def test_a_variant_is_made_for_each_kind_of_machine_among_its_targets() -> None:
     assert settings(**{"cpu/vnni": "no"}) == mixed
 
 
-ENTRY = Quantize(name="best", method="auto", tune=Tune(data="extra"), calibrate=Calibrate(data="train"))
+ENTRY = Quantize(name="best", method="auto", tuning_data=TuningData(data="extra"), calibrate=Calibrate(data="train"))
 SEARCHED = replace(PIPELINE, quantize=(ENTRY,), gates=(*PIPELINE.gates, MetricGate(name="rmse", max_increase=0.1)))
 
 
@@ -316,7 +316,7 @@ def test_a_search_is_one_stage_and_each_role_a_variant() -> None:
 
 
 def test_only_the_roles_that_are_kept_become_variants() -> None:
-    pipeline = replace(SEARCHED, quantize=(replace(ENTRY, keep=("small",)),))
+    pipeline = replace(SEARCHED, quantize=(replace(ENTRY, variants=("small",)),))
     assert pipeline.variants() == ("fp32", "best-small")
     assert ids(planned(pipeline).stages, StageKind.QUANTIZE) == ["quantize/best-small"]
 
@@ -341,11 +341,11 @@ def test_what_changes_the_search() -> None:
 
 
 def test_what_is_preferred_changes_only_the_release() -> None:
-    preferring = planned(replace(PIPELINE, prefer=Objective(default="size", targets={"edge": "accuracy"})))
+    preferring = planned(replace(PIPELINE, objective=Objective(default="size", targets={"edge": "accuracy"})))
     assert changed(planned(), preferring) == RELEASE
     policies = preferring["register"].settings["policies"]
     assert isinstance(policies, dict)
-    assert [policies[name]["prefer"] for name in ("cpu", "edge")] == ["size", "accuracy"]
+    assert [policies[name]["objective"] for name in ("cpu", "edge")] == ["size", "accuracy"]
     assert preferring["gate/fp32@edge"].hints["policy"] == policies["edge"]
 
 

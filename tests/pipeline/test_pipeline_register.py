@@ -88,7 +88,7 @@ def test_each_version_holds_the_report_of_the_whole_release(tmp_path: Path) -> N
         settings={
             "model": "m",
             "targets": ["cpu-1t"],
-            "policies": {"cpu-1t": {"prefer": "latency"}},
+            "policies": {"cpu-1t": {"objective": "latency"}},
             "parameters": {},
             "measured_on": "test",
             "variants": [{"name": "fp32", "stage": "export"}, {"name": "int8-static", "stage": "quantize/int8-static"}],

@@ -67,7 +67,7 @@ def test_fresh_kinds_run_again() -> None:
     handler = CountingHandler()
     go(handler)
     handler.calls.clear()
-    go(handler, fresh=[StageKind.BENCHMARK])
+    go(handler, no_cache=[StageKind.BENCHMARK])
     assert {PLAN[name].kind for name in handler.calls} == {StageKind.BENCHMARK}
     assert len(handler.calls) == 6
 

@@ -460,10 +460,10 @@ REGISTRY: dict[Callable[[Site], None], str] = {
     decision_of_another_model: "about another model, version or target",
     renamed_into_another_model: "about another model, version or target",
     release_of_the_overridden: "rolled this release back",
-    tags_of_the_overridden: "ended fail",
+    tags_of_the_overridden: "is FAIL",
     identity_of_the_approved: "the registry holds",
     replaced_artifact: "the registry holds",
-    self_signed_override: "ended fail",
+    self_signed_override: "is FAIL",
     known_override_after_the_rollback: "rolled this release back",
 }
 LEDGER: dict[Callable[[Site], None], str] = {
@@ -480,8 +480,8 @@ LEDGER: dict[Callable[[Site], None], str] = {
     bound_to_trust_nobody: "no signed decision names its files",
 }
 BOTH: dict[Callable[[Site], None], str] = {
-    forged_override_in_the_ledger: "ended fail",
-    known_override_on_other_files: "ended fail",
+    forged_override_in_the_ledger: "is FAIL",
+    known_override_on_other_files: "is FAIL",
     known_override_again: "rolled this release back",
     ledger_of_before_the_rollback: "rolled this release back",
     everything_rewritten: "names other files|registry holds|about another",

@@ -121,7 +121,7 @@ def test_the_highest_sequence_decides_and_the_worst_of_equals(own: int, others: 
     if worst == Verdict.PASS.rank:
         assert require_passing_decision(here, TARGET, SIGNER, others=elsewhere).record.sequence == latest
     else:
-        with pytest.raises(RefusedError, match="its gates on cpu ended"):
+        with pytest.raises(RefusedError, match="its verdict on cpu is"):
             require_passing_decision(here, TARGET, SIGNER, others=elsewhere)
 
 
@@ -133,7 +133,7 @@ def test_what_does_not_count_changes_nothing(others: list[tuple[int, bool, str]]
                STRANGER if stranger else SIGNER)
         for number, stranger, name in others
     ]  # fmt: skip
-    with pytest.raises(RefusedError, match="ended fail"):
+    with pytest.raises(RefusedError, match="is FAIL"):
         require_passing_decision(here, TARGET, SIGNER, others=elsewhere)
 
 

@@ -425,7 +425,7 @@ def test_what_others_write_meanwhile_does_not_turn_it_around(scene: Scene) -> No
     def and_configure(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         apply(config, state, generation=generation)
         bind_endpoint(
-            scene.world.ports("process-9"), config_of("digits"), RolloutPolicy(keep_previous=60.0 * generation)
+            scene.world.ports("process-9"), config_of("digits"), RolloutPolicy(scale_down_delay=60.0 * generation)
         )
 
     with pytest.MonkeyPatch.context() as patched:

@@ -201,7 +201,7 @@ def tampered(scene: Scene, record: VersionRecord) -> dict[str, object]:
 
 SPOILT = {
     "no signed decision": unsigned,
-    "ended fail": decided(verdict=Verdict.FAIL),
+    "is FAIL": decided(verdict=Verdict.FAIL),
     "about another model, version or target": decided(model="faces"),
     "has changed since": decided(target_digest=digest_bytes(b"as it was")),
     "the registry holds": tampered,

@@ -20,8 +20,10 @@ def scene() -> Scene:
     """Three endpoints that serve version 1 and get what comes next in order, the last two after an hour each."""
     scene = Scene()
     scene.bind(policy=CANARY)
-    bind_endpoint(scene.ports, config_of("region"), RolloutPolicy(after=("digits",), soak=SOAK_S))
-    bind_endpoint(scene.ports, config_of("world"), RolloutPolicy(after=("digits", "region"), soak=SOAK_S))
+    bind_endpoint(scene.ports, config_of("region"), RolloutPolicy(depends_on=("digits",), depends_on_soak=SOAK_S))
+    bind_endpoint(
+        scene.ports, config_of("world"), RolloutPolicy(depends_on=("digits", "region"), depends_on_soak=SOAK_S)
+    )
     scene.promote(scene.publish("first"))
     scene.settle_all()
     assert stable(scene) == ["1", "1", "1"]
@@ -44,7 +46,7 @@ def finish_the_first(scene: Scene) -> None:
 def test_a_first_release_goes_from_one_to_the_next(golden: Golden) -> None:
     scene = Scene()
     scene.bind()
-    bind_endpoint(scene.ports, config_of("region"), RolloutPolicy(after=("digits",)))
+    bind_endpoint(scene.ports, config_of("region"), RolloutPolicy(depends_on=("digits",)))
     scene.promote(scene.publish("first"))
     golden("reasons", scene.settle("region")[-1].why)
     scene.settle("digits")
@@ -83,7 +85,7 @@ def test_what_the_first_rolled_back_reaches_no_other(scene: Scene) -> None:
 
 
 def test_one_that_has_begun_goes_on_whatever_the_first_does_then(scene: Scene) -> None:
-    bind_endpoint(scene.ports, config_of("region"), RolloutPolicy(steps=(0.1, 1.0), after=("digits",)))
+    bind_endpoint(scene.ports, config_of("region"), RolloutPolicy(steps=(0.1, 1.0), depends_on=("digits",)))
     finish_the_first(scene)
     scene.settle("region")
     assert scene.traffic("region") == {"v2": 10, "v1": 90}

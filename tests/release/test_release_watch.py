@@ -116,7 +116,7 @@ def test_an_unapproved_alias_is_put_back_and_the_reason_told(golden: Golden) -> 
     assert scene.aliases()[CHAMPION] == "1"
     (refused,) = [report for report in watch.told if report.kind is WatchEventKind.REFUSED]
     golden("reasons", refused.why)
-    assert "ended fail" in scene.record("2").tags[f"onnxops.rejected.{CHAMPION}"]
+    assert "is FAIL" in scene.record("2").tags[f"onnxops.rejected.{CHAMPION}"]
     assert scene.traffic() == {"v1": 100}
 
 

@@ -1,4 +1,4 @@
-"""The section of a search in the report: its plot, what nodes bought, everything tried."""
+"""The section of a search in the report: its plot, contributions of nodes, everything tried."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ RECORD = SearchRecord(
         Trial(recipe="fp16", failure="the library failed"),
     ),
     sensitivities=(Sensitivity(recipe="dynamic", node="head<b>", error=0.7),),
-    bought=(NodeContribution(recipe="dynamic", node="head<b>", metric=0.11, time={"cpu": 1.04}, kept=True),),
-    front=(1,),
+    contributions=(NodeContribution(recipe="dynamic", node="head<b>", metric=0.11, time={"cpu": 1.04}, kept=True),),
+    pareto_front=(1,),
     slots=(FrontierSlot(role="fast", trial=1), FrontierSlot(role="small", reason="best-fast is the best for this too")),
     stopped="every recipe was tried",
     seconds=41.0,
@@ -55,7 +55,7 @@ def test_the_plot_names_the_front_the_budget_and_the_variants(golden: Golden) ->
 
 def test_every_loss_alike_still_makes_a_plot() -> None:
     alike = replace(
-        RECORD, trials=(trial("static", 0.0, 1.0, 1000),), budget=Budget(metric_drop=0.0), slots=(), front=()
+        RECORD, trials=(trial("static", 0.0, 1.0, 1000),), budget=Budget(metric_drop=0.0), slots=(), pareto_front=()
     )
     figure = search_figure(alike, "cpu")
     assert figure is not None

@@ -198,24 +198,24 @@ def test_ties_within_the_noise_are_told_and_broken_by_bytes(golden: Golden) -> N
 
 
 def test_the_smallest_serves_where_size_is_preferred_though_it_is_no_faster(golden: Golden) -> None:
-    found = choose([EXPORT_ROW, FAST, ALIKE, SMALL], TargetObjective(prefer="size"))
-    assert (found.variant, found.tied, found.prefer) == ("small", (), "size")
+    found = choose([EXPORT_ROW, FAST, ALIKE, SMALL], TargetObjective(objective="size"))
+    assert (found.variant, found.tied, found.objective) == ("small", (), "size")
     golden("reasons", found.reason)
 
 
 def test_the_most_accurate_serves_where_accuracy_is_preferred(golden: Golden) -> None:
     """fp32 and the small one cannot be told apart, and the small one has fewer bytes."""
-    found = choose([EXPORT_ROW, FAST, SMALL], TargetObjective(prefer="accuracy"))
+    found = choose([EXPORT_ROW, FAST, SMALL], TargetObjective(objective="accuracy"))
     assert (found.variant, found.tied) == ("small", ("fp32",))
     golden("reasons", found.reason)
     better = measured("better", Verdict.PASS, standing_of(900, change=(0.02, 0.03, 0.04)))
-    found = choose([EXPORT_ROW, FAST, SMALL, better], TargetObjective(prefer="accuracy"))
+    found = choose([EXPORT_ROW, FAST, SMALL, better], TargetObjective(objective="accuracy"))
     assert (found.variant, found.tied) == ("better", ())
     assert "+3 points against fp32" in found.reason
 
 
 def test_cost_is_time_under_load_where_it_was_measured() -> None:
-    policy = TargetObjective(prefer="cost", price=0.36)
+    policy = TargetObjective(objective="cost", price=0.36)
     found = choose([EXPORT_ROW, FAST], policy)
     assert found.variant == "fast"
     assert "a million requests cost 0.45" in found.reason
@@ -231,7 +231,7 @@ def test_cost_is_time_under_load_where_it_was_measured() -> None:
 
 
 def test_what_was_not_measured_is_said() -> None:
-    found = choose([decision("a", Verdict.PASS), decision("b", Verdict.PASS)], TargetObjective(prefer="accuracy"))
+    found = choose([decision("a", Verdict.PASS), decision("b", Verdict.PASS)], TargetObjective(objective="accuracy"))
     assert (found.variant, found.tied) == ("a", ("b",))
     assert "accuracy was not measured" in found.reason
 
@@ -253,16 +253,19 @@ preferences = st.sampled_from(["latency", "size", "accuracy", "cost"])
 
 
 @given(contestants, preferences, st.randoms(use_true_random=False))
-def test_the_order_of_decisions_does_not_matter(judged: list[Decision], prefer: Preference, random: Random) -> None:
+def test_the_order_of_decisions_does_not_matter(judged: list[Decision], objective: Preference, random: Random) -> None:
     shuffled = list(judged)
     random.shuffle(shuffled)
-    one, other = choose(judged, TargetObjective(prefer=prefer)), choose(shuffled, TargetObjective(prefer=prefer))
+    one, other = (
+        choose(judged, TargetObjective(objective=objective)),
+        choose(shuffled, TargetObjective(objective=objective)),
+    )
     assert (one.variant, set(one.tied)) == (other.variant, set(other.tied))
 
 
 @given(decisions | contestants, preferences)
-def test_only_what_passes_is_chosen_whatever_is_preferred(judged: list[Decision], prefer: Preference) -> None:
-    found = choose(judged, TargetObjective(prefer=prefer))
+def test_only_what_passes_is_chosen_whatever_is_preferred(judged: list[Decision], objective: Preference) -> None:
+    found = choose(judged, TargetObjective(objective=objective))
     passing = {d.variant for d in judged if d.verdict is Verdict.PASS}
     assert ({found.variant, *found.tied} <= passing) if passing else (found.variant is None)
     assert (found.verdict is Verdict.PASS) == bool(passing)
@@ -271,10 +274,12 @@ def test_only_what_passes_is_chosen_whatever_is_preferred(judged: list[Decision]
 
 
 @given(contestants, preferences)
-def test_what_fails_has_no_say(judged: list[Decision], prefer: Preference) -> None:
+def test_what_fails_has_no_say(judged: list[Decision], objective: Preference) -> None:
     passing = [d for d in judged if d.verdict is Verdict.PASS]
     if passing:
-        assert choose(judged, TargetObjective(prefer=prefer)) == choose(passing, TargetObjective(prefer=prefer))
+        assert choose(judged, TargetObjective(objective=objective)) == choose(
+            passing, TargetObjective(objective=objective)
+        )
 
 
 @given(contestants)
@@ -287,7 +292,7 @@ def test_a_passing_export_gives_way_only_to_what_is_surely_faster(judged: list[D
 
 @given(contestants)
 def test_nothing_that_passes_is_smaller_than_the_smallest(judged: list[Decision]) -> None:
-    found = choose(judged, TargetObjective(prefer="size"))
+    found = choose(judged, TargetObjective(objective="size"))
     sizes = {d.variant: d.standing.size_bytes for d in judged if d.verdict is Verdict.PASS and d.standing}
     if sizes:
         assert found.variant is not None

@@ -208,7 +208,7 @@ def test_more_slow_answers_within_a_tolerated_ratio_do_not() -> None:
     may tolerate that too."""
     slow = replace(healthy(), canary=counted(over_p50=27))
     acts(due(seen(*[slow] * 200)), ActionKind.ABORT)
-    lenient = replace(CANARY, guardrails=(Guardrail(name="latency_p50", ratio=1.2),))
+    lenient = replace(CANARY, guardrails=(Guardrail(name="latency_p50", odds_ratio=1.2),))
     acts(due(seen(*[slow] * 200), lenient), ActionKind.ADVANCE)
     acts(due(seen(*[healthy()] * 200)), ActionKind.ADVANCE)
 
@@ -244,10 +244,10 @@ def test_the_service_level_must_be_shown() -> None:
 
 
 def test_bake_and_approval() -> None:
-    baking = replace(CANARY, bake=600.0)
+    baking = replace(CANARY, min_step_duration=600.0)
     waits(due(seen(*[healthy()] * 6), baking), WaitKind.ANALYZING, "60 s of 600 s")
     acts(due(seen(*[healthy()] * 6), baking, now=600.0), ActionKind.ADVANCE)
-    asked = replace(CANARY, pause=(0.1,))
+    asked = replace(CANARY, approval_steps=(0.1,))
     waits(due(seen(*[healthy()] * 6), asked), WaitKind.APPROVAL, "waits for approval")
     acts(due(seen(*[healthy()] * 6), asked, command=OperatorCommand.ADVANCE), ActionKind.ADVANCE)
 
@@ -272,7 +272,7 @@ def test_a_shadow_comes_first_and_no_client_sees_it() -> None:
     waits(due(seen(copies(differing=3)), SHADOW), WaitKind.ANALYZING, "not below 1 %")
 
 
-AB = RolloutPolicy(ab=SplitTest(duration=7200.0), min_requests=(100,), step_timeout=60.0)
+AB = RolloutPolicy(ab_test=SplitTest(duration=7200.0), min_requests=(100,), step_timeout=60.0)
 
 
 def reported(mine: int, theirs: int) -> list[ObservationInterval]:
@@ -294,13 +294,16 @@ def test_an_ab_test_decides_or_waits_for_its_time() -> None:
 
 
 def test_what_happens_when_an_ab_test_stays_undecided() -> None:
-    finish = replace(AB, ab=SplitTest(duration=1.0, undecided="finish"))
+    finish = replace(AB, ab_test=SplitTest(duration=1.0, on_inconclusive="finish"))
     acts(due(seen(*reported(50, 50)), finish), ActionKind.FINISH)
     waits(due(seen(), finish), WaitKind.INCONCLUSIVE, "no outcome was reported")
     few = ObservationInterval(step=0, canary=counted(40, good=5), stable=counted(40, good=5))
     waits(due(seen(few), finish), WaitKind.INCONCLUSIVE)
-    acts(due(seen(*reported(50, 50)), replace(AB, ab=SplitTest(duration=1.0, undecided="abort"))), ActionKind.ABORT)
-    lower = replace(AB, ab=SplitTest(duration=1.0, goal="lower"))
+    acts(
+        due(seen(*reported(50, 50)), replace(AB, ab_test=SplitTest(duration=1.0, on_inconclusive="abort"))),
+        ActionKind.ABORT,
+    )
+    lower = replace(AB, ab_test=SplitTest(duration=1.0, goal="lower"))
     acts(due(seen(*reported(50, 100)), lower), ActionKind.FINISH)
 
 
@@ -355,7 +358,7 @@ def cold(candidate_s: float, stable_s: float, *, loads: int = 8) -> Observations
     return Observations(candidate=CANDIDATE.manifest).with_reading(reading, stable="v1", candidate="v2")
 
 
-SLOWER, AT_MOST = Guardrail(name="cold_start", slower=0.5), Guardrail(name="cold_start", max=2.0)
+SLOWER, AT_MOST = Guardrail(name="cold_start", max_latency_increase=0.5), Guardrail(name="cold_start", max=2.0)
 
 
 @pytest.mark.parametrize(
@@ -371,7 +374,7 @@ SLOWER, AT_MOST = Guardrail(name="cold_start", slower=0.5), Guardrail(name="cold
 def test_a_cold_start_is_judged_before_any_traffic(
     rail: Guardrail, candidate_s: float, stable_s: float, fires: bool
 ) -> None:
-    policy = replace(CANARY, guardrails=(*RAILS, rail), slo=ServiceLevel(error_rate=0.02), bake=600.0)
+    policy = replace(CANARY, guardrails=(*RAILS, rail), slo=ServiceLevel(error_rate=0.02), min_step_duration=600.0)
     assert policy.planned()[:2] == (PlannedStep(kind="cold", percent=0), replace(CANARY.planned()[0]))
     found = due(cold(candidate_s, stable_s), policy)
     if fires:

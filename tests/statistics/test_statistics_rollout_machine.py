@@ -33,7 +33,7 @@ from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ServiceLeve
 from onnx_ops.statistics.rollout import decide, judge
 from tests.statistics.test_statistics_rollout_judge import version
 
-RAILS = (Guardrail(name="errors"), Guardrail(name="latency_p99", ratio=1.5))
+RAILS = (Guardrail(name="errors"), Guardrail(name="latency_p99", odds_ratio=1.5))
 POLICIES = (
     RolloutPolicy(steps=(0.1, 0.5, 1.0), guardrails=RAILS, min_requests=(50, 100), step_timeout=600.0),
     RolloutPolicy(
@@ -42,10 +42,10 @@ POLICIES = (
         min_requests=(40,),
         slo=ServiceLevel(error_rate=0.1),
         shadow=ShadowTrial(fraction=0.5, min_requests=30, max_differing=0.1),
-        pause=(0.2,),
-        bake=60.0,
+        approval_steps=(0.2,),
+        min_step_duration=60.0,
     ),
-    RolloutPolicy(ab=SplitTest(duration=900.0, undecided="finish"), min_requests=(30,)),
+    RolloutPolicy(ab_test=SplitTest(duration=900.0, on_inconclusive="finish"), min_requests=(30,)),
 )
 CONFIG = EndpointConfig(
     endpoint="digits", provider="local", model="m", target="cpu", target_digest=digest_bytes(b"t"), pipeline="p"

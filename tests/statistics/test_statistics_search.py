@@ -46,7 +46,7 @@ class Landscape:
 
     def recipes(self) -> tuple[Recipe, ...]:
         return tuple(
-            Recipe(name=name, method=name, nodes=() if name == LATE else tuple(nodes), late=name == LATE)
+            Recipe(name=name, method=name, nodes=() if name == LATE else tuple(nodes), deferred=name == LATE)
             for name, nodes in self.loss.items()
         )
 
@@ -113,10 +113,10 @@ def test_the_one_fragile_node_is_found_with_few_builds() -> None:
     known, _ = searched(Landscape({"dynamic": nodes(*losses)}, {"dynamic": 0.42}))
     assert known.trials[-1].excluded == ("n17",)
     assert len(known.trials) == 2
-    (bought,) = list_node_contributions(known)
-    assert (bought.node, bought.kept) == ("n17", True)
-    assert bought.metric == pytest.approx(0.3)
-    assert bought.time["cpu"] == pytest.approx(0.44 / 0.42)
+    (contribution,) = list_node_contributions(known)
+    assert (contribution.node, contribution.kept) == ("n17", True)
+    assert contribution.metric == pytest.approx(0.3)
+    assert contribution.time["cpu"] == pytest.approx(0.44 / 0.42)
 
 
 class Misleading(Landscape):

@@ -96,7 +96,7 @@ class Guard:
             signed = record.decisions.get(target)
             if signed is not None and self._counts(record, target) and signed.record.verdict is not Verdict.PASS:
                 raise RefusedError(
-                    f"it is a signed decision that ended {signed.record.verdict.value}",
+                    f"it is a signed decision whose verdict is {signed.record.verdict.name}",
                     remedy="Judge the release again with `onnx-ops run`; a later decision replaces it.",
                 )
 

@@ -99,7 +99,7 @@ def choose_variants(policies: Mapping[str, TargetObjective], decisions: tuple[De
     """Choose the variant of each target; a target without any measurement is an ERROR."""
     choices, reason = [], "nothing could be measured"
     for target, policy in policies.items():
-        choice = Choice(target=target, variant=None, verdict=Verdict.ERROR, reason=reason, prefer=policy.prefer)
+        choice = Choice(target=target, variant=None, verdict=Verdict.ERROR, reason=reason, objective=policy.objective)
         measured = [decision for decision in decisions if decision.target == target]
         choices.append(choose(measured, policy) if measured else choice)
     return tuple(choices)

@@ -37,7 +37,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             folder=folder / "trials",
             targets=tuple(codec.from_json(one, Target, where=stage.id) for one in hints["targets"]),
             machines=tuple(codec.from_json(one, Arithmetic, where=stage.id) for one in settings["machines"]),
-            tune=get_dataset(ports.store, inputs[f"data/{settings['data']}"], inputs["export"]).head(
+            tuning_data=get_dataset(ports.store, inputs[f"data/{settings['data']}"], inputs["export"]).head(
                 settings["samples"]
             ),
             calibration=calibration.inputs if calibration else None,

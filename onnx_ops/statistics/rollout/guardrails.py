@@ -47,7 +47,7 @@ REFUSED_SHARE = 0.1
 
 
 def fix_thresholds(
-    bounds_s: Sequence[float], counts: Sequence[int], slower: Mapping[str, float]
+    bounds_s: Sequence[float], counts: Sequence[int], max_increases: Mapping[str, float]
 ) -> tuple[LatencyThresholds, LatencyThresholds] | tuple[None, None]:
     """Choose latency thresholds from a histogram of the stable version.
 
@@ -59,8 +59,8 @@ def fix_thresholds(
     Args:
         bounds_s: upper bounds of the buckets in seconds, ascending.
         counts: requests in each bucket, and last those above all bounds; one more than bounds.
-        slower: how much slower the candidate may be at each of them, as a fraction, rounded to the nearest bound; the
-            `LATENCY_PLACES` may be left out.
+        max_increases: how much slower the candidate may be at each of them, as a fraction, rounded to the nearest
+            bound; the `LATENCY_PLACES` may be left out.
 
     Returns:
         The thresholds of the stable version and of the candidate; None if there were too few requests.
@@ -75,13 +75,13 @@ def fix_thresholds(
     for count in counts[:-1]:
         rest -= count
         over.append(rest / total)
-    shares = {**LATENCY_QUANTILES, **{name: share for name, share in LATENCY_PLACES.items() if name in slower}}
+    shares = {**LATENCY_QUANTILES, **{name: share for name, share in LATENCY_PLACES.items() if name in max_increases}}
     stable: dict[str, float] = {}
     for name, share in shares.items():  # the share of slower requests has the closest log odds
         wanted = _log_odds(1 - share)
         stable[name] = bounds_s[min(range(len(over)), key=lambda index: abs(_log_odds(over[index]) - wanted))]
     candidate = {
-        name: min(bounds_s, key=lambda bound: abs(math.log(bound / (limit * (1 + slower.get(name, 0.0))))))
+        name: min(bounds_s, key=lambda bound: abs(math.log(bound / (limit * (1 + max_increases.get(name, 0.0))))))
         for name, limit in stable.items()
     }
     return _make_thresholds(stable, total), _make_thresholds(candidate, total)
@@ -119,7 +119,7 @@ def evaluate_cold_start(
         p = float(sum(math.comb(n, k) for k in range(above, n + 1)) / 2**n)
         rule = f"candidate {_range(candidate_s)}, at most {rail.max:g} s"
     else:
-        allowed = DEFAULT_SLOWDOWN if rail.slower is None else rail.slower
+        allowed = DEFAULT_SLOWDOWN if rail.max_latency_increase is None else rail.max_latency_increase
         from scipy.stats import mannwhitneyu  # takes long to import, and few policies need it
 
         # Exact rank sum test (Wilcoxon 1945, Biometrics Bulletin 1:80-83; Mann and Whitney 1947).

@@ -108,8 +108,8 @@ def judge(observations: Observations, policy: RolloutPolicy) -> AnalysisResult:
         mismatch = explain_traffic_mismatch(canary.requests, canary.requests + stable.requests, step, crowded)
     outcome: ev.SplitDecision = "undecided"
     line = ""
-    if step.kind == "ab" and policy.ab is not None:
-        outcome, line = judge_split_test(observations, here, policy.ab)
+    if step.kind == "ab_test" and policy.ab_test is not None:
+        outcome, line = judge_split_test(observations, here, policy.ab_test)
     return AnalysisResult(
         started_at=observations.started_at,
         requests=requests,
@@ -316,7 +316,7 @@ def describe_policy(policy: RolloutPolicy, capabilities: frozenset[str]) -> Iter
         needed = max(policy.shadow.min_requests, compute_clean_requests(rate))
         yield f"shadow: to show that less than {100 * rate:g}% of answers differ takes {needed:,} equal ones"
     for step in policy.planned():
-        if policy.slo and step.kind in ("canary", "ab"):
+        if policy.slo and step.kind in ("canary", "ab_test"):
             rate = policy.slo.error_rate
             clean = compute_clean_requests(rate)
             in_all = math.ceil(100 * max(clean, step.minimum) / step.percent)
