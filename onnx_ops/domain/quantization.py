@@ -135,8 +135,8 @@ class FrontierSlot:
 class SearchRecord:
     """All trials and results of a search.
 
-    `pareto_front` holds indices of trials; `stopped` is the reason why the search ended, and `timed_out` whether recipes
-    were left to try.
+    `pareto_front` holds indices of trials; `stopped` is the reason why the search ended, and `timed_out` whether
+    recipes were left to try.
     """
 
     schema: int = 1

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from onnx_ops.adapters import store as store_module
 from onnx_ops.adapters.objects import LocalObjects
-from onnx_ops.adapters.store import ContentStore, content
+from onnx_ops.adapters.store import ContentStore
 from onnx_ops.app.project import Project, execute, open_project, prepare
 from onnx_ops.app.results import summarize
 from onnx_ops.config import yaml_reader
@@ -52,7 +53,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counted(importlib.metadata.PathDistribution, "read_text", "metadata")
     counted(LocalObjects, "write", "written")
     counted(LocalObjects, "upload", "written")
-    counted(content, "digest_file", "hashed")
+    counted(store_module, "digest_file", "hashed")
     return found
 
 
@@ -115,7 +116,7 @@ def test_endpoints_of_other_files_are_read_once_and_again_when_they_change(
 
 
 def test_what_a_store_remembers_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(content, "_MAX_VERIFIED", 10)
+    monkeypatch.setattr(store_module, "_MAX_VERIFIED", 10)
     store = ContentStore(LocalObjects(tmp_path), tmp_path)
     digests = [store.put_bytes(str(number).encode()) for number in range(50)]
     for digest in digests:

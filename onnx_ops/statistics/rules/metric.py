@@ -7,10 +7,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from scipy import special
+
 from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.evidence import Evidence, Interval, PairedCounts, ScoreComparison
 from onnx_ops.domain.gate import Gate, MetricGate
-from onnx_ops.statistics import special
 from onnx_ops.statistics.intervals import (
     CONFIDENCE,
     advise_sample_size,
