@@ -114,8 +114,8 @@ class Rollouts(RuleBasedStateMachine):
 
     @precondition(lambda self: self.state.roles.candidate is not None)
     @rule(command=st.sampled_from(OperatorCommand))
-    def speak(self, word: OperatorCommand) -> None:
-        self.append(OperatorCommandSent(command=word))
+    def speak(self, command: OperatorCommand) -> None:
+        self.append(OperatorCommandSent(command=command))
 
     @rule(reaches=st.booleans())
     def fail(self, reaches: bool) -> None:
