@@ -106,6 +106,8 @@ class ParityResult:
     @property
     def reason(self) -> str:
         """Return the reason of the verdict."""
+        if not self.differences:
+            return f"no answer can be compared: {'; '.join(self.notes) or 'both models answer with nothing'}"
         worst = f"output {self.worst.output!r}, inputs {self.worst.group!r}: {self.worst.reason}"
         if self.verdict is not Verdict.PASS:
             return worst

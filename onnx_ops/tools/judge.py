@@ -243,18 +243,14 @@ def _judge_answers(
 
 
 def _parity_result(parity: ParityResult, metric: str) -> GateResult:
-    limit = "≤ 1x tolerance"
+    result = GateResult(
+        gate="parity", metric=metric, limit="≤ 1x tolerance", verdict=parity.verdict, reason=parity.reason
+    )
     if not parity.differences:
-        why = "; ".join(parity.notes) or "both models answer with nothing"
-        text = f"no answer can be compared: {why}"
-        return GateResult(gate="parity", metric=metric, limit=limit, verdict=Verdict.INCONCLUSIVE, reason=text)
+        return result
     worst = parity.worst
-    return GateResult(
-        gate="parity",
-        metric=metric,
-        limit=limit,
-        verdict=parity.verdict,
-        reason=parity.reason,
+    return replace(
+        result,
         estimate=None if worst.mismatch else worst.ratio,
         bound=1.0,
         unit="x",
