@@ -143,7 +143,7 @@ def test_an_update_cannot_change_what_an_endpoint_is(client: mlflow_deployments.
     for config, told in (({"target": "cuda"}, "keeps its target"), ({"port": "80"}, "settings of fixed")):
         with pytest.raises(MlflowException, match=told):
             client.update_deployment("fixed", f"models:/{MODEL}/1", config=config)
-    with pytest.raises(MlflowException, match="its gates"):
+    with pytest.raises(MlflowException, match="its verdict"):
         client.update_deployment("fixed", f"models:/{MODEL}/3")
     with pytest.raises(MlflowException, match=f"serves {MODEL}, not another"):
         client.update_deployment("fixed", "models:/another/1")
