@@ -88,6 +88,7 @@ class RunningStages:
 
     def __init__(self) -> None:
         self.processes: set[subprocess.Popen[bytes]] = set()
+        self.ended = False
         self._pools: Pools | None = None
 
     @property
@@ -108,6 +109,7 @@ class RunningStages:
         try:
             yield
         except BaseException:
+            self.ended = True
             for process in tuple(self.processes):
                 _end(process)
             if self._pools is not None:
@@ -142,7 +144,7 @@ def hold_key_lock(folder: Path, key: Digest) -> Iterator[None]:
 PROGRESS = b"\x1eprogress "
 """Prefix of a line of a child's output that reports the progress of its stage."""
 
-Told = Callable[[Stage, str], None]
+ReportProgress = Callable[[Stage, str], None]
 
 _TIMED = (StageKind.SEARCH, StageKind.BENCHMARK)
 """Stages that measure times: one of them at once."""
@@ -161,12 +163,14 @@ class StageExecutor:
 
     settings: Settings
     ports: Ports
-    tell: Told = _silent
+    tell: ReportProgress = _silent
     lock: MeasurementLock = field(default_factory=MeasurementLock)
     running: RunningStages = field(default_factory=RunningStages)
 
     def __call__(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         """Execute a stage where its target is measured."""
+        if self.running.ended:
+            raise StageError("its run was cancelled", where=stage.id, remedy="Run the pipeline again.")
         if get_pool(stage):
             return ask(self.running.pools, self.ports.store, stage, key, inputs, attempt=uuid.uuid4().hex)
         return self.here(stage, key, inputs)
@@ -188,7 +192,7 @@ def run_in_subprocess(
     stage: Stage,
     key: Digest,
     inputs: Mapping[str, Manifest],
-    tell: Told = _silent,
+    tell: ReportProgress = _silent,
     running: RunningStages | None = None,
 ) -> Manifest:
     """Execute a stage in a child process. Raise its error; StageError if it crashed, was killed or timed out.

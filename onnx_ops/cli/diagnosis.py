@@ -171,7 +171,7 @@ def _keys(project: Project) -> Iterator[Diagnosis]:
     if names := ", ".join(map(short_digest, TrustedKeys(folder).keys())):
         yield Diagnosis(check="trusted keys", ok=True, found=f"{names} in {folder}")
     elif settings.signing == "off":
-        remedy = f"Copy the public keys of whoever signs into {folder}."
+        remedy = f"Copy the public keys of the signers into {folder}."
         yield Diagnosis(check="trusted keys", ok=False, found="none: no version can be promoted", remedy=remedy)
 
 

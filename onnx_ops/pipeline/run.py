@@ -7,10 +7,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -49,6 +49,9 @@ class DaemonThreadPool(Generic[R]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        with suppress(Empty):  # what an interrupted run has queued never starts
+            while error is not None:
+                self._tasks.get_nowait()
         for _ in range(self._jobs):
             self._tasks.put(None)
 

@@ -93,15 +93,15 @@ def variant_rows(decisions: Sequence[Decision], evidence: Sequence[Evidence]) ->
 
 def figures_of(evidence: Evidence) -> str:
     """Return a variant's absolute measurements and their differences from the champion's, in one sentence."""
-    told = [f"{label} {value.figure}" for label, value in task_values(evidence).items()]
+    labels = [f"{label} {value.figure}" for label, value in task_values(evidence).items()]
     if middle := median_latency(evidence.latency):
-        told.append(f"median latency {middle.figure}")
+        labels.append(f"median latency {middle.figure}")
     if evidence.size_bytes > 0:
-        told.append(f"size {format_figure(evidence.size_bytes, 'B')}")
+        labels.append(f"size {format_figure(evidence.size_bytes, 'B')}")
     beside = _beside_champion(evidence)
     changes = ", ".join(f"{row.metric} {row.change}" for row in beside.rows)
     against = f". Against {beside.theirs}: {changes}" if changes else ""
-    return f"{evidence.target}: {', '.join(told)}{against}"
+    return f"{evidence.target}: {', '.join(labels)}{against}"
 
 
 def champion_comparisons(choices: Sequence[Choice], evidence: Sequence[Evidence]) -> tuple[ModelComparison, ...]:

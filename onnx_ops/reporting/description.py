@@ -161,8 +161,8 @@ def model_description(about: str, pipeline: str, variants: Iterable[str], target
 
 def told_reason(description: str, target: str) -> str:
     """Return the reason that a description gives for the verdict on a target; empty if none."""
-    told = re.search(rf"^[A-Z]+ on {re.escape(markdown(target))}: (.*?) *$", description, re.MULTILINE)
-    return html.unescape(_ESCAPED.sub(r"\1", told[1])) if told else ""
+    shown = re.search(rf"^[A-Z]+ on {re.escape(markdown(target))}: (.*?) *$", description, re.MULTILINE)
+    return html.unescape(_ESCAPED.sub(r"\1", shown[1])) if shown else ""
 
 
 def _fitted(lines: Sequence[str], room: int, what: str, *, prefix: Sequence[str]) -> str:

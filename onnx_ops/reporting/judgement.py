@@ -75,8 +75,8 @@ def table_rows(decisions: Sequence[Decision], sizes: tuple[int, int]) -> list[Ro
         seen += results
     before, after = sizes
     ratio = after / before if before else 0.0
-    told = f"{format_figure(ratio, 'x')} ({format_figure(after, 'B')}, was {format_figure(before, 'B')})"
-    return [*rows, Row(target="", what="size", measured=told, limit=NOTHING, verdict=None, reason="")]
+    parts = f"{format_figure(ratio, 'x')} ({format_figure(after, 'B')}, was {format_figure(before, 'B')})"
+    return [*rows, Row(target="", what="size", measured=parts, limit=NOTHING, verdict=None, reason="")]
 
 
 def reason_of(decisions: Sequence[Decision], sizes: tuple[int, int]) -> str:
@@ -87,16 +87,16 @@ def reason_of(decisions: Sequence[Decision], sizes: tuple[int, int]) -> str:
         return "nothing was judged"
     if worst.verdict is not Verdict.PASS:
         return f"{_name(worst)}: {worst.reason}"
-    told = [f"{_name(result)} {_figure(result)}" for result in binding if result.gate == "task"][:1]
+    parts = [f"{_name(result)} {_figure(result)}" for result in binding if result.gate == "task"][:1]
     timed = [result for result in binding if result.gate == "latency"]
     if timed:
         slowest = max(timed, key=lambda result: result.estimate or 0.0)
-        told.append(f"{_figure(slowest)} the latency" + (f" at worst ({_name(slowest)})" if len(timed) > 1 else ""))
+        parts.append(f"{_figure(slowest)} the latency" + (f" at worst ({_name(slowest)})" if len(timed) > 1 else ""))
     if sizes[0] and sizes[1] != sizes[0]:
-        told.append(f"{format_figure(sizes[1] / sizes[0], 'x')} the size")
+        parts.append(f"{format_figure(sizes[1] / sizes[0], 'x')} the size")
     if any(result.gate == "parity" for result in binding):
-        told.insert(0, "the same function within its precision")
-    return ", ".join(told)
+        parts.insert(0, "the same function within its precision")
+    return ", ".join(parts)
 
 
 def _figure(result: GateResult) -> str:
@@ -131,8 +131,8 @@ def markdown_page(heading: Heading, decisions: Sequence[Decision]) -> str:
         "",
     ]
     failed = [row for row in rows if row.verdict not in (None, Verdict.PASS)]
-    told = [f"{row.what}{f' on {row.target}' if several else ''}: {row.reason}" for row in failed]
-    lines += [f"- {markdown(text)}" for text in (*told, *heading.notes)]
+    parts = [f"{row.what}{f' on {row.target}' if several else ''}: {row.reason}" for row in failed]
+    lines += [f"- {markdown(text)}" for text in (*parts, *heading.notes)]
     if heading.advice:
         listed = "\n".join(f"- {markdown(text)}" for text in advice_lines(heading.advice))
         lines += ["", f"<details><summary>What slows it down</summary>\n\n{listed}\n\n</details>"]

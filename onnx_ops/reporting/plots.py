@@ -190,15 +190,15 @@ def pareto_figure(
         if middle.low > 0 and middle.high < math.inf:
             chart.path([(left, end / time.divisor) for end in (middle.low, middle.high)], f"line {_style(series)}")
         value = task_metric(e, metric)
-        told = f"{e.variant}: {format_figure(e.size_bytes, 'B')}, median {middle.text()}"
-        told += f", {metric} {value.text()}" if value else f", {metric} not measured"
-        chart.dot(left, top, f"{_style(series)} {'full' if e.variant in passed else 'open'}", told, radius=5)
+        label = f"{e.variant}: {format_figure(e.size_bytes, 'B')}, median {middle.text()}"
+        label += f", {metric} {value.text()}" if value else f", {metric} not measured"
+        chart.dot(left, top, f"{_style(series)} {'full' if e.variant in passed else 'open'}", label, radius=5)
         if e.variant == chosen:
             chart.dot(left, top, "ring", f"{e.variant} is chosen", radius=9)
         name = e.variant if len(points) <= _NAMED else f"{series + 1}:"
         beside = f"{name} {format_figure(value.estimate, value.unit)}" if value else name
         chart.note(left, top, beside, above=above[e.variant])
-        keys.append(Key(series=series, text=told if len(points) <= _NAMED else f"{series + 1}: {told}"))
+        keys.append(Key(series=series, text=label if len(points) <= _NAMED else f"{series + 1}: {label}"))
     return Figure(
         title=f"Size, latency and {metric} on {target}",
         svg=chart.render(f"Size against latency on {target}"),
@@ -240,14 +240,14 @@ def search_figure(record: SearchRecord, target: str) -> Figure | None:
     for n, trial in points:
         ratio, loss = trial.ratios[target], 100 * (trial.drop or 0.0)
         size = format_figure(trial.size_bytes, "B")
-        told = f"{n}: {trial.label}, {number(ratio.estimate)}×, {number(loss)} points, {size}"
+        label = f"{n}: {trial.label}, {number(ratio.estimate)}×, {number(loss)} points, {size}"
         chart.path([(max(ratio.low, chart.x.low), loss), (min(ratio.high, chart.x.high), loss)], "line s0")
-        chart.dot(ratio.estimate, loss, f"s0 {'full' if n in record.pareto_front else 'open'}", told)
+        chart.dot(ratio.estimate, loss, f"s0 {'full' if n in record.pareto_front else 'open'}", label)
         if n in named:
             chart.dot(ratio.estimate, loss, "ring", f"{named[n]} is this one", radius=8)
         if n in record.pareto_front or n in named:
             chart.note(ratio.estimate, loss, str(n))
-            keys.append(Key(series=0, text=f"{named[n]} = {told}" if n in named else told))
+            keys.append(Key(series=0, text=f"{named[n]} = {label}" if n in named else label))
     return Figure(
         title=f"What the search {record.name} saw on {target}",
         svg=chart.render(f"Loss of {record.metric} against time on {target}"),

@@ -257,6 +257,8 @@ def test_an_interrupted_run_ends_its_stages_on_every_machine(
         until(lambda process=process: gone(process))  # type: ignore[misc]
     assert cancelled == ["all"]
     assert executor.running.processes == set()
+    with pytest.raises(StageError, match="its run was cancelled"):
+        executor(train_stage("hang"), KEY, {})
 
 
 def test_only_stages_that_ask_for_it_run_elsewhere(project: Settings, ports: Ports) -> None:

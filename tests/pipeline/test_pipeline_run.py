@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -319,3 +320,27 @@ def test_a_piece_of_work_that_raises_stops_no_other() -> None:
     assert sorted(done) == [0, 2, 3]
     with pytest.raises(ValueError, match="at least 1"):
         DaemonThreadPool[None](0)
+
+
+def test_what_an_interrupted_run_has_queued_never_starts() -> None:
+    free, begun = threading.Event(), list[str]()
+
+    def hold() -> None:
+        begun.append("first")
+        free.wait(60)
+
+    def interrupt() -> None:
+        with DaemonThreadPool[None](1) as pool:
+            futures.append(pool.submit(hold))
+            futures.append(pool.submit(lambda: begun.append("queued")))
+            while not begun:
+                threading.Event().wait(0.01)
+            raise KeyboardInterrupt
+
+    futures: list[Future[None]] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    free.set()
+    futures[0].result(60)
+    assert begun == ["first"]
+    assert not futures[1].done()
