@@ -1,0 +1,280 @@
+"""Stages on workers of Prefect work pools: how fast they start, and what survives when something is killed.
+
+    python -m benchmarks.placement [--quick] [--only PART ...]
+
+A Prefect server, an asker and workers run on this machine, each in a folder of its own, with its own lock for
+measurements. Ends 1 if a promise is missed.
+
+| part | question |
+|---|---|
+| dispatch | How long from asking to the start of a stage, and how much longer is a placed benchmark than one here? |
+| fan | Do independent stages begin together? Is a plan over several pools as fast as its slowest pool? |
+| endurance | Does a worker keep its size, its files and no zombies over many stages? |
+| kills | Does the next run end with the same results, without executing a finished stage again? |
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.truth.claims import Claim, summary, table
+from tests.e2e.e2e_project import Project
+from tests.e2e.prefect_site import PrefectSite, ended
+from tests.support.pool_site import PoolSite, Worker, kill_tree, pool_site
+from tests.support.ports import free_port
+from tests.support.processes import children_of, until
+
+POOL = "board"
+PLACED = {"ONNX_OPS_POOLS": f"train={POOL}, export={POOL}, validate={POOL}, quantize={POOL}"}
+VICTIMS = ("asker", "worker", "stage", "worker and stage", "server")
+DEATH_S = 15.0
+"""So soon is a death seen, and a further run asked for."""
+
+
+def main() -> int:
+    """Run the parts and print what they have shown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="these parts")
+    parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=list(VICTIMS), help="kill these only")
+    chosen = parser.parse_args()
+    claims: list[Claim] = []
+    with tempfile.TemporaryDirectory(prefix="onnx-ops-placement-") as folder, Server(Path(folder)) as server:
+        for name in chosen.only:
+            claims += PARTS[name](server, chosen)
+    summary(claims)
+    return 0 if all(claim.held for claim in claims) else 1
+
+
+class Server:
+    """A Prefect server that can be killed and started again."""
+
+    def __init__(self, home: Path) -> None:
+        self._port = free_port()
+        self.site = PrefectSite(Project(home, {}), home, f"http://127.0.0.1:{self._port}/api")
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ended(self.site.started)
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        self.site.started = [self.site.start("server", "start", "--host", "127.0.0.1", "--port", str(self._port))]
+        until(self.site.healthy, seconds=120, what="a healthy Prefect server")
+
+    def kill(self) -> None:
+        """Kill it as a crash of its machine would."""
+        (process,) = self.site.started
+        kill_tree(process.pid)
+        process.wait()
+
+
+def measure_dispatch(server: Server, chosen: argparse.Namespace) -> list[Claim]:
+    """Return the promises about single stages."""
+    with pool_site(server.site) as site:
+        site.work(POOL)
+        waits = []
+        for number in range(5 if chosen.quick else 20):
+            site.result(site.ask(f"train.with.mark=m{number}", until="train", environ=PLACED))
+            created = seconds(site.runs("train")[-1]["created"])
+            begun = seconds(site.runs("train")[-1]["start_time"])
+            waits.append((begun - created, site.marked(f"m{number}")["begins"][0] - created))
+        taken: dict[str, list[float]] = {"here": [], "placed": []}
+        for number in range(3 if chosen.quick else 7):
+            for where, pool in (("here", ""), ("placed", f"pool: {POOL}\n")):
+                (site.asker / f"configs/targets/{POOL}.yaml").write_text(f"name: {POOL}\n{pool}", encoding="utf-8")
+                asked = site.ask(f"train.with.mark={where}{number}", options=("--no-cache", "benchmark"))
+                outcomes = site.result(asked)["outcomes"]
+                taken[where] += [one["seconds"] for one in outcomes if one["stage"].startswith("benchmark/")]
+    starts, codes = zip(*waits, strict=True)
+    rows = {"submit to start": starts, "submit to the first line of the training function": codes}
+    rows |= {"a benchmark here": tuple(taken["here"]), "the same benchmark, placed": tuple(taken["placed"])}
+    table(
+        "One stage, in seconds", ("what", "median", "least", "most"), [(name, *spread(v)) for name, v in rows.items()]
+    )
+    wait, cost = statistics.median(starts), statistics.median(taken["placed"]) - statistics.median(taken["here"])
+    return [
+        held("dispatch", "submit to start, median", "≤ 5 s", f"{wait:.2f} s", wait <= 5),
+        held("dispatch", "what placing adds to a benchmark", "≤ 2 s", f"{cost:.2f} s", cost <= 2),
+    ]
+
+
+def measure_fan(server: Server, chosen: argparse.Namespace) -> list[Claim]:
+    """Return the promises about many stages at once."""
+    del chosen
+    pools = ("east", "north", "west")
+    with pool_site(server.site, variants=4, targets=pools) as site:
+        for pool in pools:
+            site.work(pool, "--limit", "4" if pool == "east" else "1")
+        site.result(site.ask("train.with.mark=fan", environ={"ONNX_OPS_POOLS": "quantize=east"}))
+        runs = site.runs()
+    starts = sorted(seconds(run["start_time"]) for run in runs if run["name"].startswith("quantize/"))
+    measured = [run for run in runs if run["name"].startswith("benchmark/")]
+    busy = {pool: [run["total_run_time"] for run in measured if run["name"].endswith(f"@{pool}")] for pool in pools}
+    rows = [(pool, str(len(times)), f"{sum(times):.1f}") for pool, times in busy.items()]
+    table("Several pools", ("pool", "benchmarks", "seconds at work"), rows)
+    apart = starts[-1] - starts[0]
+    whole = max(seconds(run["end_time"]) for run in measured) - min(seconds(run["start_time"]) for run in measured)
+    ratio = whole / max(map(sum, busy.values()))
+    return [
+        held("fan", f"{len(starts)} independent stages begin", "within 2 s", f"{apart:.2f} s", apart <= 2),
+        held("fan", f"{len(measured)} benchmarks over 3 pools", "≤ 1.2 × the slowest", f"{ratio:.2f} ×", ratio <= 1.2),
+    ]
+
+
+def measure_endurance(server: Server, chosen: argparse.Namespace) -> list[Claim]:
+    """Return the promises about a worker that executes many stages."""
+    count, at_once = (30, 10) if chosen.quick else (200, 20)
+    with pool_site(server.site, variants=at_once) as site:
+        worker = site.work(POOL)
+        process = psutil.Process(worker.process.pid)
+        site.result(site.ask("train.with.mark=first", until="quantize", environ=PLACED))
+        before = process.memory_info().rss, process.num_fds()
+        done = 0
+        while done < count:
+            result = site.result(site.ask(f"train.with.mark=e{done}", until="quantize", environ=PLACED), seconds=900)
+            done += sum(outcome["status"] == "done" for outcome in result["outcomes"])
+        until(lambda: not worker.forks(), what="the end of the last stage")
+        growth, files = (process.memory_info().rss - before[0]) / 1e6, process.num_fds() - before[1]
+        zombies = sum(child.status() == psutil.STATUS_ZOMBIE for child in process.children())
+    return [
+        held("endurance", f"growth over {done} stages", "< 20 MB", f"{growth:.1f} MB", growth < 20),
+        held("endurance", "files left open; zombies", "0; 0", f"{files}; {zombies}", files <= 0 and not zombies),
+    ]
+
+
+def measure_kills(server: Server, chosen: argparse.Namespace) -> list[Claim]:
+    """Return the promises about what follows a kill."""
+    moments = 3 if chosen.quick else 10
+    rows, claims = [], []
+    with pool_site(server.site) as site:
+        worker = site.work(POOL)
+        began = time.monotonic()
+        undisturbed = site.manifests(site.result(site.ask(*marked("reference"), until="validate", environ=PLACED)))
+        whole = time.monotonic() - began
+        for victim in chosen.victims:
+            wrong = again = 0
+            waits = []
+            for number in range(moments):
+                mark = f"{victim.replace(' ', '-')}-{number}"
+                result, dead = disturbed(server, site, worker, victim, whole * (number + 0.5) / moments, mark)
+                wrong += site.manifests(result) != undisturbed
+                again += executed_again(site, mark)
+                waits += [crash - dead for crash in crashes(site, dead)]
+            latest = max(waits, default=0.0)
+            rows.append((victim, str(moments), str(wrong), str(again), f"{latest:.1f}"))
+            claims += [
+                held("kills", f"{victim}: other results than undisturbed", "0", f"{wrong} of {moments}", not wrong),
+                held("kills", f"{victim}: finished stages executed again", "0", str(again), not again),
+                held(
+                    "kills",
+                    f"{victim}: a death is seen",
+                    "≤ 15 s",
+                    f"{latest:.1f} s",
+                    latest <= DEATH_S + 1,
+                ),
+            ]
+    head = ("killed", "moments", "other results", "executed again", "seen after, s: most")
+    table(f"Kills over a run of {whole:.0f} s", head, rows)
+    return claims
+
+
+def marked(mark: str) -> tuple[str, ...]:
+    """Return the values that make a run another one with the same results."""
+    return (f"train.with.mark={mark}", "train.with.seconds=3")
+
+
+def disturbed(
+    server: Server, site: PoolSite, worker: Worker, victim: str, moment: float, mark: str
+) -> tuple[Any, float]:
+    """Run, kill something, and run again until a run ends well; return its result and the time of the kill."""
+    asked = site.ask(*marked(mark), until="validate", environ=PLACED)
+    time.sleep(moment)
+    dead = time.time()  # noqa: TID251 (compared with times of Prefect's server)
+    forks = worker.forks()
+    if victim == "asker":
+        os.killpg(asked.pid, signal.SIGKILL)
+    elif victim == "server":
+        server.kill()
+        time.sleep(3)
+        server.start()
+    else:
+        if victim.startswith("worker"):
+            worker.process.kill()
+            worker.process.wait()
+        if victim.endswith("stage"):
+            # One moment kills the process of the flow run, the next one that of the stage below it.
+            for pid in forks:
+                below = children_of(pid)
+                kill_tree(below[0] if victim == "stage" and int(mark[-1]) % 2 and below else pid)
+        if victim.startswith("worker"):
+            site.restart(worker)
+    for _ in range(4):
+        out, errors = asked.communicate(timeout=300)
+        if asked.returncode == 0:
+            return parse(out), dead
+        print(f"  {mark}: exit code {asked.returncode}: {errors.strip().splitlines()[-1:]}", flush=True)
+        asked = site.ask(*marked(mark), until="validate", environ=PLACED)
+    raise AssertionError(f"{mark}: no run ended well")
+
+
+def executed_again(site: PoolSite, mark: str) -> int:
+    """Return how many trainings began after one had ended and its flow run was complete."""
+    begins, ends = (sorted(site.marked(mark)[what]) for what in ("begins", "ends"))
+    complete = [run for run in site.runs("train") if run["state_type"] == "COMPLETED"]
+    recorded = [seconds(run["end_time"]) for run in complete if ends and seconds(run["end_time"]) >= ends[0]]
+    return sum(bool(recorded) and begin > min(recorded) for begin in begins)
+
+
+def crashes(site: PoolSite, since: float) -> list[float]:
+    """Return when flow runs were found dead after a moment."""
+    found = [run for run in site.runs() if run["state_type"] == "CRASHED"]
+    return [at for run in found if (at := seconds(run["state"]["timestamp"])) > since]
+
+
+def parse(text: str) -> Any:
+    """Return the document that a command has printed."""
+    import json
+
+    return json.loads(text)
+
+
+def seconds(text: str) -> float:
+    """Return a time of Prefect's API in seconds since the epoch."""
+    return datetime.fromisoformat(text).timestamp()
+
+
+def spread(values: Sequence[float]) -> tuple[str, str, str]:
+    """Return the median, the least and the greatest value, as texts."""
+    return f"{statistics.median(values):.2f}", f"{min(values):.2f}", f"{max(values):.2f}"
+
+
+def held(gate: str, what: str, bound: str, figure: str, kept: bool) -> Claim:
+    """Return a promise and whether it was kept."""
+    return Claim(gate=gate, what=what, bound=bound, figure=figure, held=kept)
+
+
+PARTS: Mapping[str, Callable[[Server, argparse.Namespace], list[Claim]]] = {
+    "dispatch": measure_dispatch,
+    "fan": measure_fan,
+    "endurance": measure_endurance,
+    "kills": measure_kills,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

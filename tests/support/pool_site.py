@@ -1,0 +1,228 @@
+"""Two or more machines in folders of their own: who asks for stages, workers of pools, and what may be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onnx_ops.domain.artifact import Digest, Manifest
+from tests.e2e.prefect_site import PrefectSite, ended
+from tests.support.command import PROGRAM
+from tests.support.processes import children_of, until
+
+PIPELINE = "configs/pipelines/lab.yaml"
+
+_TEXT = """\
+pipeline: lab
+data:
+  train: {sklearn: iris, split: train}
+  test: {sklearn: iris, split: test}
+train:
+  run: lab:train
+  with: {mark: first, seconds: 0, log: LOG}
+export: {framework: sklearn}
+quantize:
+VARIANTS
+validate: {samples: {data: test}}
+benchmark: {targets: [TARGETS]}
+gates: [{kind: size, max: 1 MB}]
+"""
+
+_CODE = '''\
+"""A training function that says when it begins and ends."""
+
+import os
+import time
+
+from sklearn.neural_network import MLPClassifier
+
+
+def train(data, mark, seconds, log):
+    note(log, mark, "begins")
+    time.sleep(seconds)
+    rows = data["train"]
+    model = MLPClassifier((8,), max_iter=300, random_state=0).fit(rows.inputs["x"], rows.label)
+    note(log, mark, "ends")
+    return model
+
+
+def note(log, mark, what):
+    with open(log, "a") as stream:
+        stream.write(f"{mark} {what} {time.time()} {os.getpid()}\\n")
+'''
+
+
+@dataclass
+class Worker:
+    """A machine that executes the stages of a pool."""
+
+    pool: str
+    folder: Path
+    arguments: Sequence[str]
+    process: subprocess.Popen[bytes]
+
+    @property
+    def log(self) -> str:
+        """What it has printed."""
+        return (self.folder / "log").read_text(encoding="utf-8", errors="replace")
+
+    def forks(self) -> list[int]:
+        """Processes of the flow runs under way."""
+        return children_of(self.process.pid)
+
+
+@dataclass
+class PoolSite:
+    """Who asks, in `folder/asker`, and its workers; all reach one Prefect server and one store.
+
+    Args:
+        folder: an empty folder.
+        prefect: the server; its project is not used.
+        variants: number of variants besides fp32.
+        targets: target names, each of the pool with that name.
+    """
+
+    folder: Path
+    prefect: PrefectSite
+    variants: int = 0
+    targets: Sequence[str] = ("board",)
+    workers: list[Worker] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.asker = self._machine("asker")
+        self.marks = self.folder / "marks"
+        entries = [
+            f"  - {{name: v{number}, method: dynamic, exclude: [none{number}]}}" for number in range(self.variants)
+        ]
+        text = _TEXT.replace("LOG", str(self.marks)).replace("TARGETS", ", ".join(self.targets))
+        text = text.replace("quantize:\nVARIANTS\n", "quantize:\n" + "\n".join(entries) + "\n" if entries else "")
+        for name, content in {
+            PIPELINE: text,
+            "lab.py": _CODE,
+            **{f"configs/targets/{name}.yaml": f"name: {name}\npool: {name}\n" for name in self.targets},
+        }.items():
+            path = self.asker / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content, encoding="utf-8")
+
+    def _machine(self, name: str, settings: str = "") -> Path:
+        root = self.folder / name
+        root.mkdir(parents=True)
+        (root / "onnx-ops.toml").write_text(f'store = "{self.folder / "store"}"\n{settings}', encoding="utf-8")
+        return root
+
+    def environment(self, root: Path, **more: str) -> dict[str, str]:
+        """Variables of a process on the machine with this folder."""
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("ONNX_OPS_")}
+        client = {**self.prefect.client, "PREFECT_HOME": str(root / "prefect"), "PREFECT_CLI_COLORS": "false"}
+        (root / "tmp").mkdir(exist_ok=True)  # its own lock for measurements, as on a machine of its own
+        client["TMPDIR"] = str(root / "tmp")
+        return {**environ, **client, "NO_COLOR": "1", "COLUMNS": "200", **more}
+
+    def work(self, pool: str, *arguments: str, before: Sequence[str] = (), settings: str = "") -> Worker:
+        """Start a worker and wait until it is there."""
+        folder = self._machine(f"worker-{len(self.workers)}", settings)
+        command = [*before, str(PROGRAM), "work", "--pool", pool, *arguments]
+        worker = Worker(pool, folder, command, self._start(command, folder))
+        self.workers.append(worker)
+        until(lambda: "takes:" in worker.log, what="a worker that takes stages", seconds=120)
+        return worker
+
+    def restart(self, worker: Worker) -> None:
+        """Start a worker that was killed, on the same machine."""
+        worker.process = self._start(worker.arguments, worker.folder)
+
+    def _start(self, command: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
+        with (folder / "log").open("ab") as log:
+            return subprocess.Popen(
+                command,
+                cwd=folder,
+                env=self.environment(folder),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def ask(
+        self, *sets: str, until: str = "gate", options: Sequence[str] = (), environ: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        """Start a run of the pipeline with these values."""
+        overrides = [part for one in sets for part in ("--set", one)]
+        return subprocess.Popen(
+            [PROGRAM, "run", PIPELINE, "--until", until, "--json", *overrides, *options],
+            cwd=self.asker,
+            env=self.environment(self.asker, **(environ or {})),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def result(self, asked: subprocess.Popen[str], code: int = 0, seconds: float = 300) -> Any:
+        """Return the JSON of a run, which must end with this exit code."""
+        out, errors = asked.communicate(timeout=seconds)
+        logs = "\n".join(worker.log[-3000:] for worker in self.workers)
+        assert asked.returncode == code, f"exit code {asked.returncode}\n{out[-3000:]}\n{errors[-3000:]}\n{logs}"
+        return json.loads(out)
+
+    def manifests(self, result: Any) -> dict[str, Digest]:
+        """Return the digests of what the stages of a run have made."""
+        return {
+            o["stage"]: Manifest(files=o["manifest"]["files"]).digest() for o in result["outcomes"] if o["manifest"]
+        }
+
+    def runs(self, *names: str) -> list[dict[str, Any]]:
+        """Return the flow runs of stages, in order; of all stages if none is named."""
+        wanted: dict[str, Any] = {"flows": {"name": {"any_": ["work"]}}, "sort": "EXPECTED_START_TIME_ASC"}
+        if names:
+            wanted["flow_runs"] = {"name": {"any_": list(names)}}
+        found: list[dict[str, Any]] = self.prefect.ask("/flow_runs/filter", **wanted)
+        return found
+
+    def marked(self, mark: str) -> dict[str, list[float]]:
+        """Return when trainings with this mark began and ended, in seconds since the epoch."""
+        lines = self.marks.read_text().splitlines() if self.marks.exists() else []
+        found: dict[str, list[float]] = {"begins": [], "ends": []}
+        for line in lines:
+            name, what, at, _ = line.split()
+            if name == mark:
+                found[what].append(float(at))
+        return found
+
+    def close(self) -> None:
+        """End every worker and what it has left."""
+        for worker in self.workers:
+            forks = worker.forks()
+            with contextlib.suppress(ProcessLookupError):
+                ended([worker.process])
+            for pid in forks:
+                kill_tree(pid)
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and everything that descends from it, whatever sessions that has."""
+    descendants = children_of(pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    for child in descendants:
+        kill_tree(child)
+
+
+@contextlib.contextmanager
+def pool_site(prefect: PrefectSite, **options: Any) -> Iterator[PoolSite]:
+    """A site in a temporary folder, which is removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="onnx-ops-pools-") as folder:
+        site = PoolSite(Path(folder), prefect, **options)
+        try:
+            yield site
+        finally:
+            site.close()
