@@ -228,7 +228,8 @@ def disturbed(
         out, errors = asked.communicate(timeout=300)
         if asked.returncode == 0:
             return parse(out), dead
-        print(f"  {mark}: exit code {asked.returncode}: {errors.strip().splitlines()[-1:]}", flush=True)
+        problems = [error["what"] for error in parse(out)["errors"].values()] if out else errors.splitlines()[-1:]
+        print(f"  {mark}: exit code {asked.returncode}: {'; '.join(problems)}", flush=True)
         asked = site.ask(*marked(mark), until="validate", environ=PLACED)
     raise AssertionError(f"{mark}: no run ended well")
 

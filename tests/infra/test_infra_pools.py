@@ -139,9 +139,7 @@ def test_no_secret_stands_in_any_file() -> None:
 def test_machines_that_measure_do_one_thing_at_once_and_hold_no_key() -> None:
     (pod,) = [pod for name, pod in pods() if name == "measurer"]
     (container,) = pod["containers"]
-    command = container["command"]
-    assert command[command.index("--limit") + 1] == "1"
-    assert command[command.index("--type") + 1] == "process"
+    assert container["command"] == ["onnx-ops", "work", "--pool", "boards", "--limit", "1"]
     assert container["resources"]["requests"] == container["resources"]["limits"], "cores of its own"
     (source,) = container["envFrom"]
     (settings,) = [one for one in manifests() if one["metadata"]["name"] == source["configMapRef"]["name"]]

@@ -354,5 +354,4 @@ def test_deployments_lead_to_flows_and_pipelines_of_this_project() -> None:
         "rollout/rollout",
         "reconcile/reconcile",
         "champions/champions",
-        "measure/local",
     ]

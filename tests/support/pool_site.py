@@ -99,9 +99,7 @@ class PoolSite:
     def __post_init__(self) -> None:
         self.asker = self._machine("asker")
         self.marks = self.folder / "marks"
-        entries = [
-            f"  - {{name: v{number}, method: dynamic, exclude: [none{number}]}}" for number in range(self.variants)
-        ]
+        entries = [f"  - {{name: v{number}, method: dynamic}}" for number in range(self.variants)]
         text = _TEXT.replace("LOG", str(self.marks)).replace("TARGETS", ", ".join(self.targets))
         text = text.replace("quantize:\nVARIANTS\n", "quantize:\n" + "\n".join(entries) + "\n" if entries else "")
         for name, content in {
@@ -116,7 +114,8 @@ class PoolSite:
     def _machine(self, name: str, settings: str = "") -> Path:
         root = self.folder / name
         root.mkdir(parents=True)
-        (root / "onnx-ops.toml").write_text(f'store = "{self.folder / "store"}"\n{settings}', encoding="utf-8")
+        settings = settings or f'store = "{self.folder / "store"}"\n'
+        (root / "onnx-ops.toml").write_text(settings, encoding="utf-8")
         return root
 
     def environment(self, root: Path, **more: str) -> dict[str, str]:
@@ -153,12 +152,17 @@ class PoolSite:
             )
 
     def ask(
-        self, *sets: str, until: str = "gate", options: Sequence[str] = (), environ: Mapping[str, str] | None = None
+        self,
+        *sets: str,
+        pipeline: str = PIPELINE,
+        until: str = "gate",
+        options: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[str]:
-        """Start a run of the pipeline with these values."""
+        """Start a run of a pipeline with these values."""
         overrides = [part for one in sets for part in ("--set", one)]
         return subprocess.Popen(
-            [PROGRAM, "run", PIPELINE, "--until", until, "--json", *overrides, *options],
+            [PROGRAM, "run", pipeline, "--until", until, "--json", *overrides, *options],
             cwd=self.asker,
             env=self.environment(self.asker, **(environ or {})),
             stdout=subprocess.PIPE,

@@ -43,7 +43,7 @@ SHARED: dict[str, str] = {
     "tests/e2e/test_prefect_automations.py": "prefect",
     "tests/e2e/test_prefect_postgres.py": "prefect",
     "tests/e2e/test_prefect_server.py": "prefect",
-    "tests/e2e/test_remote_targets.py": "prefect",
+    "tests/e2e/test_pools.py": "prefect",
     "tests/e2e/test_bad_releases.py": "releases",
     "tests/e2e/test_champions.py": "releases",
     "tests/e2e/test_killed.py": "releases",

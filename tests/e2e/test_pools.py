@@ -1,0 +1,253 @@
+"""Stages on other machines: workers of pools, in folders of their own, which are killed at work and cancelled."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.e2e.e2e_project import ONLY_FP32, Project
+from tests.e2e.prefect_site import PrefectSite, ended, site_of
+from tests.support.command import PROGRAM
+from tests.support.operators import build_library, write_softsign
+from tests.support.pool_site import PoolSite, kill_tree, pool_site
+from tests.support.processes import ROOT, children_of, until
+
+pytestmark = [pytest.mark.services, pytest.mark.in_order, pytest.mark.nightly]
+
+POOL = "board-a"
+NOWHERE = "board-b"
+"""A target whose pool does not exist."""
+
+LIMITS = "gates=[{kind: parity}, {kind: metric, name: accuracy, min: 90%}]"
+"""Tests share their machine with each other: latency is measured, and not judged."""
+
+TARGET = """
+name: {name}
+description: A machine of the pool {name}.
+pool: {pool}
+session: {{intra_op_threads: 2}}
+requires: {{cores: 1}}
+"""
+
+
+@pytest.fixture(scope="module")
+def site(released: Project, prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectSite]:
+    """A project whose release is measured on this machine's target, and a worker of the pool of another one."""
+    for name, pool in ((POOL, POOL), (NOWHERE, "nobody")):
+        path = released.root / "configs" / "targets" / f"{name}.yaml"
+        path.write_text(TARGET.format(name=name, pool=pool), encoding="utf-8")
+    with site_of(released, tmp_path_factory.mktemp("prefect"), prefect_api) as made:
+        with (made.home / "log").open("ab") as log:
+            worker = subprocess.Popen(
+                ["taskset", "-c", "0", PROGRAM, "work", "--pool", POOL],
+                cwd=released.root,
+                env={**made.environment(), "OMP_NUM_THREADS": "2"},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        made.started.append(worker)
+        until(lambda: "takes:" in made.log(), what="a worker that takes stages", seconds=120)
+        yield made
+
+
+def run(site: PrefectSite, *overrides: str, code: int = 0) -> Any:
+    return site.project.process(*command(*overrides), "--json", environ=site.client).parsed(code)
+
+
+def command(*overrides: str) -> list[str]:
+    sets = [part for override in (ONLY_FP32, "deploy=[]", *overrides) for part in ("--set", override)]
+    return ["run", "configs/pipelines/digits-mlp.yaml", "--until", "gate", *sets]
+
+
+def test_each_target_is_measured_on_its_machine_and_judged_by_what_was_found_there(site: PrefectSite) -> None:
+    found = run(site, 'benchmark.targets=["cpu-1t", "board-a"]')
+    assert {choice["target"]: choice["verdict"] for choice in found["choices"]} == dict.fromkeys(
+        ("cpu-1t", POOL), "pass"
+    )
+    again = run(site, 'benchmark.targets=["cpu-1t", "board-a"]')
+    assert {outcome["status"] for outcome in again["outcomes"]} == {"cached"}
+
+
+def test_one_run_measures_and_chooses_for_every_kind_of_target(site: PrefectSite) -> None:
+    targets = ("cpu-1t", "cpu-all", "openvino-cpu", "node", "browser-wasm", "mobile-ort", "board-a")
+    overrides = (f"benchmark.targets=[{', '.join(targets)}]", "deploy=[]", LIMITS)
+    sets = [part for override in overrides for part in ("--set", override)]
+    run = ("run", "configs/pipelines/digits-cnn.yaml", *sets)
+    found = site.project.process(*run, "--json", environ=site.client).parsed()
+    chosen = {choice["target"]: choice["variant"] for choice in found["choices"]}
+    assert set(chosen) == set(targets)
+    assert all(chosen.values()), found["choices"]
+    versions = found["registration"]["versions"]
+    registry = site.project.registry
+    assert registry.aliases("digits-cnn") == {f"champion-{target}": versions[chosen[target]] for target in targets}
+    version = registry.version("digits-cnn", versions["fp32"])
+    assert registry.document(version, "packages/mobile-ort/model.ort")[4:8] == b"ORTM"
+
+
+def test_a_worker_killed_at_work_is_replaced_by_the_next(site: PrefectSite) -> None:
+    arguments = [*command('benchmark.targets=["board-a"]'), "--no-cache", "benchmark"]
+    begun = site.project.start(*arguments, environ=site.client)
+    (worker,) = site.started
+    (fork,) = until(lambda: children_of(worker.pid), seconds=120, what="a flow run that measures")
+    kill_tree(fork)
+    _, errors = begun.communicate(timeout=400)
+    assert begun.returncode == 0, errors
+    states = [run["state_type"] for run in site.ask("/flow_runs/filter", flows={"name": {"any_": ["work"]}})]
+    assert states.count("CRASHED") == 1
+
+
+def test_a_machine_that_does_not_fit_is_no_failed_model(site: PrefectSite) -> None:
+    path = site.project.root / "configs" / "targets" / "board-a.yaml"
+    path.write_text(path.read_text().replace("cores: 1", "cores: 1000"), encoding="utf-8")
+    found = run(site, 'benchmark.targets=["cpu-1t", "board-a"]', code=4)
+    verdicts = {choice["target"]: choice["verdict"] for choice in found["choices"]}
+    assert verdicts == {"cpu-1t": "pass", "board-a": "error"}
+    error = found["errors"]["benchmark/fp32@board-a"]
+    assert (error["error"], error["where"]) == ("MeasurementError", "target board-a")
+    assert "of 1000 cores" in error["what"]
+
+
+def test_a_pool_that_is_not_there_says_how_to_make_it(site: PrefectSite) -> None:
+    done = site.project.process(*command('benchmark.targets=["board-b"]'), environ=site.client)
+    assert "no deployment is called work/nobody" in done.stdout + done.stderr
+    assert "onnx-ops work --pool nobody" in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+PLACED = {"ONNX_OPS_POOLS": "train=lab, export=lab, validate=lab, quantize=lab"}
+
+
+@pytest.fixture(scope="module")
+def lab(site: PrefectSite) -> Iterator[PoolSite]:
+    """A project, and a worker of the pool `lab` that has no file of it."""
+    with pool_site(site, variants=2, targets=("lab",)) as made:
+        made.work("lab", "--limit", "2")
+        yield made
+
+
+def test_every_stage_runs_on_the_worker_with_the_results_of_a_run_here(lab: PoolSite) -> None:
+    placed = lab.manifests(lab.result(lab.ask("train.with.mark=one", until="validate", environ=PLACED)))
+    here = {"ONNX_OPS_STORE": str(lab.folder / "other-store")}
+    assert lab.manifests(lab.result(lab.ask("train.with.mark=one", until="validate", environ=here))) == placed
+    assert sorted({run["name"] for run in lab.runs()} & placed.keys()) == ["export", "train", "validate"]
+    assert not list(lab.workers[0].folder.glob("*.py"))
+    outcomes = lab.result(lab.ask("train.with.mark=one", environ=PLACED))["outcomes"]
+    assert {outcome["status"] for outcome in outcomes} <= {"cached", "done"}, outcomes
+
+
+def test_two_who_ask_share_a_run_and_one_who_is_killed_leaves_its_result(lab: PoolSite) -> None:
+    values = ("train.with.mark=shared", "train.with.seconds=4")
+    other = {**PLACED, "ONNX_OPS_STATE": str(lab.folder / "other-state")}
+    first = lab.ask(*values, until="train", environ=PLACED)
+    second = lab.ask(*values, until="train", environ=other)
+    until(lambda: lab.marked("shared")["begins"], what="the training")
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate()
+    result = lab.result(second)
+    assert [outcome["status"] for outcome in result["outcomes"]][-1] == "done"
+    again = lab.result(lab.ask(*values, until="train", environ=PLACED))
+    assert {outcome["status"] for outcome in again["outcomes"]} == {"cached"}
+    assert [len(times) for times in lab.marked("shared").values()] == [1, 1]
+
+
+@pytest.mark.parametrize("victim", ["worker", "stage", "worker and stage"])
+def test_a_death_is_seen_and_the_work_is_done_once(lab: PoolSite, victim: str) -> None:
+    (worker,) = lab.workers
+    mark = victim.replace(" ", "-")
+    asked = lab.ask(f"train.with.mark={mark}", "train.with.seconds=4", until="export", environ=PLACED)
+    until(lambda: lab.marked(mark)["begins"], what="the training")
+    (fork,) = worker.forks()
+    if victim.startswith("worker"):
+        worker.process.kill()
+        worker.process.wait()
+    if victim.endswith("stage"):
+        kill_tree(fork)
+    if victim.startswith("worker"):
+        lab.restart(worker)
+    lab.result(asked)
+    begun, finished = lab.marked(mark).values()
+    assert (len(begun), len(finished)) == ((1, 1) if victim == "worker" else (2, 1))
+
+
+def test_an_interrupted_run_leaves_no_process_on_any_machine(lab: PoolSite) -> None:
+    (worker,) = lab.workers
+    asked = lab.ask("train.with.mark=stopped", "train.with.seconds=1000", until="train", environ=PLACED)
+    until(lambda: lab.marked("stopped")["begins"], what="the training")
+    (fork,) = worker.forks()
+    below = [fork, *children_of(fork)]
+    assert len(below) == 2
+    os.killpg(asked.pid, signal.SIGINT)
+    asked.communicate(timeout=60)
+    assert asked.returncode == 130
+    until(lambda: not any(map(psutil.pid_exists, below)), seconds=10, what="the end of every process")
+    until(lambda: lab.runs("train")[-1]["state_type"] == "CANCELLED", what="a cancelled flow run")
+
+
+def test_a_pool_whose_workers_take_other_kinds_or_have_gone_is_an_error_at_once(lab: PoolSite) -> None:
+    worker = lab.work("rest", "--kinds", "benchmark")
+    placed = {"ONNX_OPS_POOLS": "train=rest"}
+    found = lab.result(lab.ask("train.with.mark=none", until="train", environ=placed), code=4)
+    error = found["errors"]["train"]
+    assert error["what"] == "no worker of pool rest takes train stages"
+    assert "onnx-ops work --pool rest" in error["remedy"]
+    ended([worker.process])
+    found = lab.result(lab.ask("train.with.mark=none", until="train", environ=placed), code=4)
+    assert found["errors"]["train"]["what"] == "no worker of pool rest is running"
+    assert lab.marked("none") == {"begins": [], "ends": []}
+
+
+def test_a_worker_with_another_store_is_an_error_that_names_both(lab: PoolSite) -> None:
+    lab.work("far", settings=f'store = "{lab.folder / "far-store"}"\n')
+    found = lab.result(lab.ask("train.with.mark=far", until="train", environ={"ONNX_OPS_POOLS": "train=far"}), code=4)
+    why = found["errors"]["train"]["why"]
+    assert str(lab.folder / "store") in why
+    assert str(lab.folder / "far-store") in why
+
+
+def test_prefects_own_worker_executes_the_same_deployment(lab: PoolSite) -> None:
+    worker = lab.work("plain")
+    ended([worker.process])
+    with (worker.folder / "log").open("ab") as log:
+        worker.process = subprocess.Popen(
+            [PROGRAM.with_name("prefect"), "worker", "start", "--pool", "plain", "--install-policy", "never"],
+            cwd=worker.folder,
+            env=lab.environment(worker.folder, PREFECT_WORKER_QUERY_SECONDS="1"),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    until(lambda: "Worker" in worker.log and "started" in worker.log, what="Prefect's worker", seconds=120)
+    time.sleep(3)  # until it has polled the queues
+    lab.result(lab.ask("train.with.mark=plain", until="train", environ={"ONNX_OPS_POOLS": "train=plain"}))
+    assert len(lab.marked("plain")["ends"]) == 1
+
+
+def test_a_search_and_custom_operators_run_on_a_pool(lab: PoolSite) -> None:
+    root = lab.asker
+    (root / "lib").mkdir()
+    library = build_library(ROOT / "examples/custom_ops/softsign.c", root / "lib/libsoftsign.so")
+    np.savez(root / "rows.npz", x=np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32))
+    write_softsign(root / "softsign.onnx")
+    (root / "configs/targets/acme.yaml").write_text(
+        "name: acme\npool: lab\n"
+        f"custom_ops: {{path: lib/libsoftsign.so, digest: '{library.digest}', domains: [acme.ops]}}\n"
+    )
+    (root / "configs/pipelines/softsign.yaml").write_text(
+        "pipeline: softsign\ndata:\n  test: {file: rows.npz, inputs: {x: x}}\nmodel: softsign.onnx\n"
+        "export: {framework: onnx}\nbenchmark: {targets: [acme]}\ngates: [{kind: parity}]\n"
+    )
+    found = lab.result(lab.ask(pipeline="configs/pipelines/softsign.yaml", environ=PLACED))
+    assert found["choices"][0]["verdict"] == "pass"
+    search = "quantize=[{name: best, method: auto, tuning_data: {data: train, samples: 50}, budget: {max_minutes: 1}}]"
+    found = lab.result(lab.ask(search, until="quantize", environ=PLACED))
+    assert {run["name"] for run in lab.runs("search/best")} == {"search/best"}
+    assert next(o["status"] for o in found["outcomes"] if o["stage"] == "search/best") == "done"
