@@ -86,7 +86,8 @@ def ask(
             files[name] = ports.store.put_file(path)
         if travels_as:
             paths[travels_as] = name
-    request = {**build_request(stage, key, inputs), "hints": dict(prepared.hints), "files": files, "paths": paths}
+    hints = {**prepared.hints, "commit": ports.git_sha()}
+    request = {**build_request(stage, key, inputs), "hints": hints, "files": files, "paths": paths}
     placed = PlacedStage(
         pool=get_pool(stage),
         kind=stage.kind,

@@ -110,6 +110,9 @@ class PoolSite:
             path = self.asker / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content, encoding="utf-8")
+        git = ["git", "-C", str(self.asker), "-c", "user.name=lab", "-c", "user.email=lab@example.org"]
+        for arguments in (["init", "-q"], ["add", "configs", "lab.py"], ["commit", "-qm", "lab"]):
+            subprocess.run([*git, *arguments], check=True)
 
     def _machine(self, name: str, settings: str = "") -> Path:
         root = self.folder / name

@@ -42,7 +42,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     lineage = Lineage(
         pipeline=settings["pipeline"],
         release=key,
-        git_sha=ports.git_sha(),
+        git_sha=str(stage.hints.get("commit", "")) or ports.git_sha(),  # the former for a stage from another machine
         data={name.removeprefix("data/"): m.digest() for name, m in inputs.items() if name.startswith("data/")},
         origins=codec.from_json(stage.hints.get("origins", {}), Mapping[str, Mapping[str, str]], where=stage.id),
     )
