@@ -53,29 +53,30 @@ class PlannedStage:
 
 
 def plan_table(pipeline: str, stages: Sequence[PlannedStage]) -> None:
-    """Print the stages of a plan; places, times and prices only where a stage has one."""
+    """Print the stages of a plan; where they run only if some run elsewhere."""
     print_text("[bold]Plan of {}[/bold]", pipeline)
     placed = any(stage.pool for stage in stages)
     rows = []
     for stage in stages:
         needs = ", ".join(stage.needs)
         would = stage.would
+        if placed and would == "run":
+            would += f" in pool {stage.pool}" if stage.pool else " here"
         if stage.seconds is not None:
-            would += f", {format_seconds(stage.seconds)}".replace(" ", KEEP).replace(f",{KEEP}", ", ")
+            would += f", {format_seconds(stage.seconds).replace(' ', KEEP)}"
         if stage.price is not None:
-            would += f", price{KEEP}{stage.price:.2g}"
-        where = [f"pool {stage.pool}" if stage.pool else "here"] if placed else []
-        cells = (stage.stage, would, *where, needs if len(needs) <= 60 else needs[:59] + "…")
+            would += f", price {stage.price:.2g}"
+        cells = (stage.stage, would, needs if len(needs) <= 60 else needs[:59] + "…")
         is_dim = stage.would == "unchanged"
         rows.append([markup("[dim]{}[/dim]", text) if is_dim and text else text for text in cells])
-    print_table(("stage", "would", *(["where"] if placed else []), "needs"), rows)
+    print_table(("stage", "would", "needs"), rows)
     known = [stage for stage in stages if stage.seconds is not None]
     new = sum(stage.would == "run" for stage in stages) - len(known)
     if known:
         prices = [stage.price for stage in known if stage.price is not None]
         total = f"about {format_seconds(sum(stage.seconds or 0.0 for stage in known))} of work"
         total += f", price {sum(prices):.2g}" if prices else ""
-        say(f"{total}{f'; {new} of the stages have not run yet' if new else ''}")
+        say(f"{total}{f'; stages without a known time: {new}' if new else ''}")
 
 
 def gate_report(rows: Sequence[ResultRow]) -> None:
