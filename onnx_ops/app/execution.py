@@ -11,12 +11,15 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from onnx_ops import plugins
+from onnx_ops.adapters.files import durable_file
 from onnx_ops.adapters.isolation.process import OutputTail, describe_exit
 from onnx_ops.app.placement import ask, build_request
 from onnx_ops.config.settings import Settings, to_environ
@@ -143,6 +146,41 @@ def hold_key_lock(folder: Path, key: Digest) -> Iterator[None]:
             return
 
 
+class StageDurations:
+    """The last duration of each stage of a pipeline, without the time that it waited: a file of the state folder.
+
+    A file that cannot be read or written costs estimates, and no run.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+
+    def read(self) -> dict[str, float]:
+        """Return seconds by stage."""
+        if self._path is None:
+            return {}
+        with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+            return {str(stage): float(s) for stage, s in json.loads(self._path.read_text(encoding="utf-8")).items()}
+        return {}
+
+    def record(self, stage: Stage, seconds: float) -> None:
+        """Record the duration of a stage; 0 is an unknown one."""
+        if self._path is None or not seconds:
+            return
+        with self._lock, contextlib.suppress(OSError):
+            known = {**self.read(), stage.id: round(seconds, 2)}
+            with durable_file(self._path) as temporary:
+                temporary.write_text(json.dumps(known), encoding="utf-8")
+
+    @contextlib.contextmanager
+    def measure(self, stage: Stage) -> Iterator[None]:
+        """Record the duration of a block that executes a stage, if it raises nothing."""
+        started = time.monotonic()
+        yield
+        self.record(stage, time.monotonic() - started)
+
+
 PROGRESS = b"\x1eprogress "
 """Prefix of a line of a child's output that reports the progress of its stage."""
 
@@ -172,6 +210,7 @@ class StageExecutor:
     tell: ReportProgress = _silent
     lock: MeasurementLock = field(default_factory=MeasurementLock)
     running: RunningStages = field(default_factory=RunningStages)
+    durations: StageDurations = field(default_factory=StageDurations)
 
     def __call__(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         """Execute a stage, on a worker of its pool if it has one."""
@@ -179,17 +218,19 @@ class StageExecutor:
             raise StageError("its run was cancelled", where=stage.id, remedy="Run the pipeline again.")
         if get_pool(stage):
             renew = stage.kind in self.no_cache
-            return ask(self.running.pools, self.ports, stage, key, inputs, place=self.settings.store, renew=renew)
+            took, place = partial(self.durations.record, stage), self.settings.store
+            return ask(self.running.pools, self.ports, stage, key, inputs, place=place, renew=renew, took=took)
         return self._here(stage, key, inputs)
 
     def _here(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         if not stage.own_process and stage.timeout is None:
-            return execute(stage, key, inputs, self.ports)
+            with self.durations.measure(stage):
+                return execute(stage, key, inputs, self.ports)
         if stage.kind not in _TIMED:
-            with self.lock.work():
+            with self.lock.work(), self.durations.measure(stage):
                 return run_in_subprocess(self.settings, stage, key, inputs, self.tell, self.running)
         prepared = attach_champion(stage, self.ports) if stage.kind is StageKind.BENCHMARK else stage
-        with self.lock.measure(), machine_lock():
+        with self.lock.measure(), machine_lock(), self.durations.measure(stage):
             return run_in_subprocess(self.settings, prepared, key, inputs, self.tell, self.running)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.app.champions import save_benchmark
-from onnx_ops.app.execution import ExecuteStage, hold_key_lock
+from onnx_ops.app.execution import ExecuteStage, StageDurations, hold_key_lock
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.decision import Decision
 from onnx_ops.domain.endpoint import EndpointConfig
@@ -57,6 +57,9 @@ class StageHandler:
     """Whether a known registration is verified in the registry. A plan leaves that to the run: importing MLflow takes
         seconds.
     """
+
+    durations: StageDurations = field(default_factory=StageDurations)
+    """Durations of release stages; `perform` records the others."""
 
     def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
         """Return the lock for running a stage with this key."""
@@ -103,7 +106,8 @@ class StageHandler:
         """Execute a stage and store its result."""
         ports = self.ports
         released = stage.kind is StageKind.REGISTER or stage.kind in RELEASE
-        with self.releasing if released else contextlib.nullcontext():
+        timed = self.durations.measure(stage) if stage.kind in RELEASE else contextlib.nullcontext()
+        with self.releasing if released else contextlib.nullcontext(), timed:
             if stage.kind is StageKind.PROMOTE:
                 registration, choice = _read_choice(ports, stage, inputs)
                 settings: Mapping[str, Any] = stage.settings

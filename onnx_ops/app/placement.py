@@ -6,7 +6,7 @@ import json
 import platform
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,7 @@ def ask(
     *,
     place: str,
     renew: bool = False,
+    took: Callable[[float], None] | None = None,
 ) -> Manifest:
     """Return the result that a worker of the stage's pool computes, or has computed for somebody else.
 
@@ -73,6 +74,7 @@ def ask(
     Args:
         place: the store, for messages on the other machine.
         renew: compute the result anew, even if it is known.
+        took: gets the seconds that the worker spent.
 
     Raises:
         OnnxOpsError: what the worker raised, or why no worker has done it.
@@ -107,6 +109,8 @@ def ask(
             where=stage.id,
             remedy="Give both machines one store: `store` in onnx-ops.toml, such as s3://bucket/onnx-ops.",
         )
+    if took is not None:
+        took(ended.seconds)
     return result
 
 

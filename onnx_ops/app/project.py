@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from onnx_ops import codec, plugins
 from onnx_ops.app.context import build_ports
-from onnx_ops.app.execution import MeasurementLock, RunningStages
+from onnx_ops.app.execution import MeasurementLock, RunningStages, StageDurations
 from onnx_ops.config.settings import Settings, load_settings
 from onnx_ops.errors import MissingPackageError, OnnxOpsError, UserError
 from onnx_ops.ports import Executor, Observer, Ports
@@ -49,12 +49,17 @@ class Project:
 
         return TargetFiles(self.settings.root, self.settings.shared_targets)
 
+    def durations(self, pipeline: str) -> StageDurations:
+        """Return how long the stages of a pipeline took here when they were executed last."""
+        return StageDurations(self.settings.durations / f"{pipeline}.json")
+
     def handler(
         self,
         actor: str = "",
         observer: Observer | None = None,
         abandon: str = "",
         no_cache: Collection[StageKind] = (),
+        durations: StageDurations | None = None,
     ) -> StageHandler:
         """Return the stage handler of this project.
 
@@ -63,12 +68,13 @@ class Project:
             observer: gets the progress.
             abandon: why endpoints may be left behind.
             no_cache: kinds of stages whose cached results are ignored.
+            durations: gets the duration of each stage.
         """
         from onnx_ops.app.execution import StageExecutor
         from onnx_ops.app.handler import StageHandler
         from onnx_ops.pipeline import SilentObserver
 
-        tell = (observer or SilentObserver()).progressed
+        tell, durations = (observer or SilentObserver()).progressed, durations or StageDurations()
         return StageHandler(
             ports=self.ports,
             perform=StageExecutor(
@@ -78,11 +84,13 @@ class Project:
                 tell=tell,
                 lock=self.lock,
                 running=self.running,
+                durations=durations,
             ),
             actor=actor,
             abandon=abandon,
             claims=self.settings.claims,
             releasing=self.releasing,
+            durations=durations,
         )
 
 
@@ -369,7 +377,7 @@ def execute(
         planned = replace(planned, stages=tuple(hinted))
     result = run(
         planned,
-        handler=project.handler(actor, observer, abandon, no_cache),
+        handler=project.handler(actor, observer, abandon, no_cache, project.durations(name)),
         executor=executor or InlineExecutor(),
         observer=observer or SilentObserver(),
         clock=project.ports.clock,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import sys
@@ -19,7 +20,8 @@ from onnx_ops.attestation import TrustedKeys
 from onnx_ops.cli.endpoints import describe_pending
 from onnx_ops.domain.artifact import short_digest
 from onnx_ops.domain.target import Diagnosis
-from onnx_ops.errors import NotFoundError, OnnxOpsError
+from onnx_ops.errors import ConfigError, NotFoundError, OnnxOpsError, ServiceUnavailableError, UserError
+from onnx_ops.ports import WorkerStatus
 from onnx_ops.release.journal import list_bound_endpoints, read_readable_state
 from onnx_ops.release.status import read_statuses
 
@@ -134,6 +136,50 @@ def _providers(project: Project) -> Iterator[Diagnosis]:
         remedy="Install onnxruntime again.",
     )
     yield Diagnosis(check="devices", ok=True, found="; ".join(list_devices()))
+
+
+@_named("pools")
+def _pools(project: Project) -> Iterator[Diagnosis]:
+    """Yield a line for each work pool that the project or Prefect names; none where no Prefect server is configured."""
+    if plugins.absent(plugins.EXTRAS["prefect"]):
+        return
+    named = set(project.settings.default_pools.values())
+    for name in project.targets.names():
+        with contextlib.suppress(ConfigError):  # `onnx-ops targets` reports it
+            named.add(project.targets.load(name).pool)
+    named.discard("")
+    try:
+        pools = {pool.pool: pool for pool in project.running.pools.read_status()}
+    except UserError:
+        return
+    except ServiceUnavailableError as error:
+        yield Diagnosis(check="pools", ok=not named, absent=not named, found=str(error), remedy=error.remedy)
+        return
+    for name in sorted({*named, *pools}):
+        workers = pools[name].workers if name in pools else ()
+        yield Diagnosis(
+            check=f"pool {name}",
+            ok=bool(workers) or name not in named,
+            absent=not workers and name not in named,
+            found="\n".join(_describe_worker(worker, project) for worker in workers) or "no worker is running",
+            remedy=f"Start one on a machine of that pool: onnx-ops work --pool {name}",
+        )
+
+
+def _describe_worker(worker: WorkerStatus, project: Project) -> str:
+    """Return what a worker takes and can measure."""
+    if worker.machine is None:
+        return f"{worker.name} runs, and has not described itself"
+    machine = worker.machine
+    parts = [
+        f"{worker.name} takes {', '.join(worker.kinds)}",
+        f"{machine.machine}, {machine.cpu_model}, {machine.cores} cores, {machine.memory_bytes / 1e9:.0f} GB",
+        *machine.accelerators,
+        f"ONNX Runtime {machine.runtime_version} with {', '.join(worker.providers) or 'no providers'}",
+        f"onnx-ops {worker.release}",
+        *([f"store {worker.store}, here {project.settings.store}"] if worker.store != project.settings.store else []),
+    ]
+    return "; ".join(parts)
 
 
 @_named("state folder")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +23,7 @@ from onnx_ops.cli.common import (
     print_json,
     print_result,
 )
-from onnx_ops.cli.progress import working
+from onnx_ops.cli.progress import format_seconds, working
 from onnx_ops.cli.terminal import KEEP, Markup, console, markup, print_table, print_text, say
 from onnx_ops.domain.artifact import short_digest
 from onnx_ops.errors import OnnxOpsError, UserError
@@ -41,15 +42,24 @@ def status(
     model: OfModel = "",
     target: OfTarget = "",
     orphans: Annotated[bool, typer.Option("--orphans", help="List orphaned cloud resources instead.")] = False,
+    runs: Annotated[
+        bool, typer.Option("--runs", help="List instead the stages that run or wait in Prefect's work pools.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what endpoints serve now, from the ledger and the endpoints. Needs no MLflow.
 
     Exit code 4 if an endpoint that should serve, or a provider that is asked for orphans, does not answer; also if an
-    endpoint answers its clients, but can no longer be changed.
+    endpoint answers its clients, but can no longer be changed; with --runs, if a stage waits that no running worker
+    takes.
 
     Example: onnx-ops status --target cpu-1t
     """
+    if runs:
+        if endpoints or model or target or orphans:
+            raise UserError("--runs lists stages, not endpoints", where="--runs", remedy="Leave out the other options.")
+        _print_runs(as_json=as_json)
+        return
     from onnx_ops.release.prune import find_orphans
     from onnx_ops.release.status import HistoryFilter, filter_endpoints, read_statuses
 
@@ -308,6 +318,37 @@ def traffic_chart(lines: Sequence[HistoryLine]) -> None:
             print_text("[dim]{} ({})[/dim]", line.why, line.actor, indent=20, hang=0)
     if not lines:
         say("No traffic was moved yet.")
+
+
+def _print_runs(*, as_json: bool) -> None:
+    """Print the stages that run or wait in pools. Exit with 4 if no running worker takes one that waits."""
+    project = open_project()
+    with working("status", "asking Prefect", quiet=as_json):
+        pools = project.running.pools.read_status()
+    if as_json:
+        print_json(codec.to_json(pools))
+    elif not pools:
+        say("No pool yet. `onnx-ops work --pool NAME` makes one.")
+    else:
+        now, rows = project.ports.clock.now(), list[Sequence[str] | str]()
+        for pool in pools:
+            running = Counter(run.worker for run in pool.runs)
+            workers = [
+                f"{worker.name} ({', '.join(worker.kinds) or 'kinds unknown'};"
+                f" {running[worker.name]} of {worker.limit or '?'} busy)"
+                for worker in pool.workers
+            ]
+            text = "; ".join(workers) or f"no worker is running; start one: onnx-ops work --pool {pool.pool}"
+            rows.append(markup("[bold]{}[/bold]: {}", pool.pool, text))
+            for run in pool.runs:
+                since = format_seconds(max(now - run.since, 0.0)).replace(" ", KEEP)
+                text = "; ".join(filter(None, (run.worker, run.why)))
+                rows.append(
+                    (f"  {run.stage}", run.state, since, markup("[yellow]{}[/yellow]", text) if run.why else text)
+                )
+        print_table(("  stage", "state", "for", "worker, or why it waits"), rows)
+    stuck = any(run.state == "waiting" and not pool.list_takers(run.kind) for pool in pools for run in pool.runs)
+    raise typer.Exit(4 if stuck else 0)
 
 
 def _orphan_report(survey: OrphanSurvey) -> None:

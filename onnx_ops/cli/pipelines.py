@@ -116,27 +116,41 @@ def check(
 def plan(
     file: File, overrides: SetValue = None, until: Until = None, no_cache: NoCache = None, as_json: AsJson = False
 ) -> None:
-    """Show what a run would do: each stage, and whether its result is stored already.
+    """Show what a run would do: each stage, whether its result is stored already, and where it runs.
+
+    The time of a stage is that of its last execution from here, without waiting. Its price is that time at the
+    `price_per_hour` of the target.
 
     Example: onnx-ops plan configs/pipelines/digits-mlp.yaml --set train.with.seed=3
     """
     from onnx_ops.app import project as projects
-    from onnx_ops.cli.tables import plan_table
+    from onnx_ops.cli.tables import PlannedStage, plan_table
+    from onnx_ops.pipeline.stage_settings import get_pool
 
     project = projects.open_project()
     prepared = projects.prepare(project, file, overrides=overrides or (), until=until)
-    would = {}
-    for name, outcome in projects.preview_plan(project, prepared, no_cache or ()).items():
+    outcomes = projects.preview_plan(project, prepared, no_cache or ())
+    last, rows = project.durations(prepared.plan.pipeline).read(), []
+    for stage in prepared.plan.stages:
+        outcome = outcomes[stage.id]
         skipped = outcome is not None and outcome.status is not StageStatus.CACHED
-        would[name] = "run" if outcome is None else f"skip: {outcome.reason}" if skipped else "unchanged"
-    if not as_json:
-        plan_table(prepared.plan, would)
-        return
-    stages = [
-        {"stage": stage.id, "needs": [*stage.needs, *stage.tolerates], "would": would[stage.id]}
-        for stage in prepared.plan.stages
-    ]
-    print_json({"pipeline": prepared.plan.pipeline, "stages": stages})
+        seconds = last.get(stage.id) if outcome is None else None
+        target = prepared.targets.get(stage.target or "") if stage.kind is StageKind.BENCHMARK else None
+        hourly = target.price_per_hour if target is not None else None
+        rows.append(
+            PlannedStage(
+                stage=stage.id,
+                needs=tuple(dict.fromkeys((*stage.needs, *stage.tolerates))),
+                would="run" if outcome is None else f"skip: {outcome.reason}" if skipped else "unchanged",
+                pool=get_pool(stage),
+                seconds=seconds,
+                price=None if seconds is None or hourly is None else seconds / 3600 * hourly,
+            )
+        )
+    if as_json:
+        print_json({"pipeline": prepared.plan.pipeline, "stages": codec.to_json(rows)})
+    else:
+        plan_table(prepared.plan.pipeline, rows)
 
 
 def run(

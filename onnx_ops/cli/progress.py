@@ -149,13 +149,13 @@ class StepProgress:
             return ""
         names, count = [*begun], len(self._steps)
         remaining = self._estimate(begun)
-        left = f", about {_seconds(remaining)} left" if remaining else ""
+        left = f", about {format_seconds(remaining)} left" if remaining else ""
         if len(names) > 1:  # long: a narrow terminal cuts names off, and not the time
             return f"[{len(self._done)}/{count} done{left}] {', '.join(names)} …"
         (name,) = names
         place = f"[{self._steps.index(name) + 1}/{count}] " if count > 1 and name in self._steps else ""
         elapsed = time.monotonic() - begun[name]
-        took = f" {_seconds(elapsed)}" if elapsed >= 1 else ""
+        took = f" {format_seconds(elapsed)}" if elapsed >= 1 else ""
         return f"{place}{name}{f': {self._detail}' if self._detail else ' …'}{took}{left}"
 
     def __rich__(self) -> Text:
@@ -184,7 +184,8 @@ class StepProgress:
         return max(*chains.values(), sum(rest.values()) / self._jobs)
 
 
-def _seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
+    """Return a duration for people."""
     return f"{value:.0f} s" if value < 90 else f"{value / 60:.0f} min"
 
 

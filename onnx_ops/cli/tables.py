@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from onnx_ops.cli.progress import format_seconds
 from onnx_ops.cli.terminal import (
     KEEP,
     Markup,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from onnx_ops.app.project import Project
     from onnx_ops.app.results import Summary
     from onnx_ops.domain.evidence import Evidence
-    from onnx_ops.domain.pipeline import Plan
     from onnx_ops.domain.release import Choice, Registration
     from onnx_ops.reporting.comparison import ModelComparison
 
@@ -34,16 +34,49 @@ _REASONS = 2
 """Failed gates of a variant that the short report explains."""
 
 
-def plan_table(plan: Plan, would: Mapping[str, str]) -> None:
-    """Print the stages of a plan."""
-    print_text("[bold]Plan of {}[/bold]", plan.pipeline)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStage:
+    """What a run would do with a stage.
+
+    Attributes:
+        pool: Work pool whose workers run it; empty for this machine.
+        seconds: Of its last execution; None if it would not run, or has not run yet.
+        price: Of these seconds; None also where the target has none.
+    """
+
+    stage: str
+    needs: tuple[str, ...]
+    would: str
+    pool: str = ""
+    seconds: float | None = None
+    price: float | None = None
+
+
+def plan_table(pipeline: str, stages: Sequence[PlannedStage]) -> None:
+    """Print the stages of a plan; where they run only if some run elsewhere."""
+    print_text("[bold]Plan of {}[/bold]", pipeline)
+    placed = any(stage.pool for stage in stages)
     rows = []
-    for stage in plan.stages:
-        needs = ", ".join((*stage.needs, *(s for s in stage.tolerates if s not in stage.needs)))
-        cells = (stage.id, would[stage.id], needs if len(needs) <= 60 else needs[:59] + "…")
-        is_dim = would[stage.id] == "unchanged"
+    for stage in stages:
+        needs = ", ".join(stage.needs)
+        would = stage.would
+        if placed and would == "run":
+            would += f" in pool {stage.pool}" if stage.pool else " here"
+        if stage.seconds is not None:
+            would += f", {format_seconds(stage.seconds).replace(' ', KEEP)}"
+        if stage.price is not None:
+            would += f", price {stage.price:.2g}"
+        cells = (stage.stage, would, needs if len(needs) <= 60 else needs[:59] + "…")
+        is_dim = stage.would == "unchanged"
         rows.append([markup("[dim]{}[/dim]", text) if is_dim and text else text for text in cells])
     print_table(("stage", "would", "needs"), rows)
+    known = [stage for stage in stages if stage.seconds is not None]
+    new = sum(stage.would == "run" for stage in stages) - len(known)
+    if known:
+        prices = [stage.price for stage in known if stage.price is not None]
+        total = f"about {format_seconds(sum(stage.seconds or 0.0 for stage in known))} of work"
+        total += f", price {sum(prices):.2g}" if prices else ""
+        say(f"{total}{f'; stages without a known time: {new}' if new else ''}")
 
 
 def gate_report(rows: Sequence[ResultRow]) -> None:

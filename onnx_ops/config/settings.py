@@ -97,6 +97,11 @@ class Settings:
         return self.state / "claims"
 
     @property
+    def durations(self) -> Path:
+        """Folder of the last durations of stages, a file for each pipeline."""
+        return self.state / "durations"
+
+    @property
     def webhook_secret(self) -> Path:
         """File of the secret of MLflow's webhooks."""
         return self.state / "webhook.secret"

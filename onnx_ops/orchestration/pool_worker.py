@@ -4,39 +4,61 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
+import re
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from prefect import State, flow, runtime
 from prefect.client.orchestration import get_client
-from prefect.exceptions import ObjectAlreadyExists
+from prefect.client.schemas.actions import VariableCreate, VariableUpdate
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.flow_engine import run_flow
 from prefect.logging import get_logger, get_run_logger
 from prefect.logging.handlers import APILogHandler
 from prefect.states import Cancelled, Completed, Pending
+from prefect.types.names import MAX_VARIABLE_NAME_LENGTH
 
+from onnx_ops import codec, plugins
 from onnx_ops.adapters.isolation.process import describe_exit
+from onnx_ops.adapters.runtimes.hardware import read_hardware
 from onnx_ops.app.placement import answer
 from onnx_ops.app.project import Project
 from onnx_ops.domain.pipeline import PLACEABLE, Stage, StageKind
 from onnx_ops.orchestration.environment import project_of
 from onnx_ops.orchestration.flows import ends_as_failed
-from onnx_ops.orchestration.pools import CLAIMED, FLOW, HEARTBEAT_S, declare_crashed, is_final, is_unavailable
+from onnx_ops.orchestration.pools import (
+    ANNOUNCEMENT,
+    CLAIMED,
+    FLOW,
+    HEARTBEAT_S,
+    TAKEN,
+    declare_crashed,
+    is_final,
+    is_unavailable,
+    list_alive,
+    read_announcements,
+    server_time,
+)
 from onnx_ops.orchestration.tasks import failed
 from onnx_ops.pipeline import SilentObserver
+from onnx_ops.ports import WorkerStatus
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun
 
 _POLL_S = 0.5
+_DESCRIBED_S = 60.0
+"""Most seconds that a worker spends at its start on reading what its machine can measure."""
 _GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL of a stage that is cancelled."""
 
@@ -145,6 +167,7 @@ class PoolWorker:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         create_pool(client, self.pool)
+        variable = self._announce(client)
         heartbeat = polled = -HEARTBEAT_S
         _LOG.info("worker %s of pool %s takes: %s", self.name, self.pool, ", ".join(self.kinds))
         while not self._stopping or self.stages or self._ended:
@@ -161,8 +184,26 @@ class PoolWorker:
                         self._take(client, run)
             time.sleep(_POLL_S)
         with contextlib.suppress(Exception):  # it counts as gone soon anyway
+            client.delete_variable_by_name(variable)
             place = {"work_pool_name": self.pool, "name": self.name}
             client.request("DELETE", "/work_pools/{work_pool_name}/workers/{name}", path_params=place)
+
+    def _announce(self, client: SyncPrefectClient) -> str:
+        """Describe this worker in a Prefect variable, and remove those of the pool's dead workers; return its name."""
+        client.send_worker_heartbeat(self.pool, self.name, HEARTBEAT_S)
+        alive = list_alive(client, self.pool, server_time(client))
+        for name, worker in read_announcements(client).items():
+            if worker.pool == self.pool and worker.name not in alive:
+                with contextlib.suppress(ObjectNotFound):  # another worker was faster
+                    client.delete_variable_by_name(name)
+        own = replace(_describe_machine(), pool=self.pool, name=self.name, kinds=tuple(self.kinds), limit=self.limit)
+        name = re.sub(r"[^a-z0-9]+", "_", f"{ANNOUNCEMENT}_{self.pool}_{self.name}".lower())[:MAX_VARIABLE_NAME_LENGTH]
+        value, tags = codec.to_json(own), [ANNOUNCEMENT]
+        try:
+            client.create_variable(VariableCreate(name=name, value=value, tags=tags))
+        except ObjectAlreadyExists:  # in a container, of a worker before that had the same process id
+            client.update_variable(VariableUpdate(name=name, value=value, tags=tags))
+        return name
 
     def _stop(self, number: int, frame: object) -> None:
         del number, frame
@@ -193,7 +234,7 @@ class PoolWorker:
 
     def _take(self, client: SyncPrefectClient, run: FlowRun) -> None:
         """Start a stage, unless another worker was faster."""
-        result: Any = client.set_flow_run_state(run.id, Pending(name=CLAIMED, message=f"taken by worker {self.name}"))
+        result: Any = client.set_flow_run_state(run.id, Pending(name=CLAIMED, message=f"{TAKEN}{self.name}"))
         if result.status != "ACCEPT":
             return
         pid = os.fork()
@@ -216,6 +257,42 @@ class PoolWorker:
             if not is_final(client.read_flow_run(run_id).state):
                 declare_crashed(client, run_id, f"its process on worker {self.name} ended with {how}")
             del self._ended[run_id]
+
+
+def _describe_machine() -> WorkerStatus:
+    """Return what this machine can measure, read in a child: ONNX Runtime may start threads."""
+    fork = multiprocessing.get_context("fork")
+    receiving, sending = fork.Pipe(duplex=False)
+    child = fork.Process(target=_send_description, args=(sending,))
+    child.start()
+    sending.close()
+    try:
+        with contextlib.suppress(EOFError):  # its traceback is on standard error
+            if receiving.poll(_DESCRIBED_S):
+                return codec.loads(receiving.recv_bytes(), WorkerStatus)
+        return WorkerStatus(pool="", name="")
+    finally:
+        receiving.close()
+        child.kill()
+        child.join()
+
+
+def _send_description(sending: Connection) -> None:
+    from onnx_ops.adapters.runtimes.onnxruntime_session import DISTRIBUTION, list_providers
+
+    providers: tuple[str, ...] = ()
+    with contextlib.suppress(ImportError):  # this machine may train only
+        providers = list_providers()
+    with project_of(()) as project:
+        described = WorkerStatus(
+            pool="",
+            name="",
+            release=plugins.version("onnx-ops"),
+            store=project.settings.store,
+            machine=read_hardware("onnxruntime", plugins.version(DISTRIBUTION)),
+            providers=providers,
+        )
+    sending.send_bytes(codec.dumps(described))
 
 
 def _execute(run: FlowRun) -> None:

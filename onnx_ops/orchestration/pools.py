@@ -6,16 +6,18 @@ import contextlib
 import itertools
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from uuid import UUID
 
+from onnx_ops import codec
 from onnx_ops.domain.pipeline import StageKind
-from onnx_ops.errors import MeasurementError, ServiceUnavailableError, StageError, UserError
-from onnx_ops.ports import EndedRun, PlacedStage, Pools
+from onnx_ops.errors import CorruptStateError, MeasurementError, ServiceUnavailableError, StageError, UserError
+from onnx_ops.ports import EndedRun, PlacedRun, PlacedStage, Pools, PoolStatus, WorkerStatus
 
 if TYPE_CHECKING:
     from prefect import State
@@ -28,10 +30,18 @@ FLOW = "work"
 CLAIMED = "Claimed"
 """Name of the pending state of a run that `onnx-ops work` has taken: it starts at once."""
 
+TAKEN = "taken by worker "
+"""Begins the message of that state; the name of the worker follows."""
+
+ANNOUNCEMENT = "onnx-ops-worker"
+"""Tag of Prefect's variables in which workers describe themselves."""
+
 HEARTBEAT_S = 5.0
 
 _FINAL = ("COMPLETED", "FAILED")
 _DEAD = ("CRASHED", "CANCELLED", "CANCELLING")
+_PAGE = 200
+"""Entries in an answer of Prefect's server, at most."""
 _INTERVALS = 3
 """Heartbeats in a row that a living worker does not miss."""
 
@@ -67,7 +77,7 @@ class PrefectPools(Pools):
                 run, is_ours = _create_run(client, deployment, stage, number)
                 if is_final(run.state):  # of an earlier asker
                     if is_done():
-                        return EndedRun(run=str(run.id))
+                        return EndedRun(run=str(run.id), seconds=run.total_run_time.total_seconds())
                     continue
                 if is_ours:
                     self.runs.add(run.id)
@@ -106,6 +116,16 @@ class PrefectPools(Pools):
         with _open_client() as client:
             PoolWorker(pool=pool, kinds=kinds, limit=limit).run(client)
 
+    def read_status(self) -> tuple[PoolStatus, ...]:
+        """Return the pools that have a deployment `work/POOL`."""
+        with _open_client() as client:
+            from prefect.client.schemas.filters import FlowFilter, FlowFilterName
+
+            now, described = server_time(client), list(read_announcements(client).values())
+            deployments = client.read_deployments(flow_filter=FlowFilter(name=FlowFilterName(any_=[FLOW])))
+            pools = sorted(deployment.name for deployment in deployments)
+            return tuple(_read_pool(client, pool, described, now) for pool in pools)
+
     def _wait(self, client: SyncPrefectClient, run: UUID, stage: PlacedStage) -> EndedRun:
         """Return the end of a run.
 
@@ -130,7 +150,8 @@ class PrefectPools(Pools):
             state, kind = found.state, _kind(found.state)
             if kind in _FINAL:
                 message = (state.message or "") if state else ""
-                return EndedRun(run=str(run), failed=kind == "FAILED", message=message)
+                seconds = found.total_run_time.total_seconds()
+                return EndedRun(run=str(run), failed=kind == "FAILED", message=message, seconds=seconds)
             if kind in _DEAD:
                 raise _WorkerDied(f"its flow run ended as {state.name if state else kind}")
             if (found.updated, kind) != beat or silent:  # after an outage, the silence is counted anew
@@ -179,8 +200,7 @@ def require_workers(client: SyncPrefectClient, pool: str, kind: str, title: str)
     from prefect.exceptions import ObjectNotFound
 
     now = server_time(client)
-    workers = client.read_workers_for_work_pool(pool)
-    alive = [worker.name for worker in workers if is_alive(worker, now)]
+    alive = list_alive(client, pool, now)
     remedy = f"Start one on a machine of that pool: onnx-ops work --pool {pool}"
     if not alive:
         raise ServiceUnavailableError(f"no worker of pool {pool} is running", where=title, remedy=remedy)
@@ -191,6 +211,112 @@ def require_workers(client: SyncPrefectClient, pool: str, kind: str, title: str)
     raise ServiceUnavailableError(
         f"no worker of pool {pool} takes {kind} stages", where=title, why=f"running: {', '.join(alive)}", remedy=remedy
     )
+
+
+def read_announcements(client: SyncPrefectClient) -> dict[str, WorkerStatus]:
+    """Return how workers have described themselves, by Prefect variable; those of dead workers are included."""
+    wanted = {"variables": {"tags": {"all_": [ANNOUNCEMENT]}}, "limit": _PAGE}
+    described = dict[str, WorkerStatus]()
+    for variable in client.request("POST", "/variables/filter", json=wanted).json():
+        with contextlib.suppress(CorruptStateError):  # of another release
+            described[variable["name"]] = codec.from_json(variable["value"], WorkerStatus)
+    return described
+
+
+def list_alive(client: SyncPrefectClient, pool: str, now: datetime) -> list[str]:
+    """Return the names of a pool's workers that send heartbeats."""
+    return sorted(worker.name for worker in client.read_workers_for_work_pool(pool) if is_alive(worker, now))
+
+
+def _read_pool(client: SyncPrefectClient, pool: str, described: Sequence[WorkerStatus], now: datetime) -> PoolStatus:
+    from prefect.exceptions import ObjectNotFound
+
+    own = {worker.name: worker for worker in described if worker.pool == pool}
+    try:
+        is_paused = client.read_work_pool(pool).is_paused
+        alive = list_alive(client, pool, now)
+    except ObjectNotFound:  # deleted, and its deployment was not
+        is_paused, alive = False, []
+    workers = tuple(own.get(name, WorkerStatus(pool=pool, name=name)) for name in alive)
+    status = PoolStatus(pool=pool, workers=workers, runs=tuple(_list_runs(client, pool, alive)))
+    runs = (
+        replace(run, why=_explain_wait(status, run, is_paused=is_paused)) if run.state == "waiting" else run
+        for run in status.runs
+    )
+    return replace(status, runs=tuple(runs))
+
+
+_STATES: dict[str, Literal["running", "starting", "stopping", "waiting"]] = {
+    "RUNNING": "running",
+    "PENDING": "starting",
+    "CANCELLING": "stopping",
+    "SCHEDULED": "waiting",
+}
+
+
+def _list_runs(client: SyncPrefectClient, pool: str, alive: Sequence[str]) -> Iterator[PlacedRun]:
+    """Yield the open flow runs of a pool: those with a worker, then those that wait, the oldest first."""
+    from prefect.client.schemas.filters import (
+        DeploymentFilter,
+        DeploymentFilterName,
+        FlowFilter,
+        FlowFilterName,
+        FlowRunFilter,
+        FlowRunFilterState,
+        FlowRunFilterStateType,
+    )
+    from prefect.client.schemas.objects import StateType
+    from prefect.client.schemas.sorting import FlowRunSort
+
+    types = FlowRunFilterStateType(any_=[StateType(name) for name in _STATES])
+    found = list[PlacedRun]()
+    for offset in itertools.count(step=_PAGE):
+        page = client.read_flow_runs(
+            flow_filter=FlowFilter(name=FlowFilterName(any_=[FLOW])),
+            flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=types)),
+            deployment_filter=DeploymentFilter(name=DeploymentFilterName(any_=[pool])),
+            sort=FlowRunSort.EXPECTED_START_TIME_ASC,
+            limit=_PAGE,
+            offset=offset,
+        )
+        for run in page:
+            state = _STATES[_kind(run.state)]
+            worker = "" if state == "waiting" else _find_worker(client, run.id)
+            found.append(
+                PlacedRun(
+                    run=str(run.id),
+                    stage=run.name,
+                    kind=run.work_queue_name or "",
+                    state=state,
+                    since=run.state.timestamp.timestamp() if run.state else 0.0,
+                    worker=worker,
+                    why="its worker sends no heartbeat" if worker and worker not in alive else "",
+                )
+            )
+        if len(page) < _PAGE:
+            break
+    yield from sorted(found, key=lambda run: run.state == "waiting")
+
+
+def _find_worker(client: SyncPrefectClient, run: UUID) -> str:
+    """Return the worker that has taken a run; empty if it is none of `onnx-ops work`."""
+    states = client.read_flow_run_states(run)
+    messages = [state.message or "" for state in states if state.name == CLAIMED]
+    return messages[-1].removeprefix(TAKEN) if messages else ""
+
+
+def _explain_wait(status: PoolStatus, run: PlacedRun, *, is_paused: bool) -> str:
+    if is_paused:
+        return "the pool is paused in Prefect"
+    if not status.workers:
+        return "no worker of the pool is running"
+    takers = status.list_takers(run.kind)
+    if not takers:
+        return f"no running worker takes {run.kind} stages"
+    load = Counter(other.worker for other in status.runs if other.state != "waiting")
+    if all(load[worker.name] >= worker.limit for worker in takers):
+        return "all workers are busy" if takers == status.workers else f"all that take {run.kind} stages are busy"
+    return "the next worker that asks takes it"
 
 
 def is_alive(worker: Worker, now: datetime) -> bool:
@@ -257,15 +383,16 @@ def is_unavailable(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def _open_client() -> Iterator[SyncPrefectClient]:
-    from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_URL
 
-    if not PREFECT_API_URL.value():
+    if not PREFECT_API_URL.value():  # before the import of the client, which takes seconds
         raise UserError(
             "stages with a `pool` run through a Prefect server, and none is set",
             where="PREFECT_API_URL",
             remedy="prefect config set PREFECT_API_URL=http://HOST:4200/api; or leave `pool` out.",
         )
+    from prefect.client.orchestration import get_client
+
     try:
         with get_client(sync_client=True) as client:
             yield client

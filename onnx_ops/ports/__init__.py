@@ -27,7 +27,19 @@ from onnx_ops.ports.release import (
     ModelFiles,
     Registry,
 )
-from onnx_ops.ports.run import Clock, EndedRun, Executor, Host, Observer, PlacedStage, Pools, Work
+from onnx_ops.ports.run import (
+    Clock,
+    EndedRun,
+    Executor,
+    Host,
+    Observer,
+    PlacedRun,
+    PlacedStage,
+    Pools,
+    PoolStatus,
+    Work,
+    WorkerStatus,
+)
 from onnx_ops.ports.runtime import (
     LoadSamples,
     LoadSchedule,
@@ -63,7 +75,9 @@ __all__ = [
     "Optimizer",
     "PairedBenchmarkSamples",
     "PairedBenchmarkSchedule",
+    "PlacedRun",
     "PlacedStage",
+    "PoolStatus",
     "Pools",
     "Ports",
     "Registry",
@@ -83,4 +97,5 @@ __all__ = [
     "TreeExporter",
     "Verifier",
     "Work",
+    "WorkerStatus",
 ]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from onnx_ops.domain.artifact import Manifest
 from onnx_ops.domain.decision import Decision
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome
+from onnx_ops.domain.target import HardwareFingerprint
 
 Work = Callable[[], Manifest]
 """Computes a stage's result; raises OnnxOpsError when it cannot."""
@@ -86,11 +87,73 @@ class PlacedStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedRun:
-    """The end of a placed stage: the identifier that its worker had for it, and the message of a failure."""
+    """The end of a placed stage.
+
+    Attributes:
+        run: The identifier that its worker had for it.
+        message: Of a failure.
+        seconds: Time that a worker spent on it; 0 if unknown.
+    """
 
     run: str
     failed: bool = False
     message: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """A running worker of a pool, as it described itself when it started.
+
+    Attributes:
+        kinds: Kinds of stages that it takes; empty if it has described nothing.
+        limit: Maximum number of stages at once; 0 if unknown.
+        release: Of onnx-ops.
+        store: Where it reads requests and records results.
+        machine: What its measurements are bound to.
+        providers: Execution providers of its ONNX Runtime.
+    """
+
+    pool: str
+    name: str
+    kinds: tuple[StageKind, ...] = ()
+    limit: int = 0
+    release: str = ""
+    store: str = ""
+    machine: HardwareFingerprint | None = None
+    providers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedRun:
+    """A stage that runs in a pool or waits for one of its workers.
+
+    Attributes:
+        run: The orchestrator's identifier.
+        since: Time of its last change of state, in seconds since the epoch.
+        why: Why it waits, or what is wrong.
+    """
+
+    run: str
+    stage: str
+    kind: str
+    state: Literal["running", "starting", "stopping", "waiting"]
+    since: float
+    worker: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStatus:
+    """The running workers of a pool, and the stages that run or wait there."""
+
+    pool: str
+    workers: tuple[WorkerStatus, ...] = ()
+    runs: tuple[PlacedRun, ...] = ()
+
+    def list_takers(self, kind: str) -> tuple[WorkerStatus, ...]:
+        """Return the workers that take a kind of stage; one that described nothing counts as taking all."""
+        return tuple(worker for worker in self.workers if not worker.kinds or kind in worker.kinds)
 
 
 class Pools(ABC):
@@ -123,6 +186,15 @@ class Pools(ABC):
         Creates what is missing of the pool.
 
         Raises:
+            ServiceUnavailableError: the orchestrator does not answer.
+        """
+
+    @abstractmethod
+    def read_status(self) -> tuple[PoolStatus, ...]:
+        """Return all pools for stages, by name.
+
+        Raises:
+            UserError: no orchestrator is configured.
             ServiceUnavailableError: the orchestrator does not answer.
         """
 

@@ -1,0 +1,145 @@
+"""What Prefect's server knows of pools: who works, what runs where, what waits and why."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from onnx_ops import plugins
+from onnx_ops.domain.pipeline import PLACEABLE, StageKind
+from onnx_ops.ports import PoolStatus, WorkerStatus
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import FlowRun
+
+    from onnx_ops.orchestration.pool_worker import PoolWorker
+
+
+@pytest.fixture
+def pool(client: SyncPrefectClient) -> str:
+    """A pool that no other test has."""
+    from onnx_ops.orchestration.pool_worker import create_pool
+
+    name = f"pool-{uuid.uuid4().hex[:8]}"
+    create_pool(client, name)
+    return name
+
+
+@pytest.fixture
+def client(prefect_server: None) -> Iterator[SyncPrefectClient]:
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        yield client
+
+
+def status_of(pool: str) -> PoolStatus:
+    from onnx_ops.orchestration.pools import PrefectPools
+
+    return next(status for status in PrefectPools().read_status() if status.pool == pool)
+
+
+def ask_for(client: SyncPrefectClient, pool: str, title: str) -> FlowRun:
+    deployment = client.read_deployment_by_name(f"work/{pool}").id
+    queue = title.partition("/")[0]
+    return client.create_flow_run_from_deployment(deployment, name=title, work_queue_name=queue)
+
+
+def start_worker(client: SyncPrefectClient, pool: str, name: str, *kinds: StageKind) -> PoolWorker:
+    """A worker that has described itself and is not at work."""
+    from onnx_ops.orchestration.pool_worker import PoolWorker
+
+    worker = PoolWorker(pool=pool, kinds=kinds or PLACEABLE, name=name)
+    worker._announce(client)
+    return worker
+
+
+def take(client: SyncPrefectClient, run: FlowRun, worker: str) -> None:
+    from prefect.states import Pending, Running
+
+    from onnx_ops.orchestration.pools import CLAIMED, TAKEN
+
+    client.set_flow_run_state(run.id, Pending(name=CLAIMED, message=f"{TAKEN}{worker}"))
+    client.set_flow_run_state(run.id, Running())
+
+
+def test_a_worker_describes_its_machine_without_loading_the_runtime(pool: str, client: SyncPrefectClient) -> None:
+    start_worker(client, pool, "gpu-1-77", StageKind.TRAIN)
+    (worker,) = status_of(pool).workers
+    assert (worker.name, worker.kinds, worker.limit) == ("gpu-1-77", (StageKind.TRAIN,), 1)
+    assert worker.release == plugins.version("onnx-ops")
+    assert "CPUExecutionProvider" in worker.providers
+    assert worker.store
+    assert worker.machine is not None
+    assert worker.machine.cores == len(os.sched_getaffinity(0))
+
+
+def test_a_description_counts_while_its_worker_lives(pool: str, client: SyncPrefectClient) -> None:
+    from onnx_ops.orchestration.pools import read_announcements
+
+    def announced() -> set[str]:
+        return {worker.name for worker in read_announcements(client).values() if worker.pool == pool}
+
+    start_worker(client, pool, "first")
+    start_worker(client, pool, "first")  # again, as in a container
+    place = {"work_pool_name": pool, "name": "first"}
+    client.request("DELETE", "/work_pools/{work_pool_name}/workers/{name}", path_params=place)
+    assert announced() == {"first"}
+    assert status_of(pool).workers == ()
+    start_worker(client, pool, "second")
+    assert announced() == {"second"}
+
+
+def test_another_release_describes_itself_in_vain(pool: str, client: SyncPrefectClient) -> None:
+    from prefect.client.schemas.actions import VariableCreate
+
+    from onnx_ops.orchestration.pools import ANNOUNCEMENT
+
+    name = f"onnx_ops_worker_{uuid.uuid4().hex}"
+    client.create_variable(VariableCreate(name=name, value={"pool": pool, "speed": 3}, tags=[ANNOUNCEMENT]))
+    client.send_worker_heartbeat(pool, "newer", 5.0)
+    assert status_of(pool).workers == (WorkerStatus(pool=pool, name="newer"),)
+    assert status_of(pool).list_takers("train") == status_of(pool).workers
+
+
+def test_each_run_has_its_worker_and_each_wait_its_reason(pool: str, client: SyncPrefectClient) -> None:
+    from prefect.client.schemas.actions import WorkPoolUpdate
+
+    def seen() -> dict[str, tuple[str, str, str]]:
+        return {run.stage: (run.state, run.worker, run.why) for run in status_of(pool).runs}
+
+    running = ask_for(client, pool, "train")
+    assert seen() == {"train": ("waiting", "", "no worker of the pool is running")}
+    start_worker(client, pool, "trainer", StageKind.TRAIN)
+    assert seen()["train"] == ("waiting", "", "the next worker that asks takes it")
+    take(client, running, "trainer")
+    ask_for(client, pool, "quantize/int8")
+    ask_for(client, pool, "train/again")
+    busy = ("waiting", "", "all workers are busy")
+    assert seen() == {
+        "train": ("running", "trainer", ""),
+        "quantize/int8": ("waiting", "", "no running worker takes quantize stages"),
+        "train/again": busy,
+    }
+    start_worker(client, pool, "quantizer", StageKind.QUANTIZE)
+    assert seen()["train/again"] == ("waiting", "", "all that take train stages are busy")
+    client.update_work_pool(pool, WorkPoolUpdate(is_paused=True))
+    assert seen()["train/again"][2] == "the pool is paused in Prefect"
+    place = {"work_pool_name": pool, "name": "trainer"}
+    client.request("DELETE", "/work_pools/{work_pool_name}/workers/{name}", path_params=place)
+    assert seen()["train"] == ("running", "trainer", "its worker sends no heartbeat")
+
+
+def test_ended_runs_are_not_listed_and_a_deleted_pool_has_no_worker(pool: str, client: SyncPrefectClient) -> None:
+    from prefect.states import Completed
+
+    ended = ask_for(client, pool, "train")
+    client.set_flow_run_state(ended.id, Completed(), force=True)
+    assert status_of(pool).runs == ()
+    client.delete_work_pool(pool)
+    assert status_of(pool) == PoolStatus(pool=pool)
