@@ -21,7 +21,7 @@ from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import ConflictError, MeasurementError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.pipeline import SilentObserver, collect_user_code
 from onnx_ops.pipeline.stage_settings import REVISIONS
-from onnx_ops.ports import EndedRun, PlacedStage, Pools
+from onnx_ops.ports import EndedRun, PlacedStage, Pools, PoolStatus
 from tests.support.evidence import make_evidence
 
 KEY = digest_bytes(b"key")
@@ -64,6 +64,9 @@ class Nearby(Pools):
     def cancel(self) -> None: ...
 
     def work(self, pool: str, kinds: Sequence[StageKind], *, limit: int) -> None:
+        raise NotImplementedError
+
+    def read_status(self) -> tuple[PoolStatus, ...]:
         raise NotImplementedError
 
 

@@ -154,8 +154,10 @@ def test_runs_that_workers_take_are_no_failure(status: tuple[PoolStatus, ...], p
 
 
 def test_runs_needs_a_prefect_server_and_lists_no_endpoints(tmp_path: Path) -> None:
-    environ = {"PREFECT_HOME": str(tmp_path / "prefect")}
-    nowhere = run_command("status", "--runs", "--json", cwd=tmp_path, environ=environ)
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):  # other tests of this process may have set one
+        nowhere = run_command("status", "--runs", "--json", cwd=tmp_path)
     assert (nowhere.code, json.loads(nowhere.stdout)["where"]) == (2, "PREFECT_API_URL")
     assert run_command("status", "digits", "--runs", cwd=tmp_path).code == 2
 
