@@ -49,7 +49,7 @@ def build_ports(settings: Settings) -> Ports:
     )
     return Ports(
         root=settings.root,
-        store=ContentStore(open_objects(settings.store), settings.state / "cache"),
+        open_store=_once(lambda: ContentStore(open_objects(settings.store), settings.state / "cache")),
         ledger=ObjectLedger(open_objects(settings.ledger)),
         files=ModelFolders(settings.models),
         models=UserSuppliedModels(root=settings.root, registered=_once(lambda: _registered(settings))),

@@ -448,9 +448,10 @@ class FakeWorld:
 
     def ports(self, process: str = "process-1", root: Path = Path()) -> Ports:
         """Return the ports of a process, without those that only stages use."""
+        store = ContentStore(FsspecObjects(f"memory://{self.place}"), root / "cache")
         return Ports(
             root=root,
-            store=ContentStore(FsspecObjects(f"memory://{self.place}"), root / "cache"),
+            open_store=lambda: store,
             ledger=self.ledger,
             files=self.files,
             models=UserSuppliedModels(root=root, registered=lambda: _missing("models")),
