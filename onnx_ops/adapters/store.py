@@ -16,8 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnx_ops.adapters.files import TEMPORARY, UNFINISHED_S, fsync_path
-from onnx_ops.adapters.objects import LocalObjects, ObjectStore
+from onnx_ops.adapters.files import TEMPORARY, UNFINISHED_S, LocalObjects, ObjectStore, fsync_path
 from onnx_ops.domain.artifact import (
     Digest,
     Manifest,

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from onnx_ops import plugins
 from onnx_ops.adapters.external_model import UserSuppliedModels
-from onnx_ops.adapters.files import FileJournal
-from onnx_ops.adapters.host import LocalHost, SystemClock
+from onnx_ops.adapters.files import FileJournal, open_objects
+from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.ledgers.log import ObjectLedger
-from onnx_ops.adapters.objects import open_objects
 from onnx_ops.adapters.runtimes.hardware import read_conditions
 from onnx_ops.adapters.store import ContentStore, ModelFolders
 from onnx_ops.attestation import TrustedKeys
@@ -34,6 +33,7 @@ from onnx_ops.ports import (
     Runtime,
     Signer,
 )
+from onnx_ops.protocol.server_process import LocalHost
 
 if TYPE_CHECKING:
     from onnx_ops.adapters.isolation.process import ProcessLimits

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from onnx_ops.adapters.external_model import UserSuppliedModels
-from onnx_ops.adapters.files import FileJournal
+from onnx_ops.adapters.files import FileJournal, FsspecObjects
 from onnx_ops.adapters.ledgers.log import MemoryLedger
-from onnx_ops.adapters.objects import FsspecObjects
 from onnx_ops.adapters.store import ContentStore, manifest_of
 from onnx_ops.attestation import TrustedKeys, compute_key_digest
 from onnx_ops.domain.artifact import Digest, Manifest, StoredObject, digest_file

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters.objects import LocalObjects
+from onnx_ops.adapters.files import LocalObjects
 from onnx_ops.adapters.store import ContentStore
 from onnx_ops.app.execution import ExecuteStage, answer, ask, get_pool
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes

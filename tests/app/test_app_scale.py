@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from onnx_ops.adapters import store as store_module
-from onnx_ops.adapters.objects import LocalObjects
+from onnx_ops.adapters.files import LocalObjects
 from onnx_ops.adapters.store import ContentStore
 from onnx_ops.app.project import Project, execute, open_project, prepare
 from onnx_ops.app.results import summarize

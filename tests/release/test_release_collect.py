@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops import codec
-from onnx_ops.adapters.objects import LocalObjects
+from onnx_ops.adapters.files import LocalObjects
 from onnx_ops.adapters.store import ContentStore
 from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_bytes, hex_digits

@@ -24,8 +24,7 @@ from typing import Annotated
 from annotated_types import Ge, Le, doc
 
 from onnx_ops import codec
-from onnx_ops.adapters.files import durable_file, exclusive_lock, try_lock
-from onnx_ops.adapters.retry import wait_until
+from onnx_ops.adapters.files import durable_file, exclusive_lock, try_lock, wait_until
 from onnx_ops.adapters.server_metrics import ServerMetrics
 from onnx_ops.config.binding import bind_settings, file_fields
 from onnx_ops.config.server_options import format_flags
