@@ -218,7 +218,7 @@ def _parse_record(data: bytes | None, key: Digest) -> Manifest | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class ModelFolders:
     """One read-only folder per manifest, so that a rollback needs no service."""
 

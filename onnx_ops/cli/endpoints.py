@@ -12,18 +12,24 @@ import typer
 
 from onnx_ops import codec
 from onnx_ops.cli.common import (
+    KEEP,
     Actor,
     AsJson,
     Endpoints,
+    Markup,
     Reason,
+    console,
+    markup,
     open_project,
     parse_duration,
     print_errors,
     print_json,
     print_result,
+    print_table,
+    print_text,
+    say,
 )
 from onnx_ops.cli.progress import working
-from onnx_ops.cli.terminal import KEEP, Markup, console, markup, print_table, print_text, say
 from onnx_ops.domain.artifact import short_digest
 from onnx_ops.errors import OnnxOpsError, UserError
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, open_project, print_json
+from onnx_ops.cli.common import KEEP, AsJson, Markup, markup, open_project, print_json, print_table
 from onnx_ops.cli.progress import working
-from onnx_ops.cli.terminal import KEEP, Markup, markup, print_table
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.config.server_options import format_flags, list_options
 from onnx_ops.errors import ConfigError, OnnxOpsError

@@ -16,13 +16,17 @@ from onnx_ops.cli.common import (
     AsJson,
     Quiet,
     SetValue,
+    console,
     documents,
+    error_console,
     open_project,
     print_json,
     print_result,
+    print_text,
+    render_error,
+    say,
 )
 from onnx_ops.cli.progress import RunProgress
-from onnx_ops.cli.terminal import console, error_console, print_text, render_error, say
 from onnx_ops.domain.pipeline import StageKind, StageStatus
 from onnx_ops.errors import ConfigError, Problem, UserError, config_error
 

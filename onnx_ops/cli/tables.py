@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from onnx_ops.cli.terminal import (
+from onnx_ops.cli.common import (
     KEEP,
     Markup,
     console,
