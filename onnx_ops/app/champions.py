@@ -7,11 +7,13 @@ repeated without a pipeline file, regardless of later releases.
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from onnx_ops import codec
-from onnx_ops.app.execution import ExecuteStage, build_request, parse_request
+from onnx_ops.app.execution import ExecuteStage
+from onnx_ops.app.placement import build_request, parse_request
 from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_json
 from onnx_ops.domain.decision import Decision, Drift, Verdict
 from onnx_ops.domain.evidence import Evidence
@@ -107,7 +109,8 @@ def _measured(
             remedy=f"Run its pipeline again on this store: onnx-ops run {champion.pipeline}.yaml --no-cache benchmark",
         )
     stage, key, inputs = parse_request(json.loads(ports.store.read(memory[REQUEST])))
-    manifest = perform(stage, key, inputs)
+    # A key of its own: the result of the pipeline stays as it is, and no worker answers with an earlier measurement.
+    manifest = perform(stage, digest_json(["again", key, uuid.uuid4().hex]), inputs)
     now = codec.loads(ports.store.read(manifest["evidence.json"]), Evidence, where=stage.id)
     results = judge_drift(gates, then, now)
     decision = Decision(variant=then.variant, target=then.target, results=results)

@@ -11,24 +11,22 @@ import subprocess
 import sys
 import tempfile
 import threading
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from onnx_ops import codec, plugins
+from onnx_ops import plugins
 from onnx_ops.adapters.isolation.process import OutputTail, describe_exit
+from onnx_ops.app.placement import ask, build_request
 from onnx_ops.config.settings import Settings, to_environ
-from onnx_ops.domain.artifact import Digest, Manifest, digest_json, hex_digits
+from onnx_ops.domain.artifact import Digest, Manifest, hex_digits
 from onnx_ops.domain.pipeline import Stage, StageKind
-from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import ConflictError, MeasurementError, OnnxOpsError, RefusedError, StageError, from_document
-from onnx_ops.pipeline.stage_settings import REVISIONS
+from onnx_ops.errors import StageError, from_document
+from onnx_ops.pipeline.stage_settings import get_pool
 from onnx_ops.pipeline.stages import execute
 from onnx_ops.pipeline.stages.champion import attach_champion
-from onnx_ops.ports import Pools, Ports, Store
+from onnx_ops.ports import Pools, Ports
 from onnx_ops.scratch import Scratch
 
 
@@ -109,12 +107,16 @@ class RunningStages:
         try:
             yield
         except BaseException:
-            self.ended = True
-            for process in tuple(self.processes):
-                _end(process)
-            if self._pools is not None:
-                self._pools.cancel()
+            self.end()
             raise
+
+    def end(self) -> None:
+        """End every running stage, on every machine; no further one starts."""
+        self.ended = True
+        for process in tuple(self.processes):
+            _end(process)
+        if self._pools is not None:
+            self._pools.cancel()
 
 
 @contextlib.contextmanager
@@ -146,6 +148,8 @@ PROGRESS = b"\x1eprogress "
 
 ReportProgress = Callable[[Stage, str], None]
 
+ExecuteStage = Callable[[Stage, Digest, Mapping[str, Manifest]], Manifest]
+
 _TIMED = (StageKind.SEARCH, StageKind.BENCHMARK)
 """Stages that measure times: one of them at once."""
 
@@ -163,20 +167,22 @@ class StageExecutor:
 
     settings: Settings
     ports: Ports
+    no_cache: Collection[StageKind] = ()
+    """Kinds of stages whose result is computed anew, even if a pool's worker has it."""
     tell: ReportProgress = _silent
     lock: MeasurementLock = field(default_factory=MeasurementLock)
     running: RunningStages = field(default_factory=RunningStages)
 
     def __call__(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
-        """Execute a stage where its target is measured."""
+        """Execute a stage, on a worker of its pool if it has one."""
         if self.running.ended:
             raise StageError("its run was cancelled", where=stage.id, remedy="Run the pipeline again.")
         if get_pool(stage):
-            return ask(self.running.pools, self.ports.store, stage, key, inputs, attempt=uuid.uuid4().hex)
-        return self.here(stage, key, inputs)
+            renew = stage.kind in self.no_cache
+            return ask(self.running.pools, self.ports, stage, key, inputs, place=self.settings.store, renew=renew)
+        return self._here(stage, key, inputs)
 
-    def here(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
-        """Execute a stage on this machine, even if its target names a pool."""
+    def _here(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         if not stage.own_process and stage.timeout is None:
             return execute(stage, key, inputs, self.ports)
         if stage.kind not in _TIMED:
@@ -209,6 +215,7 @@ def run_in_subprocess(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            cwd=settings.root,
             env={**os.environ, **to_environ(settings), "TMPDIR": str(scratch)},
             start_new_session=True,
         )
@@ -252,84 +259,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.stdin is not None:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
-
-
-ExecuteStage = Callable[[Stage, Digest, Mapping[str, Manifest]], Manifest]
-
-_ERROR = "error.json"
-
-
-def get_pool(stage: Stage) -> str:
-    """Return the pool that measures this stage; empty for this machine."""
-    if stage.kind is not StageKind.BENCHMARK:
-        return ""
-    hints: Mapping[str, Any] = stage.hints
-    return str(hints["target"].get("pool", ""))
-
-
-def ask(
-    pools: Pools, store: Store, stage: Stage, key: Digest, inputs: Mapping[str, Manifest], attempt: str
-) -> Manifest:
-    """Return the measurement by a worker of the stage's pool. Raise its error.
-
-    `attempt` is new for each request, so that an old answer is never used for this request.
-    """
-    pool = get_pool(stage)
-    pools.measure(pool, stage.id, {**build_request(stage, key, inputs), "attempt": attempt}, timeout=stage.timeout)
-    answer = store.lookup(_answer_key(attempt))
-    if answer is None:
-        raise MeasurementError(
-            f"the worker of pool {pool} has ended, and its answer is not in the store",
-            where=stage.id,
-            remedy="Give both machines one store: `store` in onnx-ops.toml, such as s3://bucket/onnx-ops.",
-        )
-    if _ERROR in answer:
-        raise from_document(json.loads(store.read(answer[_ERROR])))
-    return answer
-
-
-def build_request(stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> dict[str, Json]:
-    """Return a stage and its inputs as JSON."""
-    return {
-        "stage": codec.to_json(stage),
-        "key": key,
-        "inputs": {name: dict(manifest.files) for name, manifest in inputs.items()},
-    }
-
-
-def parse_request(request: Mapping[str, Json]) -> tuple[Stage, Digest, Mapping[str, Manifest]]:
-    """Return the arguments of `build_request`."""
-    stage = codec.from_json(request["stage"], Stage, where="request")
-    files = codec.from_json(request["inputs"], dict[str, dict[str, Digest]], where="request")
-    return stage, Digest(str(request["key"])), {name: Manifest(files=content) for name, content in files.items()}
-
-
-def answer(perform: ExecuteStage, store: Store, request: Mapping[str, Json]) -> OnnxOpsError | None:
-    """Measure for a pool, on the worker's side. Store the result and return it, or return the failure.
-
-    Raises:
-        OnnxOpsError: the store itself failed, or the request is invalid.
-    """
-    attempt = str(request["attempt"])
-    stage, key, inputs = parse_request(request)
-    revision = stage.settings.get("revision")
-    try:
-        if stage.kind is not StageKind.BENCHMARK:
-            raise RefusedError(f"a worker measures, and does nothing else: {stage.kind.value}", where=stage.id)
-        if revision != REVISIONS[stage.kind]:
-            raise ConflictError(
-                f"this worker measures by revision {REVISIONS[stage.kind]} of the benchmark, not {revision}, as asked",
-                where=stage.id,
-                remedy="Install the same release of onnx-ops on both machines.",
-            )
-        manifest = perform(stage, key, inputs)
-    except OnnxOpsError as error:
-        document = json.dumps(error.as_document()).encode("utf-8")
-        store.record(_answer_key(attempt), Manifest(files={_ERROR: store.put_bytes(document)}))
-        return error
-    store.record(_answer_key(attempt), manifest)
-    return None
-
-
-def _answer_key(attempt: str) -> Digest:
-    return digest_json(["answer", attempt])

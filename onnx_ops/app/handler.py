@@ -25,13 +25,11 @@ from onnx_ops.errors import ConflictError, InfrastructureError, NotFoundError, R
 from onnx_ops.measure.files import TRAINED, put_document
 from onnx_ops.pipeline import collect_user_code, find_referenced_modules
 from onnx_ops.pipeline.stage_settings import is_isolated
+from onnx_ops.pipeline.user_code import CODE
 from onnx_ops.ports import Ports
 from onnx_ops.release.journal import format_stream_name
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import StepReport, reconcile_until_stable
-
-CODE = "code.json"
-"""The code of a trained model: the modules of its classes, and their dependencies in project files and packages."""
 
 RELEASE = (StageKind.PROMOTE, StageKind.DEPLOY)
 """Stages whose result is the state of an endpoint, which the ledger holds instead of the store."""

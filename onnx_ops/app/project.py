@@ -49,13 +49,20 @@ class Project:
 
         return TargetFiles(self.settings.root, self.settings.shared_targets)
 
-    def handler(self, actor: str = "", observer: Observer | None = None, abandon: str = "") -> StageHandler:
+    def handler(
+        self,
+        actor: str = "",
+        observer: Observer | None = None,
+        abandon: str = "",
+        no_cache: Collection[StageKind] = (),
+    ) -> StageHandler:
         """Return the stage handler of this project.
 
         Args:
             actor: who is answerable for its releases.
             observer: gets the progress.
             abandon: why endpoints may be left behind.
+            no_cache: kinds of stages whose cached results are ignored.
         """
         from onnx_ops.app.execution import StageExecutor
         from onnx_ops.app.handler import StageHandler
@@ -65,7 +72,12 @@ class Project:
         return StageHandler(
             ports=self.ports,
             perform=StageExecutor(
-                settings=self.settings, ports=self.ports, tell=tell, lock=self.lock, running=self.running
+                settings=self.settings,
+                ports=self.ports,
+                no_cache=no_cache,
+                tell=tell,
+                lock=self.lock,
+                running=self.running,
             ),
             actor=actor,
             abandon=abandon,
@@ -242,12 +254,14 @@ def prepare(
     """Check a file and plan it."""
     from onnx_ops.app.probe import ProjectProbe
     from onnx_ops.pipeline import plan
+    from onnx_ops.pipeline.stage_settings import apply_default_pools
 
     checked = check(project, file, overrides)
     pipeline = checked.pipeline
     files = project.targets
     targets = {name: files.load(name) for name in pipeline.benchmark.targets}
     planned = plan(pipeline, targets, ProjectProbe(project.ports), until=until)
+    planned = apply_default_pools(planned, project.settings.default_pools)
     return PreparedPipeline(
         pipeline=pipeline, targets=targets, plan=planned, notes=checked.notes, overridden=bool(overrides)
     )
@@ -283,9 +297,9 @@ def _missing_packages(project: Project, plan: Plan) -> list[tuple[Stage, list[st
 
 def _list_packages(project: Project, stage: Stage) -> Iterator[str]:
     """Yield the distributions that a stage needs in this installation, missing ones included."""
-    from onnx_ops.app.execution import get_pool
     from onnx_ops.app.handler import RELEASE, binding
     from onnx_ops.domain.pipeline import StageKind
+    from onnx_ops.pipeline.stage_settings import get_pool
 
     settings: Mapping[str, Any] = stage.settings
     yield from (name for name, version in stage.tools.items() if version == plugins.MISSING)
@@ -355,7 +369,7 @@ def execute(
         planned = replace(planned, stages=tuple(hinted))
     result = run(
         planned,
-        handler=project.handler(actor, observer, abandon),
+        handler=project.handler(actor, observer, abandon, no_cache),
         executor=executor or InlineExecutor(),
         observer=observer or SilentObserver(),
         clock=project.ports.clock,

@@ -16,7 +16,8 @@ from typing import Any
 
 from onnx_ops.adapters.files import durable_file
 from onnx_ops.app.context import build_ports
-from onnx_ops.app.execution import PROGRESS, parse_request
+from onnx_ops.app.execution import PROGRESS
+from onnx_ops.app.placement import parse_request
 from onnx_ops.config.settings import load_settings
 from onnx_ops.errors import OnnxOpsError, StageError, storage_errors
 from onnx_ops.pipeline.stages import execute

@@ -1,4 +1,4 @@
-"""Commands about this machine: doctor, targets, serve."""
+"""Commands about this machine: doctor, targets, work, serve."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from onnx_ops.cli.common import KEEP, AsJson, Markup, markup, open_project, prin
 from onnx_ops.cli.progress import working
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.config.server_options import format_flags, list_options
-from onnx_ops.errors import ConfigError, OnnxOpsError
+from onnx_ops.domain.pipeline import PLACEABLE, StageKind
+from onnx_ops.errors import ConfigError, OnnxOpsError, UserError
 from onnx_ops.plugins import EXTRAS, require
 from onnx_ops.protocol.server_process import ServerOptions
 from onnx_ops.scratch import Scratch
@@ -84,6 +85,26 @@ def targets(as_json: AsJson = False) -> None:
         template = "[green]{}[/green]" if status.here else "[yellow]{}[/yellow]"
         rows.append((status.name, status.source, status.provider, markup(template, text)))
     print_table(("target", "from", "provider", "this machine"), rows)
+
+
+def work(
+    pool: Annotated[str, typer.Option(help="Prefect work pool whose stages this machine executes.")],
+    kinds: Annotated[list[StageKind] | None, typer.Option(help="Kinds of stages to take; default: all.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of stages at once.")] = 1,
+) -> None:
+    """Execute stages of pipelines on this machine: those that name its work pool.
+
+    The pool is created if it is missing. This machine and those that run pipelines need the same Prefect server
+    (PREFECT_API_URL), the same `store` in onnx-ops.toml and the same release of onnx-ops. Ctrl-C or SIGTERM: take
+    nothing further, and end with the running stages; a second one ends them at once.
+
+    Example: onnx-ops work --pool gpu --kinds train --kinds benchmark
+    """
+    wanted = tuple(kinds or PLACEABLE)
+    if odd := [kind for kind in wanted if kind not in PLACEABLE]:
+        remedy = f"Those that do: {', '.join(PLACEABLE)}."
+        raise UserError(f"{', '.join(odd)} stages do not run in pools", where="--kinds", remedy=remedy)
+    open_project().running.pools.work(pool, wanted, limit=limit)
 
 
 def _with_options(command: Callable[..., None]) -> Callable[..., None]:

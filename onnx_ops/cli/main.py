@@ -62,6 +62,7 @@ _COMMANDS: list[tuple[str, Callable[..., Any] | typer.Typer]] = [
     (MACHINE, machine.serve),
     (MACHINE, machine.doctor),
     (MACHINE, machine.targets),
+    (MACHINE, machine.work),
     (MACHINE, keys.keys),
 ]
 

@@ -48,6 +48,10 @@ def check_project(draft: Draft, files: TargetFiles, targets: Mapping[str, Target
     yield from _check_target_names(draft, files)
     for name, target in targets.items():
         yield from _check_target(draft, name, target)
+    for loc, variant in draft.quantize:
+        if variant.method == AUTO and variant.pool and variant.pool not in {one.pool for one in targets.values()}:
+            message = f"no target is measured by pool '{variant.pool}', where the search would time its variants"
+            yield Issue((*loc, "pool"), f"{message}; name the pool of a target, or leave `pool` out")
     for loc, entry in draft.deploy:
         if entry.target in targets and targets[entry.target].ort_format is not None:
             message = f"'{entry.target}' gets an .ort file, and endpoints serve ONNX files: take it from the registry"
@@ -80,15 +84,6 @@ def _check_target(draft: Draft, name: str, target: Target) -> Iterator[Issue]:
     if draft.objective.on(name) == "cost" and target.price_per_hour is None:
         remedy = f"set price_per_hour, e.g. 0.096, in {FOLDER}/{name}.yaml"
         yield Issue(("objective",), f"objective: cost needs the price of '{name}': {remedy}")
-    if not target.pool:
-        return
-    for loc, entry in draft.quantize:
-        if entry.method == AUTO:
-            message = f"method: auto times what it tries on this machine, and '{name}' is measured by a pool"
-            yield Issue((*loc, "method"), f"{message}; name the recipe, or leave the target out")
-    if target.custom_ops:
-        message = f"'{name}' is measured by a pool, whose machines have no libraries of custom operators yet"
-        yield Issue(("benchmark", "targets"), message)
 
 
 def check_plugins(draft: Draft, targets: Mapping[str, Target], plugins: Mapping[str, Sequence[str]]) -> Iterator[Issue]:

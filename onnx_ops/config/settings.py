@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from onnx_ops.config.binding import bind_settings
+from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.errors import UserError
 
 FILE = "onnx-ops.toml"
@@ -30,6 +31,7 @@ class FileSettings:
     signing_key: str = ""
     trusted_keys: str = ""
     notify: str = ""
+    pools: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,7 @@ class Settings:
             gates).
         trusted_keys: Folder of public keys; the signer's own is always trusted where signing is on.
         notify: Notification targets, separated by commas: `webhook, github:owner/repository, prefect:TYPE/NAME`.
+        pools: Work pools of stages that name none, by kind: `train=gpu, quantize=gpu`.
     """
 
     root: Path
@@ -60,6 +63,13 @@ class Settings:
     signing_key: Path
     trusted_keys: Path
     notify: str
+    pools: str
+
+    @property
+    def default_pools(self) -> Mapping[StageKind, str]:
+        """Work pools of stages that name none."""
+        entries = (entry.partition("=") for entry in self.pools.split(",") if entry.strip())
+        return {StageKind(kind.strip()): pool.strip() for kind, _, pool in entries}
 
     @property
     def notifiers(self) -> tuple[str, ...]:
@@ -115,7 +125,7 @@ def load_settings(start: Path | None = None, environ: Mapping[str, str] | None =
     for f in fields(FileSettings):
         if (text := environ.get(f"ONNX_OPS_{f.name.upper()}")) is not None:
             values[f.name] = text
-    given = bind_settings(values, FileSettings, where=str(root / FILE))
+    given = bind_settings(values, FileSettings, where=str(root / FILE), rules=_check_pools)
 
     def place(text: str, default: Path) -> str:
         return text if "://" in text else str(root / text) if text else str(default)
@@ -136,7 +146,19 @@ def load_settings(start: Path | None = None, environ: Mapping[str, str] | None =
         signing_key=key,
         trusted_keys=root / given.trusted_keys if given.trusted_keys else key.parent,
         notify=given.notify,
+        pools=given.pools,
     )
+
+
+_POOLED = (StageKind.TRAIN, StageKind.EXPORT, StageKind.VALIDATE, StageKind.QUANTIZE)
+"""Kinds with a default pool: a benchmark and a search run where their target is."""
+
+
+def _check_pools(given: FileSettings) -> Iterator[tuple[str, str]]:
+    for entry in filter(None, map(str.strip, given.pools.split(","))):
+        kind, _, pool = (part.strip() for part in entry.partition("="))
+        if kind not in _POOLED or not pool:
+            yield "pools", f"'{entry}' is not KIND=POOL with a kind of {', '.join(_POOLED)}"
 
 
 def to_environ(settings: Settings) -> dict[str, str]:

@@ -53,6 +53,15 @@ class Attempts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedAttempts(Attempts):
+    """Settings of a stage that can run on another machine."""
+
+    pool: Annotated[
+        str, doc("Prefect work pool whose workers run the stage; default: `pools` of onnx-ops.toml, or this machine.")
+    ] = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FileData:
     """Arrays from a `.npz` file, or columns of a `.csv` or `.parquet` table."""
 
@@ -97,7 +106,7 @@ DataSection: TypeAlias = FileData | SklearnData | PluginData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Train(Attempts):
+class Train(PlacedAttempts):
     """Section `train`: how the model is trained."""
 
     run: Annotated[str, doc("Training function, `package.module:function`.")]
@@ -115,7 +124,7 @@ TRANSLATIONS = "translations"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Export(Attempts):
+class Export(PlacedAttempts):
     """Section `export`: how the model becomes an ONNX file."""
 
     framework: Annotated[str, doc("Exporter plugin: sklearn, torch, xgboost, tensorflow …, or onnx for a ready file.")]
@@ -146,7 +155,7 @@ SOURCE_TIME_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Validate(Attempts):
+class Validate(PlacedAttempts):
     """Section `validate`: how the export is compared with its source."""
 
     samples: Samples = field(default_factory=Samples)
@@ -167,7 +176,7 @@ class Calibrate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quantize(Attempts):
+class Quantize(PlacedAttempts):
     """An entry of `quantize`: one variant, or a search for several."""
 
     name: Annotated[Name, doc("Name of the variant.")]
@@ -278,6 +287,17 @@ class StageKind(StrEnum):
     REGISTER = "register"
     PROMOTE = "promote"
     DEPLOY = "deploy"
+
+
+PLACEABLE = (
+    StageKind.TRAIN,
+    StageKind.EXPORT,
+    StageKind.VALIDATE,
+    StageKind.SEARCH,
+    StageKind.QUANTIZE,
+    StageKind.BENCHMARK,
+)
+"""Stages that can run on another machine. Keys and credentials of the others stay here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,165 +1,277 @@
-"""Benchmarks on workers of Prefect work pools: one pool for each kind of machine."""
+"""Stages on workers of Prefect work pools: one pool for each kind of machine."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import MeasurementError, OnnxOpsError, ServiceUnavailableError, UserError
-from onnx_ops.ports import Pools
+from onnx_ops.domain.pipeline import StageKind
+from onnx_ops.errors import MeasurementError, ServiceUnavailableError, StageError, UserError
+from onnx_ops.ports import EndedRun, PlacedStage, Pools
 
 if TYPE_CHECKING:
     from prefect import State
     from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import FlowRun, Worker
 
-FLOW = "measure"
+FLOW = "work"
+"""Flow whose deployment `work/POOL` executes the stages of a pool, in a work queue for each kind of stage."""
+
+CLAIMED = "Claimed"
+"""Name of the pending state of a run that `onnx-ops work` has taken: it starts at once."""
+
+HEARTBEAT_S = 5.0
 
 _FINAL = ("COMPLETED", "FAILED")
 _DEAD = ("CRASHED", "CANCELLED", "CANCELLING")
+_INTERVALS = 3
+"""Heartbeats in a row that a living worker does not miss."""
 
 
 class _WorkerDied(Exception):
-    """The worker died after it started the work."""
+    """The worker died, or its run was cancelled by somebody else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefectPools(Pools):
-    """Runs the deployment `measure/POOL` for each request. Durations are seconds.
+    """Runs the deployment `work/POOL` for each stage. Durations are seconds.
 
-    A worker that is killed together with its flow run reports nothing. If its runs send Prefect's heartbeats, `silence`
-    without one counts as death; another worker of the pool then takes the work, `tries` times in all.
+    A worker that is killed together with its flow run reports nothing: `silence` without a heartbeat counts as death.
+    Another run then takes the work, `tries` in all.
     """
 
-    poll: float = 1.0
+    poll: float = 0.5
     patience: float = 600.0
-    silence: float = 100.0
+    """For a run that a worker has taken, to start: a container's image may have to be pulled."""
+    silence: float = _INTERVALS * HEARTBEAT_S
+    outage: float = 120.0
+    """Of Prefect's server, during which a run that was asked for is waited for."""
     tries: int = 2
     runs: set[UUID] = field(default_factory=set)
-    """Flow runs that are waited for."""
+    """Flow runs that were created here and are waited for."""
 
-    def measure(self, pool: str, title: str, request: Mapping[str, Json], *, timeout: float | None) -> None:
-        """Run a measurement on a worker of the pool, and wait for it."""
-        from prefect.exceptions import ObjectNotFound
-
+    def run(self, stage: PlacedStage, is_done: Callable[[], bool]) -> EndedRun:
+        """Have a worker of the pool execute a stage, and wait for its end."""
         deaths: list[str] = []
         with _open_client() as client:
-            try:
-                deployment = client.read_deployment_by_name(f"{FLOW}/{pool}").id
-            except ObjectNotFound as error:
-                raise UserError(
-                    f"no deployment is called {FLOW}/{pool}",
-                    where=f"pool {pool}",
-                    remedy="Deploy it as prefect.yaml does for `local`: "
-                    f"prefect --no-prompt deploy flows/measure.py:measure --name {pool} --pool {pool}; "
-                    f"and start a worker there: prefect worker start --pool {pool}",
-                ) from error
-            while len(deaths) < self.tries:
-                parameters = {"request": dict(request)}
-                run = client.create_flow_run_from_deployment(deployment, parameters=parameters, name=title).id
-                self.runs.add(run)
+            deployment = _find_deployment(client, stage)
+            for number in itertools.count():
+                run, is_ours = _create_run(client, deployment, stage, number)
+                if is_final(run.state):  # of an earlier asker
+                    if is_done():
+                        return EndedRun(run=str(run.id))
+                    continue
+                if is_ours:
+                    self.runs.add(run.id)
                 try:
-                    return self._wait(client, run, pool, title, timeout)
-                except BaseException as error:
-                    _cancel(client, run)
-                    if not isinstance(error, _WorkerDied):
-                        raise
-                    deaths.append(str(error))
+                    return self._wait(client, run.id, stage)
+                except _WorkerDied as death:
+                    if is_done():  # it died after its work
+                        return EndedRun(run=str(run.id))
+                    deaths.append(str(death))
+                    if len(deaths) == self.tries:
+                        raise MeasurementError(
+                            f"{self.tries} workers of pool {stage.pool} died over it, one after the other",
+                            where=stage.title,
+                            why=deaths[-1],
+                            remedy=f"See the flow runs of `{FLOW}` in Prefect, and the memory of those machines.",
+                        ) from None
+                except BaseException:
+                    if is_ours:
+                        _cancel(client, run.id)
+                    raise
                 finally:
-                    self.runs.discard(run)
-        raise MeasurementError(
-            f"{self.tries} workers of pool {pool} died over it, one after the other",
-            where=title,
-            why=deaths[-1],
-            remedy="See the flow runs of `measure` in Prefect, and whether those machines have enough memory.",
-        )
+                    self.runs.discard(run.id)
+        raise AssertionError("unreachable: numbers do not end")
 
     def cancel(self) -> None:
-        """Cancel the flow runs that are waited for."""
+        """Cancel the flow runs that were created here and are waited for."""
         if runs := tuple(self.runs):
-            with contextlib.suppress(OnnxOpsError), _open_client() as client:
+            with contextlib.suppress(Exception), _open_client() as client:
                 for run in runs:
                     _cancel(client, run)
 
-    def _wait(self, client: SyncPrefectClient, run: UUID, pool: str, title: str, timeout: float | None) -> None:
-        asked, started = time.monotonic(), None
-        beat, heard = "", asked
+    def work(self, pool: str, kinds: Sequence[StageKind], *, limit: int) -> None:
+        """Execute stages that wait in a pool on this machine."""
+        from onnx_ops.orchestration.pool_worker import PoolWorker
+
+        with _open_client() as client:
+            PoolWorker(pool=pool, kinds=kinds, limit=limit).run(client)
+
+    def _wait(self, client: SyncPrefectClient, run: UUID, stage: PlacedStage) -> EndedRun:
+        """Return the end of a run.
+
+        Raises:
+            _WorkerDied: it has no end of its own.
+            MeasurementError: it ran too long.
+            ServiceUnavailableError: no worker will take it, or the server is silent.
+        """
+        asked = contact = heard = checked = time.monotonic()
+        started: float | None = None
+        beat: object = None
         while True:
-            state = client.read_flow_run(run).state
-            kind = _kind(state)
+            time.sleep(self.poll if beat is not None else min(self.poll, 0.2))
+            now = time.monotonic()
+            try:
+                found = client.read_flow_run(run)
+            except Exception as error:
+                if not is_unavailable(error) or now - contact > self.outage:
+                    raise
+                continue
+            silent, contact = now - contact > self.silence, now
+            state, kind = found.state, _kind(found.state)
             if kind in _FINAL:
-                return
+                message = (state.message or "") if state else ""
+                return EndedRun(run=str(run), failed=kind == "FAILED", message=message)
             if kind in _DEAD:
                 raise _WorkerDied(f"its flow run ended as {state.name if state else kind}")
-            now = time.monotonic()
+            if (found.updated, kind) != beat or silent:  # after an outage, the silence is counted anew
+                beat, heard = (found.updated, kind), now
+            taken = kind == "RUNNING" or (state is not None and state.name == CLAIMED)
+            if taken and now - heard > self.silence:
+                declare_crashed(client, run, why := f"its flow run has sent no heartbeat for {now - heard:.0f} s")
+                raise _WorkerDied(why)
             if kind == "RUNNING":
                 started = now if started is None else started
-                if timeout is not None and now - started > timeout:
-                    raise MeasurementError(
-                        f"it ran longer than its time-out of {timeout:g} s and was stopped",
-                        where=title,
+                # The worker stops it in time; this is for one that does not.
+                if stage.timeout is not None and now - started > stage.timeout + 2 * self.silence:
+                    raise StageError(
+                        f"it ran longer than its time-out of {stage.timeout:g} s and was stopped",
+                        where=stage.title,
                         remedy="Raise `timeout` in the pipeline file if the work is really that long.",
                     )
-                if (last := _heartbeat(client, run)) != beat:
-                    beat, heard = last, now
-                if beat and now - heard > self.silence:
-                    raise _WorkerDied(f"its flow run has sent no heartbeat for {now - heard:.0f} s")
-            elif now - asked > self.patience:
+            elif kind == "SCHEDULED" and now - checked > self.silence:
+                checked = now
+                require_workers(client, stage.pool, stage.kind.value, stage.title)
+            elif kind == "PENDING" and now - asked > self.patience:
                 raise MeasurementError(
-                    f"no worker of pool {pool} took it within {self.patience:g} s",
-                    where=title,
-                    remedy=f"Start one on the machine: prefect worker start --pool {pool}",
+                    f"a worker of pool {stage.pool} took it, and did not start it within {self.patience:g} s",
+                    where=stage.title,
+                    remedy="See the log of that worker.",
                 )
-            time.sleep(self.poll)
+
+
+def _find_deployment(client: SyncPrefectClient, stage: PlacedStage) -> UUID:
+    from prefect.exceptions import ObjectNotFound
+
+    try:
+        deployment = client.read_deployment_by_name(f"{FLOW}/{stage.pool}").id
+    except ObjectNotFound as error:
+        raise UserError(
+            f"Prefect's server has no pool {stage.pool} for stages: no deployment is called {FLOW}/{stage.pool}",
+            where=f"{stage.title} on {client.api_url}",
+            remedy=f"Start a worker on a machine of that pool: onnx-ops work --pool {stage.pool}",
+        ) from error
+    require_workers(client, stage.pool, stage.kind.value, stage.title)
+    return deployment
+
+
+def require_workers(client: SyncPrefectClient, pool: str, kind: str, title: str) -> None:
+    """Raise ServiceUnavailableError if no worker of a pool is running, or none takes this kind of stage."""
+    from prefect.exceptions import ObjectNotFound
+
+    now = server_time(client)
+    workers = client.read_workers_for_work_pool(pool)
+    alive = [worker.name for worker in workers if is_alive(worker, now)]
+    remedy = f"Start one on a machine of that pool: onnx-ops work --pool {pool}"
+    if not alive:
+        raise ServiceUnavailableError(f"no worker of pool {pool} is running", where=title, remedy=remedy)
+    with contextlib.suppress(ObjectNotFound):
+        polled = client.read_work_queue_by_name(kind, pool).last_polled
+        if polled is not None and now - polled < timedelta(seconds=60):
+            return
+    raise ServiceUnavailableError(
+        f"no worker of pool {pool} takes {kind} stages", where=title, why=f"running: {', '.join(alive)}", remedy=remedy
+    )
+
+
+def is_alive(worker: Worker, now: datetime) -> bool:
+    """Return whether a worker sends heartbeats."""
+    silence = timedelta(seconds=_INTERVALS * (worker.heartbeat_interval_seconds or 30))
+    return worker.last_heartbeat_time is not None and now - worker.last_heartbeat_time < silence
+
+
+def server_time(client: SyncPrefectClient) -> datetime:
+    """Return the time of Prefect's server; the clock of this machine may differ."""
+    return parsedate_to_datetime(client.request("GET", "/admin/version").headers["date"])
+
+
+def _create_run(client: SyncPrefectClient, deployment: UUID, stage: PlacedStage, number: int) -> tuple[FlowRun, bool]:
+    """Return the run with this number for a stage, and whether this call has created it."""
+    asker = uuid.uuid4().hex
+    run = client.create_flow_run_from_deployment(
+        deployment,
+        parameters={**stage.parameters, "asker": asker},
+        name=stage.title,
+        idempotency_key=f"{stage.key}/{number}",
+        work_queue_name=stage.kind.value,
+    )
+    return run, run.parameters.get("asker") == asker
+
+
+def declare_crashed(client: SyncPrefectClient, run: UUID, why: str) -> None:
+    """Set a run whose process is dead to Crashed, so that nobody waits for it."""
+    from prefect.states import Crashed
+
+    client.set_flow_run_state(run, Crashed(message=why), force=True)
 
 
 def _cancel(client: SyncPrefectClient, run: UUID) -> None:
-    """Stop a running worker, and prevent the start of a pending one. Raise nothing."""
-    from prefect.states import Cancelling
+    """Stop a running stage, and prevent the start of a pending one. Raise nothing."""
+    from prefect.states import Cancelled, Cancelling
 
     with contextlib.suppress(Exception):  # any exception of Prefect's client: the first error is the one that counts
-        if _kind(client.read_flow_run(run).state) not in (*_FINAL, *_DEAD):
-            client.set_flow_run_state(run, Cancelling(message="its result is no longer wanted"), force=True)
+        state = client.read_flow_run(run).state
+        if not is_final(state):
+            waiting = _kind(state) == "SCHEDULED"
+            message = "its result is no longer wanted"
+            ended: State[Any] = Cancelled(message=message) if waiting else Cancelling(message=message)
+            client.set_flow_run_state(run, ended, force=True)
+
+
+def is_final(state: State[Any] | None) -> bool:
+    """Return whether a flow run in this state has ended, or was told to."""
+    return _kind(state) in (*_FINAL, *_DEAD)
 
 
 def _kind(state: State[Any] | None) -> str:
     return "" if state is None else str(state.type.value)
 
 
+def is_unavailable(error: Exception) -> bool:
+    """Return whether an exception of Prefect's client means that the server does not answer, for now."""
+    import httpx
+
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.status_code >= 500
+    return isinstance(error, (httpx.TransportError, ServiceUnavailableError))
+
+
 @contextlib.contextmanager
 def _open_client() -> Iterator[SyncPrefectClient]:
-    import httpx
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_URL
 
     if not PREFECT_API_URL.value():
         raise UserError(
-            "a target with a `pool` is measured through a Prefect server, and none is set",
+            "stages with a `pool` run through a Prefect server, and none is set",
             where="PREFECT_API_URL",
-            remedy="prefect config set PREFECT_API_URL=http://HOST:4200/api; or leave `pool` out of the target.",
+            remedy="prefect config set PREFECT_API_URL=http://HOST:4200/api; or leave `pool` out.",
         )
     try:
         with get_client(sync_client=True) as client:
             yield client
-    except httpx.TransportError as error:
+    except Exception as error:
+        if not is_unavailable(error) or isinstance(error, ServiceUnavailableError):
+            raise
         raise ServiceUnavailableError(
             "Prefect's server does not answer", where=str(PREFECT_API_URL.value()), why=type(error).__name__
         ) from error
-
-
-def _heartbeat(client: SyncPrefectClient, run: UUID) -> str:
-    """Return the time of the run's last heartbeat; empty if it sent none."""
-    wanted = {
-        "filter": {
-            "event": {"name": ["prefect.flow-run.heartbeat"]},
-            "resource": {"id": [f"prefect.flow-run.{run}"]},
-            "order": "DESC",
-        },
-        "limit": 1,
-    }
-    events = client.request("POST", "/events/filter", json=wanted).json()["events"]
-    return str(events[0]["id"]) if events else ""

@@ -10,7 +10,7 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, digest_json
 from onnx_ops.domain.decision import TargetObjective
 from onnx_ops.domain.gate import ACCURACY, MetricDefinition, MetricGate, derive_measurement_request, select_gates
-from onnx_ops.domain.pipeline import EXPORT, Pipeline, Plan, Quantize, Stage, StageKind
+from onnx_ops.domain.pipeline import EXPORT, PLACEABLE, Pipeline, Plan, Quantize, Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.quantization import AUTO
 from onnx_ops.domain.target import Target
@@ -39,6 +39,9 @@ def plan(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe, *, unt
             stages += _plan_judgement(pipeline, targets[name], variant, probe)
     if pipeline.register is not None and probe.signer() is not None:
         stages += plan_release(pipeline, targets)
+    if pipeline.train is not None and pipeline.train.depends:  # what user code reads, on whatever machine it runs
+        hint: dict[str, Json] = {"depends": list(pipeline.train.depends)}
+        stages = [replace(s, hints={**s.hints, **hint}) if s.kind in PLACEABLE else s for s in stages]
     order = list(StageKind)
     last = len(order) if until is None else order.index(until)
     return Plan(pipeline=pipeline.pipeline, stages=tuple(s for s in stages if order.index(s.kind) <= last))
@@ -185,6 +188,7 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
             target=target.name,
             own_process=True,
             hints={
+                **({"pool": target.pool} if target.pool else {}),
                 "target": codec.to_json(target),
                 "tolerances": codec.to_json(request)["tolerances"],
                 "judged": [gate.definition().label for gate in limits if isinstance(gate, MetricGate)],
@@ -245,8 +249,11 @@ def plan_variants(pipeline: Pipeline, targets: Mapping[str, Target], probe: Prob
 def _plan_search(
     pipeline: Pipeline, entry: Quantize, targets: Mapping[str, Target], machines: Sequence[Json], probe: Probe
 ) -> list[Stage]:
-    """Plan the search, and a stage for each variant that it can find."""
-    here, tuning_data = [targets[name] for name in pipeline.benchmark.targets], entry.tuning_data
+    """Plan the search, and a stage for each variant that it can find, which only copies it."""
+    # The search times what it tries on one machine: that of the first target, unless the entry names a pool.
+    measured = [targets[name] for name in pipeline.benchmark.targets]
+    pool, tuning_data = entry.pool or measured[0].pool, entry.tuning_data
+    here = [target for target in measured if target.pool == pool]
     calibration = [data_id(entry.calibrate.data)] if entry.calibrate else []
     tools = dict(probe.tools("optimizers", "dynamic"))
     for target in here:
@@ -268,13 +275,13 @@ def _plan_search(
         needs=list(dict.fromkeys(["export", *([data_id(tuning_data.data)] if tuning_data else []), *calibration])),
         tools=tools,
         own_process=True,
-        hints={"targets": codec.to_json(here)},
+        hints={**({"pool": pool} if pool else {}), "targets": codec.to_json(here)},
     )
     roles = [
         make_stage(
             StageKind.QUANTIZE,
             variant_id(f"{entry.name}-{role}"),
-            entry,
+            replace(entry, pool=""),
             {"section": write_section(entry), "quantized": True, "search": search.id, "role": role},
             needs=["export", search.id, *calibration],
             tools=probe.tools("optimizers", "dynamic"),

@@ -18,6 +18,7 @@ from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.decision import Decision
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.errors import InfrastructureError, OnnxOpsError, StorageError, storage_errors
+from onnx_ops.pipeline.stage_settings import get_pool
 from onnx_ops.ports import Clock, Executor, Observer, Work
 
 T = TypeVar("T")
@@ -27,6 +28,9 @@ StageResult = tuple[StageOutcome, OnnxOpsError | None]
 """The outcome of a stage, and the error of a failure."""
 
 Step = Callable[[Stage], StageResult]
+
+_ASKED = 64
+"""Most stages that one run asks pools for at once; each takes a waiting thread."""
 
 
 class DaemonThreadPool(Generic[R]):
@@ -178,7 +182,8 @@ def run(
 
     Args:
         no_cache: kinds of stages whose cached results are ignored.
-        jobs: maximum number of parallel stages. 1 runs them in the caller's thread, in the order of the plan.
+        jobs: maximum number of parallel stages on this machine; those of pools are asked for as soon as they can run.
+            1, without pools, runs the stages in the caller's thread, in the order of the plan.
 
     Raises:
         StorageError: the disk is full, or a file or folder cannot be used; finished results are kept.
@@ -187,7 +192,8 @@ def run(
     runner = _StageRunner(handler=handler, executor=executor, observer=observer, clock=clock, no_cache=no_cache)
     errors: dict[str, OnnxOpsError] = {}
     in_order = ((stage, runner.step(stage)) for stage in plan.stages)
-    for stage, (outcome, error) in _run_in_parallel(plan, runner.step, jobs) if jobs > 1 else in_order:
+    parallel = jobs > 1 or any(get_pool(stage) for stage in plan.stages)
+    for stage, (outcome, error) in _run_in_parallel(plan, runner.step, jobs) if parallel else in_order:
         if error is not None:
             errors[stage.id] = error
         runner.outcomes[stage.id] = outcome
@@ -199,12 +205,13 @@ def _run_in_parallel(plan: Plan, step: Step, jobs: int) -> Iterator[tuple[Stage,
     """Start each stage when the caller has received the results that it waits for."""
     planned = {stage.id for stage in plan.stages}
     waiting, running, received = list(plan.stages), dict[Future[StageResult], Stage](), set[str]()
-    with DaemonThreadPool[StageResult](jobs) as pool:
+    placed = sum(1 for stage in plan.stages if get_pool(stage))
+    with DaemonThreadPool[StageResult](jobs) as here, DaemonThreadPool[StageResult](min(placed, _ASKED) or 1) as pools:
         while waiting or running:
             ready = [stage for stage in waiting if planned.intersection((*stage.needs, *stage.tolerates)) <= received]
             started = {stage.id for stage in ready}
             waiting = [stage for stage in waiting if stage.id not in started]
-            running |= {pool.submit(partial(step, stage)): stage for stage in ready}
+            running |= {(pools if get_pool(stage) else here).submit(partial(step, stage)): stage for stage in ready}
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 stage = running.pop(future)
                 yield stage, future.result()

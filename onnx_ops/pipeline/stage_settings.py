@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.execution import Environment
-from onnx_ops.domain.pipeline import EXPORT, Attempts, DataSection, Pipeline, Quantize, Stage, StageKind
+from onnx_ops.domain.pipeline import (
+    EXPORT,
+    Attempts,
+    DataSection,
+    Pipeline,
+    PlacedAttempts,
+    Plan,
+    Quantize,
+    Stage,
+    StageKind,
+)
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.domain.target import CustomOps, Target
@@ -110,9 +121,16 @@ def gate_id(variant: str, target: str) -> str:
 
 
 def make_stage(
-    kind: StageKind, stage_id: str, section: Attempts | None, settings: Mapping[str, Json], **rest: object
+    kind: StageKind,
+    stage_id: str,
+    section: Attempts | None,
+    settings: Mapping[str, Json],
+    *,
+    hints: Mapping[str, Json] | None = None,
+    **rest: object,
 ) -> Stage:
-    """Make a stage; its attempts stay out of the settings and the key."""
+    """Make a stage; its attempts and its pool stay out of the settings and the key."""
+    pool = {"pool": section.pool} if isinstance(section, PlacedAttempts) and section.pool else {}
     return codec.from_json(
         {
             "id": stage_id,
@@ -121,6 +139,7 @@ def make_stage(
             "retries": section.retries if section else 0,
             "timeout": section.timeout if section else None,
             "memory": section.memory if section else None,
+            "hints": {**pool, **(hints or {})},
             **rest,
         },
         Stage,
@@ -128,9 +147,27 @@ def make_stage(
 
 
 def write_section(section: Attempts) -> dict[str, Json]:
-    """Return a section without its attempts and its environment."""
+    """Return a section without its attempts, its pool and its environment."""
     document = codec.to_json(section)
-    return {key: value for key, value in document.items() if key not in ("retries", "timeout", "memory", "env")}
+    return {key: value for key, value in document.items() if key not in ("retries", "timeout", "memory", "pool", "env")}
+
+
+def get_pool(stage: Stage) -> str:
+    """Return the work pool whose workers run a stage; empty for this machine."""
+    return str(stage.hints.get("pool", ""))
+
+
+def apply_default_pools(plan: Plan, pools: Mapping[StageKind, str]) -> Plan:
+    """Return a plan whose stages run on the pool of their kind, unless they name one or only copy a file."""
+    return replace(
+        plan,
+        stages=tuple(
+            replace(stage, hints={**stage.hints, "pool": pools[stage.kind]})
+            if stage.kind in pools and stage.own_process and "role" not in stage.settings and not get_pool(stage)
+            else stage
+            for stage in plan.stages
+        ),
+    )
 
 
 def write_environment(env: Environment | None) -> tuple[dict[str, Json], dict[str, Json]]:

@@ -23,6 +23,9 @@ from onnx_ops.config.functions import parse_python
 from onnx_ops.domain.artifact import Digest, digest_file, digest_json
 from onnx_ops.errors import NotFoundError, UserError
 
+CODE = "code.json"
+"""The code of a trained model: the modules of its classes, and their dependencies in project files and packages."""
+
 _OURS = __name__.partition(".")[0]
 
 _JOBLIB = "joblib"
@@ -83,6 +86,12 @@ def collect_user_code(references: Iterable[str], root: Path, depends: tuple[str,
             raise NotFoundError(f"no file {name}", where="train.depends", remedy=remedy)
         files[name] = digest_file(file)
     return UserCode(files=files, packages=packages)
+
+
+def find_code_file(name: str, root: Path) -> Path:
+    """Return a file that `UserCode` names: of the project, or of a package under development."""
+    folder = _find_development_folder(name.partition("/")[0].removesuffix(".py"))
+    return root / name if folder is None or (root / name).is_file() else folder / name
 
 
 def find_referenced_modules(path: Path, root: Path) -> frozenset[str]:

@@ -27,7 +27,7 @@ from onnx_ops.ports.release import (
     ModelFiles,
     Registry,
 )
-from onnx_ops.ports.run import Clock, Executor, Host, Observer, Pools, Work
+from onnx_ops.ports.run import Clock, EndedRun, Executor, Host, Observer, PlacedStage, Pools, Work
 from onnx_ops.ports.runtime import (
     LoadSamples,
     LoadSchedule,
@@ -45,6 +45,7 @@ __all__ = [
     "Clock",
     "DataSource",
     "Dataset",
+    "EndedRun",
     "EndpointProvider",
     "Executor",
     "ExportRequest",
@@ -62,6 +63,7 @@ __all__ = [
     "Optimizer",
     "PairedBenchmarkSamples",
     "PairedBenchmarkSchedule",
+    "PlacedStage",
     "Pools",
     "Ports",
     "Registry",

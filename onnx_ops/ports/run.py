@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from onnx_ops.domain.artifact import Manifest
 from onnx_ops.domain.decision import Decision
-from onnx_ops.domain.pipeline import Plan, Stage, StageOutcome
-from onnx_ops.domain.quantities import Json
+from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome
 
 Work = Callable[[], Manifest]
 """Computes a stage's result; raises OnnxOpsError when it cannot."""
@@ -65,28 +65,66 @@ class Observer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedStage:
+    """A stage for a worker of a pool.
+
+    Attributes:
+        title: Its name for people.
+        key: Identifies its result; stages with one key are executed once.
+        parameters: What `app.placement.answer` takes: small values, since the store has the rest.
+        timeout: Seconds from the start of the work; None for no limit.
+    """
+
+    pool: str
+    kind: StageKind
+    title: str
+    key: str
+    parameters: Mapping[str, str]
+    timeout: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRun:
+    """The end of a placed stage: the identifier that its worker had for it, and the message of a failure."""
+
+    run: str
+    failed: bool = False
+    message: str = ""
+
+
 class Pools(ABC):
     """Remote machines, reached through pools of workers."""
 
     @abstractmethod
-    def measure(self, pool: str, title: str, request: Mapping[str, Json], *, timeout: float | None) -> None:
-        """Run the request on a worker of the pool and wait until its result is in the store.
+    def run(self, stage: PlacedStage, is_done: Callable[[], bool]) -> EndedRun:
+        """Have a worker of the pool execute a stage, and wait for its end.
+
+        Who asks for a stage with the key of one that is under way waits for that one.
 
         Args:
-            pool: its name.
-            title: display name of the request.
-            request: what the worker's `app.remote.answer` takes.
-            timeout: seconds from the start of the work; None for no limit.
+            stage: what to execute.
+            is_done: returns whether its result is in the store, so that nobody needs to execute it.
 
         Raises:
-            UserError: there is no such pool.
-            ServiceUnavailableError: the orchestrator does not answer.
-            MeasurementError: no worker took it, or workers died, or it took longer than `timeout`.
+            UserError: there is no such pool, or it does not execute this kind of stage.
+            ServiceUnavailableError: the orchestrator or the pool's workers do not answer.
+            MeasurementError: workers died, or it took longer than its time-out.
         """
 
     @abstractmethod
     def cancel(self) -> None:
-        """Cancel all work that `measure` waits for, in any thread. Raises nothing."""
+        """Cancel all work that `run` waits for, in any thread. Raises nothing."""
+
+    @abstractmethod
+    def work(self, pool: str, kinds: Sequence[StageKind], *, limit: int) -> None:
+        """Execute stages that wait in a pool on this machine, at most `limit` at once, until a signal ends it.
+
+        Creates what is missing of the pool.
+
+        Raises:
+            ServiceUnavailableError: the orchestrator does not answer.
+        """
 
 
 class Host(Protocol):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from onnx_ops.domain.pipeline import FileData, Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import NotFoundError, RefusedError, StageError, StorageError, UserError, from_document
 from onnx_ops.pipeline.stages import execute
-from onnx_ops.ports import Pools, Ports
+from onnx_ops.ports import EndedRun, PlacedStage, Pools, Ports
 from tests.support.processes import until
 
 KEY = digest_bytes(b"key")
@@ -233,7 +234,11 @@ def test_an_interrupted_run_ends_its_stages_on_every_machine(
     cancelled: list[str] = []
 
     class Elsewhere(Pools):
-        def measure(self, pool: str, title: str, request: Any, *, timeout: float | None) -> None: ...
+        def run(self, stage: PlacedStage, is_done: Callable[[], bool]) -> EndedRun:
+            raise NotImplementedError
+
+        def work(self, pool: str, kinds: Sequence[StageKind], *, limit: int) -> None:
+            raise NotImplementedError
 
         def cancel(self) -> None:
             cancelled.append("all")
@@ -248,7 +253,7 @@ def test_an_interrupted_run_ends_its_stages_on_every_machine(
             raise KeyboardInterrupt
 
     with ThreadPoolExecutor(1) as threads:
-        begun = threads.submit(executor.here, train_stage("hang"), KEY, {})
+        begun = threads.submit(executor, train_stage("hang"), KEY, {})
         with pytest.raises(KeyboardInterrupt):
             interrupt()
     assert isinstance(begun.exception(), StageError)

@@ -11,7 +11,6 @@ from onnx_ops.domain.decision import Objective
 from onnx_ops.domain.pipeline import Pipeline
 from onnx_ops.domain.quantization import Budget, TuningData
 from onnx_ops.errors import ConfigError
-from tests.support.golden import Golden
 
 PLUGINS = {"optimizers": ("dynamic", "static")}
 TUNE = "  tune: {file: tune.npz, inputs: {x: x}, label: y}"
@@ -100,10 +99,12 @@ def test_what_is_refused(root: Path, old: str, new: str, said: str) -> None:
     assert any(said in line for line in found), found
 
 
-def test_a_search_is_for_machines_at_hand(root: Path, golden: Golden) -> None:
+def test_a_search_times_on_the_machine_of_a_target(root: Path) -> None:
     (root / "configs/targets/edge.yaml").write_text("name: edge\npool: boards\n")
-    found = problems(root, "objective: size", "objective: latency")
-    golden("errors", "\n".join(found))
+    (entry,) = checked(root, TEXT.replace("method: auto,", "method: auto, pool: boards,")).quantize
+    assert entry.pool == "boards"
+    found = problems(root, "method: auto,", "method: auto, pool: gpu,")
+    assert any("no target is measured by pool 'gpu'" in line for line in found), found
 
 
 def test_an_endpoint_is_not_for_targets_that_get_an_ort_file(root: Path) -> None:

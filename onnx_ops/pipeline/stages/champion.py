@@ -51,11 +51,13 @@ def find_champion(ports: Ports, model: str, target: str) -> Champion | None:
 
 
 def attach_champion(stage: Stage, ports: Ports) -> Stage:
-    """Return the benchmark stage with its champion as a hint.
+    """Return the benchmark stage with its champion as a hint, unless it has one.
 
     Its process then needs no registry client. The baseline is evidence and no part of the key, so it travels as a hint.
     """
     settings: Mapping[str, Any] = stage.settings
+    if HINT in stage.hints:
+        return stage
     champion = find_champion(ports, settings["model"], str(stage.target))
     return replace(stage, hints={**stage.hints, HINT: codec.to_json(champion)})
 

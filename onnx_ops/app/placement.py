@@ -1,0 +1,240 @@
+"""Stages on workers of work pools: what is sent, what comes back, and what a worker refuses."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from onnx_ops import codec, plugins
+from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_json, hex_digits
+from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.pipeline import PLACEABLE, TRANSLATIONS, Stage, StageKind
+from onnx_ops.domain.quantities import Json
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import (
+    ConflictError,
+    CorruptStateError,
+    MeasurementError,
+    OnnxOpsError,
+    RefusedError,
+    from_document,
+)
+from onnx_ops.pipeline.stage_settings import REVISIONS, get_pool, is_isolated
+from onnx_ops.pipeline.stages.champion import HINT, attach_champion, read_champion
+from onnx_ops.pipeline.user_code import CODE, collect_user_code, find_code_file
+from onnx_ops.ports import Observer, PlacedStage, Pools, Ports, Store
+from onnx_ops.scratch import Scratch
+
+if TYPE_CHECKING:
+    from onnx_ops.app.project import Project
+
+_ERROR = "error.json"
+_LIBRARIES = "custom_ops"
+_CHAMPION = "champion"
+
+
+def build_request(stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> dict[str, Json]:
+    """Return a stage and its inputs as JSON."""
+    return {
+        "stage": codec.to_json(stage),
+        "key": key,
+        "inputs": {name: dict(manifest.files) for name, manifest in inputs.items()},
+    }
+
+
+def parse_request(request: Mapping[str, Json]) -> tuple[Stage, Digest, Mapping[str, Manifest]]:
+    """Return the arguments of `build_request`."""
+    stage = codec.from_json(request["stage"], Stage, where="request")
+    files = codec.from_json(request["inputs"], dict[str, dict[str, Digest]], where="request")
+    return stage, Digest(str(request["key"])), {name: Manifest(files=content) for name, content in files.items()}
+
+
+def ask(
+    pools: Pools,
+    ports: Ports,
+    stage: Stage,
+    key: Digest,
+    inputs: Mapping[str, Manifest],
+    *,
+    place: str,
+    renew: bool = False,
+) -> Manifest:
+    """Return the result that a worker of the stage's pool computes, or has computed for somebody else.
+
+    The request and everything that it needs are in the store: the inputs, the user's code, libraries of operators, and
+    the champion that a benchmark is compared with.
+
+    Args:
+        place: the store, for messages on the other machine.
+        renew: compute the result anew, even if it is known.
+
+    Raises:
+        OnnxOpsError: what the worker raised, or why no worker has done it.
+    """
+    prepared = attach_champion(stage, ports) if stage.kind is StageKind.BENCHMARK else stage
+    files, paths = dict[str, Json](), dict[str, Json]()
+    for name, path, travels_as in _list_files(prepared, inputs, ports):
+        if path.is_dir():
+            files |= {f"{name}/{file.name}": ports.store.put_file(file) for file in sorted(path.iterdir())}
+        else:
+            files[name] = ports.store.put_file(path)
+        if travels_as:
+            paths[travels_as] = name
+    request = {**build_request(stage, key, inputs), "hints": dict(prepared.hints), "files": files, "paths": paths}
+    placed = PlacedStage(
+        pool=get_pool(stage),
+        kind=stage.kind,
+        title=stage.id,
+        key=f"{key}/{uuid.uuid4().hex}" if renew else key,
+        parameters={"request": ports.store.put_bytes(canonical_json(request)), "store": place},
+        timeout=stage.timeout,
+    )
+    ended = pools.run(placed, lambda: not renew and _take(stage, key, ports.store) is not None)
+    if (failed := ports.store.lookup(_error_key(ended.run))) is not None:
+        raise from_document(json.loads(ports.store.read(failed[_ERROR])))
+    if ended.failed:
+        raise MeasurementError(f"a worker of pool {placed.pool} refused it", where=stage.id, why=ended.message)
+    if (result := _take(stage, key, ports.store)) is None:
+        raise MeasurementError(
+            f"the worker of pool {placed.pool} has ended, and its result is not in the store",
+            where=stage.id,
+            remedy="Give both machines one store: `store` in onnx-ops.toml, such as s3://bucket/onnx-ops.",
+        )
+    return result
+
+
+def _take(stage: Stage, key: Digest, store: Store) -> Manifest | None:
+    """Return the recorded result, unless a machine measured it that the target does not accept."""
+    result = store.lookup(key)
+    if result is None or stage.kind is not StageKind.BENCHMARK:
+        return result
+    evidence = codec.loads(store.read(result["evidence.json"]), Evidence)
+    hints: Mapping[str, Any] = stage.hints
+    target = codec.from_json(hints["target"], Target, where=stage.id)
+    return None if target.requires.lacking(evidence.hardware) else result
+
+
+def _list_files(stage: Stage, inputs: Mapping[str, Manifest], ports: Ports) -> Iterator[tuple[str, Path, str]]:
+    """Yield what a stage reads besides its inputs: name over there, file or folder, and the path in hints, if any."""
+    settings: Mapping[str, Any] = stage.settings
+    hints: Mapping[str, Any] = stage.hints
+    metrics = [entry["definition"] for entry in (*settings.get("metrics", ()), *filter(None, [settings.get("metric")]))]
+    modules = {metric["use"] for metric in metrics if metric.get("use")}
+    modules |= {reference for reference in (settings.get("run"),) if reference}
+    modules |= {table for table in (settings.get("section", {}).get("options", {}).get(TRANSLATIONS),) if table}
+    for manifest in inputs.values():  # the classes of a trained model
+        if CODE in manifest:
+            modules |= set(json.loads(ports.store.read(manifest[CODE]))["modules"])
+    if modules:
+        code = collect_user_code(sorted(modules), ports.root, tuple(hints.get("depends", ())))
+        if settings.get("code", digest_json(dict(code.files))) != digest_json(dict(code.files)):
+            raise ConflictError("its code changed after the plan", where=stage.id, remedy="Run the pipeline again.")
+        for name in code.files:
+            yield name, find_code_file(name, ports.root), ""
+    for library in _list_libraries(hints):
+        yield f"{_LIBRARIES}/{hex_digits(library['digest'])}.so", Path(library["path"]), library["path"]
+    if HINT in hints and (champion := read_champion(stage, ports)) is not None:
+        yield _CHAMPION, Path(champion.location), champion.location
+
+
+def _list_libraries(hints: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the libraries of custom operators in the hints of a stage."""
+    if isinstance(hints, Mapping) and {"path", "digest", "domains"} <= hints.keys():
+        yield hints
+    elif isinstance(hints, (Mapping, list, tuple)):
+        for value in hints.values() if isinstance(hints, Mapping) else hints:
+            yield from _list_libraries(value)
+
+
+def answer(project: Project, request: str, *, place: str, run: str, observer: Observer) -> OnnxOpsError | None:
+    """Execute a stage for somebody who asked, on the worker's side; record its result under the stage's key.
+
+    Args:
+        project: of the worker: its store, its isolated environments, its installation.
+        request: digest of the request in the store.
+        place: the store of who asked.
+        run: an identifier of this execution, under which its error is recorded.
+        observer: gets the progress.
+
+    Returns:
+        The error of the stage, if it failed.
+
+    Raises:
+        ConflictError: the two sides differ in their store or in their packages.
+        RefusedError: the request is not one that a worker executes.
+    """
+    store = project.ports.store
+    try:
+        document = json.loads(store.read(Digest(request)))
+    except CorruptStateError as error:
+        raise ConflictError(
+            f"the request is not in this worker's store, {project.settings.store}, but in {place}",
+            where=f"worker on {platform.node()}",
+            remedy="Give both machines one store: `store` in onnx-ops.toml, such as s3://bucket/onnx-ops.",
+        ) from error
+    stage, key, inputs = parse_request(document)
+    _require_same_release(stage)
+    with Scratch() as root:
+        for name, digest in document["files"].items():
+            path = root / _checked_name(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(store.path(digest), path)
+        places = {path: str(root / _checked_name(name)) for path, name in document["paths"].items()}
+        hints: Any = _relocated({**document["hints"], "pool": ""}, places)
+        # Its own root, so that it executes the code that was sent and no other.
+        there = replace(project, settings=replace(project.settings, root=root), ports=replace(project.ports, root=root))
+        handler = there.handler(observer=observer)
+        perform = handler.perform
+        handler = replace(handler, perform=lambda stage, key, inputs: perform(replace(stage, hints=hints), key, inputs))
+        try:
+            handler.execute(stage, key, inputs)
+        except OnnxOpsError as error:
+            failure = json.dumps(error.as_document()).encode("utf-8")
+            store.record(_error_key(run), Manifest(files={_ERROR: store.put_bytes(failure)}))
+            return error
+    return None
+
+
+def _require_same_release(stage: Stage) -> None:
+    """Raise an error if this installation would not compute what was asked for."""
+    here = f"worker on {platform.node()}"
+    if stage.kind not in PLACEABLE:
+        raise RefusedError(f"a worker does not execute {stage.kind.value} stages", where=here)
+    revision = stage.settings.get("revision")
+    differs = dict[str, tuple[object, object]]()
+    if revision != REVISIONS[stage.kind]:
+        differs["revision of the stage"] = (REVISIONS[stage.kind], revision)
+    if stage.kind is not StageKind.BENCHMARK and not is_isolated(stage):  # evidence names the versions that measured
+        found = {name: plugins.version(name) for name in stage.tools if name != "python"}
+        found |= {"python": ".".join(platform.python_version_tuple()[:2])} if "python" in stage.tools else {}
+        differs |= {name: (found[name], asked) for name, asked in stage.tools.items() if found[name] != asked}
+    if differs:
+        what = "; ".join(f"{name} is {found} here, {asked} was asked for" for name, (found, asked) in differs.items())
+        remedy = "Install the same versions on both machines."
+        raise ConflictError(f"it would not compute the same: {what}", where=here, remedy=remedy)
+
+
+def _checked_name(name: str) -> PurePosixPath:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        raise RefusedError(f"a file of the request would lie elsewhere: {name!r}", where="request")
+    return path
+
+
+def _relocated(value: Any, places: Mapping[str, str]) -> Any:
+    """Return a document with other paths in place of those that are keys of `places`."""
+    if isinstance(value, dict):
+        return {name: _relocated(entry, places) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_relocated(entry, places) for entry in value]
+    return places.get(value, value) if isinstance(value, str) else value
+
+
+def _error_key(run: str) -> Digest:
+    return digest_json(["error", run])

@@ -1,0 +1,237 @@
+"""A worker of a Prefect work pool that stays warm: it forks for each stage, and so starts one without any import."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from prefect import State, flow, runtime
+from prefect.client.orchestration import get_client
+from prefect.exceptions import ObjectAlreadyExists
+from prefect.flow_engine import run_flow
+from prefect.logging import get_logger, get_run_logger
+from prefect.logging.handlers import APILogHandler
+from prefect.states import Cancelled, Completed, Pending
+
+from onnx_ops.adapters.isolation.process import describe_exit
+from onnx_ops.app.placement import answer
+from onnx_ops.app.project import Project
+from onnx_ops.domain.pipeline import PLACEABLE, Stage, StageKind
+from onnx_ops.orchestration.environment import project_of
+from onnx_ops.orchestration.flows import ends_as_failed
+from onnx_ops.orchestration.pools import CLAIMED, FLOW, HEARTBEAT_S, declare_crashed, is_final, is_unavailable
+from onnx_ops.orchestration.tasks import failed
+from onnx_ops.pipeline import SilentObserver
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import FlowRun
+
+_POLL_S = 0.5
+_GRACE_S = 5.0
+"""Seconds between SIGTERM and SIGKILL of a stage that is cancelled."""
+
+_LOG = get_logger("onnx_ops.work")
+
+
+@flow(name=FLOW, persist_result=False)
+@ends_as_failed
+def work(request: str, store: str, asker: str) -> State[Any]:
+    """Execute one stage of a pipeline on this machine; its result is recorded in the shared store.
+
+    Args:
+        request: Digest of the request in the store; not written by hand.
+        store: The store of who asked.
+        asker: Identifies who asked first.
+    """
+    del asker
+    run = runtime.flow_run.id
+    with project_of(()) as project, _watched(project, UUID(run)):
+        error = answer(project, request, place=store, run=run, observer=_Log(get_run_logger()))
+    return Completed(message="its result is in the store") if error is None else failed(error)
+
+
+class _Log(SilentObserver):
+    """Writes the progress of a stage to the log of its flow run."""
+
+    def __init__(self, logger: logging.Logger | logging.LoggerAdapter[Any]) -> None:
+        self._logger = logger
+
+    def progressed(self, stage: Stage, line: str) -> None:
+        """Write one line."""
+        self._logger.info("%s: %s", stage.id, line)
+
+
+@contextlib.contextmanager
+def _watched(project: Project, run: UUID) -> Iterator[None]:
+    """Send heartbeats of a flow run, and end its processes and this one when it is cancelled.
+
+    A heartbeat is an update of the run with the name that it has: its time of update is what who asked looks at.
+    """
+    done = threading.Event()
+
+    def watch() -> None:
+        sent = 0.0
+        with get_client(sync_client=True) as client:
+            while not done.wait(1.0):
+                with contextlib.suppress(Exception):  # the server may be away; the work goes on
+                    found = client.read_flow_run(run)
+                    if is_final(found.state):
+                        project.running.end()
+                        if found.state is not None and found.state.is_cancelling():
+                            client.set_flow_run_state(run, Cancelled(message="its processes were ended"), force=True)
+                        os._exit(1)
+                    if time.monotonic() - sent > HEARTBEAT_S:
+                        client.update_flow_run(run, name=found.name)
+                        sent = time.monotonic()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(timeout=HEARTBEAT_S)
+
+
+def create_pool(client: SyncPrefectClient, pool: str) -> None:
+    """Create what is missing of a work pool, its work queues and its deployment."""
+    from prefect.client.schemas.actions import WorkPoolCreate
+
+    with contextlib.suppress(ObjectAlreadyExists):
+        client.create_work_pool(WorkPoolCreate(name=pool, type="process", description="Stages of onnx-ops."))
+    for kind in PLACEABLE:
+        with contextlib.suppress(ObjectAlreadyExists):
+            client.create_work_queue(kind.value, work_pool_name=pool)
+    client.create_deployment(
+        flow_id=client.create_flow_from_name(FLOW),
+        name=pool,
+        entrypoint=f"{work.fn.__module__}.{work.fn.__name__}",
+        work_pool_name=pool,
+        enforce_parameter_schema=False,
+        job_variables={"stream_output": False},
+    )
+
+
+@dataclass(kw_only=True)
+class PoolWorker:
+    """Executes the stages that wait in a pool, each in a fork of this process.
+
+    This process must have one thread only: a fork of another one inherits locks that nobody releases.
+    """
+
+    pool: str
+    kinds: Sequence[StageKind] = PLACEABLE
+    limit: int = 1
+    name: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
+    stages: dict[int, FlowRun] = field(default_factory=dict)
+    """Flow runs under way, by process."""
+    _ended: dict[UUID, str] = field(default_factory=dict)
+    """Flow runs whose processes have ended and whose states are still to be looked at."""
+    _stopping: bool = False
+    _away: bool = False
+
+    def run(self, client: SyncPrefectClient) -> None:
+        """Work until SIGTERM or SIGINT, which lets the running stages finish; a second one ends them."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        create_pool(client, self.pool)
+        heartbeat = polled = -HEARTBEAT_S
+        _LOG.info("worker %s of pool %s takes: %s", self.name, self.pool, ", ".join(self.kinds))
+        while not self._stopping or self.stages or self._ended:
+            now = time.monotonic()
+            with self._outlasting(client):
+                if now - heartbeat >= HEARTBEAT_S:
+                    client.send_worker_heartbeat(self.pool, self.name, HEARTBEAT_S)
+                    heartbeat = now
+                self._reap(client)
+                free = self.limit - len(self.stages)
+                if not self._stopping and (free > 0 or now - polled >= HEARTBEAT_S):
+                    polled = now  # also without a free place: the time of the last poll shows that somebody is here
+                    for run in self._waiting(client)[:free]:
+                        self._take(client, run)
+            time.sleep(_POLL_S)
+        with contextlib.suppress(Exception):  # it counts as gone soon anyway
+            place = {"work_pool_name": self.pool, "name": self.name}
+            client.request("DELETE", "/work_pools/{work_pool_name}/workers/{name}", path_params=place)
+
+    def _stop(self, number: int, frame: object) -> None:
+        del number, frame
+        if self._stopping:
+            for pid in self.stages:
+                _end(pid)
+        self._stopping = True
+
+    @contextlib.contextmanager
+    def _outlasting(self, client: SyncPrefectClient) -> Iterator[None]:
+        """Go on when the server is away: what is under way continues, and what waits stays there."""
+        try:
+            yield
+        except Exception as error:
+            if not is_unavailable(error):
+                raise
+            if not self._away:
+                _LOG.warning("%s does not answer (%s); trying again", client.api_url, type(error).__name__)
+            self._away = True
+        else:
+            if self._away:
+                _LOG.info("%s answers again", client.api_url)
+            self._away = False
+
+    def _waiting(self, client: SyncPrefectClient) -> list[FlowRun]:
+        found = client.get_scheduled_flow_runs_for_work_pool(self.pool, [kind.value for kind in self.kinds])
+        return [entry.flow_run for entry in found]
+
+    def _take(self, client: SyncPrefectClient, run: FlowRun) -> None:
+        """Start a stage, unless another worker was faster."""
+        result: Any = client.set_flow_run_state(run.id, Pending(name=CLAIMED, message=f"taken by worker {self.name}"))
+        if result.status != "ACCEPT":
+            return
+        pid = os.fork()
+        if pid == 0:
+            _execute(run)
+        _LOG.info("%s: started, process %d", run.name, pid)
+        self.stages[pid] = run
+
+    def _reap(self, client: SyncPrefectClient) -> None:
+        """Report the ends of processes; a run that did not end by itself has crashed."""
+        for pid, run in tuple(self.stages.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)  # what a killed stage has left
+                del self.stages[pid]
+                self._ended[run.id] = describe_exit(os.waitstatus_to_exitcode(status))
+                _LOG.info("%s: ended with %s", run.name, self._ended[run.id])
+        for run_id, how in tuple(self._ended.items()):
+            if not is_final(client.read_flow_run(run_id).state):
+                declare_crashed(client, run_id, f"its process on worker {self.name} ended with {how}")
+            del self._ended[run_id]
+
+
+def _execute(run: FlowRun) -> None:
+    """Run a flow run in this process, a fork of the worker, and end the process."""
+    code = 1
+    try:
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        state: Any = run_flow(work, flow_run=run, parameters=run.parameters, return_type="state")
+        code = 0 if state.is_completed() else 1
+        APILogHandler().flush()
+    finally:
+        os._exit(code)
+
+
+def _end(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGTERM)

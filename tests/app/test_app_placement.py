@@ -1,0 +1,260 @@
+"""Stages for other machines: what travels, what comes back, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onnx_ops import codec
+from onnx_ops.app.placement import answer as answer_request
+from onnx_ops.app.placement import ask, build_request
+from onnx_ops.app.project import Project, open_project
+from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_bytes, digest_file
+from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.domain.quantities import Json
+from onnx_ops.errors import ConflictError, MeasurementError, OnnxOpsError, RefusedError, UserError
+from onnx_ops.pipeline import SilentObserver, collect_user_code
+from onnx_ops.pipeline.stage_settings import REVISIONS
+from onnx_ops.ports import EndedRun, PlacedStage, Pools
+from tests.support.evidence import make_evidence
+
+KEY = digest_bytes(b"key")
+SHARED = "store"
+
+TRAINING = """
+import pathlib
+from helpers import scale
+from sklearn.dummy import DummyClassifier
+
+def train(data):
+    assert not pathlib.Path("unsent.txt").exists()
+    number = int(pathlib.Path("seed.txt").read_text())
+    return DummyClassifier(strategy="constant", constant=scale(number)).fit([[0], [1]], [0, scale(number)])
+
+def fail(data):
+    raise ValueError("no such luck")
+"""
+
+
+class Nearby(Pools):
+    """A pool whose worker is this process, in a project of its own; keeps what it was asked for."""
+
+    def __init__(self, worker: Project) -> None:
+        self.worker = worker
+        self.asked: list[PlacedStage] = []
+
+    def run(self, stage: PlacedStage, is_done: Callable[[], bool]) -> EndedRun:
+        self.asked.append(stage)
+        if is_done():
+            return EndedRun(run="earlier")
+        run = f"run-{len(self.asked)}"
+        store, request = stage.parameters["store"], stage.parameters["request"]
+        try:
+            error = answer_request(self.worker, request, place=store, run=run, observer=SilentObserver())
+        except OnnxOpsError as refusal:
+            error = refusal
+        return EndedRun(run=run, failed=error is not None, message=str(error))
+
+    def cancel(self) -> None: ...
+
+    def work(self, pool: str, kinds: Sequence[StageKind], *, limit: int) -> None:
+        raise NotImplementedError
+
+
+def project(root: Path, store: str = SHARED) -> Project:
+    root.mkdir()
+    (root / "onnx-ops.toml").write_text(f'store = "{root.parent / store}"\n')
+    return open_project(root)
+
+
+@pytest.fixture
+def asker(tmp_path: Path) -> Project:
+    made = project(tmp_path / "asker")
+    root = made.settings.root
+    (root / "training.py").write_text(TRAINING)
+    (root / "helpers.py").write_text("def scale(number): return 3 * number\n")
+    (root / "seed.txt").write_text("2")
+    (root / "unsent.txt").write_text("stays here")
+    return made
+
+
+@pytest.fixture
+def executed(worker: Project, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the worker executes, without a process and a framework; each execution has another result."""
+    stages: list[str] = []
+
+    def execute(stage: Stage, *_: object) -> Manifest:
+        stages.append(stage.id)
+        evidence = worker.ports.store.put_bytes(codec.dumps(make_evidence()))
+        return Manifest(files={"evidence.json": evidence})
+
+    monkeypatch.setattr("onnx_ops.app.execution.execute", execute)
+    monkeypatch.setattr("onnx_ops.app.execution.run_in_subprocess", lambda _, stage, *rest: execute(stage))
+    return stages
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Project:
+    return project(tmp_path / "worker")
+
+
+def train_stage(asker: Project, function: str = "train") -> Stage:
+    code = collect_user_code(("training",), asker.settings.root, ("seed.txt",))
+    settings: dict[str, Json] = {
+        "run": f"training:{function}",
+        "with_": {},
+        "framework": "sklearn",
+        "revision": REVISIONS[StageKind.TRAIN],
+        "code": digest_of(code.files),
+    }
+    hints: dict[str, Any] = {"pool": "gpu", "depends": ["seed.txt"]}
+    return Stage(id="train", kind=StageKind.TRAIN, settings=settings, hints=hints, own_process=True)
+
+
+def digest_of(files: Mapping[str, Digest]) -> Digest:
+    return digest_bytes(canonical_json(dict(files)))
+
+
+def asked(pools: Nearby, asker: Project, stage: Stage, renew: bool = False) -> Manifest:
+    return ask(pools, asker.ports, stage, KEY, {}, place=asker.settings.store, renew=renew)
+
+
+def test_training_runs_elsewhere_with_the_code_and_files_that_it_names(
+    asker: Project, worker: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a pickle was read from the store")
+
+    monkeypatch.setattr(pickle, "loads", refuse)
+    monkeypatch.setattr(pickle, "load", refuse)
+    pools = Nearby(worker)
+    found = asked(pools, asker, train_stage(asker))
+    assert pools.asked[0].pool == "gpu"
+    assert len(json.dumps(dict(pools.asked[0].parameters))) < 500
+    assert "trained/model.joblib" in found
+    assert asker.ports.store.lookup(KEY) == found
+    assert not any(worker.settings.root.glob("*.py"))
+
+
+def test_a_result_that_is_known_is_taken_and_a_renewed_one_is_not(
+    asker: Project, worker: Project, executed: list[str]
+) -> None:
+    pools = Nearby(worker)
+    known = Manifest(files={"known": worker.ports.store.put_bytes(b"earlier")})
+    worker.ports.store.record(KEY, known)
+    stage = replace(train_stage(asker), kind=StageKind.EXPORT)
+    stage = replace(stage, settings={**stage.settings, "revision": REVISIONS[StageKind.EXPORT]})
+    assert asked(pools, asker, stage) == known
+    assert executed == []
+    assert asked(pools, asker, stage, renew=True) != known
+    assert executed == ["train"]
+    keys = [placed.key for placed in pools.asked]
+    assert keys[0] == KEY
+    assert keys[1] not in (KEY, "")
+
+
+def test_what_was_raised_there_is_raised_here(asker: Project, worker: Project) -> None:
+    with pytest.raises(UserError, match="no such luck") as caught:
+        asked(Nearby(worker), asker, train_stage(asker, "fail"))
+    assert caught.value.exit_code == 2
+
+
+def test_code_that_changed_after_the_plan_is_not_sent(asker: Project, worker: Project) -> None:
+    stage = train_stage(asker)
+    (asker.settings.root / "helpers.py").write_text("def scale(number): return 4 * number\n")
+    with pytest.raises(ConflictError, match="its code changed after the plan"):
+        asked(Nearby(worker), asker, stage)
+
+
+def test_a_worker_with_another_store_names_both(asker: Project, tmp_path: Path) -> None:
+    other = project(tmp_path / "worker", store="elsewhere")
+    with pytest.raises(MeasurementError, match="refused it") as caught:
+        asked(Nearby(other), asker, train_stage(asker))
+    assert str(tmp_path / "elsewhere") in caught.value.why
+    assert str(tmp_path / SHARED) in caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"settings": {"revision": 0}}, "revision of the stage is 1 here, 0 was asked for"),
+        ({"tools": {"scikit-learn": "0.1"}}, "0.1 was asked for"),
+        ({"tools": {"python": "2.7"}}, "2.7 was asked for"),
+        ({"kind": StageKind.GATE}, "a worker does not execute gate stages"),
+        ({"kind": StageKind.REGISTER}, "a worker does not execute register stages"),
+    ],
+)
+def test_a_worker_refuses_what_it_would_not_compute_alike(
+    asker: Project, worker: Project, changes: dict[str, Any], message: str
+) -> None:
+    stage = replace(train_stage(asker), **changes)
+    with pytest.raises(MeasurementError) as caught:
+        asked(Nearby(worker), asker, stage)
+    assert message in caught.value.why
+    assert asker.ports.store.lookup(KEY) is None
+
+
+@pytest.mark.parametrize("name", ["../outside.py", "/etc/cron.d/job", "a/../../b", ""])
+def test_files_of_a_request_stay_in_its_folder(asker: Project, worker: Project, name: str) -> None:
+    store = asker.ports.store
+    request = {
+        **build_request(train_stage(asker), KEY, {}),
+        "hints": {},
+        "files": {name: store.put_bytes(b"hostile")},
+        "paths": {},
+    }
+    digest = store.put_bytes(canonical_json(request))
+    with pytest.raises(RefusedError, match="would lie elsewhere"):
+        answer_request(worker, digest, place="", run="run", observer=SilentObserver())
+
+
+def test_libraries_travel_by_digest_to_the_place_that_the_stage_finds(
+    asker: Project, worker: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "asker" / "lib.so"
+    library.write_bytes(b"code of operators")
+    one = {"path": str(library), "digest": digest_file(library), "domains": ["acme"]}
+    seen: dict[str, Any] = {}
+
+    def execute(stage: Stage, *_: object) -> Manifest:
+        hints: Any = stage.hints
+        for place in (hints["target"]["custom_ops"][0], hints["custom_ops"]["board"][0]):
+            assert Path(place["path"]) != library
+            assert Path(place["path"]).read_bytes() == library.read_bytes()
+        seen.update(hints)
+        return Manifest(files={"evidence.json": worker.ports.store.put_bytes(b"{}")})
+
+    monkeypatch.setattr("onnx_ops.app.execution.execute", execute)
+    hints = {"pool": "gpu", "target": {"custom_ops": [one]}, "custom_ops": {"board": [one]}}
+    settings = {"revision": REVISIONS[StageKind.EXPORT]}
+    stage = Stage(id="export", kind=StageKind.EXPORT, settings=settings, hints=hints)  # type: ignore[arg-type]
+    ask(Nearby(worker), asker.ports, stage, KEY, {}, place="")
+    assert seen["pool"] == ""
+
+
+def test_a_measurement_by_a_machine_that_the_target_does_not_accept_is_not_taken(
+    asker: Project, worker: Project, executed: list[str]
+) -> None:
+    evidence = make_evidence()
+    digest = worker.ports.store.put_bytes(codec.dumps(evidence))
+    worker.ports.store.record(KEY, Manifest(files={"evidence.json": digest}))
+    for cores, runs in ((evidence.hardware.cores, list[str]()), (evidence.hardware.cores + 1, ["benchmark"])):
+        target: Json = {"name": "board", "pool": "gpu", "requires": {"cores": cores}}
+        stage = Stage(
+            id="benchmark",
+            kind=StageKind.BENCHMARK,
+            settings={"revision": REVISIONS[StageKind.BENCHMARK], "model": ""},
+            hints={"pool": "gpu", "target": target, "champion": None},
+        )
+        if runs:
+            with pytest.raises(MeasurementError, match="its result is not in the store"):
+                asked(Nearby(worker), asker, stage)
+        else:
+            asked(Nearby(worker), asker, stage)
+        assert executed == runs
