@@ -29,7 +29,7 @@ from onnx_ops.errors import ConfigError, MissingPackageError, OnnxOpsError, User
 from onnx_ops.plugins import has_extra, imported, missing_package
 
 if TYPE_CHECKING:
-    from onnx_ops.app.project import Project
+    from onnx_ops.app.context import Project
     from onnx_ops.release.reconcile import StepReport
 
 F = TypeVar("F", bound=Callable[..., None])
@@ -104,9 +104,9 @@ def handle_errors(command: Callable[P, R]) -> Callable[P, R]:
 
 def open_project() -> Project:
     """Return the project around the working directory."""
-    from onnx_ops.app import project
+    from onnx_ops.app import context
 
-    return project.open_project()
+    return context.open_project()
 
 
 def parse_duration(text: str, option: str) -> float:

@@ -14,7 +14,8 @@ from packaging.version import Version
 
 from onnx_ops import plugins
 from onnx_ops.app.affected import PIPELINES
-from onnx_ops.app.project import Project, check
+from onnx_ops.app.context import Project
+from onnx_ops.app.project import check
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.cli.endpoints import describe_pending
 from onnx_ops.domain.artifact import short_digest

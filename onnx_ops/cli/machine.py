@@ -24,7 +24,7 @@ from onnx_ops.protocol.server_process import ServerOptions
 from onnx_ops.scratch import Scratch
 
 if TYPE_CHECKING:
-    from onnx_ops.app.project import Project
+    from onnx_ops.app.context import Project
     from onnx_ops.domain.target import Target
     from onnx_ops.ports import Runtime
 
@@ -104,7 +104,7 @@ def work(
     if odd := [kind for kind in wanted if kind not in PLACEABLE]:
         remedy = f"Those that do: {', '.join(PLACEABLE)}."
         raise UserError(f"{', '.join(odd)} stages do not run in pools", where="--kinds", remedy=remedy)
-    open_project().running.pools.work(pool, wanted, limit=limit)
+    open_project().running().pools.work(pool, wanted, limit=limit)
 
 
 def _with_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -39,7 +39,7 @@ from onnx_ops.errors import StillPendingError, UserError
 from onnx_ops.plugins import EXTRAS, absent, install_hint
 
 if TYPE_CHECKING:
-    from onnx_ops.app.project import Project
+    from onnx_ops.app.context import Project
     from onnx_ops.ports import Ports
     from onnx_ops.release.status import RolloutView
 

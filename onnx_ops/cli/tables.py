@@ -23,7 +23,7 @@ from onnx_ops.reporting.description import ResultRow, result_table
 from onnx_ops.reporting.formatting import format_figure, format_interval
 
 if TYPE_CHECKING:
-    from onnx_ops.app.project import Project
+    from onnx_ops.app.context import Project
     from onnx_ops.app.results import Summary
     from onnx_ops.domain.evidence import Evidence
     from onnx_ops.domain.pipeline import Plan
