@@ -24,9 +24,9 @@ import requests
 
 from benchmarks.registries.databases import create_database, populate, postgresql, why_no_postgresql
 from benchmarks.truth.page import fill, markdown
+from onnx_ops.adapters.files import open_objects
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.ledgers.log import ObjectLedger
-from onnx_ops.adapters.objects import open_objects
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig

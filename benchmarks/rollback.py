@@ -26,7 +26,7 @@ from pathlib import Path
 
 from benchmarks.truth.claims import Claim, summary
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
-from onnx_ops.app.project import open_project
+from onnx_ops.app.context import open_project
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_policy import RolloutPolicy

@@ -25,7 +25,8 @@ sys.path.insert(0, str(PLUGINS))
 
 from synthetic_project import in_this_process, write_project  # noqa: E402
 
-from onnx_ops.app.project import Project, execute, open_project, prepare  # noqa: E402
+from onnx_ops.app.context import Project, open_project  # noqa: E402
+from onnx_ops.app.project import execute, prepare  # noqa: E402
 from onnx_ops.app.results import summarize  # noqa: E402
 from onnx_ops.domain.pipeline import StageStatus  # noqa: E402
 

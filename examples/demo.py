@@ -142,7 +142,7 @@ def roll_out(load: Load, *, ends: int) -> None:
 
 def stop() -> int:
     from onnx_ops.adapters.endpoints.local import LocalEndpoints
-    from onnx_ops.app.project import open_project
+    from onnx_ops.app.context import open_project
     from onnx_ops.release.journal import Journal
 
     project = open_project(ROOT)

@@ -50,6 +50,8 @@ def from_json(value: object, kind: TypeForm[T], *, where: str = "") -> T:
     Raises:
         CorruptStateError: it does not describe one.
     """
+    if is_dataclass(kind) and not isinstance(value, dict):  # cattrs takes [] for an object without keys
+        raise CorruptStateError(f"not a {getattr(kind, '__name__', kind)}", where=where, why="it is not a JSON object")
     try:
         return _converter().structure(value, cast("type[T]", kind))
     except (BaseValidationError, ValueError, TypeError, KeyError, AttributeError) as error:

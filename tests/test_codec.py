@@ -221,6 +221,12 @@ def test_what_is_no_json_is_corrupt_state(data: bytes) -> None:
         codec.loads(data, Manifest, where="somewhere")
 
 
+@pytest.mark.parametrize("data", [b"[]", b'"stable"', b"1", b"null", b'{"stable": 5}', b'{"stable": null, "extra": 1}'])
+def test_what_is_no_object_of_the_dataclass_is_corrupt_state(data: bytes) -> None:
+    with pytest.raises(CorruptStateError):
+        codec.loads(data, Roles)
+
+
 def test_a_rollout_is_shown_as_json_with_its_evidence() -> None:
     path = EvidencePath(name="errors", requests=(1,), log10_evidence=(0.5,), limit=1.3)
     assert get_type_hints(RolloutView)["evidence"] == tuple[EvidencePath, ...]

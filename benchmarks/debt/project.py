@@ -16,10 +16,10 @@ from typing import Any, cast
 
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_client import RetryPolicy
+from onnx_ops.adapters.files import LocalObjects
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.ledgers.log import ObjectLedger
-from onnx_ops.adapters.objects import LocalObjects
-from onnx_ops.app.project import open_project
+from onnx_ops.app.context import open_project
 from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, serves_only

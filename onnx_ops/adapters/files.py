@@ -1,24 +1,39 @@
-"""Files of this machine: durable, created once, private, locked, appended to."""
+"""Files of this machine: durable, created once, private, locked, appended to; and named objects.
+
+Two promises carry the store and the ledger: writing an object is atomic (a reader sees the old content or the new), and
+creating one succeeds for exactly one of several writers. Objects are files of a local folder, or of a file system that
+fsspec knows.
+"""
 
 from __future__ import annotations
 
+import datetime
 import fcntl
 import hashlib
 import json
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from onnx_ops.adapters.retry import wait_until
-from onnx_ops.errors import ConflictError, RefusedError
+from typing_extensions import override
+
+from onnx_ops.errors import ConflictError, RefusedError, ServiceUnavailableError, storage_errors
+from onnx_ops.plugins import imported, missing_package
 
 TEMPORARY = ".tmp-"
 """Begins the name of a file that is being written, or whose writer was killed."""
 UNFINISHED_S = 3600.0
 """Age at which such a file counts as left by a killed writer."""
+_TIME_KEYS = ("LastModified", "last_modified", "mtime", "created")
+"""Names of an object's modification time, by file system."""
 
 
 def fsync_path(path: Path) -> None:
@@ -114,6 +129,16 @@ def try_lock(descriptor: int, kind: int) -> bool:
     return True
 
 
+def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
+    """Return whether a condition becomes true within the time."""
+    deadline = time.monotonic() + timeout_s
+    while not is_done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 class FileJournal:
     """A journal of one writer: a line with digest and JSON for each document."""
 
@@ -159,3 +184,226 @@ class FileJournal:
 
 def _digest(text: bytes) -> bytes:
     return hashlib.sha256(text).hexdigest().encode("ascii")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedObject:
+    """An object in a listing; written `at` seconds after the epoch."""
+
+    name: str
+    size_bytes: int
+    at: float
+
+
+class ObjectStore(ABC):
+    """Objects by name. `place` is the root without a password, for display."""
+
+    place: str
+
+    @abstractmethod
+    def read(self, name: str) -> bytes | None:
+        """Return the content; None if there is no such object."""
+
+    @abstractmethod
+    def write(self, name: str, data: bytes) -> None:
+        """Write or replace an object."""
+
+    @abstractmethod
+    def create(self, name: str, data: bytes) -> bool:
+        """Write an object if its name is free; return whether it was."""
+
+    @abstractmethod
+    def list_names(self, prefix: str) -> list[str]:
+        """Return the names directly below a prefix, folders included, sorted."""
+
+    @abstractmethod
+    def list_objects(self, prefix: str) -> list[ListedObject]:
+        """Return all objects below a prefix by name, unfinished local ones, too."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Delete an object; no error if it does not exist."""
+
+    @abstractmethod
+    def upload(self, name: str, path: Path) -> None:
+        """Write an object from a local file."""
+
+    @abstractmethod
+    def download(self, name: str, path: Path) -> bool:
+        """Copy an object to a local file; return False if there is no such object."""
+
+
+def open_objects(url: str) -> ObjectStore:
+    """Return the objects under a local path or a URL such as `s3://bucket/prefix`."""
+    if "://" not in url or url.startswith("file://"):
+        return LocalObjects(Path(urlsplit(url).path if url.startswith("file://") else url))
+    return FsspecObjects(url)
+
+
+class LocalObjects(ObjectStore):
+    """Objects as files below a folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.place = str(root)
+
+    @override
+    @storage_errors()
+    def read(self, name: str) -> bytes | None:
+        with suppress(FileNotFoundError):
+            return (self.root / name).read_bytes()
+        return None
+
+    @override
+    @storage_errors()
+    def write(self, name: str, data: bytes) -> None:
+        with durable_file(self.root / name) as temporary:
+            temporary.write_bytes(data)
+
+    @override
+    @storage_errors()
+    def create(self, name: str, data: bytes) -> bool:
+        return create_file(self.root / name, data)
+
+    @override
+    @storage_errors()
+    def list_names(self, prefix: str) -> list[str]:
+        folder = self.root / prefix
+        if not folder.is_dir():
+            return []
+        return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(TEMPORARY))
+
+    @override
+    @storage_errors()
+    def list_objects(self, prefix: str) -> list[ListedObject]:
+        objects = []
+        for path in sorted((self.root / prefix).rglob("*")):
+            with suppress(FileNotFoundError):  # deleted in the meantime
+                status = path.stat()
+                if path.is_file():
+                    name = path.relative_to(self.root).as_posix()
+                    objects.append(ListedObject(name=name, size_bytes=status.st_size, at=status.st_mtime))
+        return objects
+
+    @override
+    @storage_errors()
+    def delete(self, name: str) -> None:
+        (self.root / name).unlink(missing_ok=True)
+
+    @override
+    @storage_errors()
+    def upload(self, name: str, path: Path) -> None:
+        with durable_file(self.root / name) as temporary:
+            shutil.copyfile(path, temporary)
+
+    @override
+    @storage_errors()
+    def download(self, name: str, path: Path) -> bool:
+        with suppress(FileNotFoundError):
+            with (self.root / name).open("rb") as source, durable_file(path) as temporary, temporary.open("wb") as sink:
+                shutil.copyfileobj(source, sink)
+            return True
+        return False
+
+    def sweep(self, prefix: str) -> None:
+        """Delete what killed writers left directly below a prefix more than an hour ago."""
+        before = time.time() - UNFINISHED_S  # noqa: TID251 (compared with times of the file system)
+        for path in (self.root / prefix).glob(f"{TEMPORARY}*"):
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime < before:
+                    path.unlink()
+
+
+class FsspecObjects(ObjectStore):
+    """Objects on a remote file system; `create` sends `If-None-Match: *`."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        parts = urlsplit(url)
+        user, _, host = parts.netloc.rpartition("@")  # abfs://CONTAINER@ACCOUNT holds no secret
+        self.place = f"{parts.scheme}://{host if ':' in user else parts.netloc}{parts.path}"
+        try:
+            self._fs: Any
+            self._fs, self._root = fsspec.core.url_to_fs(url)
+        except ImportError as error:
+            raise missing_package(imported(error), where=self.place, why=str(error)) from error
+
+    @override
+    def read(self, name: str) -> bytes | None:
+        with self._errors(), suppress(FileNotFoundError):
+            return bytes(self._fs.cat_file(self._path(name)))
+        return None
+
+    @override
+    def write(self, name: str, data: bytes) -> None:
+        with self._errors():
+            self._make_folder(name)
+            self._fs.pipe_file(self._path(name), data)
+
+    @override
+    def create(self, name: str, data: bytes) -> bool:
+        with self._errors():
+            self._make_folder(name)
+            with suppress(FileExistsError):
+                self._fs.pipe_file(self._path(name), data, mode="create")
+                return True
+        return False
+
+    @override
+    def list_names(self, prefix: str) -> list[str]:
+        with self._errors(), suppress(FileNotFoundError):
+            self._fs.invalidate_cache()
+            paths = self._fs.ls(self._path(prefix), detail=False)
+            return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
+        return []
+
+    @override
+    def list_objects(self, prefix: str) -> list[ListedObject]:
+        objects, below, details = [], len(self._path("x")) - 1, dict[str, Any]()
+        with self._errors():
+            self._fs.invalidate_cache()
+            with suppress(FileNotFoundError):
+                details = self._fs.find(self._path(prefix), detail=True)
+            for path, info in sorted(details.items()):
+                at = next((info[key] for key in _TIME_KEYS if info.get(key) is not None), None)
+                at = self._fs.modified(path) if at is None else at
+                if isinstance(at, datetime.datetime):
+                    at = (at if at.tzinfo is not None else at.replace(tzinfo=datetime.UTC)).timestamp()
+                objects.append(ListedObject(name=path[below:], size_bytes=int(info["size"] or 0), at=float(at)))
+        return objects
+
+    @override
+    def delete(self, name: str) -> None:
+        with self._errors():
+            if self._fs.exists(self._path(name)):
+                self._fs.rm_file(self._path(name))
+
+    @override
+    def upload(self, name: str, path: Path) -> None:
+        with self._errors():
+            self._make_folder(name)
+            self._fs.put_file(str(path), self._path(name))
+
+    @override
+    def download(self, name: str, path: Path) -> bool:
+        with suppress(FileNotFoundError), self._errors(), durable_file(path) as temporary:
+            self._fs.get_file(self._path(name), str(temporary))
+            return True
+        return False
+
+    def _make_folder(self, name: str) -> None:
+        self._fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}".rstrip("/")
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            what = "the object store does not answer"
+            raise ServiceUnavailableError(what, where=self.place, why=str(error)) from error

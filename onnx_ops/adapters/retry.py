@@ -1,4 +1,4 @@
-"""Repetition of what fails or is not done yet: retry, wait, converge."""
+"""Repetition of what fails or is not done yet: retry, converge."""
 
 from __future__ import annotations
 
@@ -20,16 +20,6 @@ def retry(call: Callable[[], T], is_transient: Callable[[Exception], bool], atte
             if not is_transient(error):
                 raise
     return call()
-
-
-def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
-    """Return whether a condition becomes true within the time."""
-    deadline = time.monotonic() + timeout_s
-    while not is_done():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def attempts(timeout_s: float, pause_s: float, *, longest_s: float = 0.0, at_least: int = 1) -> Iterator[int]:

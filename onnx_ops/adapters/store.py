@@ -13,10 +13,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from onnx_ops.adapters.files import TEMPORARY, UNFINISHED_S, fsync_path
-from onnx_ops.adapters.objects import LocalObjects, ObjectStore
+from onnx_ops.adapters.files import TEMPORARY, UNFINISHED_S, LocalObjects, ObjectStore, fsync_path
 from onnx_ops.domain.artifact import (
     Digest,
     Manifest,
@@ -218,11 +218,11 @@ def _parse_record(data: bytes | None, key: Digest) -> Manifest | None:
         return None
 
 
+@dataclass
 class ModelFolders:
     """One read-only folder per manifest, so that a rollback needs no service."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    root: Path
 
     def location(self, manifest: Digest) -> str | None:
         """Return the folder if it exists and is intact."""
@@ -253,9 +253,9 @@ class ModelFolders:
         place = self._folder(manifest.digest())
         if self.location(manifest.digest()) is not None:
             return str(place)
-        self._root.mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(parents=True, exist_ok=True)
         self._sweep()
-        temporary = Path(tempfile.mkdtemp(dir=self._root, prefix=TEMPORARY))
+        temporary = Path(tempfile.mkdtemp(dir=self.root, prefix=TEMPORARY))
         try:
             for path in sorted(folder.rglob("*")):
                 copy = temporary / path.relative_to(folder)
@@ -270,16 +270,16 @@ class ModelFolders:
             if place.exists():  # only a damaged folder is ever replaced
                 shutil.rmtree(place)
             temporary.rename(place)
-            fsync_path(self._root)
+            fsync_path(self.root)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return str(place)
 
     def kept(self) -> Sequence[StoredObject]:
         """Return every folder by its manifest's digest, with the time of its admission."""
-        if not self._root.is_dir():
+        if not self.root.is_dir():
             return ()
-        folders = {Digest(f"sha256:{entry.name}"): entry for entry in sorted(self._root.iterdir()) if entry.is_dir()}
+        folders = {Digest(f"sha256:{entry.name}"): entry for entry in sorted(self.root.iterdir()) if entry.is_dir()}
         return tuple(
             StoredObject(
                 name=folder.name,
@@ -297,7 +297,7 @@ class ModelFolders:
         folder = self._folder(manifest)
         if folder.is_dir():
             # Renamed first, so that a folder that is half deleted never counts as a whole one.
-            leaving = self._root / f"{TEMPORARY}{folder.name}-{os.getpid()}"
+            leaving = self.root / f"{TEMPORARY}{folder.name}-{os.getpid()}"
             folder.rename(leaving)
             shutil.rmtree(leaving)
         self._sweep()
@@ -305,13 +305,13 @@ class ModelFolders:
     def _sweep(self) -> None:
         """Delete leftovers of killed processes that are more than an hour old."""
         before = time.time() - UNFINISHED_S  # noqa: TID251 (compared with times of the file system)
-        for folder in self._root.glob(f"{TEMPORARY}*"):
+        for folder in self.root.glob(f"{TEMPORARY}*"):
             with contextlib.suppress(FileNotFoundError):  # deleted in the meantime
                 if max(path.stat().st_mtime for path in (folder, *folder.rglob("*"))) < before:
                     shutil.rmtree(folder)
 
     def _folder(self, manifest: Digest) -> Path:
-        return self._root / hex_digits(manifest)
+        return self.root / hex_digits(manifest)
 
 
 def manifest_of(folder: Path) -> Manifest:

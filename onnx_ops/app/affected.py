@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from onnx_ops.app.context import ask_git, resolve_commit
-from onnx_ops.app.project import Project, check
+from onnx_ops.app.context import Project, ask_git, resolve_commit
+from onnx_ops.app.project import check
 from onnx_ops.config.settings import FILE
 from onnx_ops.config.substitution import PARAMETERS_FILE
 from onnx_ops.config.targets import FOLDER

@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onnx_ops.app.project import Project, execute, prepare
+from onnx_ops.app.context import Project
+from onnx_ops.app.project import execute, prepare
 from onnx_ops.app.results import Summary, find_base, summarize
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.errors import OnnxOpsError

@@ -1,24 +1,29 @@
-"""Adapters from settings and from names in a pipeline. Unused adapters are not imported."""
+"""A project: its settings, and its adapters from these and from names in a pipeline.
+
+What a command does not use is neither made nor imported: a rollback completes in less time than the import of modules
+that read and run pipelines.
+"""
 
 from __future__ import annotations
 
 import functools
 import subprocess
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from onnx_ops import plugins
 from onnx_ops.adapters.external_model import UserSuppliedModels
-from onnx_ops.adapters.files import FileJournal
-from onnx_ops.adapters.host import LocalHost, SystemClock
+from onnx_ops.adapters.files import FileJournal, open_objects
+from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.ledgers.log import ObjectLedger
-from onnx_ops.adapters.objects import open_objects
 from onnx_ops.adapters.runtimes.hardware import read_conditions
 from onnx_ops.adapters.store import ContentStore, ModelFolders
 from onnx_ops.attestation import TrustedKeys
-from onnx_ops.config.settings import Settings
+from onnx_ops.config.settings import Settings, load_settings
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.execution import Environment
 from onnx_ops.errors import InfrastructureError, UserError
@@ -28,18 +33,106 @@ from onnx_ops.ports import (
     Exporter,
     MetricsSource,
     Notifier,
+    Observer,
     Optimizer,
     Ports,
     Registry,
     Runtime,
     Signer,
 )
+from onnx_ops.protocol.server_process import LocalHost
 
 if TYPE_CHECKING:
     from onnx_ops.adapters.isolation.process import ProcessLimits
     from onnx_ops.adapters.registries.mlflow_connection import MlflowModels
+    from onnx_ops.app.execution import MeasurementLock, RunningStages, StageDurations
+    from onnx_ops.app.handler import StageHandler
+    from onnx_ops.config.targets import TargetFiles
+    from onnx_ops.domain.pipeline import StageKind
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Project:
+    """Settings and ports of one project, and the locks of its pipelines that run side by side."""
+
+    settings: Settings
+    ports: Ports
+    lock: Callable[[], MeasurementLock] = field(default_factory=lambda: _once(_make_lock))
+    releasing: AbstractContextManager[object] = field(default_factory=threading.RLock)
+    running: Callable[[], RunningStages] = field(default_factory=lambda: _once(_make_running))
+
+    @property
+    def targets(self) -> TargetFiles:
+        """Target files of the project."""
+        from onnx_ops.config.targets import TargetFiles
+
+        return TargetFiles(self.settings.root, self.settings.shared_targets)
+
+    def durations(self, pipeline: str) -> StageDurations:
+        """Return how long the stages of a pipeline took here when they were executed last."""
+        from onnx_ops.app.execution import StageDurations
+
+        return StageDurations(self.settings.durations / f"{pipeline}.json")
+
+    def handler(
+        self,
+        actor: str = "",
+        observer: Observer | None = None,
+        abandon: str = "",
+        no_cache: Collection[StageKind] = (),
+        durations: StageDurations | None = None,
+    ) -> StageHandler:
+        """Return the stage handler of this project.
+
+        Args:
+            actor: who is answerable for its releases.
+            observer: gets the progress.
+            abandon: why endpoints may be left behind.
+            no_cache: kinds of stages whose cached results are ignored.
+            durations: gets the duration of each stage.
+        """
+        from onnx_ops.app.execution import StageDurations, StageExecutor
+        from onnx_ops.app.handler import StageHandler
+        from onnx_ops.pipeline import SilentObserver
+
+        tell, durations = (observer or SilentObserver()).progressed, durations or StageDurations()
+        return StageHandler(
+            ports=self.ports,
+            perform=StageExecutor(
+                settings=self.settings,
+                ports=self.ports,
+                no_cache=no_cache,
+                tell=tell,
+                lock=self.lock(),
+                running=self.running(),
+                durations=durations,
+            ),
+            actor=actor,
+            abandon=abandon,
+            claims=self.settings.claims,
+            releasing=self.releasing,
+            durations=durations,
+        )
+
+
+def open_project(start: Path | None = None) -> Project:
+    """Return the project around a folder. Raise UserError for a bad settings file."""
+    settings = load_settings(start)
+    return Project(settings=settings, ports=build_ports(settings))
+
+
+def _make_lock() -> MeasurementLock:
+    from onnx_ops.app.execution import MeasurementLock
+
+    return MeasurementLock()
+
+
+def _make_running() -> RunningStages:
+    from onnx_ops.app.execution import RunningStages
+
+    return RunningStages()
 
 
 def build_ports(settings: Settings) -> Ports:
@@ -49,7 +142,7 @@ def build_ports(settings: Settings) -> Ports:
     )
     return Ports(
         root=settings.root,
-        store=ContentStore(open_objects(settings.store), settings.state / "cache"),
+        open_store=_once(lambda: ContentStore(open_objects(settings.store), settings.state / "cache")),
         ledger=ObjectLedger(open_objects(settings.ledger)),
         files=ModelFolders(settings.models),
         models=UserSuppliedModels(root=settings.root, registered=_once(lambda: _registered(settings))),

@@ -32,7 +32,7 @@ from onnx_ops.ports import Observer, PlacedStage, Pools, Ports, Store
 from onnx_ops.scratch import Scratch
 
 if TYPE_CHECKING:
-    from onnx_ops.app.project import Project
+    from onnx_ops.app.context import Project
 
 _ERROR = "error.json"
 _LIBRARIES = "custom_ops"

@@ -1,97 +1,26 @@
-"""A project: its settings, its ports, and the operations on its pipeline files.
-
-Modules that read and run pipelines are imported on use: a rollback needs none of them, and completes in less time than
-their import takes.
-"""
+"""Operations on the pipeline files of a project. Modules that read and run pipelines are imported on use."""
 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnx_ops import codec, plugins
-from onnx_ops.app.context import build_ports
-from onnx_ops.app.execution import MeasurementLock, RunningStages, StageDurations
-from onnx_ops.config.settings import Settings, load_settings
+from onnx_ops.app.context import Project
 from onnx_ops.errors import MissingPackageError, OnnxOpsError, UserError
-from onnx_ops.ports import Executor, Observer, Ports
+from onnx_ops.ports import Executor, Observer
 
 if TYPE_CHECKING:
-    from onnx_ops.app.handler import StageHandler
     from onnx_ops.config.document import Issue
     from onnx_ops.config.rules import Draft
-    from onnx_ops.config.targets import TargetFiles
     from onnx_ops.domain.pipeline import Deploy, Pipeline, Plan, Stage, StageKind, StageOutcome
     from onnx_ops.domain.release import BaseRelease
     from onnx_ops.domain.target import Target
     from onnx_ops.pipeline import RunResult
-
-
-@dataclass(frozen=True)
-class Project:
-    """Settings and ports of one project, and the locks of its pipelines that run side by side."""
-
-    settings: Settings
-    ports: Ports
-    lock: MeasurementLock = field(default_factory=MeasurementLock)
-    releasing: AbstractContextManager[object] = field(default_factory=threading.RLock)
-    running: RunningStages = field(default_factory=RunningStages)
-
-    @property
-    def targets(self) -> TargetFiles:
-        """Target files of the project."""
-        from onnx_ops.config.targets import TargetFiles
-
-        return TargetFiles(self.settings.root, self.settings.shared_targets)
-
-    def durations(self, pipeline: str) -> StageDurations:
-        """Return how long the stages of a pipeline took here when they were executed last."""
-        return StageDurations(self.settings.durations / f"{pipeline}.json")
-
-    def handler(
-        self,
-        actor: str = "",
-        observer: Observer | None = None,
-        abandon: str = "",
-        no_cache: Collection[StageKind] = (),
-        durations: StageDurations | None = None,
-    ) -> StageHandler:
-        """Return the stage handler of this project.
-
-        Args:
-            actor: who is answerable for its releases.
-            observer: gets the progress.
-            abandon: why endpoints may be left behind.
-            no_cache: kinds of stages whose cached results are ignored.
-            durations: gets the duration of each stage.
-        """
-        from onnx_ops.app.execution import StageExecutor
-        from onnx_ops.app.handler import StageHandler
-        from onnx_ops.pipeline import SilentObserver
-
-        tell, durations = (observer or SilentObserver()).progressed, durations or StageDurations()
-        return StageHandler(
-            ports=self.ports,
-            perform=StageExecutor(
-                settings=self.settings,
-                ports=self.ports,
-                no_cache=no_cache,
-                tell=tell,
-                lock=self.lock,
-                running=self.running,
-                durations=durations,
-            ),
-            actor=actor,
-            abandon=abandon,
-            claims=self.settings.claims,
-            releasing=self.releasing,
-            durations=durations,
-        )
 
 
 @dataclass(frozen=True)
@@ -103,12 +32,6 @@ class PreparedPipeline:
     plan: Plan
     notes: tuple[str, ...] = ()
     overridden: bool = False
-
-
-def open_project(start: Path | None = None) -> Project:
-    """Return the project around a folder. Raise UserError for a bad settings file."""
-    settings = load_settings(start)
-    return Project(settings=settings, ports=build_ports(settings))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from packaging.version import Version
 
 from onnx_ops import plugins
 from onnx_ops.app.affected import PIPELINES
-from onnx_ops.app.project import Project, check
+from onnx_ops.app.context import Project
+from onnx_ops.app.project import check
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.cli.endpoints import describe_pending
 from onnx_ops.domain.artifact import short_digest
@@ -149,7 +150,7 @@ def _pools(project: Project) -> Iterator[Diagnosis]:
             named.add(project.targets.load(name).pool)
     named.discard("")
     try:
-        pools = {pool.pool: pool for pool in project.running.pools.read_status()}
+        pools = {pool.pool: pool for pool in project.running().pools.read_status()}
     except UserError:
         return
     except ServiceUnavailableError as error:

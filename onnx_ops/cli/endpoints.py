@@ -13,18 +13,24 @@ import typer
 
 from onnx_ops import codec
 from onnx_ops.cli.common import (
+    KEEP,
     Actor,
     AsJson,
     Endpoints,
+    Markup,
     Reason,
+    console,
+    markup,
     open_project,
     parse_duration,
     print_errors,
     print_json,
     print_result,
+    print_table,
+    print_text,
+    say,
 )
 from onnx_ops.cli.progress import format_seconds, working
-from onnx_ops.cli.terminal import KEEP, Markup, console, markup, print_table, print_text, say
 from onnx_ops.domain.artifact import short_digest
 from onnx_ops.errors import OnnxOpsError, UserError
 
@@ -324,7 +330,7 @@ def _print_runs(*, as_json: bool) -> None:
     """Print the stages that run or wait in pools. Exit with 4 if no running worker takes one that waits."""
     project = open_project()
     with working("status", "asking Prefect", quiet=as_json):
-        pools = project.running.pools.read_status()
+        pools = project.running().pools.read_status()
     if as_json:
         print_json(codec.to_json(pools))
     elif not pools:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, open_project, print_json
-from onnx_ops.cli.terminal import console, markup, print_table, print_text
+from onnx_ops.cli.common import AsJson, console, markup, open_project, print_json, print_table, print_text
 from onnx_ops.cli.tools import parse_sizes
 from onnx_ops.domain.artifact import TensorSpec, short_digest
 from onnx_ops.errors import UserError

@@ -12,8 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, Quiet, open_project, print_result, writing
-from onnx_ops.cli.terminal import Markup, print_table, print_text, say, verdict_markup
+from onnx_ops.cli.common import (
+    AsJson,
+    Markup,
+    Quiet,
+    open_project,
+    print_result,
+    print_table,
+    print_text,
+    say,
+    verdict_markup,
+    writing,
+)
 from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.errors import NotFoundError, UserError
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, open_project, print_json
+from onnx_ops.cli.common import KEEP, AsJson, Markup, markup, open_project, print_json, print_table
 from onnx_ops.cli.progress import working
-from onnx_ops.cli.terminal import KEEP, Markup, markup, print_table
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.config.server_options import format_flags, list_options
 from onnx_ops.domain.pipeline import PLACEABLE, StageKind
@@ -25,7 +24,7 @@ from onnx_ops.protocol.server_process import ServerOptions
 from onnx_ops.scratch import Scratch
 
 if TYPE_CHECKING:
-    from onnx_ops.app.project import Project
+    from onnx_ops.app.context import Project
     from onnx_ops.domain.target import Target
     from onnx_ops.ports import Runtime
 
@@ -105,7 +104,7 @@ def work(
     if odd := [kind for kind in wanted if kind not in PLACEABLE]:
         remedy = f"Those that do: {', '.join(PLACEABLE)}."
         raise UserError(f"{', '.join(odd)} stages do not run in pools", where="--kinds", remedy=remedy)
-    open_project().running.pools.work(pool, wanted, limit=limit)
+    open_project().running().pools.work(pool, wanted, limit=limit)
 
 
 def _with_options(command: Callable[..., None]) -> Callable[..., None]:

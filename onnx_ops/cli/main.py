@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -21,11 +20,12 @@ from onnx_ops.cli import (
     rollouts,
     tools,
 )
-from onnx_ops.cli.common import Command, CommandGroup, handle_errors
+from onnx_ops.cli.common import Command, CommandGroup, handle_errors, program
 
 app = typer.Typer(
     name="onnx-ops",
     cls=CommandGroup,
+    callback=program,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -71,22 +71,6 @@ for panel, command in _COMMANDS:
         app.add_typer(command, rich_help_panel=panel)
     else:
         app.command(rich_help_panel=panel, cls=Command)(handle_errors(command))
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"onnx-ops {version('onnx-ops')}")
-        raise typer.Exit
-
-
-@app.callback()
-def program(
-    show_version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version of onnx-ops and exit."),
-    ] = False,
-) -> None:
-    """Options that need no command."""
 
 
 def main() -> None:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, Endpoints, add_command, make_group, open_project, print_json
-from onnx_ops.cli.terminal import say
+from onnx_ops.cli.common import AsJson, Endpoints, add_command, make_group, open_project, print_json, say
 from onnx_ops.errors import UserError
 
 if TYPE_CHECKING:

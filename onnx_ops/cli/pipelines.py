@@ -16,13 +16,17 @@ from onnx_ops.cli.common import (
     AsJson,
     Quiet,
     SetValue,
+    console,
     documents,
+    error_console,
     open_project,
     print_json,
     print_result,
+    print_text,
+    render_error,
+    say,
 )
 from onnx_ops.cli.progress import RunProgress
-from onnx_ops.cli.terminal import console, error_console, print_text, render_error, say
 from onnx_ops.domain.pipeline import StageKind, StageStatus
 from onnx_ops.errors import ConfigError, Problem, UserError, config_error
 
@@ -86,7 +90,7 @@ def check(
     """
     from onnx_ops.app import project as projects
 
-    project = projects.open_project()
+    project = open_project()
     problems: list[Problem] = []
     notes: list[str] = []
     for file in files:
@@ -127,7 +131,7 @@ def plan(
     from onnx_ops.cli.tables import PlannedStage, plan_table
     from onnx_ops.pipeline.stage_settings import get_pool
 
-    project = projects.open_project()
+    project = open_project()
     prepared = projects.prepare(project, file, overrides=overrides or (), until=until)
     outcomes = projects.preview_plan(project, prepared, no_cache or ())
     last, rows = project.durations(prepared.plan.pipeline).read(), []
@@ -180,7 +184,7 @@ def run(
     from onnx_ops.cli.tables import comparison_report, summary_report
     from onnx_ops.reporting.comparison import ModelComparison, base_comparisons, champion_comparisons
 
-    project = projects.open_project()
+    project = open_project()
     if len(files) > 1:
         results = run_files(
             project,
@@ -193,7 +197,7 @@ def run(
             base=base,
             observe=lambda: None if as_json or quiet else RunProgress(error_console(), is_one_of_several=True),
         )
-        with project.running.ended_on_error():
+        with project.running().ended_on_error():
             code = _print_results(results, as_json=as_json)
         raise typer.Exit(code)
     prepared = projects.prepare(project, files[0], overrides=overrides or (), until=until)
@@ -206,7 +210,7 @@ def run(
 
     name, store = prepared.pipeline.pipeline, project.ports.store
     against = find_base(project.settings.root, store, name, base) if base else None
-    with project.running.ended_on_error():
+    with project.running().ended_on_error():
         result = projects.execute(
             project, prepared, no_cache=no_cache or (), observer=observer, abandon=abandon, jobs=jobs, base=against
         )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from onnx_ops.cli.terminal import error_console, markup
+from onnx_ops.cli.common import error_console, markup
 from onnx_ops.domain.pipeline import Plan, Stage, StageOutcome, StageStatus
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, Quiet, open_project, print_json
-from onnx_ops.cli.terminal import print_text, say
+from onnx_ops.cli.common import AsJson, Quiet, open_project, print_json, print_text, say
 from onnx_ops.cli.tools import advise, load_rows, show_progress
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.errors import UserError

@@ -24,11 +24,14 @@ from onnx_ops.cli.common import (
     print_json,
     print_result,
     print_steps,
+    print_table,
+    print_text,
+    say,
     steps_to_document,
+    verdict_markup,
     writing,
 )
 from onnx_ops.cli.progress import working
-from onnx_ops.cli.terminal import print_table, print_text, say, verdict_markup
 from onnx_ops.errors import UserError
 
 if TYPE_CHECKING:

@@ -18,25 +18,28 @@ from onnx_ops import codec
 from onnx_ops.cli.common import (
     Actor,
     AsJson,
+    Markup,
     Quiet,
     Reason,
     add_command,
+    console,
     exit_after_steps,
     make_group,
+    markup,
     open_project,
     parse_duration,
     print_errors,
     print_json,
     print_result,
     print_steps,
+    say,
 )
-from onnx_ops.cli.terminal import Markup, console, markup, say
 from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.errors import StillPendingError, UserError
 from onnx_ops.plugins import EXTRAS, absent, install_hint
 
 if TYPE_CHECKING:
-    from onnx_ops.app.project import Project
+    from onnx_ops.app.context import Project
     from onnx_ops.ports import Ports
     from onnx_ops.release.status import RolloutView
 

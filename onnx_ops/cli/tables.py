@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from onnx_ops.cli.progress import format_seconds
-from onnx_ops.cli.terminal import (
+from onnx_ops.cli.common import (
     KEEP,
     Markup,
     console,
@@ -18,13 +17,14 @@ from onnx_ops.cli.terminal import (
     say,
     verdict_markup,
 )
+from onnx_ops.cli.progress import format_seconds
 from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.reporting.description import ResultRow, result_table
 from onnx_ops.reporting.formatting import format_figure, format_interval
 
 if TYPE_CHECKING:
-    from onnx_ops.app.project import Project
+    from onnx_ops.app.context import Project
     from onnx_ops.app.results import Summary
     from onnx_ops.domain.evidence import Evidence
     from onnx_ops.domain.release import Choice, Registration

@@ -10,9 +10,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, Quiet, open_project, print_json
+from onnx_ops.cli.common import (
+    KEEP,
+    AsJson,
+    Quiet,
+    error_console,
+    markup,
+    open_project,
+    print_json,
+    print_table,
+    print_text,
+    say,
+)
 from onnx_ops.cli.progress import working
-from onnx_ops.cli.terminal import KEEP, error_console, markup, print_table, print_text, say
 from onnx_ops.errors import NotFoundError, UserError
 from onnx_ops.reporting.formatting import format_figure, format_interval
 

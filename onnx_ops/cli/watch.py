@@ -15,7 +15,7 @@ from types import FrameType
 import typer
 
 from onnx_ops import codec
-from onnx_ops.app.project import Project
+from onnx_ops.app.context import Project
 from onnx_ops.cli.common import parse_duration
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.plugins import require

@@ -14,8 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from onnx_ops.app.context import resolve_commit
-from onnx_ops.app.project import open_project
+from onnx_ops.app.context import open_project, resolve_commit
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.errors import OnnxOpsError, UserError

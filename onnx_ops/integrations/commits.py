@@ -10,7 +10,8 @@ from urllib.parse import unquote, urlsplit
 
 from onnx_ops import codec
 from onnx_ops.app.affected import Affected, affected, changed_since
-from onnx_ops.app.project import Project, execute, open_project, prepare
+from onnx_ops.app.context import Project, open_project
+from onnx_ops.app.project import execute, prepare
 from onnx_ops.app.results import (
     evidence_of,
     export_commit,

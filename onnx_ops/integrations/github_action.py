@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.github import REPOSITORY, GitHubRepository, validate_token
-from onnx_ops.app.context import resolve_commit
-from onnx_ops.app.project import open_project
+from onnx_ops.app.context import open_project, resolve_commit
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, UserError

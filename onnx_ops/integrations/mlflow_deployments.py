@@ -19,8 +19,8 @@ from mlflow.deployments import BaseDeploymentClient, PredictionsResponse
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import ErrorCode
 
+from onnx_ops.app.context import Project, open_project
 from onnx_ops.app.handler import at_rest
-from onnx_ops.app.project import Project, open_project
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout import format_alias
 from onnx_ops.domain.rollout_policy import RolloutPolicy

@@ -11,7 +11,7 @@ from pathlib import Path
 from prefect.settings.base import PrefectBaseSettings, build_settings_config
 from pydantic import Field
 
-from onnx_ops.app.project import Project, open_project
+from onnx_ops.app.context import Project, open_project
 from onnx_ops.errors import UserError
 from onnx_ops.orchestration.blocks import EnvironmentBlock, load_block
 from onnx_ops.orchestration.events import with_events
@@ -51,7 +51,7 @@ def project_of(blocks: Sequence[str]) -> Iterator[Project]:
         os.environ.update(found)
         try:
             project = open_project()
-            with project.running.ended_on_error():
+            with project.running().ended_on_error():
                 yield replace(project, ports=with_events(project.ports))
         finally:
             for name, value in before.items():

@@ -12,7 +12,8 @@ from prefect import State, runtime
 from prefect.states import Completed, Failed
 
 from onnx_ops.app.affected import Affected, affected, changed_since
-from onnx_ops.app.project import Project, execute, prepare
+from onnx_ops.app.context import Project
+from onnx_ops.app.project import execute, prepare
 from onnx_ops.app.results import Summary, evidence_of, summarize
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.domain.release import Choice

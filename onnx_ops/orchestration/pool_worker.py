@@ -30,8 +30,8 @@ from prefect.types.names import MAX_VARIABLE_NAME_LENGTH
 from onnx_ops import codec, plugins
 from onnx_ops.adapters.isolation.process import describe_exit
 from onnx_ops.adapters.runtimes.hardware import read_hardware
+from onnx_ops.app.context import Project
 from onnx_ops.app.placement import answer
-from onnx_ops.app.project import Project
 from onnx_ops.domain.pipeline import PLACEABLE, Stage, StageKind
 from onnx_ops.orchestration.environment import project_of
 from onnx_ops.orchestration.flows import ends_as_failed
@@ -108,7 +108,7 @@ def _watched(project: Project, run: UUID) -> Iterator[None]:
                 with contextlib.suppress(Exception):  # the server may be away; the work goes on
                     found = client.read_flow_run(run)
                     if is_final(found.state):
-                        project.running.end()
+                        project.running().end()
                         if found.state is not None and found.state.is_cancelling():
                             client.set_flow_run_state(run, Cancelled(message="its processes were ended"), force=True)
                         os._exit(1)

@@ -34,7 +34,7 @@ class Ports:
     """
 
     root: Path
-    store: Store
+    open_store: Callable[[], Store]
     ledger: Ledger
     files: ModelFiles
     models: ModelSource
@@ -54,3 +54,8 @@ class Ports:
     conditions: Callable[[], Mapping[str, str]]
     journal: Callable[[Digest], StageJournal]
     tell: Callable[[str], None] = _silent
+
+    @property
+    def store(self) -> Store:
+        """Content and results of stages."""
+        return self.open_store()

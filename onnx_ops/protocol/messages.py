@@ -7,18 +7,15 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from onnx_ops import codec
 from onnx_ops.domain.artifact import canonical_json
 from onnx_ops.domain.endpoint import EndpointState
-from onnx_ops.errors import CorruptStateError, OnnxOpsError, ServiceUnavailableError, from_document
+from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, from_document
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-
-T = TypeVar("T")
 
 # Headers of the public listener, in lower case.
 USER_KEY_HEADER = "x-user-key"
@@ -138,13 +135,6 @@ def decode_user_counts(text: str) -> npt.NDArray[np.int64]:
 
     raw = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), USER_CELLS * USER_FIELDS * 8)
     return np.frombuffer(raw, dtype="<u8").astype(np.int64).reshape(USER_FIELDS, USER_CELLS)
-
-
-def read_message(data: bytes, kind: type[T], *, where: str = "") -> T:
-    """Parse a JSON message or record of the server. Raises CorruptStateError."""
-    if not data.lstrip().startswith(b"{"):
-        raise CorruptStateError(f"not a {kind.__name__}", where=where, why="it is not a JSON object")
-    return codec.loads(data, kind, where=where)
 
 
 def error_to_bytes(error: OnnxOpsError) -> bytes:

@@ -1,10 +1,12 @@
-"""Configuration and discovery of endpoint servers: options, files, processes."""
+"""Configuration and discovery of endpoint servers: options, files, processes; and the holders of leases."""
 
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import signal
+import socket
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,6 +146,39 @@ def read_start_time(pid: int) -> str | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return columns[_START_FIELD - 2]
+
+
+class LocalHost:
+    """This process as the holder of leases: host, process id and start time."""
+
+    def holder(self) -> str:
+        """Return this process's name in leases."""
+        return f"{socket.gethostname()}:{os.getpid()}:{_started(os.getpid())}"
+
+    def alive(self, holder: str) -> bool:
+        """Return whether a holder runs; True for those of other hosts."""
+        host, _, rest = holder.partition(":")
+        process, _, started = rest.partition(":")
+        if host != socket.gethostname() or not process.isdecimal():
+            return True
+        return _started(int(process)) == started != ""
+
+    def actor(self) -> str:
+        """Return the user for the audit trail: ONNX_OPS_ACTOR or user@host."""
+        return os.environ.get("ONNX_OPS_ACTOR") or f"{getpass.getuser()}@{socket.gethostname()}"
+
+
+def _started(process: int) -> str:
+    """Return when a process started, in clock ticks since boot; empty if it does not run, or `unknown`."""
+    with contextlib.suppress(PermissionError):  # another user's process, on a system that hides these
+        if Path("/proc/self").exists():
+            return read_start_time(process) or ""
+    with contextlib.suppress(PermissionError):  # it runs, too
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return ""
+    return "unknown"
 
 
 def register_worker(folder: Path) -> Path:

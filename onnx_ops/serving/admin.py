@@ -37,7 +37,6 @@ from onnx_ops.protocol.messages import (
     STATE_PATH,
     UserCountsRequest,
     error_to_bytes,
-    read_message,
 )
 from onnx_ops.protocol.routing_table import write_durably
 from onnx_ops.protocol.server_process import AUDIT_FILE, TOKEN_FILE
@@ -97,7 +96,7 @@ class AdminApp:
         """Return the counts, with those of two deployments by user."""
         self._authorize(request)
         try:
-            message = read_message(await read_body(request, _MAX_BODY), UserCountsRequest)
+            message = codec.loads(await read_body(request, _MAX_BODY), UserCountsRequest)
         except CorruptStateError as error:
             return _build_error(error, 400)
         if any(len(s) > MAX_USER_THRESHOLDS or list(s) != sorted(s) for s in message.limits_s.values()):
@@ -109,7 +108,7 @@ class AdminApp:
         """Publish a state: 200 once it is served, 409 if outdated, 422 if not loadable."""
         self._authorize(request)
         try:
-            state = read_message(await read_body(request, _MAX_BODY), EndpointState)
+            state = codec.loads(await read_body(request, _MAX_BODY), EndpointState)
         except CorruptStateError as error:
             return _build_error(error, 400)
         try:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from onnx_ops.adapters.external_model import UserSuppliedModels
-from onnx_ops.adapters.files import FileJournal
+from onnx_ops.adapters.files import FileJournal, FsspecObjects
 from onnx_ops.adapters.ledgers.log import MemoryLedger
-from onnx_ops.adapters.objects import FsspecObjects
 from onnx_ops.adapters.store import ContentStore, manifest_of
 from onnx_ops.attestation import TrustedKeys, compute_key_digest
 from onnx_ops.domain.artifact import Digest, Manifest, StoredObject, digest_file
@@ -448,9 +447,10 @@ class FakeWorld:
 
     def ports(self, process: str = "process-1", root: Path = Path()) -> Ports:
         """Return the ports of a process, without those that only stages use."""
+        store = ContentStore(FsspecObjects(f"memory://{self.place}"), root / "cache")
         return Ports(
             root=root,
-            store=ContentStore(FsspecObjects(f"memory://{self.place}"), root / "cache"),
+            open_store=lambda: store,
             ledger=self.ledger,
             files=self.files,
             models=UserSuppliedModels(root=root, registered=lambda: _missing("models")),

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from onnx_ops import codec
+from onnx_ops.adapters.files import FsspecObjects, LocalObjects
 from onnx_ops.adapters.ledgers.log import MemoryLedger, ObjectLedger
-from onnx_ops.adapters.objects import FsspecObjects, LocalObjects
 from onnx_ops.domain.ledger import ReleaseState, fold
 from onnx_ops.errors import CorruptStateError
 from onnx_ops.testing.ledgers import ENDPOINT, LedgerSuite, Opener, spoken

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters.objects import FsspecObjects, LocalObjects
+from onnx_ops.adapters.files import FsspecObjects, LocalObjects
 from onnx_ops.adapters.store import ContentStore, ModelFolders, manifest_of
 from onnx_ops.domain.artifact import Digest, Manifest, StoredObject, digest_bytes, hex_digits
 from onnx_ops.errors import CorruptStateError, DigestMismatchError, RefusedError, StorageError
@@ -89,7 +89,7 @@ def test_content_is_noticed_to_have_changed_even_if_its_times_were_put_back(tmp_
 WRITER = """
 import sys
 from pathlib import Path
-from onnx_ops.adapters.objects import LocalObjects
+from onnx_ops.adapters.files import LocalObjects
 from onnx_ops.adapters.store import ContentStore
 from onnx_ops.domain.artifact import Manifest, digest_bytes
 
@@ -181,7 +181,7 @@ def test_putting_again_what_is_there_makes_it_young(tmp_path: Path) -> None:
 COLLECTOR = """
 import sys
 from pathlib import Path
-from onnx_ops.adapters.objects import LocalObjects
+from onnx_ops.adapters.files import LocalObjects
 from onnx_ops.adapters.store import ContentStore
 
 store = ContentStore(LocalObjects(Path(sys.argv[1])), Path(sys.argv[1]))

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.app.project import list_capabilities, open_project
+from onnx_ops.app.context import open_project
+from onnx_ops.app.project import list_capabilities
 from onnx_ops.domain.pipeline import Deploy
 
 PROMETHEUS = {"source": "prometheus", "url": "http://127.0.0.1:9090"}

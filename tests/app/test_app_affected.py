@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.app.affected import affected, changed_since
-from onnx_ops.app.project import Project, open_project, prepare
+from onnx_ops.app.context import Project, open_project
+from onnx_ops.app.project import prepare
 from tests.support.git import commit_all, git
 
 PIPELINE = """\

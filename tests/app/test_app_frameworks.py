@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from onnx_ops.app.project import execute, open_project, prepare
+from onnx_ops.app.context import open_project
+from onnx_ops.app.project import execute, prepare
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import EXPORT, StageKind, StageStatus
 from onnx_ops.errors import MissingPackageError

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from onnx_ops import codec
+from onnx_ops.app.context import Project
 from onnx_ops.app.handler import StageHandler, binding
-from onnx_ops.app.project import PreparedPipeline, Project, execute
+from onnx_ops.app.project import PreparedPipeline, execute
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, short_digest
 from onnx_ops.domain.decision import Verdict

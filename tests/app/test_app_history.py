@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops import codec
-from onnx_ops.adapters.objects import LocalObjects
+from onnx_ops.adapters.files import LocalObjects
 from onnx_ops.adapters.store import ContentStore
 from onnx_ops.app.results import (
     Summary,

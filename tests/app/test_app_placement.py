@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from onnx_ops import codec
+from onnx_ops.app.context import Project, open_project
 from onnx_ops.app.placement import answer as answer_request
 from onnx_ops.app.placement import ask, build_request
-from onnx_ops.app.project import Project, open_project
 from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_bytes, digest_file
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.quantities import Json

@@ -19,7 +19,8 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.adapters.isolation.environments import MARKER, PythonEnvironments, find_uv
-from onnx_ops.app.project import Project, execute, open_project, prepare
+from onnx_ops.app.context import Project, open_project
+from onnx_ops.app.project import execute, prepare
 from onnx_ops.app.results import summarize
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import Evidence

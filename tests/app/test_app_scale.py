@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from onnx_ops.adapters import store as store_module
-from onnx_ops.adapters.objects import LocalObjects
+from onnx_ops.adapters.files import LocalObjects
 from onnx_ops.adapters.store import ContentStore
-from onnx_ops.app.project import Project, execute, open_project, prepare
+from onnx_ops.app.context import Project, open_project
+from onnx_ops.app.project import execute, prepare
 from onnx_ops.app.results import summarize
 from onnx_ops.config import yaml_reader
 from onnx_ops.domain.pipeline import StageKind

@@ -10,7 +10,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops import codec
-from onnx_ops.app.project import Project, execute, open_project, prepare
+from onnx_ops.app.context import Project, open_project
+from onnx_ops.app.project import execute, prepare
 from onnx_ops.app.results import Summary, summarize
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import Evidence

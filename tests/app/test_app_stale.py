@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from onnx_ops import plugins
-from onnx_ops.app.project import Project, open_project, prepare
+from onnx_ops.app.context import Project, open_project
+from onnx_ops.app.project import prepare
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.pipeline import InlineExecutor, SilentObserver

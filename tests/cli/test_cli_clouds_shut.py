@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.app.project import open_project
+from onnx_ops.app.context import open_project
 from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.attestation import OverrideRecord
@@ -108,7 +108,7 @@ def test_a_command_says_what_to_do(name: str, stranger: str, tmp_path: Path, mon
     if name in ("prune", "reconcile"):  # those that ask the registry too, whose database takes seconds to make
         here = open_project()
         there = replace(here, ports=replace(here.ports, registry=FakeRegistry))
-        monkeypatch.setattr("onnx_ops.app.project.open_project", lambda: there)
+        monkeypatch.setattr("onnx_ops.app.context.open_project", lambda: there)
     command = [*COMMANDS[name]]
     if name == "doctor":
         command.append("azureml" if stranger == "azureml" else "sagemaker")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from onnx_ops import plugins
-from onnx_ops.app.project import open_project
+from onnx_ops.app.context import open_project
 from onnx_ops.cli.diagnosis import CHECKS, diagnose
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from onnx_ops.app.project import open_project
+from onnx_ops.app.context import open_project
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.release.promote import bind_endpoint
 from tests.adapters.azureml_parts import config_of, inside

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.app.project import execute, open_project, prepare
+from onnx_ops.app.context import open_project
+from onnx_ops.app.project import execute, prepare
 from tests.adapters.dvc_parts import Repository, dvc, source
 from tests.support.checkout import copy_parts
 from tests.support.command import Result, run_command

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.adapters.signers.ecdsa import EcdsaSigner
-from onnx_ops.app.project import open_project
+from onnx_ops.app.context import open_project
 from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import short_digest
 from onnx_ops.release.promote import promote

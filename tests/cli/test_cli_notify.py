@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from onnx_ops.app.project import Project
+from onnx_ops.app.context import Project
 from onnx_ops.cli.main import app
 from onnx_ops.cli.watch import _telling_people
 from onnx_ops.config.settings import load_settings

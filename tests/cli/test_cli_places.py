@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from onnx_ops.app.context import open_project
 from onnx_ops.app.execution import RunningStages
-from onnx_ops.app.project import open_project
-from onnx_ops.cli import terminal
+from onnx_ops.cli import common
 from onnx_ops.cli.diagnosis import diagnose
 from onnx_ops.cli.tables import PlannedStage, plan_table
 from onnx_ops.domain.pipeline import StageKind
@@ -78,7 +78,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """What is printed on a terminal of 80 columns."""
     sink = io.StringIO()
     out = Console(file=sink, width=80, force_terminal=True, color_system=None, emoji=False)
-    monkeypatch.setattr(terminal, "console", lambda: out)
+    monkeypatch.setattr(common, "console", lambda: out)
     return sink
 
 

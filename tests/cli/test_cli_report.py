@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from onnx_ops.app import project
+from onnx_ops.app import context
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord
 from onnx_ops.testing.fakes import FakeWorld
@@ -32,7 +32,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         )
         lineage = Lineage(pipeline="p", release=digest_bytes(b"release"))
         world.registry.publish(Publication(model="digits", lineage=lineage, variants=(record,)))
-    monkeypatch.setattr(project, "open_project", lambda: SimpleNamespace(ports=world.ports(root=tmp_path)))
+    monkeypatch.setattr(context, "open_project", lambda: SimpleNamespace(ports=world.ports(root=tmp_path)))
     work = tmp_path / "work"
     work.mkdir()
     return work

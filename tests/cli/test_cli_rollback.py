@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from onnx_ops.app.project import open_project
+from onnx_ops.app.context import open_project
 from onnx_ops.cli import rollouts
 from onnx_ops.cli.main import app
 from tests.support.extras import hide

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.app.project import open_project
+from onnx_ops.app.context import open_project
 from onnx_ops.app.results import Summary
 from onnx_ops.cli.tables import summary_report
 from onnx_ops.domain.decision import Decision, GateResult, Verdict

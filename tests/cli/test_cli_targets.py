@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.adapters.runtimes.onnxruntime_session import list_providers
-from onnx_ops.app.project import open_project
+from onnx_ops.app.context import open_project
 from onnx_ops.cli.diagnosis import diagnose
 from onnx_ops.config.targets import profile_names
 from tests.support.command import run_command

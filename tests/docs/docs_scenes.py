@@ -16,7 +16,7 @@ import psutil
 
 from onnx_ops import codec
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
-from onnx_ops.app.project import open_project
+from onnx_ops.app.context import open_project
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import pytest
 
-from onnx_ops.app.project import open_project
+from onnx_ops.app.context import open_project
 from onnx_ops.app.scaffold import scaffold
 from onnx_ops.release.journal import list_bound_endpoints
 from tests.docs.docs_blocks import PAGES, ROOT, SHELL, Block, Command, blocks_of, commands_of

@@ -98,7 +98,7 @@ class Project:
 
     def serve(self) -> None:
         """Start the endpoint of a project that was copied, by a pass of the reconciler in this process."""
-        from onnx_ops.app.project import open_project
+        from onnx_ops.app.context import open_project
         from onnx_ops.release.reconcile import reconcile_until_stable
 
         reconcile_until_stable(open_project(self.root).ports, "digits", actor="tester")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from onnx_ops.adapters.files import LocalObjects
 from onnx_ops.adapters.ledgers.log import ObjectLedger
-from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.domain.ledger import ActionOutcome, Intent, fold
 from tests.e2e.e2e_project import MLP, ONLY_FP32, SECOND, Project
 from tests.support.suite import Sweep

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
-from onnx_ops.app.project import Project, open_project
+from onnx_ops.app.context import Project, open_project
 from onnx_ops.attestation import sign_record
 from onnx_ops.config.targets import TargetFiles
 from onnx_ops.domain.artifact import digest_bytes

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnx_ops.adapters.objects import LocalObjects
+from onnx_ops.adapters.files import LocalObjects
 from onnx_ops.adapters.store import ContentStore
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.evidence import Evidence, PairedCounts, ScoreComparison

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
-from onnx_ops.app.project import open_project
+from onnx_ops.app.context import open_project
 from onnx_ops.app.results import Summary
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.decision import Decision, GateResult, Verdict

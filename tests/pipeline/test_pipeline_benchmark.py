@@ -10,7 +10,7 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.app.project import open_project
+from onnx_ops.app.context import open_project
 from onnx_ops.domain.gate import ACCURACY, MetricDefinition
 from onnx_ops.domain.pipeline import EXPORT, Stage, StageKind
 from onnx_ops.domain.target import Target

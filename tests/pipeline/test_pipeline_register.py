@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from onnx_ops import codec
-from onnx_ops.adapters.objects import LocalObjects
+from onnx_ops.adapters.files import LocalObjects
 from onnx_ops.adapters.store import ContentStore
 from onnx_ops.domain.artifact import Manifest, ModelInfo, TensorSpec, digest_bytes
 from onnx_ops.domain.decision import Decision, GateResult, TargetObjective, Verdict

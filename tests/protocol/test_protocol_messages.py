@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from onnx_ops.errors import ConflictError, CorruptStateError, DigestMismatchError, OnnxOpsError, ServiceUnavailableError
-from onnx_ops.protocol.messages import AdminState, error_from_bytes, error_to_bytes, read_message
+from onnx_ops.errors import ConflictError, DigestMismatchError, OnnxOpsError, ServiceUnavailableError
+from onnx_ops.protocol.messages import error_from_bytes, error_to_bytes
 
 
 @pytest.mark.parametrize("kind", [ConflictError, DigestMismatchError, ServiceUnavailableError])
@@ -23,9 +23,3 @@ def test_error_from_bytes_with_an_unknown_type_is_a_base_error() -> None:
     error = error_from_bytes(b'{"error": "SystemExit", "what": "x"}')
     assert type(error) is OnnxOpsError
     assert error.what == "x"
-
-
-@pytest.mark.parametrize("data", [b"", b"[]", b"1", b"{", b'{"state": 5}', b'{"state": null, "extra": 1}'])
-def test_read_message_with_another_document_raises(data: bytes) -> None:
-    with pytest.raises(CorruptStateError):
-        read_message(data, AdminState)

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from onnx_ops.adapters.files import LocalObjects
 from onnx_ops.adapters.ledgers.log import ObjectLedger
-from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.adapters.store import ContentStore, ModelFolders
 from onnx_ops.domain.ledger import fold
 from onnx_ops.errors import OnnxOpsError
@@ -30,11 +30,12 @@ class DiskWorld(FakeWorld):
 
     def ports(self, process: str = "process-1", root: Path | None = None) -> Ports:
         if process not in self.alive:
+            store = store_of(self.root)
             self.alive[process] = replace(
                 FakeWorld.ports(self, process, root or self.root),
                 ledger=ledger_of(self.root),
                 files=models_of(self.root),
-                store=store_of(self.root),
+                open_store=lambda: store,
             )
         return self.alive[process]
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from onnx_ops.app.project import Project, execute, open_project, prepare
+from onnx_ops.app.context import Project, open_project
+from onnx_ops.app.project import execute, prepare
 from onnx_ops.app.results import summarize
 from onnx_ops.domain.artifact import Manifest, digest_bytes
 from onnx_ops.domain.ledger import EndpointDeleted

@@ -18,9 +18,9 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
+from onnx_ops.adapters.files import LocalObjects
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.ledgers.log import SNAPSHOT_EVERY, ObjectLedger
-from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.adapters.store import ModelFolders
 from onnx_ops.attestation import TrustedKeys, sign_record
 from onnx_ops.domain.artifact import Digest, digest_bytes, digest_file

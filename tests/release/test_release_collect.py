@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops import codec
-from onnx_ops.adapters.objects import LocalObjects
+from onnx_ops.adapters.files import LocalObjects
 from onnx_ops.adapters.store import ContentStore
 from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_bytes, hex_digits
@@ -41,7 +41,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Scene, Ports]
     scene.serve(scene.publish("a"))
     local = ContentStore(LocalObjects(tmp_path / "store"), tmp_path)
     ports = scene.world.ports(root=tmp_path)
-    return scene, replace(ports, store=local) if request.param == "folder" else ports
+    return scene, replace(ports, open_store=lambda: local) if request.param == "folder" else ports
 
 
 def test_what_nothing_names_goes_and_only_when_it_is_told_to(world: tuple[Scene, Ports]) -> None:

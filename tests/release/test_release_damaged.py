@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from onnx_ops.adapters.files import LocalObjects
 from onnx_ops.adapters.ledgers.log import ObjectLedger
-from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.cli.main import app
 from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
 from onnx_ops.errors import CorruptStateError

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from onnx_ops.adapters.files import LocalObjects
 from onnx_ops.adapters.ledgers.log import ObjectLedger
-from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.ledger import (
     AliasesWritten,

@@ -9,8 +9,8 @@ from typing import NoReturn
 
 import pytest
 
+from onnx_ops.adapters.files import LocalObjects
 from onnx_ops.adapters.ledgers.log import ObjectLedger
-from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.domain.ledger import Intent, LedgerEntry, OperatorCommandSent
 from onnx_ops.domain.rollout import OperatorCommand

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.app.project import Project
+from onnx_ops.app.context import Project
 from onnx_ops.cli.diagnosis import diagnose
 from onnx_ops.cli.endpoints import history_table, status_document, status_report
 from onnx_ops.config.settings import load_settings

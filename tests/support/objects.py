@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from onnx_ops.adapters.files import open_objects
 from onnx_ops.adapters.ledgers.log import ObjectLedger
-from onnx_ops.adapters.objects import open_objects
 from onnx_ops.adapters.store import ContentStore
 from onnx_ops.domain.artifact import Digest, hex_digits
 from onnx_ops.ports import Ledger, Store

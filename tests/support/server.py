@@ -18,7 +18,7 @@ from typing import Any, Self
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import CorruptStateError, MeasurementError
-from onnx_ops.protocol.messages import COUNTS_PATH, STATE_PATH, AdminState, Counts, UserCountsRequest, read_message
+from onnx_ops.protocol.messages import COUNTS_PATH, STATE_PATH, AdminState, Counts, UserCountsRequest
 from onnx_ops.protocol.server_process import SERVER_FILE, TOKEN_FILE, ServerRecord
 from onnx_ops.testing.endpoints import scaling_deployment
 from tests.support.processes import ROOT, session_of
@@ -34,7 +34,7 @@ _PAUSE_S = 0.002
 
 def stop_endpoints(folder: Path) -> None:
     """Stop the local endpoints whose folders are in this one, if there is any."""
-    from onnx_ops.adapters.endpoints.local_server import LocalServer
+    from onnx_ops.adapters.endpoints.local import LocalServer
 
     for endpoint in folder.iterdir() if folder.is_dir() else ():
         LocalServer(endpoint, sys.executable).stop()
@@ -150,7 +150,7 @@ class ServerFamily:
         return [pid for pid in session_of(self.supervisor) if pid != self.supervisor]
 
     def record(self) -> ServerRecord:
-        return read_message((self.folder / SERVER_FILE).read_bytes(), ServerRecord)
+        return codec.loads((self.folder / SERVER_FILE).read_bytes(), ServerRecord)
 
     def log(self) -> str:
         return self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
@@ -192,14 +192,14 @@ class ServerFamily:
         answer = self.admin("GET")
         if answer.status != 200:
             raise MeasurementError("the server does not show its state", why=str(answer))
-        return read_message(answer.body, AdminState).state
+        return codec.loads(answer.body, AdminState).state
 
     def counts(self, watch: UserCountsRequest | None = None) -> Counts:
         body = None if watch is None else codec.dumps(watch)
         answer = self.admin("GET" if body is None else "POST", body, COUNTS_PATH)
         if answer.status != 200:
             raise MeasurementError("the server does not show its counts", why=str(answer))
-        return read_message(answer.body, Counts)
+        return codec.loads(answer.body, Counts)
 
     @property
     def _log(self) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from onnx_ops import codec
-from onnx_ops.adapters.objects import LocalObjects, ObjectStore
+from onnx_ops.adapters.files import LocalObjects, ObjectStore
 from onnx_ops.domain import ledger as fold_module
 from onnx_ops.domain import rollout, rollout_observations
 from onnx_ops.domain.artifact import Digest, digest_bytes

@@ -1,4 +1,4 @@
-"""The registry in MLflow: versions by release and variant, aliases by target."""
+"""The registry in MLflow: versions by release and variant, aliases by target, ledger entries as runs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, assert_never
 from urllib.parse import quote, urlsplit
 
 from onnx_ops import codec
 from onnx_ops.adapters.registries import mlflow_folder
 from onnx_ops.adapters.registries.mlflow_connection import ArtifactDownload, MlflowConnection, read_pages
-from onnx_ops.adapters.registries.mlflow_ledger import show_entry
 from onnx_ops.adapters.registries.mlflow_publication import ReleasePublisher
 from onnx_ops.adapters.registries.mlflow_tags import (
     DIGEST,
@@ -27,7 +26,26 @@ from onnx_ops.adapters.registries.mlflow_tags import (
     read_record,
 )
 from onnx_ops.domain.artifact import Digest, Manifest, digest_file
-from onnx_ops.domain.ledger import LedgerEntry
+from onnx_ops.domain.ledger import (
+    ActionOutcome,
+    AliasesWritten,
+    EndpointAbandoned,
+    EndpointBound,
+    EndpointDeleted,
+    EntryBody,
+    Intent,
+    LeaseRenewed,
+    LedgerEntry,
+    MetricsRecorded,
+    NotificationSent,
+    OperatorCommandSent,
+    OverrideRecorded,
+    RequestWithdrawn,
+    RollbackRequested,
+    RolloutPaused,
+    ThresholdsFixed,
+    VersionRefused,
+)
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
 from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.reporting.description import KEPT
@@ -39,6 +57,8 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,199}")
 _MODEL_SOURCE = re.compile(r"models:/(m-[A-Za-z0-9]+)")
 _PAGE = 1000
+_RUN_TAG_LIMIT = 5000
+"""Characters of a tag of a run."""
 _EXISTS = "RESOURCE_ALREADY_EXISTS"
 _log = logging.getLogger(__name__)
 
@@ -229,7 +249,7 @@ class MlflowRegistry:
         name = f"releases/{entry.endpoint}"
         try:
             with self._mlflow.session(name) as client:
-                show_entry(client, self._ensure_experiment(client, name), entry, model)
+                _show_entry(client, self._ensure_experiment(client, name), entry, model)
         except OnnxOpsError as error:
             _log.warning("entry %d of %s is not shown in MLflow: %s", entry.sequence, entry.endpoint, error)
 
@@ -307,3 +327,76 @@ def _valid_name(name: str) -> str:
             why="letters, digits, dots, dashes, underscores and spaces, at most 200",
         )
     return name
+
+
+def _show_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, model: str) -> None:
+    """Write the entry as a run of `releases/<endpoint>` at its time; complete a run that was started."""
+    runs = client.search_runs([experiment], f"tags.sequence = '{entry.sequence}'", max_results=1)
+    if runs and runs[0].info.status != "RUNNING":
+        return
+    body = entry.body
+    at = round(entry.at * 1000)
+    title, details = _describe_entry(body)
+    tags = {
+        "sequence": str(entry.sequence),
+        "endpoint": entry.endpoint,
+        "model": model,
+        "actor": entry.actor,
+        "kind": body.kind,
+        "mlflow.user": entry.actor,
+        **details,
+        "entry": codec.dumps(entry).decode(),
+    }
+    run = (
+        runs[0]
+        if runs
+        else client.create_run(
+            experiment,
+            start_time=at,
+            run_name=f"{entry.sequence:05d} {title}",
+            tags={key: value[:_RUN_TAG_LIMIT] for key, value in tags.items() if value},
+        )
+    )
+    if isinstance(body, Intent):
+        from mlflow.entities import Metric
+
+        split = body.action.state.split.weights
+        metrics = [Metric(f"percent/{name}", float(weight), at, step=0) for name, weight in sorted(split.items())]
+        client.log_batch(run.info.run_id, metrics=metrics)
+    failed = isinstance(body, ActionOutcome) and not body.ok
+    client.set_terminated(run.info.run_id, "FAILED" if failed else "FINISHED", end_time=at)
+
+
+def _describe_entry(body: EntryBody) -> tuple[str, dict[str, str]]:
+    """Return the title of an entry's run, and its tags."""
+    title: str = body.kind
+    details: dict[str, str] = {}
+    match body:
+        case Intent() | RollbackRequested():
+            title = f"{'requested: ' if isinstance(body, RollbackRequested) else ''}{body.action.kind.value}"
+            roles = body.action.roles
+            serving = {"stable": roles.stable, "previous": roles.previous, "candidate": roles.candidate}
+            versions = {role: deployment.version for role, deployment in serving.items() if deployment}
+            details = {"why": body.action.why, **versions}
+        case ActionOutcome():
+            title = f"{'done' if body.ok else 'failed'}: entry {body.of}"
+            details = {"of": str(body.of), "why": body.detail}
+        case EndpointBound():
+            details = {"provider": body.config.provider, "target": body.config.target}
+        case AliasesWritten():
+            details = {"aliases": " ".join(f"{alias}={to or '-'}" for alias, to in sorted(body.aliases.items()))}
+        case VersionRefused():
+            details = {"alias": body.alias, "version": body.version, "why": body.reason}
+        case OverrideRecorded():
+            details = {"version": body.version, "why": body.reason}
+        case OperatorCommandSent():
+            title, details = f"command: {body.command.value}", {"why": body.reason}
+        case EndpointDeleted() | EndpointAbandoned() | RequestWithdrawn():
+            details = {"why": body.reason}
+        case RolloutPaused():
+            details = {"why": body.why}
+        case ThresholdsFixed() | MetricsRecorded() | NotificationSent() | LeaseRenewed():
+            pass
+        case _:
+            assert_never(body)
+    return title, details

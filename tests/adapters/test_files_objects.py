@@ -9,8 +9,7 @@ from typing import NoReturn
 
 import pytest
 
-from onnx_ops.adapters.files import TEMPORARY, durable_file
-from onnx_ops.adapters.objects import FsspecObjects, LocalObjects, ObjectStore, open_objects
+from onnx_ops.adapters.files import TEMPORARY, FsspecObjects, LocalObjects, ObjectStore, durable_file, open_objects
 from onnx_ops.errors import MissingPackageError, ServiceUnavailableError
 
 

@@ -7,9 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from onnx_ops.cli import terminal
+from onnx_ops.cli import common
+from onnx_ops.cli.common import KEEP, print_table, print_text
 from onnx_ops.cli.tables import gate_report
-from onnx_ops.cli.terminal import KEEP, print_table, print_text
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.reporting.description import ResultRow
 
@@ -21,7 +21,7 @@ def sink(width: int, monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """What is printed on a terminal of this width."""
     sink = io.StringIO()
     out = Console(file=sink, width=width, force_terminal=True, color_system=None, emoji=False)
-    monkeypatch.setattr(terminal, "console", lambda: out)
+    monkeypatch.setattr(common, "console", lambda: out)
     return sink
 
 

@@ -1,0 +1,51 @@
+"""Holders of leases: which process is one, and whether it still runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from onnx_ops.protocol.server_process import LocalHost
+
+HOLDER = "from onnx_ops.protocol.server_process import LocalHost; print(LocalHost().holder(), flush=True); input()"
+
+
+def test_this_process_is_alive() -> None:
+    host = LocalHost()
+    assert host.alive(host.holder())
+    assert host.holder().startswith(f"{socket.gethostname()}:{os.getpid()}:")
+
+
+def test_a_holder_is_alive_until_it_was_killed() -> None:
+    command = [sys.executable, "-c", HOLDER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        holder = process.stdout.readline().strip()
+        assert LocalHost().alive(holder)
+        process.send_signal(signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not LocalHost().alive(holder), "killed, and its parent has not asked for its end"
+        process.wait()
+        assert not LocalHost().alive(holder)
+
+
+def test_a_reused_process_id_is_not_its_holder() -> None:
+    host, process, started = LocalHost().holder().split(":")
+    assert not LocalHost().alive(f"{host}:{process}:{int(started) - 1}")
+
+
+@pytest.mark.parametrize("holder", ["another-machine:1:1", f"{socket.gethostname()}:me:1", "", "nonsense"])
+def test_who_cannot_be_known_counts_as_alive(holder: str) -> None:
+    assert LocalHost().alive(holder)
+
+
+def test_the_actor_is_the_user_unless_the_environment_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ONNX_OPS_ACTOR", raising=False)
+    assert LocalHost().actor().endswith(f"@{socket.gethostname()}")
+    monkeypatch.setenv("ONNX_OPS_ACTOR", "release-bot")
+    assert LocalHost().actor() == "release-bot"
