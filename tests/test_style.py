@@ -5,21 +5,26 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULES = {
-    path: ast.parse(path.read_text(encoding="utf-8"))
-    for path in sorted((ROOT / "onnx_ops").rglob("*.py"))
-    if "templates" not in path.parts
-}
 METAPHORS = {"bell", "crew", "crown", "glance", "hands", "heats", "herald", "reign", "twin", "workshop"}
 """Words that stood for mechanisms: name the mechanism."""
 
 
+@cache
+def parse_modules() -> dict[Path, ast.Module]:
+    return {
+        path: ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted((ROOT / "onnx_ops").rglob("*.py"))
+        if "templates" not in path.parts
+    }
+
+
 def test_a_class_name_exists_once() -> None:
     places: dict[str, list[str]] = defaultdict(list)
-    for path, tree in MODULES.items():
+    for path, tree in parse_modules().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(str(path.relative_to(ROOT)))
@@ -28,7 +33,7 @@ def test_a_class_name_exists_once() -> None:
 
 def test_identifiers_name_mechanisms() -> None:
     found = []
-    for path, tree in MODULES.items():
+    for path, tree in parse_modules().items():
         names = {path.stem}
         for node in ast.walk(tree):
             match node:
@@ -43,7 +48,7 @@ def test_identifiers_name_mechanisms() -> None:
 
 
 def test_an_exception_ends_in_error() -> None:
-    tree = MODULES[ROOT / "onnx_ops" / "errors.py"]
+    tree = parse_modules()[ROOT / "onnx_ops" / "errors.py"]
     names = [node.name for node in tree.body if isinstance(node, ast.ClassDef) and node.name != "Problem"]
     assert [name for name in names if not name.endswith("Error")] == []
 
@@ -52,7 +57,7 @@ def test_no_docstring_is_a_placeholder() -> None:
     nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     found = [
         f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}"
-        for path, tree in MODULES.items()
+        for path, tree in parse_modules().items()
         for node in ast.walk(tree)
         if isinstance(node, nodes) and re.search(r"\b(TODO|FIXME|XXX)\b", ast.get_docstring(node) or "")
     ]

@@ -8,10 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn import datasets
-from sklearn.impute import SimpleImputer
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 
 from onnx_ops.adapters.exporters.boosted import LightgbmExporter, XgboostExporter
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
@@ -34,6 +30,8 @@ def boosted(package: str, kind: str = "Classifier", **settings: Any) -> Any:
 
 def fit(model: Any, name: str) -> tuple[Any, Any]:
     """The model, trained on a bundled set, and the set's rows."""
+    from sklearn import datasets
+
     data = getattr(datasets, f"load_{name}")()
     rows = data.data.astype(np.float32)
     return model.fit(rows, data.target), rows
@@ -48,6 +46,9 @@ class TestBoosted(ExporterSuite):
 
     @pytest.fixture
     def trained(self, package: str, data: str) -> tuple[Any, Any]:
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
+
         if data == "breast_cancer":  # two classes, in a pipeline
             settings: dict[str, Any] = {"max_depth": 3} if package == "xgboost" else {}
             return fit(make_pipeline(StandardScaler(), boosted(package, **settings)), data)
@@ -69,6 +70,9 @@ class TestBoosted(ExporterSuite):
 @by_package
 @pytest.mark.parametrize("opset", [15, 18, 21])
 def test_a_scaler_before_the_trees_moves_no_row_to_another_leaf(tmp_path: Path, package: str, opset: int) -> None:
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
     model, rows = fit(make_pipeline(StandardScaler(), boosted(package)), "breast_cancer")
     section = Export(framework="x", opset=opset)
     answers = export(EXPORTERS[package], model, {"x": rows}, tmp_path / "m.onnx", section)
@@ -78,6 +82,8 @@ def test_a_scaler_before_the_trees_moves_no_row_to_another_leaf(tmp_path: Path, 
 
 @by_package
 def test_missing_values_take_the_way_that_they_take_in_the_source(tmp_path: Path, package: str) -> None:
+    from sklearn import datasets
+
     data = datasets.load_iris()
     rows = data.data.astype(np.float32)
     rows[np.random.default_rng(0).random(rows.shape) < 0.2] = np.nan
@@ -97,6 +103,9 @@ def test_a_booster_is_refused_with_the_way_to_bring_it(tmp_path: Path, package: 
 
 @pytest.mark.parametrize(("kind", "settings"), [("RFClassifier", {}), ("Classifier", {"num_parallel_tree": 3})])
 def test_a_forest_that_the_converter_gets_wrong_is_refused(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    from sklearn.impute import SimpleImputer
+    from sklearn.pipeline import make_pipeline
+
     model, rows = fit(make_pipeline(SimpleImputer(), boosted("xgboost", kind, **settings)), "iris")
     with pytest.raises(UserError) as refused:
         export(XgboostExporter(), model, {"x": rows}, tmp_path / "m.onnx", SECTION)
@@ -105,6 +114,8 @@ def test_a_forest_that_the_converter_gets_wrong_is_refused(tmp_path: Path, kind:
 
 def test_the_sklearn_exporter_names_the_one_that_can(tmp_path: Path) -> None:
     import xgboost
+    from sklearn.impute import SimpleImputer
+    from sklearn.pipeline import make_pipeline
 
     class Mine(xgboost.XGBClassifier):
         """A class that nothing has registered."""

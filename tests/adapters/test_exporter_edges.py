@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn import ensemble
-from sklearn.linear_model import LogisticRegression
 
 from onnx_ops.adapters.exporters.onnx import OnnxExporter
 from onnx_ops.adapters.exporters.signature import OUTPUT
@@ -40,12 +38,16 @@ def export(exporter: Exporter, model: object, folder: Path, **section: Any) -> d
 
 
 def test_boosted_trees_are_exported(tmp_path: Path) -> None:
+    from sklearn import ensemble
+
     model = ensemble.GradientBoostingRegressor(n_estimators=4, random_state=0).fit(X, TARGETS[:, 0])
     answers = export(SklearnExporter(), model, tmp_path)
     np.testing.assert_allclose(answers[VARIABLE][:, 0], model.predict(X), atol=1e-5)
 
 
 def test_an_ensemble_declares_as_many_targets_as_it_has(tmp_path: Path) -> None:
+    from sklearn import ensemble
+
     model = ensemble.RandomForestRegressor(3, random_state=0).fit(X, TARGETS)
     answers = export(SklearnExporter(), model, tmp_path)
     assert read_model_info(tmp_path / "model.onnx").outputs[0].shape == ("batch", 2)
@@ -53,6 +55,8 @@ def test_an_ensemble_declares_as_many_targets_as_it_has(tmp_path: Path) -> None:
 
 
 def test_labels_held_as_objects_become_text(tmp_path: Path) -> None:
+    from sklearn.linear_model import LogisticRegression
+
     model = LogisticRegression().fit(X, np.array(["ant", "bee", "cow"], dtype=object)[CLASS])
     labels = reference(SklearnExporter(), model, SAMPLES, "float64")[LABEL]
     assert labels.dtype.kind == "U"
@@ -60,12 +64,16 @@ def test_labels_held_as_objects_become_text(tmp_path: Path) -> None:
 
 
 def test_several_labels_at_once_are_refused(tmp_path: Path) -> None:
+    from sklearn import ensemble
+
     model = ensemble.RandomForestClassifier(2, random_state=0).fit(X, np.stack([CLASS > 0, CLASS > 1], axis=1))
     with pytest.raises(UserError, match="several labels"):
         export(SklearnExporter(), model, tmp_path)
 
 
 def test_boolean_labels_agree_as_numbers(tmp_path: Path) -> None:
+    from sklearn.linear_model import LogisticRegression
+
     model = LogisticRegression().fit(X, CLASS > 0)
     answers = export(SklearnExporter(), model, tmp_path)
     np.testing.assert_array_equal(answers[LABEL], model.predict(X))
@@ -85,6 +93,7 @@ def test_boolean_labels_agree_as_numbers(tmp_path: Path) -> None:
 def test_an_entry_without_effect_is_refused(
     exporter: Exporter, section: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
+    from sklearn.linear_model import LogisticRegression
     from torch import nn
 
     model: object = LogisticRegression().fit(X, CLASS) if isinstance(exporter, SklearnExporter) else nn.Linear(8, 2)

@@ -10,18 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn import datasets
-from sklearn.decomposition import PCA
-from sklearn.discriminant_analysis import QuadraticDiscriminantAnalysis
-from sklearn.ensemble import HistGradientBoostingRegressor, RandomForestClassifier
-from sklearn.gaussian_process import GaussianProcessRegressor
-from sklearn.linear_model import LogisticRegression, Ridge, RidgeClassifier
-from sklearn.multiclass import OneVsOneClassifier
-from sklearn.neighbors import KNeighborsClassifier, KNeighborsRegressor, RadiusNeighborsClassifier
-from sklearn.neural_network import MLPClassifier
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
-from sklearn.svm import SVR, LinearSVC
 
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.domain.artifact import digest_file
@@ -43,6 +31,8 @@ def export(model: Any, rows: Any, path: Path, section: Export = SECTION) -> dict
 
 def load(name: str) -> tuple[Any, Any]:
     """Rows and labels of a bundled set."""
+    from sklearn import datasets
+
     data = getattr(datasets, f"load_{name}")()
     return data.data.astype(np.float32), data.target
 
@@ -50,6 +40,11 @@ def load(name: str) -> tuple[Any, Any]:
 @functools.cache
 def digits() -> object:
     """A perceptron behind a scaler, trained once."""
+    from sklearn import datasets
+    from sklearn.neural_network import MLPClassifier
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
     data = datasets.load_digits()
     network = MLPClassifier((16,), max_iter=60, tol=1e-2, random_state=0)
     return make_pipeline(StandardScaler(), network).fit(data.data, data.target)
@@ -76,6 +71,9 @@ class TestClassifier(ExporterSuite):
 class TestRegressor(TestClassifier):
     @pytest.fixture
     def model(self) -> object:
+        from sklearn import datasets
+        from sklearn.linear_model import Ridge
+
         data = datasets.load_diabetes()
         return Ridge().fit(data.data, data.target)
 
@@ -85,6 +83,10 @@ class TestRegressor(TestClassifier):
 
 
 def test_outputs_have_the_same_names_for_every_estimator(tmp_path: Path) -> None:
+    from sklearn.decomposition import PCA
+    from sklearn.linear_model import LogisticRegression, Ridge
+    from sklearn.pipeline import make_pipeline
+
     rows, labels = load("iris")
     names = np.array(["setosa", "versicolor", "virginica"])[labels]
     pipeline = make_pipeline(PCA(2), LogisticRegression()).fit(rows, names)
@@ -98,17 +100,27 @@ def test_outputs_have_the_same_names_for_every_estimator(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("estimator", "data"),
-    [
-        (make_pipeline(StandardScaler(), KNeighborsRegressor()), "diabetes"),
-        (OneVsOneClassifier(LogisticRegression()), "iris"),
-        (make_pipeline(StandardScaler(), QuadraticDiscriminantAnalysis()), "iris"),
-        (GaussianProcessRegressor(alpha=0.1, optimizer=None), "diabetes"),
-    ],
+    ("kind", "data"),
+    [("neighbors", "diabetes"), ("one vs one", "iris"), ("discriminant", "iris"), ("Gaussian process", "diabetes")],
 )
-def test_answers_have_the_names_and_shapes_of_scikit_learn_s(tmp_path: Path, estimator: Any, data: str) -> None:
+def test_answers_have_the_names_and_shapes_of_scikit_learn_s(tmp_path: Path, kind: str, data: str) -> None:
     """skl2onnx gives labels as a row or a column, and calls a variable GPmean, or calls a value inside so."""
+    from sklearn.discriminant_analysis import QuadraticDiscriminantAnalysis
+    from sklearn.gaussian_process import GaussianProcessRegressor
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.multiclass import OneVsOneClassifier
+    from sklearn.neighbors import KNeighborsRegressor
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    estimators = {
+        "neighbors": make_pipeline(StandardScaler(), KNeighborsRegressor()),
+        "one vs one": OneVsOneClassifier(LogisticRegression()),
+        "discriminant": make_pipeline(StandardScaler(), QuadraticDiscriminantAnalysis()),
+        "Gaussian process": GaussianProcessRegressor(alpha=0.1, optimizer=None),
+    }
     rows, target = load(data)
+    estimator = estimators[kind]
     answers = export(estimator.fit(rows, target), rows, tmp_path / "m.onnx")
     expected = reference(SklearnExporter(), estimator, {"x": rows}, "float64")
     assert {n: a.shape for n, a in answers.items()} == {n: a.shape for n, a in expected.items()}
@@ -118,6 +130,10 @@ def test_answers_have_the_names_and_shapes_of_scikit_learn_s(tmp_path: Path, est
 
 
 def test_an_estimator_whose_conversion_does_not_run_is_refused_with_another(tmp_path: Path) -> None:
+    from sklearn.neighbors import RadiusNeighborsClassifier
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
     rows, labels = load("iris")
     model = make_pipeline(StandardScaler(), RadiusNeighborsClassifier(5.0)).fit(rows, labels)
     with pytest.raises(UserError, match="does not run") as told:
@@ -125,12 +141,19 @@ def test_an_estimator_whose_conversion_does_not_run_is_refused_with_another(tmp_
     assert told.value.remedy == "Use KNeighborsClassifier."
 
 
-@pytest.mark.parametrize("kind", [LinearSVC, RidgeClassifier])
+@pytest.mark.parametrize("is_ridge", [False, True])
 @pytest.mark.parametrize("in_pipeline", [False, True])
 def test_a_classifier_without_probabilities_gives_its_label_alone(
-    tmp_path: Path, kind: type, *, in_pipeline: bool
+    tmp_path: Path, *, is_ridge: bool, in_pipeline: bool
 ) -> None:
-    estimator = make_pipeline(StandardScaler(), kind()) if in_pipeline else kind()
+    from sklearn import datasets
+    from sklearn.linear_model import RidgeClassifier
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+    from sklearn.svm import LinearSVC
+
+    classifier = RidgeClassifier() if is_ridge else LinearSVC()
+    estimator = make_pipeline(StandardScaler(), classifier) if in_pipeline else classifier
     data = datasets.load_breast_cancer()
     rows = (data.data / data.data.std(axis=0)).astype(np.float32)
     answers = export(estimator.fit(rows, data.target), rows, tmp_path / "m.onnx")
@@ -140,6 +163,10 @@ def test_a_classifier_without_probabilities_gives_its_label_alone(
 
 
 def test_a_scaler_before_trees_divides_as_its_source_does(tmp_path: Path) -> None:
+    from sklearn.ensemble import RandomForestClassifier
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
     rows, labels = load("iris")
     forest = make_pipeline(StandardScaler(), RandomForestClassifier(30, random_state=0)).fit(rows, labels)
     answers = export(forest, rows, tmp_path / "m.onnx")
@@ -151,6 +178,10 @@ def test_a_scaler_before_trees_divides_as_its_source_does(tmp_path: Path) -> Non
 
 
 def test_precisions_differ_by_rounding_of_weights_and_arithmetic() -> None:
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
     rows, labels = load("iris")
     pipeline = make_pipeline(StandardScaler(), LogisticRegression()).fit(rows.astype(np.float64) * 1.1, labels)
     rounded = reference(SklearnExporter(), pipeline, {"x": rows})["probabilities"]
@@ -162,6 +193,9 @@ def test_precisions_differ_by_rounding_of_weights_and_arithmetic() -> None:
 
 
 def test_a_precision_that_an_estimator_does_not_know_is_none_and_refused_rows_are_an_error() -> None:
+    from sklearn import datasets
+    from sklearn.svm import SVR
+
     data = datasets.load_diabetes()
     estimator = SVR().fit(data.data, data.target)
     rows = {"x": data.data[:5].astype(np.float32)}
@@ -172,6 +206,8 @@ def test_a_precision_that_an_estimator_does_not_know_is_none_and_refused_rows_ar
 
 
 def test_names_that_the_converter_counts_per_process_are_counted_per_file(tmp_path: Path) -> None:
+    from sklearn.neighbors import KNeighborsClassifier
+
     rows, labels = load("iris")
     neighbours = KNeighborsClassifier().fit(rows, labels)
     digests = set()
@@ -183,6 +219,8 @@ def test_names_that_the_converter_counts_per_process_are_counted_per_file(tmp_pa
 
 
 def test_a_named_batch_axis(tmp_path: Path) -> None:
+    from sklearn.linear_model import LogisticRegression
+
     rows, labels = load("iris")
     section = Export(framework="sklearn", dynamic={"x": {0: "rows"}})
     export(LogisticRegression(max_iter=500).fit(rows, labels), rows, tmp_path / "m.onnx", section)
@@ -192,6 +230,9 @@ def test_a_named_batch_axis(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.preprocessing import StandardScaler
+
     rows, labels = load("iris")
     estimator = LogisticRegression(max_iter=500).fit(rows, labels)
     newer, neither = replace(SECTION, opset=28), "neither a classifier nor a regressor"
@@ -208,6 +249,8 @@ def test_what_does_not_fit_is_refused_with_a_remedy(tmp_path: Path) -> None:
 
 
 def test_a_model_may_be_brought_as_a_pickle_and_damage_is_told(tmp_path: Path) -> None:
+    from sklearn.linear_model import LogisticRegression
+
     rows, labels = load("iris")
     estimator = LogisticRegression(max_iter=500).fit(rows, labels)
     (tmp_path / "mine.pkl").write_bytes(pickle.dumps(estimator))
@@ -223,6 +266,8 @@ def test_a_model_may_be_brought_as_a_pickle_and_damage_is_told(tmp_path: Path) -
 
 def test_histograms_of_gradient_boosting_are_converted_with_protobuf_7(tmp_path: Path) -> None:
     """The converter writes truth values where the file holds integers."""
+    from sklearn.ensemble import HistGradientBoostingRegressor
+
     rows, target = load("diabetes")
     rows[::7, 2] = np.nan
     model = HistGradientBoostingRegressor(max_iter=20, random_state=0).fit(rows, target)

@@ -7,12 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.compose import ColumnTransformer
-from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.impute import SimpleImputer
-from sklearn.linear_model import LogisticRegression, SGDClassifier
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 from onnx_ops.adapters.exporters.boosted import LightgbmExporter, XgboostExporter
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
@@ -37,6 +31,12 @@ NUMBERS = {name: COLUMNS[name] for name in ("age", "visits")}
 
 
 def pipeline(last: Any) -> Any:
+    from sklearn.compose import ColumnTransformer
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.impute import SimpleImputer
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import OneHotEncoder, StandardScaler
+
     steps = [
         ("numbers", make_pipeline(SimpleImputer(), StandardScaler()), ["age", "visits"]),
         ("texts", OneHotEncoder(handle_unknown="ignore"), ["member", "city"]),
@@ -55,6 +55,8 @@ def check_same(exporter: SklearnExporter, model: object, samples: Tensors, folde
 
 
 def test_export_of_mixed_columns_takes_one_input_a_column(tmp_path: Path) -> None:
+    from sklearn.linear_model import LogisticRegression
+
     model = pipeline(LogisticRegression()).fit(Dataset(inputs=COLUMNS).frame(), LABEL)
     check_same(SklearnExporter(), model, COLUMNS, tmp_path)
     found = {spec.name: (spec.dtype, spec.shape) for spec in read_model_info(tmp_path / "model.onnx").inputs}
@@ -65,11 +67,21 @@ def test_export_of_mixed_columns_takes_one_input_a_column(tmp_path: Path) -> Non
 
 
 def test_export_of_a_data_frame_without_transformer_joins_its_columns(tmp_path: Path) -> None:
+    from sklearn.impute import SimpleImputer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+
     model = make_pipeline(SimpleImputer(), LogisticRegression()).fit(Dataset(inputs=NUMBERS).frame(), LABEL)
     check_same(SklearnExporter(), model, NUMBERS, tmp_path)
 
 
 def test_export_of_a_matrix_is_split_for_a_transformer_by_name(tmp_path: Path) -> None:
+    from sklearn.compose import ColumnTransformer
+    from sklearn.impute import SimpleImputer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
     steps = [("scaled", StandardScaler(), ["visits"]), ("filled", SimpleImputer(), ["age"])]
     model = make_pipeline(ColumnTransformer(steps), LogisticRegression())
     model.fit(Dataset(inputs=NUMBERS).frame(), LABEL)
@@ -85,6 +97,8 @@ def test_export_of_boosting_on_a_data_frame_answers_like_it(tmp_path: Path, kind
 
 
 def test_export_without_a_fitted_column_is_refused(tmp_path: Path) -> None:
+    from sklearn.linear_model import LogisticRegression
+
     model = LogisticRegression().fit(Dataset(inputs={"visits": COLUMNS["visits"]}).frame(), LABEL)
     request = ExportRequest(section=Export(framework="sklearn"), samples=NUMBERS, path=tmp_path / "model.onnx")
     with pytest.raises(UserError, match="also has 'age'"):
@@ -92,6 +106,8 @@ def test_export_without_a_fitted_column_is_refused(tmp_path: Path) -> None:
 
 
 def test_export_known_to_be_wrong_is_refused_by_name(tmp_path: Path) -> None:
+    from sklearn.linear_model import SGDClassifier
+
     model = SGDClassifier(loss="modified_huber").fit(COLUMNS["visits"], np.arange(120) % 3)
     samples = {"x": COLUMNS["visits"]}
     request = ExportRequest(section=Export(framework="sklearn"), samples=samples, path=tmp_path / "model.onnx")
@@ -100,6 +116,11 @@ def test_export_known_to_be_wrong_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_export_that_fails_on_unseen_categories_is_refused_unless_its_source_fails_too(tmp_path: Path) -> None:
+    from sklearn.compose import ColumnTransformer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import OneHotEncoder
+
     samples = {"city": COLUMNS["city"]}
     request = ExportRequest(section=Export(framework="sklearn"), samples=samples, path=tmp_path / "model.onnx")
     for unseen in ("error", "infrequent_if_exist"):

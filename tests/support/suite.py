@@ -148,14 +148,20 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
+        freeze_live_objects()  # all are young, and the next search would be for all of them; pytest ends with two more
         gc.enable()
+
+
+def freeze_live_objects() -> None:
+    """Free the garbage that there is, and leave all other objects out of later searches for it."""
+    gc.collect()  # frozen garbage would never be collected
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def spare_what_is_there() -> None:
     """Leave what there is before a file's tests out of the search for garbage: a timed run waits for a whole one."""
-    gc.collect()  # frozen garbage would never be collected
-    gc.freeze()
+    freeze_live_objects()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
