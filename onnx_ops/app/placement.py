@@ -102,7 +102,9 @@ def ask(
     if (failed := ports.store.lookup(_error_key(ended.run))) is not None:
         raise from_document(json.loads(ports.store.read(failed[_ERROR])))
     if ended.failed:
-        raise MeasurementError(f"a worker of pool {placed.pool} refused it", where=stage.id, why=ended.message)
+        raise MeasurementError(
+            f"the worker of pool {placed.pool} did not execute it", where=stage.id, why=ended.message
+        )
     if (result := _take(stage, key, ports.store)) is None:
         raise MeasurementError(
             f"the worker of pool {placed.pool} has ended, and its result is not in the store",

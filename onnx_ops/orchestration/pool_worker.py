@@ -187,6 +187,7 @@ class PoolWorker:
             client.delete_variable_by_name(variable)
             place = {"work_pool_name": self.pool, "name": self.name}
             client.request("DELETE", "/work_pools/{work_pool_name}/workers/{name}", path_params=place)
+        _LOG.info("worker %s of pool %s has ended", self.name, self.pool)
 
     def _announce(self, client: SyncPrefectClient) -> str:
         """Describe this worker in a Prefect variable, and remove those of the pool's dead workers; return its name."""
@@ -254,7 +255,10 @@ class PoolWorker:
                 self._ended[run.id] = describe_exit(os.waitstatus_to_exitcode(status))
                 _LOG.info("%s: ended with %s", run.name, self._ended[run.id])
         for run_id, how in tuple(self._ended.items()):
-            if not is_final(client.read_flow_run(run_id).state):
+            state = client.read_flow_run(run_id).state
+            if state is not None and state.is_cancelling():  # before it had begun
+                client.set_flow_run_state(run_id, Cancelled(message=f"its process ended with {how}"), force=True)
+            elif not is_final(state):
                 declare_crashed(client, run_id, f"its process on worker {self.name} ended with {how}")
             del self._ended[run_id]
 

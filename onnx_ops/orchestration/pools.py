@@ -134,7 +134,7 @@ class PrefectPools(Pools):
             MeasurementError: it ran too long.
             ServiceUnavailableError: no worker will take it, or the server is silent.
         """
-        asked = contact = heard = checked = time.monotonic()
+        contact = heard = checked = time.monotonic()
         started: float | None = None
         beat: object = None
         while True:
@@ -172,7 +172,7 @@ class PrefectPools(Pools):
             elif kind == "SCHEDULED" and now - checked > self.silence:
                 checked = now
                 require_workers(client, stage.pool, stage.kind.value, stage.title)
-            elif kind == "PENDING" and now - asked > self.patience:
+            elif kind == "PENDING" and now - heard > self.patience:
                 raise MeasurementError(
                     f"a worker of pool {stage.pool} took it, and did not start it within {self.patience:g} s",
                     where=stage.title,
@@ -337,7 +337,7 @@ def _create_run(client: SyncPrefectClient, deployment: UUID, stage: PlacedStage,
         deployment,
         parameters={**stage.parameters, "asker": asker},
         name=stage.title,
-        idempotency_key=f"{stage.key}/{number}",
+        idempotency_key=f"{stage.pool}/{stage.key}/{number}",
         work_queue_name=stage.kind.value,
     )
     return run, run.parameters.get("asker") == asker

@@ -177,7 +177,7 @@ def test_code_that_changed_after_the_plan_is_not_sent(asker: Project, worker: Pr
 
 def test_a_worker_with_another_store_names_both(asker: Project, tmp_path: Path) -> None:
     other = project(tmp_path / "worker", store="elsewhere")
-    with pytest.raises(MeasurementError, match="refused it") as caught:
+    with pytest.raises(MeasurementError, match="did not execute it") as caught:
         asked(Nearby(other), asker, train_stage(asker))
     assert str(tmp_path / "elsewhere") in caught.value.why
     assert str(tmp_path / SHARED) in caught.value.why
