@@ -93,7 +93,7 @@ CALLS = (
         environ={"ONNX_OPS_NOTIFY": "prefect-events"},
     ),
     Call("status", 4, "digits"),
-    Call("status", 4, "s3://b/x: package s3fs", extras="s3", environ={"ONNX_OPS_STORE": "s3://b/x"}),
+    Call("plan alone.yaml", 4, "s3://b/x: package s3fs", extras="s3", environ={"ONNX_OPS_STORE": "s3://b/x"}),
     Call("history digits", 0, "digits"),
     Call("prune digits", 4, "onnx-ops prune, registry: package mlflow", extras="mlflow"),
     Call("rollback digits --reason slow --wait", 4, "accepted, still pending: all traffic to v1", extras="serve"),
@@ -109,6 +109,7 @@ CALLS = (
     Call("serve --state-dir served", 4, "onnx-ops serve: packages httptools", extras="serve"),
     Call("doctor", 0, "onnx-ops[mlflow]"),
     Call("targets", 0, "cpu-1t"),
+    Call("work --pool gpu", 4, "onnx-ops work, pools: package prefect", extras="prefect"),
     Call("keys new", 2, "there is a key already"),
     Call("keys list", 0),
 )

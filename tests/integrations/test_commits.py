@@ -60,6 +60,7 @@ def test_results_are_written_where_the_figures_cannot_be_shared(
     with on_disk(tmp_path / "project"), effect_operations.synthetic():
         project = effect_operations.project_of(effect_operations.judged())
         root = project.settings.root
+        (root / ".gitignore").write_text(f"{project.settings.state.relative_to(root)}/\n")
         commit_all(root)
         monkeypatch.setattr("onnx_ops.integrations.commits.open_project", lambda: project)
         not_a_folder = tmp_path / "figures"
