@@ -39,15 +39,17 @@ _MAX_VERIFIED = 8192
 
 
 class ContentStore:
-    """Blobs and records; a remote store reads through a local cache.
+    """Blobs and records; a remote store reads through a local cache of a limited size.
 
     Nothing is trusted because of its name: content is hashed before it is handed out, and a record carries its own
     digest, so that a torn or tampered file counts as missing.
     """
 
-    def __init__(self, objects: ObjectStore, cache: Path) -> None:
+    def __init__(self, objects: ObjectStore, cache: Path, cache_bytes: int = 50 * 10**9) -> None:
         self._objects = objects
         self._cache = objects.root if isinstance(objects, LocalObjects) else cache
+        self._cache_bytes = cache_bytes
+        self._downloaded = cache_bytes  # the first download looks what earlier processes have left
         self._verified: dict[Digest, tuple[int, ...]] = {}
         self._verified_lock = threading.Lock()
 
@@ -80,6 +82,10 @@ class ContentStore:
         remote = not isinstance(self._objects, LocalObjects)
         if remote and self._objects.download(_blob(digest), local) and self._intact(local, digest):
             self._protect(digest)
+            self._downloaded += local.stat().st_size
+            if self._downloaded > self._cache_bytes / 10:
+                self._downloaded = 0
+                self._trim()
             return local
         cause = "its content is not what its name says" if local.exists() else "it is missing"
         raise CorruptStateError(
@@ -190,6 +196,21 @@ class ContentStore:
                 while len(self._verified) > _MAX_VERIFIED:
                     del self._verified[next(iter(self._verified))]
         return True
+
+    def _trim(self) -> None:
+        """Delete the oldest content of the cache beyond its size, except what was downloaded within the last hour."""
+        found = []
+        for path in (self._cache / _BLOBS).glob("*/*"):
+            with suppress(FileNotFoundError):  # another process was faster
+                status = path.stat()
+                found.append((status.st_mtime, status.st_size, path))
+        excess = sum(size for _, size, _ in found) - self._cache_bytes
+        before = time.time() - UNFINISHED_S  # noqa: TID251 (compared with times of the file system)
+        for at, size, path in sorted(found):
+            if excess <= 0 or at > before:
+                return
+            path.unlink(missing_ok=True)
+            excess -= size
 
     def _protect(self, digest: Digest) -> None:
         with storage_errors(), suppress(FileNotFoundError):

@@ -142,7 +142,9 @@ def build_ports(settings: Settings) -> Ports:
     )
     return Ports(
         root=settings.root,
-        open_store=_once(lambda: ContentStore(open_objects(settings.store), settings.state / "cache")),
+        open_store=_once(
+            lambda: ContentStore(open_objects(settings.store), settings.state / "cache", settings.cache_bytes)
+        ),
         ledger=ObjectLedger(open_objects(settings.ledger)),
         files=ModelFolders(settings.models),
         models=UserSuppliedModels(root=settings.root, registered=_once(lambda: _registered(settings))),

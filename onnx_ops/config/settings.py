@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onnx_ops.config.binding import bind_settings
+from onnx_ops.config.quantities import parse_quantity
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.errors import UserError
 
@@ -32,6 +33,7 @@ class FileSettings:
     trusted_keys: str = ""
     notify: str = ""
     pools: str = ""
+    cache_size: str = "50 GB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,7 @@ class Settings:
         trusted_keys: Folder of public keys; the signer's own is always trusted where signing is on.
         notify: Notification targets, separated by commas: `webhook, github:owner/repository, prefect:TYPE/NAME`.
         pools: Work pools of stages that name none, by kind: `train=gpu, quantize=gpu`.
+        cache_size: Most bytes of a remote store's content that this machine keeps, unless more is in use.
     """
 
     root: Path
@@ -64,6 +67,12 @@ class Settings:
     trusted_keys: Path
     notify: str
     pools: str
+    cache_size: str
+
+    @property
+    def cache_bytes(self) -> int:
+        """Size of the cache of a remote store."""
+        return int(parse_quantity(self.cache_size, "B"))
 
     @property
     def default_pools(self) -> Mapping[StageKind, str]:
@@ -130,7 +139,7 @@ def load_settings(start: Path | None = None, environ: Mapping[str, str] | None =
     for f in fields(FileSettings):
         if (text := environ.get(f"ONNX_OPS_{f.name.upper()}")) is not None:
             values[f.name] = text
-    given = bind_settings(values, FileSettings, where=str(root / FILE), rules=_check_pools)
+    given = bind_settings(values, FileSettings, where=str(root / FILE), rules=_check_values)
 
     def place(text: str, default: Path) -> str:
         return text if "://" in text else str(root / text) if text else str(default)
@@ -152,6 +161,7 @@ def load_settings(start: Path | None = None, environ: Mapping[str, str] | None =
         trusted_keys=root / given.trusted_keys if given.trusted_keys else key.parent,
         notify=given.notify,
         pools=given.pools,
+        cache_size=given.cache_size,
     )
 
 
@@ -159,7 +169,11 @@ _POOLED = (StageKind.TRAIN, StageKind.EXPORT, StageKind.VALIDATE, StageKind.QUAN
 """Kinds with a default pool: a benchmark and a search run where their target is."""
 
 
-def _check_pools(given: FileSettings) -> Iterator[tuple[str, str]]:
+def _check_values(given: FileSettings) -> Iterator[tuple[str, str]]:
+    try:
+        parse_quantity(given.cache_size, "B")
+    except ValueError as error:
+        yield "cache_size", str(error)
     for entry in filter(None, map(str.strip, given.pools.split(","))):
         kind, _, pool = (part.strip() for part in entry.partition("="))
         if kind not in _POOLED or not pool:

@@ -75,6 +75,22 @@ def test_missing_remote_content_is_called_missing(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+def test_the_oldest_content_leaves_the_cache_of_a_remote_store_unless_it_is_of_the_last_hour(tmp_path: Path) -> None:
+    remote = FsspecObjects(f"memory://{uuid.uuid4().hex}")
+    writer = ContentStore(remote, tmp_path / "writer")
+    digests = [writer.put_bytes(bytes([number]) * 100) for number in range(4)]
+    store = ContentStore(remote, tmp_path / "cache", cache_bytes=250)
+    first, second = (store.path(digest) for digest in digests[:2])
+    for path, age in ((first, 7300), (second, 7200)):
+        os.utime(path, (path.stat().st_mtime - age,) * 2)
+    third = store.path(digests[2])
+    assert [path.exists() for path in (first, second, third)] == [False, True, True]
+    store.path(digests[3])
+    assert [path.exists() for path in (second, third)] == [False, True]
+    assert store.path(digests[0]) == first  # it is fetched again; more than the limit, as all are of the last hour
+    assert third.exists()
+
+
 def test_content_is_noticed_to_have_changed_even_if_its_times_were_put_back(tmp_path: Path) -> None:
     store = ContentStore(LocalObjects(tmp_path), tmp_path)
     path = store.path(store.put_bytes(CONTENT))
