@@ -43,7 +43,7 @@ def main() -> int:
         kinds = [options.only] if options.only else ["supervisor", "worker", "random"]
         claims = [sweep(folder, first, kind, last, step, quiet=options.json) for kind in kinds]
     if options.page:
-        fill(options.page, "chaos", f"A publication has {last} moments.\n\n{promises(claims)}")
+        fill(options.page, "chaos", f"A publication can be interrupted at {last} points.\n\n{promises(claims)}")
     if options.json:
         print(json.dumps({"moments": last, "claims": [asdict(claim) for claim in claims]}))
     else:

@@ -99,7 +99,7 @@ def build_timeouts(api_timeout_s: float) -> dict[str, float]:
 
 @functools.cache
 def get_credential(api_timeout_s: float = API_TIMEOUT_S) -> TokenCredential:
-    """Return the credential, which caches tokens and requests one three times."""
+    """Return the credential, which caches tokens and makes three attempts to get one."""
     require(*EXTRAS["azure"], where="Azure")
     from azure.identity import DefaultAzureCredential
 

@@ -60,7 +60,7 @@ def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[s
 
     Raises:
         UserError: the function cannot be called like that, or raises an error.
-        InfrastructureError: it raises an error of the machine or of a service, as OSError.
+        InfrastructureError: it raises an error of the machine or of a service, such as OSError.
     """
     function = load_function(reference, "train.run")
     try:

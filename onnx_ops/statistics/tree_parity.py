@@ -198,7 +198,7 @@ def _find_differences(tree: Tree, source: Tree) -> Iterator[tuple[int, str]]:
         here, there = _count_splits(tree), _count_splits(source)
         yield (
             max(1, ((here - there) + (there - here)).total()),
-            f": {_describe_size(tree)} arranged otherwise than the source's {_describe_size(source)}",
+            f": {_describe_size(tree)} arranged differently from the source's {_describe_size(source)}",
         )
         return
     splits = ~leaf
