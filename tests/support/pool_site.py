@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,7 @@ class PoolSite:
     workers: list[Worker] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.began = datetime.now(UTC)  # noqa: TID251 (compared with times of Prefect's server)
         self.asker = self._machine("asker")
         self.marks = self.folder / "marks"
         entries = [f"  - {{name: v{number}, method: dynamic}}" for number in range(self.variants)]
@@ -189,9 +191,10 @@ class PoolSite:
 
     def runs(self, *names: str) -> list[dict[str, Any]]:
         """Return the flow runs of stages, in order; of all stages if none is named."""
-        wanted: dict[str, Any] = {"flows": {"name": {"any_": ["work"]}}, "sort": "EXPECTED_START_TIME_ASC"}
+        own: dict[str, Any] = {"expected_start_time": {"after_": self.began.isoformat()}}
         if names:
-            wanted["flow_runs"] = {"name": {"any_": list(names)}}
+            own["name"] = {"any_": list(names)}
+        wanted = {"flows": {"name": {"any_": ["work"]}}, "flow_runs": own, "sort": "EXPECTED_START_TIME_ASC"}
         found: list[dict[str, Any]] = self.prefect.ask("/flow_runs/filter", **wanted)
         return found
 
