@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -277,6 +278,7 @@ def execute(
     from onnx_ops.app.results import find_base, read_base_branch, read_provenance, record_commit, summarize
     from onnx_ops.domain.pipeline import StageKind, StageStatus
     from onnx_ops.pipeline import InlineExecutor, SilentObserver, run
+    from onnx_ops.pipeline.stage_settings import get_pool
     from onnx_ops.pipeline.stages.register import BASE, PROVENANCE
     from onnx_ops.release.promote import abandon_dropped, require_no_orphans
 
@@ -298,6 +300,8 @@ def execute(
             for stage in stages
         )
         planned = replace(planned, stages=tuple(hinted))
+    if any(map(get_pool, planned.stages)):  # while the stages before them run here
+        threading.Thread(target=project.running().pools.prepare, daemon=True).start()
     result = run(
         planned,
         handler=project.handler(actor, observer, abandon, no_cache, project.durations(name)),

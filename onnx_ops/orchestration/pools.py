@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import time
 import uuid
 from collections import Counter
@@ -50,7 +51,7 @@ class _WorkerDied(Exception):
     """The worker died, or its run was cancelled by somebody else."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class PrefectPools(Pools):
     """Runs the deployment `work/POOL` for each stage. Durations are seconds.
 
@@ -67,14 +68,46 @@ class PrefectPools(Pools):
     tries: int = 2
     runs: set[UUID] = field(default_factory=set)
     """Flow runs that were created here and are waited for."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _turn: threading.Lock = field(default_factory=threading.Lock)
+    """Held by who creates a run: a server on SQLite delays those who write at the same time, by seconds."""
+    _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    _client: SyncPrefectClient | None = None
+    """Client of all threads that ask, open until this process ends: a new one takes as long as a stage to start."""
+    _ready: dict[tuple[str, StageKind], tuple[float, UUID]] = field(default_factory=dict)
+    """Deployments whose workers were seen, and when."""
+
+    def prepare(self) -> None:
+        """Connect to Prefect's server, if it answers."""
+        with contextlib.suppress(Exception), self._asking():
+            pass
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[SyncPrefectClient]:
+        """Yield the client of this process. Its exceptions are those of `_open_client`."""
+        with self._lock:
+            if self._client is None:
+                self._client = self._open.enter_context(_open_client())
+        with _typed_errors():
+            yield self._client
+
+    def _find(self, client: SyncPrefectClient, stage: PlacedStage) -> UUID:
+        """Return the deployment of a stage's pool, which has workers for its kind."""
+        seen, deployment = self._ready.get((stage.pool, stage.kind), (0.0, None))
+        if deployment is None or time.monotonic() - seen > HEARTBEAT_S:
+            deployment = _find_deployment(client, stage)
+            self._ready[stage.pool, stage.kind] = (time.monotonic(), deployment)
+        return deployment
 
     def run(self, stage: PlacedStage, is_done: Callable[[], bool]) -> EndedRun:
         """Have a worker of the pool execute a stage, and wait for its end."""
         deaths: list[str] = []
-        with _open_client() as client:
-            deployment = _find_deployment(client, stage)
+        with self._asking() as client:
+            with self._turn:
+                deployment = self._find(client, stage)
             for number in itertools.count():
-                run, is_ours = _create_run(client, deployment, stage, number)
+                with self._turn:
+                    run, is_ours = _create_run(client, deployment, stage, number)
                 if is_final(run.state):  # of an earlier asker
                     if is_done():
                         return EndedRun(run=str(run.id), seconds=run.total_run_time.total_seconds())
@@ -393,9 +426,17 @@ def _open_client() -> Iterator[SyncPrefectClient]:
         )
     from prefect.client.orchestration import get_client
 
+    with _typed_errors(), get_client(sync_client=True) as client:
+        yield client
+
+
+@contextlib.contextmanager
+def _typed_errors() -> Iterator[None]:
+    """Raise ServiceUnavailableError where Prefect's client has found no server."""
+    from prefect.settings import PREFECT_API_URL
+
     try:
-        with get_client(sync_client=True) as client:
-            yield client
+        yield
     except Exception as error:
         if not is_unavailable(error) or isinstance(error, ServiceUnavailableError):
             raise

@@ -160,6 +160,10 @@ class Pools(ABC):
     """Remote machines, reached through pools of workers."""
 
     @abstractmethod
+    def prepare(self) -> None:
+        """Do what the first `run` would have to wait for. Raises nothing."""
+
+    @abstractmethod
     def run(self, stage: PlacedStage, is_done: Callable[[], bool]) -> EndedRun:
         """Have a worker of the pool execute a stage, and wait for its end.
 

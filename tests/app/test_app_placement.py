@@ -61,6 +61,8 @@ class Nearby(Pools):
             error = refusal
         return EndedRun(run=run, failed=error is not None, message=str(error))
 
+    def prepare(self) -> None: ...
+
     def cancel(self) -> None: ...
 
     def work(self, pool: str, kinds: Sequence[StageKind], *, limit: int) -> None:
