@@ -109,7 +109,7 @@ def _measured(
             remedy=f"Run its pipeline again on this store: onnx-ops run {champion.pipeline}.yaml --no-cache benchmark",
         )
     stage, key, inputs = parse_request(json.loads(ports.store.read(memory[REQUEST])))
-    # A key of its own: the result of the pipeline stays as it is, and no worker answers with an earlier measurement.
+    # Another key: the result of the pipeline stays as it is, and no worker answers with an earlier measurement.
     manifest = perform(stage, digest_json(["again", key, uuid.uuid4().hex]), inputs)
     now = codec.loads(ports.store.read(manifest["evidence.json"]), Evidence, where=stage.id)
     results = judge_drift(gates, then, now)

@@ -66,7 +66,7 @@ def ask(
     renew: bool = False,
     took: Callable[[float], None] | None = None,
 ) -> Manifest:
-    """Return the result that a worker of the stage's pool computes, or has computed for somebody else.
+    """Return the result that a worker of the stage's pool computes, or has computed for another run.
 
     The request and everything that it needs are in the store: the inputs, the user's code, libraries of operators, and
     the champion that a benchmark is compared with.
@@ -83,7 +83,8 @@ def ask(
     files, paths = dict[str, Json](), dict[str, Json]()
     for name, path, travels_as in _list_files(prepared, inputs, ports):
         if path.is_dir():
-            files |= {f"{name}/{file.name}": ports.store.put_file(file) for file in sorted(path.iterdir())}
+            inside = [file for file in sorted(path.rglob("*")) if file.is_file()]
+            files |= {f"{name}/{file.relative_to(path).as_posix()}": ports.store.put_file(file) for file in inside}
         else:
             files[name] = ports.store.put_file(path)
         if travels_as:
@@ -160,7 +161,7 @@ def _list_libraries(hints: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def answer(project: Project, request: str, *, place: str, run: str, observer: Observer) -> OnnxOpsError | None:
-    """Execute a stage for somebody who asked, on the worker's side; record its result under the stage's key.
+    """Execute a requested stage, on the worker's side; record its result under the stage's key.
 
     Args:
         project: of the worker: its store, its isolated environments, its installation.

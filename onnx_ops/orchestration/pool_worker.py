@@ -59,8 +59,6 @@ if TYPE_CHECKING:
 _POLL_S = 0.5
 _DESCRIBED_S = 60.0
 """Most seconds that a worker spends at its start on reading what its machine can measure."""
-_GRACE_S = 5.0
-"""Seconds between SIGTERM and SIGKILL of a stage that is cancelled."""
 
 _LOG = get_logger("onnx_ops.work")
 
@@ -105,7 +103,7 @@ def _watched(project: Project, run: UUID) -> Iterator[None]:
         sent = 0.0
         with get_client(sync_client=True) as client:
             while not done.wait(1.0):
-                with contextlib.suppress(Exception):  # the server may be away; the work goes on
+                with contextlib.suppress(Exception):  # the server may be away; the stage continues
                     found = client.read_flow_run(run)
                     if is_final(found.state):
                         project.running().end()
@@ -255,7 +253,11 @@ class PoolWorker:
                 self._ended[run.id] = describe_exit(os.waitstatus_to_exitcode(status))
                 _LOG.info("%s: ended with %s", run.name, self._ended[run.id])
         for run_id, how in tuple(self._ended.items()):
-            state = client.read_flow_run(run_id).state
+            try:
+                state = client.read_flow_run(run_id).state
+            except ObjectNotFound:  # a person has deleted it
+                del self._ended[run_id]
+                continue
             if state is not None and state.is_cancelling():  # before it had begun
                 client.set_flow_run_state(run_id, Cancelled(message=f"its process ended with {how}"), force=True)
             elif not is_final(state):

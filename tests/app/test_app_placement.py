@@ -243,6 +243,35 @@ def test_libraries_travel_by_digest_to_the_place_that_the_stage_finds(
     assert seen["pool"] == ""
 
 
+def test_the_champion_travels_with_every_file_of_its_folder(
+    asker: Project, worker: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "champion"
+    for name in ("model.onnx", "custom_ops/board/lib.so"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(name.encode())
+    champion: Json = {"version": "1", "manifest": KEY, "location": str(folder)}
+    seen: list[bytes] = []
+
+    def execute(_: object, stage: Stage, *rest: object) -> Manifest:
+        hints: Any = stage.hints
+        place = Path(hints["champion"]["location"])
+        seen.extend((place / name).read_bytes() for name in ("model.onnx", "custom_ops/board/lib.so"))
+        raise MeasurementError("enough")
+
+    monkeypatch.setattr("onnx_ops.app.execution.run_in_subprocess", execute)
+    stage = Stage(
+        id="benchmark",
+        kind=StageKind.BENCHMARK,
+        settings={"revision": REVISIONS[StageKind.BENCHMARK], "model": "m"},
+        hints={"pool": "gpu", "target": {"name": "board", "pool": "gpu"}, "champion": champion},
+        own_process=True,
+    )
+    with pytest.raises(MeasurementError, match="enough"):
+        asked(Nearby(worker), asker, stage)
+    assert seen == [b"model.onnx", b"custom_ops/board/lib.so"]
+
+
 def test_a_measurement_by_a_machine_that_the_target_does_not_accept_is_not_taken(
     asker: Project, worker: Project, executed: list[str]
 ) -> None:
