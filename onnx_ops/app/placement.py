@@ -16,7 +16,7 @@ from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_js
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import PLACEABLE, TRANSLATIONS, Stage, StageKind
 from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import (
     ConflictError,
     CorruptStateError,
@@ -25,6 +25,7 @@ from onnx_ops.errors import (
     RefusedError,
     from_document,
 )
+from onnx_ops.measure.files import HARDWARE
 from onnx_ops.pipeline.stage_settings import REVISIONS, get_pool, is_isolated
 from onnx_ops.pipeline.stages.champion import HINT, attach_champion, read_champion
 from onnx_ops.pipeline.user_code import CODE, collect_user_code, find_code_file
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 _ERROR = "error.json"
 _LIBRARIES = "custom_ops"
 _CHAMPION = "champion"
+_MEASURED = (StageKind.SCORE, StageKind.BENCHMARK)
+"""Stages whose result depends on the machine, which it names."""
 
 
 def build_request(stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> dict[str, Json]:
@@ -120,12 +123,15 @@ def ask(
 def _take(stage: Stage, key: Digest, store: Store) -> Manifest | None:
     """Return the recorded result, unless a machine measured it that the target does not accept."""
     result = store.lookup(key)
-    if result is None or stage.kind is not StageKind.BENCHMARK:
+    if result is None or stage.kind not in _MEASURED:
         return result
-    evidence = codec.loads(store.read(result["evidence.json"]), Evidence)
+    if stage.kind is StageKind.SCORE:
+        hardware = codec.loads(store.read(result[HARDWARE]), HardwareFingerprint)
+    else:
+        hardware = codec.loads(store.read(result["evidence.json"]), Evidence).hardware
     hints: Mapping[str, Any] = stage.hints
     target = codec.from_json(hints["target"], Target, where=stage.id)
-    return None if target.requires.lacking(evidence.hardware) else result
+    return None if target.requires.lacking(hardware) else result
 
 
 def _list_files(stage: Stage, inputs: Mapping[str, Manifest], ports: Ports) -> Iterator[tuple[str, Path, str]]:
@@ -218,7 +224,7 @@ def _require_same_release(stage: Stage) -> None:
     differs = dict[str, tuple[object, object]]()
     if revision != REVISIONS[stage.kind]:
         differs["revision of the stage"] = (REVISIONS[stage.kind], revision)
-    if stage.kind is not StageKind.BENCHMARK and not is_isolated(stage):  # evidence names the versions that measured
+    if stage.kind not in _MEASURED and not is_isolated(stage):  # evidence names the versions that measured
         found = {name: plugins.version(name) for name in stage.tools if name != "python"}
         found |= {"python": ".".join(platform.python_version_tuple()[:2])} if "python" in stage.tools else {}
         differs |= {name: (found[name], asked) for name, asked in stage.tools.items() if found[name] != asked}

@@ -142,7 +142,7 @@ def _location(pipeline: Pipeline, stage: Stage) -> tuple[str | int, ...]:
                 i for i, entry in enumerate(pipeline.quantize) if stage.variant in (entry.name, *entry.variant_names())
             )
             return ("quantize", next(entries, 0), "method")
-        case StageKind.BENCHMARK | StageKind.GATE:
+        case StageKind.SCORE | StageKind.BENCHMARK | StageKind.GATE:
             return ("benchmark", "targets", pipeline.benchmark.targets.index(stage.target or ""))
         case StageKind.DEPLOY:
             endpoint = binding(stage)[0].endpoint

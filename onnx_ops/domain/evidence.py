@@ -392,7 +392,8 @@ class Evidence:
     `advice` what slows it down on the target. `opsets` are the versions that the variant imports by domain, `operators`
     counts its nodes by operator and version of its definition (`Gemm-13`). `champion` is what served then, even if its
     files are those of the variant and there is nothing to compare. `grouped` explains why the scored rows seem to
-    belong together in groups where no key names groups. `sampled` is None where all rows of the data set are scored.
+    belong together in groups where no key names groups. `scored_on` are the machines that scored the rows in shards;
+    none where the measuring machine did. `sampled` is None where all rows of the data set are scored.
     """
 
     schema: int = EVIDENCE_SCHEMA
@@ -424,6 +425,7 @@ class Evidence:
     metrics: tuple[PairedCounts, ...] = ()
     scores: tuple[ScoreComparison, ...] = ()
     grouped: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    scored_on: tuple[HardwareFingerprint, ...] = field(default=(), metadata=OMIT_DEFAULT)
     sampled: SampledRows | None = field(default=None, metadata=OMIT_DEFAULT)
     opsets: Mapping[str, int] = field(default_factory=dict, metadata=OMIT_DEFAULT)
     operators: Mapping[str, int] = field(default_factory=dict, metadata=OMIT_DEFAULT)

@@ -211,6 +211,9 @@ class Benchmark(Attempts):
 
     targets: Annotated[tuple[ShortName, ...], MinLen(1), doc("Names of files in configs/targets/.")]
     batch: Annotated[int, Ge(1), Le(4096), doc("Rows in one timed request.")] = 1
+    shards: Annotated[
+        int, Ge(1), Le(256), doc("Parts in which rows are scored for metrics, each a stage of its own; for many rows.")
+    ] = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +285,7 @@ class StageKind(StrEnum):
     VALIDATE = "validate"
     SEARCH = "search"
     QUANTIZE = "quantize"
+    SCORE = "score"
     BENCHMARK = "benchmark"
     GATE = "gate"
     REGISTER = "register"
@@ -295,6 +299,7 @@ PLACEABLE = (
     StageKind.VALIDATE,
     StageKind.SEARCH,
     StageKind.QUANTIZE,
+    StageKind.SCORE,
     StageKind.BENCHMARK,
 )
 """Stages that can run on another machine. Keys and credentials of the others stay here."""

@@ -19,7 +19,7 @@ from onnx_ops.statistics.probes import REAL
 
 T = TypeVar("T")
 
-_INPUT_BYTES = 1 << 24
+_INPUT_BYTES = 1 << 22
 """Bytes of one batch; the intermediate values of a model can take a hundred times as much."""
 
 _OUTPUT_BYTES = 1 << 28
@@ -30,17 +30,25 @@ GroupAnswers = Mapping[str, tuple[Tensors, ...] | MeasurementError]
 
 
 def read_answers(
-    runtime: Runtime, model: Path, target: Target, inputs: Tensors, read: Callable[[Tensors], T]
+    runtime: Runtime,
+    model: Path,
+    target: Target,
+    inputs: Tensors,
+    read: Callable[[Tensors], T],
+    shard: tuple[int, int] = (0, 1),
 ) -> list[T]:
     """Apply `read` to each batch of answers, in the order of the rows.
 
-    For a model with a fixed batch the last one is padded with the first rows, whose answers are cut off.
+    For a model with a fixed batch the last one is padded with the first rows, whose answers are cut off. A `shard`,
+    number and count, is a part of the same batches, so that a model answers in shards as it answers to all rows.
 
     Raises:
         MeasurementError: the model does not run there.
         UserError: no output has one entry per row.
     """
+    number, count = shard
     batches = list(split_batches(model, inputs))
+    batches = batches[len(batches) * number // count : len(batches) * (number + 1) // count]
     results: list[T] = []
     at_once = 1
     while batches:

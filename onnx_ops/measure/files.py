@@ -19,6 +19,9 @@ MODEL = "onnx/"
 FRACTIONS = "fractions.json"
 """In the training's manifest: names of the columns that were float32 in one of its data sets."""
 
+HARDWARE = "hardware.json"
+"""In the manifest of scored rows: the machine that scored them."""
+
 PACKAGE = "package/"
 """Prefix of the target's own format of the model in its benchmark's manifest."""
 

@@ -19,6 +19,7 @@ from onnx_ops.measure.predictions import (
     Prediction,
     find_column_labels,
     find_positive_label,
+    flatten_column,
     join_predictions,
     prepare_label,
     read_classes,
@@ -70,7 +71,7 @@ def measure_metrics(request: ScoringRequest, definitions: Sequence[MetricDefinit
         MeasurementError: the candidate or the export does not run. A champion that does not accept these rows has an
             entry.
     """
-    measurable = [d for d in definitions if request.dataset.label is not None or d.label_free]
+    measurable = select_measurable(definitions, request.dataset)
     if not measurable:
         return TaskMetrics()
     readings = {name: request.known.get(name) or read_predictions(request, name, measurable) for name in request.models}
@@ -100,6 +101,27 @@ def measure_metrics(request: ScoringRequest, definitions: Sequence[MetricDefinit
     return TaskMetrics(counts=tuple(counts), scores=tuple(scores), grouped=grouped, rows=rows)
 
 
+def select_measurable(definitions: Sequence[MetricDefinition], dataset: Dataset) -> list[MetricDefinition]:
+    """Return the metrics that a data set with or without labels allows."""
+    return [definition for definition in definitions if dataset.label is not None or definition.label_free]
+
+
+def add_default_metric(
+    definitions: tuple[MetricDefinition, ...], dataset: Dataset
+) -> tuple[tuple[MetricDefinition, ...], MetricDefinition | None]:
+    """Add rmse where labels are numbers and no gate measures an error of numbers.
+
+    Whether a model returns classes or numbers is known once it has answered: then either accuracy or rmse is reported.
+    """
+    numbers = (
+        dataset.label is not None and dataset.label.dtype.kind in "fiu" and flatten_column(dataset.label).ndim == 1
+    )
+    if not numbers or any(definition.name in ("mae", "rmse", "r2") for definition in definitions):
+        return definitions, None
+    default = MetricDefinition(name="rmse")
+    return (*definitions, default), default
+
+
 def find_label_problem(definition: MetricDefinition, label: Array | None, outputs: Tensors | None) -> str:
     """Return why a metric cannot be computed; empty if it can.
 
@@ -127,8 +149,16 @@ def _extract_signals(definition: MetricDefinition, label: Array | None, answers:
     return []
 
 
-def read_predictions(request: ScoringRequest, name: str, definitions: Sequence[MetricDefinition]) -> ModelPredictions:
+def read_predictions(
+    request: ScoringRequest, name: str, definitions: Sequence[MetricDefinition], shard: tuple[int, int] = (0, 1)
+) -> ModelPredictions:
     """Read one model's answers in the terms of each metric.
+
+    Args:
+        request: the models and the rows.
+        name: of the model.
+        definitions: the metrics.
+        shard: number and count of the parts of all batches, of which one is read; it can be empty.
 
     Raises:
         MeasurementError: the candidate or the export does not run.
@@ -144,21 +174,27 @@ def read_predictions(request: ScoringRequest, name: str, definitions: Sequence[M
         return predictions
 
     try:
-        parts = read_answers(request.runtime, request.models[name], request.target, request.dataset.inputs, read_all)
+        inputs = request.dataset.inputs
+        parts = read_answers(request.runtime, request.models[name], request.target, inputs, read_all, shard)
     except (MeasurementError, UserError) as error:
         if name in (CANDIDATE, EXPORT) and isinstance(error, MeasurementError):
             raise
         return {definition.label: error for definition in definitions}
+    return join_parts(parts)
+
+
+def join_parts(parts: Sequence[ModelPredictions]) -> ModelPredictions:
+    """Join what was read from successive rows; the first error of a metric stands for all of its rows."""
     joined: dict[str, Prediction | OnnxOpsError] = {}
-    for definition in definitions:
-        predictions = [part[definition.label] for part in parts]
+    for label in parts[0] if parts else ():
+        predictions = [part[label] for part in parts]
         errors = [one for one in predictions if isinstance(one, OnnxOpsError)]
         try:
-            joined[definition.label] = (
+            joined[label] = (
                 errors[0] if errors else join_predictions([one for one in predictions if isinstance(one, Prediction)])
             )
         except UserError as error:
-            joined[definition.label] = error
+            joined[label] = error
     return joined
 
 

@@ -22,6 +22,7 @@ from onnx_ops.pipeline.stage_settings import (
     data_id,
     gate_id,
     make_stage,
+    score_id,
     search_id,
     variant_id,
     write_environment,
@@ -151,45 +152,70 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
     limits = select_gates(pipeline.gates, target.gates)
     request = derive_measurement_request(limits)
     metrics = {gate.definition() for gate in pipeline.gates if isinstance(gate, MetricGate)} | {ACCURACY}
-    measure: dict[str, Json] = {
-        "pipeline": pipeline.pipeline,
-        "model": model,
+    ordered = sorted(metrics, key=lambda metric: metric.label)
+    placed: dict[str, Json] = {"target": codec.to_json(target), **({"pool": target.pool} if target.pool else {})}
+    scored: dict[str, Json] = {
         "target": target.digest(),
         "hardware": probe.hardware(target),
-        "batch": pipeline.benchmark.batch,
         "limit": pipeline.validate.samples.limit,
         "data": pipeline.validate.samples.data,
-        "quantized": is_quantized(pipeline, variant, probe),
         "source": variant_id(variant),
+    }
+    measure: dict[str, Json] = {
+        **scored,
+        "pipeline": pipeline.pipeline,
+        "model": model,
+        "batch": pipeline.benchmark.batch,
+        "quantized": is_quantized(pipeline, variant, probe),
         # Only made for a gate. Limits change no measurement, so they stay out of the key.
         **({"throughput": list(request.throughput)} if request.throughput else {}),
         **({"starts": True} if request.starts else {}),
         # Accuracy is measured wherever possible.
         "metrics": [
             {"definition": codec.to_json(metric), "code": digest_metric_code(pipeline, metric, probe)}
-            for metric in sorted(metrics, key=lambda metric: metric.label)
+            for metric in ordered
         ],
     }
-    needs = ["export", "validate", variant_id(variant), data_id(pipeline.validate.samples.data)]
+    samples, tools = data_id(pipeline.validate.samples.data), probe.tools("runtimes", target.runtime, target.env)
+    shards = range(1, pipeline.benchmark.shards + 1) if pipeline.benchmark.shards > 1 else ()
+    if shards:
+        measure["shards"] = len(shards)
+    scores = [
+        make_stage(
+            StageKind.SCORE,
+            score_id(variant, target.name, shard),
+            pipeline.benchmark,
+            {**scored, "definitions": [codec.to_json(one) for one in ordered], "shard": shard, "shards": len(shards)},
+            needs=list(dict.fromkeys(["export", variant_id(variant), samples])),
+            tools=tools,
+            variant=variant,
+            target=target.name,
+            own_process=True,
+            hints=placed,
+        )
+        for shard in shards
+    ]
+    needs = ["export", "validate", variant_id(variant), samples]
+    needs += [score_id(name, target.name, shard) for name in (EXPORT, variant) for shard in shards]
     gates: Json = [codec.to_json(gate) for gate in limits]
     declared: dict[str, Json] = {
         "custom_ops": sorted(library.digest for library in target.custom_ops),
         "execution": codec.to_json(target.execution),
     }
     return [
+        *scores,
         make_stage(
             StageKind.BENCHMARK,
             benchmark_id(variant, target.name),
             pipeline.benchmark,
             measure,
             needs=list(dict.fromkeys(needs)),
-            tools=probe.tools("runtimes", target.runtime, target.env),
+            tools=tools,
             variant=variant,
             target=target.name,
             own_process=True,
             hints={
-                **({"pool": target.pool} if target.pool else {}),
-                "target": codec.to_json(target),
+                **placed,
                 "tolerances": codec.to_json(request)["tolerances"],
                 "judged": [gate.definition().label for gate in limits if isinstance(gate, MetricGate)],
             },

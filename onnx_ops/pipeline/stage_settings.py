@@ -37,7 +37,7 @@ REVISIONS: Mapping[StageKind, int] = {
     StageKind.VALIDATE: 5,
     StageKind.SEARCH: 3,
     StageKind.QUANTIZE: 5,
-    StageKind.BENCHMARK: 11,
+    StageKind.BENCHMARK: 12,
     StageKind.GATE: 7,
     StageKind.REGISTER: 6,
 }
@@ -108,6 +108,11 @@ def search_id(name: str) -> str:
 def variant_id(variant: str) -> str:
     """Return the id of the stage that makes a variant."""
     return "export" if variant == EXPORT else f"quantize/{variant}"
+
+
+def score_id(variant: str, target: str, shard: int) -> str:
+    """Return the id of a stage that scores one part of the rows, counted from 1."""
+    return f"score/{variant}@{target}#{shard}"
 
 
 def benchmark_id(variant: str, target: str) -> str:

@@ -244,7 +244,9 @@ def _plot_target(
 def _describe_conditions(e: Evidence, digest: Digest) -> dict[str, str]:
     hardware, facts = e.hardware, e.runtime
     cpu = f"{hardware.cpu_model}, {hardware.machine}, {hardware.cores} cores"
+    scored = ", ".join(f"{one.cpu_model}, {one.cores} cores" for one in e.scored_on)
     return {
+        **({"rows scored on": scored} if scored else {}),
         "machine": f"{cpu}, {format_figure(hardware.memory_bytes, 'B')} memory"
         + (", dedicated" if e.dedicated else ", shared: absolute latency limits are advisory"),
         "CPU features": ", ".join(hardware.cpu_flags) or "none recorded",

@@ -38,7 +38,7 @@ from onnx_ops.measure.reference_outputs import (
 )
 from onnx_ops.onnx_graph.model_info import read_lineage
 from onnx_ops.pipeline.stages import export, validate
-from onnx_ops.pipeline.stages.benchmark import _check_compatibility
+from onnx_ops.pipeline.stages.score import check_compatibility
 from onnx_ops.ports import Dataset, Exporter, ExportRequest, Tensors
 from onnx_ops.statistics.rules.parity import judge_parity
 from onnx_ops.testing.fakes import FakeWorld
@@ -468,10 +468,10 @@ def test_a_file_too_new_for_a_target_is_told_with_the_remedy(
 ) -> None:
     path = write_perceptron(tmp_path / "model.onnx", opset=opset, ir_version=ir_version)
     with pytest.raises(UserError, match=message) as caught:
-        _check_compatibility(path, CPU_TARGET, "benchmark/fp32@cpu")
+        check_compatibility(path, CPU_TARGET, "benchmark/fp32@cpu")
     assert "leave cpu out" in caught.value.remedy
 
 
 def test_a_file_within_the_ceiling_passes(tmp_path: Path) -> None:
     path = write_perceptron(tmp_path / "model.onnx", opset=17, ir_version=9)
-    _check_compatibility(path, CPU_TARGET, "benchmark/fp32@cpu")
+    check_compatibility(path, CPU_TARGET, "benchmark/fp32@cpu")

@@ -27,7 +27,7 @@ from onnx_ops.measure.predictions import (
     read_positive_scores,
     read_prediction,
 )
-from onnx_ops.measure.scoring import ScoringRequest, TaskMetrics, measure_metrics
+from onnx_ops.measure.scoring import ScoringRequest, TaskMetrics, join_parts, measure_metrics, read_predictions
 from onnx_ops.ports import Dataset
 from onnx_ops.statistics.scores import CANDIDATE
 from onnx_ops.testing.models import CLASSES, rows, write_convolution, write_perceptron
@@ -36,6 +36,7 @@ TARGET = Target(name="cpu")
 RUNTIME = OnnxRuntime()
 ROWS = 100
 F1 = MetricDefinition(name="f1", average="macro")
+RMSE = MetricDefinition(name="rmse")
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +93,31 @@ def test_memory_is_bounded_by_chunks(model: Path, monkeypatch: pytest.MonkeyPatc
     found = read_answers(RUNTIME, model, TARGET, rows(ROWS), lambda outputs: sizes.append(len(outputs["scores"])))
     assert len(found) == len(sizes) == 12
     assert (max(sizes), sum(sizes)) == (9, ROWS)
+
+
+@pytest.mark.parametrize("count", [1, 3, 12, 40])
+def test_shards_read_what_the_whole_reads(
+    model: Path, tmp_path: Path, scores: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 12 batches, most of 40 shards get none."""
+    monkeypatch.setattr("onnx_ops.measure.answers._INPUT_BYTES", 8 * 4 * 9)
+    fixed = write_perceptron(tmp_path / "fixed.onnx", batch=9)
+    definitions = [ACCURACY, MetricDefinition(name="top_k", k=2), MetricDefinition(name="cosine"), RMSE]
+    for path in (model, fixed):
+        dataset = Dataset(inputs=rows(ROWS), label=labels_of(scores))
+        request = ScoringRequest(runtime=RUNTIME, target=TARGET, models={CANDIDATE: path}, dataset=dataset, seed=0)
+        whole = read_predictions(request, CANDIDATE, definitions)
+        shards = [read_predictions(request, CANDIDATE, definitions, (number, count)) for number in range(count)]
+        joined = join_parts([shard for shard in shards if shard])
+        for label, prediction in whole.items():
+            found = joined[label]
+            if isinstance(prediction, Prediction):
+                assert isinstance(found, Prediction)
+                np.testing.assert_array_equal(found.values, prediction.values)
+                assert (found.columns, found.broken) == (prediction.columns, prediction.broken)
+            else:
+                assert str(found) == str(prediction)
+        assert not isinstance(whole["rmse"], Prediction)
 
 
 def test_accuracy_and_top_k_are_counts(model: Path, scores: Any, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from onnx_ops.domain.gate import ACCURACY, MetricDefinition
 from onnx_ops.domain.pipeline import EXPORT, Stage, StageKind
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
-from onnx_ops.measure.scoring import ScoringRequest
-from onnx_ops.pipeline.stages.benchmark import _measure_metrics, add_default_metric
+from onnx_ops.measure.scoring import ScoringRequest, add_default_metric
+from onnx_ops.pipeline.stages.benchmark import _measure_metrics
 from onnx_ops.ports import Dataset
 from onnx_ops.statistics.scores import CANDIDATE
 from onnx_ops.testing.models import CLASSES, rows, write_perceptron

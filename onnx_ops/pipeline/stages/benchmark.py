@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import CUSTOM_OPS, MODEL_FILE, Digest, Manifest
+from onnx_ops.domain.artifact import CUSTOM_OPS, MODEL_FILE, Digest, Manifest, digest_json
 from onnx_ops.domain.evidence import (
     ActivationMeasurement,
     ChampionFacts,
@@ -23,23 +23,28 @@ from onnx_ops.domain.evidence import (
 from onnx_ops.domain.gate import ACCURACY, MeasurementRequest, MetricDefinition
 from onnx_ops.domain.pipeline import EXPORT, Stage
 from onnx_ops.domain.release import Lineage
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import UserError
 from onnx_ops.measure.execution import ExecutionReport, inspect_execution, require_hardware
 from onnx_ops.measure.files import MODEL, PACKAGE, checkout_files, get_dataset, pack_arrays, put_document, put_folder
 from onnx_ops.measure.paired_rows import digest_rows
 from onnx_ops.measure.parity import find_hardware_divergence, measure_invariance, measure_parity
-from onnx_ops.measure.predictions import flatten_column
 from onnx_ops.measure.reference_outputs import get_reference
-from onnx_ops.measure.scoring import ScoringRequest, TaskMetrics, measure_metrics
+from onnx_ops.measure.scoring import (
+    ModelPredictions,
+    ScoringRequest,
+    TaskMetrics,
+    add_default_metric,
+    measure_metrics,
+)
 from onnx_ops.measure.speed import measure_speed
 from onnx_ops.measure.timing import build_feed
 from onnx_ops.measure.user_functions import importable, load_function
-from onnx_ops.onnx_graph.compatibility import explain_incompatibility
 from onnx_ops.onnx_graph.files import read_structure
 from onnx_ops.onnx_graph.model_info import count_operators, read_model_info
 from onnx_ops.pipeline.stages.champion import Champion, read_champion
-from onnx_ops.ports import Dataset, Ports, Runtime
+from onnx_ops.pipeline.stages.score import check_compatibility, read_shards
+from onnx_ops.ports import Ports, Runtime
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.rules.metric import explain_unscored
 from onnx_ops.statistics.scores import CANDIDATE
@@ -47,11 +52,13 @@ from onnx_ops.statistics.scores import CANDIDATE
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
     """Measure the variant and store its evidence."""
+    del key
     settings: Mapping[str, Any] = stage.settings
     target = codec.from_json(stage.hints["target"], Target, where=stage.id)
     store = ports.store
     variant = inputs[settings["source"]]
-    whole = get_dataset(store, inputs[f"data/{settings['data']}"], inputs["export"])
+    rows = inputs[f"data/{settings['data']}"]
+    whole = get_dataset(store, rows, inputs["export"])
     data = whole.head(settings["limit"])
     sampled = SampledRows(data=settings["data"], used=len(data), total=len(whole))
     runtime = ports.runtime(target.runtime)
@@ -63,10 +70,17 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         baselines = {} if is_export else {EXPORT: export}
         if champion and champion.manifest != manifest.digest():
             baselines["champion"] = Path(champion.location) / MODEL_FILE
-        _check_compatibility(candidate, target, stage.id)
-        seed = int(key[-8:], 16)
+        check_compatibility(candidate, target, stage.id)
+        # The same rows give the same intervals, however they are scored.
+        seed = int(digest_json([manifest.digest(), rows.digest(), stage.target])[-8:], 16)
+        known, scored_on = _read_known(stage, inputs, ports)
         scorer = ScoringRequest(
-            runtime=runtime, target=target, models={CANDIDATE: candidate, **baselines}, dataset=data, seed=seed
+            runtime=runtime,
+            target=target,
+            models={CANDIDATE: candidate, **baselines},
+            dataset=data,
+            seed=seed,
+            known=known,
         )
         metrics = _measure_metrics(scorer, None if is_export else export, stage, ports)
         hints: Mapping[str, Any] = stage.hints
@@ -116,6 +130,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             metrics=metrics.counts,
             scores=metrics.scores,
             grouped=metrics.grouped,
+            scored_on=scored_on,
             sampled=sampled if sampled.used < sampled.total else None,
             opsets=read_model_info(candidate).opsets,
             operators=count_operators(read_structure(candidate)),
@@ -146,13 +161,6 @@ def _read_champion_facts(champion: Champion) -> ChampionFacts:
     return ChampionFacts(version=champion.version, manifest=champion.manifest, size_bytes=size)
 
 
-def _check_compatibility(model: Path, target: Target, where: str) -> None:
-    """Check the file's versions first: a runtime's own message is unclear or missing."""
-    if reason := explain_incompatibility(model, target):
-        remedy = f"Export what all targets accept, give the target its custom_ops, or leave {target.name} out."
-        raise UserError(reason, where=where, remedy=remedy)
-
-
 def _count_bytes(files: Mapping[str, Digest], ports: Ports) -> int:
     """Return the bytes of the model, without operator libraries and descriptions of a package."""
     packaged = {name: digest for name, digest in files.items() if name.endswith(".ort")}
@@ -162,6 +170,19 @@ def _count_bytes(files: Mapping[str, Digest], ports: Ports) -> int:
 
 def _read_documents(ports: Ports, digest: Digest, kind: Any) -> Any:
     return codec.loads(ports.store.read(digest), tuple[kind, ...])
+
+
+def _read_known(
+    stage: Stage, inputs: Mapping[str, Manifest], ports: Ports
+) -> tuple[Mapping[str, ModelPredictions], tuple[HardwareFingerprint, ...]]:
+    """Return what score stages have read, by model, and on which machines; nothing if there are none."""
+    settings: Mapping[str, Any] = stage.settings
+    known, machines = dict[str, ModelPredictions](), set[HardwareFingerprint]()
+    if shards := settings.get("shards"):
+        for name, variant in {EXPORT: EXPORT, CANDIDATE: str(stage.variant)}.items():
+            known[name], there = read_shards(ports.store, inputs, variant, str(stage.target), shards)
+            machines |= there
+    return known, tuple(sorted(machines, key=HardwareFingerprint.digest))
 
 
 def _measure_metrics(scorer: ScoringRequest, export: Path | None, stage: Stage, ports: Ports) -> TaskMetrics:
@@ -180,26 +201,10 @@ def _measure_metrics(scorer: ScoringRequest, export: Path | None, stage: Stage, 
         failed = explain_unscored(hints.get("judged", ()), metrics.scores)
         if failed and export is not None:  # if only the variant answers differently, the file is right
             again = [one for one in definitions if one.label in failed]
-            scores = measure_metrics(replace(scorer, models={CANDIDATE: export}), again).scores
+            scores = measure_metrics(replace(scorer, models={CANDIDATE: export}, known={}), again).scores
             failed = explain_unscored(failed, scores)
     if failed:
         raise UserError(next(iter(failed.values())), where="gates")
     if default is not None and any(counts.metric == ACCURACY.label for counts in metrics.counts):
         return replace(metrics, scores=tuple(one for one in metrics.scores if one.metric != default.label))
     return metrics
-
-
-def add_default_metric(
-    definitions: tuple[MetricDefinition, ...], dataset: Dataset
-) -> tuple[tuple[MetricDefinition, ...], MetricDefinition | None]:
-    """Add rmse where labels are numbers and no gate measures an error of numbers.
-
-    Whether a model returns classes or numbers is known once it has answered: then either accuracy or rmse is reported.
-    """
-    numbers = (
-        dataset.label is not None and dataset.label.dtype.kind in "fiu" and flatten_column(dataset.label).ndim == 1
-    )
-    if not numbers or any(definition.name in ("mae", "rmse", "r2") for definition in definitions):
-        return definitions, None
-    default = MetricDefinition(name="rmse")
-    return (*definitions, default), default

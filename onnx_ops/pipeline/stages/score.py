@@ -1,0 +1,90 @@
+"""Score: read one variant's answers to a part of the rows, in the terms of the metrics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
+from onnx_ops.domain.gate import MetricDefinition
+from onnx_ops.domain.pipeline import Stage
+from onnx_ops.domain.target import HardwareFingerprint, Target
+from onnx_ops.errors import UserError, from_document
+from onnx_ops.measure.execution import require_hardware
+from onnx_ops.measure.files import HARDWARE, MODEL, checkout_files, get_dataset, load_arrays, pack_arrays, put_document
+from onnx_ops.measure.predictions import Prediction
+from onnx_ops.measure.scoring import (
+    ModelPredictions,
+    ScoringRequest,
+    add_default_metric,
+    join_parts,
+    read_predictions,
+    select_measurable,
+)
+from onnx_ops.onnx_graph.compatibility import explain_incompatibility
+from onnx_ops.pipeline.stage_settings import score_id
+from onnx_ops.ports import Ports, Store
+from onnx_ops.scratch import Scratch
+from onnx_ops.statistics.scores import CANDIDATE
+
+_PREDICTIONS, _ARRAYS = "predictions.json", "predictions.npz"
+
+
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+    """Store what the metrics read from the answers to a shard of the batches."""
+    del key
+    settings: Mapping[str, Any] = stage.settings
+    target = codec.from_json(stage.hints["target"], Target, where=stage.id)
+    data = get_dataset(ports.store, inputs[f"data/{settings['data']}"], inputs["export"]).head(settings["limit"])
+    runtime = ports.runtime(target.runtime)
+    hardware = require_hardware(runtime, target)
+    definitions = tuple(codec.from_json(metric, MetricDefinition) for metric in settings["definitions"])
+    definitions, _ = add_default_metric(definitions, data)
+    with Scratch() as folder:
+        model = checkout_files(ports.store, inputs[settings["source"]], MODEL, folder) / MODEL_FILE
+        check_compatibility(model, target, stage.id)
+        request = ScoringRequest(runtime=runtime, target=target, models={CANDIDATE: model}, dataset=data, seed=0)
+        shard = (settings["shard"] - 1, settings["shards"])
+        predictions = read_predictions(request, CANDIDATE, select_measurable(definitions, data), shard)
+    return Manifest(files={**_put(ports.store, predictions), HARDWARE: put_document(ports.store, hardware)})
+
+
+def read_shards(
+    store: Store, inputs: Mapping[str, Manifest], variant: str, target: str, count: int
+) -> tuple[ModelPredictions, set[HardwareFingerprint]]:
+    """Return a variant's predictions for all rows, joined from its shards, and the machines that made them."""
+    parts = [inputs[score_id(variant, target, number)] for number in range(1, count + 1)]
+    machines = {codec.loads(store.read(part[HARDWARE]), HardwareFingerprint) for part in parts}
+    return join_parts([read for part in parts if (read := _get(store, part))]), machines
+
+
+def check_compatibility(model: Path, target: Target, where: str) -> None:
+    """Check the file's versions first: a runtime's own message is unclear or missing."""
+    if reason := explain_incompatibility(model, target):
+        remedy = f"Export what all targets accept, give the target its custom_ops, or leave {target.name} out."
+        raise UserError(reason, where=where, remedy=remedy)
+
+
+def _put(store: Store, predictions: ModelPredictions) -> dict[str, Digest]:
+    """Store predictions: arrays under the labels of their metrics, and errors as documents."""
+    entries: dict[str, Mapping[str, object]] = {}
+    arrays = {}
+    for label, prediction in predictions.items():
+        if isinstance(prediction, Prediction):
+            arrays[label] = prediction.values
+            entries[label] = {"columns": prediction.columns, "broken": prediction.broken}
+        else:
+            entries[label] = prediction.as_document()
+    document = json.dumps(entries, sort_keys=True).encode("utf-8")
+    return {_PREDICTIONS: store.put_bytes(document), _ARRAYS: store.put_bytes(pack_arrays(arrays))}
+
+
+def _get(store: Store, manifest: Manifest) -> ModelPredictions:
+    entries, arrays = json.loads(store.read(manifest[_PREDICTIONS])), load_arrays(store, manifest[_ARRAYS])
+    return {
+        label: Prediction(values=arrays[label], **entry) if label in arrays else from_document(entry)
+        for label, entry in entries.items()
+    }

@@ -1,0 +1,95 @@
+"""Rows that are scored in shards: the same metrics as in one piece, and a run that goes on where another ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from onnx_ops import codec
+from onnx_ops.app.context import Project, open_project
+from onnx_ops.app.project import execute, prepare
+from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.pipeline import StageKind
+from onnx_ops.pipeline import RunResult
+from tests.support.checkout import copy_parts
+
+FEATURES, CLASSES = 256, 4
+ROWS = 20_000
+"""Five batches of 4 MiB."""
+
+PIPELINE = """
+pipeline: sharded
+data:
+  test: {file: test.npz, inputs: {x: x}, label: label}
+model: model.onnx
+export: {framework: onnx}
+validate: {samples: {data: test, limit: 1000000}}
+quantize: [{name: half, method: fp16}]
+benchmark: {targets: [cpu-1t]}
+gates:
+  - {kind: parity}
+  - {kind: metric, name: accuracy, max_drop: 10%}
+  - {kind: metric, name: f1, average: macro, max_drop: 10%}
+  - {kind: metric, name: top_k, k: 2, max_drop: 10%}
+"""
+
+SHARDS = tuple(f"score/{variant}@cpu-1t#{number}" for variant in ("fp32", "half") for number in (1, 2, 3))
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    rng = np.random.default_rng(0)
+    weights = rng.normal(size=(FEATURES, CLASSES)).astype(np.float32)
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "weights"], ["scores"], name="product")],
+        "wide",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", FEATURES])],
+        [helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["batch", CLASSES])],
+        [numpy_helper.from_array(weights, "weights")],
+    )
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    onnx.save(made, tmp_path / "model.onnx")
+    x = rng.normal(size=(ROWS, FEATURES)).astype(np.float32)
+    label = (x @ weights + rng.normal(size=(ROWS, CLASSES))).argmax(axis=1)
+    np.savez(tmp_path / "test.npz", x=x, label=label)
+    copy_parts(tmp_path, "configs/targets")
+    (tmp_path / "pipeline.yaml").write_text(PIPELINE)
+    (tmp_path / "onnx-ops.toml").write_text("signing = 'auto'\n")
+    return open_project(tmp_path)
+
+
+def run(project: Project, *overrides: str) -> RunResult:
+    file = project.settings.root / "pipeline.yaml"
+    result = execute(project, prepare(project, file, overrides=overrides, until=StageKind.BENCHMARK), jobs=2)
+    assert not result.errors
+    return result
+
+
+def evidence(project: Project, result: RunResult, variant: str) -> Evidence:
+    manifest = result.outcomes[f"benchmark/{variant}@cpu-1t"].manifest
+    assert manifest is not None
+    return codec.loads(project.ports.store.read(manifest["evidence.json"]), Evidence)
+
+
+@pytest.mark.nightly
+def test_shards_give_the_metrics_of_all_rows_to_the_last_digit(project: Project) -> None:
+    whole = run(project)
+    sharded = run(project, "benchmark.shards=3")
+    assert set(SHARDS) <= set(sharded.executed())
+    for variant in ("fp32", "half"):
+        one, joined = (evidence(project, result, variant) for result in (whole, sharded))
+        assert {count.metric for count in one.metrics} == {"accuracy", "top_2"}
+        assert {count.n for count in one.metrics} == {ROWS}
+        assert joined.metrics == one.metrics
+        assert joined.scores == one.scores
+        assert {score.metric for score in one.scores} == {"f1 macro"}
+        assert (one.scored_on, joined.scored_on) == ((), (joined.hardware,))
+
+    lost = sharded.outcomes[SHARDS[1]].manifest
+    assert lost is not None
+    project.ports.store.path(lost["predictions.npz"]).unlink()
+    assert run(project, "benchmark.shards=3").executed() == (SHARDS[1],)
