@@ -20,6 +20,7 @@ from uuid import UUID
 from prefect import State, flow, runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import VariableCreate, VariableUpdate
+from prefect.context import SyncClientContext
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.flow_engine import run_flow
 from prefect.logging import get_logger, get_run_logger
@@ -46,6 +47,7 @@ from onnx_ops.orchestration.pools import (
     is_unavailable,
     list_alive,
     read_announcements,
+    retry_soon,
     server_time,
 )
 from onnx_ops.orchestration.tasks import failed
@@ -102,6 +104,7 @@ def _watched(project: Project, run: UUID) -> Iterator[None]:
     def watch() -> None:
         sent = 0.0
         with get_client(sync_client=True) as client:
+            retry_soon(client)
             while not done.wait(1.0):
                 with contextlib.suppress(Exception):  # the server may be away; the stage continues
                     found = client.read_flow_run(run)
@@ -308,7 +311,9 @@ def _execute(run: FlowRun) -> None:
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
-        state: Any = run_flow(work, flow_run=run, parameters=run.parameters, return_type="state")
+        with SyncClientContext.get_or_create() as context:
+            retry_soon(context.client)
+            state: Any = run_flow(work, flow_run=run, parameters=run.parameters, return_type="state")
         code = 0 if state.is_completed() else 1
         APILogHandler().flush()
     finally:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
+from functools import partial
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import UUID
 
@@ -21,6 +23,7 @@ from onnx_ops.errors import CorruptStateError, MeasurementError, ServiceUnavaila
 from onnx_ops.ports import EndedRun, PlacedRun, PlacedStage, Pools, PoolStatus, WorkerStatus
 
 if TYPE_CHECKING:
+    import httpx
     from prefect import State
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun, Worker
@@ -43,6 +46,8 @@ _FINAL = ("COMPLETED", "FAILED")
 _DEAD = ("CRASHED", "CANCELLED", "CANCELLING")
 _PAGE = 200
 """Entries in an answer of Prefect's server, at most."""
+_PAUSES_S = (0.03, 0.07, 0.15, 0.3, 0.6)
+"""Before each repetition of a request that a server on SQLite has refused."""
 _INTERVALS = 3
 """Heartbeats in a row that a living worker does not miss."""
 
@@ -427,7 +432,28 @@ def _open_client() -> Iterator[SyncPrefectClient]:
     from prefect.client.orchestration import get_client
 
     with _typed_errors(), get_client(sync_client=True) as client:
+        retry_soon(client)
         yield client
+
+
+def retry_soon(client: SyncPrefectClient) -> None:
+    """Have a client repeat within a second what a server on SQLite refuses to simultaneous writers.
+
+    It answers them with 503, and Prefect's client by itself waits two seconds and more.
+    """
+    http: Any = client._client  # noqa: SLF001 (a transport of our own would lack Prefect's proxies and certificates)
+    transport = http._transport_for_url(http.base_url)  # noqa: SLF001
+    transport.handle_request = partial(_send, transport.handle_request)
+
+
+def _send(handle: Callable[[httpx.Request], httpx.Response], request: httpx.Request) -> httpx.Response:
+    for pause in _PAUSES_S:
+        response = handle(request)
+        if response.status_code != HTTPStatus.SERVICE_UNAVAILABLE:
+            return response
+        response.close()
+        time.sleep(pause)
+    return handle(request)
 
 
 @contextlib.contextmanager
