@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from tests.e2e.e2e_project import ONLY_FP32, Project
 from tests.e2e.prefect_site import PrefectSite, ended, site_of
 from tests.support.command import PROGRAM
 from tests.support.operators import build_library, write_softsign
-from tests.support.pool_site import PoolSite, kill_tree, pool_site
+from tests.support.pool_site import PIPELINE, PoolSite, kill_tree, pool_site
 from tests.support.processes import ROOT, children_of, until
 
 pytestmark = [pytest.mark.services, pytest.mark.in_order, pytest.mark.nightly]
@@ -178,17 +177,32 @@ def test_a_death_is_seen_and_the_work_is_done_once(lab: PoolSite, victim: str) -
     assert (len(begun), len(finished)) == ((1, 1) if victim == "worker" else (2, 1))
 
 
-def test_an_interrupted_run_leaves_no_process_on_any_machine(lab: PoolSite) -> None:
+@pytest.mark.parametrize("asker", ["command", "flow"])
+def test_an_interrupted_run_leaves_no_process_on_any_machine(lab: PoolSite, asker: str) -> None:
+    """Prefect's runner ends a cancelled flow run by SIGTERM."""
     (worker,) = lab.workers
-    asked = lab.ask("train.with.mark=stopped", "train.with.seconds=1000", until="train", environ=PLACED)
-    until(lambda: lab.marked("stopped")["begins"], what="the training")
+    values = (f"train.with.mark=stopped-{asker}", "train.with.seconds=1000")
+    if asker == "command":
+        asked = lab.ask(*values, until="train", environ=PLACED)
+    else:
+        code = f"from pipeline import pipeline\npipeline('{PIPELINE}', overrides={values}, until='train')"
+        asked = subprocess.Popen(
+            [PROGRAM.with_name("python"), "-c", code],
+            cwd=lab.asker,
+            env=lab.environment(lab.asker, PYTHONPATH=str(ROOT / "flows"), **PLACED),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    until(lambda: lab.marked(f"stopped-{asker}")["begins"], what="the training", seconds=120)
     (fork,) = worker.forks()
     below = [fork, *children_of(fork)]
     assert len(below) == 2
-    os.killpg(asked.pid, signal.SIGINT)
-    asked.communicate(timeout=60)
-    assert asked.returncode == 130
+    os.killpg(asked.pid, signal.SIGINT if asker == "command" else signal.SIGTERM)
     until(lambda: not any(map(psutil.pid_exists, below)), seconds=10, what="the end of every process")
+    asked.communicate(timeout=60)
+    assert asked.returncode == (130 if asker == "command" else -signal.SIGTERM)
     until(lambda: lab.runs("train")[-1]["state_type"] == "CANCELLED", what="a cancelled flow run")
 
 
@@ -214,8 +228,12 @@ def test_a_worker_with_another_store_is_an_error_that_names_both(lab: PoolSite) 
 
 
 def test_prefects_own_worker_executes_the_same_deployment(lab: PoolSite) -> None:
+    def polled() -> str:
+        return str(lab.prefect.call("GET", "/work_pools/plain/queues/train")["last_polled"])
+
     worker = lab.work("plain")
     ended([worker.process])
+    before = polled()
     with (worker.folder / "log").open("ab") as log:
         worker.process = subprocess.Popen(
             [PROGRAM.with_name("prefect"), "worker", "start", "--pool", "plain", "--install-policy", "never"],
@@ -226,7 +244,7 @@ def test_prefects_own_worker_executes_the_same_deployment(lab: PoolSite) -> None
             start_new_session=True,
         )
     until(lambda: "Worker" in worker.log and "started" in worker.log, what="Prefect's worker", seconds=120)
-    time.sleep(3)  # until it has polled the queues
+    until(lambda: polled() != before, what="a poll of the queue")
     lab.result(lab.ask("train.with.mark=plain", until="train", environ={"ONNX_OPS_POOLS": "train=plain"}))
     assert len(lab.marked("plain")["ends"]) == 1
 
