@@ -155,7 +155,7 @@ def measure_fan(server: Server, chosen: argparse.Namespace) -> list[Claim]:
         site.work("makers", "--limit", "4")
         made = {"ONNX_OPS_POOLS": "quantize=makers"}
         site.result(site.ask("train.with.mark=fan", environ=made))
-        starts = sorted(seconds(run["start_time"]) for run in site.runs() if run["name"].startswith("quantize/"))
+        starts = sorted(seconds(run["start_time"]) for run in site.runs() if run["name"].startswith("lab/quantize/"))
         took = dict[str, float]()
         for chosen_pools in (*((pool,) for pool in pools), pools):
             begun = time.monotonic()
@@ -201,8 +201,7 @@ def measure_shards(server: Server, chosen: argparse.Namespace) -> list[Claim]:
             evidence = outcomes[f"benchmark/fp32@{POOL}"]["manifest"]["files"]["evidence.json"]
             found = codec.loads(store.read(Digest(evidence)), Evidence)
             scored.append((found.metrics, found.scores, {one.n for one in found.metrics}))
-        shards_of = site.runs(*(f"score/fp32@{POOL}#{number}" for number in (1, 2, 3)))
-    workers = len(shards_of)
+        workers = sum(run["name"].startswith("rows/score/") for run in site.runs())
     figure = "equal" if scored[0] == scored[1] and scored[0][2] == {rows} else "different"
     what = f"metrics of {rows:,} rows in {workers} shards and in one"
     return [held("shards", what, "equal", figure, figure == "equal" and workers == 3)]

@@ -98,6 +98,7 @@ def ask(
         pool=get_pool(stage),
         kind=stage.kind,
         title=stage.id,
+        pipeline=str(stage.hints.get("pipeline", "")),
         key=f"{key}/{uuid.uuid4().hex}" if renew else key,
         parameters={"request": ports.store.put_bytes(canonical_json(request)), "store": place},
         timeout=stage.timeout,

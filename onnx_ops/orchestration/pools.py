@@ -374,7 +374,7 @@ def _create_run(client: SyncPrefectClient, deployment: UUID, stage: PlacedStage,
     run = client.create_flow_run_from_deployment(
         deployment,
         parameters={**stage.parameters, "asker": asker},
-        name=stage.title,
+        name=f"{stage.pipeline}/{stage.title}",
         idempotency_key=f"{stage.pool}/{stage.key}/{number}",
         work_queue_name=stage.kind.value,
     )

@@ -40,9 +40,10 @@ def plan(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe, *, unt
             stages += _plan_judgement(pipeline, targets[name], variant, probe)
     if pipeline.register is not None and probe.signer() is not None:
         stages += plan_release(pipeline, targets)
+    hints: dict[str, Json] = {"pipeline": pipeline.pipeline}
     if pipeline.train is not None and pipeline.train.depends:  # what user code reads, on whatever machine it runs
-        hint: dict[str, Json] = {"depends": list(pipeline.train.depends)}
-        stages = [replace(s, hints={**s.hints, **hint}) if s.kind in PLACEABLE else s for s in stages]
+        hints["depends"] = list(pipeline.train.depends)
+    stages = [replace(s, hints={**s.hints, **hints}) if s.kind in PLACEABLE else s for s in stages]
     order = list(StageKind)
     last = len(order) if until is None else order.index(until)
     return Plan(pipeline=pipeline.pipeline, stages=tuple(s for s in stages if order.index(s.kind) <= last))

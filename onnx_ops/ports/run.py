@@ -71,7 +71,8 @@ class PlacedStage:
     """A stage for a worker of a pool.
 
     Attributes:
-        title: Its name for people.
+        title: Its name in the pipeline.
+        pipeline: The name of the pipeline.
         key: Identifies its result; stages with one key are executed once.
         parameters: What `app.placement.answer` takes: small values, since the store has the rest.
         timeout: Seconds from the start of the work; None for no limit.
@@ -80,6 +81,7 @@ class PlacedStage:
     pool: str
     kind: StageKind
     title: str
+    pipeline: str = ""
     key: str
     parameters: Mapping[str, str]
     timeout: float | None = None

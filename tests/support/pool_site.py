@@ -19,7 +19,8 @@ from tests.e2e.prefect_site import PrefectSite, ended
 from tests.support.command import PROGRAM
 from tests.support.processes import children_of, until
 
-PIPELINE = "configs/pipelines/lab.yaml"
+NAME = "lab"
+PIPELINE = f"configs/pipelines/{NAME}.yaml"
 
 _TEXT = """\
 pipeline: lab
@@ -193,7 +194,7 @@ class PoolSite:
         """Return the flow runs of stages, in order; of all stages if none is named."""
         own: dict[str, Any] = {"expected_start_time": {"after_": self.began.isoformat()}}
         if names:
-            own["name"] = {"any_": list(names)}
+            own["name"] = {"any_": [f"{NAME}/{name}" for name in names]}
         wanted = {"flows": {"name": {"any_": ["work"]}}, "flow_runs": own, "sort": "EXPECTED_START_TIME_ASC"}
         found: list[dict[str, Any]] = self.prefect.ask("/flow_runs/filter", **wanted)
         return found
