@@ -72,6 +72,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="these parts")
     parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=list(VICTIMS), help="kill these only")
+    parser.add_argument(
+        "--apart", action="store_true", help="a user and a network of its own for each machine; as root"
+    )
     parser.add_argument("--database", choices=["postgresql", "sqlite"], default="postgresql", help="of the server")
     chosen = parser.parse_args()
     claims: list[Claim] = []
@@ -79,7 +82,7 @@ def main() -> int:
     with (
         tempfile.TemporaryDirectory(prefix="onnx-ops-placement-") as folder,
         database as url,
-        Server(Path(folder), url) as server,
+        Server(Path(folder), url, "0.0.0.0" if chosen.apart else "127.0.0.1") as server,  # noqa: S104 (for networks of this machine)
     ):
         for name in chosen.only:
             claims += PARTS[name](server, chosen)
@@ -90,9 +93,9 @@ def main() -> int:
 class Server:
     """A Prefect server that can be killed and started again."""
 
-    def __init__(self, home: Path, database: str) -> None:
+    def __init__(self, home: Path, database: str, host: str) -> None:
         """Make one with this database, a URL for psycopg2; with SQLite if it is empty."""
-        self._port = free_port()
+        self._port, self._host = free_port(), host
         url = {"PREFECT_SERVER_DATABASE_CONNECTION_URL": database.replace("psycopg2", "asyncpg")} if database else {}
         self.site = PrefectSite(Project(home, url), home, f"http://127.0.0.1:{self._port}/api")
 
@@ -105,7 +108,7 @@ class Server:
 
     def start(self) -> None:
         """Start it, and wait until it answers."""
-        self.site.started = [self.site.start("server", "start", "--host", "127.0.0.1", "--port", str(self._port))]
+        self.site.started = [self.site.start("server", "start", "--host", self._host, "--port", str(self._port))]
         until(self.site.healthy, seconds=120, what="a healthy Prefect server")
 
     def kill(self) -> None:
@@ -117,7 +120,7 @@ class Server:
 
 def measure_dispatch(server: Server, chosen: argparse.Namespace) -> list[Claim]:
     """Return the promises about single stages."""
-    with pool_site(server.site) as site:
+    with pool_site(server.site, apart=chosen.apart) as site:
         site.work(POOL)
         waits = []
         for number in range(5 if chosen.quick else 20):
@@ -147,9 +150,8 @@ def measure_dispatch(server: Server, chosen: argparse.Namespace) -> list[Claim]:
 
 def measure_fan(server: Server, chosen: argparse.Namespace) -> list[Claim]:
     """Return the promises about many stages at once."""
-    del chosen
     pools = ("east", "north", "west")
-    with pool_site(server.site, variants=4, targets=pools) as site:
+    with pool_site(server.site, apart=chosen.apart, variants=4, targets=pools) as site:
         for pool in pools:
             site.work(pool)
         site.work("makers", "--limit", "4")
@@ -177,7 +179,7 @@ def measure_shards(server: Server, chosen: argparse.Namespace) -> list[Claim]:
     """Return the promise about rows that are scored in shards."""
     rows = 100_000 if chosen.quick else 1_000_000
     rng = np.random.default_rng(0)
-    with pool_site(server.site) as site:
+    with pool_site(server.site, apart=chosen.apart) as site:
         x = rng.standard_normal((rows, 16), dtype=np.float32)
         weights = rng.standard_normal((16, 2), dtype=np.float32)
         np.savez(site.asker / "rows.npz", x=x, label=(x @ weights + rng.standard_normal((rows, 2))).argmax(axis=1))
@@ -210,7 +212,7 @@ def measure_shards(server: Server, chosen: argparse.Namespace) -> list[Claim]:
 def measure_endurance(server: Server, chosen: argparse.Namespace) -> list[Claim]:
     """Return the promises about a worker that executes many stages."""
     count, at_once = (30, 10) if chosen.quick else (200, 20)
-    with pool_site(server.site, variants=at_once) as site:
+    with pool_site(server.site, apart=chosen.apart, variants=at_once) as site:
         worker = site.work(POOL)
         process = psutil.Process(worker.process.pid)
         site.result(site.ask("train.with.mark=first", until="quantize", environ=PLACED))
@@ -232,7 +234,7 @@ def measure_kills(server: Server, chosen: argparse.Namespace) -> list[Claim]:
     """Return the promises about what follows a kill."""
     moments = 3 if chosen.quick else 10
     rows, claims = [], []
-    with pool_site(server.site) as site:
+    with pool_site(server.site, apart=chosen.apart) as site:
         worker = site.work(POOL)
         began = time.monotonic()
         undisturbed = site.manifests(site.result(site.ask(*marked("reference"), until="validate", environ=PLACED)))

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -30,6 +31,8 @@ from onnx_ops.plugins import imported, missing_package
 
 TEMPORARY = ".tmp-"
 """Begins the name of a file that is being written, or whose writer was killed."""
+PRIVATE, SHARED = 0o600, 0o660
+"""Modes of files for their owner, and for a group."""
 UNFINISHED_S = 3600.0
 """Age at which such a file counts as left by a killed writer."""
 _TIME_KEYS = ("LastModified", "last_modified", "mtime", "created")
@@ -46,9 +49,10 @@ def fsync_path(path: Path) -> None:
 
 
 @contextmanager
-def _temporary_file(folder: Path) -> Iterator[Path]:
+def _temporary_file(folder: Path, mode: int) -> Iterator[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=folder, prefix=TEMPORARY)
+    os.fchmod(handle, mode)
     os.close(handle)
     try:
         yield Path(name)
@@ -57,21 +61,21 @@ def _temporary_file(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def durable_file(path: Path) -> Iterator[Path]:
-    """Give a private temporary file that takes its name when the block ends well."""
-    with _temporary_file(path.parent) as temporary:
+def durable_file(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
+    """Give a temporary file, by default a private one, that takes its name when the block ends well."""
+    with _temporary_file(path.parent, mode) as temporary:
         yield temporary
         fsync_path(temporary)
         temporary.replace(path)
         fsync_path(path.parent)
 
 
-def create_file(path: Path, data: bytes) -> bool:
-    """Write a private file if its name is free; return whether it was.
+def create_file(path: Path, data: bytes, mode: int = PRIVATE) -> bool:
+    """Write a file, by default a private one, if its name is free; return whether it was.
 
     An exclusive open would leave a torn file if the writer is killed; a link appears whole or not at all.
     """
-    with _temporary_file(path.parent) as temporary:
+    with _temporary_file(path.parent, mode) as temporary:
         temporary.write_bytes(data)
         fsync_path(temporary)
         try:
@@ -241,11 +245,21 @@ def open_objects(url: str) -> ObjectStore:
 
 
 class LocalObjects(ObjectStore):
-    """Objects as files below a folder."""
+    """Objects as files below a folder: private, or, where its group may write the folder, files of the group."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.place = str(root)
+
+    def share(self, path: Path) -> int:
+        """Make the folder of a file below the root, and return the mode for the file."""
+        if not (self.root.is_dir() and self.root.stat().st_mode & stat.S_IWGRP):
+            return PRIVATE
+        for folder in reversed(path.relative_to(self.root).parents[:-1]):
+            with suppress(FileExistsError):
+                (self.root / folder).mkdir()
+                (self.root / folder).chmod(stat.S_IMODE(self.root.stat().st_mode))
+        return SHARED
 
     @override
     @storage_errors()
@@ -257,13 +271,15 @@ class LocalObjects(ObjectStore):
     @override
     @storage_errors()
     def write(self, name: str, data: bytes) -> None:
-        with durable_file(self.root / name) as temporary:
+        path = self.root / name
+        with durable_file(path, self.share(path)) as temporary:
             temporary.write_bytes(data)
 
     @override
     @storage_errors()
     def create(self, name: str, data: bytes) -> bool:
-        return create_file(self.root / name, data)
+        path = self.root / name
+        return create_file(path, data, self.share(path))
 
     @override
     @storage_errors()
@@ -293,7 +309,8 @@ class LocalObjects(ObjectStore):
     @override
     @storage_errors()
     def upload(self, name: str, path: Path) -> None:
-        with durable_file(self.root / name) as temporary:
+        place = self.root / name
+        with durable_file(place, self.share(place)) as temporary:
             shutil.copyfile(path, temporary)
 
     @override

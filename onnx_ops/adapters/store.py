@@ -176,8 +176,10 @@ class ContentStore:
             yield
             return
         with storage_errors(), ExitStack() as stack:
-            self._cache.mkdir(parents=True, exist_ok=True)
-            fcntl.flock(stack.enter_context((self._cache / _LOCK).open("a")), kind)
+            path = self._cache / _LOCK
+            if not path.exists():
+                self._objects.create(_LOCK, b"")
+            fcntl.flock(stack.enter_context(path.open("a")), kind)
             yield
 
     def _intact(self, path: Path, digest: Digest) -> bool:

@@ -8,6 +8,7 @@ import itertools
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -73,6 +74,27 @@ def test_missing_remote_content_is_called_missing(tmp_path: Path) -> None:
     with pytest.raises(CorruptStateError, match="it is missing"):
         store.path(digest_bytes(CONTENT))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_files_of_a_store_are_of_the_group_that_may_write_its_folder(tmp_path: Path, shared: bool) -> None:
+    root = tmp_path / "store"
+    root.mkdir()
+    root.chmod(0o2770 if shared else 0o755)
+    store = ContentStore(LocalObjects(root), root)
+    digest = store.put_bytes(b"content")
+    (tmp_path / "file").write_bytes(b"file")
+    store.put_file(tmp_path / "file")
+    store.record(digest, Manifest(files={"name": digest}))
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in root.rglob("*")}
+    folders = {mode for path, mode in modes.items() if path.is_dir()}
+    files = {mode for path, mode in modes.items() if path.is_file()}
+    assert len(modes) > 5
+    if shared:
+        assert folders == {0o2770}
+        assert files <= {0o660, 0o444}, "blobs are read-only"
+    else:
+        assert not any(mode & 0o022 for mode in modes.values())
 
 
 def test_the_oldest_content_leaves_the_cache_of_a_remote_store_unless_it_is_of_the_last_hour(tmp_path: Path) -> None:

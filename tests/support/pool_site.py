@@ -20,6 +20,9 @@ from tests.support.command import PROGRAM
 from tests.support.processes import children_of, until
 
 NAME = "lab"
+_USERS, _GROUP = 12_000, 12_000
+"""Of machines that have users of their own: the first number, and the group that shares the store."""
+
 PIPELINE = f"configs/pipelines/{NAME}.yaml"
 
 _TEXT = """\
@@ -90,15 +93,23 @@ class PoolSite:
         prefect: the server; its project is not used.
         variants: number of variants besides fp32.
         targets: target names, each of the pool with that name.
+        apart: each machine has a user and a network namespace of its own; the machines share a group. Needs root, and a
+            server that listens on every address.
     """
 
     folder: Path
     prefect: PrefectSite
     variants: int = 0
     targets: Sequence[str] = ("board",)
+    apart: bool = False
     workers: list[Worker] = field(default_factory=list)
+    networks: dict[Path, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.apart:
+            self.folder.chmod(0o755)
+            for name in ("store", "marks"):
+                self._share(self.folder / name, is_folder=name == "store")
         self.began = datetime.now(UTC)  # noqa: TID251 (compared with times of Prefect's server)
         self.asker = self._machine("asker")
         self.marks = self.folder / "marks"
@@ -115,14 +126,42 @@ class PoolSite:
             path.write_text(content, encoding="utf-8")
         git = ["git", "-C", str(self.asker), "-c", "user.name=lab", "-c", "user.email=lab@example.org"]
         for arguments in (["init", "-q"], ["add", "configs", "lab.py"], ["commit", "-qm", "lab"]):
-            subprocess.run([*git, *arguments], check=True)
+            subprocess.run([*self._before(self.asker), *git, *arguments], check=True)
 
     def _machine(self, name: str, settings: str = "") -> Path:
         root = self.folder / name
         root.mkdir(parents=True)
         settings = settings or f'store = "{self.folder / "store"}"\n'
         (root / "onnx-ops.toml").write_text(settings, encoding="utf-8")
+        if self.apart:
+            number = self.networks[root] = len(self.networks) + 1
+            os.chown(root, _USERS + number, _GROUP)
+            space, address = f"onnx-ops-{number}", f"10.77.{number}"
+            for command in (
+                f"netns add {space}",
+                f"link add oo{number} type veth peer name eth0 netns {space}",
+                f"addr add {address}.1/24 dev oo{number}",
+                f"link set oo{number} up",
+                f"-n {space} addr add {address}.2/24 dev eth0",
+                f"-n {space} link set eth0 up",
+                f"-n {space} link set lo up",
+            ):
+                subprocess.run(["ip", *command.split()], check=True)
         return root
+
+    def _share(self, path: Path, *, is_folder: bool) -> None:
+        """Make a file or folder that every machine can write."""
+        path.mkdir() if is_folder else path.touch()
+        os.chown(path, 0, _GROUP)
+        path.chmod(0o2770 if is_folder else 0o660)
+
+    def _before(self, root: Path) -> list[str]:
+        """Return the beginning of a command that runs on the machine with this folder."""
+        if not self.apart:
+            return []
+        number = self.networks[root]
+        user = [f"--reuid={_USERS + number}", f"--regid={_GROUP}", "--clear-groups", "--inh-caps=-all"]
+        return ["ip", "netns", "exec", f"onnx-ops-{number}", "setpriv", *user]
 
     def environment(self, root: Path, **more: str) -> dict[str, str]:
         """Variables of a process on the machine with this folder."""
@@ -130,6 +169,11 @@ class PoolSite:
         client = {**self.prefect.client, "PREFECT_HOME": str(root / "prefect"), "PREFECT_CLI_COLORS": "false"}
         (root / "tmp").mkdir(exist_ok=True)  # its own lock for measurements, as on a machine of its own
         client["TMPDIR"] = str(root / "tmp")
+        if self.apart:
+            number = self.networks[root]
+            url = self.prefect.client["PREFECT_API_URL"].replace("127.0.0.1", f"10.77.{number}.1")
+            client |= {"PREFECT_API_URL": url, "HOME": str(root)}
+            os.chown(root / "tmp", _USERS + number, _GROUP)
         return {**environ, **client, "NO_COLOR": "1", "COLUMNS": "200", **more}
 
     def work(self, pool: str, *arguments: str, before: Sequence[str] = (), settings: str = "") -> Worker:
@@ -148,7 +192,7 @@ class PoolSite:
     def _start(self, command: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
         with (folder / "log").open("ab") as log:
             return subprocess.Popen(
-                command,
+                [*self._before(folder), *command],
                 cwd=folder,
                 env=self.environment(folder),
                 stdin=subprocess.DEVNULL,
@@ -168,7 +212,7 @@ class PoolSite:
         """Start a run of a pipeline with these values."""
         overrides = [part for one in sets for part in ("--set", one)]
         return subprocess.Popen(
-            [PROGRAM, "run", pipeline, "--until", until, "--json", *overrides, *options],
+            [*self._before(self.asker), PROGRAM, "run", pipeline, "--until", until, "--json", *overrides, *options],
             cwd=self.asker,
             env=self.environment(self.asker, **(environ or {})),
             stdout=subprocess.PIPE,
@@ -217,6 +261,8 @@ class PoolSite:
                 ended([worker.process])
             for pid in forks:
                 kill_tree(pid)
+        for number in self.networks.values():
+            subprocess.run(["ip", "netns", "del", f"onnx-ops-{number}"], check=True)
 
 
 def kill_tree(pid: int) -> None:
