@@ -8,6 +8,7 @@ measurements. Ends 1 if a promise is missed.
 | part | question |
 |---|---|
 | dispatch | How long from asking to the start of a stage, and how much longer is a placed benchmark than one here? |
+| flow | Is a flow run as fast as `onnx-ops run --jobs`, from the first line of the training to the end? |
 | fan | Do independent stages begin together? Is a plan over several pools as fast as its slowest pool? |
 | shards | Do rows that three workers score in shards get the metrics that one gets, to the last digit? |
 | endurance | Does a worker keep its size, its files and no zombies over many stages? |
@@ -146,6 +147,33 @@ def measure_dispatch(server: Server, chosen: argparse.Namespace) -> list[Claim]:
         held("dispatch", "submit to start, median", "≤ 5 s", f"{wait:.2f} s", wait <= 5),
         held("dispatch", "what placing adds to a benchmark", "≤ 2 s", f"{cost:.2f} s", cost <= 2),
     ]
+
+
+def measure_flow(server: Server, chosen: argparse.Namespace) -> list[Claim]:
+    """Return the promise about the flow beside the command."""
+    kinds = ("train", "export", "validate", "quantize", "benchmark", "gate")
+    took: dict[str, list[float]] = {"command": [], "flow": []}
+    with pool_site(server.site, apart=chosen.apart, variants=4) as site:
+        (site.asker / f"configs/targets/{POOL}.yaml").write_text(f"name: {POOL}\n", encoding="utf-8")
+        again = [part for kind in kinds for part in ("--no-cache", kind)]
+        for number in range(2 if chosen.quick else 5):
+            for who, seconds_of in took.items():
+                mark = f"train.with.mark={who}{number}"
+                ran = (
+                    site.ask(mark, options=(*again, "--jobs", "2"))
+                    if who == "command"
+                    else site.flow(mark, no_cache=kinds)
+                )
+                _, errors = ran.communicate(timeout=300)
+                seconds_of.append(time.time() - site.marked(f"{who}{number}")["begins"][0])  # noqa: TID251 (beside a time of another process)
+                assert ran.returncode == 0, errors
+    table(
+        "A pipeline of five variants, in seconds",
+        ("who", "median", "least", "most"),
+        [(n, *spread(v)) for n, v in took.items()],
+    )
+    ratio = statistics.median(took["flow"]) / statistics.median(took["command"])
+    return [held("flow", "the flow beside the command", "≤ 1.05", f"{ratio:.2f}", ratio <= 1.05)]
 
 
 def measure_fan(server: Server, chosen: argparse.Namespace) -> list[Claim]:
@@ -344,6 +372,7 @@ def held(gate: str, what: str, bound: str, figure: str, kept: bool) -> Claim:
 
 PARTS: Mapping[str, Callable[[Server, argparse.Namespace], list[Claim]]] = {
     "dispatch": measure_dispatch,
+    "flow": measure_flow,
     "fan": measure_fan,
     "shards": measure_shards,
     "endurance": measure_endurance,

@@ -16,7 +16,7 @@ from tests.e2e.e2e_project import ONLY_FP32, Project
 from tests.e2e.prefect_site import PrefectSite, ended, site_of
 from tests.support.command import PROGRAM
 from tests.support.operators import build_library, write_softsign
-from tests.support.pool_site import PIPELINE, PoolSite, kill_tree, pool_site
+from tests.support.pool_site import PoolSite, kill_tree, pool_site
 from tests.support.processes import ROOT, children_of, until
 
 pytestmark = [pytest.mark.services, pytest.mark.in_order, pytest.mark.nightly]
@@ -182,19 +182,8 @@ def test_an_interrupted_run_leaves_no_process_on_any_machine(lab: PoolSite, aske
     """Prefect's runner ends a cancelled flow run by SIGTERM."""
     (worker,) = lab.workers
     values = (f"train.with.mark=stopped-{asker}", "train.with.seconds=1000")
-    if asker == "command":
-        asked = lab.ask(*values, until="train", environ=PLACED)
-    else:
-        code = f"from pipeline import pipeline\npipeline('{PIPELINE}', overrides={values}, until='train')"
-        asked = subprocess.Popen(
-            [PROGRAM.with_name("python"), "-c", code],
-            cwd=lab.asker,
-            env=lab.environment(lab.asker, PYTHONPATH=str(ROOT / "flows"), **PLACED),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+    start = lab.ask if asker == "command" else lab.flow
+    asked = start(*values, until="train", environ=PLACED)
     until(lambda: lab.marked(f"stopped-{asker}")["begins"], what="the training", seconds=120)
     (fork,) = worker.forks()
     below = [fork, *children_of(fork)]

@@ -17,7 +17,7 @@ from typing import Any
 from onnx_ops.domain.artifact import Digest, Manifest
 from tests.e2e.prefect_site import PrefectSite, ended
 from tests.support.command import PROGRAM
-from tests.support.processes import children_of, until
+from tests.support.processes import ROOT, children_of, until
 
 NAME = "lab"
 _USERS, _GROUP = 12_000, 12_000
@@ -215,6 +215,26 @@ class PoolSite:
             [*self._before(self.asker), PROGRAM, "run", pipeline, "--until", until, "--json", *overrides, *options],
             cwd=self.asker,
             env=self.environment(self.asker, **(environ or {})),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def flow(
+        self, *sets: str, until: str = "gate", no_cache: Sequence[str] = (), environ: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        """Start the same run as a flow run of the flow `pipeline`, as Prefect's runner does."""
+        given = f"{PIPELINE!r}, overrides={sets!r}, until={until!r}, no_cache={tuple(no_cache)!r}, jobs=2"
+        return subprocess.Popen(
+            [
+                *self._before(self.asker),
+                PROGRAM.with_name("python"),
+                "-c",
+                f"from pipeline import pipeline\npipeline({given})",
+            ],
+            cwd=self.asker,
+            env=self.environment(self.asker, PYTHONPATH=str(ROOT / "flows"), **(environ or {})),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
