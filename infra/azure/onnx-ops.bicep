@@ -163,7 +163,6 @@ resource releaser 'Microsoft.Authorization/roleDefinitions@2022-04-01' = {
           'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/read'
           'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/write'
           'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/delete'
-          'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/listKeys/action'
           'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/deployments/read'
           'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/deployments/write'
           'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/deployments/delete'

@@ -21,7 +21,6 @@ _WORKSPACES = "Microsoft.MachineLearningServices/workspaces"
 ACTIONS = (
     f"{_WORKSPACES}/onlineEndpoints/write",
     f"{_WORKSPACES}/onlineEndpoints/delete",
-    f"{_WORKSPACES}/onlineEndpoints/listKeys/action",
     f"{_WORKSPACES}/onlineEndpoints/deployments/write",
     f"{_WORKSPACES}/onlineEndpoints/deployments/delete",
     f"{_WORKSPACES}/models/versions/write",
