@@ -165,8 +165,8 @@ def measure_flow(server: Server, chosen: argparse.Namespace) -> list[Claim]:
                     else site.flow(mark, no_cache=kinds)
                 )
                 _, errors = ran.communicate(timeout=300)
-                seconds_of.append(time.time() - site.marked(f"{who}{number}")["begins"][0])  # noqa: TID251 (beside a time of another process)
                 assert ran.returncode == 0, errors
+                seconds_of.append(time.time() - site.marked(f"{who}{number}")["begins"][0])  # noqa: TID251 (beside a time of another process)
     table(
         "A pipeline of five variants, in seconds",
         ("who", "median", "least", "most"),

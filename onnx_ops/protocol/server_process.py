@@ -165,7 +165,13 @@ class LocalHost:
 
     def actor(self) -> str:
         """Return the user for the audit trail: ONNX_OPS_ACTOR or user@host."""
-        return os.environ.get("ONNX_OPS_ACTOR") or f"{getpass.getuser()}@{socket.gethostname()}"
+        if named := os.environ.get("ONNX_OPS_ACTOR"):
+            return named
+        try:
+            user = getpass.getuser()
+        except (KeyError, OSError):  # a container's user without an entry in /etc/passwd
+            user = f"uid-{os.getuid()}"
+        return f"{user}@{socket.gethostname()}"
 
 
 def _started(process: int) -> str:

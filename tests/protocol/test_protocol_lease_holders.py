@@ -44,6 +44,13 @@ def test_who_cannot_be_known_counts_as_alive(holder: str) -> None:
     assert LocalHost().alive(holder)
 
 
+def test_the_actor_of_a_container_can_have_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ONNX_OPS_ACTOR", "LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
+    assert LocalHost().actor() == f"uid-4000000000@{socket.gethostname()}"
+
+
 def test_the_actor_is_the_user_unless_the_environment_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ONNX_OPS_ACTOR", raising=False)
     assert LocalHost().actor().endswith(f"@{socket.gethostname()}")
