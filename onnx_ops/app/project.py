@@ -137,7 +137,7 @@ def _location(pipeline: Pipeline, stage: Stage) -> tuple[str | int, ...]:
             return ("data", stage.id.partition("/")[2])
         case StageKind.TRAIN | StageKind.EXPORT | StageKind.VALIDATE:
             return ("export", "framework")
-        case StageKind.SEARCH | StageKind.QUANTIZE:
+        case StageKind.SEARCH | StageKind.CALIBRATE | StageKind.QUANTIZE:
             entries = (
                 i for i, entry in enumerate(pipeline.quantize) if stage.variant in (entry.name, *entry.variant_names())
             )

@@ -165,7 +165,7 @@ def load_settings(start: Path | None = None, environ: Mapping[str, str] | None =
     )
 
 
-_POOLED = (StageKind.TRAIN, StageKind.EXPORT, StageKind.VALIDATE, StageKind.QUANTIZE)
+_POOLED = (StageKind.TRAIN, StageKind.EXPORT, StageKind.VALIDATE, StageKind.CALIBRATE, StageKind.QUANTIZE)
 """Kinds with a default pool: a benchmark and a search run where their target is."""
 
 

@@ -173,6 +173,9 @@ class Calibrate:
     method: Annotated[
         Literal["minmax", "entropy", "percentile"], doc("How activation ranges are computed from the rows.")
     ] = "minmax"
+    shards: Annotated[
+        int, Ge(1), Le(256), doc("Parts in which ranges are read, each a stage of its own; for static with minmax.")
+    ] = field(default=1, metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,6 +287,7 @@ class StageKind(StrEnum):
     EXPORT = "export"
     VALIDATE = "validate"
     SEARCH = "search"
+    CALIBRATE = "calibrate"
     QUANTIZE = "quantize"
     SCORE = "score"
     BENCHMARK = "benchmark"
@@ -298,6 +302,7 @@ PLACEABLE = (
     StageKind.EXPORT,
     StageKind.VALIDATE,
     StageKind.SEARCH,
+    StageKind.CALIBRATE,
     StageKind.QUANTIZE,
     StageKind.SCORE,
     StageKind.BENCHMARK,

@@ -22,6 +22,9 @@ FRACTIONS = "fractions.json"
 HARDWARE = "hardware.json"
 """In the manifest of scored rows: the machine that scored them."""
 
+RANGES = "ranges"
+"""In the manifest of a calibration: ranges of activations, a file of the optimizer."""
+
 PACKAGE = "package/"
 """Prefix of the target's own format of the model in its benchmark's manifest."""
 

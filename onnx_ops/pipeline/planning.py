@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, digest_json
@@ -19,6 +20,7 @@ from onnx_ops.pipeline.stage_settings import (
     Probe,
     as_json_text,
     benchmark_id,
+    calibration_id,
     data_id,
     gate_id,
     make_stage,
@@ -252,22 +254,26 @@ def plan_variants(pipeline: Pipeline, targets: Mapping[str, Target], probe: Prob
             "machines": list(machines),
             **env,
         }
+        make = partial(
+            make_stage,
+            section=entry,
+            tools=probe.tools("optimizers", entry.method, entry.env),
+            variant=entry.name,
+            own_process=True,
+            hints=hints,
+        )
+        needs = ["export", *([data_id(entry.calibrate.data)] if entry.calibrate else [])]
+        count = entry.calibrate.shards if entry.calibrate else 1
+        shards = {calibration_id(entry.name, n): n for n in range(1, count + 1)} if count > 1 else {}
+        for stage_id, number in shards.items():
+            part: dict[str, Json] = {**settings, "shard": number, "shards": count}
+            stages.append(make(StageKind.CALIBRATE, stage_id, settings=part, needs=needs))
         stages.append(
-            make_stage(
-                StageKind.QUANTIZE,
-                variant_id(entry.name),
-                entry,
-                settings,
-                needs=["export", *([data_id(entry.calibrate.data)] if entry.calibrate else [])],
-                tools=probe.tools("optimizers", entry.method, entry.env),
-                variant=entry.name,
-                own_process=True,
-                hints=hints,
-            )
+            make(StageKind.QUANTIZE, variant_id(entry.name), settings=settings, needs=[*needs, *shards]),
         )
     return [
         replace(stage, settings={**stage.settings, **operators}, hints={**stage.hints, **libraries})
-        if stage.kind is StageKind.QUANTIZE
+        if stage.kind in (StageKind.CALIBRATE, StageKind.QUANTIZE)
         else stage
         for stage in stages
     ]

@@ -100,6 +100,11 @@ def data_id(name: str) -> str:
     return f"data/{name}"
 
 
+def calibration_id(name: str, shard: int) -> str:
+    """Return the id of a stage that reads ranges from one part of the rows, counted from 1."""
+    return f"calibrate/{name}#{shard}"
+
+
 def search_id(name: str) -> str:
     """Return the id of a search stage."""
     return f"search/{name}"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.quantization import Arithmetic
+from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Tensors
 
 
@@ -15,7 +16,8 @@ from onnx_ops.ports.data import Tensors
 class OptimizeRequest:
     """Input of an optimizer. `calibration` holds inputs by ONNX name, or None if none was declared.
 
-    `machines` are the distinct kinds of machine of the variant's targets.
+    `machines` are the distinct kinds of machine of the variant's targets. `ranges` are what `read_ranges` has read from
+    these rows, in parts; without them the rows are read.
     """
 
     section: Quantize
@@ -23,6 +25,7 @@ class OptimizeRequest:
     path: Path
     calibration: Tensors | None
     machines: tuple[Arithmetic, ...] = ()
+    ranges: tuple[Path, ...] = ()
 
 
 class Optimizer(ABC):
@@ -44,6 +47,19 @@ class Optimizer(ABC):
             UserError: an option does not fit, or an excluded node took no effect.
             StageError: the library failed.
         """
+
+    def read_ranges(self, request: OptimizeRequest, path: Path, shard: tuple[int, int]) -> None:
+        """Write the ranges of one part of the calibration batches to `path`; nothing if the part is empty.
+
+        Args:
+            request: what `optimize` gets; its path is not written.
+            path: a new file.
+            shard: number and count of the parts.
+
+        Raises:
+            UserError: this optimizer calibrates with all rows at once, or an option does not fit.
+        """
+        raise UserError("it calibrates with all rows at once", where=f"variant {request.section.name}")
 
     def files(self, section: Quantize) -> tuple[str, ...]:
         """Return the files that the options name, relative to the project's folder."""

@@ -93,6 +93,28 @@ def test_each_calibration_method_finds_ranges(perceptron: OptimizeRequest, metho
     assert np.mean(before.argmax(1) == after.argmax(1)) > 0.9
 
 
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_ranges_that_were_read_in_shards_make_the_same_file(
+    convolution: OptimizeRequest, tmp_path: Path, count: int
+) -> None:
+    """Of three batches, two of five shards have none."""
+    optimizer = StaticQuantizer()
+    optimizer.optimize(convolution)
+    parts = [tmp_path / f"ranges-{number}" for number in range(count)]
+    for number, part in enumerate(parts):
+        optimizer.read_ranges(convolution, part, (number, count))
+    written = tuple(part for part in parts if part.exists())
+    assert len(written) == min(count, 3)
+    sharded = replace(convolution, path=tmp_path / "sharded.onnx", ranges=written)
+    optimizer.optimize(replace(sharded, calibration=images(1)))
+    assert sharded.path.read_bytes() == convolution.path.read_bytes()
+
+
+def test_other_optimizers_calibrate_with_all_rows_at_once(perceptron: OptimizeRequest, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="calibrates with all rows at once"):
+        DynamicQuantizer().read_ranges(perceptron, tmp_path / "ranges", (0, 2))
+
+
 def test_static_is_unsigned_activations_and_signed_weights_by_channel(convolution: OptimizeRequest) -> None:
     StaticQuantizer().optimize(convolution)
     tensors = {tensor.name: tensor for tensor in read_structure(convolution.path).graph.initializer}

@@ -24,11 +24,14 @@ ROWS = 20_000
 PIPELINE = """
 pipeline: sharded
 data:
+  train: {file: train.npz, inputs: {x: x}, label: label}
   test: {file: test.npz, inputs: {x: x}, label: label}
 model: model.onnx
 export: {framework: onnx}
 validate: {samples: {data: test, limit: 1000000}}
-quantize: [{name: half, method: fp16}]
+quantize:
+  - {name: half, method: fp16}
+  - {name: static, method: static, calibrate: {data: train, samples: 200}}
 benchmark: {targets: [cpu-1t]}
 gates:
   - {kind: parity}
@@ -56,6 +59,7 @@ def project(tmp_path: Path) -> Project:
     x = rng.normal(size=(ROWS, FEATURES)).astype(np.float32)
     label = (x @ weights + rng.normal(size=(ROWS, CLASSES))).argmax(axis=1)
     np.savez(tmp_path / "test.npz", x=x, label=label)
+    np.savez(tmp_path / "train.npz", x=x[:200] / 2, label=label[:200])
     copy_parts(tmp_path, "configs/targets")
     (tmp_path / "pipeline.yaml").write_text(PIPELINE)
     (tmp_path / "onnx-ops.toml").write_text("signing = 'auto'\n")
@@ -88,6 +92,12 @@ def test_shards_give_the_metrics_of_all_rows_to_the_last_digit(project: Project)
         assert joined.scores == one.scores
         assert {score.metric for score in one.scores} == {"f1 macro"}
         assert (one.scored_on, joined.scored_on) == ((), (joined.hardware,))
+
+    again = run(project, "quantize[1].calibrate.shards=3")
+    assert {f"calibrate/static#{number}" for number in (1, 2, 3)} <= set(again.executed())
+    made = [result.outcomes["quantize/static"].manifest for result in (whole, again)]
+    assert made[0] is not None
+    assert made[0] == made[1]
 
     lost = sharded.outcomes[SHARDS[1]].manifest
     assert lost is not None

@@ -125,6 +125,10 @@ def test_a_variant_may_not_have_the_name_of_what_a_search_finds(root: Path) -> N
         ("{name: v, method: bf16}", "no optimizer plugin is called 'bf16'"),
         ("{name: v, method: static, calibrate: {data: train, method: distribution}}", "it destroys a model"),
         (
+            "{name: v, method: static, calibrate: {data: train, method: entropy, shards: 2}}",
+            "ranges are read in shards",
+        ),
+        (
             "{name: v, method: static, calibrate: {data: train}, options: {activations: int8, weights: uint8}}",
             "no kernel",
         ),

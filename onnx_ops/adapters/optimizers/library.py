@@ -173,6 +173,11 @@ class BatchReader:
     def __len__(self) -> int:
         return self._batches
 
+    def slice(self, number: int, count: int) -> dict[str, Array]:
+        """Return the rows of one of `count` parts of the batches; none if the part is empty."""
+        start, stop = (self._batches * n // count * self._size for n in (number, number + 1))
+        return {name: rows[start:stop] for name, rows in self._rows.items()} if start < stop else {}
+
     def __iter__(self) -> Iterator[dict[str, Array]]:
         return iter(self.get_next, None)
 

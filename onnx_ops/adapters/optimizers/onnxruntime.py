@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -129,6 +130,24 @@ class StaticQuantizer(Optimizer):
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         """Quantize weights and activations with ranges from calibration rows."""
+        options, notes = self._choose(request)
+        with Scratch() as folder:
+            ranges = _join_ranges(request.ranges, folder / "ranges.json") if request.ranges else None
+            _quantize(request, options, partial(_static, ranges=ranges))
+        return notes
+
+    def read_ranges(self, request: OptimizeRequest, path: Path, shard: tuple[int, int]) -> None:
+        """Write the ranges of one part of the calibration batches, as ONNX Runtime's calibration cache."""
+        options, _ = self._choose(request)
+        rows = BatchReader(request.calibration or {}, read_model_info(request.source)).slice(*shard)
+        if not rows:
+            return
+        with Scratch() as folder:
+            part = replace(request, calibration=rows, path=folder / "unused.onnx")
+            _quantize(part, options, partial(_static, ranges=path))
+
+    def _choose(self, request: OptimizeRequest) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return the options of a quantization, and why they were chosen."""
         if request.section.calibrate is None or not request.calibration:
             what = f"variant {request.section.name} needs calibration rows"
             raise UserError(what, where="quantize.calibrate", remedy="Add calibrate: {data: train, samples: 256}.")
@@ -150,8 +169,7 @@ class StaticQuantizer(Optimizer):
         }
         registry = importlib.import_module("onnxruntime.quantization.registry")
         supported = sorted({*registry.QLinearOpsRegistry, *registry.QDQRegistry} - FLOAT_OPERATORS)
-        _quantize(request, {"op_types": supported, **options, **chosen}, _static)
-        return recipe.notes
+        return {"op_types": supported, **options, **chosen}, recipe.notes
 
 
 def _dynamic(job: _Job) -> None:
@@ -170,7 +188,22 @@ def _dynamic(job: _Job) -> None:
     )
 
 
-def _static(job: _Job) -> None:
+def _join_ranges(parts: Sequence[Path], path: Path) -> Path:
+    """Write the least and greatest values of all parts: the ranges of all their rows."""
+    import numpy as np
+
+    library = importlib.import_module("onnxruntime.quantization.calibrate")
+    joined, *others = (library.load_tensors_data(part) for part in parts)
+    for other in others:
+        for name, found in other.items():
+            joined[name].lowest = np.minimum(joined[name].lowest, found.lowest)
+            joined[name].highest = np.maximum(joined[name].highest, found.highest)
+    library.save_tensors_data(joined, path)
+    return path
+
+
+def _static(job: _Job, ranges: Path | None = None) -> None:
+    """Quantize with the ranges in a file, which is written if it is missing."""
     library = importlib.import_module("onnxruntime.quantization")
     section, rows = job.request.section, job.request.calibration
     method = section.calibrate.method if section.calibrate else "minmax"
@@ -186,6 +219,7 @@ def _static(job: _Job) -> None:
         weight_type=_type(library, job.options["weights"]),
         nodes_to_exclude=job.nodes_to_exclude(),
         use_external_data_format=job.large,
+        calibration_cache_path=ranges,
         calibrate_method={
             "minmax": library.CalibrationMethod.MinMax,
             "entropy": library.CalibrationMethod.Entropy,

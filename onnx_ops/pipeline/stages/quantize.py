@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.pipeline import Quantize, Stage
 from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, SearchRecord, Trial
-from onnx_ops.measure.files import MODEL, checkout_files, get_dataset, put_document, put_folder
+from onnx_ops.measure.files import MODEL, RANGES, checkout_files, get_dataset, put_document, put_folder
 from onnx_ops.measure.quantization import ACTIVATION_ROWS, AS_WRITTEN, measure_activations, measure_weights
 from onnx_ops.measure.search import describe_recipe
 from onnx_ops.onnx_graph.compatibility import copy_libraries
@@ -24,12 +25,11 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     del key
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Quantize, where=stage.id)
-    calibrate, dataset = section.calibrate, None
-    if calibrate:
-        dataset = get_dataset(ports.store, inputs[f"data/{calibrate.data}"], inputs["export"])
+    calibrate = section.calibrate
     searched: dict[str, Digest] = {}
     with Scratch() as folder:
-        source = checkout_files(ports.store, inputs["export"], MODEL, folder / "source") / MODEL_FILE
+        request, dataset = build_request(stage, inputs, ports, folder)
+        source = request.source
         if "search" in settings:  # which found the variant of the role
             manifest, role = inputs[settings["search"]], settings["role"]
             trial = codec.loads(ports.store.read(manifest[f"{role}/trial.json"]), Trial)
@@ -38,15 +38,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             excluded, recipe = trial.excluded, tuple(describe_recipe(record, trial))
             searched = {SEARCH_FILE: manifest[SEARCH_FILE]}
         else:
-            path, excluded = folder / "onnx" / MODEL_FILE, section.exclude
+            path, excluded = request.path, section.exclude
             path.parent.mkdir()
-            request = OptimizeRequest(
-                section=section,
-                source=source,
-                path=path,
-                calibration=dataset.head(calibrate.samples).inputs if dataset and calibrate else None,
-                machines=tuple(codec.from_json(machine, Arithmetic) for machine in settings["machines"]),
-            )
             recipe = ports.optimizer(section.method, read_environment(stage)).optimize(request)
         write_lineage(path, {"onnx-ops.variant": stage.variant or section.name})
         copy_libraries(path, read_operators(stage))
@@ -65,6 +58,27 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
                 "recipe.json": put_document(ports.store, recipe),
             }
         )
+
+
+def build_request(
+    stage: Stage, inputs: Mapping[str, Manifest], ports: Ports, folder: Path
+) -> tuple[OptimizeRequest, Dataset | None]:
+    """Return what the optimizer gets, with the source in `folder`, and the whole calibration set."""
+    settings: Mapping[str, Any] = stage.settings
+    section = codec.from_json(settings["section"], Quantize, where=stage.id)
+    calibrate, dataset = section.calibrate, None
+    if calibrate:
+        dataset = get_dataset(ports.store, inputs[f"data/{calibrate.data}"], inputs["export"])
+    ranges = [manifest[RANGES] for name, manifest in sorted(inputs.items()) if RANGES in manifest]
+    request = OptimizeRequest(
+        section=section,
+        source=checkout_files(ports.store, inputs["export"], MODEL, folder / "source") / MODEL_FILE,
+        path=folder / "onnx" / MODEL_FILE,
+        calibration=dataset.head(calibrate.samples).inputs if dataset and calibrate else None,
+        machines=tuple(codec.from_json(machine, Arithmetic) for machine in settings.get("machines", ())),
+        ranges=tuple(ports.store.path(digest) for digest in ranges),
+    )
+    return request, dataset
 
 
 def _select_unseen(dataset: Dataset, calibrated: int) -> Tensors:
