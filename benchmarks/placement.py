@@ -241,13 +241,15 @@ def measure_endurance(server: Server, chosen: argparse.Namespace) -> list[Claim]
     """Return the promises about a worker that executes many stages."""
     count, at_once = (30, 10) if chosen.quick else (200, 20)
     with pool_site(server.site, apart=chosen.apart, variants=at_once) as site:
-        worker = site.work(POOL)
+        worker = site.work(POOL, "--limit", "4")
+        again = [part for kind in ("train", "export", "validate", "quantize") for part in ("--no-cache", kind)]
         process = psutil.Process(worker.process.pid)
         site.result(site.ask("train.with.mark=first", until="quantize", environ=PLACED))
         before = process.memory_info().rss, process.num_fds()
         done = 0
         while done < count:
-            result = site.result(site.ask(f"train.with.mark=e{done}", until="quantize", environ=PLACED), seconds=900)
+            asked = site.ask(f"train.with.mark=e{done}", until="quantize", options=again, environ=PLACED)
+            result = site.result(asked, seconds=900)
             done += sum(outcome["status"] == "done" for outcome in result["outcomes"])
         until(lambda: not worker.forks(), what="the end of the last stage")
         growth, files = (process.memory_info().rss - before[0]) / 1e6, process.num_fds() - before[1]

@@ -18,7 +18,7 @@ from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_js
 from onnx_ops.domain.decision import Decision, Drift, Verdict
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Gate
-from onnx_ops.domain.pipeline import Stage
+from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import format_alias
 from onnx_ops.errors import MeasurementError, NotFoundError, OnnxOpsError, UserError
@@ -126,7 +126,12 @@ REQUEST = "request.json"
 
 
 def save_benchmark(store: Store, stage: Stage, key: Digest, inputs: Mapping[str, Manifest], evidence: Digest) -> None:
-    """Store everything needed to repeat a benchmark, under the digest of its evidence."""
+    """Store everything needed to repeat a benchmark, under the digest of its evidence.
+
+    A repetition scores the rows itself: what score stages have read is of an earlier runtime, or of another machine.
+    """
+    stage = replace(stage, settings={name: value for name, value in stage.settings.items() if name != "shards"})
+    inputs = {name: manifest for name, manifest in inputs.items() if not name.startswith(f"{StageKind.SCORE}/")}
     files = {f"{name}/{file}": digest for name, manifest in inputs.items() for file, digest in manifest.files.items()}
     request = store.put_bytes(canonical_json(build_request(stage, key, inputs)))
     store.record(_memory(evidence), Manifest(files={**files, REQUEST: request}))

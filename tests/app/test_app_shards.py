@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops import codec
+from onnx_ops.app.champions import REQUEST, load_benchmark
 from onnx_ops.app.context import Project, open_project
+from onnx_ops.app.placement import parse_request
 from onnx_ops.app.project import execute, prepare
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import StageKind
@@ -92,6 +95,15 @@ def test_shards_give_the_metrics_of_all_rows_to_the_last_digit(project: Project)
         assert joined.scores == one.scores
         assert {score.metric for score in one.scores} == {"f1 macro"}
         assert (one.scored_on, joined.scored_on) == ((), (joined.hardware,))
+
+    measured = sharded.outcomes["benchmark/half@cpu-1t"].manifest
+    assert measured is not None
+    store = project.ports.store
+    memory = load_benchmark(store, measured["evidence.json"])
+    assert memory is not None
+    stage, _, inputs = parse_request(json.loads(store.read(memory[REQUEST])))
+    assert "shards" not in stage.settings, "a repetition would take the scores of then"
+    assert not set(SHARDS) & set(inputs)
 
     again = run(project, "quantize[1].calibrate.shards=3")
     assert {f"calibrate/static#{number}" for number in (1, 2, 3)} <= set(again.executed())

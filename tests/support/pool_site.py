@@ -282,7 +282,8 @@ class PoolSite:
             for pid in forks:
                 kill_tree(pid)
         for number in self.networks.values():
-            subprocess.run(["ip", "netns", "del", f"onnx-ops-{number}"], check=True)
+            for what in (f"link del oo{number}", f"netns del onnx-ops-{number}"):
+                subprocess.run(["ip", *what.split()], check=True)
 
 
 def kill_tree(pid: int) -> None:

@@ -52,7 +52,6 @@ from onnx_ops.statistics.scores import CANDIDATE
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
     """Measure the variant and store its evidence."""
-    del key
     settings: Mapping[str, Any] = stage.settings
     target = codec.from_json(stage.hints["target"], Target, where=stage.id)
     store = ports.store
@@ -90,7 +89,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             tolerances=hints.get("tolerances", {}),
         )
         feed = build_feed(candidate, data.inputs, settings["batch"])
-        speed = measure_speed(runtime, target, candidate, baselines, feed, request, seed=seed)
+        speed = measure_speed(runtime, target, candidate, baselines, feed, request, seed=int(key[-8:], 16))
         quantized = bool(settings["quantized"])
         execution = ExecutionReport()
         if not is_export:
