@@ -252,6 +252,7 @@ def measure_endurance(server: Server, chosen: argparse.Namespace) -> list[Claim]
             result = site.result(asked, seconds=900)
             done += sum(outcome["status"] == "done" for outcome in result["outcomes"])
         until(lambda: not worker.forks(), what="the end of the last stage")
+        time.sleep(2)  # a worker looks twice a second for processes that have ended
         growth, files = (process.memory_info().rss - before[0]) / 1e6, process.num_fds() - before[1]
         zombies = sum(child.status() == psutil.STATUS_ZOMBIE for child in process.children())
     return [
