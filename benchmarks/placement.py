@@ -289,7 +289,7 @@ def measure_kills(server: Server, chosen: argparse.Namespace) -> list[Claim]:
                     f"{victim}: a death is seen",
                     "≤ 15 s",
                     f"{latest:.1f} s",
-                    latest <= DEATH_S + 1,
+                    latest <= DEATH_S,
                 ),
             ]
     head = ("killed", "moments", "other results", "executed again", "seen after, s: most")

@@ -67,7 +67,8 @@ class PrefectPools(Pools):
     poll: float = 0.5
     patience: float = 600.0
     """For a run that a worker has taken, to start: a container's image may have to be pulled."""
-    silence: float = _INTERVALS * HEARTBEAT_S
+    silence: float = _INTERVALS * HEARTBEAT_S - 1
+    """A little less than three heartbeats, so that a death is seen within 15 s."""
     outage: float = 120.0
     """Of Prefect's server, during which a run that was asked for is waited for."""
     tries: int = 2
