@@ -73,9 +73,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="these parts")
     parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=list(VICTIMS), help="kill these only")
-    parser.add_argument(
-        "--apart", action="store_true", help="a user and a network of its own for each machine; as root"
-    )
+    parser.add_argument("--apart", action="store_true", help="a separate user and network for each machine; as root")
     parser.add_argument("--database", choices=["postgresql", "sqlite"], default="postgresql", help="of the server")
     chosen = parser.parse_args()
     claims: list[Claim] = []

@@ -256,9 +256,14 @@ class LocalObjects(ObjectStore):
         if not (self.root.is_dir() and self.root.stat().st_mode & stat.S_IWGRP):
             return PRIVATE
         for folder in reversed(path.relative_to(self.root).parents[:-1]):
-            with suppress(FileExistsError):
-                (self.root / folder).mkdir()
-                (self.root / folder).chmod(stat.S_IMODE(self.root.stat().st_mode))
+            place = self.root / folder
+            if not place.is_dir():  # appears with its mode: a killed writer leaves none that only its user can write
+                made = Path(tempfile.mkdtemp(dir=place.parent, prefix=TEMPORARY))
+                made.chmod(stat.S_IMODE(self.root.stat().st_mode))
+                with suppress(OSError):
+                    made.rename(place)
+                with suppress(FileNotFoundError):  # another writer was faster
+                    made.rmdir()
         return SHARED
 
     @override

@@ -174,7 +174,7 @@ class Calibrate:
         Literal["minmax", "entropy", "percentile"], doc("How activation ranges are computed from the rows.")
     ] = "minmax"
     shards: Annotated[
-        int, Ge(1), Le(256), doc("Parts in which ranges are read, each a stage of its own; for static with minmax.")
+        int, Ge(1), Le(256), doc("Parts in which ranges are read, each a separate stage; for static with minmax.")
     ] = field(default=1, metadata=OMIT_DEFAULT)
 
 
@@ -215,7 +215,7 @@ class Benchmark(Attempts):
     targets: Annotated[tuple[ShortName, ...], MinLen(1), doc("Names of files in configs/targets/.")]
     batch: Annotated[int, Ge(1), Le(4096), doc("Rows in one timed request.")] = 1
     shards: Annotated[
-        int, Ge(1), Le(256), doc("Parts in which rows are scored for metrics, each a stage of its own; for many rows.")
+        int, Ge(1), Le(256), doc("Parts in which rows are scored for metrics, each a separate stage; for many rows.")
     ] = 1
 
 

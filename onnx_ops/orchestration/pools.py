@@ -440,7 +440,7 @@ def _open_client() -> Iterator[SyncPrefectClient]:
 def retry_soon(client: SyncPrefectClient) -> None:
     """Have a client repeat within a second what a server on SQLite refuses to simultaneous writers.
 
-    It answers them with 503, and Prefect's client by itself waits two seconds and more.
+    It answers them with 503, after which Prefect's client would wait two seconds and more.
     """
     http: Any = client._client  # noqa: SLF001 (a transport of our own would lack Prefect's proxies and certificates)
     transport = http._transport_for_url(http.base_url)  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""Rows that are scored in shards: the same metrics as in one piece, and a run that goes on where another ended."""
+"""Rows that are scored in shards: the same metrics as in one piece, and a run that continues where another ended."""
 
 from __future__ import annotations
 

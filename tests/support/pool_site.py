@@ -93,7 +93,7 @@ class PoolSite:
         prefect: the server; its project is not used.
         variants: number of variants besides fp32.
         targets: target names, each of the pool with that name.
-        apart: each machine has a user and a network namespace of its own; the machines share a group. Needs root, and a
+        apart: each machine has a separate user and network namespace; the machines share a group. Needs root, and a
             server that listens on every address.
     """
 
