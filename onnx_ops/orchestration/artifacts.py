@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -20,7 +22,9 @@ from prefect.logging import get_logger
 from onnx_ops.app.results import Summary, locate_report
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import Plan, Stage, StageOutcome
-from onnx_ops.pipeline import SilentObserver
+from onnx_ops.orchestration.events import PATIENCE_S
+from onnx_ops.pipeline.run import DaemonThreadPool, SilentObserver
+from onnx_ops.ports import Observer
 from onnx_ops.reporting.description import result_table
 from onnx_ops.reporting.plots import variants_picture
 
@@ -86,31 +90,50 @@ def publish_pictures(summary: Summary, evidence: Collection[Evidence]) -> None:
             )
 
 
-class Progress(SilentObserver):
+@contextlib.contextmanager
+def publish_progress() -> Iterator[Observer]:
     """`<pipeline>-progress`: stages that have ended, of those planned. A server that does not take it fails no run."""
+    with DaemonThreadPool[None](1) as sender:
+        progress = _Progress(sender.submit)
+        yield progress
+        with contextlib.suppress(TimeoutError):
+            progress.sent.result(timeout=PATIENCE_S)
 
-    def __init__(self) -> None:
+
+class _Progress(SilentObserver):
+    """Sends through a thread of its own: no stage waits for the server."""
+
+    def __init__(self, submit: Callable[[Callable[[], None]], Future[None]]) -> None:
+        self._submit = submit
         self._artifact: UUID | None = None
-        self._planned = 0
-        self._ended = 0
+        self._planned = self._ended = self._shown = 0
+        self.sent = submit(lambda: None)
 
     def planned(self, plan: Plan) -> None:
         """Create the progress artifact."""
         self._planned = len(plan.stages)
-        with _patiently():
-            made: Any = create_progress_artifact(
-                progress=0.0,
-                key=f"{plan.pipeline}-progress",
-                description=f"Stages of {plan.pipeline} that have ended, of {self._planned}.",
-            )
-            self._artifact = made
+        self.sent = self._submit(partial(self._create, plan.pipeline))
 
     def finished(self, stage: Stage, outcome: StageOutcome) -> None:
         """Update the progress artifact."""
         self._ended += 1
-        if self._artifact is not None:
+        self.sent = self._submit(self._update)
+
+    def _create(self, pipeline: str) -> None:
+        with _patiently():
+            made: Any = create_progress_artifact(
+                progress=0.0,
+                key=f"{pipeline}-progress",
+                description=f"Stages of {pipeline} that have ended, of {self._planned}.",
+            )
+            self._artifact = made
+
+    def _update(self) -> None:
+        ended = self._ended
+        if self._artifact is not None and ended > self._shown:  # else an update before has sent this number
             with _patiently():
-                update_progress_artifact(self._artifact, progress=100.0 * self._ended / self._planned)
+                update_progress_artifact(self._artifact, progress=100.0 * ended / self._planned)
+                self._shown = ended
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from onnx_ops.app.results import Summary, evidence_of, summarize
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.domain.release import Choice
 from onnx_ops.errors import OnnxOpsError
-from onnx_ops.orchestration.artifacts import Progress, publish_pictures, publish_tables
+from onnx_ops.orchestration.artifacts import publish_pictures, publish_progress, publish_tables
 from onnx_ops.orchestration.events import tell_run
 from onnx_ops.orchestration.tasks import FAILED_STATES, PrefectExecutor, failed, run_as_task
 from onnx_ops.pipeline import ordered_map
@@ -140,16 +140,17 @@ def run_pipeline(
     At most `jobs` stages run side by side, by default one for each core; a measurement has the machine to itself.
     """
     prepared = prepare(project, project.settings.root / Path(file), overrides=overrides, until=until)
-    result = execute(
-        project,
-        prepared,
-        no_cache=no_cache,
-        executor=PrefectExecutor(),
-        observer=Progress(),
-        actor=actor(project.ports),
-        abandon=abandon,
-        jobs=jobs or os.cpu_count() or 1,
-    )
+    with publish_progress() as progress:
+        result = execute(
+            project,
+            prepared,
+            no_cache=no_cache,
+            executor=PrefectExecutor(),
+            observer=progress,
+            actor=actor(project.ports),
+            abandon=abandon,
+            jobs=jobs or os.cpu_count() or 1,
+        )
     summary = summarize(prepared.pipeline, result, project.ports)
     publish_tables(summary)
     publish_pictures(summary, evidence_of(summary, project.ports.store).values())

@@ -25,6 +25,8 @@ from onnx_ops.domain.artifact import (
 from onnx_ops.domain.decision import Decision, GateResult, Verdict, combine_verdicts
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.domain.execution import SessionSettings
+from onnx_ops.domain.gate import LatencyGate, SizeGate, select_gates
+from onnx_ops.domain.release import is_among
 from onnx_ops.domain.target import HardwareFingerprint, Target
 
 verdicts = st.sampled_from(Verdict)
@@ -97,6 +99,20 @@ def test_a_decision_without_binding_results_is_inconclusive_and_says_so() -> Non
 def test_traffic_that_does_not_sum_to_100_is_refused(weights: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="sum to 100"):
         TrafficSplit(weights=weights)
+
+
+def test_gates_of_a_target_replace_those_of_the_same_kind() -> None:
+    size, latency, own = SizeGate(max=9), LatencyGate(p50=1.0), SizeGate(max=1)
+    assert select_gates([size, latency], [own]) == (latency, own)
+    assert select_gates([size, latency], []) == (size, latency)
+
+
+@pytest.mark.parametrize(
+    ("user", "users", "expected"),
+    [("ann", ("ann",), True), ("ann", ("bob",), False), ("", ("ann",), False), ("", ("",), False), ("", ("*",), True)],
+)
+def test_a_user_who_is_not_known_is_among_everyone_only(user: str, users: tuple[str, ...], expected: bool) -> None:
+    assert is_among(user, users) is expected
 
 
 def test_endpoint_states_are_consistent() -> None:

@@ -218,11 +218,13 @@ def test_an_endpoint_stays_behind_only_with_a_reason(prefect_server: None, repos
 def test_progress_that_no_server_takes_fails_no_run() -> None:
     from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-    from onnx_ops.orchestration.artifacts import Progress
+    from onnx_ops.orchestration.artifacts import publish_progress
 
     plan = Plan(pipeline="lonely", stages=())
-    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api", PREFECT_CLIENT_MAX_RETRIES: 0}):
-        progress = Progress()
+    with (
+        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api", PREFECT_CLIENT_MAX_RETRIES: 0}),
+        publish_progress() as progress,
+    ):
         progress.planned(plan)
         progress.finished(
             Stage(id="train", kind=StageKind.TRAIN, settings={}), StageOutcome(stage="train", status=StageStatus.DONE)
