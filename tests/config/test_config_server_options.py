@@ -53,7 +53,7 @@ def test_flags_and_variables_give_the_same_options(options: ServerOptions) -> No
         ({"workers": True}, "digits: workers: expected a whole number, got true"),
         ({"workers": 0}, "digits: workers: must be at least 1, got the number 0"),
         ({"deadline": 5}, "digits: deadline: expected a duration, got the number 5; write it with a unit, e.g. 5 ms"),
-        ({"deadline": "2 h"}, "digits: deadline: must be at most 1 h, got the text '2 h'"),
+        ({"deadline": "3601 s"}, "digits: deadline: must be at most 1 h, got the text '3601 s'"),
         ({"workers": 0, "queue": "x"}, "must be at least 1, got the number 0; queue: expected a whole number"),
     ],
 )
