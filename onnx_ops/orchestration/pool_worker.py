@@ -115,9 +115,13 @@ def _watched(project: Project, run: UUID) -> Iterator[None]:
                 with contextlib.suppress(Exception):  # the server may be away; the stage continues
                     found = client.read_flow_run(run)
                     if is_final(found.state):
-                        project.running().end()
                         if found.state is not None and found.state.is_cancelling():
-                            client.set_flow_run_state(run, Cancelled(message="its processes were ended"), force=True)
+                            with contextlib.suppress(Exception):  # the worker sets it when this process has ended
+                                # Before the end of its processes, which the flow run would report as a failure.
+                                client.set_flow_run_state(
+                                    run, Cancelled(message="its result is not wanted"), force=True
+                                )
+                        project.running().end()
                         os._exit(1)
                     if time.monotonic() - sent > HEARTBEAT_S:
                         client.update_flow_run(run, name=found.name)

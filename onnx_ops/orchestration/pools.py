@@ -77,6 +77,7 @@ class PrefectPools(Pools):
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _turn: threading.Lock = field(default_factory=threading.Lock)
     """Held by who creates a run: a server on SQLite delays those who write at the same time, by seconds."""
+    _cancelled: bool = False
     _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _client: SyncPrefectClient | None = None
     """Client of all threads that ask, open until this process ends: a new one takes as long as a stage to start."""
@@ -113,13 +114,15 @@ class PrefectPools(Pools):
                 deployment = self._find(client, stage)
             for number in itertools.count():
                 with self._turn:
+                    if self._cancelled:
+                        raise StageError("its run was cancelled", where=stage.title, remedy="Run the pipeline again.")
                     run, is_ours = _create_run(client, deployment, stage, number)
+                    if is_ours:
+                        self.runs.add(run.id)
                 if is_final(run.state):  # of an earlier asker
                     if is_done():
                         return EndedRun(run=str(run.id), seconds=run.total_run_time.total_seconds())
                     continue
-                if is_ours:
-                    self.runs.add(run.id)
                 try:
                     return self._wait(client, run.id, stage)
                 except _WorkerDied as death:
@@ -142,7 +145,10 @@ class PrefectPools(Pools):
         raise AssertionError("unreachable: numbers do not end")
 
     def cancel(self) -> None:
-        """Cancel the flow runs that were created here and are waited for."""
+        """Cancel the flow runs that were created here and are waited for; create no further one."""
+        self._cancelled = True
+        if self._turn.acquire(timeout=HEARTBEAT_S):  # until a run that is being created is among them
+            self._turn.release()
         if runs := tuple(self.runs):
             with contextlib.suppress(Exception), _open_client() as client:
                 for run in runs:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextvars
 import os
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
 
 from onnx_ops import plugins
 from onnx_ops.domain.pipeline import PLACEABLE, StageKind
-from onnx_ops.ports import PoolStatus, WorkerStatus
+from onnx_ops.errors import StageError
+from onnx_ops.ports import PlacedStage, PoolStatus, WorkerStatus
+from tests.support.processes import until
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -143,3 +147,21 @@ def test_ended_runs_are_not_listed_and_a_deleted_pool_has_no_worker(pool: str, c
     assert status_of(pool).runs == ()
     client.delete_work_pool(pool)
     assert status_of(pool) == PoolStatus(pool=pool)
+
+
+def test_who_was_cancelled_asks_for_no_further_run(pool: str, client: SyncPrefectClient) -> None:
+    from onnx_ops.orchestration.pools import PrefectPools
+
+    start_worker(client, pool, "trainer")._waiting(client)
+    stage = PlacedStage(
+        pool=pool, kind=StageKind.TRAIN, title="train", pipeline="p", key=uuid.uuid4().hex, parameters={}, timeout=None
+    )
+    pools = PrefectPools()
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(contextvars.copy_context().run, pools.run, stage, lambda: False)
+        until(lambda: status_of(pool).runs or asked.done(), what="its flow run")
+        pools.cancel()
+        error = asked.exception(timeout=60)
+    assert isinstance(error, StageError)
+    assert "its run was cancelled" in str(error)
+    assert status_of(pool).runs == ()
