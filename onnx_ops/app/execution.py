@@ -12,7 +12,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -89,7 +88,7 @@ class RunningStages:
     """The child processes and pools of running stages, so that a cancelled run can end them."""
 
     def __init__(self) -> None:
-        self.processes: set[Child] = set()
+        self.processes: set[subprocess.Popen[bytes]] = set()
         self.ended = False
         self._pools: Pools | None = None
 
@@ -189,8 +188,6 @@ ReportProgress = Callable[[Stage, str], None]
 
 ExecuteStage = Callable[[Stage, Digest, Mapping[str, Manifest]], Manifest]
 
-_WAIT_S = 0.01
-
 _TIMED = (StageKind.SEARCH, StageKind.BENCHMARK)
 """Stages that measure times: one of them at once."""
 
@@ -237,73 +234,6 @@ class StageExecutor:
             return run_in_subprocess(self.settings, prepared, key, inputs, self.tell, self.running)
 
 
-class ForkedChild:
-    """A fork of this process that waits for a stage on its standard input, and ends with it; as `subprocess.Popen`.
-
-    It has all the modules that this process has loaded. This process must have one thread: a fork of another one
-    inherits locks that nobody releases.
-
-    Args:
-        main: what it executes; its exit code is 1 if this raises.
-    """
-
-    def __init__(self, main: Callable[[], None]) -> None:
-        reading, writing = os.pipe()
-        output, printing = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 1
-            try:
-                os.setsid()
-                for number, descriptor in enumerate((reading, printing, printing)):
-                    os.dup2(descriptor, number)
-                for descriptor in (reading, writing, output, printing):
-                    os.close(descriptor)
-                sys.stdin, sys.stdout, sys.stderr = (open(n, mode, closefd=False) for n, mode in enumerate("rww"))  # noqa: SIM115
-                main()
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                for stream in (sys.stdout, sys.stderr):
-                    stream.flush()
-                os._exit(code)
-        os.close(reading)
-        os.close(printing)
-        self.stdin, self.stdout = os.fdopen(writing, "wb"), os.fdopen(output, "rb")
-        self._code: int | None = None
-
-    def poll(self) -> int | None:
-        """Return the exit code, the negative signal that killed it, or None while it is running."""
-        if self._code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if pid else None
-        return self._code
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and return its exit code.
-
-        Raises:
-            subprocess.TimeoutExpired: it is still running after `timeout` seconds.
-        """
-        end = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if end is not None and time.monotonic() > end:
-                raise subprocess.TimeoutExpired("stage", timeout or 0)
-            time.sleep(_WAIT_S)
-        return code
-
-
-Child = ForkedChild | subprocess.Popen[bytes]
-
-_prepared: list[ForkedChild] = []
-
-
-def prepare_child(main: Callable[[], None]) -> None:
-    """Fork a child in advance, with `main` of `onnx_ops.app.worker`, for the next stage that needs one."""
-    _prepared.append(ForkedChild(main))
-
-
 def run_in_subprocess(
     settings: Settings,
     stage: Stage,
@@ -320,23 +250,15 @@ def run_in_subprocess(
     with Scratch() as folder:
         result, scratch = folder / "result.json", folder / "tmp"
         scratch.mkdir()
-        request = {
-            **build_request(stage, key, inputs),
-            "result": str(result),
-            "scratch": str(scratch),
-            "root": str(settings.root),
-            "environ": {**os.environ, **to_environ(settings), "TMPDIR": str(scratch)},
-        }
-        process = (
-            _prepared.pop()
-            if _prepared
-            else subprocess.Popen(
-                [sys.executable, "-P", "-m", "onnx_ops.app.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        request = {**build_request(stage, key, inputs), "result": str(result), "scratch": str(scratch)}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "onnx_ops.app.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=settings.root,
+            env={**os.environ, **to_environ(settings), "TMPDIR": str(scratch)},
+            start_new_session=True,
         )
         processes = set() if running is None else running.processes
         processes.add(process)
@@ -370,7 +292,7 @@ def run_in_subprocess(
     return Manifest(files=document["files"])
 
 
-def _end(process: Child) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill a process and all its children."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)

@@ -9,7 +9,6 @@ import resource
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -26,13 +25,7 @@ from onnx_ops.pipeline.stages import execute
 
 def main() -> None:
     """Read one request, execute its stage, write one result."""
-    request = json.loads(sys.stdin.readline() or "null")
-    if request is None:  # a child that was forked in advance and not needed
-        return
-    os.environ.update(request["environ"])
-    tempfile.tempdir = None  # a fork may know that of its parent
-    os.chdir(request["root"])
-    sys.path.insert(0, request["root"])
+    request = json.loads(sys.stdin.readline())
     threading.Thread(target=_die_with_parent, args=(Path(request["scratch"]),), daemon=True).start()
     document = _answer(request)
     with durable_file(Path(request["result"])) as temporary:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import multiprocessing
 import os
@@ -33,9 +32,7 @@ from onnx_ops import codec, plugins
 from onnx_ops.adapters.isolation.process import describe_exit
 from onnx_ops.adapters.runtimes.hardware import read_hardware
 from onnx_ops.app.context import Project
-from onnx_ops.app.execution import prepare_child
 from onnx_ops.app.placement import answer
-from onnx_ops.app.worker import main as execute_request
 from onnx_ops.domain.pipeline import PLACEABLE, Stage, StageKind
 from onnx_ops.orchestration.environment import project_of
 from onnx_ops.orchestration.flows import ends_as_failed
@@ -62,9 +59,6 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 _POLL_S = 0.5
-_PRELOADED = ("onnx", "scipy.stats")
-"""Modules that most stages load. ONNX Runtime is none: it starts a thread."""
-
 _DESCRIBED_S = 60.0
 """Most seconds that a worker spends at its start on reading what its machine can measure."""
 
@@ -177,9 +171,6 @@ class PoolWorker:
         """Work until SIGTERM or SIGINT, which lets the running stages finish; a second one ends them."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
-        for module in (*_PRELOADED, *(f"onnx_ops.pipeline.stages.{kind.value}" for kind in self.kinds)):
-            with contextlib.suppress(ImportError):  # this machine may train only
-                importlib.import_module(module)
         create_pool(client, self.pool)
         variable = self._announce(client)
         heartbeat = polled = -HEARTBEAT_S
@@ -324,7 +315,6 @@ def _execute(run: FlowRun) -> None:
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
-        prepare_child(execute_request)
         with SyncClientContext.get_or_create() as context:
             retry_soon(context.client)
             state: Any = run_flow(work, flow_run=run, parameters=run.parameters, return_type="state")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import faulthandler
 import fcntl
 import os
 import resource
@@ -11,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,9 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.adapters.isolation.process import LAST_LINES
-from onnx_ops.app import execution, worker
+from onnx_ops.app import worker
 from onnx_ops.app.context import build_ports
-from onnx_ops.app.execution import StageExecutor, machine_lock, prepare_child, run_in_subprocess
+from onnx_ops.app.execution import StageExecutor, machine_lock, run_in_subprocess
 from onnx_ops.config.settings import Settings, load_settings, to_environ
 from onnx_ops.domain.artifact import Digest, digest_bytes, digest_file
 from onnx_ops.domain.pipeline import FileData, Stage, StageKind
@@ -106,15 +104,6 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.fixture(params=["new", "forked"])
-def child(request: pytest.FixtureRequest) -> Iterator[None]:
-    """How the process of the next stage comes about."""
-    if request.param == "forked":
-        prepare_child(lambda: (faulthandler.disable(), worker.main())[1])  # pytest's would print a crash
-    yield
-    assert execution._prepared == []
-
-
 def data_stage(file: str = "data.npz", fingerprint: str = "") -> Stage:
     section = FileData(file=file, inputs={"x": "x"}, label="y")
     settings: dict[str, Any] = {"section": codec.to_json(section), "fingerprint": fingerprint}
@@ -137,7 +126,6 @@ def noted(project: Settings, name: str) -> int:
     return int((project.root / name).read_text())
 
 
-@pytest.mark.usefixtures("child")
 def test_a_child_does_what_the_process_itself_would_do(project: Settings, ports: Ports) -> None:
     stage = data_stage(fingerprint=digest_file(ports.root / "data.npz"))
     there = run_in_subprocess(project, stage, KEY, {})
@@ -146,7 +134,6 @@ def test_a_child_does_what_the_process_itself_would_do(project: Settings, ports:
     assert ports.store.read(there["dataset.npz"])
 
 
-@pytest.mark.usefixtures("child")
 def test_errors_keep_their_type_and_their_words(project: Settings) -> None:
     with pytest.raises(NotFoundError) as missing:
         run_in_subprocess(project, data_stage("nowhere.npz"), KEY, {})
@@ -171,7 +158,6 @@ def test_full_disk_in_a_child_stops_the_run(project: Settings, monkeypatch: pyte
     assert (type(error), error.where) == (StorageError, data_stage().id)
 
 
-@pytest.mark.usefixtures("child")
 def test_a_crash_is_a_failure_of_the_stage_with_its_last_words(project: Settings) -> None:
     with pytest.raises(StageError, match="signal SIGSEGV") as crashed:
         run_in_subprocess(project, train_stage("crash"), KEY, {})
@@ -181,14 +167,12 @@ def test_a_crash_is_a_failure_of_the_stage_with_its_last_words(project: Settings
     assert crashed.value.where == "train"
 
 
-@pytest.mark.usefixtures("child")
 def test_one_that_eats_memory_has_a_limit(project: Settings) -> None:
     with pytest.raises(StageError, match=r"more memory than its limit of 0\.6 GB") as told:
         run_in_subprocess(project, train_stage("eat", memory=600_000_000), KEY, {})
     assert "`memory`" in told.value.remedy
 
 
-@pytest.mark.usefixtures("child")
 def test_of_endless_output_the_end_is_kept(project: Settings, scratch: Path) -> None:
     with pytest.raises(StageError, match="signal SIGABRT") as told:
         run_in_subprocess(project, train_stage("chatter"), KEY, {})
@@ -197,7 +181,6 @@ def test_of_endless_output_the_end_is_kept(project: Settings, scratch: Path) -> 
     assert list(scratch.iterdir()) == []
 
 
-@pytest.mark.usefixtures("child")
 def test_a_process_that_leaves_without_a_result_failed(project: Settings) -> None:
     with pytest.raises(StageError, match="exit code 7") as left:
         run_in_subprocess(project, train_stage("leave"), KEY, {})
@@ -225,20 +208,16 @@ from pathlib import Path
 from onnx_ops import codec
 from onnx_ops.domain.pipeline import Stage
 from onnx_ops.config.settings import load_settings
-from onnx_ops.app import worker
-from onnx_ops.app.execution import prepare_child, run_in_subprocess
+from onnx_ops.app.execution import run_in_subprocess
 
-if sys.argv[2] == "forked":
-    prepare_child(worker.main)
 run_in_subprocess(load_settings(), codec.loads(sys.argv[1].encode(), Stage), "sha256:0", {})
 """
 
 
-@pytest.mark.parametrize("made", ["new", "forked"])
-def test_a_child_does_not_outlive_a_parent_that_was_killed(project: Settings, scratch: Path, made: str) -> None:
+def test_a_child_does_not_outlive_a_parent_that_was_killed(project: Settings, scratch: Path) -> None:
     stage = codec.dumps(train_stage("hang")).decode()
     environ = {**os.environ, **to_environ(project), "TMPDIR": str(scratch)}
-    with subprocess.Popen([sys.executable, "-c", PARENT, stage, made], env=environ) as parent:
+    with subprocess.Popen([sys.executable, "-c", PARENT, stage], env=environ) as parent:
         until((project.root / "trainer").exists)
         trainer = noted(project, "trainer")
         assert not gone(trainer)
@@ -302,7 +281,6 @@ def test_one_benchmark_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-@pytest.mark.usefixtures("child")
 def test_lines_that_tell_of_progress_are_passed_on_and_are_no_last_words(project: Settings) -> None:
     (project.root / "telling.py").write_text(
         "import os\n"
