@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
@@ -78,6 +79,12 @@ class PrefectPools(Pools):
     _turn: threading.Lock = field(default_factory=threading.Lock)
     """Held by who creates a run: a server on SQLite delays those who write at the same time, by seconds."""
     _cancelled: bool = False
+    _waited: set[UUID] = field(default_factory=set)
+    """Flow runs that threads of this process wait for."""
+    _reading: threading.Lock = field(default_factory=threading.Lock)
+    _read_at: float = -math.inf
+    _found: Mapping[UUID, FlowRun] | Exception = field(default_factory=dict)
+    """Those flow runs, as they were then; or why they could not be read."""
     _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _client: SyncPrefectClient | None = None
     """Client of all threads that ask, open until this process ends: a new one takes as long as a stage to start."""
@@ -123,6 +130,7 @@ class PrefectPools(Pools):
                     if is_done():
                         return EndedRun(run=str(run.id), seconds=run.total_run_time.total_seconds())
                     continue
+                self._waited.add(run.id)
                 try:
                     return self._wait(client, run.id, stage)
                 except _WorkerDied as death:
@@ -142,6 +150,7 @@ class PrefectPools(Pools):
                     raise
                 finally:
                     self.runs.discard(run.id)
+                    self._waited.discard(run.id)
         raise AssertionError("unreachable: numbers do not end")
 
     def cancel(self) -> None:
@@ -171,6 +180,26 @@ class PrefectPools(Pools):
             pools = sorted(deployment.name for deployment in deployments)
             return tuple(_read_pool(client, pool, described, now) for pool in pools)
 
+    def _read(self, client: SyncPrefectClient, run: UUID) -> FlowRun:
+        """Return a flow run. One request reads all that are waited for: one for each would occupy the server."""
+        from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+        from prefect.exceptions import ObjectNotFound
+
+        with self._reading:
+            known = isinstance(self._found, Exception) or run in self._found
+            if not known or time.monotonic() - self._read_at > self.poll / 2:
+                wanted = FlowRunFilter(id=FlowRunFilterId(any_=list({run, *self._waited})))
+                try:
+                    self._found = {one.id: one for one in client.read_flow_runs(flow_run_filter=wanted, limit=_PAGE)}
+                except Exception as error:
+                    self._found = error
+                self._read_at = time.monotonic()
+            if isinstance(self._found, Exception):
+                raise self._found
+            if run not in self._found:
+                raise ObjectNotFound(KeyError(run))
+            return self._found[run]
+
     def _wait(self, client: SyncPrefectClient, run: UUID, stage: PlacedStage) -> EndedRun:
         """Return the end of a run.
 
@@ -186,7 +215,7 @@ class PrefectPools(Pools):
             time.sleep(self.poll if beat is not None else min(self.poll, 0.2))
             now = time.monotonic()
             try:
-                found = client.read_flow_run(run)
+                found = self._read(client, run)
             except Exception as error:
                 if not is_unavailable(error) or now - contact > self.outage:
                     raise

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 
@@ -165,3 +166,18 @@ def test_who_was_cancelled_asks_for_no_further_run(pool: str, client: SyncPrefec
     assert isinstance(error, StageError)
     assert "its run was cancelled" in str(error)
     assert status_of(pool).runs == ()
+
+
+def test_one_request_reads_all_flow_runs_that_are_waited_for(pool: str, client: SyncPrefectClient) -> None:
+    from prefect.exceptions import ObjectNotFound
+
+    from onnx_ops.orchestration.pools import PrefectPools
+
+    pools = PrefectPools(poll=600.0)
+    asked = {ask_for(client, pool, f"train/{number}").id for number in range(3)}
+    pools._waited.update(asked)
+    with mock.patch.object(client, "read_flow_runs", wraps=client.read_flow_runs) as requests:
+        assert {pools._read(client, run).id for run in asked} == asked
+        assert requests.call_count == 1
+        with pytest.raises(ObjectNotFound):
+            pools._read(client, uuid.uuid4())
