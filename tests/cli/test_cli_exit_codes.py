@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import typer
 
-from onnx_ops.cli import rollouts
+from onnx_ops.cli import endpoints, rollouts
 from onnx_ops.cli.common import exit_after_steps, handle_errors, print_json
 from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.release.reconcile import StepReport
@@ -49,6 +49,19 @@ def test_watching_a_rollout_ends_with_one_if_its_candidate_is_rolled_back(
         rollouts.rollout_status("digits", watch=True, interval="1s")
     assert ended.value.exit_code == 1
     assert "the last one ended with abort" in " ".join(capfd.readouterr().out.split())
+
+
+def test_an_endpoint_that_answers_without_a_supervisor_is_not_well(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scene = begun()
+    monkeypatch.setattr("onnx_ops.app.context.open_project", lambda: SimpleNamespace(ports=scene.ports))
+    monkeypatch.setattr(type(scene.world.provider), "is_unsupervised", lambda *_: True)
+    scene.world.provider.down = True
+    with pytest.raises(typer.Exit) as ended:
+        endpoints.status()
+    assert ended.value.exit_code == 4
+    assert "has no supervisor" in capfd.readouterr().out
 
 
 def test_what_libraries_print_is_not_in_the_document(capfd: pytest.CaptureFixture[str]) -> None:
