@@ -164,7 +164,7 @@ def list_capabilities(project: Project, entry: Deploy) -> frozenset[str]:
     except UserError:  # another check reports invalid settings
         return able
     # Copies, clients' reports and cold starts arise at the endpoint, with any metrics source.
-    return (able - provider.metrics().capabilities()) | (offered - ({"shadow", "outcomes", "cold_starts"} - able))
+    return (able - provider.metrics().capabilities()) | (offered - ({"shadow", "feedback", "cold_starts"} - able))
 
 
 def describe_rollouts(project: Project, pipeline: Pipeline) -> list[str]:

@@ -24,7 +24,7 @@ ABILITIES = {
     "split": "divide traffic",
     "sticky": "keep a user on one version",
     "shadow": "compare answers on copies of requests",
-    "outcomes": "collect clients' outcomes",
+    "feedback": "collect clients' feedback",
     "cold_starts": "measure a cold start before traffic",
     "exceedances": "count requests over any latency",
 }

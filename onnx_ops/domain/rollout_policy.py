@@ -110,8 +110,8 @@ class SplitTest:
     """A fixed split until a success metric shows which version is better, or time is over."""
 
     metric: Annotated[
-        str, doc("`outcomes` (results that clients report), or the name of a query of the metrics source.")
-    ] = "outcomes"
+        str, doc("`feedback` (results that clients report), or the name of a query of the metrics source.")
+    ] = "feedback"
     split: Annotated[Share, doc("The candidate's share of traffic.")] = 0.5
     duration: Annotated[Seconds, doc("Longest time to wait for a decision.")]
     goal: Annotated[Literal["higher", "lower"], doc("Which success rate is better.")] = "higher"
@@ -213,8 +213,8 @@ class RolloutPolicy:
             asked["split"] = ("steps",)
         if self.ab_test:
             asked |= {"split": ("ab_test",), "sticky": ("ab_test",)}
-            if self.ab_test.metric == "outcomes":
-                asked["outcomes"] = ("ab_test", "metric")
+            if self.ab_test.metric == "feedback":
+                asked["feedback"] = ("ab_test", "metric")
         return asked
 
 

@@ -267,7 +267,7 @@ class MetricsSource(ABC):
 
     @abstractmethod
     def capabilities(self) -> frozenset[str]:
-        """Return what it can report: `exceedances` (requests over a latency) or `quantiles`; `shadow`, `outcomes`,
+        """Return what it can report: `exceedances` (requests over a latency) or `quantiles`; `shadow`, `feedback`,
         `cold_starts`."""
 
     @abstractmethod

@@ -204,7 +204,7 @@ class FakeMetrics(MetricsSource):
         self.histogram: tuple[tuple[float, ...], tuple[int, ...]] | None = ((0.001, 0.002), (500, 490, 10))
 
     def capabilities(self) -> frozenset[str]:
-        return frozenset({"exceedances", "shadow", "outcomes"})
+        return frozenset({"exceedances", "shadow", "feedback"})
 
     def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
         del deployment
@@ -214,7 +214,7 @@ class FakeMetrics(MetricsSource):
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
         self._answer(config)
         ours = {name: self.tallies[name] for name in deployments if name in self.tallies}
-        counts = {"errors": ("requests", "errors"), "outcomes": ("outcomes", "successes")}
+        counts = {"errors": ("requests", "errors"), "feedback": ("feedback", "successes")}
         counts |= {f"latency_{name}": ("measured", f"over_{name}") for name in ("p50", "p99")}
         units = {
             name: UnitSums.single(*(sum(getattr(one, field) or 0 for one in ours.values()) for field in fields))

@@ -89,7 +89,7 @@ def test_a_policy_without_figures_is_not_judged(load: Load) -> None:
             "split",
             [
                 "ab_test: provider 'local' cannot keep a user on one version; it can: 'split'",
-                "ab_test.metric: provider 'local' cannot collect clients' outcomes; it can: 'split'",
+                "ab_test.metric: provider 'local' cannot collect clients' feedback; it can: 'split'",
             ],
         ),
         ("{ab_test: {duration: 1 d, metric: sold}}", "split sticky", []),
@@ -105,7 +105,7 @@ def test_a_policy_without_figures_is_not_judged(load: Load) -> None:
             "quantiles",
             ["guardrails: provider 'local' cannot measure a cold start before traffic; it can: 'quantiles'"],
         ),
-        ("{shadow: {}, ab_test: {duration: 1 d}}", "split sticky shadow outcomes", []),
+        ("{shadow: {}, ab_test: {duration: 1 d}}", "split sticky shadow feedback", []),
     ],
 )
 def test_a_policy_that_the_provider_cannot_keep_is_refused(

@@ -54,9 +54,9 @@ STABLE, CANDIDATE = version(1), version(2)
 def counted(
     requests: int = 50, errors: int = 0, over_p50: int | None = 25, over_p99: int | None = 0, good: int = 0
 ) -> RequestCounts:
-    outcomes = requests if good else 0
+    feedback = requests if good else 0
     return RequestCounts(
-        requests=requests, errors=errors, over_p50=over_p50, over_p99=over_p99, outcomes=outcomes, successes=good
+        requests=requests, errors=errors, over_p50=over_p50, over_p99=over_p99, feedback=feedback, successes=good
     )
 
 
@@ -276,7 +276,7 @@ AB = RolloutPolicy(ab_test=SplitTest(duration=7200.0), min_requests=(100,), step
 
 
 def reported(mine: int, theirs: int) -> list[ObservationInterval]:
-    """Of 500 outcomes each, in five intervals: one alone cannot tell a bunch."""
+    """500 entries of feedback each, in five intervals: one alone cannot show a burst."""
     part = ObservationInterval(step=0, canary=counted(100, good=mine // 5), stable=counted(100, good=theirs // 5))
     return [part] * 5
 
@@ -289,14 +289,14 @@ def test_an_ab_test_decides_or_waits_for_its_time() -> None:
     waits(
         due(seen(ObservationInterval(step=0, canary=counted(500), stable=counted(500))), AB),
         WaitKind.ANALYZING,
-        "no outcome",
+        "no feedback",
     )
 
 
 def test_what_happens_when_an_ab_test_stays_undecided() -> None:
     finish = replace(AB, ab_test=SplitTest(duration=1.0, on_inconclusive="finish"))
     acts(due(seen(*reported(50, 50)), finish), ActionKind.FINISH)
-    waits(due(seen(), finish), WaitKind.INCONCLUSIVE, "no outcome was reported")
+    waits(due(seen(), finish), WaitKind.INCONCLUSIVE, "no feedback was reported")
     few = ObservationInterval(step=0, canary=counted(40, good=5), stable=counted(40, good=5))
     waits(due(seen(few), finish), WaitKind.INCONCLUSIVE)
     acts(
