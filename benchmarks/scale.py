@@ -73,7 +73,7 @@ def led(project: Project, file: Path, *, here: bool = True) -> Led:
     before = cpu()
     wanted = in_this_process(prepared) if here else prepared
     result = execute(project, wanted)
-    summary = summarize(wanted.pipeline, result, project.ports)
+    summary = summarize(wanted.pipeline, result, project.context)
     by_kind: dict[str, list[float]] = defaultdict(list)
     for stage in wanted.plan.stages:
         if result.outcomes[stage.id].status is StageStatus.DONE:

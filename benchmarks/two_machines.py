@@ -67,11 +67,11 @@ class Trial:
 
 
 def promote_by_force(place: Place, version: str) -> None:
-    promote(place.ports(), MODEL, version, TARGET, override=True, reason="a trial")
+    promote(place.context(), MODEL, version, TARGET, override=True, reason="a trial")
 
 
 def roll_back(place: Place, to: str) -> None:
-    roll_back_each(place.ports(), (place.config.endpoint,), to=to, reason="a trial", force=True)
+    roll_back_each(place.context(), (place.config.endpoint,), to=to, reason="a trial", force=True)
 
 
 class Machines:
@@ -175,7 +175,7 @@ def put_forward(place: Place) -> None:
 
 
 def serving(place: Place) -> set[str]:
-    actual = place.ports().provider(place.config.provider).observe(place.config)
+    actual = place.context().provider(place.config.provider).observe(place.config)
     weights = {} if actual is None else actual.split.weights
     return {name for name, weight in weights.items() if weight}
 
@@ -184,7 +184,7 @@ def disagreement(place: Place) -> str:
     """What ledger, registry and endpoint say otherwise; empty if they agree and nothing is left to do."""
     try:
         state = place.state()
-        actual = place.ports().provider(place.config.provider).observe(place.config)
+        actual = place.context().provider(place.config.provider).observe(place.config)
         aliases = place.registry.aliases(MODEL)
     except OnnxOpsError as error:
         return str(error)

@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.variant_models import Model, make
 from benchmarks.variant_tools import COSINE, DROP, TARGET, ort_defaults, others, ours, session
-from onnx_ops.app.context import build_ports
+from onnx_ops.app.context import build_context
 from onnx_ops.config.settings import load_settings
 from onnx_ops.statistics.intervals import tango_interval
 from onnx_ops.statistics.metrics import cosine_rows
@@ -66,7 +66,7 @@ def measured(name: str, scratch: Path, width: int, peers: Path | None) -> Iterat
 
 def abilities() -> bool:
     """Print what this CPU can do; tells whether it has AVX512-VNNI."""
-    runtime = build_ports(load_settings()).runtime(TARGET.runtime)
+    runtime = build_context(load_settings()).runtime(TARGET.runtime)
     hardware = runtime.fingerprint(TARGET)
     flags = [name for name in ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8") if name in hardware.cpu_flags]
     tools = ", ".join(f"{name} {version(name)}" for name in ("onnxruntime", "onnx", "torch"))

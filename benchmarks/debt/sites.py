@@ -183,7 +183,7 @@ class Local(Site):
         return open_project(self.root).settings.endpoints / place.config.endpoint
 
     def _address(self, place: Place) -> str:
-        provider = place.ports().provider("local")
+        provider = place.context().provider("local")
         assert isinstance(provider, LocalEndpoints)
         address = provider.address(place.config)
         assert address is not None

@@ -90,7 +90,7 @@ def _list_sources(project: Project, name: str, pipeline: Pipeline) -> Iterator[s
             yield _inside(str(file), root)
         yield from (_inside(library.path, root) for library in project.targets.load(target).custom_ops)
     for section in pipeline.data.values():
-        source = project.ports.source(get_source_name(section))
+        source = project.context.source(get_source_name(section))
         if isinstance(section, FileData):
             yield from (section.file, f"{section.file}.dvc")
         else:
@@ -107,7 +107,7 @@ def _list_sources(project: Project, name: str, pipeline: Pipeline) -> Iterator[s
         yield from collect_user_code((table,), root).files
     for entry in pipeline.quantize:
         if entry.method != AUTO:
-            yield from project.ports.optimizer(entry.method, entry.env).files(entry)
+            yield from project.context.optimizer(entry.method, entry.env).files(entry)
     for gate in pipeline.gates:
         if isinstance(gate, MetricGate) and gate.use:
             yield from collect_user_code((gate.use,), root).files

@@ -29,7 +29,7 @@ from onnx_ops.errors import StageError, from_document
 from onnx_ops.pipeline.stage_settings import get_pool
 from onnx_ops.pipeline.stages import execute
 from onnx_ops.pipeline.stages.champion import attach_champion
-from onnx_ops.ports import Pools, Ports
+from onnx_ops.ports import Context, Pools
 from onnx_ops.scratch import Scratch
 
 
@@ -204,7 +204,7 @@ class StageExecutor:
     """
 
     settings: Settings
-    ports: Ports
+    context: Context
     no_cache: Collection[StageKind] = ()
     """Kinds of stages whose result is computed anew, even if a pool's worker has it."""
     tell: ReportProgress = _silent
@@ -219,17 +219,17 @@ class StageExecutor:
         if get_pool(stage):
             renew = stage.kind in self.no_cache
             took, place = partial(self.durations.record, stage), self.settings.store
-            return ask(self.running.pools, self.ports, stage, key, inputs, place=place, renew=renew, took=took)
+            return ask(self.running.pools, self.context, stage, key, inputs, place=place, renew=renew, took=took)
         return self._here(stage, key, inputs)
 
     def _here(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         if not stage.own_process and stage.timeout is None:
             with self.durations.measure(stage):
-                return execute(stage, key, inputs, self.ports)
+                return execute(stage, key, inputs, self.context)
         if stage.kind not in _TIMED:
             with self.lock.work(), self.durations.measure(stage):
                 return run_in_subprocess(self.settings, stage, key, inputs, self.tell, self.running)
-        prepared = attach_champion(stage, self.ports) if stage.kind is StageKind.BENCHMARK else stage
+        prepared = attach_champion(stage, self.context) if stage.kind is StageKind.BENCHMARK else stage
         with self.lock.measure(), machine_lock(), self.durations.measure(stage):
             return run_in_subprocess(self.settings, prepared, key, inputs, self.tell, self.running)
 

@@ -104,7 +104,7 @@ def keys_retire(
     known = keyring.find(key)
     lost: tuple[Dependent, ...] = ()
     try:
-        lost = list_dependents(project.ports, known.key)
+        lost = list_dependents(project.context, known.key)
     except ServiceUnavailableError as error:  # a stolen key may be retired while the registry is down
         if not force:
             raise

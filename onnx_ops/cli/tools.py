@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from onnx_ops.domain.artifact import TensorSpec
     from onnx_ops.domain.evidence import Advice
-    from onnx_ops.ports import Ports
+    from onnx_ops.ports import Context
     from onnx_ops.tools.bench import SingleModelResult
     from onnx_ops.tools.probing import SampleRows
 
@@ -88,7 +88,7 @@ def bench(
 
     gates = build_pair_gates(None, concurrency=concurrency, cold=cold_start)
     project = open_project()
-    ports, chosen = project.ports, project.targets.load(target, where="--target")
+    context, chosen = project.context, project.targets.load(target, where="--target")
     with Scratch() as folder, show_progress("bench", model, quiet=quiet or as_json) as tell:
         copy = folder / model.name
         casts = write_with_boundary_casts(model, read_boundary_types(model), copy)
@@ -100,16 +100,16 @@ def bench(
         elif sizes:
             raise UserError("--dim is for random rows, and --data brings its own", where="--dim")
         else:
-            _, samples = load_rows(inputs, ports, data, batch)
+            _, samples = load_rows(inputs, context, data, batch)
         if casts:
             tell(casts)
         result = use_case(
-            ports.runtime(chosen.runtime),
+            context.runtime(chosen.runtime),
             chosen,
             timed,
             samples.feed(batch),
             runs=runs,
-            conditions=ports.conditions,
+            conditions=context.conditions,
             request=derive_measurement_request(gates),
             seed=seed,
             report=tell,
@@ -122,7 +122,7 @@ def bench(
 
 
 def load_rows(
-    inputs: tuple[TensorSpec, ...], ports: Ports, data: Path, limit: int, label: str | None = None
+    inputs: tuple[TensorSpec, ...], context: Context, data: Path, limit: int, label: str | None = None
 ) -> tuple[Mapping[str, ndarray], SampleRows]:
     """Return the arrays of a file of rows, and its first rows, checked against the inputs of a model."""
     from onnx_ops.domain.pipeline import FileData
@@ -132,7 +132,7 @@ def load_rows(
         raise NotFoundError("no such file", where=str(data))
     path = data.resolve()
     section = FileData(file=path.name, inputs={spec.name: spec.name for spec in inputs}, label=label)
-    arrays = ports.source("file").load(section, path.parent)
+    arrays = context.source("file").load(section, path.parent)
     return arrays, check_samples(inputs, arrays, where=str(data), limit=limit)
 
 

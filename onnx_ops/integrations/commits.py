@@ -57,7 +57,7 @@ def judge_change(
     """
     folder.mkdir(parents=True, exist_ok=True)
     project = open_project()
-    root, store = project.settings.root, project.ports.store
+    root, store = project.settings.root, project.context.store
     if figures is not None and until is not None:
         import_commits(root, store, figures)
     touched = affected(project, changed_since(root, base))
@@ -96,13 +96,13 @@ def judged(
             prepared = prepare(project, project.settings.root / one.file, until=StageKind.GATE)
         root, name = project.settings.root, prepared.pipeline.pipeline
         branch = read_base_branch(os.environ) or "the commit before"
-        base = find_base(root, project.ports.store, name, since, branch) if since else None
+        base = find_base(root, project.context.store, name, since, branch) if since else None
         result = execute(project, prepared, base=base)
-        summary = summarize(prepared.pipeline, result, project.ports)
+        summary = summarize(prepared.pipeline, result, project.context)
     except OnnxOpsError as error:
         return Checked(file=one.file, because=one.because, verdict=Verdict.ERROR, error=str(error))
-    evidence, pairs = evidence_of(summary, project.ports.store), partial(compare_rows, project.ports.store)
-    measured, made = tuple(evidence.values()), read_provenance(root, project.ports.clock.now(), os.environ)
+    evidence, pairs = evidence_of(summary, project.context.store), partial(compare_rows, project.context.store)
+    measured, made = tuple(evidence.values()), read_provenance(root, project.context.clock.now(), os.environ)
     report = release_report(
         summary.decisions,
         measured,

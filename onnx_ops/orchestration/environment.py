@@ -52,7 +52,7 @@ def project_of(blocks: Sequence[str]) -> Iterator[Project]:
         try:
             project = open_project()
             with project.running().ended_on_error():
-                yield replace(project, ports=with_events(project.ports))
+                yield replace(project, context=with_events(project.context))
         finally:
             for name, value in before.items():
                 if value is None:

@@ -24,7 +24,7 @@ from onnx_ops.domain.notification import (
 from onnx_ops.domain.pipeline import Pipeline, StageStatus
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.plugins import EXTRAS
-from onnx_ops.ports import Notifier, Ports
+from onnx_ops.ports import Context, Notifier
 
 if TYPE_CHECKING:
     from prefect.events import Event as PrefectEvent
@@ -63,21 +63,21 @@ class PrefectEvents(Notifier):
         return f"as events, to Prefect's server at {_server()}"
 
 
-def with_events(ports: Ports) -> Ports:
-    """Return ports with an additional first notifier that emits events; the same ports where no server is set."""
+def with_events(context: Context) -> Context:
+    """Return a context with an additional first notifier, which emits events; the same if no server is set."""
     from prefect.settings import PREFECT_API_URL
 
     if not PREFECT_API_URL.value():
-        return ports
-    return replace(ports, notifiers=lambda: {NAME: PrefectEvents(), **ports.notifiers()})
+        return context
+    return replace(context, notifiers=lambda: {NAME: PrefectEvents(), **context.notifiers()})
 
 
-def tell_run(ports: Ports, pipeline: Pipeline, summary: Summary) -> None:
+def tell_run(context: Context, pipeline: Pipeline, summary: Summary) -> None:
     """Emit the new decisions and registrations of a pipeline's run; cached ones were emitted before.
 
     Failures are logged. Nothing is emitted where no server is set.
     """
-    found = tuple(run_events(pipeline, summary, ports.clock.now()))
+    found = tuple(run_events(pipeline, summary, context.clock.now()))
     if not found:
         return
     try:

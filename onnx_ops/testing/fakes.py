@@ -37,7 +37,7 @@ from onnx_ops.errors import (
     ServiceUnavailableError,
     UserError,
 )
-from onnx_ops.ports import EndpointProvider, Ledger, MetricsSource, Notifier, Ports
+from onnx_ops.ports import Context, EndpointProvider, Ledger, MetricsSource, Notifier
 
 
 class FakeClock:
@@ -428,7 +428,7 @@ class FakeModelFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeWorld:
-    """Services and machine that outlive a process. `ports` gives a process its view of them."""
+    """Services and machine that outlive a process. `context` gives a process its view of them."""
 
     registry: FakeRegistry = field(default_factory=FakeRegistry)
     provider: FakeProvider = field(default_factory=FakeProvider)
@@ -445,10 +445,10 @@ class FakeWorld:
         self.files.clock = self.clock
         self.provider.counted.clock = self.clock
 
-    def ports(self, process: str = "process-1", root: Path = Path()) -> Ports:
-        """Return the ports of a process, without those that only stages use."""
+    def context(self, process: str = "process-1", root: Path = Path()) -> Context:
+        """Return the context of a process, without the ports that only stages use."""
         store = ContentStore(FsspecObjects(f"memory://{self.place}"), root / "cache")
-        return Ports(
+        return Context(
             root=root,
             open_store=lambda: store,
             ledger=self.ledger,

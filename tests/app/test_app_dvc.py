@@ -80,7 +80,7 @@ def test_lineage_ends_in_mlflow_and_in_the_model(repository: Repository) -> None
     commit = repository.git("rev-parse", "v1")
     run(repository)
     project = open_project(repository.root)
-    registry = project.ports.registry()
+    registry = project.context.registry()
     record = registry.version("kept", "1")
     folder = repository.root.parent / "fetched"
     folder.mkdir()

@@ -111,8 +111,8 @@ def test_a_run_ends_as_it_is_where_its_figures_cannot_be_recorded(
     monkeypatch.setattr(ContentStore, "record", record_stages)
     with on_disk(tmp_path / "project"), effect_operations.synthetic():
         scene = effect_operations.pipeline()
-        (scene.ports.root / ".gitignore").write_text(".onnx-ops/\n__pycache__/\n")
-        commit_all(scene.ports.root)
+        (scene.context.root / ".gitignore").write_text(".onnx-ops/\n__pycache__/\n")
+        commit_all(scene.context.root)
         assert "register" in effect_operations.run(scene)
     assert len(refused) == 1
 

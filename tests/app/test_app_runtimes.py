@@ -76,12 +76,12 @@ def run(root: Path, pipeline: str, *targets: str) -> tuple[Project, Any, Any]:
     file = root / f"configs/pipelines/{pipeline}.yaml"
     prepared = prepare(project, file, overrides=overrides, until=StageKind.GATE)
     result = execute(project, prepared)
-    return project, result, summarize(prepared.pipeline, result, project.ports)
+    return project, result, summarize(prepared.pipeline, result, project.context)
 
 
 def evidence(project: Project, result: Any, target: str) -> Evidence:
     manifest = result.outcomes[f"benchmark/fp32@{target}"].manifest
-    return codec.loads(project.ports.store.read(manifest["evidence.json"]), Evidence)
+    return codec.loads(project.context.store.read(manifest["evidence.json"]), Evidence)
 
 
 def measured(root: Path, pipeline: str, *targets: str) -> dict[str, str | None]:

@@ -61,7 +61,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def led(synthetic: Any, project: Project, file: Path) -> tuple[str, ...]:
     prepared = synthetic.in_this_process(prepare(project, file))
     result = execute(project, prepared)
-    summary = summarize(prepared.pipeline, result, project.ports)
+    summary = summarize(prepared.pipeline, result, project.context)
     assert (summary.exit_code, result.errors) == (0, {})
     return summary.executed
 

@@ -86,7 +86,7 @@ def project(tmp_path: Path) -> Project:
 def run(project: Project, observer: SilentObserver | None = None, *overrides: str) -> tuple[RunResult, Summary]:
     prepared = prepare(project, project.settings.root / "configs/pipelines/searched.yaml", overrides=overrides)
     result = execute(project, prepared, observer=observer)
-    return result, summarize(prepared.pipeline, result, project.ports)
+    return result, summarize(prepared.pipeline, result, project.context)
 
 
 def of_kind(result: RunResult, kind: StageKind) -> list[StageOutcome]:
@@ -99,7 +99,7 @@ def test_a_search_from_the_file_to_the_registry(project: Project) -> None:
     result, summary = run(project, heard)
     failed = [(o.stage, o.reason) for o in result.outcomes.values() if o.status is StageStatus.FAILED]
     assert failed == []
-    read = project.ports.store.read
+    read = project.context.store.read
     manifest = result.outcomes["search/best"].manifest
     assert manifest is not None
     record = codec.loads(read(manifest[SEARCH_FILE]), SearchRecord)
@@ -137,7 +137,7 @@ def test_a_search_from_the_file_to_the_registry(project: Project) -> None:
     assert registration is not None
     assert choice.variant is not None
     assert set(registration.versions) == names
-    registry = project.ports.registry()
+    registry = project.context.registry()
     version = registry.version("searched", registration.versions[choice.variant])
     page = registry.document(version, "report.html").decode()
     assert "Search best" in page

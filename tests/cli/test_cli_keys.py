@@ -40,10 +40,10 @@ def promoted(project: Path) -> str:
     (variant,) = release.variants
     record = variant.signed[TARGET].record
     signed = sign_record(record, signer)
-    ports = open_project().ports
+    context = open_project().context
     published = replace(release, variants=(replace(variant, signed={TARGET: signed}),))
-    version = ports.registry().publish(published)["fp32"]
-    promote(ports, "digits", version, TARGET)
+    version = context.registry().publish(published)["fp32"]
+    promote(context, "digits", version, TARGET)
     return version
 
 

@@ -102,10 +102,10 @@ def test_a_watch_tells_people_while_it_runs_and_once_more_when_it_ends(tmp_path:
         told.append(report)
         heard.set()
 
-    watcher = WatchLoop(scene.ports, ReconcileQueue(), interval_s=3600.0, on_event=hear)
+    watcher = WatchLoop(scene.context, ReconcileQueue(), interval_s=3600.0, on_event=hear)
     scene.bind()
     scene.serve(scene.publish("a"))
-    with _telling_people(Project(settings=load_settings(tmp_path), ports=scene.ports), watcher, (), 3600.0):
+    with _telling_people(Project(settings=load_settings(tmp_path), context=scene.context), watcher, (), 3600.0):
         assert heard.wait(PATIENCE_S)
         scene.serve(scene.publish("b"))
     assert [notice.headline for notice in chat.received] == ["first deployment: v1", "v2 has all traffic"]
@@ -115,9 +115,9 @@ def test_a_watch_tells_people_while_it_runs_and_once_more_when_it_ends(tmp_path:
 
 def test_a_watch_with_nobody_to_tell_starts_no_thread(tmp_path: Path) -> None:
     scene = Scene()
-    watcher = WatchLoop(scene.ports, ReconcileQueue(), interval_s=1.0, on_event=lambda _: None)
+    watcher = WatchLoop(scene.context, ReconcileQueue(), interval_s=1.0, on_event=lambda _: None)
     before = threading.active_count()
-    with _telling_people(Project(settings=load_settings(tmp_path), ports=scene.ports), watcher, (), 1.0):
+    with _telling_people(Project(settings=load_settings(tmp_path), context=scene.context), watcher, (), 1.0):
         assert threading.active_count() == before
 
 

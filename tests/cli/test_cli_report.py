@@ -32,7 +32,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         )
         lineage = Lineage(pipeline="p", release=digest_bytes(b"release"))
         world.registry.publish(Publication(model="digits", lineage=lineage, variants=(record,)))
-    monkeypatch.setattr(context, "open_project", lambda: SimpleNamespace(ports=world.ports(root=tmp_path)))
+    monkeypatch.setattr(context, "open_project", lambda: SimpleNamespace(context=world.context(root=tmp_path)))
     work = tmp_path / "work"
     work.mkdir()
     return work

@@ -45,7 +45,7 @@ def test_a_release_that_fails_is_an_error(error: OnnxOpsError, tmp_path: Path) -
     with on_disk(tmp_path / "project"), effect_operations.synthetic():
         scene = effect_operations.judged()
         project = effect_operations.project_of(scene)
-        project = replace(project, ports=replace(project.ports, registry=registry))
+        project = replace(project, context=replace(project.context, registry=registry))
         (file,) = (project.settings.root / "configs" / "pipelines").glob("*.yaml")
         affected = Affected(file=str(file.relative_to(project.settings.root)), because=("synthetic_job.py",))
         checked = judged(project, affected, None, tmp_path, "main")

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.services
 
 def signed(project: Project, release: Publication, verdict: Verdict) -> Publication:
     """The publication with decisions that the project's own key has signed."""
-    signer = project.ports.signer()
+    signer = project.context.signer()
     assert signer is not None
     target = TargetFiles(project.settings.root).load(TARGET).digest()
     variants = []
@@ -52,14 +52,14 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     project = open_project(root)
     for seed, verdict in (("a", Verdict.PASS), ("b", Verdict.PASS), ("c", Verdict.FAIL)):
         release = publication(root / "files", model=MODEL, seed=seed, target=TARGET)
-        project.ports.registry().publish(signed(project, release, verdict))
+        project.context.registry().publish(signed(project, release, verdict))
     other = publication(root / "files", model="another", seed="a", target=TARGET)
-    project.ports.registry().publish(signed(project, other, Verdict.PASS))
+    project.context.registry().publish(signed(project, other, Verdict.PASS))
     yield project
-    for name in list_bound_endpoints(project.ports):
-        provider = project.ports.provider("local")
+    for name in list_bound_endpoints(project.context):
+        provider = project.context.provider("local")
         assert isinstance(provider, LocalEndpoints)
-        provider.stop(Journal.open(project.ports, name).config)
+        provider.stop(Journal.open(project.context, name).config)
 
 
 @pytest.fixture

@@ -132,7 +132,7 @@ def test_a_flow_has_what_its_blocks_say_and_leaves_nothing_behind(saved: None, h
     with project_of(PROD) as project:
         assert project.settings.tracking_uri == "https://mlflow.example"
         assert project.settings.ledger == "memory://b/ledger"
-        assert list(project.ports.notifiers()) == [NAME, "webhook"]
+        assert list(project.context.notifiers()) == [NAME, "webhook"]
         child = subprocess.run(["printenv", "AWS_SECRET_ACCESS_KEY"], capture_output=True, text=True, check=True)
         assert child.stdout.strip() == "hush"
         assert project.targets.names() == ("t4",)

@@ -22,8 +22,8 @@ def train(root: Path, body: str, function: str = "train") -> None:
     (root / f"{module}.py").write_text(body, encoding="utf-8")
     settings: dict[str, Json] = {"run": f"{module}:{function}", "with_": {"seed": 1}, "framework": "sklearn"}
     stage = Stage(id="train", kind=StageKind.TRAIN, settings=settings)
-    ports = replace(FakeWorld().ports(root=root), exporter=lambda *_: SklearnExporter())
-    execute(stage, digest_bytes(b""), {}, ports)
+    context = replace(FakeWorld().context(root=root), exporter=lambda *_: SklearnExporter())
+    execute(stage, digest_bytes(b""), {}, context)
 
 
 @pytest.mark.parametrize(

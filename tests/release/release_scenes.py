@@ -15,7 +15,7 @@ from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.domain.rollout_policy import DAY, Guardrail, RolloutPolicy
 from onnx_ops.errors import ConflictError
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.testing.endpoints import scaling_deployment
 from onnx_ops.testing.fakes import FakeWorld
 from tests.release.release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, Scene, effects, publish_file
@@ -69,12 +69,12 @@ def interrupted(scene: Scene, call: Callable[[], object], *, reaches: bool = Fal
             call()
 
 
-def refused_while_at_work(scene: Scene, call: Callable[[Ports], object]) -> None:
+def refused_while_at_work(scene: Scene, call: Callable[[Context], object]) -> None:
     """A second process does something while the first is at an effect on the endpoint, in which it is then killed."""
 
     def interfere(*_: object, **__: object) -> None:
         with pytest.raises(ConflictError, match="changing this endpoint"):
-            call(scene.world.ports("process-2"))
+            call(scene.world.context("process-2"))
         raise KeyboardInterrupt
 
     scene.promote(scene.publish("c"))

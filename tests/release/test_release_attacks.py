@@ -43,7 +43,7 @@ from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Roles, plan_rollback
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import OnnxOpsError, RefusedError
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.serving.inference.integrity import TrustPolicy, verify_files
@@ -103,15 +103,15 @@ class Site:
             pem = f"-----BEGIN PUBLIC KEY-----\n{der}\n-----END PUBLIC KEY-----\n"
             (keys / "signing.pub.pem").write_text(pem)
         self.publish(1)
-        bind_endpoint(self.ports, self.config, RolloutPolicy())
-        promote(self.ports, MODEL, "1", TARGET)
-        reconcile_until_stable(self.ports, ENDPOINT)
+        bind_endpoint(self.context, self.config, RolloutPolicy())
+        promote(self.context, MODEL, "1", TARGET)
+        reconcile_until_stable(self.context, ENDPOINT)
         self.before = len(self.ledger().read(ENDPOINT))
         self.publish(2, Verdict.FAIL)
-        promote(self.ports, MODEL, "2", TARGET, override=True, reason="sure")
-        reconcile_until_stable(self.ports, ENDPOINT)
-        roll_back(self.ports, ENDPOINT, reason="it is slow")
-        reconcile_until_stable(self.ports, ENDPOINT)
+        promote(self.context, MODEL, "2", TARGET, override=True, reason="sure")
+        reconcile_until_stable(self.context, ENDPOINT)
+        roll_back(self.context, ENDPOINT, reason="it is slow")
+        reconcile_until_stable(self.context, ENDPOINT)
         self.publish(3, Verdict.FAIL)
         self.publish(4, target=GPU)
         self.publish(1, model=OTHER, scale=9.0)
@@ -122,14 +122,14 @@ class Site:
         return ObjectLedger(LocalObjects(self.root / "ledger"))
 
     @property
-    def ports(self) -> Ports:
+    def context(self) -> Context:
         """Those of a process that has just started."""
-        ports = replace(
-            replace(self.world, ledger=self.ledger()).ports(root=self.root),
+        context = replace(
+            replace(self.world, ledger=self.ledger()).context(root=self.root),
             files=ModelFolders(self.root / "models"),
             clock=SystemClock(),
         )
-        return replace(ports, provider=lambda _: self.local if self.real else self.fake)
+        return replace(context, provider=lambda _: self.local if self.real else self.fake)
 
     def publish(
         self,
@@ -192,11 +192,11 @@ class Site:
     def drive(self) -> None:
         """Everything that somebody who suspects nothing does next."""
         for act in (
-            lambda: self.told.extend(r.why for r in reconcile_until_stable(self.ports, ENDPOINT)),
-            lambda: promote(self.ports, MODEL, "3", TARGET),
-            lambda: self.told.extend(r.why for r in reconcile_until_stable(self.ports, ENDPOINT)),
-            lambda: roll_back(self.ports, ENDPOINT, reason="what is this?"),
-            lambda: self.told.extend(r.why for r in reconcile_until_stable(self.ports, ENDPOINT)),
+            lambda: self.told.extend(r.why for r in reconcile_until_stable(self.context, ENDPOINT)),
+            lambda: promote(self.context, MODEL, "3", TARGET),
+            lambda: self.told.extend(r.why for r in reconcile_until_stable(self.context, ENDPOINT)),
+            lambda: roll_back(self.context, ENDPOINT, reason="what is this?"),
+            lambda: self.told.extend(r.why for r in reconcile_until_stable(self.context, ENDPOINT)),
         ):
             try:
                 act()
@@ -526,5 +526,5 @@ def test_an_entry_of_the_ledger_that_nobody_approved_never_reaches_the_provider(
     )
     scene.world.ledger.append(entry)
     with pytest.raises(RefusedError, match="no signed decision names its files"):
-        reconcile_until_stable(scene.ports, ENDPOINT)
+        reconcile_until_stable(scene.context, ENDPOINT)
     assert scene.traffic() == {"v1": 100}

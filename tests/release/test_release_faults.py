@@ -228,7 +228,7 @@ def test_two_drivers_at_once_do_everything_once(name: str, sweep: Sweep) -> None
     expected = play(scenario, counted)
     for moment in sweep(range(counted.moments)):
         scene = scenario.setup()
-        other = scene.world.ports("another driver")
+        other = scene.world.context("another driver")
 
         def drive(number: int, scene: Scene = scene, moment: int = moment) -> None:
             if number == moment:
@@ -253,7 +253,7 @@ def test_while_one_driver_acts_another_reports_and_touches_nothing(golden: Golde
     apply = provider.apply
 
     def look(*arguments: object, **options: object) -> None:
-        (report,) = reconcile_until_stable(scene.world.ports("another driver"), "digits")
+        (report,) = reconcile_until_stable(scene.world.context("another driver"), "digits")
         reports.append(report.why)
         apply(*arguments, **options)  # type: ignore[arg-type]
 
@@ -280,7 +280,7 @@ def test_a_rollback_at_any_moment_of_a_driver(candidate: str, sweep: Sweep) -> N
 
         def go_back(number: int, scene: Scene = scene, moment: int = moment) -> None:
             if number == moment:
-                left.append(roll_back(scene.world.ports("operator"), "digits").moved_from)  # noqa: B023
+                left.append(roll_back(scene.world.context("operator"), "digits").moved_from)  # noqa: B023
 
         scene.faults = Faults(between=go_back)
         scene.settle()

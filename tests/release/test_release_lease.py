@@ -65,7 +65,7 @@ def test_the_lease_is_kept_for_as_long_as_an_update_takes(scene: Scene, golden: 
 
     def look(turn: int) -> None:
         assert soon(lambda: len(renewals(scene)) > turn)
-        (report,) = reconcile_until_stable(scene.world.ports("another driver"), "digits")
+        (report,) = reconcile_until_stable(scene.world.context("another driver"), "digits")
         reports.append(report.why)
 
     during_an_update(scene, look)
@@ -88,7 +88,7 @@ def test_a_holder_that_stands_still_loses_its_lease(
 
     def look(turn: int) -> None:
         if turn == 2:
-            taken.append(reconcile_until_stable(scene.world.ports("another driver"), "digits")[0].why)
+            taken.append(reconcile_until_stable(scene.world.context("another driver"), "digits")[0].why)
 
     during_an_update(scene, look)
     scene.settle()
@@ -103,7 +103,7 @@ def test_who_was_overtaken_renews_no_more(scene: Scene) -> None:
     def look(turn: int) -> None:
         if turn == 0:
             assert soon(lambda: len(renewals(scene)) == 1)
-            roll_back(scene.world.ports("operator"), "digits", to="1")
+            roll_back(scene.world.context("operator"), "digits", to="1")
 
     during_an_update(scene, look)
     scene.settle()
@@ -135,7 +135,7 @@ def assert_soon(condition: Callable[[], bool]) -> None:
 
 def test_only_the_open_intent_can_be_renewed() -> None:
     scene = serving("a")
-    journal = Journal.open(scene.ports, "digits")
+    journal = Journal.open(scene.context, "digits")
     assert not journal.renew_lease(journal.state.generation)
     journal.append(LeaseRenewed(of=journal.state.generation, expires_at=1e12))
     assert journal.state.open_intent is None

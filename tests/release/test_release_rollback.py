@@ -122,7 +122,7 @@ def test_asking_again_lets_whoever_is_at_work_get_on_with_it(scene: Scene, monke
     scene.world.provider.down = False
     pending = scene.state().pending_rollback
     assert pending is not None
-    other = Journal.open(scene.world.ports("other"), "digits")
+    other = Journal.open(scene.world.context("other"), "digits")
     expires = scene.world.clock.now() + 120
     other.append(Intent(action=pending.action, holder="other", expires_at=expires))
     with pytest.raises(StillPendingError) as caught:
@@ -136,7 +136,7 @@ def test_asking_again_lets_whoever_is_at_work_get_on_with_it(scene: Scene, monke
 
 def test_asking_again_beside_a_clean_up_goes_no_further_back(trial: Scene) -> None:
     trial.roll_back()
-    interrupted(trial, lambda: reconcile_until_stable(trial.ports, "digits"), reaches=True)
+    interrupted(trial, lambda: reconcile_until_stable(trial.context, "digits"), reaches=True)
     assert trial.state().open_intent is not None
     assert trial.roll_back().moved_to == "v3"
 
@@ -150,7 +150,7 @@ def test_looking_at_an_endpoint_that_hangs_does_not_hold_the_command_up(
     monkeypatch.setattr(rollback, "OBSERVE_TIMEOUT_S", 0.01)
     monkeypatch.setattr(scene.world.provider, "observe", lambda config: answers.wait() and observe(config))
     try:
-        assert not roll_back_each(scene.ports, ("digits",), timeout_s=0.01)[0]
+        assert not roll_back_each(scene.context, ("digits",), timeout_s=0.01)[0]
     finally:
         answers.set()
     assert scene.state().pending_rollback is not None
@@ -344,20 +344,20 @@ def test_what_is_owed_is_withdrawn_by_a_person_with_a_reason(scene: Scene) -> No
         scene.roll_back()
     scene.world.provider.down = False
     with pytest.raises(UserError):
-        withdraw_request(scene.ports, "digits", reason=" ")
-    withdraw_request(scene.ports, "digits", reason="wrong endpoint")
+        withdraw_request(scene.context, "digits", reason=" ")
+    withdraw_request(scene.context, "digits", reason="wrong endpoint")
     scene.settle()
     assert scene.traffic()["v3"] == 100
     assert scene.state().rejected == {}
     with pytest.raises(NotFoundError):
-        withdraw_request(scene.ports, "digits", reason="again")
+        withdraw_request(scene.context, "digits", reason="again")
 
 
 @pytest.mark.parametrize("reaches", [True, False])
 @pytest.mark.parametrize("dead", [True, False])
 def test_a_drivers_open_intent_is_outranked(scene: Scene, reaches: bool, dead: bool) -> None:
     scene.promote(scene.publish("d"))
-    interrupted(scene, lambda: reconcile_until_stable(scene.ports, "digits"), reaches=reaches)
+    interrupted(scene, lambda: reconcile_until_stable(scene.context, "digits"), reaches=reaches)
     if dead:
         scene.restart()
     rolled = scene.roll_back()
@@ -396,7 +396,7 @@ def test_a_rollback_that_was_cut_short_may_be_led_elsewhere(scene: Scene) -> Non
 @pytest.mark.parametrize("reaches", [True, False])
 def test_an_abort_of_the_reconciler_that_was_cut_short_becomes_a_rollback(trial: Scene, reaches: bool) -> None:
     trial.world.registry.delete_alias("digits", CHALLENGER)
-    interrupted(trial, lambda: reconcile_until_stable(trial.ports, "digits"), reaches=reaches)
+    interrupted(trial, lambda: reconcile_until_stable(trial.context, "digits"), reaches=reaches)
     trial.restart()
     rolled = trial.roll_back()
     assert (rolled.moved_from, rolled.moved_to) == ("v4", "v3")
@@ -406,7 +406,7 @@ def test_an_abort_of_the_reconciler_that_was_cut_short_becomes_a_rollback(trial:
 
 def test_the_reconciler_finishes_a_rollback_that_was_cut_short(scene: Scene) -> None:
     interrupted(scene, scene.roll_back, reaches=False)
-    assert "is changing it" in reconcile_step(scene.ports, "digits").why
+    assert "is changing it" in reconcile_step(scene.context, "digits").why
     scene.restart()
     assert scene.settle()[0].did == "rollback"
     assert scene.traffic() == {"v2": 100}
@@ -425,7 +425,7 @@ def test_what_others_write_meanwhile_does_not_turn_it_around(scene: Scene) -> No
     def and_configure(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         apply(config, state, generation=generation)
         bind_endpoint(
-            scene.world.ports("process-9"), config_of("digits"), RolloutPolicy(scale_down_delay=60.0 * generation)
+            scene.world.context("process-9"), config_of("digits"), RolloutPolicy(scale_down_delay=60.0 * generation)
         )
 
     with pytest.MonkeyPatch.context() as patched:
@@ -437,7 +437,7 @@ def test_what_others_write_meanwhile_does_not_turn_it_around(scene: Scene) -> No
 
 
 def test_a_rollback_decides_again_when_another_process_writes_first(scene: Scene) -> None:
-    other, head = scene.world.ports("another process"), scene.state().head
+    other, head = scene.world.context("another process"), scene.state().head
 
     def change_policy(moment: int) -> None:
         if moment == 1:  # the rollback has read the ledger, and not yet written to it
@@ -488,10 +488,10 @@ def test_one_endpoints_rollback_pins_that_endpoint(pair: Scene) -> None:
 
 
 def test_without_a_pin_the_champion_follows_once_all_have_gone_back(pair: Scene) -> None:
-    roll_back(pair.ports, PAIR[0], reason="slow", pin=False)
+    roll_back(pair.context, PAIR[0], reason="slow", pin=False)
     pair.settle(PAIR[0])
     assert pair.aliases()[CHAMPION] == "2"
-    roll_back(pair.ports, PAIR[1], reason="slow", pin=False)
+    roll_back(pair.context, PAIR[1], reason="slow", pin=False)
     pair.settle_all()
     assert pair.aliases()[CHAMPION] == "1"
     assert [(pair.traffic(name)["v1"], pair.state(name).pending_aliases) for name in PAIR] == [(100, {})] * 2
@@ -548,7 +548,7 @@ def test_a_rollback_of_one_while_its_driver_is_at_work_leaves_the_others_trial_a
         pair.bind(name, CANARY)
     pair.promote(pair.publish("c"))
     pair.settle(PAIR[0])
-    interrupted(pair, lambda: reconcile_until_stable(pair.ports, PAIR[1]), reaches=True)
+    interrupted(pair, lambda: reconcile_until_stable(pair.context, PAIR[1]), reaches=True)
     pair.roll_back(PAIR[1])
     pair.settle_all()
     assert pair.traffic(PAIR[1]) == {"v2": 100}
@@ -610,7 +610,7 @@ def test_a_rollback_after_10_000_entries_takes_ten_reads_at_most() -> None:
         )
         if sequence >= 10_000:
             counted = CountedObjects(dict(objects.data))
-            roll_back(replace(scene.ports, ledger=ObjectLedger(counted)), "digits")
+            roll_back(replace(scene.context, ledger=ObjectLedger(counted)), "digits")
             assert counted.reads <= 10, sequence
             assert ObjectLedger(counted).state("digits").head == sequence + 3
 
@@ -620,10 +620,10 @@ def no_client(*_: object) -> NoReturn:
 
 
 def test_without_the_registrys_client_traffic_goes_back_and_the_aliases_wait(scene: Scene) -> None:
-    ports = replace(scene.ports, registry=no_client)
-    assert roll_back(ports, "digits").pending_aliases
+    context = replace(scene.context, registry=no_client)
+    assert roll_back(context, "digits").pending_aliases
     assert scene.traffic() == {"v2": 100, "v3": 0}
-    last = reconcile_until_stable(ports, "digits")[-1]
+    last = reconcile_until_stable(context, "digits")[-1]
     assert (last.stable, "mlflow" in last.registry_down) == (True, True)
     assert scene.state().pending_aliases
     scene.settle()
@@ -637,13 +637,13 @@ def test_what_fails_for_want_of_a_package_is_not_tried_again(scene: Scene) -> No
         tries.append(name)
         no_client()
 
-    ports = replace(scene.ports, provider=no_provider)
+    context = replace(scene.context, provider=no_provider)
     with pytest.raises(StillPendingError, match="mlflow is not installed"):
-        roll_back(ports, "digits")
+        roll_back(context, "digits")
     tries.clear()
     with pytest.raises(MissingPackageError):
-        reconcile_until_stable(ports, "digits")
+        reconcile_until_stable(context, "digits")
     once = len(tries)
-    _, errors = reconcile_with_retries(ports, ("digits",), for_s=2.5)
+    _, errors = reconcile_with_retries(context, ("digits",), for_s=2.5)
     assert isinstance(errors["digits"], MissingPackageError)
     assert len(tries) == 2 * once

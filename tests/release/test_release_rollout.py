@@ -289,7 +289,7 @@ def test_a_crowning_that_was_cut_short_is_written_down_by_the_next() -> None:
 
 def test_an_endpoint_that_is_about_to_be_bound_is_waited_for() -> None:
     scene = Scene()
-    done = promote(scene.ports, MODEL, scene.publish("a"), TARGET, expects=("digits",))
+    done = promote(scene.context, MODEL, scene.publish("a"), TARGET, expects=("digits",))
     assert done.did == "challenger"
     assert scene.aliases() == {CHALLENGER: "1"}
 
@@ -308,33 +308,33 @@ def test_changed_settings_are_applied_before_a_rollout_begins_and_not_in_the_mid
     scene.serve(scene.publish("a"))
     scene.promote(scene.publish("b"))
     changed = replace(config_of("digits"), settings={"instance_count": 2})
-    bind_endpoint(scene.ports, changed, CANARY)
+    bind_endpoint(scene.context, changed, CANARY)
     reports = scene.settle()
     assert [report.did for report in reports] == ["reconfigure", "start", ""]
     assert reports[0].why == "it does not match its settings: instance_count: None, not 2"
     assert scene.traffic() == {"v1": 90, "v2": 10}
-    bind_endpoint(scene.ports, replace(changed, settings={"instance_count": 3}), CANARY)
+    bind_endpoint(scene.context, replace(changed, settings={"instance_count": 3}), CANARY)
     assert [report.did for report in scene.settle()] == [""]
     scene.roll_back()
     assert [report.did for report in scene.settle()][-2:] == ["reconfigure", ""]
 
 
 def test_an_endpoint_binds_one_model_and_one_target(scene: Scene) -> None:
-    assert bind_endpoint(scene.ports, config_of("digits"), CANARY)
-    assert not bind_endpoint(scene.ports, config_of("digits"), CANARY)
+    assert bind_endpoint(scene.context, config_of("digits"), CANARY)
+    assert not bind_endpoint(scene.context, config_of("digits"), CANARY)
     for changes in ({"model": "faces"}, {"target": "edge"}):
         with pytest.raises(UserError, match="serves digits on cpu"):
-            bind_endpoint(scene.ports, replace(config_of("digits"), **changes), CANARY)  # type: ignore[arg-type]
+            bind_endpoint(scene.context, replace(config_of("digits"), **changes), CANARY)  # type: ignore[arg-type]
 
 
 def test_unknown_names(scene: Scene) -> None:
     for call in (
         reconcile_step,
         read_status,
-        lambda ports, name: read_history(ports, HistoryFilter(endpoints=(name,))),
+        lambda context, name: read_history(context, HistoryFilter(endpoints=(name,))),
     ):
         with pytest.raises(NotFoundError) as caught:
-            call(scene.ports, "faces")
+            call(scene.context, "faces")
         assert "digits" in caught.value.remedy
     with pytest.raises(NotFoundError):
         scene.promote("9")
@@ -353,9 +353,9 @@ def test_an_endpoint_that_cannot_be_reached_is_an_outcome(scene: Scene) -> None:
     scene.promote(scene.publish("a"))
     scene.world.provider.down = True
     with pytest.raises(ServiceUnavailableError):
-        reconcile_until_stable(scene.ports, "digits")
+        reconcile_until_stable(scene.context, "digits")
     assert scene.state().open_intent is None
-    assert [line.what for line in read_history(scene.ports, HistoryFilter(endpoints=("digits",)))[0]][-1].startswith(
+    assert [line.what for line in read_history(scene.context, HistoryFilter(endpoints=("digits",)))[0]][-1].startswith(
         "failed"
     )
     scene.world.provider.down = False
@@ -366,13 +366,13 @@ def test_an_endpoint_that_cannot_be_reached_is_an_outcome(scene: Scene) -> None:
 
 def test_status_and_history(trial: Scene, golden: Golden) -> None:
     trial.world.provider.interfere("digits", None)
-    seen = read_status(trial.ports, "digits")
+    seen = read_status(trial.context, "digits")
     assert (seen.actual, seen.address) == (None, None)
     trial.settle()
-    seen = read_status(trial.ports, "digits")
+    seen = read_status(trial.context, "digits")
     assert seen.actual is not None
     assert seen.address == "memory:digits"
-    lines, _ = read_history(trial.ports, HistoryFilter(endpoints=("digits",)))
+    lines, _ = read_history(trial.context, HistoryFilter(endpoints=("digits",)))
     assert [line.sequence for line in lines] == list(range(1, len(lines) + 1))
     golden("tables", lines[0].what)
     assert lines[0].at.startswith("2023-11-14T22:13:20")

@@ -13,7 +13,7 @@ from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.store import ModelFolders
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import InfrastructureError, RefusedError
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.release.reconcile import StepReport
 from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchLoop
@@ -44,12 +44,12 @@ class SageMaker(Scene):
             pipeline="p",
             settings={**SETTINGS, "strategy": "guarded", "alarms": ["failing"], "canary_percent": 10},
         )
-        bind_endpoint(self.ports, self.config, AT_ONCE)
+        bind_endpoint(self.context, self.config, AT_ONCE)
 
     @property
-    def ports(self) -> Ports:
+    def context(self) -> Context:
         kept = ModelFolders(self.folder / "kept")
-        return replace(super().ports, provider=lambda _: self.provider, files=kept)
+        return replace(super().context, provider=lambda _: self.provider, files=kept)
 
     def release(self, factor: float) -> str:
         """A version that multiplies."""
@@ -74,7 +74,7 @@ class SageMaker(Scene):
 
     def watch(self, passes: int) -> list[WatchEvent]:
         told: list[WatchEvent] = []
-        watcher = WatchLoop(self.ports, ReconcileQueue(), interval_s=30.0, on_event=told.append)
+        watcher = WatchLoop(self.context, ReconcileQueue(), interval_s=30.0, on_event=told.append)
         for _ in range(passes):
             watcher.reconcile_all()
             self.world.clock.advance(3600.0)

@@ -20,9 +20,9 @@ def scene() -> Scene:
     """Three endpoints that serve version 1 and get what comes next in order, the last two after an hour each."""
     scene = Scene()
     scene.bind(policy=CANARY)
-    bind_endpoint(scene.ports, config_of("region"), RolloutPolicy(depends_on=("digits",), depends_on_soak=SOAK_S))
+    bind_endpoint(scene.context, config_of("region"), RolloutPolicy(depends_on=("digits",), depends_on_soak=SOAK_S))
     bind_endpoint(
-        scene.ports, config_of("world"), RolloutPolicy(depends_on=("digits", "region"), depends_on_soak=SOAK_S)
+        scene.context, config_of("world"), RolloutPolicy(depends_on=("digits", "region"), depends_on_soak=SOAK_S)
     )
     scene.promote(scene.publish("first"))
     scene.settle_all()
@@ -46,7 +46,7 @@ def finish_the_first(scene: Scene) -> None:
 def test_a_first_release_goes_from_one_to_the_next(golden: Golden) -> None:
     scene = Scene()
     scene.bind()
-    bind_endpoint(scene.ports, config_of("region"), RolloutPolicy(depends_on=("digits",)))
+    bind_endpoint(scene.context, config_of("region"), RolloutPolicy(depends_on=("digits",)))
     scene.promote(scene.publish("first"))
     golden("reasons", scene.settle("region")[-1].why)
     scene.settle("digits")
@@ -85,7 +85,7 @@ def test_what_the_first_rolled_back_reaches_no_other(scene: Scene) -> None:
 
 
 def test_one_that_has_begun_goes_on_whatever_the_first_does_then(scene: Scene) -> None:
-    bind_endpoint(scene.ports, config_of("region"), RolloutPolicy(steps=(0.1, 1.0), depends_on=("digits",)))
+    bind_endpoint(scene.context, config_of("region"), RolloutPolicy(steps=(0.1, 1.0), depends_on=("digits",)))
     finish_the_first(scene)
     scene.settle("region")
     assert scene.traffic("region") == {"v2": 10, "v1": 90}
@@ -100,15 +100,15 @@ def test_one_word_brings_all_of_them_back(scene: Scene) -> None:
     scene.world.clock.advance(SOAK_S)
     scene.settle("region")
     assert stable(scene) == ["2", "2", "1"]
-    names = select_endpoints(scene.ports, (), every=True, model=MODEL)
+    names = select_endpoints(scene.context, (), every=True, model=MODEL)
     assert names == ("digits", "region"), "the release has not reached the others"
-    moved, errors = roll_back_each(scene.ports, names, reason="it is slow", pin=False)
+    moved, errors = roll_back_each(scene.context, names, reason="it is slow", pin=False)
     assert (set(moved), errors) == ({"digits", "region"}, {})
     scene.settle_all()
     assert stable(scene) == ["1", "1", "1"]
     assert scene.aliases()[CHAMPION] == "1"
-    assert select_endpoints(scene.ports, (), every=True, model=MODEL) == names, "asked again, it is the same rollback"
-    again, errors = roll_back_each(scene.ports, names, reason="it is slow", pin=False)
+    assert select_endpoints(scene.context, (), every=True, model=MODEL) == names, "asked again, it is the same rollback"
+    again, errors = roll_back_each(scene.context, names, reason="it is slow", pin=False)
     assert ([one.already for one in again.values()], errors) == ([True, True], {})
     assert stable(scene) == ["1", "1", "1"]
-    assert select_endpoints(scene.ports, (), every=True, model=MODEL, to="1") == NAMES
+    assert select_endpoints(scene.context, (), every=True, model=MODEL, to="1") == NAMES

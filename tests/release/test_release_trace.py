@@ -70,7 +70,7 @@ def count(scene: Scene) -> None:
             "v2": RequestCounts(requests=900 * n, errors=9 * n),
             "v3": RequestCounts(requests=100 * n, errors=9 * n),
         }
-        journal = Journal.open(scene.ports, "digits")
+        journal = Journal.open(scene.context, "digits")
         at = scene.world.clock.now() + n
         journal.append(MetricsRecorded(reading=MetricsReading(origin="o", at=at, tallies=tallies)))
 

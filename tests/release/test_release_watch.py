@@ -43,9 +43,9 @@ class Watch:
 
     def __post_init__(self) -> None:
         self.registry = Counting(self.scene.world.registry)
-        self.ports = replace(self.scene.ports, registry=lambda: cast("Registry", self.registry))
+        self.context = replace(self.scene.context, registry=lambda: cast("Registry", self.registry))
         self.bell = ReconcileQueue()
-        self.watcher = WatchLoop(self.ports, self.bell, interval_s=5.0, on_event=self.told.append)
+        self.watcher = WatchLoop(self.context, self.bell, interval_s=5.0, on_event=self.told.append)
 
     def look(self) -> list[str]:
         """One pass; what the registry was asked in it."""
@@ -241,7 +241,7 @@ def test_it_stops_between_two_effects() -> None:
         if report.did:
             bell.close()
 
-    WatchLoop(scene.ports, bell, interval_s=5.0, on_event=stop).run()
+    WatchLoop(scene.context, bell, interval_s=5.0, on_event=stop).run()
     state = scene.state()
     assert (state.open_intent, scene.traffic()) == (None, {"v2": 100, "v1": 0})
     assert state.pending_aliases
@@ -257,7 +257,7 @@ def test_a_running_watch_hears_its_bell() -> None:
         if report.did == "finish":
             served.set()
 
-    watcher = WatchLoop(scene.ports, bell, interval_s=3600.0, on_event=told)
+    watcher = WatchLoop(scene.context, bell, interval_s=3600.0, on_event=told)
     watcher.reconcile_all()
     thread = threading.Thread(target=watcher.run)
     thread.start()
@@ -283,10 +283,12 @@ def test_a_glance_touches_nothing() -> None:
     scene.bind("digits", policy=CANARY)
     before = len(scene.world.ledger.read("digits"))
     told: list[StepReport] = []
-    assert DryRun(scene.ports, lambda: read_registry(scene.ports)).reconcile("digits", on_step=told.append)[-1].stable
+    assert (
+        DryRun(scene.context, lambda: read_registry(scene.context)).reconcile("digits", on_step=told.append)[-1].stable
+    )
     assert len(told) == 1
     assert len(scene.world.ledger.read("digits")) == before
-    assert DryRun(scene.ports, lambda: read_registry(scene.ports)).state("digits").config == config_of("digits")
+    assert DryRun(scene.context, lambda: read_registry(scene.context)).state("digits").config == config_of("digits")
 
 
 def test_a_registry_that_says_no_counts_as_down() -> None:
@@ -296,4 +298,4 @@ def test_a_registry_that_says_no_counts_as_down() -> None:
         raise RefusedError("MLflow refused", where="all models")
 
     scene.world.registry.all_aliases = forbidden  # type: ignore[method-assign]
-    assert read_registry(scene.ports) == RegistrySnapshot(aliases={}, down="all models: MLflow refused")
+    assert read_registry(scene.context) == RegistrySnapshot(aliases={}, down="all models: MLflow refused")

@@ -70,7 +70,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.watchers = [
-            WatchLoop(scene.ports, ReconcileQueue(), interval_s=5.0, on_event=lambda report: None)
+            WatchLoop(scene.context, ReconcileQueue(), interval_s=5.0, on_event=lambda report: None)
             for scene in (self.listening, self.other)
         ]
 

@@ -1,4 +1,4 @@
-"""All ports of a project in one value. Adapters are created on first use."""
+"""The context of stages and operations: all ports of a project. Adapters are created on first use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _silent(_: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ports:
+class Context:
     """The ports of one project.
 
     `root` is the project's folder, the base of user code and relative paths. `signer` gives None where decisions
