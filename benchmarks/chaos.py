@@ -48,7 +48,7 @@ def main() -> int:
         print(json.dumps({"moments": last, "claims": [asdict(claim) for claim in claims]}))
     else:
         table("promises", ("", "what", "bound", "figure"), [(c.outcome, c.what, c.bound, c.figure) for c in claims])
-    return 0 if all(claim.held for claim in claims) else 1
+    return 0 if all(claim.is_met for claim in claims) else 1
 
 
 def sweep(folder: Path, first: Deployment, kind: str, last: int, step: int, *, quiet: bool) -> Claim:
@@ -73,7 +73,7 @@ def sweep(folder: Path, first: Deployment, kind: str, last: int, step: int, *, q
             print(f"  {who} of {workers} at moment {moment} of {last}: {told}", flush=True)
     figure = f"{broken} of {len(blows)} blows ({reached} fell), {requests:,} requests"
     what = f"killed at {'random moments' if kind == 'random' else f'a moment of a publication: {kind}'}"
-    return Claim(gate="chaos", what=what, bound="0 promises broken", figure=figure, held=broken == 0 and reached > 0)
+    return Claim(gate="chaos", what=what, bound="0 promises broken", figure=figure, is_met=broken == 0 and reached > 0)
 
 
 if __name__ == "__main__":

@@ -50,12 +50,12 @@ def main() -> int:
             what=trouble,
             bound="0 inconsistent",
             figure=f"{inconsistent[trouble]} of {count}",
-            held=count > 0 and not inconsistent[trouble],
+            is_met=count > 0 and not inconsistent[trouble],
         )
         for trouble, count in trials.items()
     ]
     summary(claims)
-    return 0 if claims and all(claim.held for claim in claims) else 1
+    return 0 if claims and all(claim.is_met for claim in claims) else 1
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def main() -> int:
         rows,
     )
     summary(claims)
-    return 0 if all(claim.held for claim in claims) else 1
+    return 0 if all(claim.is_met for claim in claims) else 1
 
 
 def record(rounds: int) -> Recording:

@@ -64,21 +64,23 @@ def main() -> int:
     else:
         table("storm", ("", ""), [(name, str(value)) for name, value in figures.items()])
         table("promises", ("", "what", "bound", "figure"), [(c.outcome, c.what, c.bound, c.figure) for c in claims])
-    return 0 if all(claim.held for claim in claims) else 1
+    return 0 if all(claim.is_met for claim in claims) else 1
 
 
 def claims_of(seen: Storm, publications: int) -> list[Claim]:
     records, sent = seen.records, len(seen.records)
     failed = f"{records.failed} of {sent:,} {records.failures() or ''}"
     return [
-        Claim(gate="storm", what="failed requests", bound="0", figure=failed, held=records.failed == 0),
-        Claim(gate="storm", what="stale answers", bound="0", figure=f"{seen.stale} of {sent:,}", held=seen.stale == 0),
+        Claim(gate="storm", what="failed requests", bound="0", figure=failed, is_met=records.failed == 0),
+        Claim(
+            gate="storm", what="stale answers", bound="0", figure=f"{seen.stale} of {sent:,}", is_met=seen.stale == 0
+        ),
         Claim(
             gate="storm",
             what="requests per publication",
             bound=f"≥ {LEAST_REQUESTS}",
             figure=f"{sent / publications:.0f}",
-            held=sent >= LEAST_REQUESTS * publications,
+            is_met=sent >= LEAST_REQUESTS * publications,
         ),
     ]
 

@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--page", type=Path, help="write the table into this page")
     options = parser.parse_args()
     rows: list[list[str]] = []
-    held = True
+    is_met = True
     with tempfile.TemporaryDirectory(prefix="onnx-ops-registry-") as name:
         for kind in ("SQLite", "PostgreSQL"):
             missing = why_no_postgresql() if kind == "PostgreSQL" else ""
@@ -77,13 +77,13 @@ def main() -> int:
                 continue
             few, many = measure(kind, Path(name) / kind, options)
             rows += [[kind, call, *told(few, many, call)] for call in CALLS]
-            held &= all(few.requests[call] == many.requests[call] for call in CALLS)
+            is_met &= all(few.requests[call] == many.requests[call] for call in CALLS)
     head = ("database", "what", f"requests, {FEW} versions", f"requests, {options.versions:,} versions", "time ratio")
     table = markdown(head, rows)
     print(table)
     if options.page:
         fill(options.page, "registry", table)
-    return 0 if held else 1
+    return 0 if is_met else 1
 
 
 def told(few: Counter, many: Counter, call: str) -> list[str]:

@@ -74,10 +74,10 @@ def main() -> int:
     claims = [
         bound("median inside a process, in bare starts", statistics.median(inside) / start, 0.5),
         bound("median of the whole command, in bare starts", statistics.median(whole) / start, 3.0),
-        Claim(gate="rollback", what="failed requests", bound="0", figure=str(failed), held=failed == 0),
+        Claim(gate="rollback", what="failed requests", bound="0", figure=str(failed), is_met=failed == 0),
     ]
     summary(claims)
-    return 0 if all(claim.held for claim in claims) else 1
+    return 0 if all(claim.is_met for claim in claims) else 1
 
 
 def two_versions(root: Path, registry: FakeRegistry | None = None) -> Context:
@@ -146,7 +146,7 @@ def shown(seconds: list[float]) -> str:
 
 
 def bound(what: str, ratio: float, limit: float) -> Claim:
-    return Claim(gate="rollback", what=what, bound=f"<= {limit}", figure=f"{ratio:.2f}", held=ratio <= limit)
+    return Claim(gate="rollback", what=what, bound=f"<= {limit}", figure=f"{ratio:.2f}", is_met=ratio <= limit)
 
 
 if __name__ == "__main__":

@@ -233,7 +233,7 @@ def main() -> int:
                 print(f"{name}, trial {number}: {trials[-1]}", file=sys.stderr, flush=True)
     claims = claims_of(trials)
     summary(claims)
-    return 0 if all(claim.held for claim in claims) else 1
+    return 0 if all(claim.is_met for claim in claims) else 1
 
 
 def claims_of(trials: list[Trial | None]) -> list[Claim]:
@@ -252,7 +252,7 @@ def claims_of(trials: list[Trial | None]) -> list[Claim]:
             what="trials that showed nothing",
             bound="0",
             figure=f"{nothing} of {len(trials)}",
-            held=not nothing,
+            is_met=not nothing,
         ),
     ]
 

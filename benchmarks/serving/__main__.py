@@ -79,7 +79,7 @@ def main() -> int:
     else:
         print(f"load by {generator()}, {rounds} rounds of {seconds:g} s")
         show(board, claims)
-    return 0 if all(claim.held for claim in claims) else 1
+    return 0 if all(claim.is_met for claim in claims) else 1
 
 
 def arguments() -> argparse.Namespace:

@@ -66,8 +66,8 @@ def claims_of_image(board: Board) -> list[Claim]:
 def claim_of_failures(board: Board) -> Claim:
     ours = [s for s in board.scores if s.heat.name.startswith(OURS)]
     failed, requests = sum(s.failed for s in ours), sum(s.requests for s in ours)
-    held = failed == 0 and requests > 0
-    return Claim(gate=OURS, what="failed requests", bound="0", figure=f"{failed} of {requests:,}", held=held)
+    is_met = failed == 0 and requests > 0
+    return Claim(gate=OURS, what="failed requests", bound="0", figure=f"{failed} of {requests:,}", is_met=is_met)
 
 
 HEAD = ("server", "model", "conn.", "req/s", "× snippet", "CPU µs", "p50 µs", "p99 µs", "ready s", "PSS MB", "failed")
@@ -103,14 +103,14 @@ def show(board: Board, claims: Sequence[Claim]) -> None:
 
 
 def _at_most(what: str, figure: float, bound: float, unit: str) -> Claim:
-    return Claim(gate=OURS, what=what, bound=f"≤ {unit}{bound:g}", figure=f"{figure:.3g}", held=figure <= bound)
+    return Claim(gate=OURS, what=what, bound=f"≤ {unit}{bound:g}", figure=f"{figure:.3g}", is_met=figure <= bound)
 
 
 def _at_least(what: str, figure: float, bound: float) -> Claim:
-    return Claim(gate=OURS, what=what, bound=f"≥ × {bound:g}", figure=f"{figure:.3g}", held=figure >= bound)
+    return Claim(gate=OURS, what=what, bound=f"≥ × {bound:g}", figure=f"{figure:.3g}", is_met=figure >= bound)
 
 
 def _about(what: str, figure: float, bound: float) -> Claim:
     least = _ABOUT * bound
     told = f"about × {bound:g} (≥ {least:.4g})"
-    return Claim(gate=OURS, what=what, bound=told, figure=f"{figure:.3g}", held=figure >= least)
+    return Claim(gate=OURS, what=what, bound=told, figure=f"{figure:.3g}", is_met=figure >= least)

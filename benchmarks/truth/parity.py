@@ -87,7 +87,7 @@ def prove(*, quick: bool) -> list[Claim]:
     faults = len(trials) - equivalent
     missed = faults - caught
     return [
-        Claim(gate="parity", what="kinds of fault", bound=f"≥ {KINDS}", figure=str(kinds), held=kinds >= KINDS),
+        Claim(gate="parity", what="kinds of fault", bound=f"≥ {KINDS}", figure=str(kinds), is_met=kinds >= KINDS),
         at_least("parity", "faults caught that alter an answer", caught, faults, 0.99, quick=quick),
         at_least(
             "parity",
@@ -100,7 +100,7 @@ def prove(*, quick: bool) -> list[Claim]:
         at_most(
             "parity", f"neither caught nor one of {equivalent} proven equivalent", missed, len(trials), 0, quick=False
         ),
-        Claim(gate="parity", what="good variants", bound=f"≥ {GOOD}", figure=str(good), held=good >= GOOD),
+        Claim(gate="parity", what="good variants", bound=f"≥ {GOOD}", figure=str(good), is_met=good >= GOOD),
         at_most("parity", "false alarms", len(alarms), good, 0.0, quick=False),
     ]
 

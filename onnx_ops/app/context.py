@@ -97,14 +97,14 @@ class Project:
         from onnx_ops.app.handler import StageHandler
         from onnx_ops.pipeline import SilentObserver
 
-        tell, durations = (observer or SilentObserver()).progressed, durations or StageDurations()
+        report_progress, durations = (observer or SilentObserver()).progressed, durations or StageDurations()
         return StageHandler(
             context=self.context,
             perform=StageExecutor(
                 settings=self.settings,
                 context=self.context,
                 no_cache=no_cache,
-                tell=tell,
+                report_progress=report_progress,
                 lock=self.lock(),
                 running=self.running(),
                 durations=durations,

@@ -207,7 +207,7 @@ class StageExecutor:
     context: Context
     no_cache: Collection[StageKind] = ()
     """Kinds of stages whose result is computed anew, even if a pool's worker has it."""
-    tell: ReportProgress = _silent
+    report_progress: ReportProgress = _silent
     lock: MeasurementLock = field(default_factory=MeasurementLock)
     running: RunningStages = field(default_factory=RunningStages)
     durations: StageDurations = field(default_factory=StageDurations)
@@ -228,10 +228,10 @@ class StageExecutor:
                 return execute(stage, key, inputs, self.context)
         if stage.kind not in _TIMED:
             with self.lock.work(), self.durations.measure(stage):
-                return run_in_subprocess(self.settings, stage, key, inputs, self.tell, self.running)
+                return run_in_subprocess(self.settings, stage, key, inputs, self.report_progress, self.running)
         prepared = attach_champion(stage, self.context) if stage.kind is StageKind.BENCHMARK else stage
         with self.lock.measure(), machine_lock(), self.durations.measure(stage):
-            return run_in_subprocess(self.settings, prepared, key, inputs, self.tell, self.running)
+            return run_in_subprocess(self.settings, prepared, key, inputs, self.report_progress, self.running)
 
 
 def run_in_subprocess(
@@ -239,7 +239,7 @@ def run_in_subprocess(
     stage: Stage,
     key: Digest,
     inputs: Mapping[str, Manifest],
-    tell: ReportProgress = _silent,
+    report_progress: ReportProgress = _silent,
     running: RunningStages | None = None,
 ) -> Manifest:
     """Execute a stage in a child process. Raise its error; StageError if it crashed, was killed or timed out.
@@ -262,7 +262,7 @@ def run_in_subprocess(
         )
         processes = set() if running is None else running.processes
         processes.add(process)
-        tail = OutputTail(process.stdout, PROGRESS, lambda line: tell(stage, line))  # type: ignore[arg-type]
+        tail = OutputTail(process.stdout, PROGRESS, lambda line: report_progress(stage, line))  # type: ignore[arg-type]
         try:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(json.dumps(request).encode("utf-8") + b"\n")  # type: ignore[union-attr]

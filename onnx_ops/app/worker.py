@@ -54,7 +54,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, most))  # its own children may have other limits
     try:
         with storage_errors(stage.id):
-            context = replace(build_context(load_settings()), tell=_tell)
+            context = replace(build_context(load_settings()), report_progress=_report_progress)
             manifest = execute(stage, key, inputs, context)
     except OnnxOpsError as error:
         return {"error": error.as_document()}
@@ -68,8 +68,8 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     return {"files": dict(manifest.files)}
 
 
-def _tell(line: str) -> None:
-    """To the parent, which reads what this process prints."""
+def _report_progress(line: str) -> None:
+    """Print a line of progress for the parent process."""
     os.write(sys.stdout.fileno(), PROGRESS + line.replace("\n", " ").encode("utf-8") + b"\n")
 
 

@@ -153,8 +153,8 @@ def judge(
             sizes=frozenset(fixed if data else sweep),
             seed=seed,
         )
-        with show_progress("judge", baseline, candidate, quiet=quiet or as_json) as tell:
-            judgement = judge_candidate(replace(request, report=tell))
+        with show_progress("judge", baseline, candidate, quiet=quiet or as_json) as report:
+            judgement = judge_candidate(replace(request, report=report))
         if casts:  # digests and sizes are those of the given files
             judgement = replace(
                 judgement,

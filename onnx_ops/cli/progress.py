@@ -106,7 +106,7 @@ class StepProgress:
         self._steps += steps
         self._needs = needs or {}
 
-    def tell(self, detail: str) -> None:
+    def show_detail(self, detail: str) -> None:
         """Show a detail of the current step."""
         self._detail = detail
         if self._is_printing:
@@ -242,7 +242,7 @@ class RunProgress:
         if self._is_one_of_several:
             return
         if self._console.is_terminal:
-            self._progress.tell(line)
+            self._progress.show_detail(line)
         else:
             prefix = f"{stage.id}: " if self._jobs > 1 else ""
             self._console.print(Text(f"   {prefix}{line}"), soft_wrap=True)

@@ -105,7 +105,7 @@ def quantize(
     )
     rows = load_rows(read_model_info(model).inputs, context, data, samples)[1].rows if data else None
     if method == AUTO:
-        with show_progress("quantize", model, quiet=quiet or as_json) as tell:
+        with show_progress("quantize", model, quiet=quiet or as_json) as report:
             if exclude or options:
                 what, where = f"method {AUTO} finds its own", "--exclude, --option"
                 raise UserError(what, where=where, remedy="Leave them out.")
@@ -128,7 +128,7 @@ def quantize(
                 calibration=rows,
                 data={name: digest_file(path) for name, path in (("tuning_data", tuning_data), ("data", data)) if path},
             )
-            result = search_variant(context, order, report=tell)
+            result = search_variant(context, order, report=report)
     elif tuning_data or budget:
         raise UserError(
             f"{method} is a single recipe", where="--tuning-data, --budget", remedy="They are for --method auto."

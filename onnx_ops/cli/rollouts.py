@@ -167,7 +167,7 @@ def _follow(context: Context, view: RolloutView | None, pause_s: float, *, as_js
 def _render(view: RolloutView) -> Group:
     marks = []
     for index, step in enumerate(view.steps):
-        text = f"shadow {step.copied} %" if step.kind == "shadow" else f"{step.percent} %"
+        text = f"shadow {step.mirror_percent} %" if step.kind == "shadow" else f"{step.percent} %"
         marks.append(markup("[bold]{}[/bold]" if index == view.step else "{}", text))
     head = markup("[bold]{}[/bold] {} -> {}: {}", view.endpoint, view.stable, view.candidate, Markup(" → ".join(marks)))
     lines = [view.next]

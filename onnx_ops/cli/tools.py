@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from onnx_ops.tools.bench import SingleModelResult
     from onnx_ops.tools.probing import SampleRows
 
-Tell = Callable[[str], None]
+ReportLine = Callable[[str], None]
 
 TargetName = Annotated[str, typer.Option("--target", help="cpu-1t, cpu-all, another one of `onnx-ops targets`.")]
 Data = Annotated[
@@ -89,7 +89,7 @@ def bench(
     gates = build_pair_gates(None, concurrency=concurrency, cold=cold_start)
     project = open_project()
     context, chosen = project.context, project.targets.load(target, where="--target")
-    with Scratch() as folder, show_progress("bench", model, quiet=quiet or as_json) as tell:
+    with Scratch() as folder, show_progress("bench", model, quiet=quiet or as_json) as report:
         copy = folder / model.name
         casts = write_with_boundary_casts(model, read_boundary_types(model), copy)
         timed = copy if casts else model
@@ -102,7 +102,7 @@ def bench(
         else:
             _, samples = load_rows(inputs, context, data, batch)
         if casts:
-            tell(casts)
+            report(casts)
         result = use_case(
             context.runtime(chosen.runtime),
             chosen,
@@ -112,7 +112,7 @@ def bench(
             conditions=context.conditions,
             request=derive_measurement_request(gates),
             seed=seed,
-            report=tell,
+            report=report,
         )
     if as_json:
         document = {"tool": "bench", "a": str(model), "target": chosen.name, **codec.to_json(result), "exit_code": 0}
@@ -148,14 +148,14 @@ def parse_sizes(dims: list[str]) -> dict[str, int]:
 
 
 @contextmanager
-def show_progress(command: str, *places: object, quiet: bool) -> Iterator[Tell]:
+def show_progress(command: str, *places: object, quiet: bool) -> Iterator[ReportLine]:
     """Show the running steps on standard error: one line that is redrawn on a terminal, else one line per step."""
     console = error_console()
     if quiet or not console.is_terminal:
         yield lambda text: None if quiet else console.print(markup("{}", text), soft_wrap=True)
         return
     with working(" ".join((command, *map(str, places))), command) as progress:
-        yield progress.tell
+        yield progress.show_detail
 
 
 _RUNS = "single runs that kept their core"

@@ -52,7 +52,7 @@ def keep_watching(
     )
     with (
         _stopped_by_signals(wakeups),
-        _telling_people(project, watcher, endpoints, seconds),
+        _notify(project, watcher, endpoints, seconds),
         _listening(project, watcher, wakeups, listen),
     ):
         watched = ", ".join(endpoints) or "every endpoint, those that are still to come too"
@@ -85,21 +85,21 @@ def _stopped_by_signals(wakeups: ReconcileQueue) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _telling_people(project: Project, watcher: WatchLoop, endpoints: tuple[str, ...], every: float) -> Iterator[None]:
+def _notify(project: Project, watcher: WatchLoop, endpoints: tuple[str, ...], every: float) -> Iterator[None]:
     """Send notifications from a separate thread, so that a chat that hangs delays no rollout."""
     context = project.context
     if not context.notifiers():
         yield
         return
 
-    def tell(delivery: DeliveryResult) -> None:
+    def emit_delivery(delivery: DeliveryResult) -> None:
         for notice in delivery.sent:
             watcher.emit("", WatchEventKind.NOTIFIED, did=delivery.notifier, why=notice.title)
         if delivery.trouble:
             watcher.emit("", WatchEventKind.NOT_NOTIFIED, did=delivery.notifier, why=delivery.trouble)
 
     notifications = NotificationLoop(
-        context, interval_s=every, endpoints=lambda: endpoints or list_bound_endpoints(context), on_result=tell
+        context, interval_s=every, endpoints=lambda: endpoints or list_bound_endpoints(context), on_result=emit_delivery
     )
     stopped = threading.Event()
     thread = threading.Thread(target=notifications.run, args=(stopped,), name="notifications", daemon=True)

@@ -130,7 +130,7 @@ class PlannedStep:
 
     kind: StepKind
     percent: int
-    copied: int = 0
+    mirror_percent: int = 0
     minimum: int = 0
     approval: bool = False
 
@@ -222,8 +222,10 @@ class RolloutPolicy:
 def _plan_steps(policy: RolloutPolicy) -> tuple[PlannedStep, ...]:
     steps = [PlannedStep(kind="cold", percent=0)] if policy.cold else []
     if policy.shadow:
-        copied = round(policy.shadow.fraction * 100)
-        steps.append(PlannedStep(kind="shadow", percent=0, copied=copied, minimum=policy.shadow.min_requests))
+        mirror_percent = round(policy.shadow.fraction * 100)
+        steps.append(
+            PlannedStep(kind="shadow", percent=0, mirror_percent=mirror_percent, minimum=policy.shadow.min_requests)
+        )
     minimums = policy.min_requests or (DEFAULT_MINIMUM,)
     for index, share in enumerate(policy.trials):
         steps.append(

@@ -66,7 +66,7 @@ def run(folder: Path, environ: Mapping[str, str], *, since: str = "") -> int:
     if base == _BEFORE and not resolve_commit(open_project().settings.root, base):  # a first push
         base = ""
     for line in judge_change(folder, base, until, hosted=is_hosted(environ)):
-        _tell(line)
+        _print_line(line)
     return 0
 
 
@@ -99,10 +99,10 @@ def publish(folder: Path, environ: Mapping[str, str]) -> int:
 def _command(name: str, text: str) -> None:
     """Return a logging command of the agent, with its text on one line."""
     data = text.replace("%", "%AZP25").replace("\r", "%0D").replace("\n", "%0A")
-    _tell(f"##vso[{name}]{data}", command=True)
+    _print_line(f"##vso[{name}]{data}", command=True)
 
 
-def _tell(line: str, *, command: bool = False) -> None:
+def _print_line(line: str, *, command: bool = False) -> None:
     """Print text, escaped against logging commands, which the agent detects anywhere in a line."""
     sys.stdout.write((line if command else line.replace("##", "# #")) + "\n")
 

@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run(event, options.folder, since=options.since, figures=options.figures)
         return publish(event, options.folder, os.environ, reports=options.reports)
     except OnnxOpsError as error:
-        _tell(f"::error title=onnx-ops::{_command_data(str(error))}")
+        _print_line(f"::error title=onnx-ops::{_command_data(str(error))}")
         quoted = "\n".join(f"> {markdown(line)}  " for line in str(error).splitlines())
         _append(os.environ, "GITHUB_STEP_SUMMARY", f"## onnx-ops: the commit could not be judged\n\n{quoted}\n")
         return error.exit_code
@@ -105,7 +105,7 @@ def run(event: Event, folder: Path, *, since: str = "", figures: Path | None = N
     # A force push leaves a commit that the checkout does not have, and a first push has none before it.
     base = since or next((name for name in (event.base, "HEAD~1") if name and resolve_commit(root, name)), "")
     for line in judge_change(folder, base, event.until, hosted=is_hosted(os.environ), figures=figures):
-        _tell(line)
+        _print_line(line)
     return 0
 
 
@@ -139,8 +139,8 @@ def publish(event: Event, folder: Path, environ: Mapping[str, str], *, reports: 
             notes.append(f"The {what} could not be written: {error}")
     _append(environ, "GITHUB_STEP_SUMMARY", "\n\n".join([text, *notes]))
     for note in notes:
-        _tell(f"::warning title=onnx-ops::{_command_data(note)}")
-    _tell(title(checked))
+        _print_line(f"::warning title=onnx-ops::{_command_data(note)}")
+    _print_line(title(checked))
     _append(environ, "GITHUB_OUTPUT", f"verdict={'none' if verdict is None else verdict.value}\n")
     return 1 if verdict in (Verdict.FAIL, Verdict.ERROR) else 0
 
@@ -179,7 +179,7 @@ def _sha(text: object) -> str:
     return text
 
 
-def _tell(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
 
 

@@ -72,7 +72,7 @@ def with_events(context: Context) -> Context:
     return replace(context, notifiers=lambda: {NAME: PrefectEvents(), **context.notifiers()})
 
 
-def tell_run(context: Context, pipeline: Pipeline, summary: Summary) -> None:
+def emit_run_events(context: Context, pipeline: Pipeline, summary: Summary) -> None:
     """Emit the new decisions and registrations of a pipeline's run; cached ones were emitted before.
 
     Failures are logged. Nothing is emitted where no server is set.

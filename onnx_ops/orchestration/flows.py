@@ -19,7 +19,7 @@ from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.domain.release import Choice
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.orchestration.artifacts import Progress, publish_pictures, publish_tables
-from onnx_ops.orchestration.events import tell_run
+from onnx_ops.orchestration.events import emit_run_events
 from onnx_ops.orchestration.tasks import FAILED_STATES, PrefectExecutor, failed, run_as_task
 from onnx_ops.pipeline import ordered_map
 from onnx_ops.ports import Context
@@ -153,7 +153,7 @@ def run_pipeline(
     summary = summarize(prepared.pipeline, result, project.context)
     publish_tables(summary)
     publish_pictures(summary, evidence_of(summary, project.context.store).values())
-    tell_run(project.context, prepared.pipeline, summary)
+    emit_run_events(project.context, prepared.pipeline, summary)
     send_pending_each(project.context, [entry.endpoint for entry in prepared.pipeline.deploy])
     return final_state(summary, result.errors)
 

@@ -111,15 +111,15 @@ class OrphanSurvey:
 def list_needed_deployments(context: Context, state: ReleaseState) -> tuple[Deployment, ...]:
     """Return the deployments that an endpoint serves, can roll back to at once, or will serve next."""
     roles = state.roles
-    held = [d for d in (roles.stable, roles.previous, roles.candidate) if d is not None]
+    deployments = [d for d in (roles.stable, roles.previous, roles.candidate) if d is not None]
     if state.open_intent is not None:
-        held += state.open_intent.action.state.deployments
+        deployments += state.open_intent.action.state.deployments
     if state.pending_rollback is not None:
-        held += state.pending_rollback.action.state.deployments
+        deployments += state.pending_rollback.action.state.deployments
     if state.config is not None:
         actual = context.provider(state.config.provider).observe(state.config)
-        held += state.known.values() if actual is None else actual.deployments
-    return tuple(held)
+        deployments += state.known.values() if actual is None else actual.deployments
+    return tuple(deployments)
 
 
 def find_orphans(context: Context, endpoints: Sequence[str]) -> OrphanSurvey:

@@ -194,7 +194,7 @@ class EndpointProviderSuite:
         lost = [replace(one, location=f"{one.location}-lost") for one in (blue, green)]
         for generation in (2, 2, 3):
             provider.roll_back(config, state_of(*lost, blue=100, green=0), generation=generation)
-        assert self.serves(provider, config, blue, 2.0).held(green) is not None
+        assert self.serves(provider, config, blue, 2.0).find_deployment(green) is not None
         with pytest.raises(ConflictError):
             provider.roll_back(config, state_of(*lost, blue=0, green=100), generation=2)
 

@@ -158,8 +158,8 @@ class FakeProvider(EndpointProvider):
         self._states[name], self._generations[name], self._settings[name] = state, generation, config.settings
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        held, made = self._states.get(config.endpoint), self._settings.get(config.endpoint, config.settings)
-        target = state if held is None else build_rollback_state(held, state)
+        current, made = self._states.get(config.endpoint), self._settings.get(config.endpoint, config.settings)
+        target = state if current is None else build_rollback_state(current, state)
         self.apply(replace(config, settings=made), target, generation=generation)
 
     def address(self, config: EndpointConfig) -> str | None:

@@ -77,7 +77,7 @@ class RuntimeSuite:
         assert samples.requests == 20
         assert int(samples.nanoseconds.astype(np.int64).min()) > 0
 
-    def test_fresh_processes_tell_durations_and_memory(self, runtime: Runtime, target: Target, file: Path) -> None:
+    def test_fresh_processes_return_durations_and_memory(self, runtime: Runtime, target: Target, file: Path) -> None:
         samples = runtime.starts((file, file), target, rows(1), StartSchedule(rounds=2, requests=3, seed=5))
         for figure in (samples.load_ns, samples.first_ns, samples.peak_bytes):
             assert figure.shape == (2, 2)

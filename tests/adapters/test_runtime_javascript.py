@@ -97,9 +97,9 @@ class TestNodeWasm(RuntimeSuite):
         return NODE_WASM
 
     @pytest.mark.nightly
-    def test_fresh_processes_tell_durations_and_memory(self, runtime: Runtime, target: Target, file: Path) -> None:
+    def test_fresh_processes_return_durations_and_memory(self, runtime: Runtime, target: Target, file: Path) -> None:
         """Each start takes seconds; Node shows it for each commit."""
-        super().test_fresh_processes_tell_durations_and_memory(runtime, target, file)
+        super().test_fresh_processes_return_durations_and_memory(runtime, target, file)
 
     @pytest.mark.nightly
     def test_a_file_or_feed_that_cannot_run_is_a_failure_to_measure(
@@ -120,9 +120,9 @@ class TestBrowser(RuntimeSuite):
         return WASM
 
     @pytest.mark.nightly
-    def test_fresh_processes_tell_durations_and_memory(self, runtime: Runtime, target: Target, file: Path) -> None:
+    def test_fresh_processes_return_durations_and_memory(self, runtime: Runtime, target: Target, file: Path) -> None:
         """Each start takes seconds; Node shows it for each commit."""
-        super().test_fresh_processes_tell_durations_and_memory(runtime, target, file)
+        super().test_fresh_processes_return_durations_and_memory(runtime, target, file)
 
 
 VALUES = {

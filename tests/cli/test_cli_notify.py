@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from onnx_ops.app.context import Project
 from onnx_ops.cli.main import app
-from onnx_ops.cli.watch import _telling_people
+from onnx_ops.cli.watch import _notify
 from onnx_ops.config.settings import load_settings
 from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
 from onnx_ops.testing.fakes import FakeNotifier
@@ -50,7 +50,7 @@ def test_a_test_that_does_not_arrive(inbox: WebhookSink, capfd: pytest.CaptureFi
     assert "hidden" not in output
 
 
-def test_with_nothing_to_tell(inbox: WebhookSink) -> None:
+def test_notify_without_pending_notifications_sends_nothing(inbox: WebhookSink) -> None:
     result = CliRunner().invoke(app, ["notify"])
     assert (result.exit_code, result.output) == (0, "nothing to send\n")
     assert inbox.requests == []
@@ -105,7 +105,7 @@ def test_a_watch_tells_people_while_it_runs_and_once_more_when_it_ends(tmp_path:
     watcher = WatchLoop(scene.context, ReconcileQueue(), interval_s=3600.0, on_event=hear)
     scene.bind()
     scene.serve(scene.publish("a"))
-    with _telling_people(Project(settings=load_settings(tmp_path), context=scene.context), watcher, (), 3600.0):
+    with _notify(Project(settings=load_settings(tmp_path), context=scene.context), watcher, (), 3600.0):
         assert heard.wait(PATIENCE_S)
         scene.serve(scene.publish("b"))
     assert [notice.headline for notice in chat.received] == ["first deployment: v1", "v2 has all traffic"]
@@ -117,7 +117,7 @@ def test_a_watch_with_nobody_to_tell_starts_no_thread(tmp_path: Path) -> None:
     scene = Scene()
     watcher = WatchLoop(scene.context, ReconcileQueue(), interval_s=1.0, on_event=lambda _: None)
     before = threading.active_count()
-    with _telling_people(Project(settings=load_settings(tmp_path), context=scene.context), watcher, (), 1.0):
+    with _notify(Project(settings=load_settings(tmp_path), context=scene.context), watcher, (), 1.0):
         assert threading.active_count() == before
 
 

@@ -49,7 +49,7 @@ def test_every_key_reaches_the_domain(load: Load, pipeline_text: str) -> None:
         scale_down_delay=172_800.0,
     )
     assert policy.planned() == (
-        PlannedStep(kind="shadow", percent=0, copied=20, minimum=400),
+        PlannedStep(kind="shadow", percent=0, mirror_percent=20, minimum=400),
         PlannedStep(kind="canary", percent=10, minimum=300),
         PlannedStep(kind="canary", percent=30, minimum=1000, approval=True),
         PlannedStep(kind="ab_test", percent=50, minimum=2000),

@@ -123,7 +123,7 @@ def test_inconclusive_ends_with_issues_and_does_not_fail(tmp_path: Path, capsys:
 
 
 def test_what_people_write_is_no_command_of_the_agent(capsys: pytest.CaptureFixture[str]) -> None:
-    azure_pipelines._tell("FAIL ##vso[task.setvariable variable=PATH]/tmp")
+    azure_pipelines._print_line("FAIL ##vso[task.setvariable variable=PATH]/tmp")
     azure_pipelines._command("task.logissue type=error", "one\n##vso[task.complete]")
     told = capsys.readouterr().out.splitlines()
     assert len(told) == 2

@@ -11,7 +11,7 @@ import pytest
 from onnx_ops.domain.notification import Notification, NotificationKind, build_test_notification
 from onnx_ops.domain.pipeline import StageOutcome, StageStatus
 from onnx_ops.errors import ServiceUnavailableError, UserError
-from onnx_ops.orchestration.events import NAME, PrefectEvents, post, run_events, tell_run, with_events
+from onnx_ops.orchestration.events import NAME, PrefectEvents, emit_run_events, post, run_events, with_events
 from onnx_ops.ports import Notifier
 from onnx_ops.release.notify import send_pending, send_pending_each, send_test_message
 from onnx_ops.testing.fakes import FakeNotifier
@@ -132,7 +132,7 @@ def test_what_was_known_already_is_told_no_more() -> None:
 
 
 def test_a_run_tells_the_server(prefect_server: None) -> None:
-    tell_run(Scene().context, PIPE, summary(UNSERVED, 1, outcomes=DONE))
+    emit_run_events(Scene().context, PIPE, summary(UNSERVED, 1, outcomes=DONE))
     kinds = frozenset({"onnx-ops.gate.failed", "onnx-ops.release.registered"})
     assert {event["event"] for event in events("onnx-ops.model.digits-mlp", kinds=kinds)} == kinds
 
@@ -157,7 +157,7 @@ def test_a_server_that_is_down_fails_nothing_and_gets_it_later(prefect_server: N
         assert [notice.what for notice in chat.received if notice.what is not NotificationKind.HELD] == [
             NotificationKind.FINISHED
         ] * 2
-        tell_run(scene.context, PIPE, summary(UNSERVED, 1, outcomes=DONE))
+        emit_run_events(scene.context, PIPE, summary(UNSERVED, 1, outcomes=DONE))
         with pytest.raises(ServiceUnavailableError, match=r"127\.0\.0\.1:9"):
             post(list(run_events(PIPE, summary(UNSERVED, 1, outcomes=DONE), 5.0)))
     later = {one.notifier: one for one in send_pending_each(context, ("late",))}
@@ -168,7 +168,7 @@ def test_a_server_that_is_down_fails_nothing_and_gets_it_later(prefect_server: N
 def test_without_a_server_there_is_nothing_to_tell(unset: None) -> None:
     context = Scene().context
     assert with_events(context) is context
-    tell_run(context, PIPE, summary(UNSERVED, 1, outcomes=DONE))
+    emit_run_events(context, PIPE, summary(UNSERVED, 1, outcomes=DONE))
     with pytest.raises(UserError, match="none is set"):
         PrefectEvents().check()
 

@@ -95,7 +95,8 @@ def due(
     planned = policy.planned()[step]
     return decide(
         desired=CANDIDATE,
-        observed=observed or build_split_state(STABLE, CANDIDATE, planned.percent, copied=planned.copied),
+        observed=observed
+        or build_split_state(STABLE, CANDIDATE, planned.percent, mirror_percent=planned.mirror_percent),
         roles=roles or Roles(stable=STABLE, candidate=CANDIDATE, step=step),
         observations=observations,
         policy=policy,

@@ -48,7 +48,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
             seed=int(key[-8:], 16),
             functions={metric.use: load_function(metric.use, "gates")} if metric.use else {},
         )
-        result = search(search_context, context.journal(key), context.tell)
+        result = search(search_context, context.journal(key), context.report_progress)
         files = {SEARCH_FILE: put_document(context.store, result.record)}
         for role, (path, trial) in result.models.items():
             files |= put_folder(context.store, path.parent, f"{role}/{MODEL}")
