@@ -132,7 +132,7 @@ def _take(stage: Stage, key: Digest, store: Store) -> Manifest | None:
         hardware = codec.loads(store.read(result["evidence.json"]), Evidence).hardware
     hints: Mapping[str, Any] = stage.hints
     target = codec.from_json(hints["target"], Target, where=stage.id)
-    return None if target.requires.lacking(hardware) else result
+    return None if target.requires.find_missing(hardware) else result
 
 
 def _list_files(stage: Stage, inputs: Mapping[str, Manifest], context: Context) -> Iterator[tuple[str, Path, str]]:

@@ -58,13 +58,13 @@ class ProjectProbe:
             }
         return versions | _versions(shaping if trains else (*shaping, *getattr(plugin, "converters", ())))
 
-    def settled(self, entry: Quantize) -> Quantize:
+    def inline_files(self, entry: Quantize) -> Quantize:
         """Return the entry with the content of the files that its optimizer reads."""
-        return self.context.optimizer(entry.method, entry.env).settle(entry, self.context.root)
+        return self.context.optimizer(entry.method, entry.env).inline_files(entry, self.context.root)
 
     def is_quantizer(self, entry: Quantize) -> bool:
         """Return whether the variant of an entry differs from its source by design."""
-        return self.context.optimizer(entry.method, entry.env).quantizes(self.settled(entry))
+        return self.context.optimizer(entry.method, entry.env).quantizes(self.inline_files(entry))
 
     def hardware(self, target: Target) -> Digest:
         """Return the digest of the machine that measures a target."""

@@ -49,11 +49,11 @@ def notify(
         for delivery in deliveries:
             for notice in delivery.sent:
                 say(f"{delivery.notifier}: {notice.title}")
-            if delivery.trouble:
-                say(f"{delivery.notifier}: not sent: {delivery.trouble}", err=True)
-        if not any(delivery.sent or delivery.trouble for delivery in deliveries):
+            if delivery.error:
+                say(f"{delivery.notifier}: not sent: {delivery.error}", err=True)
+        if not any(delivery.sent or delivery.error for delivery in deliveries):
             say("nothing to send")
-    if any(delivery.trouble for delivery in deliveries):
+    if any(delivery.error for delivery in deliveries):
         raise typer.Exit(4)
 
 

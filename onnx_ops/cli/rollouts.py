@@ -278,8 +278,8 @@ def _finish(project: Project, owing: Sequence[str], moved: Sequence[str], actor:
 
     reasons = {name: write_aliases(project.context, name, actor=actor) for name in owing}
     for delivery in send_pending_each(project.context, moved) if moved and project.settings.notifiers else ():
-        if delivery.trouble:
-            say(f"{delivery.notifier}: not sent: {delivery.trouble}", err=True)
+        if delivery.error:
+            say(f"{delivery.notifier}: not sent: {delivery.error}", err=True)
     return {
         name: f"Registry aliases are pending: {why}\n  later: onnx-ops reconcile {name}"
         for name, why in reasons.items()

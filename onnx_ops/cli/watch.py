@@ -95,8 +95,8 @@ def _notify(project: Project, watcher: WatchLoop, endpoints: tuple[str, ...], ev
     def emit_delivery(delivery: DeliveryResult) -> None:
         for notice in delivery.sent:
             watcher.emit("", WatchEventKind.NOTIFIED, did=delivery.notifier, why=notice.title)
-        if delivery.trouble:
-            watcher.emit("", WatchEventKind.NOT_NOTIFIED, did=delivery.notifier, why=delivery.trouble)
+        if delivery.error:
+            watcher.emit("", WatchEventKind.NOT_NOTIFIED, did=delivery.notifier, why=delivery.error)
 
     notifications = NotificationLoop(
         context, interval_s=every, endpoints=lambda: endpoints or list_bound_endpoints(context), on_result=emit_delivery

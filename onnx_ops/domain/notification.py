@@ -29,7 +29,7 @@ class NotificationKind(StrEnum):
     ROLLED_BACK = "rolled back"
     OPERATOR = "rolled back by an operator"
     WITHDRAWN = "withdrawn"
-    HELD = "held for a person"
+    WAITING = "waiting for an operator"
     PAUSED = "paused"
     FINISHED = "finished"
     REFUSED = "refused"
@@ -42,7 +42,7 @@ PROGRESS = frozenset({NotificationKind.STARTED, NotificationKind.ADVANCED})
 """Steps of a rollout that goes well: events for programs, and notifications only on request."""
 
 _REPEATS = frozenset(
-    {NotificationKind.HELD, NotificationKind.PAUSED, NotificationKind.REFUSED, NotificationKind.TROUBLE}
+    {NotificationKind.WAITING, NotificationKind.PAUSED, NotificationKind.REFUSED, NotificationKind.TROUBLE}
 )
 """Kinds that can repeat automatically."""
 
@@ -113,17 +113,17 @@ def derive_notification(before: ReleaseState, entry: LedgerEntry) -> Notificatio
         case VersionRefused():
             return _describe_refusal(before, entry, body)
         case RolloutPaused():
-            kind = NotificationKind.PAUSED if body.wait is WaitKind.PAUSED else NotificationKind.HELD
+            kind = NotificationKind.PAUSED if body.wait is WaitKind.PAUSED else NotificationKind.WAITING
             state = {WaitKind.PAUSED: "is paused", WaitKind.APPROVAL: "waits for approval"}
             candidate = before.roles.candidate
             subject = f"v{candidate.version}" if candidate is not None else "the rollout"
-            commands = {"Go on": f"onnx-ops rollout resume {name}", "Take it back": f"onnx-ops rollout abort {name}"}
+            commands = {"Resume": f"onnx-ops rollout resume {name}", "Abort": f"onnx-ops rollout abort {name}"}
             return _notification(
                 before,
                 entry,
                 kind,
                 Severity.WARNING,
-                f"{subject} {state.get(body.wait, 'is held for a person')} at step {body.step + 1}",
+                f"{subject} {state.get(body.wait, 'waits for an operator')} at step {body.step + 1}",
                 body.why,
                 commands,
                 version=candidate.version if candidate is not None else "",
@@ -211,10 +211,10 @@ def _describe_effect(before: ReleaseState, entry: LedgerEntry, action: Action) -
             commands = {"Undo": _promote(before, version)}
             kind, how = NotificationKind.WITHDRAWN, "withdrawn"
             if action.reject:
-                by_hand = before.pending_rollback is not None and before.pending_rollback.by_operator
-                kind = NotificationKind.OPERATOR if by_hand else NotificationKind.ROLLED_BACK
-                severity = Severity.WARNING if by_hand else Severity.CRITICAL
-                how = "rolled back by an operator" if by_hand else "rolled back"
+                by_operator = before.pending_rollback is not None and before.pending_rollback.by_operator
+                kind = NotificationKind.OPERATOR if by_operator else NotificationKind.ROLLED_BACK
+                severity = Severity.WARNING if by_operator else Severity.CRITICAL
+                how = "rolled back by an operator" if by_operator else "rolled back"
                 commands = {"Undo": f'{_promote(before, version)} --override --reason "..."'}
             headline = f"v{version} was {how}, v{serving} has all traffic"
         case ActionKind.START | ActionKind.ADVANCE:
@@ -281,7 +281,7 @@ EVENT_NAMES: Mapping[NotificationKind, str] = {
     NotificationKind.FINISHED: "onnx-ops.rollout.finished",
     NotificationKind.ROLLED_BACK: "onnx-ops.rollout.rolled-back",
     NotificationKind.WITHDRAWN: "onnx-ops.rollout.withdrawn",
-    NotificationKind.HELD: "onnx-ops.rollout.held",
+    NotificationKind.WAITING: "onnx-ops.rollout.waiting",
     NotificationKind.PAUSED: "onnx-ops.rollout.paused",
     NotificationKind.OPERATOR: "onnx-ops.rolled-back",
     NotificationKind.REFUSED: "onnx-ops.alias.refused",

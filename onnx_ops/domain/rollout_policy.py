@@ -160,7 +160,7 @@ class RolloutPolicy:
     min_step_duration: Annotated[
         Seconds | None, doc("Shortest time at each step, regardless of the number of requests.")
     ] = None
-    step_timeout: Annotated[Seconds, doc("Time after which an undecided step is held for an operator.")] = DAY
+    step_timeout: Annotated[Seconds, doc("Time after which an inconclusive step pauses for an operator.")] = DAY
     approval_steps: Annotated[
         tuple[Fraction, ...], doc("Steps that advance only after `onnx-ops rollout resume`.")
     ] = ()

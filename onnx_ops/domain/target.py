@@ -85,7 +85,7 @@ class Requirements:
             driver=self.driver,
         )
 
-    def lacking(self, found: HardwareFingerprint) -> tuple[str, ...]:
+    def find_missing(self, found: HardwareFingerprint) -> tuple[str, ...]:
         """Return what the machine lacks, as texts; empty if it satisfies the requirements."""
         flags = [flag for flag in self.cpu_flags if flag not in found.cpu_flags]
         named = [name for name in found.accelerators if self.accelerator.lower() in name.lower()]

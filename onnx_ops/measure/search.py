@@ -284,7 +284,7 @@ class TrialRunner:
             runtime, name = context.project.runtime(target.runtime), target.name
             if name not in self._schedules:
                 self._schedules[name] = _plan_rounds(runtime, context.source, target, feed, context.seed)
-            pairs = runtime.race((context.source, path), target, feed, self._schedules[name])
+            pairs = runtime.benchmark((context.source, path), target, feed, self._schedules[name])
             estimate, low, high = session_interval(compute_log_ratios(pairs), _ALPHA)
             ratios[name] = Interval(estimate=math.exp(estimate), low=math.exp(low), high=math.exp(high))
         if context.budget.p99 is not None and drop <= context.budget.metric_drop:

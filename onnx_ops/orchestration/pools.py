@@ -65,7 +65,7 @@ class PrefectPools(Pools):
     """
 
     poll: float = 0.5
-    patience: float = 600.0
+    start_timeout_s: float = 600.0
     """For a run that a worker has taken, to start: a container's image may have to be pulled."""
     silence: float = _INTERVALS * HEARTBEAT_S - 1
     """A little less than three heartbeats, so that a death is seen within 15 s."""
@@ -211,9 +211,9 @@ class PrefectPools(Pools):
             elif kind == "SCHEDULED" and now - checked > self.silence:
                 checked = now
                 require_workers(client, stage.pool, stage.kind.value, stage.title)
-            elif kind == "PENDING" and now - heard > self.patience:
+            elif kind == "PENDING" and now - heard > self.start_timeout_s:
                 raise MeasurementError(
-                    f"a worker of pool {stage.pool} took it, and did not start it within {self.patience:g} s",
+                    f"a worker of pool {stage.pool} took it, and did not start it within {self.start_timeout_s:g} s",
                     where=stage.title,
                     remedy="See the log of that worker.",
                 )

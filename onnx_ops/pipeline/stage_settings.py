@@ -74,7 +74,7 @@ class Probe(Protocol):
         """
         ...
 
-    def settled(self, entry: Quantize) -> Quantize:
+    def inline_files(self, entry: Quantize) -> Quantize:
         """Return the entry with the content of the files that its options name."""
         ...
 

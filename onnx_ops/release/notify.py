@@ -26,12 +26,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeliveryResult:
-    """The notifications that one notifier sent about one endpoint; `trouble` is why it sent no more."""
+    """The notifications that one notifier sent about one endpoint; `error` is why it sent no more."""
 
     endpoint: str
     notifier: str
     sent: tuple[Notification, ...] = ()
-    trouble: str = ""
+    error: str = ""
 
 
 def send_pending(
@@ -59,7 +59,7 @@ def send_pending_each(context: Context, endpoints: Sequence[str]) -> tuple[Deliv
         try:
             results += send_pending(context, name)
         except Exception as error:  # any exception of the ledger's storage or a notifier
-            results.append(DeliveryResult(endpoint=name, notifier="", trouble=str(error)))
+            results.append(DeliveryResult(endpoint=name, notifier="", error=str(error)))
     return tuple(results)
 
 
@@ -94,7 +94,7 @@ class NotificationLoop:
         self._endpoints = endpoints
         self._on_result = on_result
         self._backoffs: dict[str, Backoff] = {}
-        self._troubles: dict[str, str] = {}
+        self._errors: dict[str, str] = {}
 
     def run(self, stopped: threading.Event) -> None:
         """Run until stopped, then once more for the last changes."""
@@ -116,18 +116,18 @@ class NotificationLoop:
             try:
                 results = send_pending(self._context, endpoint, accepts=(ready - failed).__contains__)
             except CorruptStateError as error:  # a damaged ledger must not stop the others
-                results = (DeliveryResult(endpoint=endpoint, notifier="", trouble=str(error)),)
+                results = (DeliveryResult(endpoint=endpoint, notifier="", error=str(error)),)
             for result in results:
                 source = result.notifier or result.endpoint
-                if result.sent or (result.trouble and self._troubles.get(source) != result.trouble):
+                if result.sent or (result.error and self._errors.get(source) != result.error):
                     self._on_result(result)
-                if result.trouble:
-                    self._troubles[source] = result.trouble
+                if result.error:
+                    self._errors[source] = result.error
                     failed.add(result.notifier)
         for name in ready:
             self._backoff(name).record(failed=name in failed)
             if name not in failed:
-                self._troubles.pop(name, None)
+                self._errors.pop(name, None)
 
     def _backoff(self, notifier: str) -> Backoff:
         return self._backoffs.setdefault(notifier, Backoff(self._interval_s))
@@ -149,12 +149,12 @@ def _send_through(context: Context, endpoint: str, name: str, notifier: Notifier
             endpoint, entries, after=positions[-1], progress=notifier.wants_steps
         ):
             result = _send(_add_link(context, notification), name, notifier)
-            if result.trouble:
+            if result.error:
                 return replace(result, sent=tuple(sent))
             sent += result.sent
             _record_position(context, endpoint, name, notification.sequence)
     except ConflictError as error:
-        return DeliveryResult(endpoint=endpoint, notifier=name, sent=tuple(sent), trouble=str(error))
+        return DeliveryResult(endpoint=endpoint, notifier=name, sent=tuple(sent), error=str(error))
     return DeliveryResult(endpoint=endpoint, notifier=name, sent=tuple(sent))
 
 
@@ -170,7 +170,7 @@ def _send(notification: Notification, name: str, notifier: Notifier) -> Delivery
     try:
         notifier.send(notification)
     except OnnxOpsError as error:
-        return DeliveryResult(endpoint=notification.endpoint, notifier=name, trouble=str(error))
+        return DeliveryResult(endpoint=notification.endpoint, notifier=name, error=str(error))
     return DeliveryResult(endpoint=notification.endpoint, notifier=name, sent=(notification,))
 
 

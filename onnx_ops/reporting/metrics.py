@@ -151,11 +151,11 @@ def _name(metric: str) -> str:
     return re.sub(r"[^\w\-. :]", "_", metric, flags=re.ASCII)
 
 
-Judged = Mapping[str, Mapping[str, tuple[Verdict, Evidence]]]
+VariantEvidence = Mapping[str, Mapping[str, tuple[Verdict, Evidence]]]
 """Verdict and evidence by variant and target."""
 
 
-def dvc_metrics(judged: Judged) -> Json:
+def dvc_metrics(judged: VariantEvidence) -> Json:
     """Return metrics by variant and target, as `dvc metrics show` flattens them."""
     return {
         variant: {
@@ -166,7 +166,7 @@ def dvc_metrics(judged: Judged) -> Json:
     }
 
 
-def dvc_plots(judged: Judged) -> Mapping[str, Json]:
+def dvc_plots(judged: VariantEvidence) -> Mapping[str, Json]:
     """Return lists of points by file name: `latency.json` with quantiles in ms, `size.json` in bytes."""
     latency: list[Json] = []
     size: list[Json] = []

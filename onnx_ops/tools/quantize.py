@@ -55,7 +55,7 @@ def estimate_speedup(runtime: Runtime, target: Target, source: Path, variant: Pa
     """Time a few fresh session pairs on one synthetic row."""
     try:
         feed = generate_samples(shared_inputs(source, variant), count=1, dims={}).feed(1)
-        samples = runtime.race((source, variant), target, feed, PairedBenchmarkSchedule(rounds=LOOKS[0]))
+        samples = runtime.benchmark((source, variant), target, feed, PairedBenchmarkSchedule(rounds=LOOKS[0]))
     except (MeasurementError, UserError) as error:
         return SpeedupEstimate(why=str(error))
     estimate, low, high = session_interval(compute_log_ratios(samples), ALPHA / 2)
@@ -97,7 +97,7 @@ def quantize_file(
     with Scratch() as folder:
         temporary = folder / MODEL_FILE
         optimizer = context.optimizer(section.method, section.env)
-        section = optimizer.settle(section, context.root)
+        section = optimizer.inline_files(section, context.root)
         quantized = optimizer.quantizes(section)
         recipe = optimizer.optimize(
             OptimizeRequest(section=section, source=source, path=temporary, calibration=calibration, machines=machines)

@@ -108,8 +108,8 @@ def test_any_request_may_fail_in_any_way(world: World, stage: int, sweep: Sweep)
         memory.write_text(str(stage)) if stage else memory.unlink(missing_ok=True)
         with world.cloud.kept():
             world.mischief(at, trouble)
-            patience = ANSWER_S if trouble.fault == "hang" else 60
-            config = config_of(world.cloud, api_timeout=f"{patience} s")
+            timeout_s = ANSWER_S if trouble.fault == "hang" else 60
+            config = config_of(world.cloud, api_timeout=f"{timeout_s} s")
             with suppress(InfrastructureError):
                 world.provider.apply(config, stages(world)[stage], generation=stage + 1)
             world.cloud.trouble = lambda *_: None

@@ -326,11 +326,11 @@ def test_of_two_racing_publishers_the_first_version_stays(registry: MlflowRegist
     release = publication(tmp_path, model="raced", seed="a")
     first = registry.publish(release)["fp32"]
     client = client_of(registry)
-    twin = client.get_model_version("raced", first)
+    other = client.get_model_version("raced", first)
     with registry._mlflow.as_default():
-        source = str(twin.source)
+        source = str(other.source)
         model_id = source.removeprefix("models:/")
-        second = client.create_model_version("raced", source=source, model_id=model_id, tags=twin.tags)
+        second = client.create_model_version("raced", source=source, model_id=model_id, tags=other.tags)
     assert registry.publish(release) == {"fp32": first}
     with pytest.raises(NotFoundError):
         registry.version("raced", str(second.version))

@@ -58,7 +58,7 @@ def test_it_answers_to_the_bit_what_this_process_answers(runtime: IsolatedRuntim
     assert runtime.facts(file, APART).clock_resolution_ns
 
 
-@pytest.mark.parametrize("do", ["race", "sample", "under_load"])
+@pytest.mark.parametrize("do", ["benchmark", "sample", "under_load"])
 def test_killed_in_the_middle_it_says_so_and_the_next_request_is_answered(
     runtime: IsolatedRuntime, file: Path, do: str
 ) -> None:

@@ -145,7 +145,7 @@ def test_every_heat_has_fresh_sessions_and_orders_follow_the_seed(
     for seed in (1, 1, 2):
         built.clear()
         schedule = PairedBenchmarkSchedule(rounds=4, blocks=1, runs=1, warmup=0, seed=seed)
-        OnnxRuntime().race((file, other), CPU, rows(1), schedule)
+        OnnxRuntime().benchmark((file, other), CPU, rows(1), schedule)
         assert sorted(built) == ["model.onnx"] * 4 + ["other.onnx"] * 4
         assert all(set(built[i : i + 2]) == {"model.onnx", "other.onnx"} for i in range(0, 8, 2))
         orders.append(tuple(built))
@@ -164,7 +164,7 @@ def test_axis_2_is_the_models_in_order(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(adapter, "build_session", fake)
     monkeypatch.setattr(adapter, "_timed", lambda session, _: lambda: (times[session], session == "candidate.onnx"))
-    samples = OnnxRuntime().race(
+    samples = OnnxRuntime().benchmark(
         (tmp_path / "baseline.onnx", tmp_path / "candidate.onnx"),
         CPU,
         rows(1),

@@ -256,11 +256,11 @@ def test_an_interrupted_run_ends_its_stages_on_every_machine(
 
 
 def test_only_stages_that_ask_for_it_run_elsewhere(project: Settings, context: Context) -> None:
-    performer = StageExecutor(settings=project, context=context)
+    executor = StageExecutor(settings=project, context=context)
 
     def process_of(stage: Stage) -> int:
         with pytest.raises(UserError, match="ZeroDivisionError"):
-            performer(stage, Digest(KEY), {})
+            executor(stage, Digest(KEY), {})
         return noted(project, "trainer")
 
     stage = train_stage("fail")

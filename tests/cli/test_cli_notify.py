@@ -46,7 +46,7 @@ def test_a_test_that_does_not_arrive(inbox: WebhookSink, capfd: pytest.CaptureFi
     assert result.exit_code == 4
     output = capfd.readouterr().out
     (told,) = json.loads(output)
-    assert "HTTP 404" in told["trouble"]
+    assert "HTTP 404" in told["error"]
     assert "hidden" not in output
 
 

@@ -94,9 +94,9 @@ def test_a_rollout_that_ends_well() -> None:
 @pytest.mark.parametrize(
     ("wait", "what", "text"),
     [
-        (WaitKind.INCONCLUSIVE, NotificationKind.HELD, "v2 is held for a person at step 1"),
+        (WaitKind.INCONCLUSIVE, NotificationKind.WAITING, "v2 waits for an operator at step 1"),
         (WaitKind.PAUSED, NotificationKind.PAUSED, "v2 is paused at step 1"),
-        (WaitKind.APPROVAL, NotificationKind.HELD, "v2 waits for approval at step 1"),
+        (WaitKind.APPROVAL, NotificationKind.WAITING, "v2 waits for approval at step 1"),
     ],
 )
 def test_a_rollout_that_waits_for_a_person(wait: WaitKind, what: NotificationKind, text: str) -> None:

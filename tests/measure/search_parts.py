@@ -103,7 +103,7 @@ class Steady:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
-    def race(
+    def benchmark(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
         del feed

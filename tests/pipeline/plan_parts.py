@@ -84,7 +84,7 @@ class TableProbe:
         del env
         return {name: self.world.get(f"{kind}/{name}", "1.0"), "trains": str(trains)}
 
-    def settled(self, entry: Quantize) -> Quantize:
+    def inline_files(self, entry: Quantize) -> Quantize:
         return entry
 
     def is_quantizer(self, entry: Quantize) -> bool:

@@ -186,16 +186,14 @@ def test_people_are_told_about_the_others(site: Site) -> None:
     roll_back(site.context, "digits")
     site.break_entry("faces", 1)
     told: list[DeliveryResult] = []
-    herald = NotificationLoop(
-        site.context, interval_s=5.0, endpoints=lambda: ("faces", "digits"), on_result=told.append
-    )
-    herald.send_all()
-    herald.send_all()
+    loop = NotificationLoop(site.context, interval_s=5.0, endpoints=lambda: ("faces", "digits"), on_result=told.append)
+    loop.send_all()
+    loop.send_all()
     assert people.received
-    assert [one.endpoint for one in told if one.trouble] == ["faces"]
+    assert [one.endpoint for one in told if one.error] == ["faces"]
     stopped = threading.Event()
     stopped.set()
-    herald.run(stopped)
+    loop.run(stopped)
 
 
 def test_the_commands_about_all_end_with_4_and_tell_both(

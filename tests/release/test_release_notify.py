@@ -87,7 +87,7 @@ def test_what_is_due_does_not_grow_old_while_the_notifier_is_down() -> None:
     chat.down = True
     alarm(scene)
     (told,) = send_pending(scene.context, "digits")
-    assert "does not answer" in told.trouble
+    assert "does not answer" in told.error
     scene.world.clock.advance(10 * REPEAT_INTERVAL_S)
     chat.down = False
     send_pending(scene.context, "digits")
@@ -100,7 +100,7 @@ def test_one_notifier_that_is_down_does_not_keep_another_back() -> None:
     mail.down = True
     alarm(scene)
     told = send_pending(scene.context, "digits")
-    assert [(one.notifier, bool(one.trouble)) for one in told] == [(CHAT, False), ("mail", True)]
+    assert [(one.notifier, bool(one.error)) for one in told] == [(CHAT, False), ("mail", True)]
     count = len(chat.received)
     mail.down = False
     send_pending(scene.context, "digits")
@@ -271,7 +271,7 @@ def test_a_writer_in_between_is_no_hindrance() -> None:
 
     scene.world.ledger.append = late  # type: ignore[method-assign]
     (told,) = send_pending(scene.context, "digits")
-    assert (told.trouble, busy) == ("", [0])
+    assert (told.error, busy) == ("", [0])
     assert chat.received
 
 
@@ -282,11 +282,11 @@ def test_a_wait_for_a_person_is_written_once_for_each_step() -> None:
     for n in range(3):
         record_pause(Journal.open(scene.context, "digits"), Wait(why=f"{wait.why} {n}", kind=wait.kind))
         send_pending(scene.context, "digits")
-    assert whats(chat).count(NotificationKind.HELD) == 1
+    assert whats(chat).count(NotificationKind.WAITING) == 1
     scene.say(OperatorCommand.ADVANCE)
     scene.settle_some()
     send_pending(scene.context, "digits")
-    assert whats(chat).count(NotificationKind.HELD) == 2
+    assert whats(chat).count(NotificationKind.WAITING) == 2
 
 
 @pytest.mark.parametrize("kind", [WaitKind.IDLE, WaitKind.ANALYZING])
@@ -321,7 +321,7 @@ def test_after_traffic_has_moved_nothing_is_raised(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(scene.world.notifiers[CHAT], "send", broken)
     (told,) = send_pending_each(scene.context, ("digits",))
-    assert told.trouble == "a bug"
+    assert told.error == "a bug"
 
 
 def test_a_test_goes_through_every_notifier() -> None:
@@ -329,22 +329,22 @@ def test_a_test_goes_through_every_notifier() -> None:
     scene.world.notifiers["mail"] = mail = FakeNotifier()
     mail.down = True
     told = send_test_message(scene.context)
-    assert [(one.notifier, bool(one.trouble)) for one in told] == [(CHAT, False), ("mail", True)]
+    assert [(one.notifier, bool(one.error)) for one in told] == [(CHAT, False), ("mail", True)]
     assert whats(chat) == [NotificationKind.TEST]
 
 
 class Passes:
-    """A herald whose passes a test makes."""
+    """A notification loop whose passes a test makes."""
 
     def __init__(self, scene: Scene) -> None:
         self.told: list[DeliveryResult] = []
-        self.herald = NotificationLoop(
+        self.loop = NotificationLoop(
             scene.context, interval_s=5.0, endpoints=lambda: ("digits",), on_result=self.told.append
         )
 
     def __call__(self, times: int) -> None:
         for _ in range(times):
-            self.herald.send_all()
+            self.loop.send_all()
 
 
 def test_a_notifier_that_is_down_is_asked_less_and_less_often_and_told_of_once(
@@ -362,7 +362,7 @@ def test_a_notifier_that_is_down_is_asked_less_and_less_often_and_told_of_once(
     passes = Passes(scene)
     passes(100)
     assert 8 < len(tries) < 20, "each minute at the latest"
-    assert [one.trouble for one in passes.told] == ["chat: does not answer"]
+    assert [one.error for one in passes.told] == ["chat: does not answer"]
     monkeypatch.undo()
     passes(13)
     assert whats(chat)[-1] is NotificationKind.ROLLED_BACK
@@ -372,9 +372,9 @@ def test_a_notifier_that_is_down_is_asked_less_and_less_often_and_told_of_once(
 def test_a_herald_outlives_a_bug_and_says_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
     scene, chat = with_chat(on_trial())
     stopped = threading.Event()
-    herald = NotificationLoop(scene.context, interval_s=3600.0, endpoints=lambda: ("digits",), on_result=lambda _: None)
+    loop = NotificationLoop(scene.context, interval_s=3600.0, endpoints=lambda: ("digits",), on_result=lambda _: None)
     calls: list[int] = []
-    look = herald.send_all
+    look = loop.send_all
 
     def broken_once() -> None:
         calls.append(1)
@@ -382,8 +382,8 @@ def test_a_herald_outlives_a_bug_and_says_its_last_words(monkeypatch: pytest.Mon
             raise RuntimeError("a bug")
         look()
 
-    monkeypatch.setattr(herald, "send_all", broken_once)
-    thread = threading.Thread(target=herald.run, args=(stopped,))
+    monkeypatch.setattr(loop, "send_all", broken_once)
+    thread = threading.Thread(target=loop.run, args=(stopped,))
     thread.start()
     alarm(scene)
     stopped.set()

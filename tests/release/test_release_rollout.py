@@ -266,7 +266,7 @@ def test_a_champion_moved_by_hand_counts_as_challenger(trial: Scene) -> None:
     assert trial.aliases()[CHAMPION] == "3"
 
 
-def test_a_model_without_endpoint_is_crowned_at_once() -> None:
+def test_model_without_endpoint_becomes_champion_at_once() -> None:
     scene = Scene()
     assert scene.promote(scene.publish("a")).did == "champion"
     assert scene.promote(scene.publish("b")).did == "champion"
@@ -278,7 +278,7 @@ def fold_of(scene: Scene) -> dict[str, str | None]:
     return dict(scene.state(f"{MODEL}@{TARGET}").aliases)
 
 
-def test_a_crowning_that_was_cut_short_is_written_down_by_the_next() -> None:
+def test_interrupted_champion_alias_is_recorded_by_the_next_run() -> None:
     scene = Scene()
     scene.set_alias(CHAMPION, scene.publish("a"))
     scene.promote("1")

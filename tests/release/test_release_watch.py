@@ -44,8 +44,8 @@ class Watch:
     def __post_init__(self) -> None:
         self.registry = Counting(self.scene.world.registry)
         self.context = replace(self.scene.context, registry=lambda: cast("Registry", self.registry))
-        self.bell = ReconcileQueue()
-        self.watcher = WatchLoop(self.context, self.bell, interval_s=5.0, on_event=self.told.append)
+        self.queue = ReconcileQueue()
+        self.watcher = WatchLoop(self.context, self.queue, interval_s=5.0, on_event=self.told.append)
 
     def look(self) -> list[str]:
         """One pass; what the registry was asked in it."""
@@ -235,13 +235,13 @@ def test_with_every_wake_up_lost_the_next_pass_finds_it() -> None:
 def test_it_stops_between_two_effects() -> None:
     scene = with_candidate(serving("a"))
     scene.promote("2")
-    bell = ReconcileQueue()
+    queue = ReconcileQueue()
 
     def stop(report: WatchEvent) -> None:
         if report.did:
-            bell.close()
+            queue.close()
 
-    WatchLoop(scene.context, bell, interval_s=5.0, on_event=stop).run()
+    WatchLoop(scene.context, queue, interval_s=5.0, on_event=stop).run()
     state = scene.state()
     assert (state.open_intent, scene.traffic()) == (None, {"v2": 100, "v1": 0})
     assert state.pending_aliases
@@ -251,34 +251,34 @@ def test_it_stops_between_two_effects() -> None:
 
 def test_a_running_watch_hears_its_bell() -> None:
     scene = with_candidate(serving("a"))
-    bell, served = ReconcileQueue(), threading.Event()
+    queue, served = ReconcileQueue(), threading.Event()
 
     def told(report: WatchEvent) -> None:
         if report.did == "finish":
             served.set()
 
-    watcher = WatchLoop(scene.context, bell, interval_s=3600.0, on_event=told)
+    watcher = WatchLoop(scene.context, queue, interval_s=3600.0, on_event=told)
     watcher.reconcile_all()
     thread = threading.Thread(target=watcher.run)
     thread.start()
     scene.set_alias(CHALLENGER, "2")
-    bell.add("digits")
+    queue.add("digits")
     assert served.wait(30)
-    bell.close()
+    queue.close()
     thread.join(30)
     assert not thread.is_alive()
 
 
 def test_a_bell_keeps_a_bounded_number_of_names() -> None:
-    bell = ReconcileQueue()
+    queue = ReconcileQueue()
     for number in range(5000):
-        bell.add(f"m-{number}")
-        bell.add("m-0")
-    assert len(bell.wait(0.0)) == 1000
-    assert bell.wait(0.0) == frozenset()
+        queue.add(f"m-{number}")
+        queue.add("m-0")
+    assert len(queue.wait(0.0)) == 1000
+    assert queue.wait(0.0) == frozenset()
 
 
-def test_a_glance_touches_nothing() -> None:
+def test_dry_run_changes_nothing() -> None:
     scene = with_candidate(serving("a"))
     scene.bind("digits", policy=CANARY)
     before = len(scene.world.ledger.read("digits"))

@@ -62,7 +62,7 @@ class Stage:
 
     listening: Scene
     other: Scene
-    bell: ReconcileQueue
+    queue: ReconcileQueue
     clock: FakeClock
     post: Callable[[bytes, Mapping[str, str]], int]
     sent: list[Delivery] = field(default_factory=list)
@@ -110,7 +110,7 @@ class Stage:
             clock.advance(seconds)
 
     def look(self, _: int) -> None:
-        models = self.bell.wait(0)
+        models = self.queue.wait(0)
         assert models <= {MODEL}
         if models:
             self.watchers[0].reconcile_models(models)

@@ -232,9 +232,9 @@ class OutputTail:
         self._thread = threading.Thread(target=self._drain, args=(stream,), daemon=True)
         self._thread.start()
 
-    def text(self, patience: float = 2.0) -> str:
+    def text(self, timeout_s: float = 2.0) -> str:
         """Return the last lines, after waiting for output that is still unread."""
-        self._thread.join(patience)
+        self._thread.join(timeout_s)
         with self._lock:
             return select_last_lines(self._kept)
 

@@ -72,7 +72,7 @@ class OliveOptimizer(Optimizer):
         config = section.options.get(CONFIG)
         return (config,) if isinstance(config, str) else ()
 
-    def settle(self, section: Quantize, root: Path) -> Quantize:
+    def inline_files(self, section: Quantize, root: Path) -> Quantize:
         """Return the section with the used part of the configuration in place of its file name."""
         where = f"variant {section.name}, options.config"
         config = read_options(section, self.options).get(CONFIG)

@@ -47,7 +47,7 @@ class Guard:
         target = guarded(alias)
         if target is None:
             return
-        with _said(done):
+        with _prefix_refusals(done):
             if target.name != alias:
                 raise RefusedError(
                     f"write it {target.name}", remedy="Some databases hold both spellings for one alias."
@@ -69,7 +69,7 @@ class Guard:
         found, record = self._read(model, version)
         if found is None or record is None:
             return
-        with _said(f"tag {key} was not set on version {found.version} of {found.model}"):
+        with _prefix_refusals(f"tag {key} was not set on version {found.version} of {found.model}"):
             if plain in _IDENTITY and record.tags.get(plain) != value:
                 raise RefusedError(
                     "a version keeps what it was registered as", remedy="Register another with `onnx-ops run`."
@@ -77,7 +77,7 @@ class Guard:
             if plain.startswith(DECISION):
                 self._no_older_decision(record, key, value)
             if plain.startswith(OVERRIDE_TAG_PREFIX):
-                self._overrides.give(user, found, record, key, value)
+                self._overrides.record_override(user, found, record, key, value)
 
     def delete_tag(self, user: str, model: str, version: str, key: str) -> None:
         """Check a request to delete a tag of a version."""
@@ -87,7 +87,7 @@ class Guard:
         found, record = self._read(model, version)
         if found is None or record is None:
             return
-        with _said(f"tag {key} of version {found.version} of {found.model} was not deleted"):
+        with _prefix_refusals(f"tag {key} of version {found.version} of {found.model} was not deleted"):
             if plain in _IDENTITY:
                 raise RefusedError("a version keeps what it was registered as")
             if plain.startswith(OVERRIDE_TAG_PREFIX):
@@ -105,7 +105,7 @@ class Guard:
         found, _ = self._read(model, version)
         aliases = sorted(alias for alias in found.aliases if guarded(alias)) if found is not None else []
         if found is not None and aliases and self._versions.registered_here(found.model):
-            with _said(f"version {found.version} of {found.model} was not deleted"):
+            with _prefix_refusals(f"version {found.version} of {found.model} was not deleted"):
                 raise RefusedError(f"it holds {', '.join(aliases)}", remedy="Move that to another version first.")
 
     def delete_model(self, model: str) -> None:
@@ -114,13 +114,13 @@ class Guard:
             return
         aliases = [f"{name} on version {n}" for name, n in self._versions.aliases(model).items() if guarded(name)]
         if aliases:
-            with _said(f"model {model} was not deleted"):
+            with _prefix_refusals(f"model {model} was not deleted"):
                 raise RefusedError(f"it has {', '.join(sorted(aliases))}", remedy="Delete those aliases first.")
 
     def rename_model(self, model: str) -> None:
         """Check a request to rename a registered model."""
         if self._versions.registered_here(model):
-            with _said(f"model {model} was not renamed"):
+            with _prefix_refusals(f"model {model} was not renamed"):
                 raise RefusedError(
                     "every decision about its versions is signed for this name, and endpoints are bound to it",
                     remedy="Register under the new name with `register.model` and `onnx-ops run`.",
@@ -137,7 +137,7 @@ class Guard:
             return
         name = alias if target is None else target.name
         index = located.policy.rule(model, name)
-        with _said(done):
+        with _prefix_refusals(done):
             if index is None and target is not None:
                 raise RefusedError(
                     "no rule of the promotion policy is about it", remedy="Ask who keeps the policy for one."
@@ -156,7 +156,9 @@ class Guard:
                 remedy=f"Its operator names the folder of public keys in {TRUSTED_KEYS}.",
             )
         try:
-            require_passing_decision(record, target.target, keys, others=self._versions.twins(record, target.target))
+            require_passing_decision(
+                record, target.target, keys, others=self._versions.list_copies(record, target.target)
+            )
         except RefusedError as error:
             champion = alias_of("champion", target.target)
             if target.role == PREVIOUS and champion in found.aliases:
@@ -191,7 +193,7 @@ class Guard:
 
 
 @contextmanager
-def _said(done: str) -> Iterator[None]:
+def _prefix_refusals(done: str) -> Iterator[None]:
     """Put the refused change in front of the reason; a change that cannot be checked is refused."""
     try:
         yield
@@ -236,7 +238,7 @@ class Overrides:
         self._versions = versions
         self._clock = clock
 
-    def give(self, user: str, found: StoredVersion, record: VersionRecord, key: str, reason: str) -> None:
+    def record_override(self, user: str, found: StoredVersion, record: VersionRecord, key: str, reason: str) -> None:
         """Sign the user's override before the tag with the reason is set; the record alone allows nothing.
 
         Raises:

@@ -55,7 +55,7 @@ class ServerStore:
         found = _unless_absent(lambda: _store().get_registered_model(model))
         return {} if found is None else {str(alias): str(version) for alias, version in found.aliases.items()}
 
-    def twins(self, record: VersionRecord, target: str) -> Iterator[SignedDecision]:
+    def list_copies(self, record: VersionRecord, target: str) -> Iterator[SignedDecision]:
         """Yield decisions for the target on the model's other versions of the same content."""
         query, token = f"tags.`{DIGEST}` = '{record.manifest}'", None
         while True:
