@@ -146,7 +146,7 @@ class Rollouts(RuleBasedStateMachine):
                     assert self.state.find_rejection(deployment) is None
 
     @rule()
-    def settle(self) -> None:
+    def reconcile(self) -> None:
         for _ in range(10):
             action = self.due()
             if isinstance(action, Wait):

@@ -104,7 +104,7 @@ class World:
         assert sum(observed.split.weights.values()) == 100
         return {name: weight for name, weight in observed.split.weights.items() if weight}
 
-    def settle_all(self, *configs: EndpointConfig) -> str:
+    def reconcile_all(self, *configs: EndpointConfig) -> str:
         """What is due at each of them, in this order; why nothing more is at the last one."""
         return [reconcile_until_stable(self.context, config.endpoint)[-1].why for config in configs][-1]
 
@@ -215,18 +215,18 @@ def test_one_release_over_all_providers_in_order_and_back_with_one_command(world
         world.context, far, RolloutPolicy(depends_on=(near.endpoint, region.endpoint), depends_on_soak=LATE_S)
     )
     first = world.release(model, "first", scale=1.0)
-    world.settle_all(near, region)
+    world.reconcile_all(near, region)
     world.wind()
-    world.settle_all(far)
+    world.reconcile_all(far)
     assert world.answers(near, region, far) == [(first, 1.0)] * 3
     second = world.release(model, "second", scale=2.0)
     for one in (far, region):
-        assert world.settle_all(one).startswith(f"{second} waits for endpoint {near.endpoint}: it does not serve ")
-    world.settle_all(near, region)
-    assert world.settle_all(far).endswith(f"for less than {LATE_S:g} s")
+        assert world.reconcile_all(one).startswith(f"{second} waits for endpoint {near.endpoint}: it does not serve ")
+    world.reconcile_all(near, region)
+    assert world.reconcile_all(far).endswith(f"for less than {LATE_S:g} s")
     assert world.answers(near, region, far) == [(second, 2.0), (second, 2.0), (first, 1.0)]
     world.wind()
-    world.settle_all(far, near, region)
+    world.reconcile_all(far, near, region)
     assert world.answers(near, region, far) == [(second, 2.0)] * 3
     assert world.context.registry().aliases(model)[format_alias("champion", TARGET)] == second.removeprefix("v")
     world.project.document("rollback", "--all", "--model", model, "--reason", "wrong everywhere", "--wait")

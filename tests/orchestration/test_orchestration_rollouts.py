@@ -124,7 +124,7 @@ def test_several_are_rolled_back_each_in_a_task_run(prefect_server: None) -> Non
     from onnx_ops.orchestration.flows import aggregate_state, roll_back_endpoints
 
     scene = promoted()
-    scene.settle_some()
+    scene.reconcile_some()
 
     def story() -> State[Any]:
         names = ("digits", "nowhere")

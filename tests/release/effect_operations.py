@@ -100,7 +100,7 @@ def end_of_run(scene: Scene) -> Mapping[str, Any]:
     return {**comparable_end(scene), "versions": sorted(versions), "executed": run(scene)}
 
 
-def settle_bound(scene: Scene) -> None:
+def reconcile_bound(scene: Scene) -> None:
     for name in list_bound_endpoints(scene.context):
         reconcile_until_stable(scene.context, name)
 
@@ -145,7 +145,7 @@ def end_of_pruning(scene: Scene) -> Mapping[str, Any]:
         "result": context.store.lookup(digest_bytes(b"key")),
     }
     scene.roll_back()
-    scene.settle()
+    scene.reconcile()
     return {**kept, **comparable_end(scene)}
 
 
@@ -155,7 +155,7 @@ OPERATIONS: Mapping[str, Operation] = {
         setup=lambda: serving("a", "b"),
         act=lambda scene: delete_endpoint(scene.context, "digits", reason="over"),
         done=lambda scene: scene.state().config is None,
-        follow=settle_bound,
+        follow=reconcile_bound,
         end=end_of_deletion,
         troubles=_ALL,
     ),

@@ -61,7 +61,7 @@ class Operation:
     setup: Callable[[], Scene]
     act: Callable[[Scene], object]
     done: Callable[[Scene], bool] = lambda scene: False
-    follow: Callable[[Scene], object] = Scene.settle_all
+    follow: Callable[[Scene], object] = Scene.reconcile_all
     end: Callable[[Scene], Mapping[str, Any]] = comparable_end
     troubles: tuple[Trouble, ...] = OF_FILES
 

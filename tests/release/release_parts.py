@@ -144,28 +144,28 @@ class Scene:
     def promote(self, version: str, *, override: bool = False, reason: str = "", actor: str = "") -> PromotionResult:
         return promote(self.context, MODEL, version, TARGET, override=override, reason=reason, actor=actor)
 
-    def settle(self, endpoint: str = "digits") -> list[StepReport]:
+    def reconcile(self, endpoint: str = "digits") -> list[StepReport]:
         reports = reconcile_until_stable(self.context, endpoint)
         assert reports[-1].stable, reports
         return reports
 
-    def settle_some(self, endpoint: str = "digits") -> None:
+    def reconcile_some(self, endpoint: str = "digits") -> None:
         """As far as it goes without a word of an operator."""
         reconcile_until_stable(self.context, endpoint)
 
-    def settle_all(self) -> None:
+    def reconcile_all(self) -> None:
         """Twice around, since an endpoint may owe aliases until the others have followed."""
         names = [name for name in self.world.ledger.endpoints() if "@" not in name]
         for name in (*names, *names):
-            self.settle(name)
+            self.reconcile(name)
 
     def serve(self, version: str, endpoint: str = "digits") -> None:
         """Promote a version and let the endpoint follow, whatever steps that takes."""
         self.promote(version)
-        self.settle(endpoint)
+        self.reconcile(endpoint)
         while self.state(endpoint).roles.candidate is not None:
             self.say(OperatorCommand.ADVANCE, endpoint)
-            self.settle(endpoint)
+            self.reconcile(endpoint)
         assert self.traffic(endpoint)[f"v{version}"] == 100
 
     def say(self, word: OperatorCommand, endpoint: str = "digits") -> None:

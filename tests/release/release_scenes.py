@@ -81,7 +81,7 @@ def refused_while_at_work(scene: Scene, call: Callable[[Context], object]) -> No
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(scene.world.provider, "apply", interfere)
         with pytest.raises(KeyboardInterrupt):
-            scene.settle()
+            scene.reconcile()
     scene.restart()
 
 
@@ -98,10 +98,10 @@ def on_trial(*words: OperatorCommand) -> Scene:
     scene = serving("a", "b")
     scene.bind(policy=CANARY)
     scene.promote(scene.publish("c"))
-    scene.settle()
+    scene.reconcile()
     for word in words:
         scene.say(word)
-        scene.settle()
+        scene.reconcile()
     return scene
 
 
@@ -116,9 +116,9 @@ def pair() -> Scene:
     scene.bind("digits-a")
     scene.bind("digits-b")
     scene.promote(scene.publish("a"))
-    scene.settle_all()
+    scene.reconcile_all()
     scene.promote(scene.publish("b"))
-    scene.settle("digits-a")
+    scene.reconcile("digits-a")
     return scene
 
 
@@ -163,7 +163,7 @@ def moved_by_hand() -> Scene:
 def begun(policy: RolloutPolicy = GUARDED) -> Scene:
     """Version 1 serves, version 2 has just begun its rollout."""
     scene = asked_for(policy)
-    scene.settle()
+    scene.reconcile()
     return scene
 
 
@@ -172,7 +172,7 @@ def asked_for(policy: RolloutPolicy = GUARDED) -> Scene:
     scene = Scene()
     scene.bind(policy=policy)
     scene.promote(scene.publish("a"))
-    scene.settle()
+    scene.reconcile()
     scene.promote(scene.publish("b"))
     return scene
 

@@ -40,14 +40,14 @@ def test_endpoint_that_moves_is_refused_and_left_behind_with_a_reason(
     golden("errors", str(told.value))
     assert scene.world.ledger.read("digits") == before
     scene.roll_back()
-    scene.settle()
+    scene.reconcile()
     rejected = scene.state().rejected
     assert rejected
     assert bind_endpoint(scene.context, config, AT_ONCE, abandon="the contract ended")
     entry, _ = scene.world.ledger.read("digits")[-2:]
     assert entry.body == EndpointAbandoned(reason="the contract ended", place="digits in a")
     assert scene.state().config == config
-    assert [report.did for report in scene.settle()] == ["first-deployment", "wrote aliases", ""]
+    assert [report.did for report in scene.reconcile()] == ["first-deployment", "wrote aliases", ""]
     assert scene.traffic() == {"v1": 100}
     assert scene.state().rejected == rejected
     lines, _ = read_history(scene.context, HistoryFilter(endpoints=("digits",)))

@@ -82,21 +82,21 @@ def scene(tmp_path: Path) -> Iterator[Azure]:
 def test_from_an_empty_workspace_to_a_canary_and_back(scene: Azure) -> None:
     first, second = scene.release(2.0), scene.release(3.0)
     scene.promote(first)
-    scene.settle()
+    scene.reconcile()
     assert scene.answers(10) == {2.0: 10}
     scene.promote(second)
-    scene.settle()
+    scene.reconcile()
     assert scene.answers() == {2.0: 90, 3.0: 10}
     scene.say(OperatorCommand.ADVANCE)
-    scene.settle()
+    scene.reconcile()
     assert scene.answers() == {2.0: 50, 3.0: 50}
     scene.say(OperatorCommand.ADVANCE)
-    scene.settle()
+    scene.reconcile()
     assert scene.answers(10) == {3.0: 10}
     assert scene.aliases()[f"champion-{TARGET}"] == second
     third = scene.release(5.0)
     scene.promote(third)
-    scene.settle()
+    scene.reconcile()
     assert scene.answers()[5.0] == 10
     scene.roll_back()
     assert scene.answers(10) == {3.0: 10}
@@ -110,7 +110,7 @@ def test_from_an_empty_workspace_to_a_canary_and_back(scene: Azure) -> None:
 def test_orphans_of_a_driver_that_died_are_found_and_removed(scene: Azure) -> None:
     first, second = scene.release(2.0), scene.release(3.0)
     scene.promote(first)
-    scene.settle()
+    scene.reconcile()
     stray = scaling_deployment(scene.folder / "stray", name="stray", version="9", scale=9.0)
     served = scene.azure.observe(scene.config)
     assert served is not None
@@ -118,7 +118,7 @@ def test_orphans_of_a_driver_that_died_are_found_and_removed(scene: Azure) -> No
     other = AzureEndpoints(scene.folder / "another-machine", policy=POLICY)
     other.apply(scene.config, state_of(*served.deployments, stray, v1=100, stray=0), generation=generation + 1)
     scene.promote(second)
-    scene.settle()
+    scene.reconcile()
     found = find_orphans(scene.context, ["digits"])
     assert found.silent == ()
     assert [one.leftover.kind for one in found.orphans] == ["model"]

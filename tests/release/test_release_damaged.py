@@ -129,7 +129,7 @@ def pair(site: Site) -> Site:
         site.scene.world.clock.advance(DAY)
         site.scene.promote(site.scene.publish(seed))
         for name in ("digits", "digits-eu", "digits", "digits-eu"):
-            site.scene.settle(name)
+            site.scene.reconcile(name)
     site.break_entry("digits-eu", site.last("digits-eu"))
     return site
 

@@ -63,12 +63,12 @@ def test_killed_anywhere_it_is_completed() -> None:
 def test_the_name_can_be_bound_again_but_what_failed_stays_refused(scene: Scene) -> None:
     generation = scene.state().generation
     scene.roll_back()
-    scene.settle()
+    scene.reconcile()
     rejected = scene.state().rejected
     assert rejected
     delete_endpoint(scene.context, "digits")
     scene.bind()
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic() == {"v1": 100}
     assert scene.state().generation > generation
     assert scene.state().rejected == rejected
@@ -88,7 +88,7 @@ def test_a_deletion_that_is_owed_can_be_withdrawn(scene: Scene) -> None:
         delete_endpoint(scene.context, "digits")
     scene.world.provider.down = False
     withdraw_request(scene.context, "digits", reason="it is needed")
-    scene.settle()
+    scene.reconcile()
     assert scene.world.provider.observe(config_of("digits")) is not None
 
 
@@ -100,7 +100,7 @@ def test_a_rollback_outlives_a_deletion_that_is_withdrawn(scene: Scene) -> None:
             command()
     scene.world.provider.down = False
     withdraw_request(scene.context, "digits", reason="it is needed")
-    assert scene.settle()[0].did == "rollback"
+    assert scene.reconcile()[0].did == "rollback"
     assert scene.traffic().get(served, 0) == 0
 
 

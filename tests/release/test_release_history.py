@@ -26,7 +26,7 @@ def scene() -> Scene:
     for endpoint in ("digits", "digits-eu"):
         scene.bind(endpoint)
     scene.promote(scene.publish("a"))
-    scene.settle_all()
+    scene.reconcile_all()
     return scene
 
 
@@ -50,7 +50,7 @@ def test_a_change_names_what_serves_after_it(scene: Scene) -> None:
 
 def test_what_moved_traffic(scene: Scene) -> None:
     promote(scene.context, MODEL, scene.publish("b"), TARGET)
-    scene.settle_all()
+    scene.reconcile_all()
     moves = history(scene.context, HistoryFilter(endpoints=("digits",), traffic=True))
     assert moves == tuple(line for line in history(scene.context, HistoryFilter(endpoints=("digits",))) if line.traffic)
     assert [dict(line.traffic) for line in moves] == [{"v1": 100}, {"v1": 0, "v2": 100}]
@@ -74,7 +74,7 @@ def test_a_move_that_failed_moved_no_traffic(scene: Scene) -> None:
 def test_who_and_when_and_how_many(scene: Scene) -> None:
     scene.world.clock.advance(DAY)
     promote(scene.context, MODEL, scene.publish("b"), TARGET, actor="alice")
-    scene.settle_all()
+    scene.reconcile_all()
     moment = scene.world.clock.now()
     late = history(scene.context, HistoryFilter(since=moment))
     assert late

@@ -53,7 +53,7 @@ SCENES: Mapping[str, Callable[[], Scene]] = {
     "advance": lambda: told(on_trial(), OperatorCommand.ADVANCE),
     "finish": lambda: told(on_trial(OperatorCommand.ADVANCE), OperatorCommand.ADVANCE),
     "replace a candidate": lambda: asked(with_candidate(on_trial()), "4"),
-    **{name: one.setup for name, one in SCENARIOS.items() if one.act is Scene.settle_all},
+    **{name: one.setup for name, one in SCENARIOS.items() if one.act is Scene.reconcile_all},
 }
 
 

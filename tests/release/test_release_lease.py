@@ -69,7 +69,7 @@ def test_the_lease_is_kept_for_as_long_as_an_update_takes(scene: Scene, golden: 
         reports.append(report.why)
 
     during_an_update(scene, look)
-    scene.settle()
+    scene.reconcile()
     golden("reasons", "\n".join(set(reports)))
     assert effects(scene.world.ledger.read("digits")) == ["first-deployment", "finish"]
     assert scene.traffic() == {"v2": 100, "v1": 0}
@@ -91,7 +91,7 @@ def test_a_holder_that_stands_still_loses_its_lease(
             taken.append(reconcile_until_stable(scene.world.context("another driver"), "digits")[0].why)
 
     during_an_update(scene, look)
-    scene.settle()
+    scene.reconcile()
     golden("reasons", "\n".join(taken))
     assert effects(scene.world.ledger.read("digits")) == ["first-deployment", "finish"]
     assert scene.traffic() == {"v2": 100, "v1": 0}
@@ -106,7 +106,7 @@ def test_who_was_overtaken_renews_no_more(scene: Scene) -> None:
             roll_back(scene.world.context("operator"), "digits", to="1")
 
     during_an_update(scene, look)
-    scene.settle()
+    scene.reconcile()
     assert len(renewals(scene)) == 1
     assert scene.traffic()["v1"] == 100
 
@@ -124,7 +124,7 @@ def test_a_ledger_that_is_out_of_reach_for_a_while_costs_nothing(scene: Scene) -
 
     ledger.append = unreachable  # type: ignore[method-assign]
     during_an_update(scene, lambda turn: None if turn else assert_soon(lambda: len(renewals(scene)) > 0))
-    scene.settle()
+    scene.reconcile()
     assert len(failed) == 3
     assert scene.traffic() == {"v2": 100, "v1": 0}
 

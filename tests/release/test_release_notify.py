@@ -43,7 +43,7 @@ def retry(scene: Scene) -> None:
     """Another rollout of the same version, which an operator wanted in spite of everything."""
     scene.world.clock.advance(1)  # an override of the same moment would be the same override
     scene.promote("3", override=True, reason="again")
-    scene.settle()
+    scene.reconcile()
 
 
 def whats(chat: FakeNotifier) -> list[NotificationKind]:
@@ -284,7 +284,7 @@ def test_a_wait_for_a_person_is_written_once_for_each_step() -> None:
         send_pending(scene.context, "digits")
     assert whats(chat).count(NotificationKind.WAITING) == 1
     scene.say(OperatorCommand.ADVANCE)
-    scene.settle_some()
+    scene.reconcile_some()
     send_pending(scene.context, "digits")
     assert whats(chat).count(NotificationKind.WAITING) == 2
 
@@ -309,7 +309,7 @@ def test_a_hold_stays_through_a_repair() -> None:
     journal = Journal.open(scene.context, "digits")
     journal.append(RolloutPaused(wait=WaitKind.INCONCLUSIVE, step=0, why="no traffic"))
     scene.world.provider.interfere("digits", None)
-    scene.settle_some()
+    scene.reconcile_some()
     assert scene.state().pause is not None
 
 

@@ -104,7 +104,7 @@ def test_a_model_that_is_not_there_is_empty(scene: Scene) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(st.sampled_from(("publish", "serve", "trial", "back", "settle", "age")), min_size=1, max_size=10),
+    st.lists(st.sampled_from(("publish", "serve", "trial", "back", "reconcile", "age")), min_size=1, max_size=10),
     st.integers(1, 3),
 )
 def test_whatever_happened_before_nothing_in_use_goes(happened: list[str], keep: int) -> None:
@@ -117,13 +117,13 @@ def test_whatever_happened_before_nothing_in_use_goes(happened: list[str], keep:
             version = scene.publish(f"release {count}")
             if what == "trial":
                 scene.promote(version)
-                scene.settle_some()
+                scene.reconcile_some()
             elif what == "serve" and scene.state().roles.candidate is None:
                 scene.serve(version)
         elif what == "back" and scene.state().roles.previous is not None:
             scene.roll_back(force=True)
-        elif what == "settle":
-            scene.settle_some()
+        elif what == "reconcile":
+            scene.reconcile_some()
         else:
             scene.world.clock.advance(2 * DAY)
     scene.world.clock.advance(2 * DAY)
@@ -167,7 +167,7 @@ def test_what_an_open_intent_is_about_to_serve_is_needed(scene: Scene) -> None:
 
     scene.world.provider.apply = die  # type: ignore[method-assign]
     with pytest.raises(Killed):
-        scene.settle()
+        scene.reconcile()
     assert scene.state().open_intent is not None
     assert f"v{candidate}" not in scene.traffic()
     assert find_orphans(scene.context, ["digits"]) == OrphanSurvey()

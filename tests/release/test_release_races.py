@@ -39,7 +39,7 @@ DRIVERS = 4
 def test_reconciling_beside_the_background_job_of_a_rollback() -> None:
     """The job writes all the owed aliases at one moment of the command, for every moment."""
     alone = rolled_back_alone()
-    alone.settle()
+    alone.reconcile()
     counted, moment = Faults(), 0
     while moment == 0 or moment < counted.moments:
         scene = rolled_back_alone()
@@ -51,7 +51,7 @@ def test_reconciling_beside_the_background_job_of_a_rollback() -> None:
 
         counted = Faults(between=between)
         scene.faults = counted
-        assert scene.settle()[-1].stable
+        assert scene.reconcile()[-1].stable
         assert scene.aliases() == alone.aliases()
         assert end_of(scene)["changes"] == end_of(alone)["changes"]
         assert effects(scene.world.ledger.read("digits")) == effects(alone.world.ledger.read("digits"))
@@ -95,7 +95,7 @@ def test_who_never_gets_an_entry_gives_up(monkeypatch: pytest.MonkeyPatch) -> No
     before = len(scene.world.ledger.read("digits"))
     monkeypatch.setattr(ledger, "append", overtaken)
     with pytest.raises(LedgerConflictError, match="another writer appended"):
-        scene.settle()
+        scene.reconcile()
     written = scene.world.ledger.read("digits")[before:]
     assert {type(entry.body) for entry in written} == {ThresholdsFixed}
     assert len(asked) >= MAX_CONFLICT_ATTEMPTS
@@ -224,6 +224,6 @@ def test_an_overtaken_driver_does_not_repeat_what_was_rolled_back() -> None:
         apply(*arguments, **options)  # type: ignore[arg-type]
 
     scene.world.provider.apply = overtaken  # type: ignore[method-assign]
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic()["v1"] == 100
     assert scene.aliases()[CHAMPION] == "1"

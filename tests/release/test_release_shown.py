@@ -68,7 +68,7 @@ def test_an_endpoint_that_differs_from_its_settings_is_shown(capsys: pytest.Capt
     shown = " ".join(capsys.readouterr().out.split())
     assert "differs from its settings: instance_count: None, not 2" in shown
     assert status_document(found)["drift"] == ["instance_count: None, not 2"]
-    scene.settle()
+    scene.reconcile()
     assert status_document(read_status(scene.context, "digits"))["drift"] == []
 
 
@@ -92,7 +92,7 @@ def test_an_owed_rollback_is_shown_by_status_history_doctor_and_metrics(
     assert 'onnx_ops_rollback_owed_seconds{endpoint="digits"} 90\n' in told
     assert 'onnx_ops_rollback_failed_attempts{endpoint="digits"} 1\n' in told
     scene.world.provider.down = False
-    scene.settle()
+    scene.reconcile()
     assert "rollback of digits" not in {finding.check for finding in diagnose(project)}
     assert 'onnx_ops_rollback_owed_seconds{endpoint="digits"} 0\n' in render_pending_metrics(scene.context)
     scene.world.provider.down = True

@@ -39,7 +39,7 @@ def test_a_rollout_is_told_from_its_start_to_its_end() -> None:
     assert whats(found) == ["start", waits, "operator command advance", "advance", waits]
     assert [step.percent for step in found.steps if step.percent is not None] == [10, 50]
     scene.say(OperatorCommand.ADVANCE)
-    scene.settle()
+    scene.reconcile()
     found = traced(scene)
     assert found is not None
     assert found.end is ActionKind.FINISH

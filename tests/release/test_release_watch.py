@@ -65,7 +65,7 @@ def fleet(count: int) -> Scene:
     for name in names:
         scene.bind(name)
     scene.promote(scene.publish("a"))
-    scene.settle_all()
+    scene.reconcile_all()
     return scene
 
 
@@ -245,7 +245,7 @@ def test_it_stops_between_two_effects() -> None:
     state = scene.state()
     assert (state.open_intent, scene.traffic()) == (None, {"v2": 100, "v1": 0})
     assert state.pending_aliases
-    scene.settle_all()
+    scene.reconcile_all()
     assert scene.aliases()[CHAMPION] == "2"
 
 

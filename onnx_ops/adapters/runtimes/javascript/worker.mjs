@@ -1,4 +1,4 @@
-// Answers requests, one at a time: JSON lines from standard input, answers to the descriptor of the second argument.
+// Answers requests, one at a time: JSON lines from standard input, answers to the descriptor that the arguments name.
 //
 // Arguments: `node` or `browser`, the folder of packages, the descriptor, and for a browser its program.
 
