@@ -84,7 +84,7 @@ def read_envelope(data: bytes | Envelope, kind: type[_R], *, where: str = "") ->
     if (found := statement.get("predicateType")) != _PREDICATES[kind]:
         raise CorruptStateError(f"not a {_PREDICATES[kind]}", where=where, why=f"it is a {found}"[:200])
     if not envelope.signatures:
-        raise CorruptStateError("nobody has signed it", where=where)
+        raise CorruptStateError("it has no signature", where=where)
     record = codec.from_json(statement.get("predicate"), kind, where=where)
     if statement.get("subject") != [{"name": _SUBJECT, "digest": {"sha256": hex_digits(record.manifest)}}]:
         raise CorruptStateError("its subject is not what its predicate is about", where=where)
@@ -101,7 +101,7 @@ def verify_envelope(envelope: Envelope, kind: type[_R], verifier: Verifier, *, w
         record = read_envelope(envelope, kind, where=where).record
         signed = _pre_authentication(envelope.payloadType, _decoded(envelope.payload, where))
     except (CorruptStateError, UnicodeEncodeError, RecursionError) as error:
-        raise InvalidSignatureError("nobody can have signed this", where=where, why=str(error)) from error
+        raise InvalidSignatureError("it has no valid signature", where=where, why=str(error)) from error
     refused = None
     for signature in envelope.signatures:
         try:

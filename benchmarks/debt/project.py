@@ -211,7 +211,7 @@ def serve_both(place: Place, keep_first: bool) -> None:
 
 
 def request(place: Place, timeout_s: float) -> None:
-    """Ask once for a rollback, as the command does. Ends 0 if it was carried out or is owed."""
+    """Ask once for a rollback, as the command does. Ends 0 if it was carried out or is pending."""
     _, errors = roll_back_each(place.context(), (place.config.endpoint,), reason="a trial", timeout_s=timeout_s)
     if not all(isinstance(error, StillPendingError) for error in errors.values()):
         raise SystemExit(f"{errors}")

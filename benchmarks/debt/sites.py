@@ -34,7 +34,7 @@ from tests.support.clouds.azureml_web import Call
 from tests.support.clouds.azureml_web import Fault as AzureFault
 from tests.support.clouds.sagemaker import BUCKET, SETTINGS, FakeSageMaker, client, fake_sagemaker
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 _ALWAYS = 1_000_000
 _DISK_BYTES = 1 << 20
 
@@ -193,7 +193,7 @@ class Local(Site):
         folder = self._folder(place)
         server = LocalServer(folder, sys.executable)
         server.kill(None)
-        if not server.wait_until_stopped(PATIENCE_S) or server_process.list_workers(folder):
+        if not server.wait_until_stopped(TIMEOUT_S) or server_process.list_workers(folder):
             raise MeasurementError("the server does not die", where=place.config.endpoint)
 
     def _port_taken(self, place: Place, variant: bool) -> Repair:
@@ -202,7 +202,7 @@ class Local(Site):
         self._kill(place)
         taken = socket.socket()
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while True:
             try:
                 taken.bind(("127.0.0.1", port))

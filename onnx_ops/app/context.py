@@ -87,7 +87,7 @@ class Project:
         """Return the stage handler of this project.
 
         Args:
-            actor: who is answerable for its releases.
+            actor: user recorded in the audit log of its releases.
             observer: gets the progress.
             abandon: why endpoints may be left behind.
             no_cache: kinds of stages whose cached results are ignored.

@@ -266,7 +266,7 @@ def execute(
     report that nothing is recorded.
 
     Args:
-        actor: who is answerable for its releases; by default the user of this process.
+        actor: user recorded in the audit log of its releases (default: the user of this process).
         base: by default the target branch of the pull request.
 
     Raises:

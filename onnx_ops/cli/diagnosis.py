@@ -30,7 +30,7 @@ PINS = {
     "fastapi": (">=0.139,<0.151", "newer ones break the Prefect server or `prefect deploy`"),
     "sqlalchemy": ("<2.1", "with 2.1 Prefect's schedules silently never fire"),
     "mlflow": (">=3.17", "older ones have known security holes"),
-    "onnxruntime": (">=1.31", "the figures of this release were measured with it"),
+    "onnxruntime": (">=1.31", "the benchmarks of this release used it"),
 }
 """Packages whose wrong version fails late or silently, and what it breaks. Extras bring all but the last."""
 
@@ -306,7 +306,7 @@ def _owed_rollbacks(project: Project) -> Iterator[Diagnosis]:
             yield Diagnosis(
                 check=f"rollback of {name}",
                 ok=False,
-                found=f"owed {describe_pending(pending, project.context.clock.now())}",
+                found=f"pending: {describe_pending(pending, project.context.clock.now())}",
                 remedy=f"onnx-ops reconcile {name} tries again",
             )
 

@@ -255,7 +255,7 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
         if state.deleting:
             print_text("[yellow]is being deleted[/yellow]", indent=2)
         if state.pending_rollback is not None:
-            print_text("[red]rollback owed[/red]: {}", describe_pending(state.pending_rollback, now), indent=2)
+            print_text("[red]rollback pending[/red]: {}", describe_pending(state.pending_rollback, now), indent=2)
             say(f"{repair} tries again; rollback --withdraw takes it back", indent=2)
         if status.actual is not None:
             waits = "" if state.roles.candidate is None else state.roles.candidate.name
@@ -278,8 +278,8 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
             left = max(0, round(state.open_intent.expires_at - now))
             say(f"at work: {state.open_intent.action.why} (lease for {left} s more)", indent=2)
         if state.pending_aliases:
-            owed = ", ".join(f"{name} -> {version or 'none'}" for name, version in state.pending_aliases.items())
-            print_text("[yellow]registry pending[/yellow]: {}", owed, indent=2)
+            aliases = ", ".join(f"{name} -> {version or 'none'}" for name, version in state.pending_aliases.items())
+            print_text("[yellow]aliases pending[/yellow]: {}", aliases, indent=2)
 
 
 def describe_pending(pending: PendingRollback, now: float) -> str:

@@ -144,7 +144,7 @@ def _report(path: Path, summary: ModelSummary, targets: Mapping[str, str], writt
     lines = {
         "file": f"{path.name}, {format_figure(info.size_bytes, 'B')}{beside}, sha256 {short_digest(summary.file)}",
         "versions": f"IR {info.ir_version}, opset {opsets or 'none'}",
-        "producer": summary.producer or "not told",
+        "producer": summary.producer or "not recorded",
         "author": summary.author,
         "license": summary.license,
         "version": str(summary.version or ""),

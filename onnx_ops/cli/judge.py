@@ -103,7 +103,7 @@ def judge(
     It reads off the files what the candidate is. A model in float must give the same answers. A rounded one (int8,
     4-bit, float16) is judged by its weights, activations, function without rounding, and task metric.
 
-    Exit code: 0 it may, 1 it may not, 2 wrong input, 3 inconclusive, 4 not measured.
+    Exit code: 0 accepted, 1 rejected, 2 wrong input, 3 inconclusive, 4 not measured.
 
     Example: onnx-ops judge fp32.onnx int8.onnx --data test.npz --labels y --max-drop 1%
     """

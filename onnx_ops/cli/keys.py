@@ -91,7 +91,7 @@ def keys_retire(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which versions would lose it.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Stop trusting a key, whatever the time of its signatures.
+    """Stop trusting a key for all its signatures, old and new.
 
     Shows which versions under aliases lose their decision, and refuses if there are any.
 

@@ -71,11 +71,11 @@ def quantize(
 ) -> None:
     """Quantize an ONNX file by a recipe that fits its targets, and show what each target makes of it.
 
-    `--method auto` searches for the recipe under a budget, and goes on where it was stopped when it is called again.
+    `--method auto` searches for the recipe under a budget. A repeated call resumes an interrupted search.
     It writes everything it tried beside OUT, as OUT.search.json.
 
     Shows how the variant was made and why, its size, what runs in int8 (of a float variant: a first measurement of its
-    time), and what slows it down with the setting that mends it. Whether it is right and fast enough is for `judge` and
+    time), and what slows it down with the setting that fixes it. Whether it is right and fast enough is for `judge` and
     for the gates of a pipeline.
 
     Exit code: 0 made, 2 wrong input, 4 the library failed.

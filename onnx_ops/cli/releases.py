@@ -130,7 +130,7 @@ def reconcile(
 
     Ends when nothing is left to do now. An endpoint that cannot be moved does not hold up the others.
 
-    With --watch and --json, every report is a JSON document on a line of its own.
+    With --watch and --json, every report is one line of JSON.
 
     Example: onnx-ops reconcile digits
 
@@ -153,7 +153,7 @@ def reconcile(
     names = tuple(endpoints or ()) or list_bound_endpoints(context)
     retry_s = parse_duration(retry, "--retry")
     with working("reconcile", "registry", "endpoints", "notifications", quiet=as_json) as progress:
-        # A rollback that is owed needs the ledger alone.
+        # A pending rollback needs only the ledger.
         if not any(read_readable_state(context, name).pending_rollback for name in names):
             context.registry()
         progress.begin("endpoints")

@@ -248,10 +248,10 @@ def rollback(
             else:
                 say(f"{name}: {done.moved_from} -> {done.moved_to}, 100 % of traffic. Reason: {done.reason}")
         print_errors(errors)
-    owing = [name for name in names if name in moved and moved[name].pending_aliases]
-    owing += [name for name, error in errors.items() if isinstance(error, StillPendingError)]
+    pending_names = [name for name in names if name in moved and moved[name].pending_aliases]
+    pending_names += [name for name, error in errors.items() if isinstance(error, StillPendingError)]
     finish = partial(_finish, actor=actor) if wait else _hand_over
-    pending = finish(project, owing, tuple(moved))
+    pending = finish(project, pending_names, tuple(moved))
     results: list[dict[str, Any]] = [
         {"endpoint": name, **errors[name].as_document()}
         if name in errors
@@ -268,7 +268,7 @@ def rollback(
         raise typer.Exit(max(error.exit_code for error in errors.values()))
 
 
-def _finish(project: Project, owing: Sequence[str], moved: Sequence[str], actor: str) -> dict[str, str]:
+def _finish(project: Project, pending_names: Sequence[str], moved: Sequence[str], actor: str) -> dict[str, str]:
     """Write aliases and send notifications; return by endpoint why its aliases are not written yet.
 
     A notification that fails does not fail the rollback: the ledger keeps pending notifications.
@@ -276,7 +276,7 @@ def _finish(project: Project, owing: Sequence[str], moved: Sequence[str], actor:
     from onnx_ops.release.notify import send_pending_each
     from onnx_ops.release.reconcile import write_aliases
 
-    reasons = {name: write_aliases(project.context, name, actor=actor) for name in owing}
+    reasons = {name: write_aliases(project.context, name, actor=actor) for name in pending_names}
     for delivery in send_pending_each(project.context, moved) if moved and project.settings.notifiers else ():
         if delivery.error:
             say(f"{delivery.notifier}: not sent: {delivery.error}", err=True)
@@ -287,7 +287,7 @@ def _finish(project: Project, owing: Sequence[str], moved: Sequence[str], actor:
     }
 
 
-def _hand_over(project: Project, owing: Sequence[str], moved: Sequence[str]) -> dict[str, str]:
+def _hand_over(project: Project, pending_names: Sequence[str], moved: Sequence[str]) -> dict[str, str]:
     """Leave aliases, pending traffic and notifications to processes that outlive this one.
 
     Importing MLflow takes longer than the whole rollback. If such a process dies, the ledger keeps the pending work,
@@ -295,9 +295,9 @@ def _hand_over(project: Project, owing: Sequence[str], moved: Sequence[str]) -> 
     """
     state, text = project.settings.state, ""
     work: dict[Path, Sequence[str]] = {}
-    if owing:
-        log, command = state / "registry.log", f"onnx-ops reconcile {' '.join(owing)}"
-        work[log] = ("reconcile", "--retry", "15min", *owing)
+    if pending_names:
+        log, command = state / "registry.log", f"onnx-ops reconcile {' '.join(pending_names)}"
+        work[log] = ("reconcile", "--retry", "15min", *pending_names)
         text = f"Registry aliases will be updated in the background (log: {log}); or now: {command}"
         if absent(EXTRAS["mlflow"]):
             hint = install_hint(*EXTRAS["mlflow"])
@@ -314,4 +314,4 @@ def _hand_over(project: Project, owing: Sequence[str], moved: Sequence[str]) -> 
                 stderr=sink,
                 start_new_session=True,
             )
-    return dict.fromkeys(owing, text)
+    return dict.fromkeys(pending_names, text)

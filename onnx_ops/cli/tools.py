@@ -72,7 +72,7 @@ def bench(
 ) -> None:
     """Time one model: quantiles of single runs in one session. --concurrency and --cold-start measure more.
 
-    `onnx-ops judge A B --only latency` tells whether one model is slower than another.
+    `onnx-ops judge A B --only latency` shows whether one model is slower than another.
 
     Exit code: 0 measured, 2 wrong input, 4 not measured.
 

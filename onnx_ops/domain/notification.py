@@ -87,10 +87,11 @@ class Notification:
     @property
     def lines(self) -> tuple[str, ...]:
         """Plain text without the title."""
-        told = [f"Why: {self.why}"] if self.why else []
-        told += [f"{purpose}: {command}" for purpose, command in self.commands.items()]
-        told += [f"Look: {self.link}"] if self.link else []
-        return (*told, f"Entry {self.sequence} of the ledger, by {self.actor}" if self.sequence else f"By {self.actor}")
+        lines = [f"Why: {self.why}"] if self.why else []
+        lines += [f"{purpose}: {command}" for purpose, command in self.commands.items()]
+        lines += [f"See: {self.link}"] if self.link else []
+        origin = f"Entry {self.sequence} of the ledger, by" if self.sequence else "By"
+        return (*lines, f"{origin} {self.actor}")
 
 
 def derive_notification(before: ReleaseState, entry: LedgerEntry) -> Notification | None:
@@ -106,7 +107,7 @@ def derive_notification(before: ReleaseState, entry: LedgerEntry) -> Notificatio
                 entry,
                 NotificationKind.TROUBLE,
                 Severity.CRITICAL if is_rollback else Severity.WARNING,
-                f"{opened.action.kind.value} failed{' and is still owed' if is_rollback else ''}",
+                f"{opened.action.kind.value} failed{' and is still pending' if is_rollback else ''}",
                 body.detail,
                 {"Try again": f"onnx-ops reconcile {name}", "See": f"onnx-ops status {name}"},
             )
@@ -168,7 +169,7 @@ def build_test_notification(endpoint: str, *, at: float, actor: str) -> Notifica
         what=NotificationKind.TEST,
         severity=Severity.INFO,
         headline="a test: notifications arrive here",
-        why="somebody ran `onnx-ops notify --test`",
+        why="requested by `onnx-ops notify --test`",
         commands={"See what serves": "onnx-ops status"},
     )
 

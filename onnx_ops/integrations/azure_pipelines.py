@@ -87,9 +87,9 @@ def publish(folder: Path, environ: Mapping[str, str]) -> int:
         raise UserError(f"{commit[:80]!r} is no commit", where="BUILD_SOURCEVERSION", remedy="See docs/scale.md.")
     checked = results(folder)
     verdict = overall(checked)
-    told = (folder / PAGE).resolve()
-    told.write_text(page(checked, commit=commit), encoding="utf-8")
-    _command("task.uploadsummary", str(told))
+    path = (folder / PAGE).resolve()
+    path.write_text(page(checked, commit=commit), encoding="utf-8")
+    _command("task.uploadsummary", str(path))
     _command("task.setvariable variable=verdict;isOutput=true", "none" if verdict is None else verdict.value)
     if verdict is Verdict.INCONCLUSIVE:
         _command("task.complete result=SucceededWithIssues;", title(checked))

@@ -68,7 +68,7 @@ def judge_change(
             try:
                 export_commit(root, store, name, figures)
             except (OnnxOpsError, OSError) as error:
-                yield f"  pull requests will not know the figures of {name}: {error}"
+                yield f"  pull requests will not have the measurements of {name}: {error}"
     for one in checked:
         yield f"{one.verdict.value.upper()} {one.file}"
         yield from (f"  {line}" for line in (*one.error.splitlines(), *one.withheld.splitlines()))

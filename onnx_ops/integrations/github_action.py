@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("step", choices=("run", "publish"))
     parser.add_argument("--folder", type=Path, required=True, help="where results and reports lie")
     parser.add_argument("--since", default="", help="the commit before; that of the event if left out")
-    parser.add_argument("--figures", type=Path, help="where figures of earlier commits are kept")
+    parser.add_argument("--figures", type=Path, help="folder with the measurements of earlier commits")
     parser.add_argument("--reports", default="", help="address of the uploaded reports")
     options = parser.parse_args(arguments)
     try:

@@ -73,7 +73,7 @@ Config of create and update (-C name=value):
 
 A version is refused (PERMISSION_DENIED) unless it carries a passing, correctly signed decision for the target. Its
 files must have been registered by `onnx-ops run`. Endpoints of the same model and target follow the same alias, so that
-an update moves all of them; each does so by the steps of its own rollout policy.
+an update moves all of them; each by the steps of its rollout policy.
 """
 
 
@@ -251,7 +251,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         config, stable = seen.state.config, seen.state.roles.stable
         if config is None:
             raise NotFoundError("no endpoint of that name", where=name)
-        silent = "serving, but nobody supervises it" if seen.unsupervised else "does not answer"
+        silent = "serving, but not supervised" if seen.unsupervised else "does not answer"
         return {
             "name": name,
             "flavor": _FLAVOR,

@@ -285,10 +285,10 @@ def resolve_files(tensors: Iterable[onnx.TensorProto], folder: Path) -> tuple[Pa
             continue
         where, keys = _of(tensor.name), [entry.key for entry in tensor.external_data]
         if twice := [key for key in keys if keys.count(key) > 1]:
-            raise RefusedError(f"it tells the {twice[0]!r} of its external data twice", where=where, remedy=_AGAIN)
+            raise RefusedError(f"it gives the {twice[0]!r} of its external data twice", where=where, remedy=_AGAIN)
         entries = {entry.key: entry.value for entry in tensor.external_data}
         if "location" not in entries:
-            what = "it has external data and does not tell in which file"
+            what = "it has external data without the name of a file"
             raise RefusedError(what, where=where, remedy=_AGAIN)
         name = entries["location"]
         pure, path = PurePosixPath(name), folder / name

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from prefect.events import Event as PrefectEvent
 
 NAME = "prefect-events"
-PATIENCE_S = 5.0
+TIMEOUT_S = 5.0
 """Seconds for a server to accept an event."""
 
 _log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ def post(events: Sequence[ReleaseEvent]) -> None:
     try:
         with (
             temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
-            get_client(sync_client=True, httpx_settings={"timeout": PATIENCE_S}) as client,
+            get_client(sync_client=True, httpx_settings={"timeout": TIMEOUT_S}) as client,
         ):
             client.request("POST", "/events", json=documents)
     except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: the server has another version

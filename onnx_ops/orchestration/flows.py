@@ -118,11 +118,11 @@ def roll_back_endpoints(
 
 def aggregate_state(states: Mapping[str, State[Any]]) -> State[Any]:
     """Return the state of a flow run over several endpoints: Completed, or Failed with the first failure's name."""
-    told = "\n".join(f"{name}: {state.message}" for name, state in states.items())
+    summary = "\n".join(f"{name}: {state.message}" for name, state in states.items())
     bad = [state.name for state in states.values() if not state.is_completed()]
     if bad:
-        return Failed(name=bad[0], message=told)
-    return Completed(message=told or "no endpoints yet: the first run of a pipeline with `deploy` binds one")
+        return Failed(name=bad[0], message=summary)
+    return Completed(message=summary or "no endpoints yet: the first run of a pipeline with `deploy` binds one")
 
 
 def run_pipeline(

@@ -149,7 +149,7 @@ def create_pool(client: SyncPrefectClient, pool: str) -> None:
 class PoolWorker:
     """Executes the stages that wait in a pool, each in a fork of this process.
 
-    This process must have one thread only: a fork of another one inherits locks that nobody releases.
+    This process must have one thread only: a fork of another one inherits locks that are never released.
     """
 
     pool: str
@@ -180,7 +180,7 @@ class PoolWorker:
                 self._reap(client)
                 free = self.limit - len(self.stages)
                 if not self._stopping and (free > 0 or now - polled >= HEARTBEAT_S):
-                    polled = now  # also without a free place: the time of the last poll shows that somebody is here
+                    polled = now  # also without a free place: the time of the last poll shows that the worker is alive
                     for run in self._waiting(client)[:free]:
                         self._take(client, run)
             time.sleep(_POLL_S)
@@ -246,7 +246,7 @@ class PoolWorker:
         self.stages[pid] = run
 
     def _reap(self, client: SyncPrefectClient) -> None:
-        """Report the ends of processes; a run that did not end by itself has crashed."""
+        """Report the ends of processes; a run that did not end regularly has crashed."""
         for pid, run in tuple(self.stages.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:

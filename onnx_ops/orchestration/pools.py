@@ -53,7 +53,7 @@ _INTERVALS = 3
 
 
 class _WorkerDied(Exception):
-    """The worker died, or its run was cancelled by somebody else."""
+    """The worker died, or its run was cancelled elsewhere."""
 
 
 @dataclass(kw_only=True)
@@ -169,7 +169,7 @@ class PrefectPools(Pools):
         """Return the end of a run.
 
         Raises:
-            _WorkerDied: it has no end of its own.
+            _WorkerDied: its process recorded no end.
             MeasurementError: it ran too long.
             ServiceUnavailableError: no worker will take it, or the server is silent.
         """
@@ -383,7 +383,7 @@ def _create_run(client: SyncPrefectClient, deployment: UUID, stage: PlacedStage,
 
 
 def declare_crashed(client: SyncPrefectClient, run: UUID, why: str) -> None:
-    """Set a run whose process is dead to Crashed, so that nobody waits for it."""
+    """Set a run whose process is dead to Crashed, so that no run waits for it."""
     from prefect.states import Crashed
 
     client.set_flow_run_state(run, Crashed(message=why), force=True)

@@ -115,7 +115,7 @@ def _reconcile(context: Context, endpoint: str, by: str) -> tuple[list[StepRepor
     try:
         reconcile_until_stable(context, endpoint, actor=by, on_step=record)
     except ConflictError:  # another process acted; the next pass sees it
-        reports.append(StepReport(endpoint=endpoint, did="", why="somebody else acted meanwhile", stable=False))
+        reports.append(StepReport(endpoint=endpoint, did="", why="another process acted meanwhile", stable=False))
     except OnnxOpsError as error:
         return reports, error
     return reports, None

@@ -173,7 +173,7 @@ class Pools(ABC):
 
         Args:
             stage: what to execute.
-            is_done: returns whether its result is in the store, so that nobody needs to execute it.
+            is_done: returns whether its result is in the store, so that it need not be executed.
 
         Raises:
             UserError: there is no such pool, or it does not execute this kind of stage.

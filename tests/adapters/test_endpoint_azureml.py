@@ -231,7 +231,7 @@ def test_copies_are_refused_and_taken_away_where_a_hand_has_set_them(world: Worl
     world.provider.apply(world.config, state, generation=1)
     assert world.cloud.control.mirrors["scaling"] == {}
     copied = replace(state, split=TrafficSplit(weights={"blue": 100}, shadow={"green": 50}))
-    with pytest.raises(UserError, match="nobody would compare"):
+    with pytest.raises(UserError, match="would not be compared"):
         world.provider.apply(world.config, copied, generation=2)
 
 

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.services
 
 MODEL, TARGET, ENDPOINT = "m", "cpu", "live"
 WIDTH = 64
-PATIENCE_S = 150.0
+TIMEOUT_S = 150.0
 RAILS = tuple(Guardrail(name=name) for name in ("errors", "latency_p50", "latency_p99"))
 CANARY = RolloutPolicy(steps=(0.2, 0.5, 1.0), min_requests=(1500,), guardrails=RAILS)
 SHADOW = replace(CANARY, shadow=ShadowTrial(min_requests=500))
@@ -182,13 +182,13 @@ class Site:
             payloads=payloads(),
             headers={"content-type": "application/json"},
             connections=connections,
-            seconds=2 * PATIENCE_S,
+            seconds=2 * TIMEOUT_S,
         )
         return LoadProcess(plan)
 
     def drive(self) -> str:
         """Reconcile until no rollout is in progress; why the last move was made."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while self.state().roles.candidate is not None:
             assert time.monotonic() < deadline, reconcile_until_stable(self.context, ENDPOINT)[-1]
             reconcile_until_stable(self.context, ENDPOINT)
@@ -311,7 +311,7 @@ def test_a_candidate_that_starts_slowly_never_gets_traffic(site: Site) -> None:
     assert site.traffic() == {"v1": 100}
     readings = [e.body.reading for e in site.world.ledger.read(ENDPOINT) if isinstance(e.body, MetricsRecorded)]
     assert {name: len(loads) for name, loads in readings[-1].cold_s.items()} == {"v1": 8, "v2": 8}
-    assert all(0 < seconds < PATIENCE_S for loads in readings[-1].cold_s.values() for seconds in loads)
+    assert all(0 < seconds < TIMEOUT_S for loads in readings[-1].cold_s.values() for seconds in loads)
 
 
 def test_a_rollback_under_load_fails_nothing(site: Site) -> None:
@@ -337,7 +337,7 @@ def test_an_endpoint_that_lost_its_supervisor_is_shown_as_what_it_is_and_gets_an
     with site.load() as load:
         time.sleep(1)
         os.kill(record.pid, signal.SIGKILL)
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while not (seen := read_status(site.context, ENDPOINT)).unsupervised:
             assert time.monotonic() < deadline, seen
         assert seen.actual is None

@@ -89,7 +89,7 @@ def test_the_doctor_looks_at_each(monkeypatch: pytest.MonkeyPatch, capfd: pytest
     assert "ONNX_OPS_NOTIFY_GITHUB_TOKEN" in findings["notifier github:acme/models"]["remedy"]
 
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 def test_a_watch_tells_people_while_it_runs_and_once_more_when_it_ends(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_watch_tells_people_while_it_runs_and_once_more_when_it_ends(tmp_path:
     scene.bind()
     scene.serve(scene.publish("a"))
     with _notify(Project(settings=load_settings(tmp_path), context=scene.context), watcher, (), 3600.0):
-        assert heard.wait(PATIENCE_S)
+        assert heard.wait(TIMEOUT_S)
         scene.serve(scene.publish("b"))
     assert [notice.headline for notice in chat.received] == ["first deployment: v1", "v2 has all traffic"]
     assert [(report.kind, report.did) for report in told] == [(WatchEventKind.NOTIFIED, "chat")] * 2

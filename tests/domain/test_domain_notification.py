@@ -102,8 +102,8 @@ def test_a_rollout_that_ends_well() -> None:
 def test_a_rollout_that_waits_for_a_person(wait: WaitKind, what: NotificationKind, text: str) -> None:
     found = only(RolloutPaused(wait=wait, step=0, why="no traffic"))
     assert (found.what, found.headline, found.why) == (what, text, "no traffic")
-    assert found.commands["Go on"] == "onnx-ops rollout resume digits"
-    assert found.commands["Take it back"] == "onnx-ops rollout abort digits"
+    assert found.commands["Resume"] == "onnx-ops rollout resume digits"
+    assert found.commands["Abort"] == "onnx-ops rollout abort digits"
 
 
 def test_a_refused_alias(golden: Golden) -> None:
@@ -116,7 +116,7 @@ def test_a_refused_alias(golden: Golden) -> None:
 def test_a_rollback_that_fails_is_the_worst() -> None:
     found = only(intent(ALARM), ActionOutcome(of=6, ok=False, detail="cannot be reached"))
     assert (found.what, found.severity) == (NotificationKind.TROUBLE, Severity.CRITICAL)
-    assert found.headline == "abort failed and is still owed"
+    assert found.headline == "abort failed and is still pending"
     found = only(intent(FINISH), ActionOutcome(of=6, ok=False, detail="cannot be reached"))
     assert (found.severity, found.why) == (Severity.WARNING, "cannot be reached")
 

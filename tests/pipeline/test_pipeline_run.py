@@ -211,7 +211,7 @@ def test_what_another_run_does_meanwhile_is_taken_and_not_done_again() -> None:
     assert result.outcomes["export"].status is StageStatus.DONE
 
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 
 
 @dataclass
@@ -281,7 +281,7 @@ def test_what_does_not_wait_for_each_other_is_at_work_at_once() -> None:
     class Meeting(Busy):
         def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
             if stage.kind is StageKind.QUANTIZE:
-                both.wait(PATIENCE_S)
+                both.wait(TIMEOUT_S)
             return super().execute(stage, key, inputs)
 
     assert not go(Meeting(), jobs=2).errors
@@ -292,7 +292,7 @@ def test_results_come_in_the_order_of_the_items_whatever_ends_first() -> None:
 
     def work(number: int) -> int:
         if number == 0:
-            assert last.wait(PATIENCE_S)
+            assert last.wait(TIMEOUT_S)
         if number == 9:
             last.set()
         return number
@@ -314,9 +314,9 @@ def test_a_piece_of_work_that_raises_stops_no_other() -> None:
     with DaemonThreadPool[None](2) as pool:
         given_work = [pool.submit(work(number)) for number in range(4)]
         with pytest.raises(ValueError, match="one"):
-            given_work[1].result(PATIENCE_S)
+            given_work[1].result(TIMEOUT_S)
         for number in (0, 2, 3):
-            given_work[number].result(PATIENCE_S)
+            given_work[number].result(TIMEOUT_S)
     assert sorted(done) == [0, 2, 3]
     with pytest.raises(ValueError, match="at least 1"):
         DaemonThreadPool[None](0)

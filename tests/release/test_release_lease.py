@@ -18,7 +18,7 @@ from tests.release.release_scenes import serving, with_candidate
 from tests.support.golden import Golden
 
 UPDATE_S = 20 * 60
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 """How long the machine may take for what takes no time."""
 
 
@@ -38,7 +38,7 @@ def renewals(scene: Scene) -> list[LedgerEntry]:
 def soon(condition: Callable[[], bool]) -> bool:
     """Whether it comes true; the thread that renews has its own pace."""
     waiting = threading.Event()
-    for _ in range(int(PATIENCE_S / 0.002)):
+    for _ in range(int(TIMEOUT_S / 0.002)):
         if condition():
             return True
         waiting.wait(0.002)

@@ -82,23 +82,23 @@ def test_an_owed_rollback_is_shown_by_status_history_doctor_and_metrics(
     pending = status_document(read_status(scene.context, "digits"))["pending_rollback"]
     assert (pending["to"], pending["attempts"]) == ("v1", 1)
     status_report([read_status(scene.context, "digits")], scene.context.clock.now())
-    assert "rollback owed: to v1" in " ".join(capsys.readouterr().out.split())
+    assert "rollback pending: to v1" in " ".join(capsys.readouterr().out.split())
     assert any("v1" in line.what for line in read_history(scene.context, HistoryFilter())[0][-2:])
     project = Project(settings=load_settings(tmp_path), context=scene.context)
     findings = {finding.check: finding for finding in diagnose(project)}
     assert findings["rollback of digits"].ok is False
     scene.world.clock.advance(90)
     told = render_pending_metrics(scene.context)
-    assert 'onnx_ops_rollback_owed_seconds{endpoint="digits"} 90\n' in told
+    assert 'onnx_ops_rollback_pending_seconds{endpoint="digits"} 90\n' in told
     assert 'onnx_ops_rollback_failed_attempts{endpoint="digits"} 1\n' in told
     scene.world.provider.down = False
     scene.reconcile()
     assert "rollback of digits" not in {finding.check for finding in diagnose(project)}
-    assert 'onnx_ops_rollback_owed_seconds{endpoint="digits"} 0\n' in render_pending_metrics(scene.context)
+    assert 'onnx_ops_rollback_pending_seconds{endpoint="digits"} 0\n' in render_pending_metrics(scene.context)
     scene.world.provider.down = True
     with pytest.raises(StillPendingError):
         delete_endpoint(scene.context, "digits")
-    assert 'onnx_ops_deletion_owed{endpoint="digits"} 1\n' in render_pending_metrics(scene.context)
+    assert 'onnx_ops_deletion_pending{endpoint="digits"} 1\n' in render_pending_metrics(scene.context)
 
 
 def test_a_history_without_entries_is_a_line_and_no_empty_table(

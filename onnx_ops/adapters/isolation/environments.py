@@ -165,7 +165,7 @@ def run_installer(command: list[str], environ: Mapping[str, str], folder: Path |
             "its environment cannot be made",
             where="env.requirements",
             why=select_last_lines(done.stdout),
-            remedy="Mend the requirements, or look whether the package index can be reached; then run again.",
+            remedy="Correct the requirements, or check that the package index is reachable. Then run again.",
         )
     return done.stdout.decode("utf-8", errors="replace")
 

@@ -278,7 +278,7 @@ class Overrides:
             )
         users = located.policy.overrides
         if not is_among(user, users):
-            lets = f"lets only {', '.join(users)} override" if users else "lets nobody override"
+            lets = f"lets only {', '.join(users)} override" if users else "lets no user override"
             raise RefusedError(f"{located.overrides_at} {lets}, and you are {user or 'not known'}")
         if (match := _REASON.fullmatch(key)) is None:
             remedy = f"The reason of an override is {override_reason_tag('TARGET')}."

@@ -133,7 +133,7 @@ async function launched(packages, program, server, flags) {
   return { ask, ended: () => how !== "", evaluate: (text) => page.evaluate(text), close: () => browser.close() };
 }
 
-// The page, the library, and those files of the request at hand, below an address that nobody can guess.
+// The page, the library, and those files of the request at hand, below an address that cannot be guessed.
 async function serving(packages) {
   const secret = randomBytes(16).toString("hex");
   const library = path.join(packages, "node_modules", "onnxruntime-web", "dist");
