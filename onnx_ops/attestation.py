@@ -187,7 +187,7 @@ class TrustedKeys:
         return ",".join(base64.b64encode(_der(key)).decode() for _, key in sorted(self._load().items()))
 
     def keys(self) -> tuple[Digest, ...]:
-        """Digests of the trusted keys.
+        """Return the digests of the trusted keys.
 
         Raises:
             UserError: a file does not hold a public key of ECDSA P-256.

@@ -36,7 +36,7 @@ class Summary:
 
 
 def locate_report(registration: Registration) -> str:
-    """Address of the release's report, or the command that writes it out where the registry has no pages."""
+    """Return the address of the release's report, or the command that writes it if the registry has no pages."""
     version = next(iter(registration.versions.values()))
     return registration.report or f"onnx-ops report {registration.model}/{version}"
 

@@ -246,7 +246,7 @@ def _describe_refusal(before: ReleaseState, entry: LedgerEntry, refused: Version
         explain = f"onnx-ops explain {before.config.model}/{refused.version} --target {before.config.target}"
         override = f'{_promote(before, refused.version)} --override --reason "..."'
         commands = {"See": explain, "Let it serve all the same": override}
-    restored = f"v{refused.restored_to} stands there again" if refused.restored_to else "the alias was removed"
+    restored = f"the alias points to v{refused.restored_to} again" if refused.restored_to else "the alias was removed"
     headline = f"refused {refused.alias} on v{refused.version}: {restored}"
     return _notification(
         before,

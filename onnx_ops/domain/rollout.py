@@ -266,7 +266,7 @@ def plan_rollback(roles: Roles, to: Deployment, target: str, *, why: str) -> Act
 
 
 def plan_reversal(roles: Roles, begun: Action, target: str, *, why: str) -> Action | None:
-    """Return the action that reverses `begun`, started at `roles`; None if it adds nothing that could be rejected."""
+    """Return the action that reverses `begun`, started at `roles`; None if `begun` brought no version to traffic."""
     if roles.stable is None or begun.kind not in (ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH):
         return None
     if roles.candidate is not None:

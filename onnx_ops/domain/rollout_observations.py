@@ -70,7 +70,7 @@ class RequestCounts:
         return replace(self, **named, over_places=places if len(places) == len(LATENCY_PLACES) else None)
 
     def minus(self, before: RequestCounts | None) -> RequestCounts | None:
-        """Return the counts since `before` (None: no counts); None if the counts do not follow each other."""
+        """Return the counts since `before` (None: all counts); None if they are inconsistent, as after a restart."""
         if before is None:
             zero = RequestCounts(timed=None if self.timed is None else 0)
             before = zero.with_over(dict.fromkeys(self.over(), 0))

@@ -29,7 +29,10 @@ _BRANCH = re.compile(r"refs/heads/(?P<name>[\w.][\w./-]*)", re.ASCII)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: of `run` 0 unless nothing could be done at all; of `publish` 1 for FAIL and ERROR."""
+    """Execute a step and return its exit code.
+
+    `run` returns 0 unless it could not start; `publish` returns 1 for FAIL and ERROR.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("step", choices=("run", "publish"))
     parser.add_argument("--folder", type=Path, required=True, help="where results and reports lie")

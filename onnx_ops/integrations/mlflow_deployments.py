@@ -90,7 +90,7 @@ def run_local(
 
 
 def _translated(method: Callable[P, R]) -> Callable[P, R]:
-    """Errors of onnx-ops as MLflow's."""
+    """Raise errors of onnx-ops as MLflow's."""
 
     @functools.wraps(method)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -173,7 +173,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
             )
         if given:
             raise UserError(
-                f"the settings of {name} stand in the file of pipeline {bound.pipeline}",
+                f"the settings of {name} are in the file of pipeline {bound.pipeline}",
                 where=", ".join(sorted(given)),
                 remedy="Change them there, or delete the deployment and create it again.",
             )
@@ -264,7 +264,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         }
 
     def _version(self, model_uri: str) -> tuple[str, str]:
-        """Model and version of `models:/NAME/VERSION` or `models:/NAME@ALIAS`."""
+        """Return model and version of `models:/NAME/VERSION` or `models:/NAME@ALIAS`."""
         found = _MODEL_URI.fullmatch(model_uri)
         if found is None:
             raise UserError(

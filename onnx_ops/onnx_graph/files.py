@@ -324,7 +324,7 @@ def _locate(tensor: onnx.TensorProto, entries: dict[str, str], path: Path) -> Te
         raise RefusedError(
             f"its external data lies beyond the end of {entries['location']!r}",
             where=where,
-            why=f"it should stand at bytes {begin} to {begin + length}, the file has {size}",
+            why=f"it should be at bytes {begin} to {begin + length}, the file has {size}",
             remedy="Copy the file again, whole; or save the model again.",
         )
     return TensorLocation(file=path.resolve(), start=begin, end=begin + length, tensor=tensor.name)

@@ -44,7 +44,7 @@ def ends_as_failed(flow: Callable[P, State[Any]]) -> Callable[P, State[Any]]:
 
 
 def named_after_file() -> str:
-    """Name of a flow run whose parameter `file` is a pipeline file: `digits-mlp`."""
+    """Return the name of a flow run whose parameter `file` is a pipeline file: `digits-mlp`."""
     return Path(runtime.flow_run.parameters["file"]).stem
 
 

@@ -216,7 +216,7 @@ class PoolWorker:
 
     @contextlib.contextmanager
     def _outlasting(self, client: SyncPrefectClient) -> Iterator[None]:
-        """Go on when the server is away: what is under way continues, and what waits stays there."""
+        """Continue while the server is away: running stages continue, and the scheduled ones wait."""
         try:
             yield
         except Exception as error:

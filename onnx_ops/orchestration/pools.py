@@ -438,7 +438,7 @@ def _open_client() -> Iterator[SyncPrefectClient]:
 
 
 def retry_soon(client: SyncPrefectClient) -> None:
-    """Have a client repeat within a second what a server on SQLite refuses to simultaneous writers.
+    """Retry within a second what a server on SQLite refuses to simultaneous writers.
 
     It answers them with 503, after which Prefect's client would wait two seconds and more.
     """

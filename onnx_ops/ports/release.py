@@ -93,7 +93,7 @@ class Registry(Protocol):
         ...
 
     def page(self, model: str, version: str, name: str) -> str:
-        """Return the address of that evidence document of the version; empty if there are no such pages.
+        """Return the address of an evidence document of the version; empty if the registry has no pages for them.
 
         Raises:
             NotFoundError: there is no such version.

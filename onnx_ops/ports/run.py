@@ -20,11 +20,11 @@ class Clock(Protocol):
     """The time."""
 
     def now(self) -> float:
-        """Seconds since the epoch."""
+        """Return seconds since the epoch."""
         ...
 
     def monotonic(self) -> float:
-        """Seconds from an arbitrary start, for durations."""
+        """Return seconds from an arbitrary start, for durations."""
         ...
 
 

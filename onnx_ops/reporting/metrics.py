@@ -56,7 +56,7 @@ def sampled_rows(evidence: Iterable[Evidence]) -> str:
 
 
 def median_latency(samples: LatencySamples | None) -> Measured | None:
-    """Median of the single runs that were not preempted, with 90 % order-statistic bounds."""
+    """Return the median of the single runs that were not preempted, with 90 % order-statistic bounds."""
     usable = [] if samples is None else [ns for ns in samples.sorted_ns if ns > 0]
     if not usable:
         return None
@@ -115,13 +115,13 @@ def task_metric(evidence: Evidence, name: str) -> Measured | None:
 
 
 def unit_of(name: str) -> str:
-    """`1` for metrics that are shares; others have the unit of the label, which is not known here."""
+    """Return `1` for metrics that are shares; others have the label's unit, which is not known here."""
     traits = {str(metric): traits for metric, traits in METRICS.items()}.get(name.partition(" ")[0])
     return "1" if traits is not None and traits.higher_is_better else ""
 
 
 def plain_figures(evidence: Evidence) -> dict[str, float]:
-    """Figures by name, which ends in the unit where there is one."""
+    """Return measurements by name, which ends in the unit if there is one."""
     figures = {"size_bytes": float(evidence.size_bytes)}
     if evidence.latency is not None:
         figures |= {f"{name}_ms": ns / 1e6 for name, ns in evidence.latency.quantiles_ns.items()}

@@ -253,7 +253,7 @@ def search_figure(record: SearchRecord, target: str) -> Figure | None:
         svg=chart.render(f"Loss of {record.metric} against time on {target}"),
         caption="Lower left is better. Every dot is a model that was built; full ones are on the front: nothing else "
         "is at once as exact, as small and as fast. Rings mark variants. "
-        f"Dashed: the budget, {number(limit)} points. What loses far more stands at the upper edge. "
+        f"Dashed: the budget, {number(limit)} points. What loses far more is at the upper edge. "
         f"Loss on {record.rows} tuning rows; times of 5 session pairs with 90 % intervals. "
         "The gates measure the variants afresh, on other rows.",
         keys=tuple(keys),

@@ -184,12 +184,12 @@ def test_an_own_metric_gets_predictions_and_labels(model: Path, scores: Any) -> 
 @pytest.mark.parametrize(
     ("definition", "label", "why"),
     [
-        (MetricDefinition(name="mae"), np.zeros(ROWS), "no output can be read as one number a row"),
+        (MetricDefinition(name="mae"), np.zeros(ROWS), "no output can be read as one number per row"),
         (MetricDefinition(name="accuracy", output="logits"), np.zeros(ROWS, int), "no output 'logits'"),
         (MetricDefinition(name="auc"), np.arange(ROWS) % 3, "which one is positive"),
         (ACCURACY, np.arange(ROWS), "do not fit 3 columns"),
         (ACCURACY, np.linspace(0, 1, ROWS), "not fractions"),
-        (F1, np.zeros((ROWS, 2)), "one class a row"),
+        (F1, np.zeros((ROWS, 2)), "one class per row"),
         (MetricDefinition(name="cosine"), np.zeros((ROWS, 9)), "cannot be compared row by row"),
     ],
 )

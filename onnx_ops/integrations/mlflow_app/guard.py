@@ -183,10 +183,10 @@ class Guard:
         if keys is None or not self._counts(record, target):
             return
         if new is None or not is_valid_for(new, record, target, keys):
-            raise RefusedError("what stands there is validly signed, and this is not about this version and target")
+            raise RefusedError("the stored record is validly signed, and this one is not about this version and target")
         if new.record.sequence < record.decisions[target].record.sequence:
             raise RefusedError(
-                "a later decision stands there",
+                "the version has a later decision",
                 why=f"it was made {record.decisions[target].record.decided_at}, this one {new.record.decided_at}",
                 remedy="Judge again with `onnx-ops run FILE --no-cache gate`.",
             )

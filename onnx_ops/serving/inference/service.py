@@ -59,7 +59,7 @@ Result = RawResponse | OnnxOpsError
 
 
 class AccessLog:
-    """Writes one JSON line per inference, in a thread, ten times a second.
+    """Writes one JSON line per inference, in a thread, ten times per second.
 
     Overflow is dropped and counted. Whole lines are appended with one write, so that several workers can share a file.
     The path `-` is standard output.

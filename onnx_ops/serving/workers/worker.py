@@ -58,7 +58,7 @@ class PrepareRevision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishRevision:
-    """To a worker: a revision was published, or will not be."""
+    """Message to a worker: a revision was published, or is discarded."""
 
     number: int
     is_published: bool

@@ -90,8 +90,8 @@ def compute_error_effect(events: npt.ArrayLike, events_squared: npt.ArrayLike, c
 def estimate_dispersion(table: npt.ArrayLike) -> Array:
     """Estimate the design effect of counts without users; at least 1.
 
-    The candidate's events of each interval are compared with the odds ratio of all other intervals, since one alone
-    fits itself. Bunches and retries show here; users who differ for the whole rollout do not.
+    The candidate's events of each interval are compared with the odds ratio of all other intervals, since the ratio of
+    an interval fits its own events. This detects bursts and retries, but not users who differ for the whole rollout.
 
     Args:
         table: (..., intervals, 4): the candidate's events and requests, the stable version's events and requests.
