@@ -127,7 +127,7 @@ def _read_best_token(array: Array) -> Prediction:
     return Prediction(values=array.argmax(axis=2), broken=int(np.isnan(array).any(axis=(1, 2)).sum()))
 
 
-_COLUMN_FORM = _make_column_form("one score a row", "f", _read_scores)
+_COLUMN_FORM = _make_column_form("one score per row", "f", _read_scores)
 _CLASS_FORMS = (
     _make_column_form("labels", "iub" + _TEXTS, lambda array: Prediction(values=as_text(flatten_column(array)))),
     _Form("scores per class", _is_scores, _read_best_class),
@@ -240,7 +240,7 @@ def read_classes(label: Array, prediction: Prediction, definition: MetricDefinit
     if prediction.columns == 1:
         if ((values < 0) | (values > 1)).any():
             raise UserError(
-                "one score a row is read as a probability, but some are not between 0 and 1",
+                "one score per row is read as a probability, but some are not between 0 and 1",
                 where=where,
                 remedy=definition.other_kind,
             )
