@@ -69,8 +69,8 @@ def sweep(folder: Path, first: Deployment, kind: str, last: int, step: int, *, q
         reached += outcome.reached
         broken += bool(problems)
         if not quiet:
-            told = "; ".join(problems) or f"well, generation {outcome.generation}"
-            print(f"  {who} of {workers} at moment {moment} of {last}: {told}", flush=True)
+            text = "; ".join(problems) or f"well, generation {outcome.generation}"
+            print(f"  {who} of {workers} at moment {moment} of {last}: {text}", flush=True)
     figure = f"{broken} of {len(blows)} blows ({reached} fell), {requests:,} requests"
     what = f"killed at {'random moments' if kind == 'random' else f'a moment of a publication: {kind}'}"
     return Claim(gate="chaos", what=what, bound="0 promises broken", figure=figure, is_met=broken == 0 and reached > 0)

@@ -56,9 +56,9 @@ def main() -> int:
         "stale": seen.stale,
     }
     if options.page:
-        told = f"{options.workers} workers, {options.connections} connections."
+        text = f"{options.workers} workers, {options.connections} connections."
         rows = [(name.replace("_", " "), f"{v:.1f}" if isinstance(v, float) else str(v)) for name, v in figures.items()]
-        fill(options.page, "storm", f"{told}\n\n{markdown(('', ''), rows)}\n\n{promises(claims)}")
+        fill(options.page, "storm", f"{text}\n\n{markdown(('', ''), rows)}\n\n{promises(claims)}")
     if options.json:
         print(json.dumps({"figures": figures, "claims": [asdict(claim) for claim in claims]}))
     else:

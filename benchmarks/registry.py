@@ -76,7 +76,7 @@ def main() -> int:
                 rows.append([kind, f"left out: {missing}", "", "", ""])
                 continue
             few, many = measure(kind, Path(name) / kind, options)
-            rows += [[kind, call, *told(few, many, call)] for call in CALLS]
+            rows += [[kind, call, *compare_counts(few, many, call)] for call in CALLS]
             is_met &= all(few.requests[call] == many.requests[call] for call in CALLS)
     head = ("database", "what", f"requests, {FEW} versions", f"requests, {options.versions:,} versions", "time ratio")
     table = markdown(head, rows)
@@ -86,7 +86,7 @@ def main() -> int:
     return 0 if is_met else 1
 
 
-def told(few: Counter, many: Counter, call: str) -> list[str]:
+def compare_counts(few: Counter, many: Counter, call: str) -> list[str]:
     low, high = (statistics.median(counter.seconds[call]) for counter in (few, many))
     ratios = sorted(b / a for a, b in zip(few.seconds[call], many.seconds[call], strict=True))
     spread = f"{ratios[len(ratios) // 10]:.2f} to {ratios[-1 - len(ratios) // 10]:.2f}"

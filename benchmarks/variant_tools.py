@@ -132,7 +132,7 @@ def others(model: Model, scratch: Path, folder: Path | None) -> None:
         try:
             python = interpreter(tool, folder)
         except OnnxOpsError as error:
-            model.failures[f"{tool}, {len(presets)} presets"] = f"cannot be installed: {told(error)}"
+            model.failures[f"{tool}, {len(presets)} presets"] = f"cannot be installed: {describe(error)}"
             continue
         again = tried(model, scratch, python, presets, "")
         tried(model, scratch, python, again, ", after quant_pre_process")
@@ -167,10 +167,10 @@ def attempt(model: Model, name: str, path: Path, make_it: Callable[[Path], objec
             session(path).run(None, {model.feed: model.test[0][:1]})
         model.variants[name] = path
     except Exception as error:  # other people's tools raise anything
-        model.failures[name] = told(error)
+        model.failures[name] = describe(error)
 
 
-def told(error: Exception) -> str:
+def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160].replace('|', '/')}"
 
 

@@ -217,24 +217,24 @@ def request(place: Place, timeout_s: float) -> None:
         raise SystemExit(f"{errors}")
 
 
-def repeat_command(place: Place, told: Connection) -> None:
+def repeat_command(place: Place, connection: Connection) -> None:
     """Ask for the rollback again and again; report when each command began and ended."""
     while True:
-        told.send(("began", time.monotonic()))
+        connection.send(("began", time.monotonic()))
         roll_back_each(place.context(), (place.config.endpoint,), reason="a trial")
-        told.send(("ended", time.monotonic()))
+        connection.send(("ended", time.monotonic()))
         time.sleep(0.1)
 
 
-def repeat_reconcile(place: Place, told: Connection) -> None:
-    del told
+def repeat_reconcile(place: Place, connection: Connection) -> None:
+    del connection
     while True:
         reconcile_each(place.context(), (place.config.endpoint,))
         time.sleep(0.1)
 
 
-def watch(place: Place, told: Connection | None = None) -> None:
-    del told
+def watch(place: Place, connection: Connection | None = None) -> None:
+    del connection
     if place.machine:
         socket.gethostname = lambda: place.machine  # by which leases name their holder
     WatchLoop(

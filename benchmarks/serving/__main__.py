@@ -71,8 +71,8 @@ def main() -> int:
     board = Board(scores)
     claims.append(claim_of_failures(board))
     if options.page:
-        told = f"Load by {generator()}, {rounds} rounds of {seconds:g} s, {os.cpu_count()} cores."
-        fill(options.page, "serving", f"{told}\n\n{markdown(HEAD, rows_of(board))}\n\n{promises(claims)}")
+        text = f"Load by {generator()}, {rounds} rounds of {seconds:g} s, {os.cpu_count()} cores."
+        fill(options.page, "serving", f"{text}\n\n{markdown(HEAD, rows_of(board))}\n\n{promises(claims)}")
     if options.json:
         matches = [score.document() for score in scores]
         print(json.dumps({"load": generator(), "matches": matches, "claims": [asdict(claim) for claim in claims]}))

@@ -114,5 +114,5 @@ def _at_least(what: str, figure: float, bound: float) -> Claim:
 
 def _about(what: str, figure: float, bound: float) -> Claim:
     least = _ABOUT * bound
-    told = f"about × {bound:g} (≥ {least:.4g})"
-    return Claim(gate=OURS, what=what, bound=told, figure=f"{figure:.3g}", is_met=figure >= least)
+    text = f"about × {bound:g} (≥ {least:.4g})"
+    return Claim(gate=OURS, what=what, bound=text, figure=f"{figure:.3g}", is_met=figure >= least)

@@ -64,7 +64,7 @@ class Trial:
     seed: int
     caught: bool
     equivalent: bool
-    told: str
+    detail: str
     compared: bool
 
 
@@ -166,14 +166,14 @@ def _faulty(export: Exported, path: Path) -> Iterator[Trial]:
         onnx.save(model, path)
         result = judged(path, TARGET, export)
         caught = result.verdict is Verdict.FAIL
-        equivalent, told = (False, result.reason) if caught else equivalence(export, path)
+        equivalent, detail = (False, result.reason) if caught else equivalence(export, path)
         yield Trial(
             kind=kind,
             family=export.family,
             seed=export.seed,
             caught=caught,
             equivalent=equivalent,
-            told=told,
+            detail=detail,
             compared=_told_apart(export.path, path),
         )
 
@@ -245,7 +245,7 @@ def _print(trials: list[Trial], alarms: list[str]) -> None:
     ]
     table("parity, injected faults", ("kind", "caught", "equivalent", "missed", "families"), rows)
     uncaught = [
-        ("equivalent" if t.equivalent else "MISSED", t.kind, f"{t.family} {t.seed}", t.told)
+        ("equivalent" if t.equivalent else "MISSED", t.kind, f"{t.family} {t.seed}", t.detail)
         for t in trials
         if not t.caught
     ]

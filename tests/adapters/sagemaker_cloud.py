@@ -66,10 +66,10 @@ class Site(EndpointSite):
 
 
 def _apply_when_told(
-    environment: Mapping[str, str], config: EndpointConfig, state: EndpointState, told: Connection
+    environment: Mapping[str, str], config: EndpointConfig, state: EndpointState, events: Connection
 ) -> None:
     os.environ.update(environment)
-    told.recv()
+    events.recv()
     SageMakerEndpoints().apply(config, state, generation=state.generation)
 
 

@@ -57,17 +57,17 @@ def test_another_model_of_that_name_is_not_served(world: World) -> None:
     world.apply(1, config(world), blue=100)
     world.provider.remove(config(world))
     ((body, _),) = world.cloud.control.registries.models.values()
-    told = body["tags"] if MANIFEST in body.get("tags", {}) else body["properties"]["tags"]
-    told[MANIFEST] = "sha256:" + "0" * 64
+    caught = body["tags"] if MANIFEST in body.get("tags", {}) else body["properties"]["tags"]
+    caught[MANIFEST] = "sha256:" + "0" * 64
     with pytest.raises(RefusedError, match="another model"):
         world.apply(1, config(world), blue=100)
 
 
 def test_a_registry_that_is_not_there_is_said(world: World) -> None:
     nowhere = config_of(world.cloud, registry="nowhere")
-    with pytest.raises(NotFoundError, match="no such registry") as told:
+    with pytest.raises(NotFoundError, match="no such registry") as caught:
         world.apply(1, nowhere, blue=100)
-    assert "AzureML Registry User" in told.value.remedy
+    assert "AzureML Registry User" in caught.value.remedy
     with pytest.raises(UserError, match="registry"):
         world.provider.validate_settings(config_of(world.cloud, registry="no name!").settings)
 

@@ -280,7 +280,7 @@ def test_a_token_goes_along(scraped: Scraped, source: PrometheusMetrics, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "expected"),
     [
         ({}, "missing key 'url'"),
         ({"url": "prometheus:9090"}, "is not an http address"),
@@ -292,7 +292,7 @@ def test_a_token_goes_along(scraped: Scraped, source: PrometheusMetrics, monkeyp
         ({"url": "http://p", "select": "job"}, "select: expected a mapping"),
     ],
 )
-def test_wrong_settings(settings: dict[str, str | int], told: str) -> None:
+def test_wrong_settings(settings: dict[str, str | int], expected: str) -> None:
     with pytest.raises(UserError) as caught:
         PrometheusMetrics(settings)
-    assert told in str(caught.value)
+    assert expected in str(caught.value)

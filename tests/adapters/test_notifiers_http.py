@@ -115,9 +115,9 @@ def test_what_others_wrote_mentions_nobody(tracker: Tracker, tmp_path: Path) -> 
     (_, body) = tracker.comments[0]
     assert "````\n``` @everyone" in body
     assert "`` ′@team′ ``" in body
-    told = str(format_message(notice))
-    assert "&lt;!channel&gt; &lt;https://evil|x&gt;" in told
-    assert "<!channel>" not in told
+    text = str(format_message(notice))
+    assert "&lt;!channel&gt; &lt;https://evil|x&gt;" in text
+    assert "<!channel>" not in text
 
 
 def test_a_long_reason_is_cut_to_what_a_chat_takes() -> None:

@@ -89,7 +89,7 @@ def test_only_a_pass_that_changes_what_is_computed_is_spared_the_judgement_of_an
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         ({"passes": {}}, "there are no passes"),
         ({"passes": ["OnnxDynamicQuantization"]}, "there are no passes"),
@@ -102,8 +102,8 @@ def test_only_a_pass_that_changes_what_is_computed_is_spared_the_judgement_of_an
         ({"passes": {"a": {**STATIC, "nested": {"script_dir": "."}}}}, "passes.a.nested.script_dir names code"),
     ],
 )
-def test_what_would_search_run_code_or_run_elsewhere_is_refused(change: Mapping[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told) as refused:
+def test_what_would_search_run_code_or_run_elsewhere_is_refused(change: Mapping[str, Any], expected: str) -> None:
+    with pytest.raises(UserError, match=expected) as refused:
         inline_files({**CONFIG, **change})
     assert refused.value.remedy
 
@@ -227,10 +227,10 @@ def test_an_optimizer_elsewhere_gets_the_whole_request(strange: IsolatedOptimize
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "told"), [("abort", StageError, "SIGABRT"), ("refuse", RefusedError, "the moon")]
+    ("name", "kind", "expected"), [("abort", StageError, "SIGABRT"), ("refuse", RefusedError, "the moon")]
 )
 def test_an_optimizer_elsewhere_that_fails_is_told(
-    strange: IsolatedOptimizer, tmp_path: Path, name: str, kind: type[OnnxOpsError], told: str
+    strange: IsolatedOptimizer, tmp_path: Path, name: str, kind: type[OnnxOpsError], expected: str
 ) -> None:
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=expected):
         strange.optimize(ask(strange, tmp_path, name))

@@ -285,7 +285,7 @@ def test_programs_that_are_missing_are_told_with_what_to_install(
 
 
 @pytest.mark.parametrize(
-    ("requirements", "told"),
+    ("requirements", "expected"),
     [
         (("onnxruntime-node",), "no exact version"),
         (("onnxruntime-node@^1.30.0",), "no exact version"),
@@ -293,8 +293,8 @@ def test_programs_that_are_missing_are_told_with_what_to_install(
         (("onnxruntime-web@1.30.0",), "lacks onnxruntime-node"),
     ],
 )
-def test_requirements_are_exact_and_hold_the_library(requirements: tuple[str, ...], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_requirements_are_exact_and_hold_the_library(requirements: tuple[str, ...], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
         NodeRuntime().fingerprint(replace(NODE, env=Environment(requirements=requirements)))
 
 

@@ -168,16 +168,16 @@ def test_a_crash_is_a_failure_of_the_stage_with_its_last_words(project: Settings
 
 
 def test_one_that_eats_memory_has_a_limit(project: Settings) -> None:
-    with pytest.raises(StageError, match=r"more memory than its limit of 0\.6 GB") as told:
+    with pytest.raises(StageError, match=r"more memory than its limit of 0\.6 GB") as caught:
         run_in_subprocess(project, train_stage("eat", memory=600_000_000), KEY, {})
-    assert "`memory`" in told.value.remedy
+    assert "`memory`" in caught.value.remedy
 
 
 def test_of_endless_output_the_end_is_kept(project: Settings, scratch: Path) -> None:
-    with pytest.raises(StageError, match="signal SIGABRT") as told:
+    with pytest.raises(StageError, match="signal SIGABRT") as caught:
         run_in_subprocess(project, train_stage("chatter"), KEY, {})
-    assert told.value.why.endswith("(24 MB of output in all)")
-    assert len(told.value.why) < 20_000
+    assert caught.value.why.endswith("(24 MB of output in all)")
+    assert len(caught.value.why) < 20_000
     assert list(scratch.iterdir()) == []
 
 

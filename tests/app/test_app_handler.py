@@ -66,9 +66,9 @@ def handler_of(context: Context) -> StageHandler:
 
 def deploy(*, auto: bool = False, **section: object) -> Stage:
     entry = Deploy(endpoint="e", provider="fake", target="cpu", **section)  # type: ignore[arg-type]
-    told = {"model": "m", "target_digest": KEY, "pipeline": "p", "auto": auto, "section": codec.to_json(entry)}
+    settings = {"model": "m", "target_digest": KEY, "pipeline": "p", "auto": auto, "section": codec.to_json(entry)}
     tolerates = ("promote@cpu",) if auto else ()
-    return Stage(id="deploy/e", kind=StageKind.DEPLOY, settings=told, target="cpu", tolerates=tolerates)
+    return Stage(id="deploy/e", kind=StageKind.DEPLOY, settings=settings, target="cpu", tolerates=tolerates)
 
 
 def test_a_policy_changes_although_a_promotion_is_refused_but_nothing_new_is_bound(tmp_path: Path) -> None:
@@ -102,9 +102,9 @@ def test_run_that_would_leave_an_endpoint_behind_does_nothing_and_ends_refused(t
     pipeline = Pipeline(pipeline="p", export=Export(framework="onnx"), benchmark=Benchmark(targets=("cpu",)))
     prepared = PreparedPipeline(pipeline=pipeline, targets={}, plan=Plan(pipeline="p", stages=(register,)))
     project = Project(settings=load_settings(tmp_path), context=context)
-    with pytest.raises(RefusedError, match="e would be left behind") as told:
+    with pytest.raises(RefusedError, match="e would be left behind") as caught:
         execute(project, prepared)
-    assert told.value.exit_code == 5
+    assert caught.value.exit_code == 5
     assert context.ledger.state("e").config == config
     execute(project, replace(prepared, plan=Plan(pipeline="p", stages=())))
     execute(project, prepared, abandon="renamed")

@@ -149,8 +149,8 @@ def test_the_author_is_that_of_the_commit_or_of_the_service(root: Path, tmp_path
     head = git(root, "rev-parse", "HEAD")
     assert (made.at, made.author, made.commit) == ("1970-01-01 00:00 UTC", "Ada Example", head)
     assert (made.branch, made.changed) == ("main", False)
-    told = read_provenance(tmp_path, 0.0, {"GITHUB_ACTOR": "ada", "GITHUB_SHA": "abc", "GITHUB_REF_NAME": "main"})
-    assert (told.author, told.commit, told.branch) == ("ada", "abc", "main")
+    provenance = read_provenance(tmp_path, 0.0, {"GITHUB_ACTOR": "ada", "GITHUB_SHA": "abc", "GITHUB_REF_NAME": "main"})
+    assert (provenance.author, provenance.commit, provenance.branch) == ("ada", "abc", "main")
 
 
 def test_of_the_merge_of_a_pull_request_the_change_counts(root: Path) -> None:

@@ -152,10 +152,12 @@ def test_a_search_from_the_file_to_the_registry(project: Project) -> None:
 
 @pytest.mark.nightly
 def test_what_cannot_be_kept_leaves_every_place_empty_and_fp32_serves(project: Project) -> None:
-    result, told = run(project, None, "quantize[0].budget.size=1 B", "quantize[0].variants=[fast]", "objective=latency")
+    result, lines = run(
+        project, None, "quantize[0].budget.size=1 B", "quantize[0].variants=[fast]", "objective=latency"
+    )
     (slot,) = of_kind(result, StageKind.QUANTIZE)
     assert slot.status is StageStatus.SKIPPED
     assert "than the budget allows" in slot.reason
-    (choice,) = told.choices
+    (choice,) = lines.choices
     assert choice.variant == "fp32"
-    assert told.exit_code == 0
+    assert lines.exit_code == 0

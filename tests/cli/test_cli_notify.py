@@ -45,8 +45,8 @@ def test_a_test_that_does_not_arrive(inbox: WebhookSink, capfd: pytest.CaptureFi
     result = CliRunner().invoke(app, ["notify", "--test", "--json"])
     assert result.exit_code == 4
     output = capfd.readouterr().out
-    (told,) = json.loads(output)
-    assert "HTTP 404" in told["error"]
+    (delivery,) = json.loads(output)
+    assert "HTTP 404" in delivery["error"]
     assert "hidden" not in output
 
 
@@ -57,7 +57,7 @@ def test_notify_without_pending_notifications_sends_nothing(inbox: WebhookSink) 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environ", "told"),
+    ("arguments", "environ", "expected"),
     [
         (["--test"], {"ONNX_OPS_NOTIFY": ""}, "no notifier is set"),
         (["--test"], {"ONNX_OPS_NOTIFY": "webhok"}, "Did you mean 'webhook'"),
@@ -67,13 +67,13 @@ def test_notify_without_pending_notifications_sends_nothing(inbox: WebhookSink) 
     ],
 )
 def test_the_users_errors(
-    arguments: list[str], environ: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], environ: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     result = CliRunner().invoke(app, ["notify", *arguments])
     assert result.exit_code == 2
-    assert told in result.output
+    assert expected in result.output
 
 
 @pytest.mark.usefixtures("inbox")
@@ -95,11 +95,11 @@ TIMEOUT_S = 60.0
 def test_a_watch_tells_people_while_it_runs_and_once_more_when_it_ends(tmp_path: Path) -> None:
     scene = Scene()
     scene.world.notifiers["chat"] = chat = FakeNotifier()
-    told: list[WatchEvent] = []
+    events: list[WatchEvent] = []
     heard = threading.Event()
 
     def hear(report: WatchEvent) -> None:
-        told.append(report)
+        events.append(report)
         heard.set()
 
     watcher = WatchLoop(scene.context, ReconcileQueue(), interval_s=3600.0, on_event=hear)
@@ -109,8 +109,8 @@ def test_a_watch_tells_people_while_it_runs_and_once_more_when_it_ends(tmp_path:
         assert heard.wait(TIMEOUT_S)
         scene.serve(scene.publish("b"))
     assert [notice.headline for notice in chat.received] == ["first deployment: v1", "v2 has all traffic"]
-    assert [(report.kind, report.did) for report in told] == [(WatchEventKind.NOTIFIED, "chat")] * 2
-    assert told[-1].why == "digits: v2 has all traffic"
+    assert [(report.kind, report.did) for report in events] == [(WatchEventKind.NOTIFIED, "chat")] * 2
+    assert events[-1].why == "digits: v2 has all traffic"
 
 
 def test_a_watch_with_nobody_to_tell_starts_no_thread(tmp_path: Path) -> None:

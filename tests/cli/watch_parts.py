@@ -83,13 +83,13 @@ class Site:
         """Kinds of the actions that have ended well, and refusals, in order."""
         entries = self.context.ledger.read(self.endpoint)
         ended = {entry.body.of for entry in entries if isinstance(entry.body, ActionOutcome) and entry.body.ok}
-        told = []
+        lines = []
         for entry in entries:
             if entry.sequence in ended and isinstance(entry.body, Intent):
-                told.append(str(entry.body.action.kind.value))
+                lines.append(str(entry.body.action.kind.value))
             elif entry.sequence in ended and isinstance(entry.body, VersionRefused):
-                told.append(f"refused {entry.body.alias} {entry.body.version}")
-        return told
+                lines.append(f"refused {entry.body.alias} {entry.body.version}")
+        return lines
 
     def stop_endpoint(self) -> None:
         stop_endpoints(self.settings.endpoints)

@@ -149,8 +149,8 @@ def test_what_a_policy_takes_is_told(golden: Golden) -> None:
         guardrails=(Guardrail(name="latency_p50"),),
         shadow=ShadowTrial(),
     )
-    told = list(describe_policy(policy, frozenset()))
-    golden("reasons", "\n".join(told))
-    assert len(told) == 4
-    assert list(describe_policy(policy, frozenset({"exceedances"}))) == told[:3]
+    lines = list(describe_policy(policy, frozenset()))
+    golden("reasons", "\n".join(lines))
+    assert len(lines) == 4
+    assert list(describe_policy(policy, frozenset({"exceedances"}))) == lines[:3]
     assert not list(describe_policy(RolloutPolicy(steps=(0.1, 1.0)), frozenset()))

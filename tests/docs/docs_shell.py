@@ -88,11 +88,11 @@ def wait_for(sign: str, log: Path, process: psutil.Process, *, may_end: bool = F
     """Wait until an address answers, or a text stands in the log; False if the process has ended before, as it may."""
     deadline = time.monotonic() + TIMEOUT_S
     while not (_answers(sign) if "://" in sign else sign in log.read_text(encoding="utf-8", errors="replace")):
-        told = log.read_text(encoding="utf-8", errors="replace")[-3000:]
+        text = log.read_text(encoding="utf-8", errors="replace")[-3000:]
         if not process.is_running():
-            assert may_end, f"it ended before {sign!r}:\n{told}"
+            assert may_end, f"it ended before {sign!r}:\n{text}"
             return False
-        assert time.monotonic() < deadline, f"no {sign!r} within {TIMEOUT_S:g} s:\n{told}"
+        assert time.monotonic() < deadline, f"no {sign!r} within {TIMEOUT_S:g} s:\n{text}"
         time.sleep(0.2)
     return True
 

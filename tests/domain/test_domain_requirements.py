@@ -39,11 +39,11 @@ WANTED = (
 
 
 def test_what_a_machine_lacks(golden: Golden) -> None:
-    told = []
+    lines = []
     for wanted in WANTED:
         asked = ", ".join(f"{name} {value}" for name, value in asdict(wanted).items() if value)
-        told += [f"wanted: {asked}", *(f"    {reason}" for reason in wanted.find_missing(BOX))]
-    golden("reasons", "\n".join(told))
+        lines += [f"wanted: {asked}", *(f"    {reason}" for reason in wanted.find_missing(BOX))]
+    golden("reasons", "\n".join(lines))
 
 
 def test_a_machine_without_an_accelerator_has_no_driver(golden: Golden) -> None:

@@ -215,8 +215,8 @@ class Rollouts(RuleBasedStateMachine):
     def the_champion_is_what_serves_or_is_owed_to_be(self) -> None:
         stable = self.state.roles.stable
         if stable is not None:
-            told = {**self.state.aliases, **self.state.pending_aliases}
-            assert told["champion-cpu"] == stable.version
+            aliases = {**self.state.aliases, **self.state.pending_aliases}
+            assert aliases["champion-cpu"] == stable.version
 
     @invariant()
     def a_plain_rollback_has_somewhere_to_go(self) -> None:

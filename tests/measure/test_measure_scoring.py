@@ -197,9 +197,9 @@ def test_what_cannot_be_read_is_told_and_stops_nothing(
     model: Path, definition: MetricDefinition, label: Any, why: str
 ) -> None:
     found = measured({CANDIDATE: model}, label, definition, MetricDefinition(name="top_k", k=3))
-    told = next(entry for entry in found.scores if entry.metric == definition.label)
-    assert why in told.failed
-    assert told.candidate is None
+    score = next(entry for entry in found.scores if entry.metric == definition.label)
+    assert why in score.failed
+    assert score.candidate is None
 
 
 def test_a_champion_that_takes_other_rows_is_told(model: Path, scores: Any, tmp_path: Path) -> None:

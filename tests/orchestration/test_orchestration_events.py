@@ -67,7 +67,7 @@ def test_a_rollout_is_told_in_order_and_once(prefect_server: None) -> None:
     scene = rolled_out("told")
     context = with_events(scene.context)
     for _ in range(3):
-        assert all(not told.error for told in send_pending_each(context, ("told",)))
+        assert all(not deliveries.error for deliveries in send_pending_each(context, ("told",)))
     roll_back(scene.context, "told", reason="wrong on sevens")
     scene.restart()
     send_pending_each(with_events(scene.context), ("told",))
@@ -152,8 +152,8 @@ def test_a_server_that_is_down_fails_nothing_and_gets_it_later(prefect_server: N
     scene, chat = rolled_out("late"), FakeNotifier()
     context = replace(scene.context, notifiers=lambda: {NAME: PrefectEvents(), "chat": chat})
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        told = {one.notifier: one for one in send_pending_each(context, ("late",))}
-        assert "takes no events" in told[NAME].error
+        deliveries = {one.notifier: one for one in send_pending_each(context, ("late",))}
+        assert "takes no events" in deliveries[NAME].error
         assert [notice.what for notice in chat.received if notice.what is not NotificationKind.WAITING] == [
             NotificationKind.FINISHED
         ] * 2

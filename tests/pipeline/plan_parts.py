@@ -70,8 +70,8 @@ class TableProbe:
         return self.world.get("data", "data") + type(section).__name__
 
     def origin(self, section: DataSection) -> Mapping[str, str]:
-        told = self.world.get("origin", "")
-        return {"kind": "dvc", "commit": told} if told else {}
+        origin = self.world.get("origin", "")
+        return {"kind": "dvc", "commit": origin} if origin else {}
 
     def code(self, reference: str, depends: tuple[str, ...] = ()) -> UserCode:
         digest = digest_json([reference, list(depends), self.world.get("code", "")])

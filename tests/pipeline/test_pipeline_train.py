@@ -27,7 +27,7 @@ def train(root: Path, body: str, function: str = "train") -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "kind", "told"),
+    ("body", "kind", "expected"),
     [
         ("import nowhere_at_all\n", MissingPackageError, "pip install nowhere_at_all"),
         ("undefined\n", UserError, "NameError"),
@@ -43,7 +43,7 @@ def train(root: Path, body: str, function: str = "train") -> None:
     ],
 )
 def test_a_fault_in_user_code_is_told_in_its_own_words(
-    tmp_path: Path, body: str, kind: type[OnnxOpsError], told: str
+    tmp_path: Path, body: str, kind: type[OnnxOpsError], expected: str
 ) -> None:
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=expected):
         train(tmp_path, body)

@@ -35,9 +35,9 @@ def test_endpoint_that_moves_is_refused_and_left_behind_with_a_reason(
     scene: Scene, moved: dict[str, object], golden: Golden
 ) -> None:
     config, before = replace(here(), **moved), scene.world.ledger.read("digits")  # type: ignore[arg-type]
-    with pytest.raises(RefusedError) as told:
+    with pytest.raises(RefusedError) as caught:
         bind_endpoint(scene.context, config, AT_ONCE)
-    golden("errors", str(told.value))
+    golden("errors", str(caught.value))
     assert scene.world.ledger.read("digits") == before
     scene.roll_back()
     scene.reconcile()

@@ -88,7 +88,7 @@ class Site:
     root: Path
     real: bool = False
     world: FakeWorld = field(default_factory=FakeWorld)
-    told: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.config = EndpointConfig(
@@ -192,16 +192,16 @@ class Site:
     def drive(self) -> None:
         """Everything that somebody who suspects nothing does next."""
         for act in (
-            lambda: self.told.extend(r.why for r in reconcile_until_stable(self.context, ENDPOINT)),
+            lambda: self.messages.extend(r.why for r in reconcile_until_stable(self.context, ENDPOINT)),
             lambda: promote(self.context, MODEL, "3", TARGET),
-            lambda: self.told.extend(r.why for r in reconcile_until_stable(self.context, ENDPOINT)),
+            lambda: self.messages.extend(r.why for r in reconcile_until_stable(self.context, ENDPOINT)),
             lambda: roll_back(self.context, ENDPOINT, reason="what is this?"),
-            lambda: self.told.extend(r.why for r in reconcile_until_stable(self.context, ENDPOINT)),
+            lambda: self.messages.extend(r.why for r in reconcile_until_stable(self.context, ENDPOINT)),
         ):
             try:
                 act()
             except OnnxOpsError as error:
-                self.told.append(str(error))
+                self.messages.append(str(error))
 
     def serving(self) -> dict[str, int]:
         provider = self.local if self.real else self.fake
@@ -498,7 +498,7 @@ def test_who_has_no_key_gets_nothing_loaded(attack: Callable[[Site], None], tmp_
     site.drive()
     assert set(site.fake.loaded) <= files
     assert site.held() <= approved
-    assert any(re.search(ATTACKS[attack], told) for told in site.told), site.told
+    assert any(re.search(ATTACKS[attack], messages) for messages in site.messages), site.messages
 
 
 @pytest.mark.nightly
@@ -510,7 +510,7 @@ def test_nor_does_a_real_server_load_it(attack: Callable[[Site], None], tmp_path
         attack(site)
         site.drive()
         assert site.held() <= approved
-        assert any(re.search(ATTACKS[attack], told) for told in site.told), site.told
+        assert any(re.search(ATTACKS[attack], messages) for messages in site.messages), site.messages
     finally:
         site.local.stop(site.config)
 

@@ -112,12 +112,12 @@ def test_a_watch_goes_on_with_the_others(site: Site) -> None:
     site.serve("a")
     site.scene.promote(site.scene.publish("b"))
     site.break_entry("faces", 1)
-    told: list[WatchEvent] = []
+    reports: list[WatchEvent] = []
     WatchLoop(
-        site.context, ReconcileQueue(), interval_s=5.0, endpoints=(), actor="", on_event=told.append
+        site.context, ReconcileQueue(), interval_s=5.0, endpoints=(), actor="", on_event=reports.append
     ).reconcile_all()
     assert site.scene.aliases()[CHAMPION] == "2"
-    trouble = [(one.endpoint, "not JSON" in one.why) for one in told if one.kind is WatchEventKind.TROUBLE]
+    trouble = [(one.endpoint, "not JSON" in one.why) for one in reports if one.kind is WatchEventKind.TROUBLE]
     assert trouble == [("faces", True)]
 
 
@@ -185,12 +185,14 @@ def test_people_are_told_about_the_others(site: Site) -> None:
     site.serve("a", "b")
     roll_back(site.context, "digits")
     site.break_entry("faces", 1)
-    told: list[DeliveryResult] = []
-    loop = NotificationLoop(site.context, interval_s=5.0, endpoints=lambda: ("faces", "digits"), on_result=told.append)
+    reports: list[DeliveryResult] = []
+    loop = NotificationLoop(
+        site.context, interval_s=5.0, endpoints=lambda: ("faces", "digits"), on_result=reports.append
+    )
     loop.send_all()
     loop.send_all()
     assert people.received
-    assert [one.endpoint for one in told if one.error] == ["faces"]
+    assert [one.endpoint for one in reports if one.error] == ["faces"]
     stopped = threading.Event()
     stopped.set()
     loop.run(stopped)
@@ -204,9 +206,9 @@ def test_the_commands_about_all_end_with_4_and_tell_both(
     monkeypatch.setenv("ONNX_OPS_ROOT", str(tmp_path))
     result = CliRunner().invoke(app, ["status", "--json"])
     assert result.exit_code == 4
-    told = {one["endpoint"]: one for one in json.loads(capfd.readouterr().out)}
-    assert told["faces"]["error"] == "CorruptStateError"
-    assert told["faces-eu"]["config"]["model"] == "faces"
+    reports = {one["endpoint"]: one for one in json.loads(capfd.readouterr().out)}
+    assert reports["faces"]["error"] == "CorruptStateError"
+    assert reports["faces-eu"]["config"]["model"] == "faces"
     for command in ("status", "history"):
         result = CliRunner().invoke(app, [command])
         assert result.exit_code == 4

@@ -69,9 +69,9 @@ def test_a_bad_candidate_is_rolled_back_by_itself_and_does_not_come_back(fault: 
     assert judged.reading.tallies["v2"] == scene.world.provider.counted.tallies["v2"]
     assert asked.action.why.endswith("-> ROLL BACK")
     assert not asked.by_operator
-    told = read_published_rollback(scene.record("2"), "digits")
-    assert told is not None
-    assert told.why == asked.action.why[:400]
+    rollback_record = read_published_rollback(scene.record("2"), "digits")
+    assert rollback_record is not None
+    assert rollback_record.why == asked.action.why[:400]
     traffic(scene, 1000)
     assert scene.traffic() == {"v1": 100}
     with pytest.raises(RefusedError):

@@ -37,7 +37,7 @@ def asked(scene: Scene, version: str) -> Scene:
     return scene
 
 
-def told(scene: Scene, word: OperatorCommand) -> Scene:
+def with_command(scene: Scene, word: OperatorCommand) -> Scene:
     """An operator has said something that no reconciler has read yet."""
     scene.say(word)
     return scene
@@ -50,8 +50,8 @@ SCENES: Mapping[str, Callable[[], Scene]] = {
     "first deployment": lambda: asked(with_candidate(serving()), "1"),
     "all at once": lambda: asked(with_candidate(serving("a")), "2"),
     "start": lambda: asked(with_candidate(on_trial(OperatorCommand.ADVANCE, OperatorCommand.ADVANCE)), "4"),
-    "advance": lambda: told(on_trial(), OperatorCommand.ADVANCE),
-    "finish": lambda: told(on_trial(OperatorCommand.ADVANCE), OperatorCommand.ADVANCE),
+    "advance": lambda: with_command(on_trial(), OperatorCommand.ADVANCE),
+    "finish": lambda: with_command(on_trial(OperatorCommand.ADVANCE), OperatorCommand.ADVANCE),
     "replace a candidate": lambda: asked(with_candidate(on_trial()), "4"),
     **{name: one.setup for name, one in SCENARIOS.items() if one.act is Scene.reconcile_all},
 }

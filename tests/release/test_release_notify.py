@@ -55,10 +55,10 @@ def test_a_rollback_is_told_once_and_the_ledger_says_so() -> None:
     send_pending(scene.context, "digits")
     before = len(chat.received)
     alarm(scene)
-    (told,) = send_pending(scene.context, "digits")
-    assert [notice.what for notice in told.sent] == [NotificationKind.ROLLED_BACK]
+    (deliveries,) = send_pending(scene.context, "digits")
+    assert [notice.what for notice in deliveries.sent] == [NotificationKind.ROLLED_BACK]
     assert len(chat.received) == before + 1
-    assert scene.state().notified == {CHAT: told.sent[0].sequence}
+    assert scene.state().notified == {CHAT: deliveries.sent[0].sequence}
     assert send_pending(scene.context, "digits") == (DeliveryResult(endpoint="digits", notifier=CHAT),)
 
 
@@ -86,8 +86,8 @@ def test_what_is_due_does_not_grow_old_while_the_notifier_is_down() -> None:
     scene, chat = with_chat(on_trial())
     chat.down = True
     alarm(scene)
-    (told,) = send_pending(scene.context, "digits")
-    assert "does not answer" in told.error
+    (deliveries,) = send_pending(scene.context, "digits")
+    assert "does not answer" in deliveries.error
     scene.world.clock.advance(10 * REPEAT_INTERVAL_S)
     chat.down = False
     send_pending(scene.context, "digits")
@@ -99,8 +99,8 @@ def test_one_notifier_that_is_down_does_not_keep_another_back() -> None:
     mail = scene.world.notifiers["mail"] = FakeNotifier()
     mail.down = True
     alarm(scene)
-    told = send_pending(scene.context, "digits")
-    assert [(one.notifier, bool(one.error)) for one in told] == [(CHAT, False), ("mail", True)]
+    deliveries = send_pending(scene.context, "digits")
+    assert [(one.notifier, bool(one.error)) for one in deliveries] == [(CHAT, False), ("mail", True)]
     count = len(chat.received)
     mail.down = False
     send_pending(scene.context, "digits")
@@ -270,8 +270,8 @@ def test_a_writer_in_between_is_no_hindrance() -> None:
         append(entry)
 
     scene.world.ledger.append = late  # type: ignore[method-assign]
-    (told,) = send_pending(scene.context, "digits")
-    assert (told.error, busy) == ("", [0])
+    (deliveries,) = send_pending(scene.context, "digits")
+    assert (deliveries.error, busy) == ("", [0])
     assert chat.received
 
 
@@ -320,16 +320,16 @@ def test_after_traffic_has_moved_nothing_is_raised(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(scene.world.notifiers[CHAT], "send", broken)
-    (told,) = send_pending_each(scene.context, ("digits",))
-    assert told.error == "a bug"
+    (deliveries,) = send_pending_each(scene.context, ("digits",))
+    assert deliveries.error == "a bug"
 
 
 def test_a_test_goes_through_every_notifier() -> None:
     scene, chat = with_chat(Scene())
     scene.world.notifiers["mail"] = mail = FakeNotifier()
     mail.down = True
-    told = send_test_message(scene.context)
-    assert [(one.notifier, bool(one.error)) for one in told] == [(CHAT, False), ("mail", True)]
+    deliveries = send_test_message(scene.context)
+    assert [(one.notifier, bool(one.error)) for one in deliveries] == [(CHAT, False), ("mail", True)]
     assert whats(chat) == [NotificationKind.TEST]
 
 
@@ -337,9 +337,9 @@ class Passes:
     """A notification loop whose passes a test makes."""
 
     def __init__(self, scene: Scene) -> None:
-        self.told: list[DeliveryResult] = []
+        self.deliveries: list[DeliveryResult] = []
         self.loop = NotificationLoop(
-            scene.context, interval_s=5.0, endpoints=lambda: ("digits",), on_result=self.told.append
+            scene.context, interval_s=5.0, endpoints=lambda: ("digits",), on_result=self.deliveries.append
         )
 
     def __call__(self, times: int) -> None:
@@ -362,11 +362,11 @@ def test_a_notifier_that_is_down_is_asked_less_and_less_often_and_told_of_once(
     passes = Passes(scene)
     passes(100)
     assert 8 < len(tries) < 20, "each minute at the latest"
-    assert [one.error for one in passes.told] == ["chat: does not answer"]
+    assert [one.error for one in passes.deliveries] == ["chat: does not answer"]
     monkeypatch.undo()
     passes(13)
     assert whats(chat)[-1] is NotificationKind.ROLLED_BACK
-    assert passes.told[-1].sent
+    assert passes.deliveries[-1].sent
 
 
 def test_a_herald_outlives_a_bug_and_says_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,12 +73,12 @@ class SageMaker(Scene):
         return reports
 
     def watch(self, passes: int) -> list[WatchEvent]:
-        told: list[WatchEvent] = []
-        watcher = WatchLoop(self.context, ReconcileQueue(), interval_s=30.0, on_event=told.append)
+        events: list[WatchEvent] = []
+        watcher = WatchLoop(self.context, ReconcileQueue(), interval_s=30.0, on_event=events.append)
         for _ in range(passes):
             watcher.reconcile_all()
             self.world.clock.advance(3600.0)
-        return told
+        return events
 
     def serving(self) -> list[str]:
         observed = self.provider.observe(self.config)

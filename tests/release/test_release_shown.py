@@ -88,9 +88,9 @@ def test_an_owed_rollback_is_shown_by_status_history_doctor_and_metrics(
     findings = {finding.check: finding for finding in diagnose(project)}
     assert findings["rollback of digits"].ok is False
     scene.world.clock.advance(90)
-    told = render_pending_metrics(scene.context)
-    assert 'onnx_ops_rollback_pending_seconds{endpoint="digits"} 90\n' in told
-    assert 'onnx_ops_rollback_failed_attempts{endpoint="digits"} 1\n' in told
+    page = render_pending_metrics(scene.context)
+    assert 'onnx_ops_rollback_pending_seconds{endpoint="digits"} 90\n' in page
+    assert 'onnx_ops_rollback_failed_attempts{endpoint="digits"} 1\n' in page
     scene.world.provider.down = False
     scene.reconcile()
     assert "rollback of digits" not in {finding.check for finding in diagnose(project)}

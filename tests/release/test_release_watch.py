@@ -39,13 +39,13 @@ class Counting:
 @dataclass
 class Watch:
     scene: Scene
-    told: list[WatchEvent] = field(default_factory=list)
+    events: list[WatchEvent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.registry = Counting(self.scene.world.registry)
         self.context = replace(self.scene.context, registry=lambda: cast("Registry", self.registry))
         self.queue = ReconcileQueue()
-        self.watcher = WatchLoop(self.context, self.queue, interval_s=5.0, on_event=self.told.append)
+        self.watcher = WatchLoop(self.context, self.queue, interval_s=5.0, on_event=self.events.append)
 
     def look(self) -> list[str]:
         """One pass; what the registry was asked in it."""
@@ -54,8 +54,8 @@ class Watch:
         return list(self.registry.asked)
 
     def kinds(self) -> list[WatchEventKind]:
-        found = [report.kind for report in self.told]
-        self.told.clear()
+        found = [report.kind for report in self.events]
+        self.events.clear()
         return found
 
 
@@ -114,7 +114,7 @@ def test_an_unapproved_alias_is_put_back_and_the_reason_told(golden: Golden) -> 
     watch = Watch(scene)
     watch.look()
     assert scene.aliases()[CHAMPION] == "1"
-    (refused,) = [report for report in watch.told if report.kind is WatchEventKind.REFUSED]
+    (refused,) = [report for report in watch.events if report.kind is WatchEventKind.REFUSED]
     golden("reasons", refused.why)
     assert "is FAIL" in scene.record("2").tags[f"onnxops.rejected.{CHAMPION}"]
     assert scene.traffic() == {"v1": 100}
@@ -136,7 +136,7 @@ def test_one_endpoint_in_trouble_does_not_stop_the_others() -> None:
     watch.look()
     assert scene.traffic("digits-1") == {"v2": 100, "v1": 0}
     assert scene.traffic("digits-0") == {"v1": 100}
-    assert [r.why for r in watch.told if r.kind is WatchEventKind.TROUBLE] == ["unexpected: ZeroDivisionError: a bug"]
+    assert [r.why for r in watch.events if r.kind is WatchEventKind.TROUBLE] == ["unexpected: ZeroDivisionError: a bug"]
 
 
 def test_a_ledger_that_cannot_be_listed_is_told_once_and_waited_for() -> None:
@@ -171,7 +171,7 @@ def test_an_endpoint_that_died_is_restored_although_the_registry_takes_no_alias(
     scene.world.provider.interfere("digits", None)
     watch.look()
     assert scene.traffic() == {"v2": 100, "v1": 0}
-    assert {report.why for report in watch.told if report.kind is WatchEventKind.TROUBLE} == {
+    assert {report.why for report in watch.events if report.kind is WatchEventKind.TROUBLE} == {
         f"{PREVIOUS}: MLflow refused"
     }
     registry.set_alias = set_alias  # type: ignore[method-assign]
@@ -253,11 +253,11 @@ def test_a_running_watch_hears_its_bell() -> None:
     scene = with_candidate(serving("a"))
     queue, served = ReconcileQueue(), threading.Event()
 
-    def told(report: WatchEvent) -> None:
+    def events(report: WatchEvent) -> None:
         if report.did == "finish":
             served.set()
 
-    watcher = WatchLoop(scene.context, queue, interval_s=3600.0, on_event=told)
+    watcher = WatchLoop(scene.context, queue, interval_s=3600.0, on_event=events)
     watcher.reconcile_all()
     thread = threading.Thread(target=watcher.run)
     thread.start()
@@ -282,11 +282,13 @@ def test_dry_run_changes_nothing() -> None:
     scene = with_candidate(serving("a"))
     scene.bind("digits", policy=CANARY)
     before = len(scene.world.ledger.read("digits"))
-    told: list[StepReport] = []
+    events: list[StepReport] = []
     assert (
-        DryRun(scene.context, lambda: read_registry(scene.context)).reconcile("digits", on_step=told.append)[-1].stable
+        DryRun(scene.context, lambda: read_registry(scene.context))
+        .reconcile("digits", on_step=events.append)[-1]
+        .stable
     )
-    assert len(told) == 1
+    assert len(events) == 1
     assert len(scene.world.ledger.read("digits")) == before
     assert DryRun(scene.context, lambda: read_registry(scene.context)).state("digits").config == config_of("digits")
 

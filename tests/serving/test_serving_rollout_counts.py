@@ -54,8 +54,8 @@ def test_feedback_counts_for_the_deployment_that_answered(server: ServerFamily) 
     answered = {f"r-{n}": ask(server, **{"x-request-id": f"r-{n}"}) for n in range(40)}
     assert set(answered.values()) == {"blue", "green"}
     good = {name: n % 3 > 0 for n, name in enumerate(answered)}
-    told = report(server, *({"request_id": name, "success": good[name]} for name in answered))
-    assert told.json() == {"counted": 40, "unknown": 0}
+    response = report(server, *({"request_id": name, "success": good[name]} for name in answered))
+    assert response.json() == {"counted": 40, "unknown": 0}
     expected = {
         who: (sum(d == who for d in answered.values()), sum(good[name] for name, d in answered.items() if d == who))
         for who in ("blue", "green")
@@ -69,8 +69,8 @@ def test_feedback_counts_for_the_deployment_that_answered(server: ServerFamily) 
 def test_by_user_key_and_by_name(server: ServerFamily) -> None:
     users = {f"user-{n}": ask(server, **{"x-user-key": f"user-{n}"}) for n in range(20)}
     assert report(server, *({"key": user, "success": True} for user in users)).json()["counted"] == 20
-    told = report(server, {"deployment": "green", "success": False}, {"deployment": "red", "success": False})
-    assert told.json() == {"counted": 1, "unknown": 1}
+    response = report(server, {"deployment": "green", "success": False}, {"deployment": "red", "success": False})
+    assert response.json() == {"counted": 1, "unknown": 1}
     blue, green = (sum(d == who for d in users.values()) for who in ("blue", "green"))
     assert feedback_of(server) == {"blue": (blue, blue), "green": (green + 1, green)}
 

@@ -77,9 +77,9 @@ def test_latency_is_judged_on_the_requests_that_were_timed_and_errors_on_all() -
     assert rows["errors"] == [(0, 50, 1, 450)]
     assert rows["latency_p50"] == [(25, 40, 25, 42)]
     judged = judge(seen(one), CANARY)
-    told = {guard.name: (guard.canary, guard.stable, guard.compared) for guard in judged.guardrails}
-    assert told["latency_p50"] == ((25, 40), (25, 42), 40)
-    assert told["errors"] == ((0, 50), (1, 450), 50)
+    counts = {guard.name: (guard.canary, guard.stable, guard.compared) for guard in judged.guardrails}
+    assert counts["latency_p50"] == ((25, 40), (25, 42), 40)
+    assert counts["errors"] == ((0, 50), (1, 450), 50)
 
 
 def due(
@@ -185,15 +185,17 @@ def test_any_place_of_the_distribution_may_speak_against_the_candidate() -> None
     policy = replace(CANARY, guardrails=(Guardrail(name="latency"),))
     usual = {place: 1 - share for place, share in LATENCY_PLACES.items()}
 
-    def told(shares: Mapping[str, float]) -> ObservationInterval:
+    def counts(shares: Mapping[str, float]) -> ObservationInterval:
         mine, theirs = ({k: round(n * s) for k, s in of.items()} for n, of in ((100, shares), (900, usual)))
         return ObservationInterval(step=0, canary=counted(100).with_over(mine), stable=counted(900).with_over(theirs))
 
-    acts(due(seen(*[told(usual)] * 40), policy), ActionKind.ADVANCE)
+    acts(due(seen(*[counts(usual)] * 40), policy), ActionKind.ADVANCE)
     bulge = {**usual, "latency@p80": 0.3, "latency@p85": 0.28, "latency@p90": 0.2}
-    acts(due(seen(*[told(bulge)] * 10), policy), ActionKind.ABORT, "latency: above p85 canary 280/1000", "-> ROLL BACK")
-    (guard,) = judge(seen(*[told(bulge)] * 10), policy).guardrails
-    (path,) = trace_guardrails(seen(*[told(bulge)] * 10), policy)
+    acts(
+        due(seen(*[counts(bulge)] * 10), policy), ActionKind.ABORT, "latency: above p85 canary 280/1000", "-> ROLL BACK"
+    )
+    (guard,) = judge(seen(*[counts(bulge)] * 10), policy).guardrails
+    (path,) = trace_guardrails(seen(*[counts(bulge)] * 10), policy)
     assert path.log10_evidence[-1] == pytest.approx(guard.evidence)
     assert guard.low is None, "bounds of a place that was chosen for being the worst do not hold"
     waits(due(seen(healthy()), policy), WaitKind.ANALYZING)
@@ -309,7 +311,7 @@ def test_what_happens_when_an_ab_test_stays_undecided() -> None:
 
 
 def test_percentiles_stand_in_where_nothing_is_counted_over_a_threshold() -> None:
-    def told(times: float) -> ObservationInterval:
+    def counts(times: float) -> ObservationInterval:
         return ObservationInterval(
             step=0,
             canary=counted(50, over_p50=None),
@@ -319,9 +321,9 @@ def test_percentiles_stand_in_where_nothing_is_counted_over_a_threshold() -> Non
         )
 
     policy = replace(CANARY, guardrails=RAILS[:2])
-    acts(due(seen(*[told(1.3)] * 10), policy), ActionKind.ABORT, "over 10 % slower in 10 of 10 intervals")
-    waits(due(seen(*[told(1.0)] * 9), policy), WaitKind.ANALYZING, "has 9 of 10 comparisons")
-    acts(due(seen(*[told(1.0)] * 10), policy), ActionKind.ADVANCE)
+    acts(due(seen(*[counts(1.3)] * 10), policy), ActionKind.ABORT, "over 10 % slower in 10 of 10 intervals")
+    waits(due(seen(*[counts(1.0)] * 9), policy), WaitKind.ANALYZING, "has 9 of 10 comparisons")
+    acts(due(seen(*[counts(1.0)] * 10), policy), ActionKind.ADVANCE)
 
 
 def test_the_plot_ends_where_the_judgement_is() -> None:

@@ -127,9 +127,9 @@ def test_the_admin_socket_needs_no_token_and_lets_only_its_owner_in(tmp_path: Pa
         assert server.admin("PUT", codec.dumps(replace(state_of(blue, blue=100), generation=2))).status == 200
         assert server.publish(state_of(replace(blue, location="/unrouted", name="lost"), lost=100), 3).status == 422
         lines = [json.loads(line) for line in (folder / AUDIT_FILE).read_text().splitlines()]
-        told = [(line["who"], line["what"], line["generation"]) for line in lines]
+        entries = [(line["who"], line["what"], line["generation"]) for line in lines]
         uid = f"uid:{os.getuid()}"
-        assert told == [
+        assert entries == [
             (uid, "publish", 1),
             (uid, "published", 1),
             ("token", "publish", 2),

@@ -84,8 +84,8 @@ def answer_json(
     start: Start, status: int, document: object, headers: Mapping[str, str] | None = None
 ) -> Iterable[bytes]:
     body = json.dumps(document).encode()
-    told = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), *(headers or {}).items()]
-    start(f"{status} Said", told)
+    fields = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), *(headers or {}).items()]
+    start(f"{status} Said", fields)
     return [body]
 
 

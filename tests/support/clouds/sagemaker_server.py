@@ -157,13 +157,15 @@ class Fake:
         headers = {"content-type": environ.get("CONTENT_TYPE", "application/json")}
         answer: Answer = variant.container.invoke(body, headers)
         self.around.count(endpoint, variant.name, answer)
-        told = {"x-Amzn-Invoked-Production-Variant": variant.name}
+        fields = {"x-Amzn-Invoked-Production-Variant": variant.name}
         if answer.status != 200:
             document = {"OriginalStatusCode": answer.status, "OriginalMessage": answer.body.decode(errors="replace")}
             message = f"Received server error ({answer.status}) from {variant.name} with the message above"
-            return answer_json(start, 424, {**document, "Message": message}, {**told, "x-amzn-ErrorType": "ModelError"})
+            return answer_json(
+                start, 424, {**document, "Message": message}, {**fields, "x-amzn-ErrorType": "ModelError"}
+            )
         length = ("Content-Length", str(len(answer.body)))
-        start("200 OK", [("Content-Type", answer.content_type), length, *told.items()])
+        start("200 OK", [("Content-Type", answer.content_type), length, *fields.items()])
         return [answer.body]
 
     def _choose(self, endpoint: str, fleet: Fleet, pinned: str) -> Variant:
