@@ -238,7 +238,7 @@ class Busy(CountingHandler):
         return Manifest(files={"result": digest_json([key])})
 
 
-def statuses(outcomes: Mapping[str, StageOutcome]) -> dict[str, tuple[StageStatus, str, Digest | None]]:
+def ends(outcomes: Mapping[str, StageOutcome]) -> dict[str, tuple[StageStatus, str, Digest | None]]:
     return {name: (one.status, one.reason, one.key) for name, one in outcomes.items()}
 
 
@@ -246,7 +246,7 @@ def statuses(outcomes: Mapping[str, StageOutcome]) -> dict[str, tuple[StageStatu
 def test_side_by_side_the_outcomes_are_those_of_one_by_one(failing: tuple[str, ...]) -> None:
     alone, together = Busy(failing=frozenset(failing)), Busy(failing=frozenset(failing))
     one, many = go(alone), go(together, jobs=4)
-    assert statuses(many.outcomes) == statuses(one.outcomes)
+    assert ends(many.outcomes) == ends(one.outcomes)
     assert many.executed() == one.executed()
     assert set(many.errors) == set(failing)
     assert sorted(together.done) == sorted(alone.done)
@@ -271,7 +271,7 @@ def plans(draw: st.DrawFn) -> Plan:
 @given(some=plans(), jobs=st.integers(2, 5), failing=st.frozensets(st.integers(0, 11).map("s{}".format)))
 def test_any_plan_ends_as_it_would_one_by_one(some: Plan, jobs: int, failing: frozenset[str]) -> None:
     together = Busy(failing=failing)
-    assert statuses(go(together, some, jobs=jobs).outcomes) == statuses(go(Busy(failing=failing), some).outcomes)
+    assert ends(go(together, some, jobs=jobs).outcomes) == ends(go(Busy(failing=failing), some).outcomes)
     assert together.most <= jobs
 
 
