@@ -298,7 +298,7 @@ class ModelFolders:
             shutil.rmtree(temporary, ignore_errors=True)
         return str(place)
 
-    def kept(self) -> Sequence[StoredObject]:
+    def list_folders(self) -> Sequence[StoredObject]:
         """Return every folder by its manifest's digest, with the time of its admission."""
         if not self.root.is_dir():
             return ()

@@ -219,7 +219,7 @@ def answer(project: Project, request: str, *, place: str, run: str, observer: Ob
 
 
 def _require_same_release(stage: Stage) -> None:
-    """Raise an error if this installation would not compute what was asked for."""
+    """Raise an error if this installation would compute another result than the requested one."""
     here = f"worker on {platform.node()}"
     if stage.kind not in PLACEABLE:
         raise RefusedError(f"a worker does not execute {stage.kind.value} stages", where=here)
@@ -228,11 +228,13 @@ def _require_same_release(stage: Stage) -> None:
     if revision != REVISIONS[stage.kind]:
         differs["revision of the stage"] = (REVISIONS[stage.kind], revision)
     if stage.kind not in _MEASURED and not is_isolated(stage):  # evidence names the versions that measured
-        found = {name: plugins.version(name) for name in stage.tools if name != "python"}
-        found |= {"python": ".".join(platform.python_version_tuple()[:2])} if "python" in stage.tools else {}
-        differs |= {name: (found[name], asked) for name, asked in stage.tools.items() if found[name] != asked}
+        local = {name: plugins.version(name) for name in stage.tools if name != "python"}
+        local |= {"python": ".".join(platform.python_version_tuple()[:2])} if "python" in stage.tools else {}
+        differs |= {name: (local[name], required) for name, required in stage.tools.items() if local[name] != required}
     if differs:
-        what = "; ".join(f"{name} is {found} here, {asked} was asked for" for name, (found, asked) in differs.items())
+        what = "; ".join(
+            f"{name} is {local} here, {required} is required" for name, (local, required) in differs.items()
+        )
         remedy = "Install the same versions on both machines."
         raise ConflictError(f"it would not compute the same: {what}", where=here, remedy=remedy)
 

@@ -383,7 +383,7 @@ def _prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:
             f"{max(0.0, now - version.created_at) / 86_400:.1f}{KEEP}d",
             what,
         )
-        for model, version, what in (*leaving, *((k.model, k.version, f"stays: {k.why}") for k in plan.kept))
+        for model, version, what in (*leaving, *((k.model, k.version, f"stays: {k.why}") for k in plan.retained))
     ]
     if rows:
         print_table(("model", "version", "variant", "release", "age", ""), rows)

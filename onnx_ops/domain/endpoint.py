@@ -120,10 +120,10 @@ def build_rollback_state(current: EndpointState, state: EndpointState) -> Endpoi
 def drop_idle_deployments(state: EndpointState) -> EndpointState:
     """Return the state without deployments that get neither traffic nor copies."""
     weights, shadow = state.split.weights, state.split.shadow
-    kept = tuple(one for one in state.deployments if weights.get(one.name) or shadow.get(one.name))
-    names = {one.name for one in kept}
+    deployments = tuple(one for one in state.deployments if weights.get(one.name) or shadow.get(one.name))
+    names = {one.name for one in deployments}
     split = replace(state.split, weights={name: weight for name, weight in weights.items() if name in names})
-    return replace(state, deployments=kept, split=split)
+    return replace(state, deployments=deployments, split=split)
 
 
 _Effect: TypeAlias = tuple[Digest, bool, tuple[str, ...], Execution, tuple[int, int]]

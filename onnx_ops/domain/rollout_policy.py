@@ -175,10 +175,10 @@ class RolloutPolicy:
 
     def max_latency_increases(self) -> Mapping[str, float]:
         """Return how much slower than the stable version the candidate may be, as a fraction, by place."""
-        asked = {place: rail.max_latency_increase for rail in self.guardrails for place in rail.places}
-        found = {name: asked[name] for name in (*LATENCY_QUANTILES, *LATENCY_PLACES) if name in asked}
+        limits = {place: rail.max_latency_increase for rail in self.guardrails for place in rail.places}
+        ordered = {name: limits[name] for name in (*LATENCY_QUANTILES, *LATENCY_PLACES) if name in limits}
         return dict.fromkeys(LATENCY_QUANTILES, DEFAULT_SLOWDOWN) | {
-            k: DEFAULT_SLOWDOWN if v is None else v for k, v in found.items()
+            k: DEFAULT_SLOWDOWN if v is None else v for k, v in ordered.items()
         }
 
     @property
@@ -202,20 +202,20 @@ class RolloutPolicy:
 
     def needs(self) -> Mapping[str, tuple[str, ...]]:
         """Return the capabilities that a provider must have, with the keys that require them."""
-        asked: dict[str, tuple[str, ...]] = {}
+        needs: dict[str, tuple[str, ...]] = {}
         if any(rail.name in ("latency", "latency_p90", "latency_p95") for rail in self.guardrails):
-            asked["exceedances"] = ("guardrails",)
+            needs["exceedances"] = ("guardrails",)
         if self.cold:
-            asked["cold_starts"] = ("guardrails",)
+            needs["cold_starts"] = ("guardrails",)
         if self.shadow:
-            asked["shadow"] = ("shadow",)
+            needs["shadow"] = ("shadow",)
         if len(self.steps) > 1:
-            asked["split"] = ("steps",)
+            needs["split"] = ("steps",)
         if self.ab_test:
-            asked |= {"split": ("ab_test",), "sticky": ("ab_test",)}
+            needs |= {"split": ("ab_test",), "sticky": ("ab_test",)}
             if self.ab_test.metric == "feedback":
-                asked["feedback"] = ("ab_test", "metric")
-        return asked
+                needs["feedback"] = ("ab_test", "metric")
+        return needs
 
 
 @functools.lru_cache(maxsize=256)

@@ -173,7 +173,7 @@ class PrefectPools(Pools):
             MeasurementError: it ran too long.
             ServiceUnavailableError: no worker will take it, or the server is silent.
         """
-        contact = heard = checked = time.monotonic()
+        contact = last_beat = checked = time.monotonic()
         started: float | None = None
         beat: object = None
         while True:
@@ -194,10 +194,10 @@ class PrefectPools(Pools):
             if kind in _DEAD:
                 raise _WorkerDied(f"its flow run ended as {state.name if state else kind}")
             if (found.updated, kind) != beat or silent:  # after an outage, the silence is counted anew
-                beat, heard = (found.updated, kind), now
+                beat, last_beat = (found.updated, kind), now
             taken = kind == "RUNNING" or (state is not None and state.name == CLAIMED)
-            if taken and now - heard > self.silence:
-                declare_crashed(client, run, why := f"its flow run has sent no heartbeat for {now - heard:.0f} s")
+            if taken and now - last_beat > self.silence:
+                declare_crashed(client, run, why := f"its flow run has sent no heartbeat for {now - last_beat:.0f} s")
                 raise _WorkerDied(why)
             if kind == "RUNNING":
                 started = now if started is None else started
@@ -211,7 +211,7 @@ class PrefectPools(Pools):
             elif kind == "SCHEDULED" and now - checked > self.silence:
                 checked = now
                 require_workers(client, stage.pool, stage.kind.value, stage.title)
-            elif kind == "PENDING" and now - heard > self.start_timeout_s:
+            elif kind == "PENDING" and now - last_beat > self.start_timeout_s:
                 raise MeasurementError(
                     f"a worker of pool {stage.pool} took it, and did not start it within {self.start_timeout_s:g} s",
                     where=stage.title,

@@ -312,7 +312,7 @@ class ModelFiles(Protocol):
         """
         ...
 
-    def kept(self) -> Sequence[StoredObject]:
+    def list_folders(self) -> Sequence[StoredObject]:
         """Return every stored folder, by its manifest's digest; `at` is when it was admitted."""
         ...
 

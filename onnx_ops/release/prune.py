@@ -180,7 +180,7 @@ class PrunePlan:
     """
 
     remove: Mapping[str, tuple[ListedVersion, ...]]
-    kept: tuple[RetainedVersion, ...]
+    retained: tuple[RetainedVersion, ...]
     folders: tuple[StoredObject, ...]
     orphans: OrphanSurvey
     contents: tuple[StoredObject, ...] = ()
@@ -207,7 +207,7 @@ def plan_pruning(
     in_use = [(state, deployment) for state in states for deployment in list_needed_deployments(context, state)]
     now = context.clock.now()
     remove: dict[str, tuple[ListedVersion, ...]] = {}
-    kept: list[RetainedVersion] = []
+    retained: list[RetainedVersion] = []
     for model in models:
         reasons = _find_reasons(context, model, in_use, states)
         listed = context.registry().versions(model)
@@ -222,21 +222,21 @@ def plan_pruning(
             else:
                 why = "too young" if entry.created_at > now - older_than_s else ""
             if why:
-                kept.append(RetainedVersion(model=model, version=entry, why=why))
+                retained.append(RetainedVersion(model=model, version=entry, why=why))
             else:
                 leaving.append(entry)
         remove[model] = tuple(leaving)
-    wanted = {deployment.manifest for _, deployment in in_use} | {entry.version.manifest for entry in kept}
+    wanted = {deployment.manifest for _, deployment in in_use} | {entry.version.manifest for entry in retained}
     leaving_manifests = {entry.manifest for versions in remove.values() for entry in versions}
     endpoints = [s.endpoint for s in states if s.config is not None and s.config.model in models]
     return PrunePlan(
         remove=remove,
-        kept=tuple(kept),
+        retained=tuple(retained),
         # The version of an old folder may have been removed by a pruning that was killed. What another model needs
         # later is downloaded again.
         folders=tuple(
             folder
-            for folder in context.files.kept()
+            for folder in context.files.list_folders()
             if folder.digest not in wanted and (folder.digest in leaving_manifests or folder.at < now - older_than_s)
         ),
         orphans=find_orphans(context, endpoints),
@@ -275,7 +275,7 @@ def prune(context: Context, plan: PrunePlan) -> PrunePlan:
     cleared = delete_orphans(context, plan.orphans.orphans)
     return PrunePlan(
         remove=removed,
-        kept=plan.kept,
+        retained=plan.retained,
         folders=folders,
         orphans=replace(plan.orphans, orphans=cleared),
         contents=delete_unreferenced(context, plan.contents),

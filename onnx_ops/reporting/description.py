@@ -170,10 +170,10 @@ def _fitted(lines: Sequence[str], room: int, what: str, *, prefix: Sequence[str]
     whole = "\n".join((*prefix, *lines))
     if len(whole) <= room:
         return whole
-    for kept in range(len(lines) - 1, -1, -1):
-        left_out = len(lines) - kept
+    for count in range(len(lines) - 1, -1, -1):
+        left_out = len(lines) - count
         note = f"\n\n{left_out} more {what}{'s' if left_out > 1 else ''} left out here; the evidence holds all of them."
-        text = "\n".join((*prefix, *lines[:kept])) + note if kept else note.strip()
+        text = "\n".join((*prefix, *lines[:count])) + note if count else note.strip()
         if len(text) <= room:
             return text
     return ""

@@ -73,9 +73,9 @@ def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
     keys = []
     for series, e, latency, seconds in curves:
         n = len(seconds)
-        kept = range(n) if n <= _POINTS else sorted({round(i * (n - 1) / (_POINTS - 1)) for i in range(_POINTS)})
+        places = range(n) if n <= _POINTS else sorted({round(i * (n - 1) / (_POINTS - 1)) for i in range(_POINTS)})
         points = [(seconds[0] / scale.divisor, 0.0)]
-        for i in kept:
+        for i in places:
             left = seconds[i] / scale.divisor
             points += [(left, points[-1][1]), (left, 100 * (i + 1) / n)]
         chart.path(points, f"line {_style(series)}")

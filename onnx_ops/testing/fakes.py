@@ -266,23 +266,23 @@ class FakeRegistry:
         model, release, versions = self._models.setdefault(publication.model, _Model()), publication.lineage.release, {}
         for variant in publication.variants:
             key = (release, variant.variant, variant.manifest.digest())
-            records = [(kept, kept.record) for kept in model.versions.values()]
-            known = (kept for kept, record in records if (record.release, record.variant, record.manifest) == key)
-            kept = next(known, None)
+            records = [(stored, stored.record) for stored in model.versions.values()]
+            known = (stored for stored, record in records if (record.release, record.variant, record.manifest) == key)
+            stored = next(known, None)
             record = VersionRecord(
                 model=publication.model,
-                version=kept.record.version if kept else str(max(map(int, model.versions), default=0) + 1),
+                version=stored.record.version if stored else str(max(map(int, model.versions), default=0) + 1),
                 release=release,
                 variant=variant.variant,
                 manifest=variant.manifest.digest(),
                 decisions=dict(variant.signed),
-                tags=kept.record.tags if kept else {},
+                tags=stored.record.tags if stored else {},
             )
             model.versions[record.version] = _Version(
                 record=record,
                 files={name: path.read_bytes() for name, path in variant.files.items()},
                 documents={name: path.read_bytes() for name, path in variant.evidence.items()},
-                created_at=kept.created_at if kept else self.clock.now(),
+                created_at=stored.created_at if stored else self.clock.now(),
                 evidence=variant.evidence_digest(),
             )
             versions[variant.variant] = record.version
@@ -309,8 +309,8 @@ class FakeRegistry:
             self._models[model].aliases.pop(alias, None)
 
     def annotate(self, model: str, version: str, tags: Mapping[str, str]) -> None:
-        kept = self._version(model, version)
-        kept.record = replace(kept.record, tags={**kept.record.tags, **tags})
+        stored = self._version(model, version)
+        stored.record = replace(stored.record, tags={**stored.record.tags, **tags})
 
     def fetch(self, record: VersionRecord, folder: Path) -> Manifest:
         for name, content in self._version(record.model, record.version).files.items():
@@ -343,7 +343,7 @@ class FakeRegistry:
 
     def versions(self, model: str) -> tuple[ListedVersion, ...]:
         self._answer()
-        kept = self._models[model].versions.values() if model in self._models else ()
+        stored = self._models[model].versions.values() if model in self._models else ()
         return tuple(
             ListedVersion(
                 version=v.record.version,
@@ -353,7 +353,7 @@ class FakeRegistry:
                 created_at=v.created_at,
                 evidence=v.evidence,
             )
-            for v in sorted(kept, key=lambda v: int(v.record.version))
+            for v in sorted(stored, key=lambda v: int(v.record.version))
         )
 
     def delete_version(self, model: str, version: str) -> None:
@@ -366,9 +366,9 @@ class FakeRegistry:
     def vanish(self, model: str, version: str) -> None:
         """Delete a version and its aliases, as a person can in the registry."""
         self._version(model, version)
-        kept = self._models[model]
-        del kept.versions[version]
-        kept.aliases = {alias: number for alias, number in kept.aliases.items() if number != version}
+        stored = self._models[model]
+        del stored.versions[version]
+        stored.aliases = {alias: number for alias, number in stored.aliases.items() if number != version}
 
     def tamper(self, record: VersionRecord, name: str) -> None:
         """Change a stored file behind the registry's back."""
@@ -418,7 +418,7 @@ class FakeModelFiles:
         self._admitted.setdefault(manifest.digest(), self.clock.now())
         return f"memory:{manifest.digest()}"
 
-    def kept(self) -> Sequence[StoredObject]:
+    def list_folders(self) -> Sequence[StoredObject]:
         admitted = sorted(self._admitted.items())
         return tuple(StoredObject(name=digest, digest=digest, size_bytes=1000, at=at) for digest, at in admitted)
 

@@ -191,9 +191,9 @@ class RegistrySuite:
     def test_tags_are_kept(self, registry: Registry, tmp_path: Path) -> None:
         model = _unique()
         version = registry.publish(publication(tmp_path, model=model, seed="a"))["fp32"]
-        said = {"onnxops.rejected": "slower than the champion: 7.5 % > 5 %, «now»"}
-        registry.annotate(model, version, said)
-        assert registry.version(model, version).tags.items() >= said.items()
+        tags = {"onnxops.rejected": "slower than the champion: 7.5 % > 5 %, «now»"}
+        registry.annotate(model, version, tags)
+        assert registry.version(model, version).tags.items() >= tags.items()
 
     def test_fetch_returns_what_was_published(self, registry: Registry, tmp_path: Path) -> None:
         release = publication(tmp_path, model=_unique(), seed="a")

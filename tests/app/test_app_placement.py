@@ -188,9 +188,9 @@ def test_a_worker_with_another_store_names_both(asker: Project, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"settings": {"revision": 0}}, "revision of the stage is 1 here, 0 was asked for"),
-        ({"tools": {"scikit-learn": "0.1"}}, "0.1 was asked for"),
-        ({"tools": {"python": "2.7"}}, "2.7 was asked for"),
+        ({"settings": {"revision": 0}}, "revision of the stage is 1 here, 0 is required"),
+        ({"tools": {"scikit-learn": "0.1"}}, "0.1 is required"),
+        ({"tools": {"python": "2.7"}}, "2.7 is required"),
         ({"kind": StageKind.GATE}, "a worker does not execute gate stages"),
         ({"kind": StageKind.REGISTER}, "a worker does not execute register stages"),
     ],

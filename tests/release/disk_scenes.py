@@ -99,7 +99,7 @@ def damage(root: Path) -> list[str]:
                 found.append(f"the snapshot of {endpoint} says something else than its entries")
         except OnnxOpsError as error:
             found.append(str(error))
-    folders = [one.digest for one in models.kept() if one.digest is not None]
+    folders = [one.digest for one in models.list_folders() if one.digest is not None]
     found += [f"model folder {digest} is damaged" for digest in folders if models.location(digest) is None]
     for one in store.contents():
         try:

@@ -140,7 +140,7 @@ def end_of_pruning(scene: Scene) -> Mapping[str, Any]:
     context = scene.context
     kept = {
         "versions": [one.version for one in scene.world.registry.versions(MODEL)],
-        "folders": sorted(one.name for one in context.files.kept()),
+        "folders": sorted(one.name for one in context.files.list_folders()),
         "contents": sorted(one.name for one in context.store.contents() if one.digest is not None),
         "result": context.store.lookup(digest_bytes(b"key")),
     }

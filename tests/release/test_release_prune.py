@@ -41,7 +41,7 @@ def scene() -> Scene:
 def test_what_is_served_or_newest_stays(scene: Scene, golden: Golden) -> None:
     found = plan(scene)
     assert versions(found) == ["1", "4"]
-    golden("reasons", "\n".join(sorted(f"{kept.version.version}: {kept.why}" for kept in found.kept)))
+    golden("reasons", "\n".join(sorted(f"{kept.version.version}: {kept.why}" for kept in found.retained)))
     assert versions(plan(scene, older_than_s=3 * DAY)) == []
     assert versions(plan(scene, keep=2)) == ["1"]
 

@@ -135,9 +135,9 @@ class DvcSource(DataSource):
     repositories: Path = Path(".onnx-ops/repositories")
     requirements: tuple[str, ...] = ("dvc==3.67.1",)
 
-    def with_folders(self, environments: Path, kept: Path) -> DvcSource:
+    def with_folders(self, environments: Path, state: Path) -> DvcSource:
         """Return the same source with its state below these folders."""
-        return replace(self, environments=environments, repositories=kept / "repositories")
+        return replace(self, environments=environments, repositories=state / "repositories")
 
     def fingerprint(self, section: DataSection, root: Path) -> str:
         """Return MD5, size, and the file's path within a tracked folder."""
