@@ -81,8 +81,8 @@ def read_envelope(data: bytes | Envelope, kind: type[_R], *, where: str = "") ->
     statement = codec.loads(payload, dict[str, Any], where=where)
     if (envelope.payloadType, statement.get("_type")) != (PAYLOAD_TYPE, STATEMENT_TYPE):
         raise CorruptStateError("not an in-toto statement", where=where)
-    if (found := statement.get("predicateType")) != _PREDICATES[kind]:
-        raise CorruptStateError(f"not a {_PREDICATES[kind]}", where=where, why=f"it is a {found}"[:200])
+    if (predicate := statement.get("predicateType")) != _PREDICATES[kind]:
+        raise CorruptStateError(f"not a {_PREDICATES[kind]}", where=where, why=f"it is a {predicate}"[:200])
     if not envelope.signatures:
         raise CorruptStateError("it has no signature", where=where)
     record = codec.from_json(statement.get("predicate"), kind, where=where)

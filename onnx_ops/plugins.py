@@ -65,8 +65,8 @@ MISSING = "not installed"
 def _points(path: tuple[str, ...]) -> Mapping[str, EntryPoints]:
     """Return entry points by kind. Reading them parses the metadata of every distribution on the path."""
     del path
-    found = entry_points()
-    return {kind: found.select(group=f"onnx_ops.{kind}") for kind in KINDS}
+    installed = entry_points()
+    return {kind: installed.select(group=f"onnx_ops.{kind}") for kind in KINDS}
 
 
 def names(kind: str) -> tuple[str, ...]:
@@ -124,8 +124,8 @@ def distribution(kind: str, name: str) -> str | None:
 def _distribution(path: tuple[str, ...], kind: str, name: str) -> str | None:
     """Read the distribution once: each access parses its metadata, and a plan needs it for each stage."""
     del path
-    found = find(kind, name).dist
-    return None if found is None else found.name
+    distribution = find(kind, name).dist
+    return None if distribution is None else distribution.name
 
 
 @functools.cache

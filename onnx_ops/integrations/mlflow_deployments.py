@@ -200,13 +200,13 @@ class OnnxOpsDeployments(BaseDeploymentClient):
     def list_deployments(self, endpoint: str | None = None) -> list[dict[str, Any]]:
         """List all endpoints."""
         del endpoint
-        found = []
+        endpoints = []
         for name in list_bound_endpoints(self._context):
             try:
-                found.append(self._described(name))
+                endpoints.append(self._described(name))
             except CorruptStateError as error:
-                found.append({"name": name, "flavor": _FLAVOR, "state": str(error)})
-        return found
+                endpoints.append({"name": name, "flavor": _FLAVOR, "state": str(error)})
+        return endpoints
 
     @_translated
     def get_deployment(self, name: str, endpoint: str | None = None) -> dict[str, Any]:
@@ -265,13 +265,13 @@ class OnnxOpsDeployments(BaseDeploymentClient):
 
     def _version(self, model_uri: str) -> tuple[str, str]:
         """Return model and version of `models:/NAME/VERSION` or `models:/NAME@ALIAS`."""
-        found = _MODEL_URI.fullmatch(model_uri)
-        if found is None:
+        match = _MODEL_URI.fullmatch(model_uri)
+        if match is None:
             raise UserError(
                 f"{model_uri!r} names no registered version",
                 remedy="Write models:/NAME/VERSION or models:/NAME@ALIAS; `onnx-ops run` registers models.",
             )
-        model, version, name = found.groups()
+        model, version, name = match.groups()
         if version is not None:
             return str(model), str(version)
         aliases = self._context.registry().aliases(str(model))

@@ -228,13 +228,13 @@ def load_block(place: str) -> Block:
     """
     where = f"prefect block {place}"
     try:
-        found: Any = Block.load(place)
+        block: Any = Block.load(place)
     except ValueError as error:  # no such block, or none of that type
         remedy = "See `prefect block ls`; a block of another package needs that package here."
         raise UserError("there is no such block", where=where, remedy=remedy) from error
     except Exception as error:  # any exception of Prefect's client; it can contain a secret
         raise ServiceUnavailableError("cannot be read", where=where, why=type(error).__name__) from None
-    return cast("Block", found)
+    return cast("Block", block)
 
 
 def _filled(**values: str) -> Mapping[str, str]:

@@ -77,11 +77,11 @@ def emit_run_events(context: Context, pipeline: Pipeline, summary: Summary) -> N
 
     Failures are logged. Nothing is emitted where no server is set.
     """
-    found = tuple(run_events(pipeline, summary, context.clock.now()))
-    if not found:
+    events = tuple(run_events(pipeline, summary, context.clock.now()))
+    if not events:
         return
     try:
-        post(found)
+        post(events)
     except OnnxOpsError as error:
         _log.info("no events: %s", error)
 

@@ -107,14 +107,14 @@ def _watched(project: Project, run: UUID) -> Iterator[None]:
             retry_soon(client)
             while not done.wait(1.0):
                 with contextlib.suppress(Exception):  # the server may be away; the stage continues
-                    found = client.read_flow_run(run)
-                    if is_final(found.state):
+                    flow_run = client.read_flow_run(run)
+                    if is_final(flow_run.state):
                         project.running().end()
-                        if found.state is not None and found.state.is_cancelling():
+                        if flow_run.state is not None and flow_run.state.is_cancelling():
                             client.set_flow_run_state(run, Cancelled(message="its processes were ended"), force=True)
                         os._exit(1)
                     if time.monotonic() - sent > HEARTBEAT_S:
-                        client.update_flow_run(run, name=found.name)
+                        client.update_flow_run(run, name=flow_run.name)
                         sent = time.monotonic()
 
     thread = threading.Thread(target=watch, daemon=True)
@@ -231,8 +231,8 @@ class PoolWorker:
             self._away = False
 
     def _waiting(self, client: SyncPrefectClient) -> list[FlowRun]:
-        found = client.get_scheduled_flow_runs_for_work_pool(self.pool, [kind.value for kind in self.kinds])
-        return [entry.flow_run for entry in found]
+        scheduled = client.get_scheduled_flow_runs_for_work_pool(self.pool, [kind.value for kind in self.kinds])
+        return [entry.flow_run for entry in scheduled]
 
     def _take(self, client: SyncPrefectClient, run: FlowRun) -> None:
         """Start a stage, unless another worker was faster."""

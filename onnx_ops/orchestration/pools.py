@@ -180,21 +180,21 @@ class PrefectPools(Pools):
             time.sleep(self.poll if beat is not None else min(self.poll, 0.2))
             now = time.monotonic()
             try:
-                found = client.read_flow_run(run)
+                flow_run = client.read_flow_run(run)
             except Exception as error:
                 if not is_unavailable(error) or now - contact > self.outage:
                     raise
                 continue
             silent, contact = now - contact > self.silence, now
-            state, kind = found.state, _kind(found.state)
+            state, kind = flow_run.state, _kind(flow_run.state)
             if kind in _FINAL:
                 message = (state.message or "") if state else ""
-                seconds = found.total_run_time.total_seconds()
+                seconds = flow_run.total_run_time.total_seconds()
                 return EndedRun(run=str(run), failed=kind == "FAILED", message=message, seconds=seconds)
             if kind in _DEAD:
                 raise _WorkerDied(f"its flow run ended as {state.name if state else kind}")
-            if (found.updated, kind) != beat or silent:  # after an outage, the silence is counted anew
-                beat, last_beat = (found.updated, kind), now
+            if (flow_run.updated, kind) != beat or silent:  # after an outage, the silence is counted anew
+                beat, last_beat = (flow_run.updated, kind), now
             taken = kind == "RUNNING" or (state is not None and state.name == CLAIMED)
             if taken and now - last_beat > self.silence:
                 declare_crashed(client, run, why := f"its flow run has sent no heartbeat for {now - last_beat:.0f} s")
@@ -308,7 +308,7 @@ def _list_runs(client: SyncPrefectClient, pool: str, alive: Sequence[str]) -> It
     from prefect.client.schemas.sorting import FlowRunSort
 
     types = FlowRunFilterStateType(any_=[StateType(name) for name in _STATES])
-    found = list[PlacedRun]()
+    placed_runs = list[PlacedRun]()
     for offset in itertools.count(step=_PAGE):
         page = client.read_flow_runs(
             flow_filter=FlowFilter(name=FlowFilterName(any_=[FLOW])),
@@ -321,7 +321,7 @@ def _list_runs(client: SyncPrefectClient, pool: str, alive: Sequence[str]) -> It
         for run in page:
             state = _STATES[_kind(run.state)]
             worker = "" if state == "waiting" else _find_worker(client, run.id)
-            found.append(
+            placed_runs.append(
                 PlacedRun(
                     run=str(run.id),
                     stage=run.name,
@@ -334,7 +334,7 @@ def _list_runs(client: SyncPrefectClient, pool: str, alive: Sequence[str]) -> It
             )
         if len(page) < _PAGE:
             break
-    yield from sorted(found, key=lambda run: run.state == "waiting")
+    yield from sorted(placed_runs, key=lambda run: run.state == "waiting")
 
 
 def _find_worker(client: SyncPrefectClient, run: UUID) -> str:

@@ -128,27 +128,27 @@ def find_orphans(context: Context, endpoints: Sequence[str]) -> OrphanSurvey:
     manifests = frozenset(
         deployment.manifest for state in states for deployment in list_needed_deployments(context, state)
     )
-    found, silent = [], []
+    orphans, silent = [], []
     for config in _configs(states, endpoints):
         try:
             left = context.provider(config.provider).list_orphans(config, manifests)
         except ServiceUnavailableError:
             silent.append(config.endpoint)
         else:
-            found += [Orphan(endpoint=config.endpoint, provider=config.provider, leftover=one) for one in left]
-    return OrphanSurvey(orphans=tuple(found), silent=tuple(silent))
+            orphans += [Orphan(endpoint=config.endpoint, provider=config.provider, leftover=one) for one in left]
+    return OrphanSurvey(orphans=tuple(orphans), silent=tuple(silent))
 
 
-def delete_orphans(context: Context, found: Sequence[Orphan]) -> tuple[Orphan, ...]:
+def delete_orphans(context: Context, orphans: Sequence[Orphan]) -> tuple[Orphan, ...]:
     """Delete orphans, and return those that were deleted. An orphan that is in use again stays.
 
     Raises:
         ServiceUnavailableError: a provider does not answer; earlier deletions stay.
     """
-    states = [context.ledger.state(name) for name in {one.endpoint for one in found}]
+    states = [context.ledger.state(name) for name in {one.endpoint for one in orphans}]
     configs = {config.endpoint: config for config in _configs(states, [state.endpoint for state in states])}
     gone = []
-    for one in found:
+    for one in orphans:
         try:
             context.provider(one.provider).delete_orphan(configs[one.endpoint], one.leftover)
         except ConflictError:

@@ -182,18 +182,18 @@ def read_history(
     for name in selection.endpoints or context.ledger.endpoints():
         error = None
         try:
-            found = context.ledger.read(name)
+            ledger_entries = context.ledger.read(name)
         except CorruptStateError as damaged:
-            found, error = context.ledger.read_intact(name), damaged
-        if not found and error is None and selection.endpoints:
+            ledger_entries, error = context.ledger.read_intact(name), damaged
+        if not ledger_entries and error is None and selection.endpoints:
             known = ", ".join(context.ledger.endpoints()) or "none"
             raise NotFoundError("no endpoint of that name", where=name, remedy=f"Known: {known}.")
-        is_bound = error is None or any(isinstance(entry.body, EndpointBound) for entry in found)
-        if is_bound and not _is_about(name, found, selection):
+        is_bound = error is None or any(isinstance(entry.body, EndpointBound) for entry in ledger_entries)
+        if is_bound and not _is_about(name, ledger_entries, selection):
             continue
         if error is not None:
             errors[name] = error
-        entries += [e for e in found if e.at >= selection.since and selection.actor in ("", e.actor)]
+        entries += [e for e in ledger_entries if e.at >= selection.since and selection.actor in ("", e.actor)]
     entries.sort(key=lambda entry: (entry.at, entry.endpoint, entry.sequence))
     failed = {(e.endpoint, e.body.of) for e in entries if isinstance(e.body, ActionOutcome) and not e.body.ok}
     lines = [_build_line(entry, failed=(entry.endpoint, entry.sequence) in failed) for entry in entries]

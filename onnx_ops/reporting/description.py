@@ -159,7 +159,7 @@ def model_description(about: str, pipeline: str, variants: Iterable[str], target
     return "\n\n".join(part for part in (markdown(about), made, _VERSIONS, KEPT) if part)
 
 
-def told_reason(description: str, target: str) -> str:
+def parse_reason(description: str, target: str) -> str:
     """Return the reason that a description gives for the verdict on a target; empty if none."""
     shown = re.search(rf"^[A-Z]+ on {re.escape(markdown(target))}: (.*?) *$", description, re.MULTILINE)
     return html.unescape(_ESCAPED.sub(r"\1", shown[1])) if shown else ""

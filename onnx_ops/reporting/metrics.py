@@ -60,8 +60,10 @@ def median_latency(samples: LatencySamples | None) -> Measured | None:
     usable = [] if samples is None else [ns for ns in samples.sorted_ns if ns > 0]
     if not usable:
         return None
-    found = compare_latency_quantile(usable, 0.5, math.inf)
-    return Measured(estimate=found.quantile, low=found.low, high=found.high, unit="s", n=found.runs, of="runs")
+    interval = compare_latency_quantile(usable, 0.5, math.inf)
+    return Measured(
+        estimate=interval.quantile, low=interval.low, high=interval.high, unit="s", n=interval.runs, of="runs"
+    )
 
 
 def headline(decisions: Sequence[Decision], evidence: Sequence[Evidence]) -> str:
@@ -74,8 +76,8 @@ def headline(decisions: Sequence[Decision], evidence: Sequence[Evidence]) -> str
 def task_values(evidence: Evidence) -> Mapping[str, Measured]:
     """Return every task metric of the variant that has a value, by the label of its definition."""
     labels = dict.fromkeys([*(c.metric for c in evidence.metrics), *(s.metric for s in evidence.scores)])
-    found = {label: task_metric(evidence, label) for label in labels}
-    return {label: value for label, value in found.items() if value is not None}
+    metrics = {label: task_metric(evidence, label) for label in labels}
+    return {label: value for label, value in metrics.items() if value is not None}
 
 
 def champion_values(evidence: Evidence) -> Mapping[str, Measured]:
@@ -104,8 +106,10 @@ def task_metric(evidence: Evidence, name: str) -> Measured | None:
     for counts in evidence.metrics:
         right = counts.both + counts.only_candidate
         if not counts.against and counts.metric == name and 0 <= right <= counts.n and counts.n:
-            found = value_interval(counts)
-            return Measured(estimate=found.estimate, low=found.low, high=found.high, unit="1", n=counts.n, of="rows")
+            interval = value_interval(counts)
+            return Measured(
+                estimate=interval.estimate, low=interval.low, high=interval.high, unit="1", n=counts.n, of="rows"
+            )
     baselines = ("", evidence.baseline)
     for score in evidence.scores:
         if score.metric == name and score.against in baselines and score.candidate is not None:

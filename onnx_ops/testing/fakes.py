@@ -260,8 +260,8 @@ class FakeRegistry:
     def publish(self, publication: Publication) -> Mapping[str, str]:
         self._answer()
         for variant in publication.variants:
-            found = Manifest(files={name: digest_file(path) for name, path in variant.files.items()})
-            if found != variant.manifest:
+            manifest = Manifest(files={name: digest_file(path) for name, path in variant.files.items()})
+            if manifest != variant.manifest:
                 raise DigestMismatchError("files are not what the manifest says", where=publication.model)
         model, release, versions = self._models.setdefault(publication.model, _Model()), publication.lineage.release, {}
         for variant in publication.variants:

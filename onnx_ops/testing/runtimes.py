@@ -30,12 +30,12 @@ class RuntimeSuite:
         return path
 
     def test_a_machine_has_one_fingerprint(self, runtime: Runtime, target: Target) -> None:
-        found = runtime.fingerprint(target)
-        assert found == runtime.fingerprint(target)
-        assert found.runtime == target.runtime
-        assert found.cores > 0
-        assert found.memory_bytes > 0
-        assert found.runtime_version[0].isdecimal()
+        fingerprint = runtime.fingerprint(target)
+        assert fingerprint == runtime.fingerprint(target)
+        assert fingerprint.runtime == target.runtime
+        assert fingerprint.cores > 0
+        assert fingerprint.memory_bytes > 0
+        assert fingerprint.runtime_version[0].isdecimal()
 
     def test_facts_say_which_providers_took_the_nodes(self, runtime: Runtime, target: Target, file: Path) -> None:
         facts = runtime.facts(file, target)
