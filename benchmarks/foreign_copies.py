@@ -135,7 +135,7 @@ def _spoil_operator(model: onnx.ModelProto) -> bool:
 
 
 def _spoil_attribute(model: onnx.ModelProto) -> bool:
-    """The first attribute that the answers surely hang on: an axis, a flag, a slope, what trees do with their sum."""
+    """The first attribute that determines the answers: an axis, a flag, a slope, what trees do with their sum."""
     for node in model.graph.node:
         for attribute in node.attribute:
             match attribute.name:

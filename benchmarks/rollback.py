@@ -43,7 +43,7 @@ ENDPOINT, MODEL, TARGET = "digits", "linear", "cpu-1t"
 NOBODY = "http://127.0.0.1:9"
 """Nothing listens there: MLflow is down."""
 BOOKKEEPING_S = 8.0
-"""The command leaves a process behind that tries to tell MLflow; it shall not disturb the next one."""
+"""The command leaves a process behind that writes to MLflow; it must not disturb the next one."""
 BODY = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}).encode()
 
 

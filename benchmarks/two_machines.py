@@ -56,7 +56,7 @@ TRIAL_S = 240.0
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """`requests`, how many of them `failed`, and how many were answered by a version that nobody approved, or were to
+    """`requests`, how many of them `failed`, and how many were answered by a version that was not approved, or were to
     be. `kills` of reconcilers, and what does not agree in the end."""
 
     requests: int

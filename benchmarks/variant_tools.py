@@ -37,7 +37,7 @@ TARGET = Target(name="cpu-1t")
 
 
 def ours(model: Model, scratch: Path) -> None:
-    """The search, told nothing but the budget."""
+    """The search, given only the budget."""
     context = build_context(load_settings())
     folder = scratch / model.name / "ours"
     (folder / "source").mkdir(parents=True)

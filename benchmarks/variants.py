@@ -65,7 +65,7 @@ def measured(name: str, scratch: Path, width: int, peers: Path | None) -> Iterat
 
 
 def abilities() -> bool:
-    """Print what this CPU can do; tells whether it has AVX512-VNNI."""
+    """Print what this CPU can do; return whether it has AVX512-VNNI."""
     runtime = build_context(load_settings()).runtime(TARGET.runtime)
     hardware = runtime.fingerprint(TARGET)
     flags = [name for name in ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8") if name in hardware.cpu_flags]
@@ -106,7 +106,7 @@ def table(model: Model) -> Iterator[str]:
 
 
 def compared(model: Model, times: Mapping[str, np.ndarray[Any, Any]], right: Mapping[str, Any]) -> Iterator[str]:
-    """Print who is faster than ours and as right; yields who surely is."""
+    """Print which are faster than ours and as accurate; yield those where this is certain."""
     own = next((name for name in times if name.startswith("ours: auto-fast")), "fp32")
     found = list(faster(times, right, own))
     said = "; ".join(f"{name} in {rounds} of {ROUNDS} rounds" for name, rounds in found)
@@ -133,7 +133,7 @@ def timed(sessions: Mapping[str, Any], model: Model) -> dict[str, np.ndarray[Any
 
 
 def faster(times: Mapping[str, np.ndarray[Any, Any]], right: Mapping[str, Any], own: str) -> Iterator[tuple[str, int]]:
-    """Variants of others that were faster than `own` in most rounds, and in how many: those not surely less right."""
+    """Variants of others that were faster than `own` in most rounds, and in how many, unless proven less accurate."""
     for name in times:
         lost, gained = (right[own] & ~right[name]).sum(), (~right[own] & right[name]).sum()
         _, _, high = tango_interval(len(right[name]), int(lost), int(gained))

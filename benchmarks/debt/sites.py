@@ -223,7 +223,7 @@ class Local(Site):
         return lambda: None
 
     def _token_unreadable(self, place: Place, variant: bool) -> Repair:
-        """The server does not start: others may read its token, or nobody can as a folder lies in its place."""
+        """The server does not start: others can read its token, or a folder is in its place."""
         self._kill(place)
         token = self._folder(place) / TOKEN_FILE
         if variant:

@@ -46,7 +46,7 @@ SEEDS, QUICK_SEEDS = 3, 1
 KINDS, GOOD = 60, 36
 
 _CLOSE = 10 * 2 * float(np.finfo(np.float32).eps)
-"""Below this share of the largest output, two exports are told apart by rounding only."""
+"""Below this share of the largest output, two exports differ by rounding only."""
 
 _RANDOM_ROWS = 20_000
 
@@ -56,8 +56,8 @@ _MADE_UP_ROWS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One fault in one export. `told` is why it was caught, or what became of one that was not; `compared` whether
-    comparing the two files without any data tells them apart."""
+    """One fault in one export. `detail` is why it was caught, or what became of one that was not; `compared` whether
+    comparing the two files without any data shows a difference."""
 
     kind: str
     family: str

@@ -1,4 +1,4 @@
-"""Settings and layouts of SageMaker endpoints; nobody is asked."""
+"""Settings and layouts of SageMaker endpoints, without a service."""
 
 from __future__ import annotations
 

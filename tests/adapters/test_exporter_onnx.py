@@ -228,7 +228,7 @@ def test_what_is_wrong_with_a_brought_file_is_known_before_any_work(tmp_path: Pa
 
 
 def test_maps_of_a_classifier_become_a_tensor(tmp_path: Path) -> None:
-    """skl2onnx gives probabilities as a sequence of maps unless it is told otherwise."""
+    """skl2onnx gives probabilities as a sequence of maps unless it is configured otherwise."""
     import skl2onnx
     from sklearn.datasets import load_iris
     from sklearn.linear_model import LogisticRegression

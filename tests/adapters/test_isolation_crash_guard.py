@@ -1,4 +1,4 @@
-"""Functions in a process of their own: however they end, it is told, and this process goes on."""
+"""Functions in a process of their own: however they end, it is reported, and this process continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts that judge themselves on a real server under real traffic; nobody says a word."""
+"""Rollouts that judge themselves on a real server under real traffic, without an operator."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ def test_a_rollback_under_load_fails_nothing(site: Site) -> None:
 
 @pytest.mark.nightly
 def test_an_endpoint_that_lost_its_supervisor_is_shown_as_what_it_is_and_gets_another(site: Site) -> None:
-    """The workers answer all the time; the reconciler brings the supervisor back under load, and nobody is dropped."""
+    """The workers answer all the time; the reconciler restarts the supervisor under load, and no request is dropped."""
     bind_endpoint(site.context, site.config, RolloutPolicy())
     site.release("first", layers=5)
     record = codec.loads((site.folder / "endpoints" / ENDPOINT / SERVER_FILE).read_bytes(), ServerRecord)

@@ -1,4 +1,4 @@
-"""Every command that touches a cloud, by somebody whom the cloud does not know: what is said, and how it ends."""
+"""Every command that touches a cloud, by a user whom the cloud does not know: messages and exit codes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def stranger(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
         monkeypatch.setenv(name, "/dev/null")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AZURE_TOKEN_CREDENTIALS", "EnvironmentCredential")
-    monkeypatch.setenv("AZUREML_CURRENT_CLOUD", "AzureCloud")  # the SDK would set it, and nobody would take it back
+    monkeypatch.setenv("AZUREML_CURRENT_CLOUD", "AzureCloud")  # the SDK would set it, and not restore it
     settings = AZURE if request.param == "azureml" else SETTINGS
     if request.param == "region":
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")

@@ -122,7 +122,7 @@ def test_a_watch_with_nobody_to_tell_starts_no_thread(tmp_path: Path) -> None:
 
 
 def test_a_rollback_tells_people_after_traffic_has_moved(inbox: WebhookSink, tmp_path: Path) -> None:
-    """Those that did not move have nothing to tell, and no process is started for them."""
+    """Those that did not move have nothing to report, and no process is started for them."""
     result = CliRunner().invoke(app, ["rollback", "nowhere", "--reason", "slow", "--wait"])
     assert result.exit_code == 2
     assert inbox.requests == []

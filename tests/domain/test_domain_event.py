@@ -1,4 +1,4 @@
-"""What programs are told of a release, under which names."""
+"""Which events programs get of a release, and their names."""
 
 from __future__ import annotations
 

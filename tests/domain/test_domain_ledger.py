@@ -1,4 +1,4 @@
-"""The fold: which entries count, what they leave owed, rejected and known."""
+"""The fold: which entries count, what they leave pending, rejected and known."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class Rollouts(RuleBasedStateMachine):
         assert self.due() != action
 
     def nothing_rejected_has_a_way_forward(self) -> None:
-        """Whatever is due, it gives no traffic to what was rejected; a rollback that is owed leads away from it."""
+        """Whatever is due, it gives no traffic to what was rejected; a pending rollback leads away from it."""
         action = self.due()
         if isinstance(action, Action):
             assert action.roles.candidate is None or self.state.find_rejection(action.roles.candidate) is None

@@ -1,4 +1,4 @@
-"""Converters that segfault, abort, hang, eat memory or print without end: each is told, and the run goes on."""
+"""Converters that segfault, abort, hang, eat memory or print without end: each is reported, and the run continues."""
 
 from __future__ import annotations
 

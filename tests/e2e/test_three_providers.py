@@ -1,6 +1,6 @@
-"""The same release on every provider: a first version, a good one that gets there by itself, a bad one that does not,
+"""The same release on every provider: a first version, a good one that is promoted, a bad one that is not,
 and an operator who goes back. Behind the clouds' real SDKs are the fakes; their figures are of requests that were
-really answered, and are told as late as the clouds tell them."""
+really answered, and are reported as late as the clouds report them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class World:
         return f"v{version}"
 
     def wind(self) -> None:
-        """All minutes until now are over, and told."""
+        """All minutes until now are over, and reported."""
         self.clock.shift += LATE_S
         for site in self.sites.values():
             site.wind(LATE_S)
@@ -238,7 +238,7 @@ def test_one_release_over_all_providers_in_order_and_back_with_one_command(world
 
 
 def audited(lines: list[Any], first: str, good: str, bad: str) -> None:
-    """The ledger tells who moved what where, and on which evidence."""
+    """The ledger records who moved what where, and on which evidence."""
     moves = [line for line in lines if line["versions"]]
     assert [(line["kind"], line["what"].rpartition(": ")[2]) for line in moves] == [
         ("first-deployment", f"{first} 100 %"),

@@ -1,4 +1,4 @@
-"""A faulty export is told with the node that is at fault; a good one never is."""
+"""A faulty export is reported with the node that is at fault; a good one never is."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_a_recurrent_network_differs_on_missing_numbers_only_and_that_does_not_b
     (refused,) = judge_parity(strict, evidence(parity=found))
     assert refused.verdict is Verdict.FAIL
     assert "for example row " in refused.reason
-    assert "series =" not in refused.reason  # rows of a data set may hold what nobody may read
+    assert "series =" not in refused.reason  # rows of a data set may hold personal data
     (ignored,) = judge_parity(ParityGate(groups={"missing": "ignore"}), evidence(parity=found))
     assert not ignored.advisory
 

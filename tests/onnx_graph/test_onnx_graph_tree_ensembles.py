@@ -1,4 +1,4 @@
-"""The trees of a file are those of the estimator it was made from; a file that lies is told."""
+"""The trees of a file are those of the estimator it was made from; an inconsistent file is reported."""
 
 from __future__ import annotations
 

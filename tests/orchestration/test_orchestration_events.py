@@ -1,4 +1,4 @@
-"""Events at a real server: what arrives, once, whoever tells it; and what happens without a server."""
+"""Events at a real server: what arrives, once, from any process; and what happens without a server."""
 
 from __future__ import annotations
 

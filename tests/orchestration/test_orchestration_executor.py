@@ -1,4 +1,4 @@
-"""What Prefect's API tells about a run: a task run for every stage, its state, its edges, its attempts."""
+"""What Prefect's API shows of a run: a task run for every stage, its state, its edges, its attempts."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class FakeHandler:
 
 @dataclass
 class FlowRunRecord:
-    """A finished flow run, as the server tells about it."""
+    """A finished flow run, as the server shows it."""
 
     result: RunResult
     handler: FakeHandler

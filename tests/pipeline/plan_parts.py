@@ -141,7 +141,7 @@ class CountingHandler:
 
 
 class Watching:
-    """An executor and observer that writes down what it is told."""
+    """An executor and observer that records its calls."""
 
     def __init__(self) -> None:
         self.shown: list[str] = []

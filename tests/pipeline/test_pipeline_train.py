@@ -1,4 +1,4 @@
-"""Training code is the user's: what goes wrong in it is told as such."""
+"""Training code is the user's: its failures are reported as such."""
 
 from __future__ import annotations
 

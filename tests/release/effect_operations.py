@@ -78,7 +78,7 @@ def run(scene: Scene, until: StageKind | None = None) -> tuple[str, ...]:
 
 
 def pipeline() -> Scene:
-    """A project with a pipeline that nobody has run."""
+    """A project with a pipeline that was never run."""
     scene = Scene()
     helper = importlib.import_module("synthetic_project")
     (file,) = helper.write_project(scene.context.root, pipelines=1, variants=2, targets=1)
@@ -117,7 +117,7 @@ def end_of_deletion(scene: Scene) -> Mapping[str, Any]:
 
 
 def full_house() -> Scene:
-    """Version 1 to 5, of which 3 serves and 2 is the one before; and a store with something that nobody needs."""
+    """Version 1 to 5, of which 3 serves and 2 is the one before; and a store with an unreferenced object."""
     scene = serving("a", "b", "c")
     store = scene.context.store
     used = store.put_bytes(b"used")

@@ -56,7 +56,7 @@ def _to_show(scene: Scene) -> Iterator[LedgerEntry]:
 @dataclass(frozen=True)
 class Operation:
     """`act` is disturbed; then again, if a person sees that it is not `done`. `follow` is what comes afterwards, and
-    `end` tells all that must be as if nothing had happened."""
+    `end` returns all that must be as if nothing had happened."""
 
     setup: Callable[[], Scene]
     act: Callable[[Scene], object]
@@ -114,7 +114,7 @@ def _faults(trouble: Trouble, moment: int) -> Faults:
 
 
 def _try(operation: Operation, scene: Scene, root: Path, point: Point, expected: Mapping[str, Any]) -> list[str]:
-    """Whoever meets an error has ended; but one that meets a closed folder lives on until its lease has run out."""
+    """A process that meets an error has ended; one that meets a closed folder lives until its lease has expired."""
     trouble, moment = point
     repeat = True
     try:

@@ -178,7 +178,7 @@ def asked_for(policy: RolloutPolicy = GUARDED) -> Scene:
 
 
 def counted_out(bad: bool) -> Scene:
-    """Enough was counted to decide about version 2, and nobody has looked yet."""
+    """Enough was counted to decide about version 2, and it was not evaluated yet."""
     scene = begun()
     counted = scene.world.provider.counted
     counted.count("v1", requests=9000, errors=9, over_p50=4500, over_p99=90)

@@ -190,7 +190,7 @@ class Site:
         return replace(known, name=f"v{version}", **{**about, **there, **changes})
 
     def drive(self) -> None:
-        """Everything that somebody who suspects nothing does next."""
+        """Everything that an unsuspecting operator does next."""
         for act in (
             lambda: self.messages.extend(r.why for r in reconcile_until_stable(self.context, ENDPOINT)),
             lambda: promote(self.context, MODEL, "3", TARGET),

@@ -33,7 +33,7 @@ MONTH = 30 * DAY
 
 @pytest.fixture(params=["folder", "objects"])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Scene, Context]:
-    """An endpoint that serves, and ports whose clock is that of the machine: it tells the age of what is stored."""
+    """An endpoint that serves, and a context with the machine's clock, by which the age of objects is computed."""
     scene = Scene()
     (tmp_path / "now").touch()
     scene.world.clock.advance((tmp_path / "now").stat().st_mtime - scene.world.clock.now())

@@ -230,7 +230,7 @@ def test_a_history_tells_what_came_before_the_damage(
     assert (error["endpoint"], error["error"]) == ("digits", "CorruptStateError")
     lines_of_model, errors = read_history(site.context, HistoryFilter(model="other"))
     assert lines_of_model == ()
-    assert list(errors) == ["faces"]  # nobody can tell any more what it was bound to
+    assert list(errors) == ["faces"]  # its binding is lost
 
 
 def test_the_part_before_the_damage_is_sound(site: Site) -> None:

@@ -52,7 +52,7 @@ faults: st.SearchStrategy[Fault] = st.none() | st.tuples(
 
 @dataclass
 class Judge:
-    """What a reader of the ledger, who shares no code with its fold, holds to be rejected and to be owed."""
+    """What a reader of the ledger, who shares no code with its fold, holds to be rejected and to be pending."""
 
     signer: FakeSigner
     rejected: set[Digest] = field(default_factory=set)
@@ -242,7 +242,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(version=st.none() | versions)
     def interfere(self, version: str | None) -> None:
-        """The endpoint is lost, or somebody gives its traffic to a version past the ledger."""
+        """The endpoint is lost, or a user gives its traffic to a version past the ledger."""
         known = self.scene.state().known
         state = None
         if version is not None and version in known:
@@ -265,7 +265,7 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def what_is_owed_is_known(self) -> None:
-        """A rollback stays owed until it took effect or a person took it back."""
+        """A rollback stays pending until it took effect or was withdrawn."""
         state = self.scene.state()
         assert (state.pending_rollback is not None) == self.judge.owed
         for deployment in state.known.values():
@@ -273,7 +273,7 @@ class Histories(RuleBasedStateMachine):
                 assert state.find_rejection(deployment) is not None
 
     def teardown(self) -> None:
-        """Once everything answers and nobody is at work, traffic is where it may be."""
+        """Once everything answers and no process is at work, traffic is where it may be."""
         self.break_down(endpoint_is=False, registry_is=False)
         self.scene.restart()
         self.wait(1000.0)

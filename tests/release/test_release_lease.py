@@ -46,7 +46,7 @@ def soon(condition: Callable[[], bool]) -> bool:
 
 
 def during_an_update(scene: Scene, every_half_lease: Callable[[int], None]) -> None:
-    """The next change of the endpoint takes as long as a cloud's; time goes on by half a lease at once."""
+    """The next change of the endpoint takes as long as a cloud's; time advances by half a lease at once."""
     provider = scene.world.provider
     apply = provider.apply
 
@@ -98,7 +98,7 @@ def test_a_holder_that_stands_still_loses_its_lease(
 
 
 def test_who_was_overtaken_renews_no_more(scene: Scene) -> None:
-    """An operator does not ask for a lease. What was his stays his, however long the other goes on."""
+    """An operator does not ask for a lease. What was theirs stays theirs, however long the other one runs."""
 
     def look(turn: int) -> None:
         if turn == 0:

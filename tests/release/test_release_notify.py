@@ -1,4 +1,4 @@
-"""People are told: never too seldom, whoever is killed and whatever is down; and never instead of a rollout."""
+"""Notifications: none is lost, whatever is killed or down; and none delays a rollout."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def play(scene: Scene, chat: FakeNotifier, deed: str) -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(story=STORIES)
 def test_every_automatic_rollback_of_any_history_is_told(story: list[tuple[str, int | None]]) -> None:
-    """Whatever else happens, whoever is killed where, and however long the notifier is down."""
+    """Whatever else happens, whichever process is killed where, and however long the notifier is down."""
     scene, chat = with_chat(TRIALS()())
     send_pending(scene.context, "digits")
     for deed, kill in story:
@@ -230,7 +230,7 @@ def test_every_automatic_rollback_of_any_history_is_told(story: list[tuple[str, 
 
 
 def automatic(entries: tuple[LedgerEntry, ...]) -> set[int]:
-    """Sequences of the outcomes of alarms, told from the entries alone."""
+    """Sequences of the outcomes of alarms, read from the entries alone."""
     found, state = set(), fold("digits", ())
     for number, entry in enumerate(entries):
         body, opened = entry.body, state.open_intent

@@ -1,4 +1,4 @@
-"""Whoever loses the race for the ledger's next entry looks again: no command fails because another one was faster."""
+"""A writer that loses the race for the ledger's next entry reads again: no command fails because another was faster."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DRIVERS = 4
 
 
 def test_reconciling_beside_the_background_job_of_a_rollback() -> None:
-    """The job writes all the owed aliases at one moment of the command, for every moment."""
+    """The job writes all pending aliases at one moment of the command, for every moment."""
     alone = rolled_back_alone()
     alone.reconcile()
     counted, moment = Faults(), 0
@@ -85,7 +85,7 @@ def test_who_never_gets_an_entry_gives_up(monkeypatch: pytest.MonkeyPatch) -> No
     asked: list[int] = []
 
     def overtaken(self: Any, entry: LedgerEntry) -> None:
-        """Somebody else writes just before each of the command's own entries."""
+        """Another process writes just before each of the command's own entries."""
         if not isinstance(entry.body, ThresholdsFixed):
             asked.append(entry.sequence)
             other = Journal.open(scene.world.context("other"), "digits")

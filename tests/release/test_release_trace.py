@@ -1,4 +1,4 @@
-"""What the ledger tells about the last rollout, and how a page shows it."""
+"""What the ledger records of the last rollout, and how a page shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page about a commit: the worst first, nobody mentioned, never too long."""
+"""The page about a commit: the worst first, no user mentioned, never too long."""
 
 from __future__ import annotations
 

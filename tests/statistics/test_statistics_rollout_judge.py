@@ -207,7 +207,7 @@ def test_slow_answers_roll_back() -> None:
 
 
 def test_more_slow_answers_within_a_tolerated_ratio_do_not() -> None:
-    """Exceeding its own, raised thresholds more often than the stable version its lower ones is what tells; a policy
+    """Exceeding its own, raised thresholds more often than the stable version its lower ones is what counts; a policy
     may tolerate that too."""
     slow = replace(healthy(), canary=counted(over_p50=27))
     acts(due(seen(*[slow] * 200)), ActionKind.ABORT)

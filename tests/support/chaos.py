@@ -1,4 +1,4 @@
-"""Kill a server family under load at chosen moments, and tell what its clients noticed."""
+"""Kill a server family under load at chosen moments, and report what its clients noticed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Outcome:
 
     Args:
         moment: where in the publication it fell.
-        reached: whether the publication went that far; else nobody was killed.
+        reached: whether the publication went that far; else no process was killed.
         answered: whether the publication was answered 200.
         generation: what the server that lives afterwards serves.
         wanted: the generation that was being published.

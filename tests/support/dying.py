@@ -30,7 +30,7 @@ _SOCKET = ("send", "sendall", "sendmsg", "recv", "recv_into", "recvmsg")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Who is killed (SIGKILL) at which moment, counted from 0. At a negative one nobody is: moments are counted."""
+    """Who is killed (SIGKILL) at which moment, counted from 0. At a negative one none is: moments are counted."""
 
     at: int
     victim: Literal["supervisor", "worker"] = "supervisor"

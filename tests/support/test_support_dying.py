@@ -1,4 +1,4 @@
-"""A process that dies at a chosen moment, and what /proc tells of processes."""
+"""A process that dies at a chosen moment, and what /proc shows of processes."""
 
 from __future__ import annotations
 

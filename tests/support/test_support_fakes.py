@@ -83,7 +83,7 @@ class TestFakeProvider(EndpointProviderSuite):
         assert user is None
         state = self.fake.observe(CONFIG)
         if state is None:
-            raise urllib.error.URLError("nobody answers")
+            raise urllib.error.URLError("no server answers")
         weights = state.split.weights
         return SCALES[max(weights, key=lambda name: weights[name])]
 

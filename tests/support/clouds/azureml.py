@@ -44,7 +44,7 @@ class Trouble:
 
 
 class AzureCloud:
-    """One workspace with a datastore; whoever has the environment of `environment` speaks to it.
+    """One workspace with a datastore; a process with the variables of `environment` uses it.
 
     Args:
         folder: for the certificate.

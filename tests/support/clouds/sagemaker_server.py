@@ -86,7 +86,7 @@ class Fake:
 
     def __call__(self, environ: dict[str, Any], start: Start) -> Iterable[bytes]:
         path, target = environ.get("PATH_INFO", ""), environ.get("HTTP_X_AMZ_TARGET", "")
-        # A connection that goes on must not hold the rest of a request that a fault has cut short.
+        # A connection that stays open must not hold the rest of a request that a fault has cut short.
         environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)))
         if path.startswith("/_fake/"):
             given = json.loads(_body(environ) or b"{}")
