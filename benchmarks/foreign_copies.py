@@ -61,7 +61,7 @@ def _answers(path: Path) -> list[Any]:
     try:
         session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         return [_flat(value) for value in session.run(None, samples.feed(_ROWS))]
-    except Exception:  # the runtime's errors share no base class; a copy that does not run is no wrong copy
+    except Exception:  # the runtime's errors share no base class; a copy that does not run is not a wrong copy
         return []
 
 

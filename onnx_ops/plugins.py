@@ -93,7 +93,7 @@ def load(kind: str, name: str, *arguments: object) -> Any:
         raise missing_package(imported(error), where=f"{kind} plugin {name}") from error
     if not isinstance(plugin, getattr(ports, KINDS[kind])):
         raise UserError(
-            f"{point.value} is no {KINDS[kind]}",
+            f"{point.value} is not an instance of {KINDS[kind]}",
             where=f"{kind} plugin {name}",
             remedy=f"Derive its class from onnx_ops.ports.{KINDS[kind]}.",
         )
@@ -137,11 +137,11 @@ def version(name: str) -> str:
     try:
         return metadata.version(name)
     except PackageNotFoundError:
-        others = bringing(name.replace("-", "_"))
+        others = find_distributions(name.replace("-", "_"))
         return ", ".join(f"{other} {found}" for other, found in others.items()) or MISSING
 
 
-def bringing(package: str) -> Mapping[str, str]:
+def find_distributions(package: str) -> Mapping[str, str]:
     """Return the distributions that provide an importable package, with their versions."""
     return {name: version(name) for name in sorted(set(_packages().get(package, ())))}
 

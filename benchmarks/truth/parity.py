@@ -106,7 +106,7 @@ def prove(*, quick: bool) -> list[Claim]:
 
 
 def judged(path: Path, target: Target, export: Exported) -> GateResult:
-    """The verdict of the product's parity gate; a file that is no valid model, or does not run, fails."""
+    """The verdict of the product's parity gate; a file that is not a valid model, or does not run, fails."""
     try:
         check_model(path)
         measured = measure_parity(OnnxRuntime(), path, target, export.groups)

@@ -60,7 +60,7 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
     Without a `base` all paths count.
     """
     if not ask_git(root, "rev-parse", "--git-dir", may_fail=True):
-        raise UserError("this is no git repository", where=str(root), remedy="Call it in a checkout of the project.")
+        raise UserError("this is not a git repository", where=str(root), remedy="Call it in a checkout of the project.")
     if not base:
         listed = ask_git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
         return frozenset(name for name in listed.split("\0") if name)

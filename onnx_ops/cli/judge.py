@@ -194,7 +194,7 @@ def _parse_options(only: str | None, batch: str, files: Mapping[str, str | None]
     batches = [part.strip() for part in batch.split(",")]
     if not all(part.isdecimal() and 0 < int(part) <= 100_000 for part in batches):
         remedy = "For example: --batch 1,8,32."
-        raise UserError(f"{batch!r} is no list of whole numbers", where="--batch", remedy=remedy)
+        raise UserError(f"{batch!r} is not a list of whole numbers", where="--batch", remedy=remedy)
     for option, path in files.items():
         if path and path != "-" and not Path(path).resolve().parent.is_dir():
             remedy = "Make the folder, or name another."

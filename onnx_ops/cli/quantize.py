@@ -38,7 +38,7 @@ def quantize(
         ),
     ],
     targets: Annotated[
-        list[str] | None, typer.Option("--target", help="Where it is to run; may be repeated. Default: cpu-1t.")
+        list[str] | None, typer.Option("--target", help="Target that it will run on; may be repeated. Default: cpu-1t.")
     ] = None,
     data: Annotated[
         Path | None, typer.Option(help="Calibration rows: .npz, arrays by input name.", show_default=False)

@@ -164,7 +164,7 @@ def _check_judgement(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
             if round(share * 100) not in known:
                 steps = quote_names(f"{percent}%" for percent in known) or "none"
                 yield Issue(
-                    (*where, "approval_steps", index), f"{share * 100:g}% is no step before 100%; those are {steps}"
+                    (*where, "approval_steps", index), f"{share * 100:g}% is not a step before 100%; those are {steps}"
                 )
         return
     given = {

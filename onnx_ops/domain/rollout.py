@@ -107,7 +107,7 @@ class GuardrailResult:
     `low` and `high` bound the odds ratio at any time; None where not computed. `compared` counts what the evidence of
     the present step rests on; the step needs `required`. `design_effect` is how many requests carry the information of
     one independent request. A violation pauses the rollout if `holds`, else aborts it. `rule` describes what was
-    compared where it is no pair of counts. `percentile` is where the counts speak most against the candidate.
+    compared where it is not a pair of counts. `percentile` is where the counts speak most against the candidate.
     """
 
     name: str

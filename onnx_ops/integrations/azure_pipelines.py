@@ -58,7 +58,7 @@ def base_of(environ: Mapping[str, str]) -> str:
         return _BEFORE
     match = _BRANCH.fullmatch(target)
     if match is None or ".." in target:
-        raise UserError(f"{target[:80]!r} is no branch", where="SYSTEM_PULLREQUEST_TARGETBRANCH")
+        raise UserError(f"{target[:80]!r} is not a branch", where="SYSTEM_PULLREQUEST_TARGETBRANCH")
     return f"origin/{match['name']}"
 
 
@@ -87,7 +87,7 @@ def publish(folder: Path, environ: Mapping[str, str]) -> int:
     """Attach the page to the build, and end it by the verdict."""
     commit = environ.get("BUILD_SOURCEVERSION", "")
     if not _COMMIT.fullmatch(commit):
-        raise UserError(f"{commit[:80]!r} is no commit", where="BUILD_SOURCEVERSION", remedy="See docs/scale.md.")
+        raise UserError(f"{commit[:80]!r} is not a commit", where="BUILD_SOURCEVERSION", remedy="See docs/scale.md.")
     checked = results(folder)
     verdict = overall(checked)
     path = (folder / PAGE).resolve()

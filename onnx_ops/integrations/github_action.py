@@ -83,14 +83,16 @@ def read_event(environ: Mapping[str, str]) -> Event:
     """Return the event that started the workflow.
 
     Raises:
-        UserError: this is no GitHub workflow.
+        UserError: this is not a GitHub workflow.
     """
     try:
         document = json.loads(Path(environ["GITHUB_EVENT_PATH"]).read_text(encoding="utf-8"))
         commit = environ["GITHUB_SHA"]
     except (KeyError, OSError, ValueError) as error:
         raise UserError(
-            "this is no run of a GitHub workflow", why=f"{type(error).__name__}: {error}", remedy="See docs/github.md."
+            "this is not a run of a GitHub workflow",
+            why=f"{type(error).__name__}: {error}",
+            remedy="See docs/github.md.",
         ) from error
     pull: Mapping[str, Any] = document.get("pull_request") or {}
     if pull:
@@ -160,7 +162,7 @@ def _write_comment(repository: GitHubRepository, number: int, text: str, *, want
 def _open_repository(environ: Mapping[str, str]) -> GitHubRepository:
     name, token = environ.get("GITHUB_REPOSITORY", ""), environ.get("GITHUB_TOKEN", "").strip()
     if not REPOSITORY.fullmatch(name):
-        raise UserError(f"{name!r} is no repository", where="GITHUB_REPOSITORY")
+        raise UserError(f"{name!r} is not a repository", where="GITHUB_REPOSITORY")
     if not token:
         raise UserError("no token was given", where="GITHUB_TOKEN", remedy="Give the step `${{ github.token }}`.")
     return GitHubRepository(name=name, token=lambda: validate_token(token, "GITHUB_TOKEN"))
@@ -175,7 +177,7 @@ def _append(environ: Mapping[str, str], variable: str, text: str) -> None:
 
 def _sha(text: object) -> str:
     if not (isinstance(text, str) and _COMMIT.fullmatch(text)):
-        raise UserError(f"{str(text)[:80]!r} is no commit", where="GITHUB_EVENT_PATH")
+        raise UserError(f"{str(text)[:80]!r} is not a commit", where="GITHUB_EVENT_PATH")
     return text
 
 

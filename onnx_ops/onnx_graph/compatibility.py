@@ -221,7 +221,7 @@ def explain_non_tensors(path: Path) -> str:
         return ""
     what = str(kinds[names[0]]).removesuffix("_type")
     return (
-        f"{', '.join(names)} is no tensor but a {what}: an endpoint can neither take nor give it. "
+        f"{', '.join(names)} is not a tensor but a {what}: an endpoint can neither take nor give it. "
         "Export the model with tensors."
     )
 

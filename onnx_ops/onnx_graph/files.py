@@ -342,7 +342,7 @@ def _number(entries: dict[str, str], key: str, where: str) -> int | None:
         return None
     text = entries[key]
     if not (text.isascii() and text.isdecimal() and len(text) <= 19 and int(text) <= _LARGEST):
-        what = f"the {key} of its external data is no number of bytes: {text[:40]!r}"
+        what = f"the {key} of its external data is not a number of bytes: {text[:40]!r}"
         raise RefusedError(what, where=where, remedy=_AGAIN)
     return int(text)
 

@@ -213,7 +213,7 @@ def _forbidden(value: object, key: str = "") -> Iterator[str]:
 def _written(targets: Mapping[str, Mapping[str, Any]], folder: Path) -> Path:
     for name, target in targets.items():
         if not re.fullmatch(NAME_PATTERN, name):
-            raise ValueError(f"{name!r} is no name of a target")
+            raise ValueError(f"{name!r} is not the name of a target")
         # JSON is YAML
         (folder / f"{name}.yaml").write_text(json.dumps({"name": name, **target}), encoding="utf-8")
     return folder

@@ -74,7 +74,7 @@ def environment(blocks: Sequence[str], folder: Path) -> Mapping[str, str]:
         block = load_block(place)
         if not isinstance(block, EnvironmentBlock):
             ours = "onnx-ops-registry, onnx-ops-endpoints, onnx-ops-targets or onnx-ops-notifications"
-            raise UserError("is no block of onnx-ops", where=f"prefect block {place}", remedy=f"Its type is {ours}.")
+            raise UserError("is not a block of onnx-ops", where=f"prefect block {place}", remedy=f"Its type is {ours}.")
         own = folder / str(number)
         own.mkdir(parents=True)
         for name, value in block.environ(own).items():

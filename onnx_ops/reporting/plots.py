@@ -30,7 +30,7 @@ _SHOWN_LOSSES = 6
 """Losses of more than so many budgets are drawn at the edge, to leave room for the others."""
 
 _LEAST_LOSS = 0.02
-"""Least width of an axis of losses, in points: none of a thousand rows is no plot."""
+"""Least width of an axis of losses, in points: none of a thousand rows is not a plot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

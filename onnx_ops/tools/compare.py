@@ -46,7 +46,7 @@ REFERENCE = Target(
 )
 
 _ENOUGH = 8
-"""Rows from which on the same answer to all of them is no coincidence."""
+"""Rows from which on the same answer to all of them is not a coincidence."""
 
 KEYS, LENGTH = " (keys)", " (length)"
 """Suffixes of the additional outputs of maps and sequences; a matrix has neither."""

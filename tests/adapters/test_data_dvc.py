@@ -150,7 +150,7 @@ def test_wrong_settings_are_told(
 
 def test_what_is_no_repository_is_told(tmp_path: Path, reads: DvcSource, repository: Repository) -> None:
     (tmp_path / "plain").mkdir()
-    with pytest.raises(NotFoundError, match="no git repository"):
+    with pytest.raises(NotFoundError, match="not a git repository"):
         reads.fingerprint(section(), tmp_path / "plain")
     with pytest.raises(UserError):
         reads.fingerprint(FileData(file="x", inputs={"x": "x"}), repository.root)

@@ -178,7 +178,7 @@ def test_a_token_may_stand_in_a_file_of_its_owner(tmp_path: Path) -> None:
     file = tmp_path / "notify.github"
     file.write_text("a token\n")
     file.chmod(0o600)
-    with pytest.raises(UserError, match="no GitHub token"):
+    with pytest.raises(UserError, match="not a GitHub token"):
         notifier.check()
     file.write_text(f"{TOKEN}\n")
     assert notifier.check() == "to acme/models issues at api.github.com"

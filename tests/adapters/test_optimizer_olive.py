@@ -97,7 +97,7 @@ def test_only_a_pass_that_changes_what_is_computed_is_spared_the_judgement_of_an
         ({"passes": {"a": [STATIC, STATIC]}}, "passes.a lists alternatives"),
         ({"search_strategy": {"execution_order": "joint"}}, "it searches"),
         ({"engine": {"search_strategy": True}}, "it searches"),
-        ({"systems": {"there": {"type": "Docker"}}}, "systems.there is no LocalSystem"),
+        ({"systems": {"there": {"type": "Docker"}}}, "systems.there is not a LocalSystem"),
         ({"host": {"type": "LocalSystem", "user_script": "x.py"}}, "host.user_script names code"),
         ({"passes": {"a": {**STATIC, "nested": {"script_dir": "."}}}}, "passes.a.nested.script_dir names code"),
     ],

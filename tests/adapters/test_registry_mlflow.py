@@ -643,7 +643,7 @@ def test_a_dead_server_or_database_is_reported(address: str) -> None:
 
 
 def test_a_damaged_database_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "mlflow.db").write_bytes(b"this is no database" * 1000)
+    (tmp_path / "mlflow.db").write_bytes(b"this is not a database" * 1000)
     registry = MlflowRegistry(f"sqlite:///{tmp_path}/mlflow.db")
     with pytest.raises(ServiceUnavailableError):
         registry.aliases("digits")
@@ -711,6 +711,6 @@ def test_the_ledger_is_shown_once_per_entry(registry: MlflowRegistry) -> None:
 
 
 def test_a_mirror_that_fails_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "mlflow.db").write_bytes(b"this is no database" * 1000)
+    (tmp_path / "mlflow.db").write_bytes(b"this is not a database" * 1000)
     MlflowRegistry(f"sqlite:///{tmp_path}/mlflow.db").mirror(_entries()[0], "digits")
     assert "not shown in MLflow" in caplog.text

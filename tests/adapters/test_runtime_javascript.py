@@ -287,9 +287,9 @@ def test_programs_that_are_missing_are_told_with_what_to_install(
 @pytest.mark.parametrize(
     ("requirements", "expected"),
     [
-        (("onnxruntime-node",), "no exact version"),
-        (("onnxruntime-node@^1.30.0",), "no exact version"),
-        (("../elsewhere",), "no exact version"),
+        (("onnxruntime-node",), "not an exact version"),
+        (("onnxruntime-node@^1.30.0",), "not an exact version"),
+        (("../elsewhere",), "not an exact version"),
         (("onnxruntime-web@1.30.0",), "lacks onnxruntime-node"),
     ],
 )

@@ -1,4 +1,4 @@
-"""inspect and bench, in a folder that is no project."""
+"""inspect and bench, in a folder that is not a project."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_what_people_write_is_no_command_of_the_agent(capsys: pytest.CaptureFixt
     "branch", ["main", "refs/heads/", "refs/heads/-x", "refs/heads/a b", "refs/heads/../x", "refs/heads/é"]
 )
 def test_a_branch_that_is_none_is_refused(branch: str) -> None:
-    with pytest.raises(UserError, match="is no branch"):
+    with pytest.raises(UserError, match="is not a branch"):
         azure_pipelines.base_of({"SYSTEM_PULLREQUEST_TARGETBRANCH": branch})
 
 
@@ -151,7 +151,7 @@ def test_out_of_a_build_it_says_what_is_missing(
 ) -> None:
     monkeypatch.delenv("BUILD_SOURCEVERSION", raising=False)
     assert azure_pipelines.main(["publish", "--folder", str(tmp_path)]) == 2
-    assert "is no commit" in capsys.readouterr().out
+    assert "is not a commit" in capsys.readouterr().out
 
 
 def test_code_of_a_pull_request_gets_no_credentials_and_none_of_it_is_a_script() -> None:

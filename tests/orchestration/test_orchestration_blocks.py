@@ -181,7 +181,7 @@ def test_a_target_in_a_block_is_right_and_brings_no_code(target: dict[str, Any],
 
     with pytest.raises(ValidationError, match=expected):
         TargetDefinitions(targets={"t": target})
-    with pytest.raises(ValidationError, match="no name of a target"):
+    with pytest.raises(ValidationError, match="not the name of a target"):
         TargetDefinitions(targets={"../t": {}})
 
 
@@ -221,7 +221,7 @@ def test_blocks_that_are_none(saved: None, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such block"):
         environment(("nothing",), tmp_path)
     Secret(value="x").save("some", overwrite=True)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="is no block of onnx-ops"):
+    with pytest.raises(UserError, match="is not a block of onnx-ops"):
         environment(("secret/some",), tmp_path)
 
 

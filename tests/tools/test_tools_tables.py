@@ -103,7 +103,7 @@ def test_load_table_that_does_not_fit_names_the_column(
 
 
 def test_frame_of_a_matrix_is_refused() -> None:
-    with pytest.raises(UserError, match=r"input 'x' is no column: it is of shape \(2, 3\)"):
+    with pytest.raises(UserError, match=r"input 'x' is not a column: it is of shape \(2, 3\)"):
         Dataset(inputs={"x": np.zeros((2, 3), np.float32)}).frame()
 
 

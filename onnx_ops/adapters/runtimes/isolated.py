@@ -137,7 +137,7 @@ def read_runtime_build(target: Target) -> tuple[str, str]:
     raise UserError(
         "its environment does not say which build of ONNX Runtime it measures",
         where=f"target {target.name}: env.requirements",
-        remedy="Name exactly one version, such as `onnxruntime-openvino==1.24.1`: its measurements need it.",
+        remedy="Name exactly one version, such as `onnxruntime-openvino==1.24.1`.",
     )
 
 

@@ -26,7 +26,7 @@ MIN_INTERVALS = 3
 _FEW = 2.0
 """Allowance for few intervals: a dispersion estimated from n of them counts 1 + 2 / n times."""
 _ADDED_ERRORS = 0.5
-"""Errors that a service level adds to the observed ones, each in a bunch as large as its user's requests."""
+"""Errors that a service level adds to the observed ones, each in a burst as large as its user's requests."""
 
 
 def compute_design_effect(
@@ -75,7 +75,7 @@ def compute_request_effect(epochs: Sequence[UnitSums]) -> float:
 def compute_error_effect(events: npt.ArrayLike, events_squared: npt.ArrayLike, crowded: npt.ArrayLike) -> Array:
     """Return the design effect of errors for a service level.
 
-    It is the mean size of the bunch that an error comes in. A few errors are added in bunches as large as a user's
+    It is the mean size of the burst that an error comes in. A few errors are added in bursts as large as a user's
     requests, since unseen errors may be as bad.
 
     Args:
