@@ -299,7 +299,7 @@ def _without_file(project: Project) -> Iterator[Diagnosis]:
 
 
 @_named("rollbacks")
-def _owed_rollbacks(project: Project) -> Iterator[Diagnosis]:
+def _pending_rollbacks(project: Project) -> Iterator[Diagnosis]:
     for name in list_bound_endpoints(project.context):
         pending = read_readable_state(project.context, name).pending_rollback
         if pending is not None:

@@ -403,7 +403,7 @@ def _cancel(client: SyncPrefectClient, run: UUID) -> None:
 
 
 def is_final(state: State[Any] | None) -> bool:
-    """Return whether a flow run in this state has ended, or was told to."""
+    """Return whether a flow run in this state has ended, or is asked to end."""
     return _kind(state) in (*_FINAL, *_DEAD)
 
 

@@ -271,7 +271,7 @@ class EndpointProviderSuite:
         assert again is not None
         assert self.scale(again) == 3.0
 
-    def test_what_no_release_needs_is_told_and_removed_and_what_serves_stays(
+    def test_orphans_are_listed_and_removed_and_what_serves_stays(
         self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
     ) -> None:
         blue, green = deployments

@@ -276,7 +276,7 @@ class RegistrySuite:
         _assert_raises(NotFoundError, registry.set_alias, model, "champion-cpu-1t", "2")
         _assert_raises(NotFoundError, registry.annotate, model, "2", {"a": "b"})
 
-    def test_a_person_is_told_where_to_look(self, registry: Registry) -> None:
+    def test_where_names_the_place_of_the_registry(self, registry: Registry) -> None:
         assert registry.where(_unique())
 
     def test_a_page_is_an_address_or_nothing(self, registry: Registry, tmp_path: Path) -> None:
