@@ -3,8 +3,9 @@
     python -m benchmarks.chaos [--quick] [--only supervisor|worker|random] [--json]
 
 A moment is the time just before or after a call by which the supervisor touches the disk or speaks with a worker
-(tests.support.dying). After each blow: what was published comes back, no answer is stale, the next publication is
-accepted; a killed supervisor costs no request, a killed worker at most the one under way on each connection.
+(tests.support.fault_injection). After each blow: what was published comes back, no answer is stale, the next
+publication is accepted. A killed supervisor costs no request, a killed worker at most the one under way on each
+connection.
 Ends 1 if a promise does not hold. `--quick` takes every fifth moment.
 """
 

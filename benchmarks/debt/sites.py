@@ -29,7 +29,7 @@ from onnx_ops.errors import MeasurementError
 from onnx_ops.protocol import server_process
 from onnx_ops.protocol.messages import DEPLOYMENT_HEADER
 from onnx_ops.protocol.server_process import SERVER_FILE, TOKEN_FILE, ServerRecord
-from tests.support.clouds.azureml import AzureCloud, Trouble
+from tests.support.clouds.azureml import AzureCloud, FaultRule
 from tests.support.clouds.azureml_web import Call
 from tests.support.clouds.azureml_web import Fault as AzureFault
 from tests.support.clouds.sagemaker import BUCKET, SETTINGS, FakeSageMaker, client, fake_sagemaker
@@ -342,19 +342,19 @@ class AzureMl(Site):
             yield
 
     def _answers(self, fault: AzureFault, *, writes: bool = False, after: bool = False) -> Break:
-        def decide(number: int, call: Call) -> Trouble | None:
+        def decide(number: int, call: Call) -> FaultRule | None:
             del number
-            return Trouble(fault=fault, after=after) if not writes or call.method in ("PUT", "DELETE") else None
+            return FaultRule(fault=fault, after=after) if not writes or call.method in ("PUT", "DELETE") else None
 
         def apply(place: Place, variant: bool) -> Repair:
             del place, variant
-            self._cloud.trouble = decide
+            self._cloud.fault_rule = decide
             return self._well
 
         return apply
 
     def _well(self) -> None:
-        self._cloud.trouble = lambda *_: None
+        self._cloud.fault_rule = lambda *_: None
 
     def _no_quota(self, place: Place, variant: bool) -> Repair:
         del place, variant

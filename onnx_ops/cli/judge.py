@@ -153,8 +153,8 @@ def judge(
             sizes=frozenset(fixed if data else sweep),
             seed=seed,
         )
-        with show_progress("judge", baseline, candidate, quiet=quiet or as_json) as report:
-            judgement = judge_candidate(replace(request, report=report))
+        with show_progress("judge", baseline, candidate, quiet=quiet or as_json) as show_detail:
+            judgement = judge_candidate(replace(request, report=show_detail))
         if casts:  # digests and sizes are those of the given files
             judgement = replace(
                 judgement,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from onnx_ops.adapters.endpoints.azureml_diagnosis import ACTIONS, is_allowed
 from onnx_ops.domain.target import Diagnosis
 from tests.adapters.azureml_parts import World, forget_clients
-from tests.support.clouds.azureml import Trouble
+from tests.support.clouds.azureml import FaultRule
 from tests.support.clouds.azureml_web import Fault
 from tests.support.extras import hide, require
 
@@ -80,7 +80,7 @@ def test_no_credentials(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_page_of_html_instead_of_an_answer_is_a_finding(world: World, fault: Fault) -> None:
     look(world)
     for passing in range(len(world.cloud.calls)):
-        world.mischief(passing, Trouble(fault=fault))
+        world.mischief(passing, FaultRule(fault=fault))
         findings = look(world)
         (check,) = broken(findings)
         assert check.startswith("azure ")

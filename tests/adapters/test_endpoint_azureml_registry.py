@@ -12,7 +12,7 @@ from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import NotFoundError, RefusedError, UserError
 from onnx_ops.testing.endpoints import state_of
 from tests.adapters.azureml_parts import POLICY, World, config_of
-from tests.support.clouds.azureml import Trouble
+from tests.support.clouds.azureml import FaultRule
 from tests.support.clouds.azureml_registry import REGISTRY
 from tests.support.clouds.azureml_web import Call, Fault
 from tests.support.extras import require
@@ -75,7 +75,7 @@ def test_a_registry_that_is_not_there_is_said(world: World) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_every_request_about_the_registry_may_fail(world: World, after: bool, sweep: Sweep) -> None:
-    """Once each: the kinds of trouble take turns."""
+    """Once each: the kinds of fault take turns."""
     faults: list[Fault] = ["drop", "hang", "error"]
     concerns = world.cloud.control.registries.concerns
     memory = world.folder / "scaling" / "azureml.generation"
@@ -92,13 +92,13 @@ def test_every_request_about_the_registry_may_fail(world: World, after: bool, sw
         with world.cloud.kept():
             met: list[int] = []
 
-            def once(number: int, call: Call, turn: int = turn, met: list[int] = met) -> Trouble | None:
+            def once(number: int, call: Call, turn: int = turn, met: list[int] = met) -> FaultRule | None:
                 if not concerns(call.path):
                     return None
                 met.append(number)
-                return Trouble(fault=faults[turn % 3], after=after) if len(met) == turn + 1 else None
+                return FaultRule(fault=faults[turn % 3], after=after) if len(met) == turn + 1 else None
 
-            world.cloud.trouble = once
+            world.cloud.fault_rule = once
             world.apply(1, config(world, api_timeout="700 ms"), blue=100)
             assert len(met) > turn
             assert world.scale(config(world)) == 2.0

@@ -157,9 +157,9 @@ OPERATIONS: Mapping[str, Operation] = {
         done=lambda scene: scene.state().config is None,
         follow=reconcile_bound,
         end=end_of_deletion,
-        troubles=_ALL,
+        kinds=_ALL,
     ),
-    "prune": Operation(setup=full_house, act=prune_all, follow=prune_all, end=end_of_pruning, troubles=_ALL),
-    "release": Operation(setup=judged, act=run, end=end_of_run, troubles=_ALL),
+    "prune": Operation(setup=full_house, act=prune_all, follow=prune_all, end=end_of_pruning, kinds=_ALL),
+    "release": Operation(setup=judged, act=run, end=end_of_run, kinds=_ALL),
     "run": Operation(setup=pipeline, act=run, end=end_of_run),
 }
