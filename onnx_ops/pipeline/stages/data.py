@@ -103,7 +103,7 @@ def find_data_problems(
             yield (
                 ("group",),
                 UserError(
-                    f"the group must be one value per row, without missing values; {text}",
+                    f"the group must be one value per row, none of them missing; {text}",
                     where=f"{where}: group {grouped!r}",
                     remedy=remedy,
                 ),
