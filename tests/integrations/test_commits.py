@@ -68,7 +68,7 @@ def test_results_are_written_where_the_figures_cannot_be_shared(
         lines = list(judge_change(tmp_path / "results", "", None, figures=not_a_folder))
     (checked,) = codec.loads((tmp_path / "results" / RESULTS).read_bytes(), tuple[Checked, ...])
     assert checked.verdict is Verdict.PASS
-    assert any("pull requests will not know the figures" in line and "figures" in line for line in lines)
+    assert any("pull requests will not have the measurements" in line and "figures" in line for line in lines)
     assert any(line.startswith("PASS ") for line in lines)
 
 
