@@ -64,7 +64,7 @@ def main(folder: Path) -> None:
         runtime.run(path, TARGET, (samples,))
         runtime.sample(path, TARGET, feed(samples), runs=800, warmup=50)
         if name != "fp32":
-            runtime.race((export, export, path), TARGET, feed(samples), PairedBenchmarkSchedule(rounds=5))
+            runtime.benchmark((export, export, path), TARGET, feed(samples), PairedBenchmarkSchedule(rounds=5))
     registry = MlflowRegistry(f"sqlite:///{folder / 'mlflow.db'}", artifact_root=str(folder / "mlartifacts"))
     versions = registry.publish(publication(variants))
     registry.set_alias("digits-mlp", "champion-cpu-1t", versions["fp32"])

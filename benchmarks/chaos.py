@@ -3,8 +3,9 @@
     python -m benchmarks.chaos [--quick] [--only supervisor|worker|random] [--json]
 
 A moment is the time just before or after a call by which the supervisor touches the disk or speaks with a worker
-(tests.support.dying). After each blow: what was published comes back, no answer is stale, the next publication is
-accepted; a killed supervisor costs no request, a killed worker at most the one under way on each connection.
+(tests.support.fault_injection). After each blow: what was published comes back, no answer is stale, the next
+publication is accepted. A killed supervisor costs no request, a killed worker at most the one under way on each
+connection.
 Ends 1 if a promise does not hold. `--quick` takes every fifth moment.
 """
 
@@ -48,7 +49,7 @@ def main() -> int:
         print(json.dumps({"moments": last, "claims": [asdict(claim) for claim in claims]}))
     else:
         table("promises", ("", "what", "bound", "figure"), [(c.outcome, c.what, c.bound, c.figure) for c in claims])
-    return 0 if all(claim.held for claim in claims) else 1
+    return 0 if all(claim.is_met for claim in claims) else 1
 
 
 def sweep(folder: Path, first: Deployment, kind: str, last: int, step: int, *, quiet: bool) -> Claim:
@@ -69,11 +70,11 @@ def sweep(folder: Path, first: Deployment, kind: str, last: int, step: int, *, q
         reached += outcome.reached
         broken += bool(problems)
         if not quiet:
-            told = "; ".join(problems) or f"well, generation {outcome.generation}"
-            print(f"  {who} of {workers} at moment {moment} of {last}: {told}", flush=True)
+            text = "; ".join(problems) or f"well, generation {outcome.generation}"
+            print(f"  {who} of {workers} at moment {moment} of {last}: {text}", flush=True)
     figure = f"{broken} of {len(blows)} blows ({reached} fell), {requests:,} requests"
     what = f"killed at {'random moments' if kind == 'random' else f'a moment of a publication: {kind}'}"
-    return Claim(gate="chaos", what=what, bound="0 promises broken", figure=figure, held=broken == 0 and reached > 0)
+    return Claim(gate="chaos", what=what, bound="0 promises broken", figure=figure, is_met=broken == 0 and reached > 0)
 
 
 if __name__ == "__main__":

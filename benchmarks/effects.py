@@ -37,25 +37,25 @@ def main() -> int:
     for name in options.only or OPERATIONS:
         with tempfile.TemporaryDirectory(prefix="onnx-ops-effects-") as folder, synthetic():
             tally = sweep_effects(OPERATIONS[name], Path(folder) / "project", lambda points: list(points)[::stride])
-        trials.update(trouble for trouble, _ in tally.tried)
-        inconsistent.update(trouble for trouble, _ in tally.inconsistent)
+        trials.update(kind for kind, _ in tally.tried)
+        inconsistent.update(kind for kind, _ in tally.inconsistent)
         rows.append([name, str(len(tally.tried)), str(len(tally.inconsistent))])
         print(*rows[-1], flush=True)
-        for (trouble, moment), problems in tally.inconsistent.items():
-            print(f"  {trouble} at moment {moment}: {'; '.join(problems)[:400]}", flush=True)
+        for (kind, moment), problems in tally.inconsistent.items():
+            print(f"  {kind} at moment {moment}: {'; '.join(problems)[:400]}", flush=True)
     table("Trials of every operation", ["operation", "trials", "inconsistent"], rows)
     claims = [
         Claim(
             gate="effects",
-            what=trouble,
+            what=kind,
             bound="0 inconsistent",
-            figure=f"{inconsistent[trouble]} of {count}",
-            held=count > 0 and not inconsistent[trouble],
+            figure=f"{inconsistent[kind]} of {count}",
+            is_met=count > 0 and not inconsistent[kind],
         )
-        for trouble, count in trials.items()
+        for kind, count in trials.items()
     ]
     summary(claims)
-    return 0 if claims and all(claim.held for claim in claims) else 1
+    return 0 if claims and all(claim.is_met for claim in claims) else 1
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def _answers(path: Path) -> list[Any]:
     try:
         session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         return [_flat(value) for value in session.run(None, samples.feed(_ROWS))]
-    except Exception:  # the runtime's errors share no base class; a copy that does not run is no wrong copy
+    except Exception:  # the runtime's errors share no base class; a copy that does not run is not a wrong copy
         return []
 
 
@@ -135,7 +135,7 @@ def _spoil_operator(model: onnx.ModelProto) -> bool:
 
 
 def _spoil_attribute(model: onnx.ModelProto) -> bool:
-    """The first attribute that the answers surely hang on: an axis, a flag, a slope, what trees do with their sum."""
+    """The first attribute that determines the answers: an axis, a flag, a slope, what trees do with their sum."""
     for node in model.graph.node:
         for attribute in node.attribute:
             match attribute.name:

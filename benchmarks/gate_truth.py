@@ -32,7 +32,7 @@ def main() -> int:
         claims += importlib.import_module(f"benchmarks.truth.{gate}").prove(quick=options.quick, **extra)
         print(f"  ({gate}: {time.perf_counter() - begun:.0f} s)", flush=True)
     summary(claims)
-    return 0 if all(claim.held for claim in claims) else 1
+    return 0 if all(claim.is_met for claim in claims) else 1
 
 
 if __name__ == "__main__":

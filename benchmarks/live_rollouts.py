@@ -96,7 +96,7 @@ def rolled_out(crowd: Crowd, seed: int, *, bad: bool) -> tuple[bool, str]:
     with tempfile.TemporaryDirectory() as folder:
         site = Site(Path(folder))
         try:
-            bind_endpoint(site.ports, site.config, POLICY)
+            bind_endpoint(site.context, site.config, POLICY)
             model = {"layers": 50, "weights_mb": crowd.weights_mb}
             site.release("first", **model)
             plan = LoadPlan(

@@ -86,7 +86,7 @@ def main() -> int:
         for name in chosen.only:
             claims += PARTS[name](server, chosen)
     summary(claims)
-    return 0 if all(claim.held for claim in claims) else 1
+    return 0 if all(claim.is_met for claim in claims) else 1
 
 
 class Server:
@@ -142,8 +142,8 @@ def measure_dispatch(server: Server, chosen: argparse.Namespace) -> list[Claim]:
     )
     wait, cost = statistics.median(starts), statistics.median(taken["placed"]) - statistics.median(taken["here"])
     return [
-        held("dispatch", "submit to start, median", "≤ 5 s", f"{wait:.2f} s", wait <= 5),
-        held("dispatch", "what placing adds to a benchmark", "≤ 2 s", f"{cost:.2f} s", cost <= 2),
+        build_claim("dispatch", "submit to start, median", "≤ 5 s", f"{wait:.2f} s", wait <= 5),
+        build_claim("dispatch", "what placing adds to a benchmark", "≤ 2 s", f"{cost:.2f} s", cost <= 2),
     ]
 
 
@@ -177,7 +177,7 @@ def measure_flow(server: Server, chosen: argparse.Namespace) -> list[Claim]:
         [(n, *spread(v)) for n, v in took.items()],
     )
     ratio = statistics.median(took["flow"]) / statistics.median(took["command"])
-    return [held("flow", "the flow beside the command", "≤ 1.05", f"{ratio:.2f}", ratio <= 1.05)]
+    return [build_claim("flow", "the flow beside the command", "≤ 1.05", f"{ratio:.2f}", ratio <= 1.05)]
 
 
 def measure_fan(server: Server, chosen: argparse.Namespace) -> list[Claim]:
@@ -202,8 +202,8 @@ def measure_fan(server: Server, chosen: argparse.Namespace) -> list[Claim]:
     *alone, together = took.values()
     ratio = together / max(alone)
     return [
-        held("fan", f"{len(starts)} independent stages begin", "within 2 s", f"{apart:.2f} s", apart <= 2),
-        held("fan", "3 pools at once", "≤ 1.2 × the slowest alone", f"{ratio:.2f} ×", ratio <= 1.2),
+        build_claim("fan", f"{len(starts)} independent stages begin", "within 2 s", f"{apart:.2f} s", apart <= 2),
+        build_claim("fan", "3 pools at once", "≤ 1.2 × the slowest alone", f"{ratio:.2f} ×", ratio <= 1.2),
     ]
 
 
@@ -238,7 +238,7 @@ def measure_shards(server: Server, chosen: argparse.Namespace) -> list[Claim]:
         workers = sum(run["name"].startswith("rows/score/") for run in site.runs())
     figure = "equal" if scored[0] == scored[1] and scored[0][2] == {rows} else "different"
     what = f"metrics of {rows:,} rows in {workers} shards and in one"
-    return [held("shards", what, "equal", figure, figure == "equal" and workers == 3)]
+    return [build_claim("shards", what, "equal", figure, figure == "equal" and workers == 3)]
 
 
 def measure_endurance(server: Server, chosen: argparse.Namespace) -> list[Claim]:
@@ -260,8 +260,8 @@ def measure_endurance(server: Server, chosen: argparse.Namespace) -> list[Claim]
         growth, files = (process.memory_info().rss - before[0]) / 1e6, process.num_fds() - before[1]
         zombies = sum(child.status() == psutil.STATUS_ZOMBIE for child in process.children())
     return [
-        held("endurance", f"growth over {done} stages", "< 20 MB", f"{growth:.1f} MB", growth < 20),
-        held("endurance", "files left open; zombies", "0; 0", f"{files}; {zombies}", files <= 0 and not zombies),
+        build_claim("endurance", f"growth over {done} stages", "< 20 MB", f"{growth:.1f} MB", growth < 20),
+        build_claim("endurance", "files left open; zombies", "0; 0", f"{files}; {zombies}", files <= 0 and not zombies),
     ]
 
 
@@ -286,9 +286,11 @@ def measure_kills(server: Server, chosen: argparse.Namespace) -> list[Claim]:
             latest = max(waits, default=0.0)
             rows.append((victim, str(moments), str(wrong), str(again), f"{latest:.1f}"))
             claims += [
-                held("kills", f"{victim}: other results than undisturbed", "0", f"{wrong} of {moments}", not wrong),
-                held("kills", f"{victim}: finished stages executed again", "0", str(again), not again),
-                held(
+                build_claim(
+                    "kills", f"{victim}: other results than undisturbed", "0", f"{wrong} of {moments}", not wrong
+                ),
+                build_claim("kills", f"{victim}: finished stages executed again", "0", str(again), not again),
+                build_claim(
                     "kills",
                     f"{victim}: a death is seen",
                     "≤ 15 s",
@@ -372,9 +374,9 @@ def spread(values: Sequence[float]) -> tuple[str, str, str]:
     return f"{statistics.median(values):.2f}", f"{min(values):.2f}", f"{max(values):.2f}"
 
 
-def held(gate: str, what: str, bound: str, figure: str, kept: bool) -> Claim:
+def build_claim(gate: str, what: str, bound: str, figure: str, is_met: bool) -> Claim:
     """Return a promise and whether it was kept."""
-    return Claim(gate=gate, what=what, bound=bound, figure=figure, held=kept)
+    return Claim(gate=gate, what=what, bound=bound, figure=figure, is_met=is_met)
 
 
 PARTS: Mapping[str, Callable[[Server, argparse.Namespace], list[Claim]]] = {

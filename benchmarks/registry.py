@@ -33,7 +33,7 @@ from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.ledger import AliasesWritten
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, build_split_state
 from onnx_ops.domain.rollout_policy import RolloutPolicy
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.release.reconcile import read_registry
@@ -43,11 +43,11 @@ from tests.support.mlflow_server import mlflow_server
 
 FEW, ALIAS, TARGET = 100, "champion-cpu-1t", "cpu-1t"
 WARM_UP, PER_MODEL = 3, "the same, one question per model"
-CALLS: Mapping[str, Callable[[Ports, WatchLoop], object]] = {
-    "idle pass over all endpoints": lambda ports, watcher: watcher.reconcile_all(),
-    "of it, the question to the registry": lambda ports, watcher: read_registry(ports),
-    PER_MODEL: lambda ports, watcher: [
-        ports.registry().aliases(name.removeprefix("endpoint-")) for name in ports.ledger.endpoints()
+CALLS: Mapping[str, Callable[[Context, WatchLoop], object]] = {
+    "idle pass over all endpoints": lambda context, watcher: watcher.reconcile_all(),
+    "of it, the question to the registry": lambda context, watcher: read_registry(context),
+    PER_MODEL: lambda context, watcher: [
+        context.registry().aliases(name.removeprefix("endpoint-")) for name in context.ledger.endpoints()
     ],
 }
 
@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--page", type=Path, help="write the table into this page")
     options = parser.parse_args()
     rows: list[list[str]] = []
-    held = True
+    is_met = True
     with tempfile.TemporaryDirectory(prefix="onnx-ops-registry-") as name:
         for kind in ("SQLite", "PostgreSQL"):
             missing = why_no_postgresql() if kind == "PostgreSQL" else ""
@@ -76,17 +76,17 @@ def main() -> int:
                 rows.append([kind, f"left out: {missing}", "", "", ""])
                 continue
             few, many = measure(kind, Path(name) / kind, options)
-            rows += [[kind, call, *told(few, many, call)] for call in CALLS]
-            held &= all(few.requests[call] == many.requests[call] for call in CALLS)
+            rows += [[kind, call, *compare_counts(few, many, call)] for call in CALLS]
+            is_met &= all(few.requests[call] == many.requests[call] for call in CALLS)
     head = ("database", "what", f"requests, {FEW} versions", f"requests, {options.versions:,} versions", "time ratio")
     table = markdown(head, rows)
     print(table)
     if options.page:
         fill(options.page, "registry", table)
-    return 0 if held else 1
+    return 0 if is_met else 1
 
 
-def told(few: Counter, many: Counter, call: str) -> list[str]:
+def compare_counts(few: Counter, many: Counter, call: str) -> list[str]:
     low, high = (statistics.median(counter.seconds[call]) for counter in (few, many))
     ratios = sorted(b / a for a, b in zip(few.seconds[call], many.seconds[call], strict=True))
     spread = f"{ratios[len(ratios) // 10]:.2f} to {ratios[-1 - len(ratios) // 10]:.2f}"
@@ -95,7 +95,7 @@ def told(few: Counter, many: Counter, call: str) -> list[str]:
 
 
 def measure(kind: str, folder: Path, options: argparse.Namespace) -> tuple[Counter, Counter]:
-    sides: list[tuple[Ports, WatchLoop, Counter]] = []
+    sides: list[tuple[Context, WatchLoop, Counter]] = []
     with ExitStack() as stack:
         server = stack.enter_context(postgresql(folder)) if kind == "PostgreSQL" else ""
         for versions in (FEW, options.versions):
@@ -104,25 +104,25 @@ def measure(kind: str, folder: Path, options: argparse.Namespace) -> tuple[Count
             database = create_database(server, f"mlflow_{versions}") if server else f"sqlite:///{place}/mlflow.db"
             populate(database, place, models=options.models, versions=versions, alias=ALIAS)
             url = stack.enter_context(mlflow_server(place, database=database))
-            ports = connected(url, place)
+            context = connected(url, place)
             for number in range(options.models):
-                serve(ports, f"model-{number:03d}", str(versions // options.models))
-            watcher = WatchLoop(ports, ReconcileQueue(), interval_s=5.0, on_event=quiet)
-            sides.append((ports, watcher, Counter()))
+                serve(context, f"model-{number:03d}", str(versions // options.models))
+            watcher = WatchLoop(context, ReconcileQueue(), interval_s=5.0, on_event=quiet)
+            sides.append((context, watcher, Counter()))
         counted(sides)
         for turn in range(options.rounds + WARM_UP):
             for call, do in CALLS.items():
                 if call == PER_MODEL and turn >= WARM_UP + 5:
                     continue  # it takes seconds, and is here for comparison only
-                for ports, watcher, counter in sides if turn % 2 else reversed(sides):
+                for context, watcher, counter in sides if turn % 2 else reversed(sides):
                     begun = time.perf_counter()
-                    do(ports, watcher)
+                    do(context, watcher)
                     if turn >= WARM_UP:
                         counter.seconds[call].append(time.perf_counter() - begun)
     return sides[0][2], sides[1][2]
 
 
-def counted(sides: list[tuple[Ports, WatchLoop, Counter]]) -> None:
+def counted(sides: list[tuple[Context, WatchLoop, Counter]]) -> None:
     """One call of each kind on each side, with the requests that it sends."""
     send = requests.Session.send
     sent: list[str] = []
@@ -133,23 +133,23 @@ def counted(sides: list[tuple[Ports, WatchLoop, Counter]]) -> None:
 
     requests.Session.send = counting  # type: ignore[method-assign]
     try:
-        for ports, watcher, counter in sides:
+        for context, watcher, counter in sides:
             for call, do in CALLS.items():
                 sent.clear()
-                do(ports, watcher)
+                do(context, watcher)
                 counter.requests[call] = len(sent)
     finally:
         requests.Session.send = send  # type: ignore[method-assign]
 
 
-def connected(url: str, folder: Path) -> Ports:
+def connected(url: str, folder: Path) -> Context:
     """A real registry and a real ledger; endpoints and model files in memory, as they are not what is measured."""
     registry = MlflowRegistry(url)
     ledger = ObjectLedger(open_objects(str(folder / "ledger")))
-    return replace(FakeWorld(ledger=ledger).ports(), registry=lambda: registry, clock=SystemClock())
+    return replace(FakeWorld(ledger=ledger).context(), registry=lambda: registry, clock=SystemClock())
 
 
-def serve(ports: Ports, model: str, version: str) -> None:
+def serve(context: Context, model: str, version: str) -> None:
     """An endpoint that serves a version, as a finished rollout leaves it."""
     config = EndpointConfig(
         endpoint=f"endpoint-{model}",
@@ -159,12 +159,12 @@ def serve(ports: Ports, model: str, version: str) -> None:
         target_digest=digest_bytes(b"target"),
         pipeline="p",
     )
-    bind_endpoint(ports, config, RolloutPolicy())
+    bind_endpoint(context, config, RolloutPolicy())
     digest = digest_bytes(f"{model} {version}".encode())
     deployment = Deployment(
         name=f"v{version}", model=model, version=version, variant="fp32", release=digest, manifest=digest, location=""
     )
-    journal = Journal.open(ports, config.endpoint)
+    journal = Journal.open(context, config.endpoint)
     state, roles = build_split_state(None, deployment, 100), Roles(stable=deployment)
     journal.perform(Action(kind=ActionKind.FIRST, state=state, roles=roles, why="", aliases={ALIAS: version}))
     journal.append(AliasesWritten(aliases={ALIAS: version}))

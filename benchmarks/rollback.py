@@ -30,7 +30,7 @@ from onnx_ops.app.context import open_project
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_policy import RolloutPolicy
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import reconcile_until_stable
@@ -43,7 +43,7 @@ ENDPOINT, MODEL, TARGET = "digits", "linear", "cpu-1t"
 NOBODY = "http://127.0.0.1:9"
 """Nothing listens there: MLflow is down."""
 BOOKKEEPING_S = 8.0
-"""The command leaves a process behind that tries to tell MLflow; it shall not disturb the next one."""
+"""The command leaves a process behind that writes to MLflow; it must not disturb the next one."""
 BODY = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}).encode()
 
 
@@ -53,14 +53,14 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="onnx-ops-rollback-") as folder:
         os.environ["ONNX_OPS_TRACKING_URI"] = NOBODY
-        ports = two_versions(Path(folder))
-        local = ports.provider("local")
+        context = two_versions(Path(folder))
+        local = context.provider("local")
         assert isinstance(local, LocalEndpoints)
-        config = Journal.open(ports, ENDPOINT).config
+        config = Journal.open(context, ENDPOINT).config
         try:
             with load(local, config, options.turns * (BOOKKEEPING_S + 4) + 30) as running:
                 inside = [
-                    timed(partial(roll_back, ports, ENDPOINT, to=to, reason="timed", force=True)) for to in turns(21)
+                    timed(partial(roll_back, context, ENDPOINT, to=to, reason="timed", force=True)) for to in turns(21)
                 ]
                 started, whole = [], []
                 for to in itertools.islice(turns(options.turns + 1), 1, None):
@@ -74,13 +74,13 @@ def main() -> int:
     claims = [
         bound("median inside a process, in bare starts", statistics.median(inside) / start, 0.5),
         bound("median of the whole command, in bare starts", statistics.median(whole) / start, 3.0),
-        Claim(gate="rollback", what="failed requests", bound="0", figure=str(failed), held=failed == 0),
+        Claim(gate="rollback", what="failed requests", bound="0", figure=str(failed), is_met=failed == 0),
     ]
     summary(claims)
-    return 0 if all(claim.held for claim in claims) else 1
+    return 0 if all(claim.is_met for claim in claims) else 1
 
 
-def two_versions(root: Path, registry: FakeRegistry | None = None) -> Ports:
+def two_versions(root: Path, registry: FakeRegistry | None = None) -> Context:
     """A project with an endpoint that serves version 2 and keeps version 1; its registry was there for that alone."""
     registry = registry or FakeRegistry()
     (root / "onnx-ops.toml").touch()
@@ -92,18 +92,18 @@ def two_versions(root: Path, registry: FakeRegistry | None = None) -> Ports:
         target_digest=digest_bytes(b"target"),
         pipeline="p",
     )
-    ports = setting_up(root, registry)
-    bind_endpoint(ports, config, RolloutPolicy())
+    context = setting_up(root, registry)
+    bind_endpoint(context, config, RolloutPolicy())
     for seed in ("a", "b"):
         version = registry.publish(publication(root / "files", model=MODEL, seed=seed, target=TARGET))["fp32"]
-        promote(ports, MODEL, version, TARGET, override=True, reason="only the rollback is looked at")
-        reconcile_until_stable(ports, ENDPOINT)
-    return open_project(root).ports
+        promote(context, MODEL, version, TARGET, override=True, reason="only the rollback is looked at")
+        reconcile_until_stable(context, ENDPOINT)
+    return open_project(root).context
 
 
-def setting_up(root: Path, registry: FakeRegistry) -> Ports:
-    """The project's ports with a registry in memory."""
-    return replace(open_project(root).ports, registry=lambda: registry)
+def setting_up(root: Path, registry: FakeRegistry) -> Context:
+    """The project's context with a registry in memory."""
+    return replace(open_project(root).context, registry=lambda: registry)
 
 
 def load(local: LocalEndpoints, config: EndpointConfig, seconds: float) -> LoadProcess:
@@ -146,7 +146,7 @@ def shown(seconds: list[float]) -> str:
 
 
 def bound(what: str, ratio: float, limit: float) -> Claim:
-    return Claim(gate="rollback", what=what, bound=f"<= {limit}", figure=f"{ratio:.2f}", held=ratio <= limit)
+    return Claim(gate="rollback", what=what, bound=f"<= {limit}", figure=f"{ratio:.2f}", is_met=ratio <= limit)
 
 
 if __name__ == "__main__":

@@ -60,10 +60,10 @@ QUICK = {
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """`owed`: the request could not be carried out at once. `again`: answers of the rolled-back version after another
-    state of the endpoint, and effects that were to bring it back. `seconds`: of the slowest command."""
+    """`pending`: the request could not be carried out at once. `again`: answers of the rolled-back version after
+    another state of the endpoint, and effects that were to bring it back. `seconds`: of the slowest command."""
 
-    owed: bool
+    pending: bool
     again: int
     seconds: float
     forgotten: bool
@@ -83,7 +83,7 @@ def try_fault(site: Site, fault_name: str, ending: str, follower: str, *, number
             seconds = [send_request(place, ending, draw)]
             if not place.is_requested():  # killed before it was recorded: the operator repeats it
                 seconds.append(send_request(place, "error", draw))
-            owed = not place.is_paid()
+            pending = not place.is_paid()
             if not place.is_requested():
                 raise MeasurementError("the rollback was not recorded", where=place.config.endpoint)
             with following(place, follower) as slowest:
@@ -100,7 +100,7 @@ def try_fault(site: Site, fault_name: str, ending: str, follower: str, *, number
             client.stop()
         answers = client.answers if fault.down else list(itertools.dropwhile(lambda name: name != "v1", client.answers))
         again = answers.count("v2") + place.intents_for_the_rolled_back()
-        return Trial(owed=owed, again=again, seconds=max(seconds), forgotten=forgotten)
+        return Trial(pending=pending, again=again, seconds=max(seconds), forgotten=forgotten)
 
 
 def send_request(place: Place, ending: str, draw: random.Random) -> float:
@@ -150,11 +150,11 @@ def try_provider(name: str, *, only: Sequence[str] | None, quick: bool, seed: in
                 for index, way in enumerate(chosen)
             ]
             seen = [trial for trial in of_fault if trial is not None]
-            counts = [sum(bool(getattr(trial, what)) for trial in seen) for what in ("owed", "again", "forgotten")]
+            counts = [sum(bool(getattr(trial, what)) for trial in seen) for what in ("pending", "again", "forgotten")]
             slowest = f"{max((trial.seconds for trial in seen), default=0.0):.1f} s"
             rows.append((fault, str(len(of_fault)), *map(str, counts), slowest, str(of_fault.count(None))))
             trials += of_fault
-    head = ("fault", "trials", "owed at first", "served again", "forgotten", "slowest command", "showed nothing")
+    head = ("fault", "trials", "pending at first", "served again", "forgotten", "slowest command", "showed nothing")
     table(name, head, rows)
     return trials
 
@@ -194,7 +194,7 @@ def main() -> int:
         trials = [trial for of_one in pool.map(asked, names) for trial in of_one]
     claims = claims_of(trials)
     summary(claims)
-    return 0 if all(claim.held for claim in claims) else 1
+    return 0 if all(claim.is_met for claim in claims) else 1
 
 
 def claims_of(trials: Sequence[Trial | None]) -> list[Claim]:
@@ -210,14 +210,14 @@ def claims_of(trials: Sequence[Trial | None]) -> list[Claim]:
             what="slowest answer",
             bound=f"≤ {ANSWER_S:g} s",
             figure=f"{slowest:.1f} s",
-            held=slowest <= ANSWER_S,
+            is_met=slowest <= ANSWER_S,
         ),
         Claim(
             gate="rollback",
             what="trials that showed nothing",
             bound="0",
             figure=f"{nothing} of {len(trials)}",
-            held=not nothing,
+            is_met=not nothing,
         ),
     ]
 

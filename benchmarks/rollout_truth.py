@@ -24,7 +24,7 @@ def main() -> int:
     claims = prove(quick=options.quick, trials=options.trials)
     summary(claims)
     print(f"  ({time.perf_counter() - begun:.0f} s)")
-    return 0 if all(claim.held for claim in claims) else 1
+    return 0 if all(claim.is_met for claim in claims) else 1
 
 
 if __name__ == "__main__":

@@ -58,11 +58,11 @@ def main() -> None:
         root = Path(name) / "many"
         files = write_project(root, pipelines=options.pipelines, variants=options.variants, targets=options.targets)
         project = open_project(root)
-        tell("first run, all new", [led(project, file) for file in files])
-        tell("second run, nothing changed", [led(open_project(root), file) for file in files])
+        print_times("first run, all new", [led(project, file) for file in files])
+        print_times("second run, nothing changed", [led(open_project(root), file) for file in files])
         few = Path(name) / "few"
         some = write_project(few, pipelines=options.processes, variants=options.variants, targets=options.targets)
-        tell("a process for each stage", [led(open_project(few), file, here=False) for file in some])
+        print_times("a process for each stage", [led(open_project(few), file, here=False) for file in some])
     print(f"load {os.getloadavg()[0]:.1f} after")
 
 
@@ -73,7 +73,7 @@ def led(project: Project, file: Path, *, here: bool = True) -> Led:
     before = cpu()
     wanted = in_this_process(prepared) if here else prepared
     result = execute(project, wanted)
-    summary = summarize(wanted.pipeline, result, project.ports)
+    summary = summarize(wanted.pipeline, result, project.context)
     by_kind: dict[str, list[float]] = defaultdict(list)
     for stage in wanted.plan.stages:
         if result.outcomes[stage.id].status is StageStatus.DONE:
@@ -96,7 +96,7 @@ def cpu() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in found)
 
 
-def tell(title: str, all_led: list[Led]) -> None:
+def print_times(title: str, all_led: list[Led]) -> None:
     if not all_led:
         return
     stages, executed = sum(one.stages for one in all_led), sum(one.executed for one in all_led)

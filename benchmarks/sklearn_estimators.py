@@ -29,7 +29,7 @@ from onnx_ops.errors import OnnxOpsError
 from onnx_ops.ports import ExportRequest
 
 CLOSE = 1e-3
-"""Relative to the largest value of an output; more is told as a difference."""
+"""Relative to the largest value of an output; more counts as a difference."""
 
 
 HEAD = """# Supported scikit-learn estimators

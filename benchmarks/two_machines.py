@@ -56,7 +56,7 @@ TRIAL_S = 240.0
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """`requests`, how many of them `failed`, and how many were answered by a version that nobody approved, or were to
+    """`requests`, how many of them `failed`, and how many were answered by a version that was not approved, or were to
     be. `kills` of reconcilers, and what does not agree in the end."""
 
     requests: int
@@ -67,11 +67,11 @@ class Trial:
 
 
 def promote_by_force(place: Place, version: str) -> None:
-    promote(place.ports(), MODEL, version, TARGET, override=True, reason="a trial")
+    promote(place.context(), MODEL, version, TARGET, override=True, reason="a trial")
 
 
 def roll_back(place: Place, to: str) -> None:
-    roll_back_each(place.ports(), (place.config.endpoint,), to=to, reason="a trial", force=True)
+    roll_back_each(place.context(), (place.config.endpoint,), to=to, reason="a trial", force=True)
 
 
 class Machines:
@@ -175,7 +175,7 @@ def put_forward(place: Place) -> None:
 
 
 def serving(place: Place) -> set[str]:
-    actual = place.ports().provider(place.config.provider).observe(place.config)
+    actual = place.context().provider(place.config.provider).observe(place.config)
     weights = {} if actual is None else actual.split.weights
     return {name for name, weight in weights.items() if weight}
 
@@ -184,7 +184,7 @@ def disagreement(place: Place) -> str:
     """What ledger, registry and endpoint say otherwise; empty if they agree and nothing is left to do."""
     try:
         state = place.state()
-        actual = place.ports().provider(place.config.provider).observe(place.config)
+        actual = place.context().provider(place.config.provider).observe(place.config)
         aliases = place.registry.aliases(MODEL)
     except OnnxOpsError as error:
         return str(error)
@@ -233,7 +233,7 @@ def main() -> int:
                 print(f"{name}, trial {number}: {trials[-1]}", file=sys.stderr, flush=True)
     claims = claims_of(trials)
     summary(claims)
-    return 0 if all(claim.held for claim in claims) else 1
+    return 0 if all(claim.is_met for claim in claims) else 1
 
 
 def claims_of(trials: list[Trial | None]) -> list[Claim]:
@@ -252,7 +252,7 @@ def claims_of(trials: list[Trial | None]) -> list[Claim]:
             what="trials that showed nothing",
             bound="0",
             figure=f"{nothing} of {len(trials)}",
-            held=not nothing,
+            is_met=not nothing,
         ),
     ]
 

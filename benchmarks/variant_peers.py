@@ -22,7 +22,7 @@ PINS = {
     OLIVE: ("olive-ai==0.13.0", "requests==2.34.2", "transformers==5.23.0", *_SAME),
     OPTIMUM: ("optimum-onnx[onnxruntime]==0.1.0", "optimum==2.1.0", "transformers==4.57.6", *_SAME),
 }
-PATIENCE_S = 600
+TIMEOUT_S = 600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ def _call(work: Work, *words: str) -> None:
     """Run the tool's interpreter; what it said last is the reason if it fails."""
     done = subprocess.run(
         [str(work.python), *words], cwd=work.folder, env=build_clean_environ(), capture_output=True, text=True,
-        timeout=PATIENCE_S, check=False,
+        timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     if done.returncode != 0:
         raise RuntimeError(next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message"))

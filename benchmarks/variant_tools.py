@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.variant_models import Model
 from benchmarks.variant_peers import PRESETS, Preset, Work, interpreter
 from onnx_ops.adapters.files import FileJournal
-from onnx_ops.app.context import build_ports
+from onnx_ops.app.context import build_context
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.gate import ACCURACY
 from onnx_ops.domain.pipeline import Calibrate, Quantize
@@ -37,20 +37,20 @@ TARGET = Target(name="cpu-1t")
 
 
 def ours(model: Model, scratch: Path) -> None:
-    """The search, told nothing but the budget."""
-    ports = build_ports(load_settings())
+    """The search, given only the budget."""
+    context = build_context(load_settings())
     folder = scratch / model.name / "ours"
     (folder / "source").mkdir(parents=True)
     source = folder / "source" / "model.onnx"
     source.write_bytes(model.path.read_bytes())
     section = Quantize(name="auto", method="auto", calibrate=Calibrate(samples=len(model.calibration)))
     ground = SearchContext(
-        ports=ports,
+        project=context,
         section=section,
         source=source,
         folder=folder / "trials",
         targets=(TARGET,),
-        machines=list_machines(ports, (TARGET,)),
+        machines=list_machines(context, (TARGET,)),
         tuning_data=Dataset(inputs={model.feed: model.tune[0]}, label=model.tune[1]),
         calibration={model.feed: model.calibration},
         metric=model.metric,
@@ -132,7 +132,7 @@ def others(model: Model, scratch: Path, folder: Path | None) -> None:
         try:
             python = interpreter(tool, folder)
         except OnnxOpsError as error:
-            model.failures[f"{tool}, {len(presets)} presets"] = f"cannot be installed: {told(error)}"
+            model.failures[f"{tool}, {len(presets)} presets"] = f"cannot be installed: {describe(error)}"
             continue
         again = tried(model, scratch, python, presets, "")
         tried(model, scratch, python, again, ", after quant_pre_process")
@@ -167,10 +167,10 @@ def attempt(model: Model, name: str, path: Path, make_it: Callable[[Path], objec
             session(path).run(None, {model.feed: model.test[0][:1]})
         model.variants[name] = path
     except Exception as error:  # other people's tools raise anything
-        model.failures[name] = told(error)
+        model.failures[name] = describe(error)
 
 
-def told(error: Exception) -> str:
+def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160].replace('|', '/')}"
 
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.variant_models import Model, make
 from benchmarks.variant_tools import COSINE, DROP, TARGET, ort_defaults, others, ours, session
-from onnx_ops.app.context import build_ports
+from onnx_ops.app.context import build_context
 from onnx_ops.config.settings import load_settings
 from onnx_ops.statistics.intervals import tango_interval
 from onnx_ops.statistics.metrics import cosine_rows
@@ -65,8 +65,8 @@ def measured(name: str, scratch: Path, width: int, peers: Path | None) -> Iterat
 
 
 def abilities() -> bool:
-    """Print what this CPU can do; tells whether it has AVX512-VNNI."""
-    runtime = build_ports(load_settings()).runtime(TARGET.runtime)
+    """Print what this CPU can do; return whether it has AVX512-VNNI."""
+    runtime = build_context(load_settings()).runtime(TARGET.runtime)
     hardware = runtime.fingerprint(TARGET)
     flags = [name for name in ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8") if name in hardware.cpu_flags]
     tools = ", ".join(f"{name} {version(name)}" for name in ("onnxruntime", "onnx", "torch"))
@@ -106,7 +106,7 @@ def table(model: Model) -> Iterator[str]:
 
 
 def compared(model: Model, times: Mapping[str, np.ndarray[Any, Any]], right: Mapping[str, Any]) -> Iterator[str]:
-    """Print who is faster than ours and as right; yields who surely is."""
+    """Print which are faster than ours and as accurate; yield those where this is certain."""
     own = next((name for name in times if name.startswith("ours: auto-fast")), "fp32")
     found = list(faster(times, right, own))
     said = "; ".join(f"{name} in {rounds} of {ROUNDS} rounds" for name, rounds in found)
@@ -133,7 +133,7 @@ def timed(sessions: Mapping[str, Any], model: Model) -> dict[str, np.ndarray[Any
 
 
 def faster(times: Mapping[str, np.ndarray[Any, Any]], right: Mapping[str, Any], own: str) -> Iterator[tuple[str, int]]:
-    """Variants of others that were faster than `own` in most rounds, and in how many: those not surely less right."""
+    """Variants of others that were faster than `own` in most rounds, and in how many, unless proven less accurate."""
     for name in times:
         lost, gained = (right[own] & ~right[name]).sum(), (~right[own] & right[name]).sum()
         _, _, high = tango_interval(len(right[name]), int(lost), int(gained))

@@ -146,7 +146,7 @@ def stop() -> int:
     from onnx_ops.release.journal import Journal
 
     project = open_project(ROOT)
-    LocalEndpoints(project.settings.endpoints).stop(Journal.open(project.ports, ENDPOINT).config)
+    LocalEndpoints(project.settings.endpoints).stop(Journal.open(project.context, ENDPOINT).config)
     print(f"The server of endpoint {ENDPOINT} is stopped; `onnx-ops reconcile {ENDPOINT}` starts it again.")
     return 0
 

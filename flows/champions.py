@@ -20,5 +20,5 @@ def champions(pipelines: tuple[str, ...] = (), blocks: tuple[str, ...] = ()) -> 
         blocks: Prefect blocks with the addresses of services, such as onnx-ops-registry/prod.
     """
     with project_of(blocks) as project:
-        performer = StageExecutor(settings=project.settings, ports=project.ports)
-        return check_champions(project.ports, performer, pipelines, by=actor(project.ports))
+        executor = StageExecutor(settings=project.settings, context=project.context)
+        return check_champions(project.context, executor, pipelines, by=actor(project.context))

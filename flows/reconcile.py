@@ -21,9 +21,9 @@ def reconcile(endpoints: tuple[str, ...] = (), blocks: tuple[str, ...] = ()) -> 
         blocks: Prefect blocks with the addresses of services, such as onnx-ops-registry/prod.
     """
     with project_of(blocks) as project:
-        ports = project.ports
-        names = endpoints or list_bound_endpoints(ports)
-        dry_run = DryRun(ports, lambda: read_registry(ports))
-        states = {name: reconcile_as_task(dry_run, name, actor(ports)) for name in names}
-        send_pending_each(ports, names)
+        context = project.context
+        names = endpoints or list_bound_endpoints(context)
+        dry_run = DryRun(context, lambda: read_registry(context))
+        states = {name: reconcile_as_task(dry_run, name, actor(context)) for name in names}
+        send_pending_each(context, names)
         return aggregate_state(states)

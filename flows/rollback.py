@@ -34,8 +34,8 @@ def rollback(
         blocks: Prefect blocks with the addresses of services, such as onnx-ops-registry/prod.
     """
     with project_of(blocks) as project:
-        ports = project.ports
-        names = select_endpoints(ports, endpoints, every=all, model=model, target=target)
+        context = project.context
+        names = select_endpoints(context, endpoints, every=all, model=model, target=target)
         return aggregate_state(
-            roll_back_endpoints(ports, names, to=to, reason=reason, by=actor(ports), force=force, pin=not all)
+            roll_back_endpoints(context, names, to=to, reason=reason, by=actor(context), force=force, pin=not all)
         )

@@ -21,4 +21,4 @@ def rollout(endpoint: str, limit: str = "1 d", interval: str = "10 s", blocks: t
         blocks: Prefect blocks with the addresses of services, such as onnx-ops-registry/prod.
     """
     with project_of(blocks) as project:
-        return run_rollout(project.ports, endpoint, by=actor(project.ports), limit=limit, interval=interval)
+        return run_rollout(project.context, endpoint, by=actor(project.context), limit=limit, interval=interval)

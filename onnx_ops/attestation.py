@@ -81,10 +81,10 @@ def read_envelope(data: bytes | Envelope, kind: type[_R], *, where: str = "") ->
     statement = codec.loads(payload, dict[str, Any], where=where)
     if (envelope.payloadType, statement.get("_type")) != (PAYLOAD_TYPE, STATEMENT_TYPE):
         raise CorruptStateError("not an in-toto statement", where=where)
-    if (found := statement.get("predicateType")) != _PREDICATES[kind]:
-        raise CorruptStateError(f"not a {_PREDICATES[kind]}", where=where, why=f"it is a {found}"[:200])
+    if (predicate := statement.get("predicateType")) != _PREDICATES[kind]:
+        raise CorruptStateError(f"not a {_PREDICATES[kind]}", where=where, why=f"it is a {predicate}"[:200])
     if not envelope.signatures:
-        raise CorruptStateError("nobody has signed it", where=where)
+        raise CorruptStateError("it has no signature", where=where)
     record = codec.from_json(statement.get("predicate"), kind, where=where)
     if statement.get("subject") != [{"name": _SUBJECT, "digest": {"sha256": hex_digits(record.manifest)}}]:
         raise CorruptStateError("its subject is not what its predicate is about", where=where)
@@ -101,7 +101,7 @@ def verify_envelope(envelope: Envelope, kind: type[_R], verifier: Verifier, *, w
         record = read_envelope(envelope, kind, where=where).record
         signed = _pre_authentication(envelope.payloadType, _decoded(envelope.payload, where))
     except (CorruptStateError, UnicodeEncodeError, RecursionError) as error:
-        raise InvalidSignatureError("nobody can have signed this", where=where, why=str(error)) from error
+        raise InvalidSignatureError("it has no valid signature", where=where, why=str(error)) from error
     refused = None
     for signature in envelope.signatures:
         try:
@@ -187,7 +187,7 @@ class TrustedKeys:
         return ",".join(base64.b64encode(_der(key)).decode() for _, key in sorted(self._load().items()))
 
     def keys(self) -> tuple[Digest, ...]:
-        """Digests of the trusted keys.
+        """Return the digests of the trusted keys.
 
         Raises:
             UserError: a file does not hold a public key of ECDSA P-256.
@@ -238,7 +238,7 @@ def compute_key_digest(key: EllipticCurvePublicKey) -> Digest:
 
 
 def build_key_error(kind: str, where: str) -> UserError:
-    """Return the error of a file or text that is no ECDSA P-256 key."""
+    """Return the error of a file or text that is not an ECDSA P-256 key."""
     return UserError(
         f"this is not an ECDSA P-256 {kind} key",
         where=where,

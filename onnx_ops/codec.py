@@ -163,7 +163,7 @@ def _float(value: Any, _: Any) -> float:
 
 
 def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON value")
+    raise ValueError(f"{text} is not a JSON value")
 
 
 def _int(value: Any, _: Any) -> int:

@@ -65,8 +65,8 @@ MISSING = "not installed"
 def _points(path: tuple[str, ...]) -> Mapping[str, EntryPoints]:
     """Return entry points by kind. Reading them parses the metadata of every distribution on the path."""
     del path
-    found = entry_points()
-    return {kind: found.select(group=f"onnx_ops.{kind}") for kind in KINDS}
+    installed = entry_points()
+    return {kind: installed.select(group=f"onnx_ops.{kind}") for kind in KINDS}
 
 
 def names(kind: str) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ def load(kind: str, name: str, *arguments: object) -> Any:
         raise missing_package(imported(error), where=f"{kind} plugin {name}") from error
     if not isinstance(plugin, getattr(ports, KINDS[kind])):
         raise UserError(
-            f"{point.value} is no {KINDS[kind]}",
+            f"{point.value} is not an instance of {KINDS[kind]}",
             where=f"{kind} plugin {name}",
             remedy=f"Derive its class from onnx_ops.ports.{KINDS[kind]}.",
         )
@@ -124,8 +124,8 @@ def distribution(kind: str, name: str) -> str | None:
 def _distribution(path: tuple[str, ...], kind: str, name: str) -> str | None:
     """Read the distribution once: each access parses its metadata, and a plan needs it for each stage."""
     del path
-    found = find(kind, name).dist
-    return None if found is None else found.name
+    distribution = find(kind, name).dist
+    return None if distribution is None else distribution.name
 
 
 @functools.cache
@@ -137,11 +137,11 @@ def version(name: str) -> str:
     try:
         return metadata.version(name)
     except PackageNotFoundError:
-        others = bringing(name.replace("-", "_"))
+        others = find_distributions(name.replace("-", "_"))
         return ", ".join(f"{other} {found}" for other, found in others.items()) or MISSING
 
 
-def bringing(package: str) -> Mapping[str, str]:
+def find_distributions(package: str) -> Mapping[str, str]:
     """Return the distributions that provide an importable package, with their versions."""
     return {name: version(name) for name in sorted(set(_packages().get(package, ())))}
 

@@ -73,7 +73,7 @@ def test_a_plugin_of_another_distribution_is_found_and_made() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_a_plugin_that_does_not_derive_from_its_base_class_is_refused() -> None:
-    with pytest.raises(UserError, match="acme_underived:Plugin is no Exporter") as caught:
+    with pytest.raises(UserError, match="acme_underived:Plugin is not an instance of Exporter") as caught:
         plugins.load("exporters", "underived")
     assert caught.value.remedy == "Derive its class from onnx_ops.ports.Exporter."
 

@@ -100,7 +100,7 @@ def test_what_a_forked_process_still_needs_stays(temporary: Path) -> None:
         assert process.stdin is not None
         process.stdin.close()
         assert process.stdout is not None
-        process.stdout.read()  # its end is the end of whoever was forked
+        process.stdout.read()  # its end is the end of the forked process
         sweep()
         assert not folder.exists()
 

@@ -8,7 +8,7 @@ import threading
 import time
 from urllib.parse import urlsplit
 
-from benchmarks.debt.sites import PATIENCE_S, Route
+from benchmarks.debt.sites import TIMEOUT_S, Route
 from onnx_ops.errors import MeasurementError
 
 BODY = json.dumps({"inputs": {"x": [[1.0, 2.0]]}}).encode()
@@ -32,7 +32,7 @@ class Client:
         Raises:
             MeasurementError: it does not answer.
         """
-        goal, deadline = self.answers.count(deployment) + count, time.monotonic() + PATIENCE_S
+        goal, deadline = self.answers.count(deployment) + count, time.monotonic() + TIMEOUT_S
         while self.answers.count(deployment) < goal:
             if time.monotonic() > deadline:
                 raise MeasurementError(f"the client gets no answer of {deployment}", why=str(self.answers[-3:]))

@@ -15,7 +15,7 @@ from onnx_ops.errors import MeasurementError
 from tests.support.forks import fork_context
 
 KILLED_S = 20.0
-"""A process that has not ended by itself after this time is killed."""
+"""A process that still runs after this time is killed."""
 MODULES: Mapping[str, tuple[str, ...]] = {
     "local": (),
     "sagemaker": ("boto3",),

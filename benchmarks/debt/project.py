@@ -28,7 +28,7 @@ from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.release import Publication
 from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
 from onnx_ops.errors import ServiceUnavailableError, StillPendingError
-from onnx_ops.ports import Ports, Registry, Signer
+from onnx_ops.ports import Context, Registry, Signer
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import reconcile_each, reconcile_until_stable
 from onnx_ops.release.rollback import roll_back_each
@@ -121,15 +121,15 @@ class Place:
     def time_file(self) -> Path:
         return self.shared / "time"
 
-    def ports(self) -> Ports:
+    def context(self) -> Context:
         os.environ.update(self.environment)
         project = open_project(self.root)
         clock = WrongClock(self.ahead_s, self.time_file)
-        ports = replace(project.ports, registry=self.registry.opened, ledger=self.ledger(), clock=clock)
+        context = replace(project.context, registry=self.registry.opened, ledger=self.ledger(), clock=clock)
         if self.config.provider == "azureml":
             azure = AzureEndpoints(project.settings.endpoints, project.settings.trusted_keys, policy=POLICY)
-            ports = replace(ports, provider=lambda _: azure)
-        return ports
+            context = replace(context, provider=lambda _: azure)
+        return context
 
     def ledger(self) -> ObjectLedger:
         """A ledger of its own for each endpoint, so that no two have anything to do with each other."""
@@ -160,7 +160,7 @@ class Place:
 def create_project(root: Path) -> FakeRegistry:
     """Make a project with a key. Return a registry with two versions that it has approved."""
     (root / "onnx-ops.toml").touch()
-    signer = open_project(root).ports.signer()
+    signer = open_project(root).context.signer()
     assert signer is not None
     registry = FakeRegistry()
     for seed in ("a", "b"):
@@ -189,20 +189,20 @@ def config_of(endpoint: str, provider: str, settings: Mapping[str, Json]) -> End
     )
 
 
-def serve_first(place: Place, scale_down_delay: float = DAY) -> Ports:
-    ports = place.ports()
-    bind_endpoint(ports, place.config, RolloutPolicy(scale_down_delay=scale_down_delay))
-    promote(ports, MODEL, "1", TARGET)
-    reconcile_until_stable(ports, place.config.endpoint)
-    return ports
+def serve_first(place: Place, scale_down_delay: float = DAY) -> Context:
+    context = place.context()
+    bind_endpoint(context, place.config, RolloutPolicy(scale_down_delay=scale_down_delay))
+    promote(context, MODEL, "1", TARGET)
+    reconcile_until_stable(context, place.config.endpoint)
+    return context
 
 
 def serve_both(place: Place, keep_first: bool) -> None:
     """Let version 1 serve, then version 2; version 1 stays loaded, or is let go."""
-    ports = serve_first(place, DAY if keep_first else 0.0)
-    promote(ports, MODEL, "2", TARGET)
-    reconcile_until_stable(ports, place.config.endpoint)
-    actual = ports.provider(place.config.provider).observe(place.config)
+    context = serve_first(place, DAY if keep_first else 0.0)
+    promote(context, MODEL, "2", TARGET)
+    reconcile_until_stable(context, place.config.endpoint)
+    actual = context.provider(place.config.provider).observe(place.config)
     if actual is None or not serves_only(actual, place.version("2")) or len(actual.deployments) != 1 + keep_first:
         raise SystemExit(f"version 2 does not serve: {actual}")
 
@@ -210,44 +210,44 @@ def serve_both(place: Place, keep_first: bool) -> None:
 # What follows runs in processes of its own, which may be killed.
 
 
-def request(place: Place, patience_s: float) -> None:
-    """Ask once for a rollback, as the command does. Ends 0 if it was carried out or is owed."""
-    _, errors = roll_back_each(place.ports(), (place.config.endpoint,), reason="a trial", timeout_s=patience_s)
+def request(place: Place, timeout_s: float) -> None:
+    """Ask once for a rollback, as the command does. Ends 0 if it was carried out or is pending."""
+    _, errors = roll_back_each(place.context(), (place.config.endpoint,), reason="a trial", timeout_s=timeout_s)
     if not all(isinstance(error, StillPendingError) for error in errors.values()):
         raise SystemExit(f"{errors}")
 
 
-def repeat_command(place: Place, told: Connection) -> None:
+def repeat_command(place: Place, connection: Connection) -> None:
     """Ask for the rollback again and again; report when each command began and ended."""
     while True:
-        told.send(("began", time.monotonic()))
-        roll_back_each(place.ports(), (place.config.endpoint,), reason="a trial")
-        told.send(("ended", time.monotonic()))
+        connection.send(("began", time.monotonic()))
+        roll_back_each(place.context(), (place.config.endpoint,), reason="a trial")
+        connection.send(("ended", time.monotonic()))
         time.sleep(0.1)
 
 
-def repeat_reconcile(place: Place, told: Connection) -> None:
-    del told
+def repeat_reconcile(place: Place, connection: Connection) -> None:
+    del connection
     while True:
-        reconcile_each(place.ports(), (place.config.endpoint,))
+        reconcile_each(place.context(), (place.config.endpoint,))
         time.sleep(0.1)
 
 
-def watch(place: Place, told: Connection | None = None) -> None:
-    del told
+def watch(place: Place, connection: Connection | None = None) -> None:
+    del connection
     if place.machine:
         socket.gethostname = lambda: place.machine  # by which leases name their holder
     WatchLoop(
-        place.ports(), ReconcileQueue(), interval_s=0.5, endpoints=(place.config.endpoint,), on_event=lambda _: None
+        place.context(), ReconcileQueue(), interval_s=0.5, endpoints=(place.config.endpoint,), on_event=lambda _: None
     ).run()
 
 
 def confirm(place: Place) -> None:
     """What has arrived stays, however often the endpoint is looked at. Raises SystemExit if it does not."""
-    ports, provider = place.ports(), place.config.provider
+    context, provider = place.context(), place.config.provider
     for _ in range(3):
-        reconcile_until_stable(ports, place.config.endpoint)
-    actual = ports.provider(provider).observe(place.config)
+        reconcile_until_stable(context, place.config.endpoint)
+    actual = context.provider(provider).observe(place.config)
     if actual is None or not serves_only(actual, place.version("1")):
         raise SystemExit(f"version 1 does not serve: {actual}")
 

@@ -29,12 +29,12 @@ from onnx_ops.errors import MeasurementError
 from onnx_ops.protocol import server_process
 from onnx_ops.protocol.messages import DEPLOYMENT_HEADER
 from onnx_ops.protocol.server_process import SERVER_FILE, TOKEN_FILE, ServerRecord
-from tests.support.clouds.azureml import AzureCloud, Trouble
+from tests.support.clouds.azureml import AzureCloud, FaultRule
 from tests.support.clouds.azureml_web import Call
 from tests.support.clouds.azureml_web import Fault as AzureFault
 from tests.support.clouds.sagemaker import BUCKET, SETTINGS, FakeSageMaker, client, fake_sagemaker
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 _ALWAYS = 1_000_000
 _DISK_BYTES = 1 << 20
 
@@ -183,7 +183,7 @@ class Local(Site):
         return open_project(self.root).settings.endpoints / place.config.endpoint
 
     def _address(self, place: Place) -> str:
-        provider = place.ports().provider("local")
+        provider = place.context().provider("local")
         assert isinstance(provider, LocalEndpoints)
         address = provider.address(place.config)
         assert address is not None
@@ -193,7 +193,7 @@ class Local(Site):
         folder = self._folder(place)
         server = LocalServer(folder, sys.executable)
         server.kill(None)
-        if not server.wait_until_stopped(PATIENCE_S) or server_process.list_workers(folder):
+        if not server.wait_until_stopped(TIMEOUT_S) or server_process.list_workers(folder):
             raise MeasurementError("the server does not die", where=place.config.endpoint)
 
     def _port_taken(self, place: Place, variant: bool) -> Repair:
@@ -202,7 +202,7 @@ class Local(Site):
         self._kill(place)
         taken = socket.socket()
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while True:
             try:
                 taken.bind(("127.0.0.1", port))
@@ -223,7 +223,7 @@ class Local(Site):
         return lambda: None
 
     def _token_unreadable(self, place: Place, variant: bool) -> Repair:
-        """The server does not start: others may read its token, or nobody can as a folder lies in its place."""
+        """The server does not start: others can read its token, or a folder is in its place."""
         self._kill(place)
         token = self._folder(place) / TOKEN_FILE
         if variant:
@@ -342,19 +342,19 @@ class AzureMl(Site):
             yield
 
     def _answers(self, fault: AzureFault, *, writes: bool = False, after: bool = False) -> Break:
-        def decide(number: int, call: Call) -> Trouble | None:
+        def decide(number: int, call: Call) -> FaultRule | None:
             del number
-            return Trouble(fault=fault, after=after) if not writes or call.method in ("PUT", "DELETE") else None
+            return FaultRule(fault=fault, after=after) if not writes or call.method in ("PUT", "DELETE") else None
 
         def apply(place: Place, variant: bool) -> Repair:
             del place, variant
-            self._cloud.trouble = decide
+            self._cloud.fault_rule = decide
             return self._well
 
         return apply
 
     def _well(self) -> None:
-        self._cloud.trouble = lambda *_: None
+        self._cloud.fault_rule = lambda *_: None
 
     def _no_quota(self, place: Place, variant: bool) -> Repair:
         del place, variant

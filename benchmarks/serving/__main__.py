@@ -39,11 +39,11 @@ from benchmarks.serving.claims import (
 from benchmarks.serving.contestants import Call, Contestant, Floor, MlflowServe, MlServer, Ours, TunedUvicorn, Uvicorn
 from benchmarks.serving.load import generator
 from benchmarks.serving.models import CNN, IMAGE, MLP, Model, write_all
-from benchmarks.serving.rounds import Heat, Score, bare_run_us, contest
+from benchmarks.serving.rounds import Match, Score, bare_run_us, run_matches
 from benchmarks.truth.claims import Claim
 from benchmarks.truth.page import fill, markdown, promises
 
-Play = Callable[[list[Heat]], list[Score]]
+Play = Callable[[list[Match]], list[Score]]
 
 
 def main() -> int:
@@ -55,31 +55,31 @@ def main() -> int:
         folder = Path(name)
         write_all(folder)
 
-        def play(heats: list[Heat]) -> list[Score]:
-            played = contest(heats, rounds=rounds, seconds=seconds, starts=starts, folder=folder)
+        def play(matches: list[Match]) -> list[Score]:
+            played = run_matches(matches, rounds=rounds, seconds=seconds, starts=starts, folder=folder)
             scores.extend(played)
             return played
 
         for model in [options.only] if options.only else ["mlp", "cnn", "image"]:
             if model == "mlp":
-                board = Board(play(heats_of_mlp(folder, options.cache)))
+                board = Board(play(list_mlp_matches(folder, options.cache)))
                 claims += claims_of_mlp(board, bare_run_us(MLP, folder, rounds))
             elif model == "cnn":
-                claims += claims_of_cnn(Board(play(heats_of_cnn(folder))))
+                claims += claims_of_cnn(Board(play(list_cnn_matches(folder))))
             else:
-                claims += claims_of_image(Board(play(heats_of_image(folder))))
+                claims += claims_of_image(Board(play(list_image_matches(folder))))
     board = Board(scores)
     claims.append(claim_of_failures(board))
     if options.page:
-        told = f"Load by {generator()}, {rounds} rounds of {seconds:g} s, {os.cpu_count()} cores."
-        fill(options.page, "serving", f"{told}\n\n{markdown(HEAD, rows_of(board))}\n\n{promises(claims)}")
+        text = f"Load by {generator()}, {rounds} rounds of {seconds:g} s, {os.cpu_count()} cores."
+        fill(options.page, "serving", f"{text}\n\n{markdown(HEAD, rows_of(board))}\n\n{promises(claims)}")
     if options.json:
-        heats = [score.document() for score in scores]
-        print(json.dumps({"load": generator(), "heats": heats, "claims": [asdict(claim) for claim in claims]}))
+        matches = [score.document() for score in scores]
+        print(json.dumps({"load": generator(), "matches": matches, "claims": [asdict(claim) for claim in claims]}))
     else:
         print(f"load by {generator()}, {rounds} rounds of {seconds:g} s")
         show(board, claims)
-    return 0 if all(claim.held for claim in claims) else 1
+    return 0 if all(claim.is_met for claim in claims) else 1
 
 
 def arguments() -> argparse.Namespace:
@@ -94,7 +94,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def heats_of_mlp(folder: Path, cache: Path) -> list[Heat]:
+def list_mlp_matches(folder: Path, cache: Path) -> list[Match]:
     ours, snippet = Ours(OURS, MLP, folder), fastapi_snippet(MLP, folder)
     others: list[Contestant] = [
         tuned_snippet(MLP, folder),
@@ -110,23 +110,23 @@ def heats_of_mlp(folder: Path, cache: Path) -> list[Heat]:
         *((other.name, other, other.call()) for other in others),
     ]
     return [
-        Heat(name=name, contestant=contestant, call=call, connections=connections, together=together)
+        Match(name=name, contestant=contestant, call=call, connections=connections, together=together)
         for connections, together in ((1, False), (1, True), (16, False))
         for name, contestant, call in callers
     ]
 
 
-def heats_of_cnn(folder: Path) -> list[Heat]:
+def list_cnn_matches(folder: Path) -> list[Match]:
     contestants = (Ours(OURS, CNN, folder), fastapi_snippet(CNN, folder), tuned_snippet(CNN, folder))
-    return [Heat(name=c.name, contestant=c, call=c.call(), connections=8) for c in contestants]
+    return [Match(name=c.name, contestant=c, call=c.call(), connections=8) for c in contestants]
 
 
-def heats_of_image(folder: Path) -> list[Heat]:
+def list_image_matches(folder: Path) -> list[Match]:
     ours = Ours(OURS, IMAGE, folder)
     others = [fastapi_snippet(IMAGE, folder), tuned_snippet(IMAGE, folder), *floor(IMAGE, folder, ours.binary())]
     return [
-        Heat(name=BINARY, contestant=ours, call=ours.binary(), connections=1),
-        *(Heat(name=c.name, contestant=c, call=c.call(), connections=1) for c in (ours, *others)),
+        Match(name=BINARY, contestant=ours, call=ours.binary(), connections=1),
+        *(Match(name=c.name, contestant=c, call=c.call(), connections=1) for c in (ours, *others)),
     ]
 
 

@@ -22,13 +22,15 @@ _ABOUT = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """The scores of all heats, found by name, model and how the load comes."""
+    """The scores of all matches, found by name, model and how the load comes."""
 
     scores: Sequence[Score]
 
     def find(self, name: str, model: str, place: str) -> Score:
         return next(
-            s for s in self.scores if (s.heat.name, s.heat.contestant.model.name, s.heat.place) == (name, model, place)
+            s
+            for s in self.scores
+            if (s.match.name, s.match.contestant.model.name, s.match.place) == (name, model, place)
         )
 
     def faster(self, name: str, other: str, model: str, place: str) -> float:
@@ -64,27 +66,27 @@ def claims_of_image(board: Board) -> list[Claim]:
 
 
 def claim_of_failures(board: Board) -> Claim:
-    ours = [s for s in board.scores if s.heat.name.startswith(OURS)]
+    ours = [s for s in board.scores if s.match.name.startswith(OURS)]
     failed, requests = sum(s.failed for s in ours), sum(s.requests for s in ours)
-    held = failed == 0 and requests > 0
-    return Claim(gate=OURS, what="failed requests", bound="0", figure=f"{failed} of {requests:,}", held=held)
+    is_met = failed == 0 and requests > 0
+    return Claim(gate=OURS, what="failed requests", bound="0", figure=f"{failed} of {requests:,}", is_met=is_met)
 
 
 HEAD = ("server", "model", "conn.", "req/s", "× snippet", "CPU µs", "p50 µs", "p99 µs", "ready s", "PSS MB", "failed")
 
 
 def rows_of(board: Board) -> list[tuple[str, ...]]:
-    """The table of all heats, in the columns of HEAD. CPU is the least round; all else of the rounds is the median."""
+    """The table of all matches, in the columns of HEAD. CPU is the least of the rounds, all else the median."""
     rows: list[tuple[str, ...]] = []
     for score in board.scores:
-        model, place = score.heat.contestant.model.name, score.heat.place
+        model, place = score.match.contestant.model.name, score.match.place
         rows.append(
             (
-                score.heat.name,
+                score.match.name,
                 model,
                 place,
                 f"{statistics.median(score.rates):,.0f}",
-                f"{board.faster(score.heat.name, SNIPPET, model, place):.2f}",
+                f"{board.faster(score.match.name, SNIPPET, model, place):.2f}",
                 f"{min(score.cpu_us):.1f}",
                 f"{statistics.median(score.p50_us):,.0f}",
                 f"{statistics.median(score.p99_us):,.0f}",
@@ -103,14 +105,14 @@ def show(board: Board, claims: Sequence[Claim]) -> None:
 
 
 def _at_most(what: str, figure: float, bound: float, unit: str) -> Claim:
-    return Claim(gate=OURS, what=what, bound=f"≤ {unit}{bound:g}", figure=f"{figure:.3g}", held=figure <= bound)
+    return Claim(gate=OURS, what=what, bound=f"≤ {unit}{bound:g}", figure=f"{figure:.3g}", is_met=figure <= bound)
 
 
 def _at_least(what: str, figure: float, bound: float) -> Claim:
-    return Claim(gate=OURS, what=what, bound=f"≥ × {bound:g}", figure=f"{figure:.3g}", held=figure >= bound)
+    return Claim(gate=OURS, what=what, bound=f"≥ × {bound:g}", figure=f"{figure:.3g}", is_met=figure >= bound)
 
 
 def _about(what: str, figure: float, bound: float) -> Claim:
     least = _ABOUT * bound
-    told = f"about × {bound:g} (≥ {least:.4g})"
-    return Claim(gate=OURS, what=what, bound=told, figure=f"{figure:.3g}", held=figure >= least)
+    text = f"about × {bound:g} (≥ {least:.4g})"
+    return Claim(gate=OURS, what=what, bound=text, figure=f"{figure:.3g}", is_met=figure >= least)

@@ -164,7 +164,7 @@ class Ours(Contestant):
 class Uvicorn(Contestant):
     """A module of `peers` under uvicorn, started as tutorials start it: `uvicorn module:app`.
 
-    uvloop and httptools are installed here, and uvicorn takes them by itself.
+    uvloop and httptools are installed here, and uvicorn uses them automatically.
     """
 
     options: tuple[str, ...] = ()
@@ -247,7 +247,7 @@ class MlServer(Contestant):
 
 
 class Floor(Contestant):
-    """A server in C that runs no model: what the system takes for a request, whoever answers it."""
+    """A server in C that runs no model: what a request costs the system, without inference."""
 
     def __init__(self, model: Model, folder: Path, call: Call) -> None:
         super().__init__(FLOOR, model, folder)

@@ -21,7 +21,7 @@ _BARE_RUNS = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heat:
+class Match:
     """One way of calling one contestant, at some number of connections.
 
     With `together`, client and server have one processor between them. Else each wakes the other on another one, which
@@ -44,7 +44,7 @@ class Heat:
 class Score:
     """What the rounds gave for one heat, a value a round."""
 
-    heat: Heat
+    match: Match
     rates: list[float] = field(default_factory=list)
     cpu_us: list[float] = field(default_factory=list)
     p50_us: list[float] = field(default_factory=list)
@@ -67,10 +67,10 @@ class Score:
     def document(self) -> dict[str, object]:
         """For `--json` and the table. CPU is the least of the rounds, all else their median."""
         return {
-            "server": self.heat.name,
-            "model": self.heat.contestant.model.name,
-            "connections": self.heat.connections,
-            "one_processor": self.heat.together,
+            "server": self.match.name,
+            "model": self.match.contestant.model.name,
+            "connections": self.match.connections,
+            "one_processor": self.match.together,
             "requests_per_s": statistics.median(self.rates),
             "cpu_us": min(self.cpu_us),
             "p50_us": statistics.median(self.p50_us),
@@ -83,13 +83,13 @@ class Score:
         }
 
 
-def contest(heats: Sequence[Heat], *, rounds: int, seconds: float, starts: int, folder: Path) -> list[Score]:
-    """Start every contestant, let all heats run in turn in every round, and stop them.
+def run_matches(matches: Sequence[Match], *, rounds: int, seconds: float, starts: int, folder: Path) -> list[Score]:
+    """Start every contestant, let all matches run in turn in every round, and stop them.
 
     A contestant is started `starts` times; the shortest start counts.
     """
-    contestants = list(dict.fromkeys(heat.contestant for heat in heats))
-    scores = [Score(heat=heat) for heat in heats]
+    contestants = list(dict.fromkeys(match.contestant for match in matches))
+    scores = [Score(match=match) for match in matches]
     ready: dict[Contestant, list[float]] = {}
     with ExitStack() as stack:
         for contestant in contestants:
@@ -100,25 +100,27 @@ def contest(heats: Sequence[Heat], *, rounds: int, seconds: float, starts: int, 
                     contestant.stop()
                 ready.setdefault(contestant, []).append(contestant.start())
         for score in scores:  # once for warmth, not counted
-            if not score.heat.contestant.answers(score.heat.call):
-                raise SystemExit(f"{score.heat.name} does not answer 200 to its request: nothing can be compared")
-            burst(score.heat.call, score.heat.contestant.port, connections=1, seconds=1, folder=folder)
+            if not score.match.contestant.answers(score.match.call):
+                raise SystemExit(f"{score.match.name} does not answer 200 to its request: nothing can be compared")
+            burst(score.match.call, score.match.contestant.port, connections=1, seconds=1, folder=folder)
         for _ in range(rounds):
             for score in scores:
                 play(score, seconds, folder)
         for score in scores:
-            used = memory(score.heat.contestant.processes())
+            used = memory(score.match.contestant.processes())
             score.pss, score.rss = used.pss, used.rss
-            score.ready_s = min(ready[score.heat.contestant])
+            score.ready_s = min(ready[score.match.contestant])
     return scores
 
 
 def play(score: Score, seconds: float, folder: Path) -> None:
-    heat = score.heat
-    processes = heat.contestant.processes()
+    match = score.match
+    processes = match.contestant.processes()
     before = cpu_seconds(processes)
-    with _one_processor(processes) if heat.together else nullcontext():
-        figures = burst(heat.call, heat.contestant.port, connections=heat.connections, seconds=seconds, folder=folder)
+    with _one_processor(processes) if match.together else nullcontext():
+        figures = burst(
+            match.call, match.contestant.port, connections=match.connections, seconds=seconds, folder=folder
+        )
     score.add(figures, cpu_seconds(processes) - before)
 
 

@@ -116,7 +116,7 @@ class SyntheticRuntime(Runtime):
         del model, target, feed, warmup
         return RunSamples(nanoseconds=_times((runs,), 0), preempted=np.zeros(runs, dtype=bool))
 
-    def race(
+    def benchmark(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
         del target, feed

@@ -10,17 +10,17 @@ from onnx_ops.statistics.intervals import clopper_pearson
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """One promise. `bound` and `figure` are told in one unit, in words; `held` is the outcome."""
+    """One promise. `bound` and `figure` are texts in the same unit."""
 
     gate: str
     what: str
     bound: str
     figure: str
-    held: bool
+    is_met: bool
 
     @property
     def outcome(self) -> str:
-        return "held" if self.held else "MISSED"
+        return "held" if self.is_met else "MISSED"
 
 
 def at_most(gate: str, what: str, events: int, trials: int, bound: float, *, quick: bool) -> Claim:
@@ -47,10 +47,10 @@ def _exceeds(events: int, trials: int, bound: float, quick: bool) -> bool:
 
 def _rate(gate: str, what: str, events: int, trials: int, bound: str, missed: bool) -> Claim:
     if not trials:
-        return Claim(gate=gate, what=what, bound=bound, figure="nothing was tried", held=False)
+        return Claim(gate=gate, what=what, bound=bound, figure="nothing was tried", is_met=False)
     rate, low, high = clopper_pearson(events, trials, 0.95)
     figure = f"{100 * rate:.2f} % [{100 * low:.2f}, {100 * high:.2f}], {events} of {trials}"
-    return Claim(gate=gate, what=what, bound=bound, figure=figure, held=not missed)
+    return Claim(gate=gate, what=what, bound=bound, figure=figure, is_met=not missed)
 
 
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

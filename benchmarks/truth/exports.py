@@ -102,7 +102,7 @@ def prove(*, quick: bool) -> list[Claim]:
     print(f"  differences that only advise: {sum(one.advised for one in right)}", flush=True)
     enough = quick or len(right) >= EXPORTS
     return [
-        Claim(gate="parity", what="correct exports", bound=f"≥ {EXPORTS}", figure=str(len(right)), held=enough),
+        Claim(gate="parity", what="correct exports", bound=f"≥ {EXPORTS}", figure=str(len(right)), is_met=enough),
         at_most("parity", "correct exports refused", len(refused), len(right), 0.01, quick=quick),
         at_most("parity", "wrong exports that pass", len(passed), len(found), 0, quick=False),
         at_most("parity", f"sources asked for more than {SOURCE_TIME_S:g} s", len(slow), len(found), 0, quick=False),

@@ -245,7 +245,7 @@ def _axis(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
 
 @fault("axis of the last softmax")
 def _last_axis(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
-    """Over the second of two axes, told as 1 where it was told as -1."""
+    """Over the second of two axes, given as 1 instead of -1."""
     del draw
     found = nodes_of(model, "Softmax")
     if found:

@@ -92,7 +92,7 @@ def prove(*, quick: bool, trials: int | None = None, load: str | None = None) ->
         what="median time to decision, A/A",
         bound=f"< {DECISION_LIMIT_S:g} s",
         figure=f"{median:.2f} s",
-        held=median < DECISION_LIMIT_S,
+        is_met=median < DECISION_LIMIT_S,
     )
     return [*claims, promise]
 

@@ -46,7 +46,7 @@ SEEDS, QUICK_SEEDS = 3, 1
 KINDS, GOOD = 60, 36
 
 _CLOSE = 10 * 2 * float(np.finfo(np.float32).eps)
-"""Below this share of the largest output, two exports are told apart by rounding only."""
+"""Below this share of the largest output, two exports differ by rounding only."""
 
 _RANDOM_ROWS = 20_000
 
@@ -56,15 +56,15 @@ _MADE_UP_ROWS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One fault in one export. `told` is why it was caught, or what became of one that was not; `compared` whether
-    comparing the two files without any data tells them apart."""
+    """One fault in one export. `detail` is why it was caught, or what became of one that was not; `compared` whether
+    comparing the two files without any data shows a difference."""
 
     kind: str
     family: str
     seed: int
     caught: bool
     equivalent: bool
-    told: str
+    detail: str
     compared: bool
 
 
@@ -87,7 +87,7 @@ def prove(*, quick: bool) -> list[Claim]:
     faults = len(trials) - equivalent
     missed = faults - caught
     return [
-        Claim(gate="parity", what="kinds of fault", bound=f"≥ {KINDS}", figure=str(kinds), held=kinds >= KINDS),
+        Claim(gate="parity", what="kinds of fault", bound=f"≥ {KINDS}", figure=str(kinds), is_met=kinds >= KINDS),
         at_least("parity", "faults caught that alter an answer", caught, faults, 0.99, quick=quick),
         at_least(
             "parity",
@@ -100,13 +100,13 @@ def prove(*, quick: bool) -> list[Claim]:
         at_most(
             "parity", f"neither caught nor one of {equivalent} proven equivalent", missed, len(trials), 0, quick=False
         ),
-        Claim(gate="parity", what="good variants", bound=f"≥ {GOOD}", figure=str(good), held=good >= GOOD),
+        Claim(gate="parity", what="good variants", bound=f"≥ {GOOD}", figure=str(good), is_met=good >= GOOD),
         at_most("parity", "false alarms", len(alarms), good, 0.0, quick=False),
     ]
 
 
 def judged(path: Path, target: Target, export: Exported) -> GateResult:
-    """The verdict of the product's parity gate; a file that is no valid model, or does not run, fails."""
+    """The verdict of the product's parity gate; a file that is not a valid model, or does not run, fails."""
     try:
         check_model(path)
         measured = measure_parity(OnnxRuntime(), path, target, export.groups)
@@ -166,14 +166,14 @@ def _faulty(export: Exported, path: Path) -> Iterator[Trial]:
         onnx.save(model, path)
         result = judged(path, TARGET, export)
         caught = result.verdict is Verdict.FAIL
-        equivalent, told = (False, result.reason) if caught else equivalence(export, path)
+        equivalent, detail = (False, result.reason) if caught else equivalence(export, path)
         yield Trial(
             kind=kind,
             family=export.family,
             seed=export.seed,
             caught=caught,
             equivalent=equivalent,
-            told=told,
+            detail=detail,
             compared=_told_apart(export.path, path),
         )
 
@@ -245,7 +245,7 @@ def _print(trials: list[Trial], alarms: list[str]) -> None:
     ]
     table("parity, injected faults", ("kind", "caught", "equivalent", "missed", "families"), rows)
     uncaught = [
-        ("equivalent" if t.equivalent else "MISSED", t.kind, f"{t.family} {t.seed}", t.told)
+        ("equivalent" if t.equivalent else "MISSED", t.kind, f"{t.family} {t.seed}", t.detail)
         for t in trials
         if not t.caught
     ]

@@ -45,7 +45,7 @@ _SUCCESSES = 1
 class World:
     """What one scenario is like. `requests` come between two looks; `routed` is the candidate's true share of them
     as a multiple of its weight; `successes` are the two success rates of an A/B test, one outcome a request. `users`
-    say how often what happens instead of these; `blind` sources cannot tell them apart."""
+    say how often what happens instead of these; `blind` sources cannot distinguish them."""
 
     policy: RolloutPolicy
     rates: Rates = lambda _: ((), ())

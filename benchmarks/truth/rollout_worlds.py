@@ -193,7 +193,7 @@ def _levels(trials: int, quick: bool) -> Iterable[Claim]:
 
 
 def _blind(trials: int, looks: int, quick: bool) -> Iterable[Claim]:
-    """A source that cannot tell users, judged by how intervals vary."""
+    """A source without user keys, judged by the variation between intervals."""
     rows = []
     worlds = {
         "independent": Users(),
@@ -207,5 +207,5 @@ def _blind(trials: int, looks: int, quick: bool) -> Iterable[Claim]:
         rows.append(_told(name, result))
         if name.startswith(("independent", "bunches")):
             back = result.count("rolled back")
-            yield at_most("no users told", f"{name}: rolled back", back, trials, 0.05, quick=quick)
-    table("a source that tells no users, 10 % canary", ("", *HEAD), rows)
+            yield at_most("without user keys", f"{name}: rolled back", back, trials, 0.05, quick=quick)
+    table("a source without user keys, 10 % canary", ("", *HEAD), rows)

@@ -184,9 +184,9 @@ def _percentiles(trials: int, quick: bool) -> list[Claim]:
         )
         fired = evidence >= np.log10(60)
         first = np.where(fired.any(axis=1), fired.argmax(axis=1) + 1, 0)
-        told = f"{np.median(first[first > 0]):.0f}" if first.any() else "-"
+        text = f"{np.median(first[first > 0]):.0f}" if first.any() else "-"
         count = int(fired.any(axis=1).sum())
-        rows.append((f"latency x {times:g}", f"{100 * count / few:.1f} %", told))
+        rows.append((f"latency x {times:g}", f"{100 * count / few:.1f} %", text))
         if times <= 1.05:
             claims.append(at_most("percentiles", f"latency x {times:g}: fired", count, few, 0.05, quick=quick))
         else:

@@ -53,7 +53,7 @@ def validate_token(token: str, where: str) -> str:
     """Return the token; raise UserError if it cannot be one."""
     if token.isascii() and token.isprintable() and " " not in token:
         return token
-    raise UserError("that is no GitHub token", where=where, remedy="It has letters, digits and underscores only.")
+    raise UserError("that is not a GitHub token", where=where, remedy="It has letters, digits and underscores only.")
 
 
 def _api() -> str:

@@ -30,7 +30,7 @@ class ServerMetrics(MetricsSource):
 
     def capabilities(self) -> frozenset[str]:
         """Return what an onnx-ops server counts."""
-        return frozenset({"exceedances", "shadow", "outcomes", "cold_starts"})
+        return frozenset({"exceedances", "shadow", "feedback", "cold_starts"})
 
     def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
         """Return the histogram of service times, without the time in the queue."""
@@ -80,7 +80,7 @@ def _tally(
         requests=sum(n for one in counted for n in one.statuses.values()),
         errors=sum(one.statuses.get(status, 0) for one in counted for status in FAILURE_STATUSES),
         refused=sum(one.statuses.get(status, 0) for one in counted for status in REJECTION_STATUSES),
-        outcomes=sum(one.outcomes for one in counted),
+        feedback=sum(one.feedback for one in counted),
         successes=sum(one.successes for one in counted),
         timed=timed,
     ).with_over({name: count_slower(below, timed, limit_s, 1e-9) for name, limit_s in limits_s.items()})
@@ -137,7 +137,7 @@ def _units(
     places = set.intersection(*(set(grades[name]) for name in cells))
     return {
         "errors": sums(everywhere(messages.CELL_REQUESTS), everywhere(messages.CELL_ERRORS)),
-        "outcomes": sums(everywhere(messages.CELL_OUTCOMES), everywhere(messages.CELL_SUCCESSES)),
+        "feedback": sums(everywhere(messages.CELL_FEEDBACK), everywhere(messages.CELL_SUCCESSES)),
         **{
             place: sums(timed, {name: slice(messages.CELL_LATENCIES + grades[name][place], None) for name in cells})
             for place in sorted(places)

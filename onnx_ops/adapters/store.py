@@ -201,14 +201,14 @@ class ContentStore:
 
     def _trim(self) -> None:
         """Delete the oldest content of the cache beyond its size, except what was downloaded within the last hour."""
-        found = []
+        entries = []
         for path in (self._cache / _BLOBS).glob("*/*"):
             with suppress(FileNotFoundError):  # another process was faster
                 status = path.stat()
-                found.append((status.st_mtime, status.st_size, path))
-        excess = sum(size for _, size, _ in found) - self._cache_bytes
+                entries.append((status.st_mtime, status.st_size, path))
+        excess = sum(size for _, size, _ in entries) - self._cache_bytes
         before = time.time() - UNFINISHED_S  # noqa: TID251 (compared with times of the file system)
-        for at, size, path in sorted(found):
+        for at, size, path in sorted(entries):
             if excess <= 0 or at > before:
                 return
             path.unlink(missing_ok=True)
@@ -298,7 +298,7 @@ class ModelFolders:
             shutil.rmtree(temporary, ignore_errors=True)
         return str(place)
 
-    def kept(self) -> Sequence[StoredObject]:
+    def list_folders(self) -> Sequence[StoredObject]:
         """Return every folder by its manifest's digest, with the time of its admission."""
         if not self.root.is_dir():
             return ()

@@ -60,7 +60,7 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
     Without a `base` all paths count.
     """
     if not ask_git(root, "rev-parse", "--git-dir", may_fail=True):
-        raise UserError("this is no git repository", where=str(root), remedy="Call it in a checkout of the project.")
+        raise UserError("this is not a git repository", where=str(root), remedy="Call it in a checkout of the project.")
     if not base:
         listed = ask_git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
         return frozenset(name for name in listed.split("\0") if name)
@@ -90,7 +90,7 @@ def _list_sources(project: Project, name: str, pipeline: Pipeline) -> Iterator[s
             yield _inside(str(file), root)
         yield from (_inside(library.path, root) for library in project.targets.load(target).custom_ops)
     for section in pipeline.data.values():
-        source = project.ports.source(get_source_name(section))
+        source = project.context.source(get_source_name(section))
         if isinstance(section, FileData):
             yield from (section.file, f"{section.file}.dvc")
         else:
@@ -107,7 +107,7 @@ def _list_sources(project: Project, name: str, pipeline: Pipeline) -> Iterator[s
         yield from collect_user_code((table,), root).files
     for entry in pipeline.quantize:
         if entry.method != AUTO:
-            yield from project.ports.optimizer(entry.method, entry.env).files(entry)
+            yield from project.context.optimizer(entry.method, entry.env).files(entry)
     for gate in pipeline.gates:
         if isinstance(gate, MetricGate) and gate.use:
             yield from collect_user_code((gate.use,), root).files

@@ -57,11 +57,11 @@ def run_files(
     def led(file: Path) -> PipelineResult:
         try:
             prepared = prepare(project, file, overrides=overrides, until=until)
-            against = find_base(root, project.ports.store, prepared.pipeline.pipeline, base) if base else None
+            against = find_base(root, project.context.store, prepared.pipeline.pipeline, base) if base else None
             result = execute(
                 project, prepared, no_cache=no_cache, observer=observe(), actor=actor, abandon=abandon, base=against
             )
-            summary = summarize(prepared.pipeline, result, project.ports)
+            summary = summarize(prepared.pipeline, result, project.context)
         except OnnxOpsError as error:
             return PipelineResult(file=file, refused=error)
         return PipelineResult(file=file, summary=summary, errors=result.errors)

@@ -22,7 +22,7 @@ from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import format_alias
 from onnx_ops.errors import MeasurementError, NotFoundError, OnnxOpsError, UserError
-from onnx_ops.ports import Ports, Store
+from onnx_ops.ports import Context, Store
 from onnx_ops.release.audit import load_decision_basis
 from onnx_ops.statistics.drift import judge_drift, list_environment_changes
 
@@ -55,20 +55,20 @@ class ChampionRecord:
         )
 
 
-def list_champions(ports: Ports, names: Sequence[str] = ()) -> tuple[ChampionRecord, ...]:
+def list_champions(context: Context, names: Sequence[str] = ()) -> tuple[ChampionRecord, ...]:
     """Return the champions of all targets, or those of some pipelines or models."""
     champions: list[ChampionRecord] = []
-    for model, aliases in sorted(ports.registry().all_aliases().items()):
+    for model, aliases in sorted(context.registry().all_aliases().items()):
         for name, version in sorted(aliases.items()):
             if name.startswith(_CHAMPION):
                 target = name.removeprefix(_CHAMPION)
                 try:
-                    record = ports.registry().version(model, version)
+                    record = context.registry().version(model, version)
                 except NotFoundError:  # registered without onnx-ops
                     continue
                 basis: tuple[Evidence, tuple[Gate, ...]] | OnnxOpsError
                 try:
-                    basis = load_decision_basis(ports, record, target)
+                    basis = load_decision_basis(context, record, target)
                 except OnnxOpsError as error:
                     basis = error
                 champions.append(ChampionRecord(record=record, target=target, basis=basis))
@@ -82,7 +82,7 @@ def list_champions(ports: Ports, names: Sequence[str] = ()) -> tuple[ChampionRec
     return tuple(r for r in champions if not names or {r.pipeline, r.record.model} & set(names))
 
 
-def measure_again(ports: Ports, perform: ExecuteStage, champion: ChampionRecord) -> Drift:
+def measure_again(context: Context, perform: ExecuteStage, champion: ChampionRecord) -> Drift:
     """Measure a champion; repeat a measurement that shows drift, since a single one is sometimes wrong.
 
     Nothing is recorded or changed.
@@ -91,27 +91,27 @@ def measure_again(ports: Ports, perform: ExecuteStage, champion: ChampionRecord)
     if isinstance(basis, OnnxOpsError):
         return champion.found(Verdict.ERROR, str(basis))
     try:
-        first = _measured(ports, perform, champion, *basis)
-        return replace(_measured(ports, perform, champion, *basis), measured=2) if first.drifted else first
+        first = _measured(context, perform, champion, *basis)
+        return replace(_measured(context, perform, champion, *basis), measured=2) if first.drifted else first
     except OnnxOpsError as error:
         return champion.found(Verdict.ERROR, str(error))
 
 
 def _measured(
-    ports: Ports, perform: ExecuteStage, champion: ChampionRecord, then: Evidence, gates: tuple[Gate, ...]
+    context: Context, perform: ExecuteStage, champion: ChampionRecord, then: Evidence, gates: tuple[Gate, ...]
 ) -> Drift:
     record = champion.record
-    memory = load_benchmark(ports.store, record.decisions[champion.target].record.evidence)
+    memory = load_benchmark(context.store, record.decisions[champion.target].record.evidence)
     if memory is None:
         raise MeasurementError(
             "the benchmark that it was decided upon is not in this store",
             where=f"{record.model}/{record.version}",
             remedy=f"Run its pipeline again on this store: onnx-ops run {champion.pipeline}.yaml --no-cache benchmark",
         )
-    stage, key, inputs = parse_request(json.loads(ports.store.read(memory[REQUEST])))
+    stage, key, inputs = parse_request(json.loads(context.store.read(memory[REQUEST])))
     # Another key: the result of the pipeline stays as it is, and no worker answers with an earlier measurement.
     manifest = perform(stage, digest_json(["again", key, uuid.uuid4().hex]), inputs)
-    now = codec.loads(ports.store.read(manifest["evidence.json"]), Evidence, where=stage.id)
+    now = codec.loads(context.store.read(manifest["evidence.json"]), Evidence, where=stage.id)
     results = judge_drift(gates, then, now)
     decision = Decision(variant=then.variant, target=then.target, results=results)
     return replace(

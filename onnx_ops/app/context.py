@@ -28,6 +28,7 @@ from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.execution import Environment
 from onnx_ops.errors import InfrastructureError, UserError
 from onnx_ops.ports import (
+    Context,
     DataSource,
     EndpointProvider,
     Exporter,
@@ -35,7 +36,6 @@ from onnx_ops.ports import (
     Notifier,
     Observer,
     Optimizer,
-    Ports,
     Registry,
     Runtime,
     Signer,
@@ -55,10 +55,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Project:
-    """Settings and ports of one project, and the locks of its pipelines that run side by side."""
+    """Settings and context of one project, and the locks of its pipelines that run side by side."""
 
     settings: Settings
-    ports: Ports
+    context: Context
     lock: Callable[[], MeasurementLock] = field(default_factory=lambda: _once(_make_lock))
     releasing: AbstractContextManager[object] = field(default_factory=threading.RLock)
     running: Callable[[], RunningStages] = field(default_factory=lambda: _once(_make_running))
@@ -87,7 +87,7 @@ class Project:
         """Return the stage handler of this project.
 
         Args:
-            actor: who is answerable for its releases.
+            actor: user recorded in the audit log of its releases.
             observer: gets the progress.
             abandon: why endpoints may be left behind.
             no_cache: kinds of stages whose cached results are ignored.
@@ -97,14 +97,14 @@ class Project:
         from onnx_ops.app.handler import StageHandler
         from onnx_ops.pipeline import SilentObserver
 
-        tell, durations = (observer or SilentObserver()).progressed, durations or StageDurations()
+        report_progress, durations = (observer or SilentObserver()).progressed, durations or StageDurations()
         return StageHandler(
-            ports=self.ports,
+            context=self.context,
             perform=StageExecutor(
                 settings=self.settings,
-                ports=self.ports,
+                context=self.context,
                 no_cache=no_cache,
-                tell=tell,
+                report_progress=report_progress,
                 lock=self.lock(),
                 running=self.running(),
                 durations=durations,
@@ -120,7 +120,7 @@ class Project:
 def open_project(start: Path | None = None) -> Project:
     """Return the project around a folder. Raise UserError for a bad settings file."""
     settings = load_settings(start)
-    return Project(settings=settings, ports=build_ports(settings))
+    return Project(settings=settings, context=build_context(settings))
 
 
 def _make_lock() -> MeasurementLock:
@@ -135,12 +135,12 @@ def _make_running() -> RunningStages:
     return RunningStages()
 
 
-def build_ports(settings: Settings) -> Ports:
+def build_context(settings: Settings) -> Context:
     """Return the adapters that the settings describe. Nothing is opened before it is used."""
     provider: Callable[[str], EndpointProvider] = functools.cache(
         lambda name: plugins.load("endpoints", name, settings.endpoints, settings.trusted_keys)
     )
-    return Ports(
+    return Context(
         root=settings.root,
         open_store=_once(
             lambda: ContentStore(open_objects(settings.store), settings.state / "cache", settings.cache_bytes)

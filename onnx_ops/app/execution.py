@@ -29,7 +29,7 @@ from onnx_ops.errors import StageError, from_document
 from onnx_ops.pipeline.stage_settings import get_pool
 from onnx_ops.pipeline.stages import execute
 from onnx_ops.pipeline.stages.champion import attach_champion
-from onnx_ops.ports import Pools, Ports
+from onnx_ops.ports import Context, Pools
 from onnx_ops.scratch import Scratch
 
 
@@ -204,10 +204,10 @@ class StageExecutor:
     """
 
     settings: Settings
-    ports: Ports
+    context: Context
     no_cache: Collection[StageKind] = ()
     """Kinds of stages whose result is computed anew, even if a pool's worker has it."""
-    tell: ReportProgress = _silent
+    report_progress: ReportProgress = _silent
     lock: MeasurementLock = field(default_factory=MeasurementLock)
     running: RunningStages = field(default_factory=RunningStages)
     durations: StageDurations = field(default_factory=StageDurations)
@@ -219,19 +219,19 @@ class StageExecutor:
         if get_pool(stage):
             renew = stage.kind in self.no_cache
             took, place = partial(self.durations.record, stage), self.settings.store
-            return ask(self.running.pools, self.ports, stage, key, inputs, place=place, renew=renew, took=took)
+            return ask(self.running.pools, self.context, stage, key, inputs, place=place, renew=renew, took=took)
         return self._here(stage, key, inputs)
 
     def _here(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         if not stage.own_process and stage.timeout is None:
             with self.durations.measure(stage):
-                return execute(stage, key, inputs, self.ports)
+                return execute(stage, key, inputs, self.context)
         if stage.kind not in _TIMED:
             with self.lock.work(), self.durations.measure(stage):
-                return run_in_subprocess(self.settings, stage, key, inputs, self.tell, self.running)
-        prepared = attach_champion(stage, self.ports) if stage.kind is StageKind.BENCHMARK else stage
+                return run_in_subprocess(self.settings, stage, key, inputs, self.report_progress, self.running)
+        prepared = attach_champion(stage, self.context) if stage.kind is StageKind.BENCHMARK else stage
         with self.lock.measure(), machine_lock(), self.durations.measure(stage):
-            return run_in_subprocess(self.settings, prepared, key, inputs, self.tell, self.running)
+            return run_in_subprocess(self.settings, prepared, key, inputs, self.report_progress, self.running)
 
 
 def run_in_subprocess(
@@ -239,7 +239,7 @@ def run_in_subprocess(
     stage: Stage,
     key: Digest,
     inputs: Mapping[str, Manifest],
-    tell: ReportProgress = _silent,
+    report_progress: ReportProgress = _silent,
     running: RunningStages | None = None,
 ) -> Manifest:
     """Execute a stage in a child process. Raise its error; StageError if it crashed, was killed or timed out.
@@ -262,7 +262,7 @@ def run_in_subprocess(
         )
         processes = set() if running is None else running.processes
         processes.add(process)
-        tail = OutputTail(process.stdout, PROGRESS, lambda line: tell(stage, line))  # type: ignore[arg-type]
+        tail = OutputTail(process.stdout, PROGRESS, lambda line: report_progress(stage, line))  # type: ignore[arg-type]
         try:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(json.dumps(request).encode("utf-8") + b"\n")  # type: ignore[union-attr]

@@ -26,7 +26,7 @@ from onnx_ops.measure.files import TRAINED, put_document
 from onnx_ops.pipeline import collect_user_code, find_referenced_modules
 from onnx_ops.pipeline.stage_settings import is_isolated
 from onnx_ops.pipeline.user_code import CODE
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.journal import format_stream_name
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import StepReport, reconcile_until_stable
@@ -42,7 +42,7 @@ class StageHandler:
     `perform` executes stages that compute something; release stages are operations, for which `actor` answers.
     """
 
-    ports: Ports
+    context: Context
     perform: ExecuteStage
     actor: str = ""
     abandon: str = ""
@@ -71,14 +71,14 @@ class StageHandler:
         """Return the stored result of a stage; None if it must run."""
         if stage.kind in RELEASE:
             return Manifest(files={}) if self._is_released(stage, inputs) else None
-        manifest = self.ports.store.lookup(key)
+        manifest = self.context.store.lookup(key)
         if manifest is None:
             return None
         if stage.kind is StageKind.REGISTER and self.confirms:
-            registration = codec.loads(self.ports.store.read(manifest["registration.json"]), Registration)
-            return manifest if _is_current(self.ports, registration) else None
+            registration = codec.loads(self.context.store.read(manifest["registration.json"]), Registration)
+            return manifest if _is_current(self.context, registration) else None
         if CODE in manifest:  # a trained model whose classes may have changed or gone
-            known = codec.loads(self.ports.store.read(manifest[CODE]), dict[str, Any])
+            known = codec.loads(self.context.store.read(manifest[CODE]), dict[str, Any])
             with contextlib.suppress(NotFoundError):
                 return manifest if self._code(stage, known["modules"]) == known else None
             return None
@@ -88,69 +88,69 @@ class StageHandler:
         """Return why a stage is skipped; empty if it is not."""
         settings: Mapping[str, Any] = stage.settings
         if stage.kind is StageKind.QUANTIZE and "search" in settings:
-            record = codec.loads(self.ports.store.read(inputs[settings["search"]][SEARCH_FILE]), SearchRecord)
+            record = codec.loads(self.context.store.read(inputs[settings["search"]][SEARCH_FILE]), SearchRecord)
             vacant = (slot.reason for slot in record.slots if slot.role == settings["role"] and slot.trial is None)
             return next(vacant, "")
         if stage.kind not in RELEASE:
             return ""
-        registration, choice = _read_choice(self.ports, stage, inputs)
+        registration, choice = _read_choice(self.context, stage, inputs)
         if choice.variant is None:
             return f"no variant of {registration.model} passed on {choice.target}: {choice.reason}"
         # A bound endpoint gets its settings and policy even if nothing is promoted.
         failed = [name for name in stage.tolerates if name not in inputs] if stage.kind is StageKind.DEPLOY else []
-        if not failed or self.ports.ledger.state(binding(stage)[0].endpoint).config is not None:
+        if not failed or self.context.ledger.state(binding(stage)[0].endpoint).config is not None:
             return ""
         return f"needs {failed[0]}, which did not take place"
 
     def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         """Execute a stage and store its result."""
-        ports = self.ports
+        context = self.context
         released = stage.kind is StageKind.REGISTER or stage.kind in RELEASE
         timed = self.durations.measure(stage) if stage.kind in RELEASE else contextlib.nullcontext()
         with self.releasing if released else contextlib.nullcontext(), timed:
             if stage.kind is StageKind.PROMOTE:
-                registration, choice = _read_choice(ports, stage, inputs)
+                registration, choice = _read_choice(context, stage, inputs)
                 settings: Mapping[str, Any] = stage.settings
                 version, endpoints = _get_version(registration, choice), tuple(settings["endpoints"])
-                done = promote(ports, registration.model, version, choice.target, actor=self.actor, expects=endpoints)
-                return Manifest(files={"promotion.json": ports.store.put_bytes(codec.dumps(done))})
+                done = promote(context, registration.model, version, choice.target, actor=self.actor, expects=endpoints)
+                return Manifest(files={"promotion.json": context.store.put_bytes(codec.dumps(done))})
             if stage.kind is StageKind.DEPLOY:
                 config, section = binding(stage)
-                bind_endpoint(ports, config, section.rollout, actor=self.actor, abandon=self.abandon)
-                reports = reconcile_until_stable(ports, config.endpoint, actor=self.actor)
+                bind_endpoint(context, config, section.rollout, actor=self.actor, abandon=self.abandon)
+                reports = reconcile_until_stable(context, config.endpoint, actor=self.actor)
                 at_rest(config.endpoint, reports)
-                return Manifest(files={"steps.json": ports.store.put_bytes(codec.dumps(reports))})
+                return Manifest(files={"steps.json": context.store.put_bytes(codec.dumps(reports))})
             manifest = self.perform(stage, key, inputs)
             if stage.kind is StageKind.TRAIN and stage.settings["framework"] != "onnx":  # whose files hold all
                 # Code that the model's files name changes their results without changing the files.
                 files = manifest.subset(TRAINED).files.values()
-                named = (find_referenced_modules(ports.store.path(digest), ports.root) for digest in files)
+                named = (find_referenced_modules(context.store.path(digest), context.root) for digest in files)
                 code = self._code(stage, sorted(frozenset[str]().union(*named)))
                 if code["files"] or code["packages"]:
-                    manifest = replace(manifest, files={**manifest.files, CODE: put_document(ports.store, code)})
-            ports.store.record(key, manifest)
+                    manifest = replace(manifest, files={**manifest.files, CODE: put_document(context.store, code)})
+            context.store.record(key, manifest)
             if stage.kind is StageKind.BENCHMARK:
-                save_benchmark(ports.store, stage, key, inputs, manifest["evidence.json"])
+                save_benchmark(context.store, stage, key, inputs, manifest["evidence.json"])
             return manifest
 
     def decision(self, manifest: Manifest) -> Decision | None:
         """Return the decision in the result of a gate stage."""
         if "decision.json" not in manifest:
             return None
-        return codec.loads(self.ports.store.read(manifest["decision.json"]), Decision)
+        return codec.loads(self.context.store.read(manifest["decision.json"]), Decision)
 
     def _code(self, stage: Stage, modules: list[str]) -> dict[str, Any]:
         """Return the code of modules. Raise NotFoundError if one is gone."""
         settings: Mapping[str, Any] = stage.settings
-        code = collect_user_code(modules, self.ports.root)
+        code = collect_user_code(modules, self.context.root)
         if code.files:  # what they read when they run
-            code = collect_user_code(modules, self.ports.root, tuple(settings.get("depends", ())))
+            code = collect_user_code(modules, self.context.root, tuple(settings.get("depends", ())))
         packages = {} if is_isolated(stage) else dict(code.packages)
         return {"modules": modules, "files": dict(code.files), "packages": packages}
 
     def _is_released(self, stage: Stage, inputs: Mapping[str, Manifest]) -> bool:
-        registration, choice = _read_choice(self.ports, stage, inputs)
-        version, state_of = _get_version(registration, choice), self.ports.ledger.state
+        registration, choice = _read_choice(self.context, stage, inputs)
+        version, state_of = _get_version(registration, choice), self.context.ledger.state
         settings: Mapping[str, Any] = stage.settings
         if stage.kind is StageKind.DEPLOY:
             config, section = binding(stage)
@@ -163,7 +163,7 @@ class StageHandler:
         return aliases.get(format_alias("champion", choice.target)) == version
 
 
-def _is_current(ports: Ports, registration: Registration) -> bool:
+def _is_current(context: Context, registration: Registration) -> bool:
     """Return whether the registry holds the registration's versions, each with the evidence of this registration.
 
     A registry of another project, or a new one, holds none. A registry keeps one set of decisions per version, so that
@@ -171,7 +171,7 @@ def _is_current(ports: Ports, registration: Registration) -> bool:
     then meets the error, and retries as configured.
     """
     try:
-        listed = {entry.version: entry for entry in ports.registry().versions(registration.model)}
+        listed = {entry.version: entry for entry in context.registry().versions(registration.model)}
     except InfrastructureError:
         return False
     return all(
@@ -182,8 +182,8 @@ def _is_current(ports: Ports, registration: Registration) -> bool:
     )
 
 
-def _read_choice(ports: Ports, stage: Stage, inputs: Mapping[str, Manifest]) -> tuple[Registration, Choice]:
-    registration = codec.loads(ports.store.read(inputs["register"]["registration.json"]), Registration)
+def _read_choice(context: Context, stage: Stage, inputs: Mapping[str, Manifest]) -> tuple[Registration, Choice]:
+    registration = codec.loads(context.store.read(inputs["register"]["registration.json"]), Registration)
     return registration, next(c for c in registration.choices if c.target == stage.target)
 
 

@@ -29,7 +29,7 @@ from onnx_ops.measure.files import HARDWARE
 from onnx_ops.pipeline.stage_settings import REVISIONS, get_pool, is_isolated
 from onnx_ops.pipeline.stages.champion import HINT, attach_champion, read_champion
 from onnx_ops.pipeline.user_code import CODE, collect_user_code, find_code_file
-from onnx_ops.ports import Observer, PlacedStage, Pools, Ports, Store
+from onnx_ops.ports import Context, Observer, PlacedStage, Pools, Store
 from onnx_ops.scratch import Scratch
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def parse_request(request: Mapping[str, Json]) -> tuple[Stage, Digest, Mapping[s
 
 def ask(
     pools: Pools,
-    ports: Ports,
+    context: Context,
     stage: Stage,
     key: Digest,
     inputs: Mapping[str, Manifest],
@@ -82,17 +82,17 @@ def ask(
     Raises:
         OnnxOpsError: what the worker raised, or why no worker has done it.
     """
-    prepared = attach_champion(stage, ports) if stage.kind is StageKind.BENCHMARK else stage
+    prepared = attach_champion(stage, context) if stage.kind is StageKind.BENCHMARK else stage
     files, paths = dict[str, Json](), dict[str, Json]()
-    for name, path, travels_as in _list_files(prepared, inputs, ports):
+    for name, path, travels_as in _list_files(prepared, inputs, context):
         if path.is_dir():
             inside = [file for file in sorted(path.rglob("*")) if file.is_file()]
-            files |= {f"{name}/{file.relative_to(path).as_posix()}": ports.store.put_file(file) for file in inside}
+            files |= {f"{name}/{file.relative_to(path).as_posix()}": context.store.put_file(file) for file in inside}
         else:
-            files[name] = ports.store.put_file(path)
+            files[name] = context.store.put_file(path)
         if travels_as:
             paths[travels_as] = name
-    hints = {**prepared.hints, "commit": ports.git_sha()}
+    hints = {**prepared.hints, "commit": context.git_sha()}
     request = {**build_request(stage, key, inputs), "hints": hints, "files": files, "paths": paths}
     placed = PlacedStage(
         pool=get_pool(stage),
@@ -100,17 +100,17 @@ def ask(
         title=stage.id,
         pipeline=str(stage.hints.get("pipeline", "")),
         key=f"{key}/{uuid.uuid4().hex}" if renew else key,
-        parameters={"request": ports.store.put_bytes(canonical_json(request)), "store": place},
+        parameters={"request": context.store.put_bytes(canonical_json(request)), "store": place},
         timeout=stage.timeout,
     )
-    ended = pools.run(placed, lambda: not renew and _take(stage, key, ports.store) is not None)
-    if (failed := ports.store.lookup(_error_key(ended.run))) is not None:
-        raise from_document(json.loads(ports.store.read(failed[_ERROR])))
+    ended = pools.run(placed, lambda: not renew and _take(stage, key, context.store) is not None)
+    if (failed := context.store.lookup(_error_key(ended.run))) is not None:
+        raise from_document(json.loads(context.store.read(failed[_ERROR])))
     if ended.failed:
         raise MeasurementError(
             f"the worker of pool {placed.pool} did not execute it", where=stage.id, why=ended.message
         )
-    if (result := _take(stage, key, ports.store)) is None:
+    if (result := _take(stage, key, context.store)) is None:
         raise MeasurementError(
             f"the worker of pool {placed.pool} has ended, and its result is not in the store",
             where=stage.id,
@@ -132,10 +132,10 @@ def _take(stage: Stage, key: Digest, store: Store) -> Manifest | None:
         hardware = codec.loads(store.read(result["evidence.json"]), Evidence).hardware
     hints: Mapping[str, Any] = stage.hints
     target = codec.from_json(hints["target"], Target, where=stage.id)
-    return None if target.requires.lacking(hardware) else result
+    return None if target.requires.find_missing(hardware) else result
 
 
-def _list_files(stage: Stage, inputs: Mapping[str, Manifest], ports: Ports) -> Iterator[tuple[str, Path, str]]:
+def _list_files(stage: Stage, inputs: Mapping[str, Manifest], context: Context) -> Iterator[tuple[str, Path, str]]:
     """Yield what a stage reads besides its inputs: name over there, file or folder, and the path in hints, if any."""
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints
@@ -145,16 +145,16 @@ def _list_files(stage: Stage, inputs: Mapping[str, Manifest], ports: Ports) -> I
     modules |= {table for table in (settings.get("section", {}).get("options", {}).get(TRANSLATIONS),) if table}
     for manifest in inputs.values():  # the classes of a trained model
         if CODE in manifest:
-            modules |= set(json.loads(ports.store.read(manifest[CODE]))["modules"])
+            modules |= set(json.loads(context.store.read(manifest[CODE]))["modules"])
     if modules:
-        code = collect_user_code(sorted(modules), ports.root, tuple(hints.get("depends", ())))
+        code = collect_user_code(sorted(modules), context.root, tuple(hints.get("depends", ())))
         if settings.get("code", digest_json(dict(code.files))) != digest_json(dict(code.files)):
             raise ConflictError("its code changed after the plan", where=stage.id, remedy="Run the pipeline again.")
         for name in code.files:
-            yield name, find_code_file(name, ports.root), ""
+            yield name, find_code_file(name, context.root), ""
     for library in _list_libraries(hints):
         yield f"{_LIBRARIES}/{hex_digits(library['digest'])}.so", Path(library["path"]), library["path"]
-    if HINT in hints and (champion := read_champion(stage, ports)) is not None:
+    if HINT in hints and (champion := read_champion(stage, context)) is not None:
         yield _CHAMPION, Path(champion.location), champion.location
 
 
@@ -184,7 +184,7 @@ def answer(project: Project, request: str, *, place: str, run: str, observer: Ob
         ConflictError: the two sides differ in their store or in their packages.
         RefusedError: the request is not one that a worker executes.
     """
-    store = project.ports.store
+    store = project.context.store
     try:
         document = json.loads(store.read(Digest(request)))
     except CorruptStateError as error:
@@ -203,7 +203,9 @@ def answer(project: Project, request: str, *, place: str, run: str, observer: Ob
         places = {path: str(root / _checked_name(name)) for path, name in document["paths"].items()}
         hints: Any = _relocated({**document["hints"], "pool": ""}, places)
         # Its own root, so that it executes the code that was sent and no other.
-        there = replace(project, settings=replace(project.settings, root=root), ports=replace(project.ports, root=root))
+        there = replace(
+            project, settings=replace(project.settings, root=root), context=replace(project.context, root=root)
+        )
         handler = there.handler(observer=observer)
         perform = handler.perform
         handler = replace(handler, perform=lambda stage, key, inputs: perform(replace(stage, hints=hints), key, inputs))
@@ -217,7 +219,7 @@ def answer(project: Project, request: str, *, place: str, run: str, observer: Ob
 
 
 def _require_same_release(stage: Stage) -> None:
-    """Raise an error if this installation would not compute what was asked for."""
+    """Raise an error if this installation would compute another result than the requested one."""
     here = f"worker on {platform.node()}"
     if stage.kind not in PLACEABLE:
         raise RefusedError(f"a worker does not execute {stage.kind.value} stages", where=here)
@@ -226,11 +228,13 @@ def _require_same_release(stage: Stage) -> None:
     if revision != REVISIONS[stage.kind]:
         differs["revision of the stage"] = (REVISIONS[stage.kind], revision)
     if stage.kind not in _MEASURED and not is_isolated(stage):  # evidence names the versions that measured
-        found = {name: plugins.version(name) for name in stage.tools if name != "python"}
-        found |= {"python": ".".join(platform.python_version_tuple()[:2])} if "python" in stage.tools else {}
-        differs |= {name: (found[name], asked) for name, asked in stage.tools.items() if found[name] != asked}
+        local = {name: plugins.version(name) for name in stage.tools if name != "python"}
+        local |= {"python": ".".join(platform.python_version_tuple()[:2])} if "python" in stage.tools else {}
+        differs |= {name: (local[name], required) for name, required in stage.tools.items() if local[name] != required}
     if differs:
-        what = "; ".join(f"{name} is {found} here, {asked} was asked for" for name, (found, asked) in differs.items())
+        what = "; ".join(
+            f"{name} is {local} here, {required} is required" for name, (local, required) in differs.items()
+        )
         remedy = "Install the same versions on both machines."
         raise ConflictError(f"it would not compute the same: {what}", where=here, remedy=remedy)
 

@@ -23,7 +23,7 @@ from onnx_ops.domain.pipeline import FileData, PluginData
 from onnx_ops.domain.quantization import find_type_conflict
 from onnx_ops.errors import MissingPackageError, OnnxOpsError
 from onnx_ops.pipeline.stages.data import build_dataset, find_data_problems, get_source_name
-from onnx_ops.ports import Dataset, Ports
+from onnx_ops.ports import Context, Dataset
 
 if TYPE_CHECKING:
     from onnx_ops.config.rules import Draft
@@ -49,7 +49,7 @@ class Preflight:
     imports.
     """
 
-    ports: Ports
+    context: Context
     draft: Draft
     targets: Mapping[str, Target]
     notes: list[str] = field(default_factory=list)
@@ -84,11 +84,11 @@ class Preflight:
         if get_source_name(section) not in plugins.names("data"):
             return  # a finding about the plugin
         try:
-            sample = self.ports.source(get_source_name(section)).sample(section, self.ports.root)
+            sample = self.context.source(get_source_name(section)).sample(section, self.context.root)
         except MissingPackageError:
             return  # a finding about the machine
         except OnnxOpsError as error:
-            yield _describe_source_error(loc, section, error, self.ports.root)
+            yield _describe_source_error(loc, section, error, self.context.root)
             return
         if sample is None:
             return
@@ -108,7 +108,7 @@ class Preflight:
                 )
 
     def _files(self) -> Iterator[Issue]:
-        root, draft = self.ports.root, self.draft
+        root, draft = self.context.root, self.draft
         for index, name in enumerate(draft.train.depends if draft.train else ()):
             if not (root / name).is_file():
                 yield Issue(("train", "depends", index), f"no file {name!r} below the project's root")
@@ -133,7 +133,7 @@ class Preflight:
         functions += [((*loc, "use"), g.use) for loc, g in self.draft.gates if isinstance(g, MetricGate) and g.use]
         seen: set[str] = set()
         for loc, reference in functions:
-            for module, text in find_missing_imports(reference, self.ports.root):
+            for module, text in find_missing_imports(reference, self.context.root):
                 if module in seen:
                     continue
                 seen.add(module)
@@ -143,8 +143,8 @@ class Preflight:
                     message = f"{text}, which is not installed. {plugins.install_hint(first)}"
                     yield Issue(loc, message, environment=True)
                     continue
-                hint = did_you_mean(module, list_siblings(module, self.ports.root))
-                if not hint and not (self.ports.root / first).is_dir():
+                hint = did_you_mean(module, list_siblings(module, self.context.root))
+                if not hint and not (self.context.root / first).is_dir():
                     hint = did_you_mean(first, plugins.packages())
                 yield Issue(loc, f"{text}, which is neither in the project nor installed{hint}")
 
@@ -154,7 +154,7 @@ class Preflight:
         from onnx_ops.onnx_graph.files import find_model_file
         from onnx_ops.onnx_graph.model_info import read_model_info
 
-        export, place = self.draft.export, self.ports.root / (self.draft.model or "")
+        export, place = self.draft.export, self.context.root / (self.draft.model or "")
         is_file = self.draft.model and _is_path(self.draft.model) and place.exists()
         if not is_file or export is None or export.framework != "onnx":
             return None, []

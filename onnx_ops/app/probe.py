@@ -16,30 +16,30 @@ from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.pipeline import UserCode, collect_user_code
 from onnx_ops.pipeline.stage_settings import REQUIREMENTS
 from onnx_ops.pipeline.stages.data import get_source_name
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 
 
 @dataclass(frozen=True)
 class ProjectProbe:
     """The inputs of a plan, read from the project without importing a framework."""
 
-    ports: Ports
+    context: Context
 
     def data(self, section: DataSection) -> str:
         """Return the fingerprint of a data set."""
-        return self.ports.source(get_source_name(section)).fingerprint(section, self.ports.root)
+        return self.context.source(get_source_name(section)).fingerprint(section, self.context.root)
 
     def origin(self, section: DataSection) -> Mapping[str, str]:
         """Return the origin of a data set."""
-        return self.ports.source(get_source_name(section)).origin(section, self.ports.root)
+        return self.context.source(get_source_name(section)).origin(section, self.context.root)
 
     def code(self, reference: str, depends: tuple[str, ...] = ()) -> UserCode:
         """Return the project's code that a function runs."""
-        return collect_user_code((reference,), self.ports.root, depends)
+        return collect_user_code((reference,), self.context.root, depends)
 
     def model(self, path: str) -> Digest:
         """Return the digest of an existing model."""
-        return self.ports.models.digest(path)
+        return self.context.models.digest(path)
 
     def tools(self, kind: str, name: str, env: Environment | None = None, *, trains: bool = False) -> Mapping[str, str]:
         """Return the versions of the packages that shape a plugin's results."""
@@ -58,13 +58,13 @@ class ProjectProbe:
             }
         return versions | _versions(shaping if trains else (*shaping, *getattr(plugin, "converters", ())))
 
-    def settled(self, entry: Quantize) -> Quantize:
+    def inline_files(self, entry: Quantize) -> Quantize:
         """Return the entry with the content of the files that its optimizer reads."""
-        return self.ports.optimizer(entry.method, entry.env).settle(entry, self.ports.root)
+        return self.context.optimizer(entry.method, entry.env).inline_files(entry, self.context.root)
 
     def is_quantizer(self, entry: Quantize) -> bool:
         """Return whether the variant of an entry differs from its source by design."""
-        return self.ports.optimizer(entry.method, entry.env).quantizes(self.settled(entry))
+        return self.context.optimizer(entry.method, entry.env).quantizes(self.inline_files(entry))
 
     def hardware(self, target: Target) -> Digest:
         """Return the digest of the machine that measures a target."""
@@ -76,12 +76,12 @@ class ProjectProbe:
 
     def _machine(self, target: Target) -> HardwareFingerprint:
         """Return this machine, or what a pool's machines are required to have."""
-        here = self.ports.runtime(target.runtime).fingerprint(target)
+        here = self.context.runtime(target.runtime).fingerprint(target)
         return target.requires.least(here) if target.pool else here
 
     def signer(self) -> Digest | None:
         """Return the key that signs; None if nothing is signed."""
-        signer = self.ports.signer()
+        signer = self.context.signer()
         return None if signer is None else signer.key
 
 

@@ -64,7 +64,7 @@ def check(
     def preflight(draft: Draft, targets: Mapping[str, Target], pipeline: Pipeline | None) -> list[Issue]:
         from onnx_ops.app.preflight import Preflight
 
-        preflight_ = Preflight(project.ports, draft, targets)
+        preflight_ = Preflight(project.context, draft, targets)
         findings = preflight_.findings()
         notes.extend(preflight_.notes)
         if not machine:
@@ -73,7 +73,7 @@ def check(
             findings += _machine_findings(project, pipeline, targets, preflight_.absent)
             for name in project.settings.notifiers if pipeline.deploy else ():
                 try:
-                    project.ports.notifiers()[name].check()
+                    project.context.notifiers()[name].check()
                 except OnnxOpsError as error:  # a failed notification stops no rollout
                     notes.append(f"notifier {name}: {error}")
         return findings
@@ -82,10 +82,10 @@ def check(
         file,
         root=project.settings.root,
         plugins=known,
-        settings=lambda provider, settings: project.ports.provider(provider).validate_settings(settings),
+        settings=lambda provider, settings: project.context.provider(provider).validate_settings(settings),
         metrics=lambda source, settings: plugins.load("metrics", source, settings),
         capabilities=lambda entry: list_capabilities(project, entry),
-        unservable=lambda entry, target: project.ports.provider(entry.provider).explain_unservable(target),
+        unservable=lambda entry, target: project.context.provider(entry.provider).explain_unservable(target),
         preflight=(lambda *_: ()) if static else preflight,
         shared=project.settings.shared_targets,
         overrides=tuple(overrides),
@@ -104,7 +104,7 @@ def _machine_findings(
     from onnx_ops.domain.pipeline import StageKind
     from onnx_ops.pipeline import plan
 
-    probe = OutlineProbe(project.ports, signing=project.settings.signing)
+    probe = OutlineProbe(project.context, signing=project.settings.signing)
     try:
         planned = plan(pipeline, {name: targets[name] for name in pipeline.benchmark.targets}, probe)
     except OnnxOpsError as error:
@@ -119,7 +119,7 @@ def _machine_findings(
         if stage.kind is not StageKind.DEPLOY:
             continue
         config, _ = binding(stage)
-        for part in (project.ports.provider(config.provider), project.ports.metrics(config)):
+        for part in (project.context.provider(config.provider), project.context.metrics(config)):
             lack = part.find_missing_requirement(config)
             if lack is not None and lack.what not in seen:  # a provider's own metrics share its requirements
                 seen.add(lack.what)
@@ -153,7 +153,7 @@ def _location(pipeline: Pipeline, stage: Stage) -> tuple[str | int, ...]:
 
 def list_capabilities(project: Project, entry: Deploy) -> frozenset[str]:
     """Return the capabilities of an endpoint's provider and metrics source."""
-    provider = project.ports.provider(entry.provider)
+    provider = project.context.provider(entry.provider)
     able = provider.capabilities(entry.settings)
     settings = dict(entry.metrics)
     source = settings.pop("source", None)
@@ -164,7 +164,7 @@ def list_capabilities(project: Project, entry: Deploy) -> frozenset[str]:
     except UserError:  # another check reports invalid settings
         return able
     # Copies, clients' reports and cold starts arise at the endpoint, with any metrics source.
-    return (able - provider.metrics().capabilities()) | (offered - ({"shadow", "outcomes", "cold_starts"} - able))
+    return (able - provider.metrics().capabilities()) | (offered - ({"shadow", "feedback", "cold_starts"} - able))
 
 
 def describe_rollouts(project: Project, pipeline: Pipeline) -> list[str]:
@@ -192,7 +192,7 @@ def prepare(
     pipeline = checked.pipeline
     files = project.targets
     targets = {name: files.load(name) for name in pipeline.benchmark.targets}
-    planned = plan(pipeline, targets, ProjectProbe(project.ports), until=until)
+    planned = plan(pipeline, targets, ProjectProbe(project.context), until=until)
     planned = apply_default_pools(planned, project.settings.default_pools)
     return PreparedPipeline(
         pipeline=pipeline, targets=targets, plan=planned, notes=checked.notes, overridden=bool(overrides)
@@ -243,7 +243,7 @@ def _list_packages(project: Project, stage: Stage) -> Iterator[str]:
     if compared or stage.kind is StageKind.REGISTER or stage.kind in RELEASE:
         yield from plugins.EXTRAS["mlflow"]
     if stage.kind is StageKind.DEPLOY:
-        yield from plugins.tools(project.ports.provider(binding(stage)[0].provider))
+        yield from plugins.tools(project.context.provider(binding(stage)[0].provider))
     if get_pool(stage):
         yield from plugins.EXTRAS["prefect"]
 
@@ -266,7 +266,7 @@ def execute(
     report that nothing is recorded.
 
     Args:
-        actor: who is answerable for its releases; by default the user of this process.
+        actor: user recorded in the audit log of its releases (default: the user of this process).
         base: by default the target branch of the pull request.
 
     Raises:
@@ -288,12 +288,12 @@ def execute(
     deploys = [stage for stage in stages if stage.kind is StageKind.DEPLOY]
     configs = [binding(stage)[0] for stage in deploys]
     if releases:
-        require_no_orphans(project.ports, name, configs, abandon=abandon)
+        require_no_orphans(project.context, name, configs, abandon=abandon)
     if base is None and (branch := read_base_branch(os.environ)):
-        base = find_base(project.settings.root, project.ports.store, name, branch)
+        base = find_base(project.settings.root, project.context.store, name, branch)
     planned = prepared.plan
     if releases:  # the registration holds who made the release, and its comparison
-        made = read_provenance(project.settings.root, project.ports.clock.now(), os.environ)
+        made = read_provenance(project.settings.root, project.context.clock.now(), os.environ)
         hints = {PROVENANCE: codec.to_json(made), **({} if base is None else {BASE: codec.to_json(base)})}
         hinted = (
             replace(stage, hints={**stage.hints, **hints}) if stage.kind is StageKind.REGISTER else stage
@@ -307,15 +307,15 @@ def execute(
         handler=project.handler(actor, observer, abandon, no_cache, project.durations(name)),
         executor=executor or InlineExecutor(),
         observer=observer or SilentObserver(),
-        clock=project.ports.clock,
+        clock=project.context.clock,
         no_cache=no_cache,
         jobs=jobs,
     )
     served = (StageStatus.DONE, StageStatus.CACHED)
     if releases and abandon and all(result.outcomes[stage.id].status in served for stage in deploys):
-        abandon_dropped(project.ports, name, configs, reason=abandon, actor=actor)
+        abandon_dropped(project.context, name, configs, reason=abandon, actor=actor)
     if not prepared.overridden:
-        summary = summarize(prepared.pipeline, result, project.ports)
+        summary = summarize(prepared.pipeline, result, project.context)
         with suppress(OnnxOpsError, OSError):
-            record_commit(project.settings.root, project.ports.store, summary)
+            record_commit(project.settings.root, project.context.store, summary)
     return result

@@ -17,7 +17,7 @@ from onnx_ops.domain.pipeline import EXPORT, Pipeline, StageKind, StageOutcome, 
 from onnx_ops.domain.release import BaseRelease, Choice, Provenance, Registration
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.pipeline import RunResult
-from onnx_ops.ports import Ports, Store
+from onnx_ops.ports import Context, Store
 from onnx_ops.statistics.choice import choose
 
 
@@ -36,7 +36,7 @@ class Summary:
 
 
 def locate_report(registration: Registration) -> str:
-    """Address of the release's report, or the command that writes it out where the registry has no pages."""
+    """Return the address of the release's report, or the command that writes it if the registry has no pages."""
     version = next(iter(registration.versions.values()))
     return registration.report or f"onnx-ops report {registration.model}/{version}"
 
@@ -51,7 +51,7 @@ def evidence_of(summary: Summary, store: Store) -> Mapping[Digest, Evidence]:
     return {digest: codec.loads(store.read(digest), Evidence) for digest in stored}
 
 
-def summarize(pipeline: Pipeline, result: RunResult, ports: Ports) -> Summary:
+def summarize(pipeline: Pipeline, result: RunResult, context: Context) -> Summary:
     """Summarize a finished run."""
     gates = [
         stage
@@ -62,7 +62,7 @@ def summarize(pipeline: Pipeline, result: RunResult, ports: Ports) -> Summary:
     for stage in gates:
         manifest = result.outcomes[stage.id].manifest
         if manifest is not None:
-            decisions.append(codec.loads(ports.store.read(manifest["decision.json"]), Decision))
+            decisions.append(codec.loads(context.store.read(manifest["decision.json"]), Decision))
             continue
         cause = _root(stage.id, result.outcomes)  # nothing was measured
         reason = f"{cause.stage}: {cause.reason}"
@@ -79,7 +79,7 @@ def summarize(pipeline: Pipeline, result: RunResult, ports: Ports) -> Summary:
     registered = result.outcomes.get("register")
     registration = None
     if registered is not None and registered.manifest is not None:
-        registration = codec.loads(ports.store.read(registered.manifest["registration.json"]), Registration)
+        registration = codec.loads(context.store.read(registered.manifest["registration.json"]), Registration)
     manual = registration is not None and pipeline.register is not None and pipeline.register.promote == "manual"
     return Summary(
         pipeline=pipeline.pipeline,

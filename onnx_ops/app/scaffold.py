@@ -37,7 +37,7 @@ class Template:
     model: str
     place: str
     extras: str
-    told: str
+    description: str
     change: str
     renamed: Mapping[str, str] = field(default_factory=dict)
 
@@ -56,7 +56,7 @@ PROJECTS: Mapping[TemplateName, Template] = {
         model="digits_mlp.py",
         place="models/train.py",
         extras="demo",
-        told="the training function",
+        description="the training function",
         change=" --set train.with.seed=8",
         renamed={
             "digits-mlp": "{name}",
@@ -74,7 +74,7 @@ PROJECTS: Mapping[TemplateName, Template] = {
         model="digits_cnn.py",
         place="models/train.py",
         extras="demo,torch",
-        told="the network and the training function",
+        description="the network and the training function",
         change=" --set train.with.seed=8",
         renamed={"digits-cnn": "{name}", "examples.digits_cnn": "models.train"},
     ),
@@ -83,7 +83,7 @@ PROJECTS: Mapping[TemplateName, Template] = {
         model="models/iris.onnx",
         place="models/model.onnx",
         extras="demo",
-        told="the ONNX file; put yours in its place, and its data into the pipeline",
+        description="the ONNX file; put yours in its place, and its data into the pipeline",
         change="",
         renamed={"iris-onnx": "{name}", "examples/models/iris.onnx": "models/model.onnx", "promote: manual": _DEPLOYED},
     ),
@@ -116,7 +116,7 @@ def scaffold(folder: Path, name: str, template: TemplateName) -> tuple[str, ...]
         "name": name,
         "extras": chosen.extras,
         "version": installed.version,
-        "models": chosen.told,
+        "models": chosen.description,
         "change": chosen.change,
     }
     for source, place in _sources(chosen):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.files import durable_file
-from onnx_ops.app.context import build_ports
+from onnx_ops.app.context import build_context
 from onnx_ops.app.execution import PROGRESS
 from onnx_ops.app.placement import parse_request
 from onnx_ops.config.settings import load_settings
@@ -54,8 +54,8 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, most))  # its own children may have other limits
     try:
         with storage_errors(stage.id):
-            ports = replace(build_ports(load_settings()), tell=_tell)
-            manifest = execute(stage, key, inputs, ports)
+            context = replace(build_context(load_settings()), report_progress=_report_progress)
+            manifest = execute(stage, key, inputs, context)
     except OnnxOpsError as error:
         return {"error": error.as_document()}
     except MemoryError:
@@ -68,8 +68,8 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     return {"files": dict(manifest.files)}
 
 
-def _tell(line: str) -> None:
-    """To the parent, which reads what this process prints."""
+def _report_progress(line: str) -> None:
+    """Print a line of progress for the parent process."""
     os.write(sys.stdout.fileno(), PROGRESS + line.replace("\n", " ").encode("utf-8") + b"\n")
 
 

@@ -30,7 +30,7 @@ PINS = {
     "fastapi": (">=0.139,<0.151", "newer ones break the Prefect server or `prefect deploy`"),
     "sqlalchemy": ("<2.1", "with 2.1 Prefect's schedules silently never fire"),
     "mlflow": (">=3.17", "older ones have known security holes"),
-    "onnxruntime": (">=1.31", "the figures of this release were measured with it"),
+    "onnxruntime": (">=1.31", "the benchmarks of this release used it"),
 }
 """Packages whose wrong version fails late or silently, and what it breaks. Extras bring all but the last."""
 
@@ -69,11 +69,11 @@ def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> lis
         entry for file in files for entry in check(project, file, static=True).pipeline.deploy if entry.provider == name
     ]
     settings = {entry.endpoint: entry.settings for entry in deploys}
-    for endpoint in list_bound_endpoints(project.ports):
-        config = read_readable_state(project.ports, endpoint).config
+    for endpoint in list_bound_endpoints(project.context):
+        config = read_readable_state(project.context, endpoint).config
         if config is not None and config.provider == name:
             settings.setdefault(endpoint, config.settings)
-    provider = project.ports.provider(name)
+    provider = project.context.provider(name)
     findings = list(provider.diagnose(settings))
     if not findings:
         return [Diagnosis(check=name, ok=True, found="has nothing to look at")]
@@ -228,7 +228,7 @@ def _registry(project: Project) -> Iterator[Diagnosis]:
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
         yield Diagnosis(check="registry", ok=True, found="a new MLflow database; the first run makes it")
         return
-    project.ports.registry().aliases("onnx-ops-doctor")
+    project.context.registry().aliases("onnx-ops-doctor")
     yield Diagnosis(check="registry", ok=True, found="answers")
 
 
@@ -259,7 +259,7 @@ def _notifications(project: Project) -> Iterator[Diagnosis]:
     if not project.settings.notifiers:
         yield Diagnosis(check="notifications", ok=True, found="no notification channel configured")
         return
-    for name, notifier in project.ports.notifiers().items():
+    for name, notifier in project.context.notifiers().items():
         try:
             yield Diagnosis(
                 check=f"notifier {name}", ok=True, found=f"{notifier.check()} (try: onnx-ops notify --test)"
@@ -270,7 +270,7 @@ def _notifications(project: Project) -> Iterator[Diagnosis]:
 
 @_named("endpoints")
 def _endpoints(project: Project) -> Iterator[Diagnosis]:
-    statuses, errors = read_statuses(project.ports, list_bound_endpoints(project.ports))
+    statuses, errors = read_statuses(project.context, list_bound_endpoints(project.context))
     for name, error in errors.items():
         yield Diagnosis(check=f"endpoint {name}", ok=False, found=str(error), remedy=error.remedy)
     for status in statuses:
@@ -288,7 +288,7 @@ def _endpoints(project: Project) -> Iterator[Diagnosis]:
 @_named("pipelines")
 def _without_file(project: Project) -> Iterator[Diagnosis]:
     """Report endpoints whose pipeline no file describes, as after a rename of pipeline and endpoint together."""
-    states = [read_readable_state(project.ports, name) for name in list_bound_endpoints(project.ports)]
+    states = [read_readable_state(project.context, name) for name in list_bound_endpoints(project.context)]
     bound = [state.config for state in states if state.config is not None]
     files = (project.settings.root / PIPELINES).glob("*.yaml") if bound else ()
     described = {check(project, path, static=True).pipeline.pipeline for path in files}
@@ -299,14 +299,14 @@ def _without_file(project: Project) -> Iterator[Diagnosis]:
 
 
 @_named("rollbacks")
-def _owed_rollbacks(project: Project) -> Iterator[Diagnosis]:
-    for name in list_bound_endpoints(project.ports):
-        pending = read_readable_state(project.ports, name).pending_rollback
+def _pending_rollbacks(project: Project) -> Iterator[Diagnosis]:
+    for name in list_bound_endpoints(project.context):
+        pending = read_readable_state(project.context, name).pending_rollback
         if pending is not None:
             yield Diagnosis(
                 check=f"rollback of {name}",
                 ok=False,
-                found=f"owed {describe_pending(pending, project.ports.clock.now())}",
+                found=f"pending: {describe_pending(pending, project.context.clock.now())}",
                 remedy=f"onnx-ops reconcile {name} tries again",
             )
 

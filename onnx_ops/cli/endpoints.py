@@ -69,11 +69,11 @@ def status(
     from onnx_ops.release.prune import find_orphans
     from onnx_ops.release.status import HistoryFilter, filter_endpoints, read_statuses
 
-    ports = open_project().ports
-    names = filter_endpoints(ports, HistoryFilter(endpoints=tuple(endpoints or ()), model=model, target=target))
+    context = open_project().context
+    names = filter_endpoints(context, HistoryFilter(endpoints=tuple(endpoints or ()), model=model, target=target))
     if orphans:
         with working("status", "asking the providers", quiet=as_json):
-            survey = find_orphans(ports, names)
+            survey = find_orphans(context, names)
         if as_json:
             print_json(codec.to_json(survey))
         else:
@@ -82,11 +82,11 @@ def status(
                 say("`onnx-ops prune MODEL --yes` removes them.")
         raise typer.Exit(4 if survey.silent else 0)
     with working("status", "asking the endpoints", quiet=as_json):
-        statuses, errors = read_statuses(ports, names)
+        statuses, errors = read_statuses(context, names)
 
     def report() -> None:
         if statuses or not errors:
-            status_report(statuses, ports.clock.now())
+            status_report(statuses, context.clock.now())
         print_errors(errors)
 
     print_result(lambda: [*map(status_document, statuses), *_failed(errors)], report, as_json=as_json)
@@ -119,17 +119,17 @@ def history(
     from onnx_ops.release.status import HistoryFilter
     from onnx_ops.release.status import read_history as read_entries
 
-    ports = open_project().ports
+    context = open_project().context
     wanted = HistoryFilter(
         endpoints=tuple(endpoints or ()),
         model=model,
         target=target,
         actor=by,
-        since=_parse_moment(since, ports.clock.now()) if since else 0.0,
+        since=_parse_moment(since, context.clock.now()) if since else 0.0,
         limit=limit,
         traffic=traffic,
     )
-    lines, errors = read_entries(ports, wanted)
+    lines, errors = read_entries(context, wanted)
     if as_json:
         print_json([*(codec.to_json(line) for line in lines), *_failed(errors)])
     else:
@@ -160,17 +160,17 @@ def prune(
     from onnx_ops.release.prune import plan_pruning
     from onnx_ops.release.prune import prune as remove
 
-    ports = open_project().ports
+    context = open_project().context
     older_than_s = parse_duration(older_than, "--older-than")
     with working("prune", "reading what there is", *(["removing"] if yes else []), quiet=as_json) as progress:
-        done = plan_pruning(ports, models, keep=keep, older_than_s=older_than_s)
+        done = plan_pruning(context, models, keep=keep, older_than_s=older_than_s)
         if yes:
             progress.begin("removing")
-            done = remove(ports, done)
+            done = remove(context, done)
     if as_json:
         print_json({"removed": yes, **codec.to_json(done)})
     else:
-        _prune_report(done, ports.clock.now(), removed=yes)
+        _prune_report(done, context.clock.now(), removed=yes)
 
 
 def delete(
@@ -190,7 +190,7 @@ def delete(
 
     if not yes and not (sys.stdin.isatty() and typer.confirm(f"Delete endpoint {endpoint}? Requests to it will fail")):
         raise UserError("nothing was deleted", where=endpoint, remedy="Confirm with --yes.")
-    end(open_project().ports, endpoint, reason=reason, actor=actor)
+    end(open_project().context, endpoint, reason=reason, actor=actor)
     if as_json:
         print_json({"endpoint": endpoint, "deleted": True})
     else:
@@ -255,7 +255,7 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
         if state.deleting:
             print_text("[yellow]is being deleted[/yellow]", indent=2)
         if state.pending_rollback is not None:
-            print_text("[red]rollback owed[/red]: {}", describe_pending(state.pending_rollback, now), indent=2)
+            print_text("[red]rollback pending[/red]: {}", describe_pending(state.pending_rollback, now), indent=2)
             say(f"{repair} tries again; rollback --withdraw takes it back", indent=2)
         if status.actual is not None:
             waits = "" if state.roles.candidate is None else state.roles.candidate.name
@@ -278,8 +278,8 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
             left = max(0, round(state.open_intent.expires_at - now))
             say(f"at work: {state.open_intent.action.why} (lease for {left} s more)", indent=2)
         if state.pending_aliases:
-            owed = ", ".join(f"{name} -> {version or 'none'}" for name, version in state.pending_aliases.items())
-            print_text("[yellow]registry pending[/yellow]: {}", owed, indent=2)
+            aliases = ", ".join(f"{name} -> {version or 'none'}" for name, version in state.pending_aliases.items())
+            print_text("[yellow]aliases pending[/yellow]: {}", aliases, indent=2)
 
 
 def describe_pending(pending: PendingRollback, now: float) -> str:
@@ -336,7 +336,7 @@ def _print_runs(*, as_json: bool) -> None:
     elif not pools:
         say("No pool yet. `onnx-ops work --pool NAME` makes one.")
     else:
-        now, rows = project.ports.clock.now(), list[Sequence[str] | str]()
+        now, rows = project.context.clock.now(), list[Sequence[str] | str]()
         for pool in pools:
             running = Counter(run.worker for run in pool.runs)
             workers = [
@@ -383,7 +383,7 @@ def _prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:
             f"{max(0.0, now - version.created_at) / 86_400:.1f}{KEEP}d",
             what,
         )
-        for model, version, what in (*leaving, *((k.model, k.version, f"stays: {k.why}") for k in plan.kept))
+        for model, version, what in (*leaving, *((k.model, k.version, f"stays: {k.why}") for k in plan.retained))
     ]
     if rows:
         print_table(("model", "version", "variant", "release", "age", ""), rows)

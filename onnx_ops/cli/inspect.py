@@ -107,11 +107,11 @@ def local_model(place: str) -> Iterator[Path]:
     if "://" not in place and not place.startswith("models:/"):
         yield find_model_file(Path(place))
         return
-    from onnx_ops.app.context import build_ports
+    from onnx_ops.app.context import build_context
     from onnx_ops.config.settings import load_settings
 
     with Scratch() as folder:
-        yield find_model_file(build_ports(load_settings()).models.path(place, folder / "model"))
+        yield find_model_file(build_context(load_settings()).models.path(place, folder / "model"))
 
 
 def _document(path: Path, summary: ModelSummary, targets: Mapping[str, str], written: Sequence[Path]) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _report(path: Path, summary: ModelSummary, targets: Mapping[str, str], writt
     lines = {
         "file": f"{path.name}, {format_figure(info.size_bytes, 'B')}{beside}, sha256 {short_digest(summary.file)}",
         "versions": f"IR {info.ir_version}, opset {opsets or 'none'}",
-        "producer": summary.producer or "not told",
+        "producer": summary.producer or "not recorded",
         "author": summary.author,
         "license": summary.license,
         "version": str(summary.version or ""),

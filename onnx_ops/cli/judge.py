@@ -30,7 +30,7 @@ from onnx_ops.errors import NotFoundError, UserError
 if TYPE_CHECKING:
     from onnx_ops.domain.artifact import TensorSpec
     from onnx_ops.domain.gate import MetricGate
-    from onnx_ops.ports import Dataset, Ports
+    from onnx_ops.ports import Context, Dataset
     from onnx_ops.reporting.judgement import Heading
     from onnx_ops.tools.judge import Judgement, SweepPoint
     from onnx_ops.tools.probing import SampleRows
@@ -103,7 +103,7 @@ def judge(
     It reads off the files what the candidate is. A model in float must give the same answers. A rounded one (int8,
     4-bit, float16) is judged by its weights, activations, function without rounding, and task metric.
 
-    Exit code: 0 it may, 1 it may not, 2 wrong input, 3 inconclusive, 4 not measured.
+    Exit code: 0 accepted, 1 rejected, 2 wrong input, 3 inconclusive, 4 not measured.
 
     Example: onnx-ops judge fp32.onnx int8.onnx --data test.npz --labels y --max-drop 1%
     """
@@ -131,7 +131,7 @@ def judge(
         a, b, casts = _with_casts(given, stack)
         inputs, fixed = shared_inputs(a, b), find_fixed_sizes(a, b)
         sweep = _parse_sweep(dims or [], fixed)
-        dataset = _load_dataset(project.ports, data, labels, inputs) if data else None
+        dataset = _load_dataset(project.context, data, labels, inputs) if data else None
         gate, functions = _build_gate(metric, dataset, drop or 0.0, lower_is_better=lower_is_better)
         settings = _list_settings(a, inputs, dataset, sweep, batches, rows=rows, seed=seed, where=str(data))
         request = JudgeRequest(
@@ -140,9 +140,9 @@ def judge(
             kind=kind,
             targets=chosen,
             settings=settings,
-            runtime=lambda name: guard_runtime(project.ports.runtime(name), timeout),
-            inside=project.ports.runtime(REFERENCE.runtime),
-            conditions=project.ports.conditions,
+            runtime=lambda name: guard_runtime(project.context.runtime(name), timeout),
+            inside=project.context.runtime(REFERENCE.runtime),
+            conditions=project.context.conditions,
             metric=gate,
             dataset=dataset,
             functions=functions,
@@ -153,8 +153,8 @@ def judge(
             sizes=frozenset(fixed if data else sweep),
             seed=seed,
         )
-        with show_progress("judge", baseline, candidate, quiet=quiet or as_json) as tell:
-            judgement = judge_candidate(replace(request, report=tell))
+        with show_progress("judge", baseline, candidate, quiet=quiet or as_json) as show_detail:
+            judgement = judge_candidate(replace(request, report=show_detail))
         if casts:  # digests and sizes are those of the given files
             judgement = replace(
                 judgement,
@@ -194,7 +194,7 @@ def _parse_options(only: str | None, batch: str, files: Mapping[str, str | None]
     batches = [part.strip() for part in batch.split(",")]
     if not all(part.isdecimal() and 0 < int(part) <= 100_000 for part in batches):
         remedy = "For example: --batch 1,8,32."
-        raise UserError(f"{batch!r} is no list of whole numbers", where="--batch", remedy=remedy)
+        raise UserError(f"{batch!r} is not a list of whole numbers", where="--batch", remedy=remedy)
     for option, path in files.items():
         if path and path != "-" and not Path(path).resolve().parent.is_dir():
             remedy = "Make the folder, or name another."
@@ -249,13 +249,13 @@ def _parse_sweep(dims: list[str], fixed: Mapping[str, int]) -> dict[str, list[in
     return sizes
 
 
-def _load_dataset(ports: Ports, data: Path, labels: str | None, inputs: tuple[TensorSpec, ...]) -> Dataset:
+def _load_dataset(context: Context, data: Path, labels: str | None, inputs: tuple[TensorSpec, ...]) -> Dataset:
     """Return all rows of the file, with labels if they are named."""
     from onnx_ops.cli.tools import load_rows
     from onnx_ops.config.messages import did_you_mean
     from onnx_ops.ports import Dataset
 
-    arrays, samples = load_rows(inputs, ports, data, 100_000, labels)
+    arrays, samples = load_rows(inputs, context, data, 100_000, labels)
     if labels is not None and labels not in arrays:
         others = [name for name in arrays if name not in samples.rows]
         hint = did_you_mean(labels, others) or f"; it has {', '.join(others) or 'none beside the inputs'}"

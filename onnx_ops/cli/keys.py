@@ -91,7 +91,7 @@ def keys_retire(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which versions would lose it.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Stop trusting a key, whatever the time of its signatures.
+    """Stop trusting a key for all its signatures, old and new.
 
     Shows which versions under aliases lose their decision, and refuses if there are any.
 
@@ -104,7 +104,7 @@ def keys_retire(
     known = keyring.find(key)
     lost: tuple[Dependent, ...] = ()
     try:
-        lost = list_dependents(project.ports, known.key)
+        lost = list_dependents(project.context, known.key)
     except ServiceUnavailableError as error:  # a stolen key may be retired while the registry is down
         if not force:
             raise

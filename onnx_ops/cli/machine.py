@@ -182,10 +182,10 @@ def _read_status(project: Project, name: str, probe: Path) -> TargetStatus:
             return replace(status, why=f"workers of pool {target.pool} measure it")
         if target.env is not None:
             build = ", ".join(target.env.requirements)
-            why = f"its build ({build}) is installed into an environment of its own by the first run"
+            why = f"its build ({build}) is installed into a separate environment by the first run"
             return replace(status, why=why)
         status = replace(status, here=False)
-        why = _find_obstacle(project.ports.runtime(target.runtime), target, probe)
+        why = _find_obstacle(project.context.runtime(target.runtime), target, probe)
     except OnnxOpsError as error:
         what = str(error) if isinstance(error, ConfigError) else error.what
         return replace(status, why=f"{what} ({error.why})" if error.why else what, remedy=error.remedy)

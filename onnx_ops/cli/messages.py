@@ -30,18 +30,18 @@ def notify(
     from onnx_ops.release.journal import Journal, list_bound_endpoints
     from onnx_ops.release.notify import send_pending_each, send_test_message
 
-    ports = open_project().ports
-    if not ports.notifiers():
+    context = open_project().context
+    if not context.notifiers():
         remedy = 'Set notify = "webhook" in onnx-ops.toml, or ONNX_OPS_NOTIFY; see docs/notifications.md.'
         raise UserError("no notifier is set", remedy=remedy)
     if test and endpoints:
         raise UserError("--test is about no endpoint", remedy="onnx-ops notify --test")
     for name in endpoints or ():
-        Journal.open(ports, name).config  # noqa: B018 (raises NotFound for an unknown name)
+        Journal.open(context, name).config  # noqa: B018 (raises NotFound for an unknown name)
     deliveries = (
-        send_test_message(ports)
+        send_test_message(context)
         if test
-        else send_pending_each(ports, tuple(endpoints or ()) or list_bound_endpoints(ports))
+        else send_pending_each(context, tuple(endpoints or ()) or list_bound_endpoints(context))
     )
     if as_json:
         print_json(codec.to_json(deliveries))
@@ -49,11 +49,11 @@ def notify(
         for delivery in deliveries:
             for notice in delivery.sent:
                 say(f"{delivery.notifier}: {notice.title}")
-            if delivery.trouble:
-                say(f"{delivery.notifier}: not sent: {delivery.trouble}", err=True)
-        if not any(delivery.sent or delivery.trouble for delivery in deliveries):
+            if delivery.error:
+                say(f"{delivery.notifier}: not sent: {delivery.error}", err=True)
+        if not any(delivery.sent or delivery.error for delivery in deliveries):
             say("nothing to send")
-    if any(delivery.trouble for delivery in deliveries):
+    if any(delivery.error for delivery in deliveries):
         raise typer.Exit(4)
 
 

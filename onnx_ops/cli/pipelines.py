@@ -208,13 +208,13 @@ def run(
     from onnx_ops.app.results import evidence_of, find_base, summarize
     from onnx_ops.measure.paired_rows import compare_rows
 
-    name, store = prepared.pipeline.pipeline, project.ports.store
+    name, store = prepared.pipeline.pipeline, project.context.store
     against = find_base(project.settings.root, store, name, base) if base else None
     with project.running().ended_on_error():
         result = projects.execute(
             project, prepared, no_cache=no_cache or (), observer=observer, abandon=abandon, jobs=jobs, base=against
         )
-    summary = summarize(prepared.pipeline, result, project.ports)
+    summary = summarize(prepared.pipeline, result, project.context)
     evidence = tuple(evidence_of(summary, store).values()) if against is not None or not as_json else ()
     compared: tuple[ModelComparison, ...] = ()
     if against is not None:

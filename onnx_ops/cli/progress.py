@@ -28,7 +28,7 @@ _LINES = {
     StageStatus.SKIPPED: "{}[yellow]- {}[/yellow]",
 }
 
-_PATIENCE_S = 2.0
+_SLOW_AFTER_S = 2.0
 """Longer steps are shown, also without a terminal."""
 
 _FILE = "durations.json"
@@ -106,7 +106,7 @@ class StepProgress:
         self._steps += steps
         self._needs = needs or {}
 
-    def tell(self, detail: str) -> None:
+    def show_detail(self, detail: str) -> None:
         """Show a detail of the current step."""
         self._detail = detail
         if self._is_printing:
@@ -174,7 +174,7 @@ class StepProgress:
                 last = self._durations.get(f"{self._prefix}{name.partition('/')[0]}/")
             if last is not None:
                 known[name] = last
-        if len(known) < len(names) or sum(known.values()) < _PATIENCE_S:
+        if len(known) < len(names) or sum(known.values()) < _SLOW_AFTER_S:
             return None
         now = time.monotonic()
         rest = {name: max(each - (now - begun.get(name, now)), 0.0) for name, each in known.items()}
@@ -196,7 +196,7 @@ def working(command: str, *steps: str, quiet: bool = False) -> Iterator[StepProg
     durations = Durations(console)
     progress = StepProgress(console, durations, f"{command} ", steps)
     progress.begin(steps[0])
-    timer = threading.Timer(_PATIENCE_S, progress.print_lines)
+    timer = threading.Timer(_SLOW_AFTER_S, progress.print_lines)
     timer.daemon = True
     if not (quiet or console.is_terminal):
         timer.start()
@@ -242,7 +242,7 @@ class RunProgress:
         if self._is_one_of_several:
             return
         if self._console.is_terminal:
-            self._progress.tell(line)
+            self._progress.show_detail(line)
         else:
             prefix = f"{stage.id}: " if self._jobs > 1 else ""
             self._console.print(Text(f"   {prefix}{line}"), soft_wrap=True)

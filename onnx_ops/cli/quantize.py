@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from onnx_ops.domain.quantities import Json
     from onnx_ops.domain.quantization import Budget
     from onnx_ops.domain.target import Target
-    from onnx_ops.ports import Dataset, Ports
+    from onnx_ops.ports import Context, Dataset
     from onnx_ops.tools.quantize import QuantizedFile
 
 
@@ -38,7 +38,7 @@ def quantize(
         ),
     ],
     targets: Annotated[
-        list[str] | None, typer.Option("--target", help="Where it is to run; may be repeated. Default: cpu-1t.")
+        list[str] | None, typer.Option("--target", help="Target that it will run on; may be repeated. Default: cpu-1t.")
     ] = None,
     data: Annotated[
         Path | None, typer.Option(help="Calibration rows: .npz, arrays by input name.", show_default=False)
@@ -71,11 +71,11 @@ def quantize(
 ) -> None:
     """Quantize an ONNX file by a recipe that fits its targets, and show what each target makes of it.
 
-    `--method auto` searches for the recipe under a budget, and goes on where it was stopped when it is called again.
+    `--method auto` searches for the recipe under a budget. A repeated call resumes an interrupted search.
     It writes everything it tried beside OUT, as OUT.search.json.
 
     Shows how the variant was made and why, its size, what runs in int8 (of a float variant: a first measurement of its
-    time), and what slows it down with the setting that mends it. Whether it is right and fast enough is for `judge` and
+    time), and what slows it down with the setting that fixes it. Whether it is right and fast enough is for `judge` and
     for the gates of a pipeline.
 
     Exit code: 0 made, 2 wrong input, 4 the library failed.
@@ -91,9 +91,9 @@ def quantize(
     from onnx_ops.tools.quantize import VariantSearch, quantize_file, search_variant
 
     project = open_project()
-    ports = project.ports
+    context = project.context
     if method != AUTO:
-        require(*tools(ports.optimizer(method, None)), where=f"method {method}")
+        require(*tools(context.optimizer(method, None)), where=f"method {method}")
     chosen = [project.targets.load(name, where="--target") for name in targets or ["cpu-1t"]]
     section = Quantize(
         name=out.stem,
@@ -103,9 +103,9 @@ def quantize(
         exclude=tuple(exclude or ()),
         options=_parse_options(options or []),
     )
-    rows = load_rows(read_model_info(model).inputs, ports, data, samples)[1].rows if data else None
+    rows = load_rows(read_model_info(model).inputs, context, data, samples)[1].rows if data else None
     if method == AUTO:
-        with show_progress("quantize", model, quiet=quiet or as_json) as tell:
+        with show_progress("quantize", model, quiet=quiet or as_json) as report:
             if exclude or options:
                 what, where = f"method {AUTO} finds its own", "--exclude, --option"
                 raise UserError(what, where=where, remedy="Leave them out.")
@@ -123,18 +123,18 @@ def quantize(
                 source=model,
                 path=out,
                 targets=tuple(chosen),
-                tuning_data=_load_tuning(ports, model, tuning_data, label, definition),
+                tuning_data=_load_tuning(context, model, tuning_data, label, definition),
                 metric=definition,
                 calibration=rows,
                 data={name: digest_file(path) for name, path in (("tuning_data", tuning_data), ("data", data)) if path},
             )
-            result = search_variant(ports, order, report=tell)
+            result = search_variant(context, order, report=report)
     elif tuning_data or budget:
         raise UserError(
             f"{method} is a single recipe", where="--tuning-data, --budget", remedy="They are for --method auto."
         )
     else:
-        result = quantize_file(ports, section, model, out, targets=chosen, calibration=rows)
+        result = quantize_file(context, section, model, out, targets=chosen, calibration=rows)
     if not as_json:
         _report(result, out, chosen)
         return
@@ -226,7 +226,7 @@ def _parts(hint: Any) -> list[Any]:
     return [hint, *(part for argument in get_args(hint) for part in _parts(argument))]
 
 
-def _load_tuning(ports: Ports, model: Path, path: Path | None, name: str, metric: MetricDefinition) -> Dataset:
+def _load_tuning(context: Context, model: Path, path: Path | None, name: str, metric: MetricDefinition) -> Dataset:
     """Return the rows on which a search decides, 512 at most."""
     from onnx_ops.onnx_graph.model_info import read_model_info
     from onnx_ops.ports import Dataset
@@ -237,7 +237,7 @@ def _load_tuning(ports: Ports, model: Path, path: Path | None, name: str, metric
             where="--tuning-data",
             remedy="For example: --tuning-data tune.npz, with the model's inputs and an array 'label'.",
         )
-    arrays, samples = load_rows(read_model_info(model).inputs, ports, path, 512)
+    arrays, samples = load_rows(read_model_info(model).inputs, context, path, 512)
     if name not in arrays and not metric.label_free:
         raise UserError(
             f"it has no array {name!r}",

@@ -58,7 +58,7 @@ def explain(
 
     model, number = parse_version(version, "explain")
     with working("explain", "reading the evidence", quiet=as_json):
-        explanations = reevaluate(open_project().ports, model, number, target)
+        explanations = reevaluate(open_project().context, model, number, target)
     if as_json:
         print_json([codec.to_json(e) for e in explanations])
     for again in () if as_json else explanations:
@@ -93,15 +93,15 @@ def promote(
     from onnx_ops.release.promote import promote as make_challenger
     from onnx_ops.release.reconcile import reconcile_each
 
-    ports = open_project().ports
+    context = open_project().context
     with working("promote", "registry", "endpoints", "notifications", quiet=as_json) as progress:
         done = make_challenger(
-            ports, model, version.removeprefix("v"), target, actor=actor, reason=reason, override=override
+            context, model, version.removeprefix("v"), target, actor=actor, reason=reason, override=override
         )
         progress.begin("endpoints")
-        reports, errors = reconcile_each(ports, done.endpoints, actor=actor)
+        reports, errors = reconcile_each(context, done.endpoints, actor=actor)
         progress.begin("notifications")
-        send_pending_each(ports, done.endpoints)
+        send_pending_each(context, done.endpoints)
 
     def report() -> None:
         say(f"{model}/{done.version} on {target}: {done.did}")
@@ -130,7 +130,7 @@ def reconcile(
 
     Ends when nothing is left to do now. An endpoint that cannot be moved does not hold up the others.
 
-    With --watch and --json, every report is a JSON document on a line of its own.
+    With --watch and --json, every report is one line of JSON.
 
     Example: onnx-ops reconcile digits
 
@@ -149,19 +149,19 @@ def reconcile(
         return
     if listen is not None:
         raise UserError("--listen goes with --watch", remedy="onnx-ops reconcile --watch --listen 127.0.0.1:8650")
-    ports = open_project().ports
-    names = tuple(endpoints or ()) or list_bound_endpoints(ports)
+    context = open_project().context
+    names = tuple(endpoints or ()) or list_bound_endpoints(context)
     retry_s = parse_duration(retry, "--retry")
     with working("reconcile", "registry", "endpoints", "notifications", quiet=as_json) as progress:
-        # A rollback that is owed needs the ledger alone.
-        if not any(read_readable_state(ports, name).pending_rollback for name in names):
-            ports.registry()
+        # A pending rollback needs only the ledger.
+        if not any(read_readable_state(context, name).pending_rollback for name in names):
+            context.registry()
         progress.begin("endpoints")
-        reports, errors = reconcile_with_retries(ports, names, actor=actor, for_s=retry_s)
+        reports, errors = reconcile_with_retries(context, names, actor=actor, for_s=retry_s)
         if len(names) == len(errors) == 1:
             raise errors[names[0]]
         progress.begin("notifications")
-        send_pending_each(ports, names)
+        send_pending_each(context, names)
     if as_json:
         print_json(steps_to_document(reports, errors))
     else:
@@ -186,7 +186,7 @@ def report(
 
     model, number = parse_version(version, "report")
     with working("report", "fetching the report", quiet=as_json):
-        registry = open_project().ports.registry()
+        registry = open_project().context.registry()
         page = registry.document(registry.version(model, number), "report.html")
     path = output or Path(f"{model.replace('/', '-')}-{number}.html")
     with writing("the report", path):
@@ -213,7 +213,7 @@ def export_dvc(
     from onnx_ops.reporting.metrics import dvc_metrics, dvc_plots
 
     model, number = parse_version(version, "export-dvc")
-    decisions = reevaluate_release(open_project().ports, model, number)
+    decisions = reevaluate_release(open_project().context, model, number)
     judged = {
         variant: {decision.target: (decision.signed.record.verdict, decision.evidence) for decision in explained}
         for variant, explained in decisions.items()
@@ -256,15 +256,15 @@ def drift_check(
     from onnx_ops.domain.decision import compute_drift_exit_code
 
     project = open_project()
-    executor = StageExecutor(settings=project.settings, ports=project.ports)
+    executor = StageExecutor(settings=project.settings, context=project.context)
     results: list[Drift] = []
     with working("drift check", "registry", quiet=quiet or as_json) as progress:
-        champions = list_champions(project.ports, tuple(pipelines or ()))
+        champions = list_champions(project.context, tuple(pipelines or ()))
         names = [f"{champion.record.model} v{champion.record.version} on {champion.target}" for champion in champions]
         progress.plan(names)
         for name, champion in zip(names, champions, strict=True):
             progress.begin(name)
-            results.append(measure_again(project.ports, executor, champion))
+            results.append(measure_again(project.context, executor, champion))
     if as_json:
         print_json(codec.to_json(results))
     elif results:

@@ -40,7 +40,7 @@ from onnx_ops.plugins import EXTRAS, absent, install_hint
 
 if TYPE_CHECKING:
     from onnx_ops.app.context import Project
-    from onnx_ops.ports import Ports
+    from onnx_ops.ports import Context
     from onnx_ops.release.status import RolloutView
 
 rollout = make_group(
@@ -67,16 +67,16 @@ def rollout_status(
     """
     from onnx_ops.release.status import read_rollout_view
 
-    pause_s, ports = parse_duration(interval, "--interval"), open_project().ports
-    view = read_rollout_view(ports, endpoint)
+    pause_s, context = parse_duration(interval, "--interval"), open_project().context
+    view = read_rollout_view(context, endpoint)
     if not watch or view is None:
         if as_json:
             print_json(codec.to_json(view))
         else:
-            console().print(_describe_end(ports, endpoint)[0] if view is None else _render(view))
+            console().print(_describe_end(context, endpoint)[0] if view is None else _render(view))
         return
-    _follow(ports, view, pause_s, as_json=as_json)
-    text, was_rolled_back = _describe_end(ports, endpoint)
+    _follow(context, view, pause_s, as_json=as_json)
+    text, was_rolled_back = _describe_end(context, endpoint)
     if not as_json:
         console().print(text)
     if was_rolled_back:
@@ -109,28 +109,28 @@ def rollout_abort(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as
     """
     from onnx_ops.release.rollback import roll_back_each
 
-    ports = open_project().ports
-    _, errors = roll_back_each(ports, (endpoint,), reason=reason, actor=actor, candidate_only=True)
+    context = open_project().context
+    _, errors = roll_back_each(context, (endpoint,), reason=reason, actor=actor, candidate_only=True)
     if errors:
         raise errors[endpoint]
-    _reconcile(ports, endpoint, actor, as_json=as_json)
+    _reconcile(context, endpoint, actor, as_json=as_json)
 
 
 def _command(command: OperatorCommand, endpoint: str, reason: str, actor: str, *, as_json: bool) -> None:
     from onnx_ops.release.rollback import send_command
 
-    ports = open_project().ports
-    ports.registry()  # if it does not answer, this fails before the command is recorded
-    send_command(ports, endpoint, command, reason=reason, actor=actor)
-    _reconcile(ports, endpoint, actor, as_json=as_json)
+    context = open_project().context
+    context.registry()  # if it does not answer, this fails before the command is recorded
+    send_command(context, endpoint, command, reason=reason, actor=actor)
+    _reconcile(context, endpoint, actor, as_json=as_json)
 
 
-def _reconcile(ports: Ports, endpoint: str, actor: str, *, as_json: bool) -> None:
+def _reconcile(context: Context, endpoint: str, actor: str, *, as_json: bool) -> None:
     from onnx_ops.release.notify import send_pending_each
     from onnx_ops.release.reconcile import reconcile_until_stable
 
-    reports = reconcile_until_stable(ports, endpoint, actor=actor)
-    send_pending_each(ports, (endpoint,))
+    reports = reconcile_until_stable(context, endpoint, actor=actor)
+    send_pending_each(context, (endpoint,))
     if as_json:
         print_json(codec.to_json(reports))
     else:
@@ -138,7 +138,7 @@ def _reconcile(ports: Ports, endpoint: str, actor: str, *, as_json: bool) -> Non
     exit_after_steps({endpoint: reports})
 
 
-def _follow(ports: Ports, view: RolloutView | None, pause_s: float, *, as_json: bool) -> None:
+def _follow(context: Context, view: RolloutView | None, pause_s: float, *, as_json: bool) -> None:
     """Show the rollout until it ends: in place on a terminal, as lines of JSON, else as new lines only."""
     from rich.live import Live
 
@@ -158,7 +158,7 @@ def _follow(ports: Ports, view: RolloutView | None, pause_s: float, *, as_json: 
                 console().print(_render(view))
             last = view.next
             time.sleep(pause_s)
-            view = read_rollout_view(ports, view.endpoint)
+            view = read_rollout_view(context, view.endpoint)
     finally:
         if live is not None:
             live.stop()
@@ -167,7 +167,7 @@ def _follow(ports: Ports, view: RolloutView | None, pause_s: float, *, as_json: 
 def _render(view: RolloutView) -> Group:
     marks = []
     for index, step in enumerate(view.steps):
-        text = f"shadow {step.copied} %" if step.kind == "shadow" else f"{step.percent} %"
+        text = f"shadow {step.mirror_percent} %" if step.kind == "shadow" else f"{step.percent} %"
         marks.append(markup("[bold]{}[/bold]" if index == view.step else "{}", text))
     head = markup("[bold]{}[/bold] {} -> {}: {}", view.endpoint, view.stable, view.candidate, Markup(" → ".join(marks)))
     lines = [view.next]
@@ -178,13 +178,13 @@ def _render(view: RolloutView) -> Group:
     return Group(first, *(Text(f"  {line}") for line in lines))
 
 
-def _describe_end(ports: Ports, endpoint: str) -> tuple[Text, bool]:
+def _describe_end(context: Context, endpoint: str) -> tuple[Text, bool]:
     """Return how the last rollout ended, in one line, and whether the candidate was rolled back."""
     from onnx_ops.domain.ledger import Intent
     from onnx_ops.domain.rollout import ActionKind
 
     ends = (ActionKind.FINISH, ActionKind.ABORT, ActionKind.ROLLBACK, ActionKind.FIRST)
-    actions = [e.body.action for e in ports.ledger.read(endpoint) if isinstance(e.body, Intent)]
+    actions = [e.body.action for e in context.ledger.read(endpoint) if isinstance(e.body, Intent)]
     last = next((action for action in reversed(actions) if action.kind in ends), None)
     if last is None:
         return Text(f"{endpoint}: no rollout yet"), False
@@ -226,21 +226,21 @@ def rollback(
     from onnx_ops.release.rollback import roll_back_each, select_endpoints, withdraw_request
 
     project = open_project()
-    ports, names = project.ports, tuple(endpoints or ())
+    context, names = project.context, tuple(endpoints or ())
     if withdraw:
         if not names:
             raise UserError("which endpoint?", remedy="onnx-ops rollback --withdraw ENDPOINT --reason WHY")
-        withdrawn = {name: withdraw_request(ports, name, reason=reason, actor=actor) for name in names}
+        withdrawn = {name: withdraw_request(context, name, reason=reason, actor=actor) for name in names}
         if as_json:
             print_json([{"endpoint": name, "withdrawn": what} for name, what in withdrawn.items()])
             return
         for name, what in withdrawn.items():
             say(f"{name}: {what} is withdrawn. The next reconciliation restores what the ledger says.")
         return
-    names = select_endpoints(ports, names, every=all_, model=model, target=target, to=to)
+    names = select_endpoints(context, names, every=all_, model=model, target=target, to=to)
     if not reason and sys.stdin.isatty() and not as_json:
         reason = typer.prompt("Why? (recorded; Enter to leave it out)", default="", show_default=False)
-    moved, errors = roll_back_each(ports, names, to=to, reason=reason, actor=actor, force=force, pin=not all_)
+    moved, errors = roll_back_each(context, names, to=to, reason=reason, actor=actor, force=force, pin=not all_)
     if not as_json:
         for name, done in moved.items():
             if done.already:
@@ -248,10 +248,10 @@ def rollback(
             else:
                 say(f"{name}: {done.moved_from} -> {done.moved_to}, 100 % of traffic. Reason: {done.reason}")
         print_errors(errors)
-    owing = [name for name in names if name in moved and moved[name].pending_aliases]
-    owing += [name for name, error in errors.items() if isinstance(error, StillPendingError)]
+    pending_names = [name for name in names if name in moved and moved[name].pending_aliases]
+    pending_names += [name for name, error in errors.items() if isinstance(error, StillPendingError)]
     finish = partial(_finish, actor=actor) if wait else _hand_over
-    pending = finish(project, owing, tuple(moved))
+    pending = finish(project, pending_names, tuple(moved))
     results: list[dict[str, Any]] = [
         {"endpoint": name, **errors[name].as_document()}
         if name in errors
@@ -268,7 +268,7 @@ def rollback(
         raise typer.Exit(max(error.exit_code for error in errors.values()))
 
 
-def _finish(project: Project, owing: Sequence[str], moved: Sequence[str], actor: str) -> dict[str, str]:
+def _finish(project: Project, pending_names: Sequence[str], moved: Sequence[str], actor: str) -> dict[str, str]:
     """Write aliases and send notifications; return by endpoint why its aliases are not written yet.
 
     A notification that fails does not fail the rollback: the ledger keeps pending notifications.
@@ -276,10 +276,10 @@ def _finish(project: Project, owing: Sequence[str], moved: Sequence[str], actor:
     from onnx_ops.release.notify import send_pending_each
     from onnx_ops.release.reconcile import write_aliases
 
-    reasons = {name: write_aliases(project.ports, name, actor=actor) for name in owing}
-    for delivery in send_pending_each(project.ports, moved) if moved and project.settings.notifiers else ():
-        if delivery.trouble:
-            say(f"{delivery.notifier}: not sent: {delivery.trouble}", err=True)
+    reasons = {name: write_aliases(project.context, name, actor=actor) for name in pending_names}
+    for delivery in send_pending_each(project.context, moved) if moved and project.settings.notifiers else ():
+        if delivery.error:
+            say(f"{delivery.notifier}: not sent: {delivery.error}", err=True)
     return {
         name: f"Registry aliases are pending: {why}\n  later: onnx-ops reconcile {name}"
         for name, why in reasons.items()
@@ -287,7 +287,7 @@ def _finish(project: Project, owing: Sequence[str], moved: Sequence[str], actor:
     }
 
 
-def _hand_over(project: Project, owing: Sequence[str], moved: Sequence[str]) -> dict[str, str]:
+def _hand_over(project: Project, pending_names: Sequence[str], moved: Sequence[str]) -> dict[str, str]:
     """Leave aliases, pending traffic and notifications to processes that outlive this one.
 
     Importing MLflow takes longer than the whole rollback. If such a process dies, the ledger keeps the pending work,
@@ -295,9 +295,9 @@ def _hand_over(project: Project, owing: Sequence[str], moved: Sequence[str]) -> 
     """
     state, text = project.settings.state, ""
     work: dict[Path, Sequence[str]] = {}
-    if owing:
-        log, command = state / "registry.log", f"onnx-ops reconcile {' '.join(owing)}"
-        work[log] = ("reconcile", "--retry", "15min", *owing)
+    if pending_names:
+        log, command = state / "registry.log", f"onnx-ops reconcile {' '.join(pending_names)}"
+        work[log] = ("reconcile", "--retry", "15min", *pending_names)
         text = f"Registry aliases will be updated in the background (log: {log}); or now: {command}"
         if absent(EXTRAS["mlflow"]):
             hint = install_hint(*EXTRAS["mlflow"])
@@ -314,4 +314,4 @@ def _hand_over(project: Project, owing: Sequence[str], moved: Sequence[str]) -> 
                 stderr=sink,
                 start_new_session=True,
             )
-    return dict.fromkeys(owing, text)
+    return dict.fromkeys(pending_names, text)

@@ -276,9 +276,9 @@ def _release_lines(summary: Summary, registration: Registration, project: Projec
         command = f"  onnx-ops promote {registration.model} {version} --target {target}"
         out.print(markup("{}", command), soft_wrap=True)
     for target in dict.fromkeys(c.target for c in summary.choices):
-        for state in list_sibling_states(project.ports, registration.model, target):
+        for state in list_sibling_states(project.context, registration.model, target):
             config, stable = state.config, state.roles.stable
-            address = None if config is None else project.ports.provider(config.provider).address(config)
+            address = None if config is None else project.context.provider(config.provider).address(config)
             if config is None or address is None or stable is None:
                 continue
             # A cloud forwards only requests to this path.

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
     from onnx_ops.domain.artifact import TensorSpec
     from onnx_ops.domain.evidence import Advice
-    from onnx_ops.ports import Ports
+    from onnx_ops.ports import Context
     from onnx_ops.tools.bench import SingleModelResult
     from onnx_ops.tools.probing import SampleRows
 
-Tell = Callable[[str], None]
+ReportLine = Callable[[str], None]
 
 TargetName = Annotated[str, typer.Option("--target", help="cpu-1t, cpu-all, another one of `onnx-ops targets`.")]
 Data = Annotated[
@@ -72,7 +72,7 @@ def bench(
 ) -> None:
     """Time one model: quantiles of single runs in one session. --concurrency and --cold-start measure more.
 
-    `onnx-ops judge A B --only latency` tells whether one model is slower than another.
+    `onnx-ops judge A B --only latency` shows whether one model is slower than another.
 
     Exit code: 0 measured, 2 wrong input, 4 not measured.
 
@@ -88,8 +88,8 @@ def bench(
 
     gates = build_pair_gates(None, concurrency=concurrency, cold=cold_start)
     project = open_project()
-    ports, chosen = project.ports, project.targets.load(target, where="--target")
-    with Scratch() as folder, show_progress("bench", model, quiet=quiet or as_json) as tell:
+    context, chosen = project.context, project.targets.load(target, where="--target")
+    with Scratch() as folder, show_progress("bench", model, quiet=quiet or as_json) as report:
         copy = folder / model.name
         casts = write_with_boundary_casts(model, read_boundary_types(model), copy)
         timed = copy if casts else model
@@ -100,19 +100,19 @@ def bench(
         elif sizes:
             raise UserError("--dim is for random rows, and --data brings its own", where="--dim")
         else:
-            _, samples = load_rows(inputs, ports, data, batch)
+            _, samples = load_rows(inputs, context, data, batch)
         if casts:
-            tell(casts)
+            report(casts)
         result = use_case(
-            ports.runtime(chosen.runtime),
+            context.runtime(chosen.runtime),
             chosen,
             timed,
             samples.feed(batch),
             runs=runs,
-            conditions=ports.conditions,
+            conditions=context.conditions,
             request=derive_measurement_request(gates),
             seed=seed,
-            report=tell,
+            report=report,
         )
     if as_json:
         document = {"tool": "bench", "a": str(model), "target": chosen.name, **codec.to_json(result), "exit_code": 0}
@@ -122,7 +122,7 @@ def bench(
 
 
 def load_rows(
-    inputs: tuple[TensorSpec, ...], ports: Ports, data: Path, limit: int, label: str | None = None
+    inputs: tuple[TensorSpec, ...], context: Context, data: Path, limit: int, label: str | None = None
 ) -> tuple[Mapping[str, ndarray], SampleRows]:
     """Return the arrays of a file of rows, and its first rows, checked against the inputs of a model."""
     from onnx_ops.domain.pipeline import FileData
@@ -132,7 +132,7 @@ def load_rows(
         raise NotFoundError("no such file", where=str(data))
     path = data.resolve()
     section = FileData(file=path.name, inputs={spec.name: spec.name for spec in inputs}, label=label)
-    arrays = ports.source("file").load(section, path.parent)
+    arrays = context.source("file").load(section, path.parent)
     return arrays, check_samples(inputs, arrays, where=str(data), limit=limit)
 
 
@@ -148,14 +148,14 @@ def parse_sizes(dims: list[str]) -> dict[str, int]:
 
 
 @contextmanager
-def show_progress(command: str, *places: object, quiet: bool) -> Iterator[Tell]:
+def show_progress(command: str, *places: object, quiet: bool) -> Iterator[ReportLine]:
     """Show the running steps on standard error: one line that is redrawn on a terminal, else one line per step."""
     console = error_console()
     if quiet or not console.is_terminal:
         yield lambda text: None if quiet else console.print(markup("{}", text), soft_wrap=True)
         return
     with working(" ".join((command, *map(str, places))), command) as progress:
-        yield progress.tell
+        yield progress.show_detail
 
 
 _RUNS = "single runs that kept their core"

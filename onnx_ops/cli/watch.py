@@ -32,18 +32,18 @@ def keep_watching(
     project: Project, endpoints: tuple[str, ...], *, interval: str, listen: str | None, actor: str, as_json: bool
 ) -> None:
     """Watch until SIGTERM or SIGINT."""
-    project.ports.registry()
+    project.context.registry()
     if listen is not None:
         require("starlette", "uvicorn", where="--listen")
     for name in endpoints:
-        Journal.open(project.ports, name).config  # noqa: B018 (raises NotFound for an unknown name)
+        Journal.open(project.context, name).config  # noqa: B018 (raises NotFound for an unknown name)
     seconds = parse_duration(interval, "--interval")
     if not 0.1 <= seconds <= 86_400:
         remedy = "Write a duration from 100 ms to 24 h."
         raise UserError(f"a pass every {interval}", where="--interval", remedy=remedy)
     wakeups = ReconcileQueue()
     watcher = WatchLoop(
-        project.ports,
+        project.context,
         wakeups,
         interval_s=seconds,
         endpoints=endpoints,
@@ -52,7 +52,7 @@ def keep_watching(
     )
     with (
         _stopped_by_signals(wakeups),
-        _telling_people(project, watcher, endpoints, seconds),
+        _notify(project, watcher, endpoints, seconds),
         _listening(project, watcher, wakeups, listen),
     ):
         watched = ", ".join(endpoints) or "every endpoint, those that are still to come too"
@@ -85,21 +85,21 @@ def _stopped_by_signals(wakeups: ReconcileQueue) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _telling_people(project: Project, watcher: WatchLoop, endpoints: tuple[str, ...], every: float) -> Iterator[None]:
+def _notify(project: Project, watcher: WatchLoop, endpoints: tuple[str, ...], every: float) -> Iterator[None]:
     """Send notifications from a separate thread, so that a chat that hangs delays no rollout."""
-    ports = project.ports
-    if not ports.notifiers():
+    context = project.context
+    if not context.notifiers():
         yield
         return
 
-    def tell(delivery: DeliveryResult) -> None:
+    def emit_delivery(delivery: DeliveryResult) -> None:
         for notice in delivery.sent:
             watcher.emit("", WatchEventKind.NOTIFIED, did=delivery.notifier, why=notice.title)
-        if delivery.trouble:
-            watcher.emit("", WatchEventKind.NOT_NOTIFIED, did=delivery.notifier, why=delivery.trouble)
+        if delivery.error:
+            watcher.emit("", WatchEventKind.NOT_NOTIFIED, did=delivery.notifier, why=delivery.error)
 
     notifications = NotificationLoop(
-        ports, interval_s=every, endpoints=lambda: endpoints or list_bound_endpoints(ports), on_result=tell
+        context, interval_s=every, endpoints=lambda: endpoints or list_bound_endpoints(context), on_result=emit_delivery
     )
     stopped = threading.Event()
     thread = threading.Thread(target=notifications.run, args=(stopped,), name="notifications", daemon=True)
@@ -137,10 +137,10 @@ def _listening(project: Project, watcher: WatchLoop, wakeups: ReconcileQueue, li
         host.strip("[]") or "127.0.0.1",
         int(port),
         secret=secret,
-        clock=project.ports.clock,
+        clock=project.context.clock,
         wake=wakeups.add,
         refused=refused,
-        metrics=partial(render_pending_metrics, project.ports),
+        metrics=partial(render_pending_metrics, project.context),
     ) as receiver:
         watcher.emit("", WatchEventKind.LISTENING, why=receiver.address)
         yield

@@ -29,7 +29,7 @@ def parse_python(source: bytes) -> ast.Module:
 
 
 def explain_missing_function(reference: str, root: Path) -> str | None:
-    """Why the reference leads to no function, or None if it leads to one.
+    """Return why the reference leads to no function, or None if it leads to one.
 
     Modules are looked for below the project's root, then on `sys.path`. A module that takes names from elsewhere by
     `from … import *` is trusted to have the function.
@@ -195,7 +195,7 @@ def list_siblings(module: str, root: Path) -> list[str]:
 
 
 def _names(body: Iterable[ast.stmt]) -> Iterator[str]:
-    """Names that a module binds at its top level, inside `if` and `try` too."""
+    """Return the names that a module binds at its top level, inside `if` and `try` too."""
     for statement in body:
         match statement:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):

@@ -70,7 +70,7 @@ def load_pipeline(
         plugins: Installed names by kind (`onnx_ops.plugins.KINDS`). With it, plugins and the endpoints of other
             pipeline files are checked, too; a kind that it does not have is not.
         settings, metrics: Check those of installed endpoint plugins and sources of metrics.
-        capabilities, unservable: Tell what an endpoint plugin can do for an entry, and why it cannot run its models.
+        capabilities, unservable: Return what an endpoint plugin can do for an entry, and why it cannot run its models.
         preflight: Returns what a run would meet.
 
     Raises:

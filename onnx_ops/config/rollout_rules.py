@@ -24,7 +24,7 @@ ABILITIES = {
     "split": "divide traffic",
     "sticky": "keep a user on one version",
     "shadow": "compare answers on copies of requests",
-    "outcomes": "collect clients' outcomes",
+    "feedback": "collect clients' feedback",
     "cold_starts": "measure a cold start before traffic",
     "exceedances": "count requests over any latency",
 }
@@ -164,7 +164,7 @@ def _check_judgement(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
             if round(share * 100) not in known:
                 steps = quote_names(f"{percent}%" for percent in known) or "none"
                 yield Issue(
-                    (*where, "approval_steps", index), f"{share * 100:g}% is no step before 100%; those are {steps}"
+                    (*where, "approval_steps", index), f"{share * 100:g}% is not a step before 100%; those are {steps}"
                 )
         return
     given = {

@@ -158,7 +158,7 @@ def _check_sections(draft: Draft) -> Iterator[Issue]:
     if "deploy" in draft.keys and draft.deploy and "register" not in draft.keys:
         yield Issue(("deploy",), "only registered versions are deployed; add a 'register' section")
     if draft.register and not _MODEL_NAME.fullmatch(draft.register.model):
-        message = f"'{shorten(draft.register.model)}' is no name of a registered model, which stands in addresses"
+        message = f"'{shorten(draft.register.model)}' cannot be the name of a registered model, which is part of URLs"
         suggestion = re.sub(r"[^A-Za-z0-9._-]+", "-", draft.register.model).strip("-._")
         remedy = f": write '{suggestion}'" if suggestion else ""
         allowed = "use letters, digits, '.', '_' and '-', beginning with a letter or digit"

@@ -145,7 +145,7 @@ class Decision:
         for result in self.results:
             if not result.advisory:
                 by_gate.setdefault(result.gate, []).append(result.verdict)
-        return {gate: combine_verdicts(found) for gate, found in by_gate.items()}
+        return {gate: combine_verdicts(results) for gate, results in by_gate.items()}
 
     @property
     def reason(self) -> str:

@@ -87,7 +87,7 @@ class EndpointState:
         """Return the first deployment with traffic."""
         return next(one for one in self.deployments if self.split.weights.get(one.name))
 
-    def held(self, deployment: Deployment) -> Deployment | None:
+    def find_deployment(self, deployment: Deployment) -> Deployment | None:
         """Return the deployment with that name and the same files, or None."""
         wanted = deployment.name, deployment.manifest
         return next((one for one in self.deployments if (one.name, one.manifest) == wanted), None)
@@ -106,22 +106,24 @@ def serves_only(state: EndpointState, deployment: Deployment) -> bool:
     return [(one.name, one.manifest) for one in answering] == [(deployment.name, deployment.manifest)]
 
 
-def build_rollback_state(held: EndpointState, state: EndpointState) -> EndpointState:
-    """Return the state for a rollback to `state` at an endpoint that holds other deployments."""
+def build_rollback_state(current: EndpointState, state: EndpointState) -> EndpointState:
+    """Return the state for a rollback to `state` at an endpoint that has other deployments."""
     goal = state.leader()
-    others = [one for one in held.deployments if one.name != goal.name]
-    kept = held.held(goal) or goal
+    others = [one for one in current.deployments if one.name != goal.name]
+    leader = current.find_deployment(goal) or goal
     weights = {goal.name: 100, **dict.fromkeys((one.name for one in others), 0)}
-    return EndpointState(deployments=(kept, *others), split=TrafficSplit(weights=weights), generation=state.generation)
+    return EndpointState(
+        deployments=(leader, *others), split=TrafficSplit(weights=weights), generation=state.generation
+    )
 
 
 def drop_idle_deployments(state: EndpointState) -> EndpointState:
     """Return the state without deployments that get neither traffic nor copies."""
     weights, shadow = state.split.weights, state.split.shadow
-    kept = tuple(one for one in state.deployments if weights.get(one.name) or shadow.get(one.name))
-    names = {one.name for one in kept}
+    deployments = tuple(one for one in state.deployments if weights.get(one.name) or shadow.get(one.name))
+    names = {one.name for one in deployments}
     split = replace(state.split, weights={name: weight for name, weight in weights.items() if name in names})
-    return replace(state, deployments=kept, split=split)
+    return replace(state, deployments=deployments, split=split)
 
 
 _Effect: TypeAlias = tuple[Digest, bool, tuple[str, ...], Execution, tuple[int, int]]

@@ -239,7 +239,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreComparison:
-    """A metric that is no count of rows: the candidate's value, and its difference from another model's.
+    """A metric that is not a count of rows: the candidate's value, and its difference from another model's.
 
     `metric` is the label of its definition; `against` is as in `PairedCounts`. `baseline` is the other model's value on
     the same rows, `reference` the same with its interval. `difference` is candidate minus baseline, `ratio` candidate

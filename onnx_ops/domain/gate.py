@@ -300,5 +300,5 @@ def derive_measurement_request(gates: Iterable[Gate]) -> MeasurementRequest:
     return MeasurementRequest(
         throughput=tuple(sorted(levels)),
         starts=starts,
-        tolerances={kind: tuple(sorted(found)) for kind, found in sorted(limits.items())},
+        tolerances={kind: tuple(sorted(values)) for kind, values in sorted(limits.items())},
     )

@@ -490,8 +490,8 @@ def _rejected(state: ReleaseState, action: Action) -> Mapping[Digest, str]:
     """Return what is rejected once an action is decided: never what it leads to."""
     rejected = {**state.rejected, **dict.fromkeys(action.reject, action.why)}
     stable = action.roles.stable
-    kept = () if stable is None else (stable.release, stable.manifest)
-    return {digest: why for digest, why in rejected.items() if digest not in kept}
+    stable_digests = () if stable is None else (stable.release, stable.manifest)
+    return {digest: why for digest, why in rejected.items() if digest not in stable_digests}
 
 
 def _overrides(state: ReleaseState, action: Action) -> Mapping[Digest, OverrideRecorded]:

@@ -29,7 +29,7 @@ class NotificationKind(StrEnum):
     ROLLED_BACK = "rolled back"
     OPERATOR = "rolled back by an operator"
     WITHDRAWN = "withdrawn"
-    HELD = "held for a person"
+    WAITING = "waiting for an operator"
     PAUSED = "paused"
     FINISHED = "finished"
     REFUSED = "refused"
@@ -42,7 +42,7 @@ PROGRESS = frozenset({NotificationKind.STARTED, NotificationKind.ADVANCED})
 """Steps of a rollout that goes well: events for programs, and notifications only on request."""
 
 _REPEATS = frozenset(
-    {NotificationKind.HELD, NotificationKind.PAUSED, NotificationKind.REFUSED, NotificationKind.TROUBLE}
+    {NotificationKind.WAITING, NotificationKind.PAUSED, NotificationKind.REFUSED, NotificationKind.TROUBLE}
 )
 """Kinds that can repeat automatically."""
 
@@ -87,10 +87,11 @@ class Notification:
     @property
     def lines(self) -> tuple[str, ...]:
         """Plain text without the title."""
-        told = [f"Why: {self.why}"] if self.why else []
-        told += [f"{purpose}: {command}" for purpose, command in self.commands.items()]
-        told += [f"Look: {self.link}"] if self.link else []
-        return (*told, f"Entry {self.sequence} of the ledger, by {self.actor}" if self.sequence else f"By {self.actor}")
+        lines = [f"Why: {self.why}"] if self.why else []
+        lines += [f"{purpose}: {command}" for purpose, command in self.commands.items()]
+        lines += [f"See: {self.link}"] if self.link else []
+        origin = f"Entry {self.sequence} of the ledger, by" if self.sequence else "By"
+        return (*lines, f"{origin} {self.actor}")
 
 
 def derive_notification(before: ReleaseState, entry: LedgerEntry) -> Notification | None:
@@ -106,24 +107,24 @@ def derive_notification(before: ReleaseState, entry: LedgerEntry) -> Notificatio
                 entry,
                 NotificationKind.TROUBLE,
                 Severity.CRITICAL if is_rollback else Severity.WARNING,
-                f"{opened.action.kind.value} failed{' and is still owed' if is_rollback else ''}",
+                f"{opened.action.kind.value} failed{' and is still pending' if is_rollback else ''}",
                 body.detail,
                 {"Try again": f"onnx-ops reconcile {name}", "See": f"onnx-ops status {name}"},
             )
         case VersionRefused():
             return _describe_refusal(before, entry, body)
         case RolloutPaused():
-            kind = NotificationKind.PAUSED if body.wait is WaitKind.PAUSED else NotificationKind.HELD
+            kind = NotificationKind.PAUSED if body.wait is WaitKind.PAUSED else NotificationKind.WAITING
             state = {WaitKind.PAUSED: "is paused", WaitKind.APPROVAL: "waits for approval"}
             candidate = before.roles.candidate
             subject = f"v{candidate.version}" if candidate is not None else "the rollout"
-            commands = {"Go on": f"onnx-ops rollout resume {name}", "Take it back": f"onnx-ops rollout abort {name}"}
+            commands = {"Resume": f"onnx-ops rollout resume {name}", "Abort": f"onnx-ops rollout abort {name}"}
             return _notification(
                 before,
                 entry,
                 kind,
                 Severity.WARNING,
-                f"{subject} {state.get(body.wait, 'is held for a person')} at step {body.step + 1}",
+                f"{subject} {state.get(body.wait, 'waits for an operator')} at step {body.step + 1}",
                 body.why,
                 commands,
                 version=candidate.version if candidate is not None else "",
@@ -168,7 +169,7 @@ def build_test_notification(endpoint: str, *, at: float, actor: str) -> Notifica
         what=NotificationKind.TEST,
         severity=Severity.INFO,
         headline="a test: notifications arrive here",
-        why="somebody ran `onnx-ops notify --test`",
+        why="requested by `onnx-ops notify --test`",
         commands={"See what serves": "onnx-ops status"},
     )
 
@@ -211,10 +212,10 @@ def _describe_effect(before: ReleaseState, entry: LedgerEntry, action: Action) -
             commands = {"Undo": _promote(before, version)}
             kind, how = NotificationKind.WITHDRAWN, "withdrawn"
             if action.reject:
-                by_hand = before.pending_rollback is not None and before.pending_rollback.by_operator
-                kind = NotificationKind.OPERATOR if by_hand else NotificationKind.ROLLED_BACK
-                severity = Severity.WARNING if by_hand else Severity.CRITICAL
-                how = "rolled back by an operator" if by_hand else "rolled back"
+                by_operator = before.pending_rollback is not None and before.pending_rollback.by_operator
+                kind = NotificationKind.OPERATOR if by_operator else NotificationKind.ROLLED_BACK
+                severity = Severity.WARNING if by_operator else Severity.CRITICAL
+                how = "rolled back by an operator" if by_operator else "rolled back"
                 commands = {"Undo": f'{_promote(before, version)} --override --reason "..."'}
             headline = f"v{version} was {how}, v{serving} has all traffic"
         case ActionKind.START | ActionKind.ADVANCE:
@@ -245,7 +246,7 @@ def _describe_refusal(before: ReleaseState, entry: LedgerEntry, refused: Version
         explain = f"onnx-ops explain {before.config.model}/{refused.version} --target {before.config.target}"
         override = f'{_promote(before, refused.version)} --override --reason "..."'
         commands = {"See": explain, "Let it serve all the same": override}
-    restored = f"v{refused.restored_to} stands there again" if refused.restored_to else "the alias was removed"
+    restored = f"the alias points to v{refused.restored_to} again" if refused.restored_to else "the alias was removed"
     headline = f"refused {refused.alias} on v{refused.version}: {restored}"
     return _notification(
         before,
@@ -281,7 +282,7 @@ EVENT_NAMES: Mapping[NotificationKind, str] = {
     NotificationKind.FINISHED: "onnx-ops.rollout.finished",
     NotificationKind.ROLLED_BACK: "onnx-ops.rollout.rolled-back",
     NotificationKind.WITHDRAWN: "onnx-ops.rollout.withdrawn",
-    NotificationKind.HELD: "onnx-ops.rollout.held",
+    NotificationKind.WAITING: "onnx-ops.rollout.waiting",
     NotificationKind.PAUSED: "onnx-ops.rollout.paused",
     NotificationKind.OPERATOR: "onnx-ops.rolled-back",
     NotificationKind.REFUSED: "onnx-ops.alias.refused",

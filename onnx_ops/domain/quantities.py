@@ -17,7 +17,7 @@ programs read the values and digests of documents stay the same.
 """
 
 COMPUTED: Mapping[str, bool] = {"found": True}
-"""Metadata of a field that is no key of a file: the reader of the file computes it."""
+"""Metadata of a field that is not a key of a file: the reader of the file computes it."""
 
 
 class Notation(Enum):

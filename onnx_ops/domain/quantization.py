@@ -284,14 +284,14 @@ def list_search_recipes(machines: Sequence[Arithmetic], *, calibrated: bool, sma
     Args:
         small: size counts, not only time.
     """
-    found = [Recipe(name="dynamic", method="dynamic", options={"op_types": ["Gather", "Gemm", "MatMul"]})]
+    recipes = [Recipe(name="dynamic", method="dynamic", options={"op_types": ["Gather", "Gemm", "MatMul"]})]
     if machines and all(one.fp16 for one in machines):
-        found.append(Recipe(name="fp16", method="fp16"))
+        recipes.append(Recipe(name="fp16", method="fp16"))
     if calibrated:
-        found.append(Recipe(name="static", method="static"))
+        recipes.append(Recipe(name="static", method="static"))
     if small:
-        found += [
+        recipes += [
             Recipe(name=f"weights-{bits}", method="weight-only", options={"bits": bits}, deferred=True)
             for bits in (8, 4)
         ]
-    return tuple(found)
+    return tuple(recipes)

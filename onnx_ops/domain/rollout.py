@@ -107,7 +107,7 @@ class GuardrailResult:
     `low` and `high` bound the odds ratio at any time; None where not computed. `compared` counts what the evidence of
     the present step rests on; the step needs `required`. `design_effect` is how many requests carry the information of
     one independent request. A violation pauses the rollout if `holds`, else aborts it. `rule` describes what was
-    compared where it is no pair of counts. `percentile` is where the counts speak most against the candidate.
+    compared where it is not a pair of counts. `percentile` is where the counts speak most against the candidate.
     """
 
     name: str
@@ -266,7 +266,7 @@ def plan_rollback(roles: Roles, to: Deployment, target: str, *, why: str) -> Act
 
 
 def plan_reversal(roles: Roles, begun: Action, target: str, *, why: str) -> Action | None:
-    """Return the action that reverses `begun`, started at `roles`; None if it adds nothing that could be rejected."""
+    """Return the action that reverses `begun`, started at `roles`; None if `begun` brought no version to traffic."""
     if roles.stable is None or begun.kind not in (ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH):
         return None
     if roles.candidate is not None:
@@ -279,14 +279,14 @@ def build_split_state(
     candidate: Deployment | None,
     percent: int,
     *idle: Deployment,
-    copied: int = 0,
+    mirror_percent: int = 0,
     tolerance: float | None = None,
 ) -> EndpointState:
     """Return the state in which `candidate` receives `percent` of the traffic and `stable` the rest.
 
     Args:
         idle: deployments that stay loaded without traffic.
-        copied: percentage of requests of which the candidate gets a copy.
+        mirror_percent: percentage of requests of which the candidate gets a copy.
         tolerance: relative difference that answers to copies may show.
 
     Raises:
@@ -301,7 +301,7 @@ def build_split_state(
     for deployment in idle:
         deployments.setdefault(deployment.name, deployment)
         weights.setdefault(deployment.name, 0)
-    shadow = {candidate.name: copied} if candidate is not None and copied else {}
+    shadow = {candidate.name: mirror_percent} if candidate is not None and mirror_percent else {}
     split = TrafficSplit(weights=weights, shadow=shadow)
     if shadow and tolerance is not None:
         split = replace(split, shadow_tolerance=tolerance)
@@ -329,7 +329,9 @@ def _build_trial_state(
     stable: Deployment, candidate: Deployment, step: PlannedStep, policy: RolloutPolicy, *idle: Deployment
 ) -> EndpointState:
     tolerance = None if policy.shadow is None else policy.shadow.tolerance
-    return build_split_state(stable, candidate, step.percent, *idle, copied=step.copied, tolerance=tolerance)
+    return build_split_state(
+        stable, candidate, step.percent, *idle, mirror_percent=step.mirror_percent, tolerance=tolerance
+    )
 
 
 def _find_step(policy: RolloutPolicy, index: int) -> PlannedStep:
@@ -373,7 +375,9 @@ def _evaluate_step(
 ) -> Action | Wait | str:
     """Return why the rollout may leave the step, else what to do. Without metrics nothing moves."""
     name = candidate.name
-    share = f"{name} holds {step.percent} %" if step.kind != "shadow" else f"{name} gets a copy of {step.copied} %"
+    share = (
+        f"{name} holds {step.percent} %" if step.kind != "shadow" else f"{name} gets a copy of {step.mirror_percent} %"
+    )
     if analysis is None:
         return Wait(why=f"{share}; nothing was counted yet", kind=WaitKind.ANALYZING)
     if why := analysis.split_mismatch or analysis.hold_reason:
@@ -381,7 +385,7 @@ def _evaluate_step(
     elapsed = now - analysis.started_at
     missing, is_late = _find_missing(step, policy, analysis, elapsed), elapsed >= policy.step_timeout
     if step.kind == "ab_test" and policy.ab_test is not None and analysis.ab_outcome != "better":
-        summary = analysis.ab_summary or "no outcome was reported"
+        summary = analysis.ab_summary or "no feedback was reported"
         if elapsed >= policy.ab_test.duration:
             why = f"the A/B test is over and undecided: {summary}"
             if policy.ab_test.on_inconclusive == "abort":
@@ -413,7 +417,7 @@ def _move_to_step(
     count, is_start = len(policy.planned()), roles.candidate is None
     if index < count - 1:
         step = _find_step(policy, index)
-        share = f"a copy of {step.copied} %" if step.kind == "shadow" else f"{step.percent} %"
+        share = f"a copy of {step.mirror_percent} %" if step.kind == "shadow" else f"{step.percent} %"
         return Action(
             kind=ActionKind.START if is_start else ActionKind.ADVANCE,
             state=_build_trial_state(stable, candidate, step, policy),

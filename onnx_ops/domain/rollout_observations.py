@@ -41,8 +41,8 @@ class RequestCounts:
 
     `errors` are the server's own failures. `refused` are requests that it did not accept, which is the client's fault
     unless the other version accepts them. `timed` requests have a latency (None: all); of these, `over_p50` and so on
-    exceeded the deployment's thresholds (None: unknown), `over_places` those of `LATENCY_PLACES`. `outcomes` are
-    reports of clients, `successes` the good ones.
+    exceeded the deployment's thresholds (None: unknown), `over_places` those of `LATENCY_PLACES`. `feedback` are
+    entries that clients reported, `successes` the good ones.
     """
 
     requests: int = 0
@@ -50,7 +50,7 @@ class RequestCounts:
     refused: int = 0
     over_p50: int | None = None
     over_p99: int | None = None
-    outcomes: int = 0
+    feedback: int = 0
     successes: int = 0
     timed: int | None = field(default=None, metadata=OMIT_DEFAULT)
     over_p90: int | None = field(default=None, metadata=OMIT_DEFAULT)
@@ -70,7 +70,7 @@ class RequestCounts:
         return replace(self, **named, over_places=places if len(places) == len(LATENCY_PLACES) else None)
 
     def minus(self, before: RequestCounts | None) -> RequestCounts | None:
-        """Return the counts since `before` (None: no counts); None if the counts do not follow each other."""
+        """Return the counts since `before` (None: all counts); None if they are inconsistent, as after a restart."""
         if before is None:
             zero = RequestCounts(timed=None if self.timed is None else 0)
             before = zero.with_over(dict.fromkeys(self.over(), 0))
@@ -78,7 +78,7 @@ class RequestCounts:
             requests=self.requests - before.requests,
             errors=self.errors - before.errors,
             refused=self.refused - before.refused,
-            outcomes=self.outcomes - before.outcomes,
+            feedback=self.feedback - before.feedback,
             successes=self.successes - before.successes,
             timed=_subtract(self.timed, before.timed),
         ).with_over({name: _subtract(count, before.over().get(name)) for name, count in self.over().items()})
@@ -92,7 +92,7 @@ class RequestCounts:
         return (
             valid
             and all(0 <= n <= self.measured for n in self.over().values())
-            and 0 <= self.successes <= self.outcomes
+            and 0 <= self.successes <= self.feedback
         )
 
     @property
@@ -162,7 +162,7 @@ class MetricsReading:
     """The counts of a source since `origin`, by name of deployment. `at` is in seconds since the epoch.
 
     Another origin means that the counters restarted, as after a restart of the server. `shadow` counts copies to the
-    candidate. `units` are by name of guardrail, and `outcomes` for those; empty where the source knows no users.
+    candidate. `units` are by name of guardrail, and `feedback` for those; empty where the source knows no users.
     `cold_s` are durations of loads of either version, before the candidate got any traffic.
     """
 

@@ -110,8 +110,8 @@ class SplitTest:
     """A fixed split until a success metric shows which version is better, or time is over."""
 
     metric: Annotated[
-        str, doc("`outcomes` (results that clients report), or the name of a query of the metrics source.")
-    ] = "outcomes"
+        str, doc("`feedback` (results that clients report), or the name of a query of the metrics source.")
+    ] = "feedback"
     split: Annotated[Share, doc("The candidate's share of traffic.")] = 0.5
     duration: Annotated[Seconds, doc("Longest time to wait for a decision.")]
     goal: Annotated[Literal["higher", "lower"], doc("Which success rate is better.")] = "higher"
@@ -130,7 +130,7 @@ class PlannedStep:
 
     kind: StepKind
     percent: int
-    copied: int = 0
+    mirror_percent: int = 0
     minimum: int = 0
     approval: bool = False
 
@@ -160,7 +160,7 @@ class RolloutPolicy:
     min_step_duration: Annotated[
         Seconds | None, doc("Shortest time at each step, regardless of the number of requests.")
     ] = None
-    step_timeout: Annotated[Seconds, doc("Time after which an undecided step is held for an operator.")] = DAY
+    step_timeout: Annotated[Seconds, doc("Time after which an inconclusive step pauses for an operator.")] = DAY
     approval_steps: Annotated[
         tuple[Fraction, ...], doc("Steps that advance only after `onnx-ops rollout resume`.")
     ] = ()
@@ -175,10 +175,10 @@ class RolloutPolicy:
 
     def max_latency_increases(self) -> Mapping[str, float]:
         """Return how much slower than the stable version the candidate may be, as a fraction, by place."""
-        asked = {place: rail.max_latency_increase for rail in self.guardrails for place in rail.places}
-        found = {name: asked[name] for name in (*LATENCY_QUANTILES, *LATENCY_PLACES) if name in asked}
+        limits = {place: rail.max_latency_increase for rail in self.guardrails for place in rail.places}
+        ordered = {name: limits[name] for name in (*LATENCY_QUANTILES, *LATENCY_PLACES) if name in limits}
         return dict.fromkeys(LATENCY_QUANTILES, DEFAULT_SLOWDOWN) | {
-            k: DEFAULT_SLOWDOWN if v is None else v for k, v in found.items()
+            k: DEFAULT_SLOWDOWN if v is None else v for k, v in ordered.items()
         }
 
     @property
@@ -202,28 +202,30 @@ class RolloutPolicy:
 
     def needs(self) -> Mapping[str, tuple[str, ...]]:
         """Return the capabilities that a provider must have, with the keys that require them."""
-        asked: dict[str, tuple[str, ...]] = {}
+        needs: dict[str, tuple[str, ...]] = {}
         if any(rail.name in ("latency", "latency_p90", "latency_p95") for rail in self.guardrails):
-            asked["exceedances"] = ("guardrails",)
+            needs["exceedances"] = ("guardrails",)
         if self.cold:
-            asked["cold_starts"] = ("guardrails",)
+            needs["cold_starts"] = ("guardrails",)
         if self.shadow:
-            asked["shadow"] = ("shadow",)
+            needs["shadow"] = ("shadow",)
         if len(self.steps) > 1:
-            asked["split"] = ("steps",)
+            needs["split"] = ("steps",)
         if self.ab_test:
-            asked |= {"split": ("ab_test",), "sticky": ("ab_test",)}
-            if self.ab_test.metric == "outcomes":
-                asked["outcomes"] = ("ab_test", "metric")
-        return asked
+            needs |= {"split": ("ab_test",), "sticky": ("ab_test",)}
+            if self.ab_test.metric == "feedback":
+                needs["feedback"] = ("ab_test", "metric")
+        return needs
 
 
 @functools.lru_cache(maxsize=256)
 def _plan_steps(policy: RolloutPolicy) -> tuple[PlannedStep, ...]:
     steps = [PlannedStep(kind="cold", percent=0)] if policy.cold else []
     if policy.shadow:
-        copied = round(policy.shadow.fraction * 100)
-        steps.append(PlannedStep(kind="shadow", percent=0, copied=copied, minimum=policy.shadow.min_requests))
+        mirror_percent = round(policy.shadow.fraction * 100)
+        steps.append(
+            PlannedStep(kind="shadow", percent=0, mirror_percent=mirror_percent, minimum=policy.shadow.min_requests)
+        )
     minimums = policy.min_requests or (DEFAULT_MINIMUM,)
     for index, share in enumerate(policy.trials):
         steps.append(

@@ -85,21 +85,21 @@ class Requirements:
             driver=self.driver,
         )
 
-    def lacking(self, found: HardwareFingerprint) -> tuple[str, ...]:
+    def find_missing(self, fingerprint: HardwareFingerprint) -> tuple[str, ...]:
         """Return what the machine lacks, as texts; empty if it satisfies the requirements."""
-        flags = [flag for flag in self.cpu_flags if flag not in found.cpu_flags]
-        named = [name for name in found.accelerators if self.accelerator.lower() in name.lower()]
+        flags = [flag for flag in self.cpu_flags if flag not in fingerprint.cpu_flags]
+        named = [name for name in fingerprint.accelerators if self.accelerator.lower() in name.lower()]
         checks = {
-            f"it is {found.machine}, not {self.machine}": self.machine in ("", found.machine),
-            f"its CPU is {found.cpu_model}, not {self.cpu}": self.cpu.lower() in found.cpu_model.lower(),
+            f"it is {fingerprint.machine}, not {self.machine}": self.machine in ("", fingerprint.machine),
+            f"its CPU is {fingerprint.cpu_model}, not {self.cpu}": self.cpu.lower() in fingerprint.cpu_model.lower(),
             f"its CPU lacks {', '.join(flags)}": not flags,
-            f"it has {found.cores} of {self.cores} cores": found.cores >= self.cores,
-            f"it has {found.memory_bytes / 1e9:.1f} of {(self.memory or 0) / 1e9:.1f} GB of memory": (
-                found.memory_bytes >= (self.memory or 0)
+            f"it has {fingerprint.cores} of {self.cores} cores": fingerprint.cores >= self.cores,
+            f"it has {fingerprint.memory_bytes / 1e9:.1f} of {(self.memory or 0) / 1e9:.1f} GB of memory": (
+                fingerprint.memory_bytes >= (self.memory or 0)
             ),
             f"it has no accelerator called {self.accelerator}": not self.accelerator or bool(named),
-            f"its driver is {found.driver or 'not known'}, older than {self.driver}": (
-                not self.driver or _version(found.driver) >= _version(self.driver)
+            f"its driver is {fingerprint.driver or 'not known'}, older than {self.driver}": (
+                not self.driver or _version(fingerprint.driver) >= _version(self.driver)
             ),
         }
         return tuple(reason for reason, fits in checks.items() if not fits)

@@ -29,7 +29,10 @@ _BRANCH = re.compile(r"refs/heads/(?P<name>[\w.][\w./-]*)", re.ASCII)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: of `run` 0 unless nothing could be done at all; of `publish` 1 for FAIL and ERROR."""
+    """Execute a step and return its exit code.
+
+    `run` returns 0 unless it could not start; `publish` returns 1 for FAIL and ERROR.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("step", choices=("run", "publish"))
     parser.add_argument("--folder", type=Path, required=True, help="where results and reports lie")
@@ -55,7 +58,7 @@ def base_of(environ: Mapping[str, str]) -> str:
         return _BEFORE
     match = _BRANCH.fullmatch(target)
     if match is None or ".." in target:
-        raise UserError(f"{target[:80]!r} is no branch", where="SYSTEM_PULLREQUEST_TARGETBRANCH")
+        raise UserError(f"{target[:80]!r} is not a branch", where="SYSTEM_PULLREQUEST_TARGETBRANCH")
     return f"origin/{match['name']}"
 
 
@@ -66,7 +69,7 @@ def run(folder: Path, environ: Mapping[str, str], *, since: str = "") -> int:
     if base == _BEFORE and not resolve_commit(open_project().settings.root, base):  # a first push
         base = ""
     for line in judge_change(folder, base, until, hosted=is_hosted(environ)):
-        _tell(line)
+        _print_line(line)
     return 0
 
 
@@ -84,12 +87,12 @@ def publish(folder: Path, environ: Mapping[str, str]) -> int:
     """Attach the page to the build, and end it by the verdict."""
     commit = environ.get("BUILD_SOURCEVERSION", "")
     if not _COMMIT.fullmatch(commit):
-        raise UserError(f"{commit[:80]!r} is no commit", where="BUILD_SOURCEVERSION", remedy="See docs/scale.md.")
+        raise UserError(f"{commit[:80]!r} is not a commit", where="BUILD_SOURCEVERSION", remedy="See docs/scale.md.")
     checked = results(folder)
     verdict = overall(checked)
-    told = (folder / PAGE).resolve()
-    told.write_text(page(checked, commit=commit), encoding="utf-8")
-    _command("task.uploadsummary", str(told))
+    path = (folder / PAGE).resolve()
+    path.write_text(page(checked, commit=commit), encoding="utf-8")
+    _command("task.uploadsummary", str(path))
     _command("task.setvariable variable=verdict;isOutput=true", "none" if verdict is None else verdict.value)
     if verdict is Verdict.INCONCLUSIVE:
         _command("task.complete result=SucceededWithIssues;", title(checked))
@@ -99,10 +102,10 @@ def publish(folder: Path, environ: Mapping[str, str]) -> int:
 def _command(name: str, text: str) -> None:
     """Return a logging command of the agent, with its text on one line."""
     data = text.replace("%", "%AZP25").replace("\r", "%0D").replace("\n", "%0A")
-    _tell(f"##vso[{name}]{data}", command=True)
+    _print_line(f"##vso[{name}]{data}", command=True)
 
 
-def _tell(line: str, *, command: bool = False) -> None:
+def _print_line(line: str, *, command: bool = False) -> None:
     """Print text, escaped against logging commands, which the agent detects anywhere in a line."""
     sys.stdout.write((line if command else line.replace("##", "# #")) + "\n")
 

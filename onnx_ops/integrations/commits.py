@@ -57,7 +57,7 @@ def judge_change(
     """
     folder.mkdir(parents=True, exist_ok=True)
     project = open_project()
-    root, store = project.settings.root, project.ports.store
+    root, store = project.settings.root, project.context.store
     if figures is not None and until is not None:
         import_commits(root, store, figures)
     touched = affected(project, changed_since(root, base))
@@ -68,7 +68,7 @@ def judge_change(
             try:
                 export_commit(root, store, name, figures)
             except (OnnxOpsError, OSError) as error:
-                yield f"  pull requests will not know the figures of {name}: {error}"
+                yield f"  pull requests will not have the measurements of {name}: {error}"
     for one in checked:
         yield f"{one.verdict.value.upper()} {one.file}"
         yield from (f"  {line}" for line in (*one.error.splitlines(), *one.withheld.splitlines()))
@@ -96,13 +96,13 @@ def judged(
             prepared = prepare(project, project.settings.root / one.file, until=StageKind.GATE)
         root, name = project.settings.root, prepared.pipeline.pipeline
         branch = read_base_branch(os.environ) or "the commit before"
-        base = find_base(root, project.ports.store, name, since, branch) if since else None
+        base = find_base(root, project.context.store, name, since, branch) if since else None
         result = execute(project, prepared, base=base)
-        summary = summarize(prepared.pipeline, result, project.ports)
+        summary = summarize(prepared.pipeline, result, project.context)
     except OnnxOpsError as error:
         return Checked(file=one.file, because=one.because, verdict=Verdict.ERROR, error=str(error))
-    evidence, pairs = evidence_of(summary, project.ports.store), partial(compare_rows, project.ports.store)
-    measured, made = tuple(evidence.values()), read_provenance(root, project.ports.clock.now(), os.environ)
+    evidence, pairs = evidence_of(summary, project.context.store), partial(compare_rows, project.context.store)
+    measured, made = tuple(evidence.values()), read_provenance(root, project.context.clock.now(), os.environ)
     report = release_report(
         summary.decisions,
         measured,

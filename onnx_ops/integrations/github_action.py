@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("step", choices=("run", "publish"))
     parser.add_argument("--folder", type=Path, required=True, help="where results and reports lie")
     parser.add_argument("--since", default="", help="the commit before; that of the event if left out")
-    parser.add_argument("--figures", type=Path, help="where figures of earlier commits are kept")
+    parser.add_argument("--figures", type=Path, help="folder with the measurements of earlier commits")
     parser.add_argument("--reports", default="", help="address of the uploaded reports")
     options = parser.parse_args(arguments)
     try:
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run(event, options.folder, since=options.since, figures=options.figures)
         return publish(event, options.folder, os.environ, reports=options.reports)
     except OnnxOpsError as error:
-        _tell(f"::error title=onnx-ops::{_command_data(str(error))}")
+        _print_line(f"::error title=onnx-ops::{_command_data(str(error))}")
         quoted = "\n".join(f"> {markdown(line)}  " for line in str(error).splitlines())
         _append(os.environ, "GITHUB_STEP_SUMMARY", f"## onnx-ops: the commit could not be judged\n\n{quoted}\n")
         return error.exit_code
@@ -83,14 +83,16 @@ def read_event(environ: Mapping[str, str]) -> Event:
     """Return the event that started the workflow.
 
     Raises:
-        UserError: this is no GitHub workflow.
+        UserError: this is not a GitHub workflow.
     """
     try:
         document = json.loads(Path(environ["GITHUB_EVENT_PATH"]).read_text(encoding="utf-8"))
         commit = environ["GITHUB_SHA"]
     except (KeyError, OSError, ValueError) as error:
         raise UserError(
-            "this is no run of a GitHub workflow", why=f"{type(error).__name__}: {error}", remedy="See docs/github.md."
+            "this is not a run of a GitHub workflow",
+            why=f"{type(error).__name__}: {error}",
+            remedy="See docs/github.md.",
         ) from error
     pull: Mapping[str, Any] = document.get("pull_request") or {}
     if pull:
@@ -105,7 +107,7 @@ def run(event: Event, folder: Path, *, since: str = "", figures: Path | None = N
     # A force push leaves a commit that the checkout does not have, and a first push has none before it.
     base = since or next((name for name in (event.base, "HEAD~1") if name and resolve_commit(root, name)), "")
     for line in judge_change(folder, base, event.until, hosted=is_hosted(os.environ), figures=figures):
-        _tell(line)
+        _print_line(line)
     return 0
 
 
@@ -139,8 +141,8 @@ def publish(event: Event, folder: Path, environ: Mapping[str, str], *, reports: 
             notes.append(f"The {what} could not be written: {error}")
     _append(environ, "GITHUB_STEP_SUMMARY", "\n\n".join([text, *notes]))
     for note in notes:
-        _tell(f"::warning title=onnx-ops::{_command_data(note)}")
-    _tell(title(checked))
+        _print_line(f"::warning title=onnx-ops::{_command_data(note)}")
+    _print_line(title(checked))
     _append(environ, "GITHUB_OUTPUT", f"verdict={'none' if verdict is None else verdict.value}\n")
     return 1 if verdict in (Verdict.FAIL, Verdict.ERROR) else 0
 
@@ -160,7 +162,7 @@ def _write_comment(repository: GitHubRepository, number: int, text: str, *, want
 def _open_repository(environ: Mapping[str, str]) -> GitHubRepository:
     name, token = environ.get("GITHUB_REPOSITORY", ""), environ.get("GITHUB_TOKEN", "").strip()
     if not REPOSITORY.fullmatch(name):
-        raise UserError(f"{name!r} is no repository", where="GITHUB_REPOSITORY")
+        raise UserError(f"{name!r} is not a repository", where="GITHUB_REPOSITORY")
     if not token:
         raise UserError("no token was given", where="GITHUB_TOKEN", remedy="Give the step `${{ github.token }}`.")
     return GitHubRepository(name=name, token=lambda: validate_token(token, "GITHUB_TOKEN"))
@@ -175,11 +177,11 @@ def _append(environ: Mapping[str, str], variable: str, text: str) -> None:
 
 def _sha(text: object) -> str:
     if not (isinstance(text, str) and _COMMIT.fullmatch(text)):
-        raise UserError(f"{str(text)[:80]!r} is no commit", where="GITHUB_EVENT_PATH")
+        raise UserError(f"{str(text)[:80]!r} is not a commit", where="GITHUB_EVENT_PATH")
     return text
 
 
-def _tell(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
 
 

@@ -73,7 +73,7 @@ Config of create and update (-C name=value):
 
 A version is refused (PERMISSION_DENIED) unless it carries a passing, correctly signed decision for the target. Its
 files must have been registered by `onnx-ops run`. Endpoints of the same model and target follow the same alias, so that
-an update moves all of them; each does so by the steps of its own rollout policy.
+an update moves all of them; each by the steps of its rollout policy.
 """
 
 
@@ -90,7 +90,7 @@ def run_local(
 
 
 def _translated(method: Callable[P, R]) -> Callable[P, R]:
-    """Errors of onnx-ops as MLflow's."""
+    """Raise errors of onnx-ops as MLflow's."""
 
     @functools.wraps(method)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -112,7 +112,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         path = urlsplit(target_uri)
         place = f"{path.netloc}{path.path}" if path.scheme else ""
         self._project: Project = open_project(Path(place) if place else None)
-        self._ports = self._project.ports
+        self._context = self._project.context
 
     @_translated
     def create_deployment(
@@ -126,7 +126,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         """Bind a new endpoint and serve the version there; a version that is refused binds nothing."""
         del endpoint
         _check_flavor(flavor)
-        if name in list_bound_endpoints(self._ports):
+        if name in list_bound_endpoints(self._context):
             raise UserError(f"deployment {name} exists", remedy="Change it with `mlflow deployments update`.")
         model, version = self._version(model_uri)
         given = dict(config or {})
@@ -135,7 +135,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         if not target_name:
             raise UserError("a new deployment needs a target", remedy="Add -C target=NAME, a file in configs/targets/.")
         settings = {key: _parse_scalar(text) for key, text in given.items()}
-        self._ports.provider(provider).validate_settings(settings)
+        self._context.provider(provider).validate_settings(settings)
         bound = EndpointConfig(
             endpoint=name,
             provider=provider,
@@ -145,9 +145,9 @@ class OnnxOpsDeployments(BaseDeploymentClient):
             pipeline="mlflow deployments",
             settings=settings,
         )
-        promote(self._ports, model, version, target_name, reason=reason, expects=(name,))
-        bind_endpoint(self._ports, bound, RolloutPolicy())
-        at_rest(name, reconcile_until_stable(self._ports, name))
+        promote(self._context, model, version, target_name, reason=reason, expects=(name,))
+        bind_endpoint(self._context, bound, RolloutPolicy())
+        at_rest(name, reconcile_until_stable(self._context, name))
         return {"name": name, "flavor": _FLAVOR}
 
     @_translated
@@ -163,7 +163,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         taken."""
         del endpoint
         _check_flavor(flavor)
-        journal = Journal.open(self._ports, name)
+        journal = Journal.open(self._context, name)
         bound, given = journal.config, dict(config or {})
         reason = given.pop("reason", "")
         same = {"target": bound.target, "provider": bound.provider}
@@ -173,7 +173,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
             )
         if given:
             raise UserError(
-                f"the settings of {name} stand in the file of pipeline {bound.pipeline}",
+                f"the settings of {name} are in the file of pipeline {bound.pipeline}",
                 where=", ".join(sorted(given)),
                 remedy="Change them there, or delete the deployment and create it again.",
             )
@@ -181,8 +181,8 @@ class OnnxOpsDeployments(BaseDeploymentClient):
             model, version = self._version(model_uri)
             if model != bound.model:
                 raise UserError(f"{name} serves {bound.model}, not {model}", remedy="Create another deployment.")
-            promote(self._ports, model, version, bound.target, reason=reason)
-        reports = reconcile_until_stable(self._ports, name)
+            promote(self._context, model, version, bound.target, reason=reason)
+        reports = reconcile_until_stable(self._context, name)
         if any(report.refused for report in reports):
             at_rest(name, reports)
         return {"name": name, "flavor": _FLAVOR}
@@ -193,20 +193,20 @@ class OnnxOpsDeployments(BaseDeploymentClient):
     ) -> None:
         """End the endpoint. Deleting one that is not there is no error."""
         del endpoint
-        if name in list_bound_endpoints(self._ports):
-            delete_endpoint(self._ports, name, reason=dict(config or {}).get("reason", "mlflow deployments delete"))
+        if name in list_bound_endpoints(self._context):
+            delete_endpoint(self._context, name, reason=dict(config or {}).get("reason", "mlflow deployments delete"))
 
     @_translated
     def list_deployments(self, endpoint: str | None = None) -> list[dict[str, Any]]:
         """List all endpoints."""
         del endpoint
-        found = []
-        for name in list_bound_endpoints(self._ports):
+        endpoints = []
+        for name in list_bound_endpoints(self._context):
             try:
-                found.append(self._described(name))
+                endpoints.append(self._described(name))
             except CorruptStateError as error:
-                found.append({"name": name, "flavor": _FLAVOR, "state": str(error)})
-        return found
+                endpoints.append({"name": name, "flavor": _FLAVOR, "state": str(error)})
+        return endpoints
 
     @_translated
     def get_deployment(self, name: str, endpoint: str | None = None) -> dict[str, Any]:
@@ -226,7 +226,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         from mlflow.utils.proto_json_utils import dump_input_data
 
         name = deployment_name or endpoint or ""
-        address = read_status(self._ports, name).address
+        address = read_status(self._context, name).address
         if address is None:
             raise ServiceUnavailableError(
                 "the endpoint has no address", where=name, remedy=f"See `onnx-ops status {name}`."
@@ -247,11 +247,11 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         return PredictionsResponse(answer.json())
 
     def _described(self, name: str) -> dict[str, Any]:
-        seen = read_status(self._ports, name)
+        seen = read_status(self._context, name)
         config, stable = seen.state.config, seen.state.roles.stable
         if config is None:
             raise NotFoundError("no endpoint of that name", where=name)
-        silent = "serving, but nobody supervises it" if seen.unsupervised else "does not answer"
+        silent = "serving, but not supervised" if seen.unsupervised else "does not answer"
         return {
             "name": name,
             "flavor": _FLAVOR,
@@ -264,17 +264,17 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         }
 
     def _version(self, model_uri: str) -> tuple[str, str]:
-        """Model and version of `models:/NAME/VERSION` or `models:/NAME@ALIAS`."""
-        found = _MODEL_URI.fullmatch(model_uri)
-        if found is None:
+        """Return model and version of `models:/NAME/VERSION` or `models:/NAME@ALIAS`."""
+        match = _MODEL_URI.fullmatch(model_uri)
+        if match is None:
             raise UserError(
                 f"{model_uri!r} names no registered version",
                 remedy="Write models:/NAME/VERSION or models:/NAME@ALIAS; `onnx-ops run` registers models.",
             )
-        model, version, name = found.groups()
+        model, version, name = match.groups()
         if version is not None:
             return str(model), str(version)
-        aliases = self._ports.registry().aliases(str(model))
+        aliases = self._context.registry().aliases(str(model))
         if name not in aliases:
             known = ", ".join(sorted(aliases)) or "none"
             raise NotFoundError(

@@ -31,7 +31,7 @@ def require_hardware(runtime: Runtime, target: Target) -> HardwareFingerprint:
         MeasurementError: it does not.
     """
     fingerprint = runtime.fingerprint(target)
-    if missing := target.requires.lacking(fingerprint):
+    if missing := target.requires.find_missing(fingerprint):
         raise MeasurementError(
             f"this machine is not what the target requires: {'; '.join(missing)}",
             where=f"target {target.name}",

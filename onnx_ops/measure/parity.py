@@ -16,7 +16,7 @@ from onnx_ops.measure.files import slice_rows
 from onnx_ops.measure.reference_outputs import ReferenceGroup
 from onnx_ops.onnx_graph.instrumentation import list_computed_values
 from onnx_ops.onnx_graph.model_info import read_model_info
-from onnx_ops.ports import Ports, Runtime, Tensors, Tracer
+from onnx_ops.ports import Context, Runtime, Tensors, Tracer
 from onnx_ops.statistics.parity import (
     find_first_divergence,
     find_worst_row,
@@ -214,7 +214,7 @@ def _select_inputs(failed: FailedExport, group: ReferenceGroup, outputs: Any) ->
 
 
 def find_hardware_divergence(
-    ports: Ports,
+    context: Context,
     runtime: Runtime,
     target: Target,
     model: Path,
@@ -232,7 +232,7 @@ def find_hardware_divergence(
     plain = replace(proven, session=replace(proven.session, graph_level="disabled"))
 
     def tracer(inputs: Tensors, names: Collection[str]) -> tuple[Tensors, None]:
-        (values,) = read_values(ports.runtime(proven.runtime), model, plain, sorted(names), (inputs,))
+        (values,) = read_values(context.runtime(proven.runtime), model, plain, sorted(names), (inputs,))
         return values, None
 
     failed = FailedExport(runtime=runtime, target=target, model=model, reference=reference, worst=worst)

@@ -45,7 +45,7 @@ def read_prediction(definition: MetricDefinition, outputs: Tensors) -> Predictio
     """
     if definition.output is not None and definition.output not in outputs:
         raise UserError(
-            f"the model has no output {definition.output!r} with one entry a row",
+            f"the model has no output {definition.output!r} with one entry per row",
             where=definition.label,
             remedy=f"It has: {', '.join(outputs)}.",
         )
@@ -127,7 +127,7 @@ def _read_best_token(array: Array) -> Prediction:
     return Prediction(values=array.argmax(axis=2), broken=int(np.isnan(array).any(axis=(1, 2)).sum()))
 
 
-_COLUMN_FORM = _make_column_form("one score a row", "f", _read_scores)
+_COLUMN_FORM = _make_column_form("one score per row", "f", _read_scores)
 _CLASS_FORMS = (
     _make_column_form("labels", "iub" + _TEXTS, lambda array: Prediction(values=as_text(flatten_column(array)))),
     _Form("scores per class", _is_scores, _read_best_class),
@@ -135,8 +135,8 @@ _CLASS_FORMS = (
 )
 _SCORE_FORMS = (_Form("scores per class", _is_scores, _read_scores), _COLUMN_FORM)
 _NUMBER_FORMS = (
-    _make_column_form("one number a row", "f", _read_numbers),
-    _make_column_form("one whole number a row", "iu", _read_numbers),
+    _make_column_form("one number per row", "f", _read_numbers),
+    _make_column_form("one whole number per row", "iu", _read_numbers),
 )
 _FORMS: Mapping[str | None, Sequence[_Form]] = {
     "accuracy": _CLASS_FORMS,
@@ -174,7 +174,7 @@ def prepare_label(definition: MetricDefinition, label: Array | None) -> Array | 
             if label is None or flatten_column(label).ndim != 1 or label.dtype.kind not in "fiub":
                 is_number = label is None or label.dtype.kind in "fiub"
                 remedy = "" if is_number else definition.other_kind
-                raise _make_label_error(definition, label, "one number a row", remedy)
+                raise _make_label_error(definition, label, "one number per row", remedy)
             return flatten_column(label).astype(np.float64)
         case None:
             if label is None:
@@ -189,7 +189,7 @@ def _prepare_classes(definition: MetricDefinition, label: Array | None) -> Array
     if classes is None or classes.ndim != 1:
         wide = classes is not None and classes.ndim == 2
         remedy = "Of one column a class, take its number: labels.argmax(axis=1)." if wide else ""
-        raise _make_label_error(definition, label, "one class a row", remedy)
+        raise _make_label_error(definition, label, "one class per row", remedy)
     if classes.dtype.kind != "f":
         return classes
     if missing := int((~np.isfinite(classes)).sum()):
@@ -240,7 +240,7 @@ def read_classes(label: Array, prediction: Prediction, definition: MetricDefinit
     if prediction.columns == 1:
         if ((values < 0) | (values > 1)).any():
             raise UserError(
-                "one score a row is read as a probability, but some are not between 0 and 1",
+                "one score per row is read as a probability, but some are not between 0 and 1",
                 where=where,
                 remedy=definition.other_kind,
             )

@@ -42,7 +42,7 @@ from onnx_ops.onnx_graph.instrumentation import (
     write_with_quantized_node,
 )
 from onnx_ops.onnx_graph.model_info import read_model_info
-from onnx_ops.ports import Dataset, OptimizeRequest, PairedBenchmarkSchedule, Ports, Runtime, StageJournal, Tensors
+from onnx_ops.ports import Context, Dataset, OptimizeRequest, PairedBenchmarkSchedule, Runtime, StageJournal, Tensors
 from onnx_ops.statistics.latency import session_interval
 from onnx_ops.statistics.metrics import CustomMetric
 from onnx_ops.statistics.scores import CANDIDATE
@@ -190,7 +190,7 @@ class SearchContext:
     come from `calibration`. `batch` is the number of rows of one timed request.
     """
 
-    ports: Ports
+    project: Context
     section: Quantize
     source: Path
     folder: Path
@@ -220,7 +220,7 @@ class TrialRunner:
     def build(self, action: BuildTrial) -> Trial:
         """Build and measure one model; a failure of the library is recorded in the trial."""
         context = self._context
-        started = context.ports.clock.monotonic()
+        started = context.project.clock.monotonic()
         trial = Trial(recipe=action.recipe, excluded=action.excluded, why=action.why)
         try:
             path, notes = self.make(trial)
@@ -228,7 +228,7 @@ class TrialRunner:
             trial = self._measure(replace(trial, notes=notes, size_bytes=size, model=digest_file(path)), path)
         except OnnxOpsError as error:
             trial = replace(trial, failure=str(error).splitlines()[0])
-        return replace(trial, seconds=context.ports.clock.monotonic() - started)
+        return replace(trial, seconds=context.project.clock.monotonic() - started)
 
     def make(self, trial: Trial) -> tuple[Path, tuple[str, ...]]:
         """Build the model of a trial; the same recipe gives the same file."""
@@ -250,12 +250,12 @@ class TrialRunner:
             calibration=context.calibration,
             machines=context.machines,
         )
-        return request.path, context.ports.optimizer(recipe.method, None).optimize(request)
+        return request.path, context.project.optimizer(recipe.method, None).optimize(request)
 
     def probe(self, action: ProbeNode) -> Sensitivity:
         """Measure the error of the outputs if only one node is quantized."""
         context = self._context
-        started = context.ports.clock.monotonic()
+        started = context.project.clock.monotonic()
         sensitivity = Sensitivity(recipe=action.recipe, node=action.node)
         copy = context.folder / "alone.onnx"
         static = context.recipes[action.recipe].method == "static"
@@ -269,7 +269,7 @@ class TrialRunner:
         finally:
             for file in (copy, copy.with_name(f"{copy.name}.data")):
                 file.unlink(missing_ok=True)
-        return replace(sensitivity, seconds=context.ports.clock.monotonic() - started)
+        return replace(sensitivity, seconds=context.project.clock.monotonic() - started)
 
     def _measure(self, trial: Trial, path: Path) -> Trial:
         context = self._context
@@ -281,15 +281,15 @@ class TrialRunner:
         feed = build_feed(context.source, context.tuning_data.inputs, context.batch)
         ratios, p99 = {}, {}
         for target in context.targets:
-            runtime, name = context.ports.runtime(target.runtime), target.name
+            runtime, name = context.project.runtime(target.runtime), target.name
             if name not in self._schedules:
                 self._schedules[name] = _plan_rounds(runtime, context.source, target, feed, context.seed)
-            pairs = runtime.race((context.source, path), target, feed, self._schedules[name])
+            pairs = runtime.benchmark((context.source, path), target, feed, self._schedules[name])
             estimate, low, high = session_interval(compute_log_ratios(pairs), _ALPHA)
             ratios[name] = Interval(estimate=math.exp(estimate), low=math.exp(low), high=math.exp(high))
         if context.budget.p99 is not None and drop <= context.budget.metric_drop:
             for target in context.targets:
-                runtime = context.ports.runtime(target.runtime)
+                runtime = context.project.runtime(target.runtime)
                 samples = runtime.sample(path, target, feed, runs=_RUNS_P99, warmup=_RUNS[1])
                 p99[target.name] = float(np.quantile(samples.nanoseconds.astype(np.float64), 0.99)) / 1e9
         return replace(trial, ratios=ratios, p99=p99)
@@ -298,7 +298,7 @@ class TrialRunner:
         """Return a model's loss of the metric against fp32 on the same rows."""
         context = self._context
         request = ScoringRequest(
-            runtime=context.ports.runtime(target.runtime),
+            runtime=context.project.runtime(target.runtime),
             target=_use_all_cores(target),
             models={CANDIDATE: path, EXPORT: context.source},
             dataset=context.tuning_data,
@@ -339,7 +339,7 @@ class TrialRunner:
         target = context.targets[0]
         probed = slice_rows(context.tuning_data.inputs, 0, PROBED)
         parts = read_answers(
-            context.ports.runtime(target.runtime), path, _use_all_cores(target), probed, lambda one: one
+            context.project.runtime(target.runtime), path, _use_all_cores(target), probed, lambda one: one
         )
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
@@ -352,7 +352,7 @@ class TrialRunner:
         read = {name for names in list_activations(context.source).values() for name in names}
         ranges = {name: _find_range(probed[name]) for name in read & set(probed)}
         inner = [value.name for value in list_computed_values(context.source) if value.name in read]
-        runtime, target = context.ports.runtime(context.targets[0].runtime), _use_all_cores(context.targets[0])
+        runtime, target = context.project.runtime(context.targets[0].runtime), _use_all_cores(context.targets[0])
         feeds = tuple(feed for feed, _ in split_batches(context.source, probed))
         for start in range(0, len(inner), PAIRS_AT_ONCE):
             names = inner[start : start + PAIRS_AT_ONCE]

@@ -111,7 +111,7 @@ def compare_latency(pair: PairedBenchmark) -> tuple[LatencyComparison, RawSample
     schedule = plan_schedule(float(np.median(alone.nanoseconds.astype(np.float64))) / 1e9)
 
     def measure(rounds: int, seed: int) -> PairedBenchmarkSamples:
-        return pair.runtime.race(pair.models, pair.target, pair.feed, replace(schedule, rounds=rounds, seed=seed))
+        return pair.runtime.benchmark(pair.models, pair.target, pair.feed, replace(schedule, rounds=rounds, seed=seed))
 
     def figures(looks: Sequence[PairedBenchmarkSamples]) -> tuple[RatioSamples]:
         """Return the ratios of all looks together: the probe's effect is estimated from all runs."""

@@ -57,7 +57,7 @@ def check_model(path: Path) -> None:
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, inference, RuntimeError, ValueError) as error:  # inference raises all three
-        remedy = "Export the model again, or mend what is named: onnx-ops inspect tells when it is valid."
+        remedy = "Export the model again, or fix what is named; `onnx-ops inspect` shows whether it is valid."
         raise UserError("it is not valid ONNX", where=path.name, why=quoted(error), remedy=remedy) from error
 
 
@@ -221,7 +221,7 @@ def explain_non_tensors(path: Path) -> str:
         return ""
     what = str(kinds[names[0]]).removesuffix("_type")
     return (
-        f"{', '.join(names)} is no tensor but a {what}: an endpoint can neither take nor give it. "
+        f"{', '.join(names)} is not a tensor but a {what}: an endpoint can neither take nor give it. "
         "Export the model with tensors."
     )
 

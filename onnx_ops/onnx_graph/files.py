@@ -285,10 +285,10 @@ def resolve_files(tensors: Iterable[onnx.TensorProto], folder: Path) -> tuple[Pa
             continue
         where, keys = _of(tensor.name), [entry.key for entry in tensor.external_data]
         if twice := [key for key in keys if keys.count(key) > 1]:
-            raise RefusedError(f"it tells the {twice[0]!r} of its external data twice", where=where, remedy=_AGAIN)
+            raise RefusedError(f"it gives the {twice[0]!r} of its external data twice", where=where, remedy=_AGAIN)
         entries = {entry.key: entry.value for entry in tensor.external_data}
         if "location" not in entries:
-            what = "it has external data and does not tell in which file"
+            what = "it has external data without the name of a file"
             raise RefusedError(what, where=where, remedy=_AGAIN)
         name = entries["location"]
         pure, path = PurePosixPath(name), folder / name
@@ -324,7 +324,7 @@ def _locate(tensor: onnx.TensorProto, entries: dict[str, str], path: Path) -> Te
         raise RefusedError(
             f"its external data lies beyond the end of {entries['location']!r}",
             where=where,
-            why=f"it should stand at bytes {begin} to {begin + length}, the file has {size}",
+            why=f"it should be at bytes {begin} to {begin + length}, the file has {size}",
             remedy="Copy the file again, whole; or save the model again.",
         )
     return TensorLocation(file=path.resolve(), start=begin, end=begin + length, tensor=tensor.name)
@@ -342,7 +342,7 @@ def _number(entries: dict[str, str], key: str, where: str) -> int | None:
         return None
     text = entries[key]
     if not (text.isascii() and text.isdecimal() and len(text) <= 19 and int(text) <= _LARGEST):
-        what = f"the {key} of its external data is no number of bytes: {text[:40]!r}"
+        what = f"the {key} of its external data is not a number of bytes: {text[:40]!r}"
         raise RefusedError(what, where=where, remedy=_AGAIN)
     return int(text)
 

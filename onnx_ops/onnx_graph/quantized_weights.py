@@ -299,7 +299,7 @@ def iterate_block_weights(model: onnx.ModelProto, tensors: Mapping[str, onnx.Ten
 
 
 def _unpacked(packed: npt.NDArray[np.uint8], bits: int) -> Floats:
-    """Levels of each row, the low bits of a byte first."""
+    """Return the levels of each row, the low bits of a byte first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     levels = (packed[:, :, None] >> shifts) & ((1 << bits) - 1)
     return levels.reshape(packed.shape[0], -1).astype(np.float64)

@@ -76,7 +76,7 @@ def read_trees(path: Path) -> tuple[Tree, ...]:
             try:
                 trees.append(order_nodes(roots, grown.splits, grown.leaves, width))
             except ValueError as error:
-                raise UserError(f"tree {number} is no tree: {error}", where=where) from error
+                raise UserError(f"tree {number} is not a tree: {error}", where=where) from error
     return tuple(trees)
 
 

@@ -213,7 +213,7 @@ def _forbidden(value: object, key: str = "") -> Iterator[str]:
 def _written(targets: Mapping[str, Mapping[str, Any]], folder: Path) -> Path:
     for name, target in targets.items():
         if not re.fullmatch(NAME_PATTERN, name):
-            raise ValueError(f"{name!r} is no name of a target")
+            raise ValueError(f"{name!r} is not the name of a target")
         # JSON is YAML
         (folder / f"{name}.yaml").write_text(json.dumps({"name": name, **target}), encoding="utf-8")
     return folder
@@ -228,13 +228,13 @@ def load_block(place: str) -> Block:
     """
     where = f"prefect block {place}"
     try:
-        found: Any = Block.load(place)
+        block: Any = Block.load(place)
     except ValueError as error:  # no such block, or none of that type
         remedy = "See `prefect block ls`; a block of another package needs that package here."
         raise UserError("there is no such block", where=where, remedy=remedy) from error
     except Exception as error:  # any exception of Prefect's client; it can contain a secret
         raise ServiceUnavailableError("cannot be read", where=where, why=type(error).__name__) from None
-    return cast("Block", found)
+    return cast("Block", block)
 
 
 def _filled(**values: str) -> Mapping[str, str]:

@@ -15,14 +15,14 @@ from onnx_ops.app.execution import ExecuteStage
 from onnx_ops.domain.decision import Drift, Verdict, compute_drift_exit_code
 from onnx_ops.domain.notification import build_drift_notification
 from onnx_ops.orchestration.tasks import run_as_task
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.notify import send_now
 
 DRIFTED = "Drifted"
 _ENDS = {1: DRIFTED, 4: "EnvironmentFailed"}
 
 
-def check_champions(ports: Ports, perform: ExecuteStage, names: Sequence[str], *, by: str) -> State[Any]:
+def check_champions(context: Context, perform: ExecuteStage, names: Sequence[str], *, by: str) -> State[Any]:
     """Measure champions again, one after the other, and send notifications and events about drift.
 
     Args:
@@ -35,14 +35,14 @@ def check_champions(ports: Ports, perform: ExecuteStage, names: Sequence[str], *
     drifts: list[Drift] = []
 
     def measure(champion: ChampionRecord) -> State[Any]:
-        drifts.append(measure_again(ports, perform, champion))
+        drifts.append(measure_again(context, perform, champion))
         return concluded(drifts[-1:])
 
-    for champion in list_champions(ports, names):
+    for champion in list_champions(context, names):
         name = f"{champion.record.model} v{champion.record.version} @ {champion.target}"
         run_as_task("champion", name, partial(measure, champion))
         if drifts[-1].drifted:
-            send_now(ports, build_drift_notification(drifts[-1], at=ports.clock.now(), actor=by))
+            send_now(context, build_drift_notification(drifts[-1], at=context.clock.now(), actor=by))
     rows = [
         {
             "pipeline": drift.pipeline,

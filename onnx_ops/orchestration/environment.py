@@ -44,15 +44,15 @@ def project_of(blocks: Sequence[str]) -> Iterator[Project]:
     settings = CollectionSettings()
     named = tuple(blocks) or tuple(part for part in map(str.strip, settings.blocks.split(",")) if part)
     with Scratch() as folder:
-        found = dict(environment(named, folder))
+        variables = dict(environment(named, folder))
         if settings.root is not None and "ONNX_OPS_ROOT" not in os.environ:
-            found["ONNX_OPS_ROOT"] = str(settings.root)
-        before = {name: os.environ.get(name) for name in found}
-        os.environ.update(found)
+            variables["ONNX_OPS_ROOT"] = str(settings.root)
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
         try:
             project = open_project()
             with project.running().ended_on_error():
-                yield replace(project, ports=with_events(project.ports))
+                yield replace(project, context=with_events(project.context))
         finally:
             for name, value in before.items():
                 if value is None:
@@ -68,21 +68,21 @@ def environment(blocks: Sequence[str], folder: Path) -> Mapping[str, str]:
         UserError: a block is not there, is none of ours, or contradicts another.
         ServiceUnavailableError: Prefect's server does not answer.
     """
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     source: dict[str, str] = {}
     for number, place in enumerate(dict.fromkeys(blocks)):
         block = load_block(place)
         if not isinstance(block, EnvironmentBlock):
             ours = "onnx-ops-registry, onnx-ops-endpoints, onnx-ops-targets or onnx-ops-notifications"
-            raise UserError("is no block of onnx-ops", where=f"prefect block {place}", remedy=f"Its type is {ours}.")
+            raise UserError("is not a block of onnx-ops", where=f"prefect block {place}", remedy=f"Its type is {ours}.")
         own = folder / str(number)
         own.mkdir(parents=True)
         for name, value in block.environ(own).items():
-            if found.setdefault(name, value) != value:
+            if variables.setdefault(name, value) != value:
                 raise UserError(
                     f"{source[name]} and {place} say different things of {name}",
                     where="blocks",
                     remedy="Leave one of them out.",
                 )
             source.setdefault(name, place)
-    return found
+    return variables

@@ -24,13 +24,13 @@ from onnx_ops.domain.notification import (
 from onnx_ops.domain.pipeline import Pipeline, StageStatus
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.plugins import EXTRAS
-from onnx_ops.ports import Notifier, Ports
+from onnx_ops.ports import Context, Notifier
 
 if TYPE_CHECKING:
     from prefect.events import Event as PrefectEvent
 
 NAME = "prefect-events"
-PATIENCE_S = 5.0
+TIMEOUT_S = 5.0
 """Seconds for a server to accept an event."""
 
 _log = logging.getLogger(__name__)
@@ -63,25 +63,25 @@ class PrefectEvents(Notifier):
         return f"as events, to Prefect's server at {_server()}"
 
 
-def with_events(ports: Ports) -> Ports:
-    """Return ports with an additional first notifier that emits events; the same ports where no server is set."""
+def with_events(context: Context) -> Context:
+    """Return a context with an additional first notifier, which emits events; the same if no server is set."""
     from prefect.settings import PREFECT_API_URL
 
     if not PREFECT_API_URL.value():
-        return ports
-    return replace(ports, notifiers=lambda: {NAME: PrefectEvents(), **ports.notifiers()})
+        return context
+    return replace(context, notifiers=lambda: {NAME: PrefectEvents(), **context.notifiers()})
 
 
-def tell_run(ports: Ports, pipeline: Pipeline, summary: Summary) -> None:
+def emit_run_events(context: Context, pipeline: Pipeline, summary: Summary) -> None:
     """Emit the new decisions and registrations of a pipeline's run; cached ones were emitted before.
 
     Failures are logged. Nothing is emitted where no server is set.
     """
-    found = tuple(run_events(pipeline, summary, ports.clock.now()))
-    if not found:
+    events = tuple(run_events(pipeline, summary, context.clock.now()))
+    if not events:
         return
     try:
-        post(found)
+        post(events)
     except OnnxOpsError as error:
         _log.info("no events: %s", error)
 
@@ -150,7 +150,7 @@ def post(events: Sequence[ReleaseEvent]) -> None:
     try:
         with (
             temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
-            get_client(sync_client=True, httpx_settings={"timeout": PATIENCE_S}) as client,
+            get_client(sync_client=True, httpx_settings={"timeout": TIMEOUT_S}) as client,
         ):
             client.request("POST", "/events", json=documents)
     except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: the server has another version

@@ -19,10 +19,10 @@ from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.domain.release import Choice
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.orchestration.artifacts import publish_pictures, publish_progress, publish_tables
-from onnx_ops.orchestration.events import tell_run
+from onnx_ops.orchestration.events import emit_run_events
 from onnx_ops.orchestration.tasks import FAILED_STATES, PrefectExecutor, failed, run_as_task
 from onnx_ops.pipeline import ordered_map
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.notify import send_pending_each
 from onnx_ops.release.reconcile import DryRun, write_aliases
 from onnx_ops.release.rollback import roll_back_each
@@ -44,13 +44,13 @@ def ends_as_failed(flow: Callable[P, State[Any]]) -> Callable[P, State[Any]]:
 
 
 def named_after_file() -> str:
-    """Name of a flow run whose parameter `file` is a pipeline file: `digits-mlp`."""
+    """Return the name of a flow run whose parameter `file` is a pipeline file: `digits-mlp`."""
     return Path(runtime.flow_run.parameters["file"]).stem
 
 
-def actor(ports: Ports) -> str:
+def actor(context: Context) -> str:
     """Return the actor for the ledger: the user of the worker, and the flow run."""
-    return f"{ports.host.actor()} via prefect flow run {runtime.flow_run.id}"
+    return f"{context.host.actor()} via prefect flow run {runtime.flow_run.id}"
 
 
 def final_state(summary: Summary, errors: Mapping[str, OnnxOpsError]) -> State[Any]:
@@ -91,7 +91,7 @@ def reconcile_as_task(dry_run: DryRun, endpoint: str, by: str) -> State[Any]:
 
 
 def roll_back_endpoints(
-    ports: Ports,
+    context: Context,
     names: Sequence[str],
     *,
     to: str | None,
@@ -101,28 +101,28 @@ def roll_back_endpoints(
     pin: bool,
 ) -> Mapping[str, State[Any]]:
     """Roll all endpoints back first; then record a task run for each, update the registry, and notify people."""
-    results, errors = roll_back_each(ports, names, to=to, reason=reason, actor=by, force=force, pin=pin)
+    results, errors = roll_back_each(context, names, to=to, reason=reason, actor=by, force=force, pin=pin)
 
     def report(name: str) -> State[Any]:
         if name in errors:
             return failed(errors[name])
         result = results[name]
         message = f"{result.moved_from} -> {result.moved_to}, 100 % of traffic. Reason: {result.reason}"
-        pending = write_aliases(ports, name, actor=by) if result.pending_aliases else ""
+        pending = write_aliases(context, name, actor=by) if result.pending_aliases else ""
         return Completed(message=f"{message}\nregistry pending: {pending}" if pending else message)
 
     states = {name: run_as_task("rollback", f"rollback {name}", functools.partial(report, name)) for name in names}
-    send_pending_each(ports, tuple(results))
+    send_pending_each(context, tuple(results))
     return states
 
 
 def aggregate_state(states: Mapping[str, State[Any]]) -> State[Any]:
     """Return the state of a flow run over several endpoints: Completed, or Failed with the first failure's name."""
-    told = "\n".join(f"{name}: {state.message}" for name, state in states.items())
+    summary = "\n".join(f"{name}: {state.message}" for name, state in states.items())
     bad = [state.name for state in states.values() if not state.is_completed()]
     if bad:
-        return Failed(name=bad[0], message=told)
-    return Completed(message=told or "no endpoints yet: the first run of a pipeline with `deploy` binds one")
+        return Failed(name=bad[0], message=summary)
+    return Completed(message=summary or "no endpoints yet: the first run of a pipeline with `deploy` binds one")
 
 
 def run_pipeline(
@@ -147,15 +147,15 @@ def run_pipeline(
             no_cache=no_cache,
             executor=PrefectExecutor(),
             observer=progress,
-            actor=actor(project.ports),
+            actor=actor(project.context),
             abandon=abandon,
             jobs=jobs or os.cpu_count() or 1,
         )
-    summary = summarize(prepared.pipeline, result, project.ports)
+    summary = summarize(prepared.pipeline, result, project.context)
     publish_tables(summary)
-    publish_pictures(summary, evidence_of(summary, project.ports.store).values())
-    tell_run(project.ports, prepared.pipeline, summary)
-    send_pending_each(project.ports, [entry.endpoint for entry in prepared.pipeline.deploy])
+    publish_pictures(summary, evidence_of(summary, project.context.store).values())
+    emit_run_events(project.context, prepared.pipeline, summary)
+    send_pending_each(project.context, [entry.endpoint for entry in prepared.pipeline.deploy])
     return final_state(summary, result.errors)
 
 

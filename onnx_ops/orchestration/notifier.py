@@ -58,5 +58,5 @@ class PrefectNotifier(Notifier):
 
         block = load_block(self._place)
         if not isinstance(block, NotificationBlock):
-            raise UserError("is no notification block", where=self._where, remedy="See `prefect block ls`.")
+            raise UserError("is not a notification block", where=self._where, remedy="See `prefect block ls`.")
         return block

@@ -107,9 +107,9 @@ def _watched(project: Project, run: UUID) -> Iterator[None]:
             retry_soon(client)
             while not done.wait(1.0):
                 with contextlib.suppress(Exception):  # the server may be away; the stage continues
-                    found = client.read_flow_run(run)
-                    if is_final(found.state):
-                        if found.state is not None and found.state.is_cancelling():
+                    flow_run = client.read_flow_run(run)
+                    if is_final(flow_run.state):
+                        if flow_run.state is not None and flow_run.state.is_cancelling():
                             with contextlib.suppress(Exception):  # the worker sets it when this process has ended
                                 # Before the end of its processes, which the flow run would report as a failure.
                                 client.set_flow_run_state(
@@ -118,7 +118,7 @@ def _watched(project: Project, run: UUID) -> Iterator[None]:
                         project.running().end()
                         os._exit(1)
                     if time.monotonic() - sent > HEARTBEAT_S:
-                        client.update_flow_run(run, name=found.name)
+                        client.update_flow_run(run, name=flow_run.name)
                         sent = time.monotonic()
 
     thread = threading.Thread(target=watch, daemon=True)
@@ -153,7 +153,7 @@ def create_pool(client: SyncPrefectClient, pool: str) -> None:
 class PoolWorker:
     """Executes the stages that wait in a pool, each in a fork of this process.
 
-    This process must have one thread only: a fork of another one inherits locks that nobody releases.
+    This process must have one thread only: a fork of another one inherits locks that are never released.
     """
 
     pool: str
@@ -184,7 +184,7 @@ class PoolWorker:
                 self._reap(client)
                 free = self.limit - len(self.stages)
                 if not self._stopping and (free > 0 or now - polled >= HEARTBEAT_S):
-                    polled = now  # also without a free place: the time of the last poll shows that somebody is here
+                    polled = now  # also without a free place: the time of the last poll shows that the worker is alive
                     for run in self._waiting(client)[:free]:
                         self._take(client, run)
             time.sleep(_POLL_S)
@@ -220,7 +220,7 @@ class PoolWorker:
 
     @contextlib.contextmanager
     def _outlasting(self, client: SyncPrefectClient) -> Iterator[None]:
-        """Go on when the server is away: what is under way continues, and what waits stays there."""
+        """Continue while the server is away: running stages continue, and the scheduled ones wait."""
         try:
             yield
         except Exception as error:
@@ -235,8 +235,8 @@ class PoolWorker:
             self._away = False
 
     def _waiting(self, client: SyncPrefectClient) -> list[FlowRun]:
-        found = client.get_scheduled_flow_runs_for_work_pool(self.pool, [kind.value for kind in self.kinds])
-        return [entry.flow_run for entry in found]
+        scheduled = client.get_scheduled_flow_runs_for_work_pool(self.pool, [kind.value for kind in self.kinds])
+        return [entry.flow_run for entry in scheduled]
 
     def _take(self, client: SyncPrefectClient, run: FlowRun) -> None:
         """Start a stage, unless another worker was faster."""
@@ -250,7 +250,7 @@ class PoolWorker:
         self.stages[pid] = run
 
     def _reap(self, client: SyncPrefectClient) -> None:
-        """Report the ends of processes; a run that did not end by itself has crashed."""
+        """Report the ends of processes; a run that did not end regularly has crashed."""
         for pid, run in tuple(self.stages.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:

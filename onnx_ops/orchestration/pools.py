@@ -54,7 +54,7 @@ _INTERVALS = 3
 
 
 class _WorkerDied(Exception):
-    """The worker died, or its run was cancelled by somebody else."""
+    """The worker died, or its run was cancelled elsewhere."""
 
 
 @dataclass(kw_only=True)
@@ -66,7 +66,7 @@ class PrefectPools(Pools):
     """
 
     poll: float = 0.5
-    patience: float = 600.0
+    start_timeout_s: float = 600.0
     """For a run that a worker has taken, to start: a container's image may have to be pulled."""
     silence: float = _INTERVALS * HEARTBEAT_S - 1
     """A little less than three heartbeats, so that a death is seen within 15 s."""
@@ -204,35 +204,35 @@ class PrefectPools(Pools):
         """Return the end of a run.
 
         Raises:
-            _WorkerDied: it has no end of its own.
+            _WorkerDied: its process recorded no end.
             MeasurementError: it ran too long.
             ServiceUnavailableError: no worker will take it, or the server is silent.
         """
-        contact = heard = checked = time.monotonic()
+        contact = last_beat = checked = time.monotonic()
         started: float | None = None
         beat: object = None
         while True:
             time.sleep(self.poll if beat is not None else min(self.poll, 0.2))
             now = time.monotonic()
             try:
-                found = self._read(client, run)
+                flow_run = self._read(client, run)
             except Exception as error:
                 if not is_unavailable(error) or now - contact > self.outage:
                     raise
                 continue
             silent, contact = now - contact > self.silence, now
-            state, kind = found.state, _kind(found.state)
+            state, kind = flow_run.state, _kind(flow_run.state)
             if kind in _FINAL:
                 message = (state.message or "") if state else ""
-                seconds = found.total_run_time.total_seconds()
+                seconds = flow_run.total_run_time.total_seconds()
                 return EndedRun(run=str(run), failed=kind == "FAILED", message=message, seconds=seconds)
             if kind in _DEAD:
                 raise _WorkerDied(f"its flow run ended as {state.name if state else kind}")
-            if (found.updated, kind) != beat or silent:  # after an outage, the silence is counted anew
-                beat, heard = (found.updated, kind), now
+            if (flow_run.updated, kind) != beat or silent:  # after an outage, the silence is counted anew
+                beat, last_beat = (flow_run.updated, kind), now
             taken = kind == "RUNNING" or (state is not None and state.name == CLAIMED)
-            if taken and now - heard > self.silence:
-                declare_crashed(client, run, why := f"its flow run has sent no heartbeat for {now - heard:.0f} s")
+            if taken and now - last_beat > self.silence:
+                declare_crashed(client, run, why := f"its flow run has sent no heartbeat for {now - last_beat:.0f} s")
                 raise _WorkerDied(why)
             if kind == "RUNNING":
                 started = now if started is None else started
@@ -246,9 +246,9 @@ class PrefectPools(Pools):
             elif kind == "SCHEDULED" and now - checked > self.silence:
                 checked = now
                 require_workers(client, stage.pool, stage.kind.value, stage.title)
-            elif kind == "PENDING" and now - heard > self.patience:
+            elif kind == "PENDING" and now - last_beat > self.start_timeout_s:
                 raise MeasurementError(
-                    f"a worker of pool {stage.pool} took it, and did not start it within {self.patience:g} s",
+                    f"a worker of pool {stage.pool} took it, and did not start it within {self.start_timeout_s:g} s",
                     where=stage.title,
                     remedy="See the log of that worker.",
                 )
@@ -343,7 +343,7 @@ def _list_runs(client: SyncPrefectClient, pool: str, alive: Sequence[str]) -> It
     from prefect.client.schemas.sorting import FlowRunSort
 
     types = FlowRunFilterStateType(any_=[StateType(name) for name in _STATES])
-    found = list[PlacedRun]()
+    placed_runs = list[PlacedRun]()
     for offset in itertools.count(step=_PAGE):
         page = client.read_flow_runs(
             flow_filter=FlowFilter(name=FlowFilterName(any_=[FLOW])),
@@ -356,7 +356,7 @@ def _list_runs(client: SyncPrefectClient, pool: str, alive: Sequence[str]) -> It
         for run in page:
             state = _STATES[_kind(run.state)]
             worker = "" if state == "waiting" else _find_worker(client, run.id)
-            found.append(
+            placed_runs.append(
                 PlacedRun(
                     run=str(run.id),
                     stage=run.name,
@@ -369,7 +369,7 @@ def _list_runs(client: SyncPrefectClient, pool: str, alive: Sequence[str]) -> It
             )
         if len(page) < _PAGE:
             break
-    yield from sorted(found, key=lambda run: run.state == "waiting")
+    yield from sorted(placed_runs, key=lambda run: run.state == "waiting")
 
 
 def _find_worker(client: SyncPrefectClient, run: UUID) -> str:
@@ -418,7 +418,7 @@ def _create_run(client: SyncPrefectClient, deployment: UUID, stage: PlacedStage,
 
 
 def declare_crashed(client: SyncPrefectClient, run: UUID, why: str) -> None:
-    """Set a run whose process is dead to Crashed, so that nobody waits for it."""
+    """Set a run whose process is dead to Crashed, so that no run waits for it."""
     from prefect.states import Crashed
 
     client.set_flow_run_state(run, Crashed(message=why), force=True)
@@ -438,7 +438,7 @@ def _cancel(client: SyncPrefectClient, run: UUID) -> None:
 
 
 def is_final(state: State[Any] | None) -> bool:
-    """Return whether a flow run in this state has ended, or was told to."""
+    """Return whether a flow run in this state has ended, or is asked to end."""
     return _kind(state) in (*_FINAL, *_DEAD)
 
 
@@ -473,7 +473,7 @@ def _open_client() -> Iterator[SyncPrefectClient]:
 
 
 def retry_soon(client: SyncPrefectClient) -> None:
-    """Have a client repeat within a second what a server on SQLite refuses to simultaneous writers.
+    """Retry within a second what a server on SQLite refuses to simultaneous writers.
 
     It answers them with 503, after which Prefect's client would wait two seconds and more.
     """

@@ -15,7 +15,7 @@ from prefect.states import Completed, Failed
 from onnx_ops.domain.rollout import ActionKind
 from onnx_ops.errors import ConflictError, OnnxOpsError, UserError
 from onnx_ops.orchestration.tasks import failed, run_as_task
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.notify import send_pending_each
 from onnx_ops.release.reconcile import StepReport, reconcile_until_stable
@@ -25,7 +25,7 @@ from onnx_ops.reporting.plots import as_data_url, evidence_svg
 _ENDED_BADLY = (ActionKind.ABORT, ActionKind.ROLLBACK)
 
 
-def run_rollout(ports: Ports, endpoint: str, *, by: str, limit: str, interval: str) -> State[Any]:
+def run_rollout(context: Context, endpoint: str, *, by: str, limit: str, interval: str) -> State[Any]:
     """Reconcile the endpoint repeatedly until its rollout ends or the time is over.
 
     Other processes can drive it at the same time. After the time limit the rollout stays where it is: the reconciler,
@@ -39,41 +39,41 @@ def run_rollout(ports: Ports, endpoint: str, *, by: str, limit: str, interval: s
         NotFoundError: no such endpoint.
         UserError: a duration is invalid.
     """
-    Journal.open(ports, endpoint).config  # noqa: B018 (raises NotFoundError for an unknown name)
-    pause, deadline = _seconds(interval, "interval"), ports.clock.monotonic() + _seconds(limit, "limit")
+    Journal.open(context, endpoint).config  # noqa: B018 (raises NotFoundError for an unknown name)
+    pause, deadline = _seconds(interval, "interval"), context.clock.monotonic() + _seconds(limit, "limit")
     trouble, published = "", -1
     while True:
-        reports, error = _reconcile(ports, endpoint, by)
+        reports, error = _reconcile(context, endpoint, by)
         if error is not None and str(error) != trouble:
             trouble = str(error)
             run_as_task("rollout", f"{endpoint}: trouble", partial(failed, error))
-        send_pending_each(ports, (endpoint,))
-        journal = Journal.open(ports, endpoint)
+        send_pending_each(context, (endpoint,))
+        journal = Journal.open(context, endpoint)
         if journal.state.head != published:
             published = journal.state.head
-            publish_rollout(ports, endpoint)
+            publish_rollout(context, endpoint)
         is_over = journal.state.roles.candidate is None and error is None and reports[-1].stable
-        if is_over or ports.clock.monotonic() >= deadline:
+        if is_over or context.clock.monotonic() >= deadline:
             break
         sleep(pause)
     if error is not None:
         return failed(error)
     if not is_over:
         return Completed(name="TimeIsOver", message=f"not over yet: {reports[-1].why}")
-    timeline = build_timeline(endpoint, ports.ledger.read(endpoint))
+    timeline = build_timeline(endpoint, context.ledger.read(endpoint))
     if timeline is not None and timeline.end in _ENDED_BADLY:
         return Failed(name="RolledBack", message=f"{timeline.candidate.name}: {timeline.steps[-1].why}")
     return Completed(message=reports[-1].why)
 
 
-def publish_rollout(ports: Ports, endpoint: str) -> None:
+def publish_rollout(context: Context, endpoint: str) -> None:
     """Publish `<endpoint>-rollout`: the steps, their reasons and the evidence. Nothing without a rollout."""
-    timeline = build_timeline(endpoint, ports.ledger.read(endpoint))
+    timeline = build_timeline(endpoint, context.ledger.read(endpoint))
     if timeline is None:
         return
     model, version = timeline.candidate.model, timeline.candidate.version
     try:
-        link = ports.registry().page(model, version, "report.html")
+        link = context.registry().page(model, version, "report.html")
     except OnnxOpsError:  # the registry may be down
         link = ""
     command = f"Write the report out: `onnx-ops report {model}/{version}`"
@@ -100,7 +100,7 @@ def page(endpoint: str, timeline: RolloutTimeline, report: str) -> str:
     return "\n".join([*rows, "", report, ""])
 
 
-def _reconcile(ports: Ports, endpoint: str, by: str) -> tuple[list[StepReport], OnnxOpsError | None]:
+def _reconcile(context: Context, endpoint: str, by: str) -> tuple[list[StepReport], OnnxOpsError | None]:
     """Run one pass; every step with an effect becomes a task run that describes it and its reason."""
     reports: list[StepReport] = []
 
@@ -113,9 +113,9 @@ def _reconcile(ports: Ports, endpoint: str, by: str) -> tuple[list[StepReport], 
             run_as_task("rollout", f"{report.endpoint}: {report.did}", lambda: state)
 
     try:
-        reconcile_until_stable(ports, endpoint, actor=by, on_step=record)
+        reconcile_until_stable(context, endpoint, actor=by, on_step=record)
     except ConflictError:  # another process acted; the next pass sees it
-        reports.append(StepReport(endpoint=endpoint, did="", why="somebody else acted meanwhile", stable=False))
+        reports.append(StepReport(endpoint=endpoint, did="", why="another process acted meanwhile", stable=False))
     except OnnxOpsError as error:
         return reports, error
     return reports, None

@@ -249,7 +249,7 @@ def plan_variants(pipeline: Pipeline, targets: Mapping[str, Target], probe: Prob
             continue
         env, hints = write_environment(entry.env)
         settings: dict[str, Json] = {
-            "section": write_section(probe.settled(entry)),
+            "section": write_section(probe.inline_files(entry)),
             "quantized": probe.is_quantizer(entry),
             "machines": list(machines),
             **env,

@@ -177,8 +177,8 @@ def run(
 ) -> RunResult:
     """Run every stage of a plan that can run; a failure stops only dependent stages.
 
-    An unusable file stops the run: it is no property of a variant, and a release without the file would differ from the
-    intended one.
+    An unusable file stops the run: it is not a property of a variant, and a release without the file would differ from
+    the intended one.
 
     Args:
         no_cache: kinds of stages whose cached results are ignored.

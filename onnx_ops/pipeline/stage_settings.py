@@ -25,7 +25,7 @@ from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.pipeline.user_code import UserCode
-from onnx_ops.ports import Exporter, Ports
+from onnx_ops.ports import Context, Exporter
 
 REQUIREMENTS = "requirements"
 """Key among a stage's tools that marks an isolated environment."""
@@ -74,7 +74,7 @@ class Probe(Protocol):
         """
         ...
 
-    def settled(self, entry: Quantize) -> Quantize:
+    def inline_files(self, entry: Quantize) -> Quantize:
         """Return the entry with the content of the files that its options name."""
         ...
 
@@ -211,9 +211,9 @@ def is_isolated(stage: Stage) -> bool:
     return REQUIREMENTS in stage.tools
 
 
-def get_exporter(stage: Stage, ports: Ports, framework: str) -> Exporter:
+def get_exporter(stage: Stage, context: Context, framework: str) -> Exporter:
     """Return the exporter, in the environment of the stage's hints."""
-    exporter = ports.exporter(framework, read_environment(stage))
+    exporter = context.exporter(framework, read_environment(stage))
     operators = read_reference_operators(stage)
     return exporter.with_custom_ops(operators) if operators else exporter
 

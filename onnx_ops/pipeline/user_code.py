@@ -224,4 +224,4 @@ def find_distributions(package: str) -> Mapping[str, str]:
     """Return the distributions of an importable package, with versions."""
     if package in (_OURS, _JOBLIB) or package in sys.stdlib_module_names:
         return {}
-    return plugins.bringing(package)
+    return plugins.find_distributions(package)

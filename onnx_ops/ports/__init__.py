@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from onnx_ops.ports.context import Context
 from onnx_ops.ports.data import (
     Dataset,
     DataSource,
@@ -51,10 +52,10 @@ from onnx_ops.ports.runtime import (
     StartSchedule,
 )
 from onnx_ops.ports.store import Signer, StageJournal, Store, Verifier
-from onnx_ops.ports.toolbox import Ports
 
 __all__ = [
     "Clock",
+    "Context",
     "DataSource",
     "Dataset",
     "EndedRun",
@@ -79,7 +80,6 @@ __all__ = [
     "PlacedStage",
     "PoolStatus",
     "Pools",
-    "Ports",
     "Registry",
     "RunSamples",
     "Runtime",

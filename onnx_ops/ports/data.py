@@ -71,7 +71,7 @@ def frame_of(inputs: Tensors) -> Any:
     for name, array in inputs.items():
         if array.ndim > 2 or (array.ndim == 2 and array.shape[1] != 1):
             raise UserError(
-                f"input {name!r} is no column: it is of shape {tuple(array.shape)}",
+                f"input {name!r} is not a column: it is of shape {tuple(array.shape)}",
                 where="data",
                 remedy="Leave out `inputs` of the data set, so that each column of its table is an input.",
             )

@@ -65,7 +65,7 @@ class Optimizer(ABC):
         """Return the files that the options name, relative to the project's folder."""
         return ()
 
-    def settle(self, section: Quantize, root: Path) -> Quantize:
+    def inline_files(self, section: Quantize, root: Path) -> Quantize:
         """Return the section with the content of its files in place of their names, for the stage's key.
 
         Raises:
@@ -74,5 +74,5 @@ class Optimizer(ABC):
         return section
 
     def quantizes(self, section: Quantize) -> bool:
-        """Return whether a settled section makes a quantized variant: options can decide that."""
+        """Return whether a section with inlined files makes a quantized variant: options can decide that."""
         return self.quantized

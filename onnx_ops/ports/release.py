@@ -93,7 +93,7 @@ class Registry(Protocol):
         ...
 
     def page(self, model: str, version: str, name: str) -> str:
-        """Return the address of that evidence document of the version; empty if there are no such pages.
+        """Return the address of an evidence document of the version; empty if the registry has no pages for them.
 
         Raises:
             NotFoundError: there is no such version.
@@ -267,7 +267,7 @@ class MetricsSource(ABC):
 
     @abstractmethod
     def capabilities(self) -> frozenset[str]:
-        """Return what it can report: `exceedances` (requests over a latency) or `quantiles`; `shadow`, `outcomes`,
+        """Return what it can report: `exceedances` (requests over a latency) or `quantiles`; `shadow`, `feedback`,
         `cold_starts`."""
 
     @abstractmethod
@@ -312,7 +312,7 @@ class ModelFiles(Protocol):
         """
         ...
 
-    def kept(self) -> Sequence[StoredObject]:
+    def list_folders(self) -> Sequence[StoredObject]:
         """Return every stored folder, by its manifest's digest; `at` is when it was admitted."""
         ...
 

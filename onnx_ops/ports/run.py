@@ -20,11 +20,11 @@ class Clock(Protocol):
     """The time."""
 
     def now(self) -> float:
-        """Seconds since the epoch."""
+        """Return seconds since the epoch."""
         ...
 
     def monotonic(self) -> float:
-        """Seconds from an arbitrary start, for durations."""
+        """Return seconds from an arbitrary start, for durations."""
         ...
 
 
@@ -173,7 +173,7 @@ class Pools(ABC):
 
         Args:
             stage: what to execute.
-            is_done: returns whether its result is in the store, so that nobody needs to execute it.
+            is_done: returns whether its result is in the store, so that it need not be executed.
 
         Raises:
             UserError: there is no such pool, or it does not execute this kind of stage.

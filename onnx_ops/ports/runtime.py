@@ -30,7 +30,7 @@ class PairedBenchmarkSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedBenchmarkSamples:
-    """Raw samples of a race: nanoseconds and preemptions of shape (rounds, blocks, models, runs).
+    """Raw samples of a paired benchmark: nanoseconds and preemptions of shape (rounds, blocks, models, runs).
 
     `probe`, of the same shape, is the duration of a short, constant piece of work on the same core directly before or
     after each run, the longer of the two. It shows how fast the machine was at that moment. None where a runtime has no
@@ -133,7 +133,7 @@ class Runtime(ABC):
         """Time single runs of one session."""
 
     @abstractmethod
-    def race(
+    def benchmark(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
         """Time models side by side; a model that is listed twice gets two sessions."""

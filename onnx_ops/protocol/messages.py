@@ -49,7 +49,7 @@ USER_BUCKETS = 1 << 14
 KEYLESS_CELL = USER_BUCKETS
 """The cell of requests without a user key."""
 USER_CELLS = USER_BUCKETS + 1
-CELL_REQUESTS, CELL_ERRORS, CELL_OUTCOMES, CELL_SUCCESSES, CELL_LATENCIES = range(5)
+CELL_REQUESTS, CELL_ERRORS, CELL_FEEDBACK, CELL_SUCCESSES, CELL_LATENCIES = range(5)
 """Fields of the counts by user. From `CELL_LATENCIES` on: requests by the number of thresholds that they exceed."""
 MAX_USER_THRESHOLDS = 24
 """Latency thresholds of a deployment: places of its distribution, and four quantiles with allowed slow-downs."""
@@ -77,7 +77,7 @@ class DeploymentCounts:
         service: the same without queueing, for requests that ran alone. Both have one bucket more than
             `Counts.bounds_s`.
         shadow_answered, shadow_differing, shadow_failed: mirrored requests by result.
-        outcomes, successes: outcomes that clients reported.
+        feedback, successes: entries of feedback that clients reported, and the good ones.
         users: counts by user, if they were requested (see `decode_user_counts`).
         cold_s: seconds of loads in fresh processes. Measured if a deployment of a user counts request gets neither
             traffic nor mirrored requests.
@@ -89,7 +89,7 @@ class DeploymentCounts:
     shadow_answered: int = 0
     shadow_differing: int = 0
     shadow_failed: int = 0
-    outcomes: int = 0
+    feedback: int = 0
     successes: int = 0
     users: str = ""
     cold_s: tuple[float, ...] = ()

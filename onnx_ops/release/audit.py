@@ -13,7 +13,7 @@ from onnx_ops.domain.gate import Gate
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import format_alias
 from onnx_ops.errors import CorruptStateError, DigestMismatchError, InvalidSignatureError, NotFoundError
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.decision_policy import is_signed_by
 from onnx_ops.release.journal import list_bound_endpoints, parse_stream_name
 from onnx_ops.statistics.judge import judge
@@ -40,14 +40,16 @@ class Dependent:
     alias: str
 
 
-def reevaluate(ports: Ports, model: str, version: str, target: str | None = None) -> tuple[ReevaluatedDecision, ...]:
+def reevaluate(
+    context: Context, model: str, version: str, target: str | None = None
+) -> tuple[ReevaluatedDecision, ...]:
     """Re-evaluate a version for every target that it has a decision for, or for one of them.
 
     Raises:
         NotFoundError: no such version, or no decision for the target.
         DigestMismatchError: the stored evidence differs from the signed one.
     """
-    record = ports.registry().version(model, version)
+    record = context.registry().version(model, version)
     targets = [target] if target is not None else sorted(record.decisions)
     missing = [name for name in targets if name not in record.decisions]
     if missing or not targets:
@@ -60,10 +62,10 @@ def reevaluate(ports: Ports, model: str, version: str, target: str | None = None
     reevaluated: list[ReevaluatedDecision] = []
     for name in targets:
         signed = record.decisions[name]
-        evidence, gates = _load_documents(ports, record, name)
+        evidence, gates = _load_documents(context, record, name)
         decision = judge(gates, evidence)
         try:
-            verify_envelope(signed.envelope, DecisionRecord, ports.verifier())
+            verify_envelope(signed.envelope, DecisionRecord, context.verifier())
             signature = "valid"
         except InvalidSignatureError as error:
             signature = f"not valid: {error}"
@@ -80,14 +82,14 @@ def reevaluate(ports: Ports, model: str, version: str, target: str | None = None
     return tuple(reevaluated)
 
 
-def reevaluate_release(ports: Ports, model: str, version: str) -> dict[str, tuple[ReevaluatedDecision, ...]]:
+def reevaluate_release(context: Context, model: str, version: str) -> dict[str, tuple[ReevaluatedDecision, ...]]:
     """Re-evaluate the newest version of every variant of the release that a version belongs to, by variant.
 
     Raises:
         NotFoundError: no such version, or no decision for any variant.
         DigestMismatchError: the stored evidence differs from the signed one.
     """
-    registry = ports.registry()
+    registry = context.registry()
     release = registry.version(model, version).release
     newest: dict[str, str] = {}
     for listed in sorted(registry.versions(model), key=lambda listed: int(listed.version)):
@@ -99,10 +101,10 @@ def reevaluate_release(ports: Ports, model: str, version: str) -> dict[str, tupl
             where=f"{model}/{version}",
             remedy="Decisions are signed where the settings say `signing = 'auto'` or 'required'.",
         )
-    return {variant: reevaluate(ports, model, number) for variant, number in newest.items()}
+    return {variant: reevaluate(context, model, number) for variant, number in newest.items()}
 
 
-def load_decision_basis(ports: Ports, record: VersionRecord, target: str) -> tuple[Evidence, tuple[Gate, ...]]:
+def load_decision_basis(context: Context, record: VersionRecord, target: str) -> tuple[Evidence, tuple[Gate, ...]]:
     """Return the evidence and gates of a version's decision, if it is validly signed and about its files.
 
     Raises:
@@ -115,25 +117,25 @@ def load_decision_basis(ports: Ports, record: VersionRecord, target: str) -> tup
     if signed is None:
         remedy = "It serves by an override, without measurements; run its pipeline for this target."
         raise NotFoundError(f"no decision for target {target}", where=where, remedy=remedy)
-    verify_envelope(signed.envelope, DecisionRecord, ports.verifier(), where=where)
+    verify_envelope(signed.envelope, DecisionRecord, context.verifier(), where=where)
     if signed.record.manifest != record.manifest:
         remedy = "Promote a version whose decision is about its own files."
         raise DigestMismatchError("the decision is about other files", where=where, remedy=remedy)
-    return _load_documents(ports, record, target)
+    return _load_documents(context, record, target)
 
 
-def list_dependents(ports: Ports, key: Digest) -> tuple[Dependent, ...]:
+def list_dependents(context: Context, key: Digest) -> tuple[Dependent, ...]:
     """Return the versions under guarded aliases whose decision or override this key signed, of all models.
 
     Raises:
         ServiceUnavailableError: the registry does not answer.
     """
-    configs = [ports.ledger.state(name).config for name in list_bound_endpoints(ports)]
+    configs = [context.ledger.state(name).config for name in list_bound_endpoints(context)]
     pairs = {(config.model, config.target) for config in configs if config is not None}
-    pairs |= {pair for name in ports.ledger.endpoints() if (pair := parse_stream_name(name)) is not None}
+    pairs |= {pair for name in context.ledger.endpoints() if (pair := parse_stream_name(name)) is not None}
     dependents: list[Dependent] = []
     for model, target in sorted(pairs):
-        registry, verifier = ports.registry(), ports.verifier()
+        registry, verifier = context.registry(), context.verifier()
         aliases = registry.aliases(model)
         for name in (format_alias(role, target) for role in ("champion", "challenger", "previous")):
             try:
@@ -144,20 +146,20 @@ def list_dependents(ports: Ports, key: Digest) -> tuple[Dependent, ...]:
     return tuple(dependents)
 
 
-def _load_documents(ports: Ports, record: VersionRecord, target: str) -> tuple[Evidence, tuple[Gate, ...]]:
+def _load_documents(context: Context, record: VersionRecord, target: str) -> tuple[Evidence, tuple[Gate, ...]]:
     signed = record.decisions[target].record
-    evidence = _load_document(ports, record, f"evidence/{target}.json", signed.evidence)
-    gates = _load_document(ports, record, f"evidence/{target}.gates.json", signed.gates_digest)
+    evidence = _load_document(context, record, f"evidence/{target}.json", signed.evidence)
+    gates = _load_document(context, record, f"evidence/{target}.gates.json", signed.gates_digest)
     where = f"evidence of {record.model}/{record.version}"
     return codec.loads(evidence, Evidence, where=where), codec.loads(gates, tuple[Gate, ...])
 
 
-def _load_document(ports: Ports, record: VersionRecord, name: str, digest: Digest) -> bytes:
+def _load_document(context: Context, record: VersionRecord, name: str, digest: Digest) -> bytes:
     """Read a document from the local store, else from the registry, and compare its digest with the signed one."""
     try:
-        return ports.store.read(digest)
+        return context.store.read(digest)
     except CorruptStateError:
-        data = ports.registry().document(record, name)
+        data = context.registry().document(record, name)
     if digest_bytes(data) != digest:
         raise DigestMismatchError(
             f"{name} is not what was signed",

@@ -1,6 +1,6 @@
 """Which versions a signed decision or override allows to serve.
 
-Pure functions without store or registry: the reconciler and the veto in the registry's server apply the same rules.
+Pure functions without store or registry: the reconciler and the policy in the MLflow server apply the same rules.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from onnx_ops.errors import (
     RefusedError,
     ServiceUnavailableError,
 )
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.decision_policy import REJECTED_REMEDY, find_rejection_reason
 
 LEASE_S = 120.0
@@ -72,29 +72,31 @@ def retry_on_conflict(attempt: Callable[[], _Result]) -> _Result:
 class Journal:
     """The state of one endpoint, updated by the entries that are appended through it."""
 
-    ports: Ports
+    context: Context
     state: ReleaseState
     actor: str
 
     @classmethod
-    def open(cls, ports: Ports, endpoint: str, *, actor: str = "") -> Journal:
+    def open(cls, context: Context, endpoint: str, *, actor: str = "") -> Journal:
         """Read the ledger of an endpoint. Raises CorruptStateError if it is damaged."""
-        return cls(ports, ports.ledger.state(endpoint), actor or ports.host.actor())
+        return cls(context, context.ledger.state(endpoint), actor or context.host.actor())
 
     @classmethod
-    def update(cls, ports: Ports, endpoint: str, change: Callable[[Journal], _Result], *, actor: str = "") -> _Result:
+    def update(
+        cls, context: Context, endpoint: str, change: Callable[[Journal], _Result], *, actor: str = ""
+    ) -> _Result:
         """Call `change` with the endpoint's journal, again each time that another writer appended first."""
-        return retry_on_conflict(lambda: change(cls.open(ports, endpoint, actor=actor)))
+        return retry_on_conflict(lambda: change(cls.open(context, endpoint, actor=actor)))
 
     @property
     def config(self) -> EndpointConfig:
         """The endpoint's config. Raises NotFoundError if no pipeline has bound it."""
         if self.state.config is None:
-            known = ", ".join(list_bound_endpoints(self.ports)) or "none"
+            known = ", ".join(list_bound_endpoints(self.context)) or "none"
             raise NotFoundError(
                 "no endpoint of that name",
                 where=self.state.endpoint,
-                remedy=f"Known endpoints: {known} (ledger: {self.ports.ledger.place}). "
+                remedy=f"Known endpoints: {known} (ledger: {self.context.ledger.place}). "
                 "An endpoint is bound by the first `onnx-ops run` that deploys it.",
             )
         return self.state.config
@@ -112,7 +114,11 @@ class Journal:
     def active_intent(self) -> Intent | None:
         """Return the open intent while it is a lease; None if none is open, it expired, or its holder died."""
         intent = self.state.open_intent
-        if intent is None or self.ports.clock.now() >= intent.expires_at or not self.ports.host.alive(intent.holder):
+        if (
+            intent is None
+            or self.context.clock.now() >= intent.expires_at
+            or not self.context.host.alive(intent.holder)
+        ):
             return None
         return intent
 
@@ -125,11 +131,11 @@ class Journal:
         entry = LedgerEntry(
             endpoint=self.state.endpoint,
             sequence=self.state.head + 1,
-            at=self.ports.clock.now(),
+            at=self.context.clock.now(),
             actor=actor or self.actor,
             body=body,
         )
-        self.ports.ledger.append(entry)
+        self.context.ledger.append(entry)
         self.state = apply_entry(self.state, entry)
         return entry.sequence
 
@@ -150,8 +156,8 @@ class Journal:
         config = self.config
         if effect is None:
             self._require_approved(action)
-        expires_at = self.ports.clock.now() + LEASE_S
-        sequence = self.append(Intent(action=action, holder=self.ports.host.holder(), expires_at=expires_at))
+        expires_at = self.context.clock.now() + LEASE_S
+        sequence = self.append(Intent(action=action, holder=self.context.host.holder(), expires_at=expires_at))
         with self._renewing_lease(sequence):
             failure: OnnxOpsError | None = None
             try:
@@ -159,7 +165,7 @@ class Journal:
                     effect(sequence)
                 else:
                     state = replace(action.state, generation=sequence)
-                    self.ports.provider(config.provider).apply(config, state, generation=sequence)
+                    self.context.provider(config.provider).apply(config, state, generation=sequence)
             except OnnxOpsError as error:
                 failure = error
             except OSError as error:
@@ -183,15 +189,15 @@ class Journal:
         Raises:
             LedgerConflictError: another writer appended just now; call again.
         """
-        current = Journal(self.ports, self.ports.ledger.state(self.state.endpoint), self.actor)
+        current = Journal(self.context, self.context.ledger.state(self.state.endpoint), self.actor)
         if current.state.open_intent is None or current.state.generation != sequence:
             return False
-        current.append(LeaseRenewed(of=sequence, expires_at=self.ports.clock.now() + LEASE_S))
+        current.append(LeaseRenewed(of=sequence, expires_at=self.context.clock.now() + LEASE_S))
         return True
 
     def _require_approved(self, action: Action) -> None:
         """Require that a trusted key has signed what the action deploys for this model and target."""
-        state, config, verifier = self.state, self.config, self.ports.verifier()
+        state, config, verifier = self.state, self.config, self.context.verifier()
         for deployment in action.state.deployments:
             about = verify_authority(deployment, verifier)
             if (about.model, about.target) != (config.model, config.target):
@@ -211,7 +217,7 @@ class Journal:
         if isinstance(failure, ConflictError):
             return False
         try:
-            observed = self.ports.provider(config.provider).observe(config)
+            observed = self.context.provider(config.provider).observe(config)
         except OnnxOpsError:
             return False
         if observed is None:
@@ -226,7 +232,7 @@ class Journal:
             try:
                 self.append(outcome)
             except LedgerConflictError:
-                self.state = self.ports.ledger.state(self.state.endpoint)
+                self.state = self.context.ledger.state(self.state.endpoint)
                 if self.state.open_intent is None or self.state.generation != outcome.of:
                     raise
             else:
@@ -235,7 +241,7 @@ class Journal:
     @contextmanager
     def _renewing_lease(self, sequence: int) -> Iterator[None]:
         """Renew the lease in a thread each time that half of it is over, until the block ends."""
-        ended, clock = threading.Event(), self.ports.clock
+        ended, clock = threading.Event(), self.context.clock
 
         def keep() -> None:
             due = clock.now() + LEASE_S / 2
@@ -327,40 +333,42 @@ def run_concurrently(
     return completed
 
 
-def list_bound_endpoints(ports: Ports) -> tuple[str, ...]:
+def list_bound_endpoints(context: Context) -> tuple[str, ...]:
     """Return the endpoints that a pipeline has bound, and those with a damaged ledger, which can be bound."""
-    names = (name for name in ports.ledger.endpoints() if "@" not in name)
+    names = (name for name in context.ledger.endpoints() if "@" not in name)
     return tuple(
-        name for name in names if read_readable_state(ports, name).config is not None or find_corruption(ports, name)
+        name
+        for name in names
+        if read_readable_state(context, name).config is not None or find_corruption(context, name)
     )
 
 
-def read_readable_state(ports: Ports, endpoint: str) -> ReleaseState:
+def read_readable_state(context: Context, endpoint: str) -> ReleaseState:
     """Return the state from the readable part of the ledger. Only the binding of a damaged one is reliable."""
     try:
-        return ports.ledger.state(endpoint)
+        return context.ledger.state(endpoint)
     except CorruptStateError:
-        return fold(endpoint, ports.ledger.read_intact(endpoint))
+        return fold(endpoint, context.ledger.read_intact(endpoint))
 
 
-def find_corruption(ports: Ports, endpoint: str) -> CorruptStateError | None:
+def find_corruption(context: Context, endpoint: str) -> CorruptStateError | None:
     """Return why the endpoint's state cannot be read, or None."""
     try:
-        ports.ledger.state(endpoint)
+        context.ledger.state(endpoint)
     except CorruptStateError as error:
         return error
     return None
 
 
-def list_sibling_states(ports: Ports, model: str, target: str) -> tuple[ReleaseState, ...]:
+def list_sibling_states(context: Context, model: str, target: str) -> tuple[ReleaseState, ...]:
     """Return the readable state of every endpoint that serves this model on this target."""
-    states = (read_readable_state(ports, name) for name in ports.ledger.endpoints() if "@" not in name)
+    states = (read_readable_state(context, name) for name in context.ledger.endpoints() if "@" not in name)
     return tuple(s for s in states if s.config is not None and (s.config.model, s.config.target) == (model, target))
 
 
-def pin_aliases(ports: Ports, config: EndpointConfig, action: Action) -> Action:
+def pin_aliases(context: Context, config: EndpointConfig, action: Action) -> Action:
     """Return a rollback without alias writes if several endpoints share the aliases."""
-    return replace(action, aliases={}) if len(list_sibling_states(ports, config.model, config.target)) > 1 else action
+    return replace(action, aliases={}) if len(list_sibling_states(context, config.model, config.target)) > 1 else action
 
 
 def format_stream_name(model: str, target: str) -> str:

@@ -18,7 +18,7 @@ from onnx_ops.domain.notification import (
     list_pending_notifications,
 )
 from onnx_ops.errors import ConflictError, CorruptStateError, OnnxOpsError
-from onnx_ops.ports import Notifier, Ports
+from onnx_ops.ports import Context, Notifier
 from onnx_ops.release.journal import Backoff, Journal
 
 _log = logging.getLogger(__name__)
@@ -26,16 +26,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeliveryResult:
-    """The notifications that one notifier sent about one endpoint; `trouble` is why it sent no more."""
+    """The notifications that one notifier sent about one endpoint; `error` is why it sent no more."""
 
     endpoint: str
     notifier: str
     sent: tuple[Notification, ...] = ()
-    trouble: str = ""
+    error: str = ""
 
 
 def send_pending(
-    ports: Ports, endpoint: str, *, accepts: Callable[[str], bool] = lambda _: True
+    context: Context, endpoint: str, *, accepts: Callable[[str], bool] = lambda _: True
 ) -> tuple[DeliveryResult, ...]:
     """Send pending notifications about an endpoint through every notifier whose name `accepts` allows.
 
@@ -46,30 +46,32 @@ def send_pending(
         CorruptStateError: the ledger is damaged.
     """
     return tuple(
-        _send_through(ports, endpoint, name, notifier) for name, notifier in ports.notifiers().items() if accepts(name)
+        _send_through(context, endpoint, name, notifier)
+        for name, notifier in context.notifiers().items()
+        if accepts(name)
     )
 
 
-def send_pending_each(ports: Ports, endpoints: Sequence[str]) -> tuple[DeliveryResult, ...]:
+def send_pending_each(context: Context, endpoints: Sequence[str]) -> tuple[DeliveryResult, ...]:
     """Call `send_pending` for several endpoints after traffic has moved. Raises nothing; failures are sent later."""
     results: list[DeliveryResult] = []
     for name in endpoints:
         try:
-            results += send_pending(ports, name)
+            results += send_pending(context, name)
         except Exception as error:  # any exception of the ledger's storage or a notifier
-            results.append(DeliveryResult(endpoint=name, notifier="", trouble=str(error)))
+            results.append(DeliveryResult(endpoint=name, notifier="", error=str(error)))
     return tuple(results)
 
 
-def send_test_message(ports: Ports) -> tuple[DeliveryResult, ...]:
+def send_test_message(context: Context) -> tuple[DeliveryResult, ...]:
     """Send a test notification through every notifier."""
-    return send_now(ports, build_test_notification("onnx-ops", at=ports.clock.now(), actor=ports.host.actor()))
+    return send_now(context, build_test_notification("onnx-ops", at=context.clock.now(), actor=context.host.actor()))
 
 
-def send_now(ports: Ports, notification: Notification) -> tuple[DeliveryResult, ...]:
+def send_now(context: Context, notification: Notification) -> tuple[DeliveryResult, ...]:
     """Send a notification that is in no ledger, once, through every notifier, without retries."""
-    linked = _add_link(ports, notification)
-    return tuple(_send(linked, name, notifier) for name, notifier in ports.notifiers().items())
+    linked = _add_link(context, notification)
+    return tuple(_send(linked, name, notifier) for name, notifier in context.notifiers().items())
 
 
 class NotificationLoop:
@@ -81,18 +83,18 @@ class NotificationLoop:
 
     def __init__(
         self,
-        ports: Ports,
+        context: Context,
         *,
         interval_s: float,
         endpoints: Callable[[], Sequence[str]],
         on_result: Callable[[DeliveryResult], None],
     ) -> None:
-        self._ports = ports
+        self._context = context
         self._interval_s = interval_s
         self._endpoints = endpoints
         self._on_result = on_result
         self._backoffs: dict[str, Backoff] = {}
-        self._troubles: dict[str, str] = {}
+        self._errors: dict[str, str] = {}
 
     def run(self, stopped: threading.Event) -> None:
         """Run until stopped, then once more for the last changes."""
@@ -108,31 +110,31 @@ class NotificationLoop:
 
     def send_all(self) -> None:
         """Run one pass over all endpoints. A notifier that failed skips some passes, at most for a minute."""
-        ready = {name for name in self._ports.notifiers() if self._backoff(name).is_due()}
+        ready = {name for name in self._context.notifiers() if self._backoff(name).is_due()}
         failed: set[str] = set()
         for endpoint in self._endpoints() if ready else ():
             try:
-                results = send_pending(self._ports, endpoint, accepts=(ready - failed).__contains__)
+                results = send_pending(self._context, endpoint, accepts=(ready - failed).__contains__)
             except CorruptStateError as error:  # a damaged ledger must not stop the others
-                results = (DeliveryResult(endpoint=endpoint, notifier="", trouble=str(error)),)
+                results = (DeliveryResult(endpoint=endpoint, notifier="", error=str(error)),)
             for result in results:
                 source = result.notifier or result.endpoint
-                if result.sent or (result.trouble and self._troubles.get(source) != result.trouble):
+                if result.sent or (result.error and self._errors.get(source) != result.error):
                     self._on_result(result)
-                if result.trouble:
-                    self._troubles[source] = result.trouble
+                if result.error:
+                    self._errors[source] = result.error
                     failed.add(result.notifier)
         for name in ready:
             self._backoff(name).record(failed=name in failed)
             if name not in failed:
-                self._troubles.pop(name, None)
+                self._errors.pop(name, None)
 
     def _backoff(self, notifier: str) -> Backoff:
         return self._backoffs.setdefault(notifier, Backoff(self._interval_s))
 
 
-def _send_through(ports: Ports, endpoint: str, name: str, notifier: Notifier) -> DeliveryResult:
-    entries = ports.ledger.read(endpoint)
+def _send_through(context: Context, endpoint: str, name: str, notifier: Notifier) -> DeliveryResult:
+    entries = context.ledger.read(endpoint)
     if not entries:
         return DeliveryResult(endpoint=endpoint, notifier=name)
     sent: list[Notification] = []
@@ -140,42 +142,42 @@ def _send_through(ports: Ports, endpoint: str, name: str, notifier: Notifier) ->
         # The first pass records its starting point, so that nothing expires while it fails.
         positions = [e.body.of for e in entries if isinstance(e.body, NotificationSent) and e.body.notifier == name]
         if not positions:
-            oldest = ports.clock.now() - REPEAT_INTERVAL_S
+            oldest = context.clock.now() - REPEAT_INTERVAL_S
             positions = [max((entry.sequence for entry in entries if entry.at < oldest), default=0)]
-            _record_position(ports, endpoint, name, positions[-1])
+            _record_position(context, endpoint, name, positions[-1])
         for notification in list_pending_notifications(
             endpoint, entries, after=positions[-1], progress=notifier.wants_steps
         ):
-            result = _send(_add_link(ports, notification), name, notifier)
-            if result.trouble:
+            result = _send(_add_link(context, notification), name, notifier)
+            if result.error:
                 return replace(result, sent=tuple(sent))
             sent += result.sent
-            _record_position(ports, endpoint, name, notification.sequence)
+            _record_position(context, endpoint, name, notification.sequence)
     except ConflictError as error:
-        return DeliveryResult(endpoint=endpoint, notifier=name, sent=tuple(sent), trouble=str(error))
+        return DeliveryResult(endpoint=endpoint, notifier=name, sent=tuple(sent), error=str(error))
     return DeliveryResult(endpoint=endpoint, notifier=name, sent=tuple(sent))
 
 
-def _record_position(ports: Ports, endpoint: str, notifier: str, sequence: int) -> None:
+def _record_position(context: Context, endpoint: str, notifier: str, sequence: int) -> None:
     def record(journal: Journal) -> None:
         if journal.state.notified.get(notifier, -1) < sequence:
             journal.append(NotificationSent(notifier=notifier, of=sequence))
 
-    Journal.update(ports, endpoint, record)
+    Journal.update(context, endpoint, record)
 
 
 def _send(notification: Notification, name: str, notifier: Notifier) -> DeliveryResult:
     try:
         notifier.send(notification)
     except OnnxOpsError as error:
-        return DeliveryResult(endpoint=notification.endpoint, notifier=name, trouble=str(error))
+        return DeliveryResult(endpoint=notification.endpoint, notifier=name, error=str(error))
     return DeliveryResult(endpoint=notification.endpoint, notifier=name, sent=(notification,))
 
 
-def _add_link(ports: Ports, notification: Notification) -> Notification:
+def _add_link(context: Context, notification: Notification) -> Notification:
     """Add the address of the model's page, if the registry has pages. A message never waits for the registry."""
     try:
-        address = ports.registry().where(notification.model) if notification.model else ""
+        address = context.registry().where(notification.model) if notification.model else ""
     except OnnxOpsError:
         address = ""
     return replace(notification, link=address) if address.startswith(("http://", "https://")) else notification

@@ -15,7 +15,7 @@ from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import format_alias
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import LedgerConflictError, OnnxOpsError, RefusedError, StillPendingError, UserError
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.decision_policy import build_override, read_override
 from onnx_ops.release.journal import (
     COMMAND_TIMEOUT_S,
@@ -41,7 +41,7 @@ class PromotionResult:
 
 
 def promote(
-    ports: Ports,
+    context: Context,
     model: str,
     version: str,
     target: str,
@@ -63,19 +63,19 @@ def promote(
         NotFoundError: no such version.
         UserError: an override without a reason.
     """
-    registry = ports.registry()
+    registry = context.registry()
     record = registry.version(model, version)
-    bound = list_sibling_states(ports, model, target)
+    bound = list_sibling_states(context, model, target)
     names = tuple(state.endpoint for state in bound)
     if override:
-        _override(ports, record, target, names, reason, actor)
+        _override(context, record, target, names, reason, actor)
     else:
         for state in bound:
-            require_not_rejected(ports, state, record, target)
+            require_not_rejected(context, state, record, target)
         digest = next((s.config.target_digest for s in bound if s.config is not None), None)
-        require_approval(ports, record, target, digest)
+        require_approval(context, record, target, digest)
     if not bound and not expects:
-        _set_champion(ports, record, target, actor)
+        _set_champion(context, record, target, actor)
         did = "champion"
     elif bound and all(s.roles.stable is not None and s.roles.stable.version == version for s in bound):
         did = "serves already"
@@ -88,7 +88,7 @@ def promote(
 
 
 def bind_endpoint(
-    ports: Ports, config: EndpointConfig, policy: RolloutPolicy, *, actor: str = "", abandon: str = ""
+    context: Context, config: EndpointConfig, policy: RolloutPolicy, *, actor: str = "", abandon: str = ""
 ) -> bool:
     """Bind an endpoint to what its pipeline declares; return whether that changed anything.
 
@@ -111,19 +111,21 @@ def bind_endpoint(
                 where=f"pipeline {config.pipeline}",
                 remedy="An endpoint binds one model and one target; give this deployment another name.",
             )
-        if (orphan := _find_moved(ports, journal.state, config)) is not None:
+        if (orphan := _find_moved(context, journal.state, config)) is not None:
             if not abandon:
-                raise _orphan_error(ports, [orphan])
+                raise _orphan_error(context, [orphan])
             _unbind(journal, abandon)
         if bound == config and journal.state.policy == policy:
             return False
         journal.append(EndpointBound(config=config, policy=policy))
         return True
 
-    return Journal.update(ports, config.endpoint, bind, actor=actor)
+    return Journal.update(context, config.endpoint, bind, actor=actor)
 
 
-def require_no_orphans(ports: Ports, pipeline: str, configs: Sequence[EndpointConfig], *, abandon: str = "") -> None:
+def require_no_orphans(
+    context: Context, pipeline: str, configs: Sequence[EndpointConfig], *, abandon: str = ""
+) -> None:
     """Refuse a pipeline file that would leave running endpoints behind without a manager.
 
     Args:
@@ -134,24 +136,24 @@ def require_no_orphans(ports: Ports, pipeline: str, configs: Sequence[EndpointCo
         RefusedError: an endpoint would be left behind, and `abandon` is empty.
         UserError: an existing endpoint cannot be changed as the file declares.
     """
-    orphans = [state.config for state in _list_dropped(ports, pipeline, configs) if state.config is not None]
-    moved = (_find_moved(ports, read_readable_state(ports, config.endpoint), config) for config in configs)
+    orphans = [state.config for state in _list_dropped(context, pipeline, configs) if state.config is not None]
+    moved = (_find_moved(context, read_readable_state(context, config.endpoint), config) for config in configs)
     orphans += [config for config in moved if config is not None]
     if orphans and not abandon:
-        raise _orphan_error(ports, orphans)
+        raise _orphan_error(context, orphans)
 
 
 def abandon_dropped(
-    ports: Ports, pipeline: str, configs: Sequence[EndpointConfig], *, reason: str, actor: str = ""
+    context: Context, pipeline: str, configs: Sequence[EndpointConfig], *, reason: str, actor: str = ""
 ) -> tuple[str, ...]:
     """Unbind the endpoints that the file no longer names, and record the reason; return their names."""
-    names = tuple(state.endpoint for state in _list_dropped(ports, pipeline, configs))
+    names = tuple(state.endpoint for state in _list_dropped(context, pipeline, configs))
     for name in names:
-        Journal.update(ports, name, lambda journal: _unbind(journal, reason), actor=actor)
+        Journal.update(context, name, lambda journal: _unbind(journal, reason), actor=actor)
     return names
 
 
-def delete_endpoint(ports: Ports, endpoint: str, *, reason: str = "", actor: str = "") -> None:
+def delete_endpoint(context: Context, endpoint: str, *, reason: str = "", actor: str = "") -> None:
     """Delete the endpoint and unbind its name; its ledger stays.
 
     After a kill, the next call or the reconciler completes it. Versions, aliases and rejections stay.
@@ -179,14 +181,14 @@ def delete_endpoint(ports: Ports, endpoint: str, *, reason: str = "", actor: str
         except (OnnxOpsError, OSError) as error:
             raise _still_pending(config.endpoint, str(error)) from error
 
-    Journal.update(ports, endpoint, delete, actor=actor)
+    Journal.update(context, endpoint, delete, actor=actor)
 
 
 def delete_with_timeout(
-    ports: Ports, endpoint: str, *, reason: str = "", actor: str = "", timeout_s: float = COMMAND_TIMEOUT_S
+    context: Context, endpoint: str, *, reason: str = "", actor: str = "", timeout_s: float = COMMAND_TIMEOUT_S
 ) -> None:
     """Call `delete_endpoint`, and raise StillPendingError if it takes longer than `timeout_s`."""
-    call = partial(delete_endpoint, ports, endpoint, reason=reason, actor=actor)
+    call = partial(delete_endpoint, context, endpoint, reason=reason, actor=actor)
     late = f"the deletion did not finish within {timeout_s:g} s"
     error = run_concurrently({endpoint: call}, timeout_s, lambda _: _still_pending(endpoint, late))[endpoint]
     if error is not None:
@@ -200,13 +202,13 @@ def finish_deletion(journal: Journal, *, reason: str = "") -> None:
         ServiceUnavailableError: it could not be deleted.
     """
     config = journal.config
-    journal.ports.provider(config.provider).remove(config)
+    journal.context.provider(config.provider).remove(config)
     journal.append(EndpointDeleted(reason=reason, done=True))
 
 
-def _set_champion(ports: Ports, record: VersionRecord, target: str, actor: str) -> None:
+def _set_champion(context: Context, record: VersionRecord, target: str, actor: str) -> None:
     """Set the champion at once: without endpoints there is no rollout to wait for."""
-    registry = ports.registry()
+    registry = context.registry()
     champion, previous = format_alias("champion", target), format_alias("previous", target)
     present = registry.aliases(record.model)
     current, before = present.get(champion), present.get(previous)
@@ -221,21 +223,21 @@ def _set_champion(ports: Ports, record: VersionRecord, target: str, actor: str) 
         if journal.state.aliases.get(champion) != record.version:
             journal.append(AliasesWritten(aliases=aliases))
 
-    Journal.update(ports, format_stream_name(record.model, target), record_aliases, actor=actor)
+    Journal.update(context, format_stream_name(record.model, target), record_aliases, actor=actor)
 
 
 def _override(
-    ports: Ports, record: VersionRecord, target: str, endpoints: tuple[str, ...], reason: str, actor: str
+    context: Context, record: VersionRecord, target: str, endpoints: tuple[str, ...], reason: str, actor: str
 ) -> None:
     """Write the override to the registry first: where its server restricts overrides, the ledger stays unchanged."""
     if not reason.strip():
         raise UserError("an override needs a reason", remedy="Say why with --reason; it is recorded.")
-    registry, verifier, reason = ports.registry(), ports.verifier(), reason[:MAX_REASON_LENGTH]
+    registry, verifier, reason = context.registry(), context.verifier(), reason[:MAX_REASON_LENGTH]
     before = read_override(record, target, verifier)
     registry.annotate(record.model, record.version, {override_reason_tag(target): reason})
     signed = read_override(registry.version(record.model, record.version), target, verifier)
     if signed is None or signed == before:  # the registry's server signs none
-        signer = ports.signer()
+        signer = context.signer()
         if signer is None:
             raise RefusedError(
                 "the override cannot be signed here",
@@ -243,28 +245,28 @@ def _override(
                 why="it counts only with the signature of a trusted key",
                 remedy="Give it where a signing key is, or as a tag in MLflow if its server signs overrides.",
             )
-        by, now = actor or ports.host.actor(), ports.clock.now()
+        by, now = actor or context.host.actor(), context.clock.now()
         signed = sign_record(build_override(record, target, verifier, reason=reason, by=by, now=now), signer)
         tag = {override_record_tag(target): codec.dumps(signed.envelope).decode()}
         registry.annotate(record.model, record.version, tag)
     entry = build_override_entry(signed)
     for endpoint in endpoints:
-        Journal.update(ports, endpoint, lambda journal: journal.append(entry), actor=actor)
+        Journal.update(context, endpoint, lambda journal: journal.append(entry), actor=actor)
 
 
-def _list_dropped(ports: Ports, pipeline: str, configs: Sequence[EndpointConfig]) -> tuple[ReleaseState, ...]:
+def _list_dropped(context: Context, pipeline: str, configs: Sequence[EndpointConfig]) -> tuple[ReleaseState, ...]:
     """Return the existing endpoints that the pipeline has bound and that its file no longer names."""
     named = {config.endpoint for config in configs}
-    states = (read_readable_state(ports, name) for name in list_bound_endpoints(ports) if name not in named)
+    states = (read_readable_state(context, name) for name in list_bound_endpoints(context) if name not in named)
     return tuple(s for s in states if s.config is not None and s.config.pipeline == pipeline and _exists(s))
 
 
-def _find_moved(ports: Ports, state: ReleaseState, config: EndpointConfig) -> EndpointConfig | None:
+def _find_moved(context: Context, state: ReleaseState, config: EndpointConfig) -> EndpointConfig | None:
     """Return an existing endpoint's binding if `config` moves it elsewhere; validate any other change."""
     bound = state.config
     if bound is None or not _exists(state) or (bound.provider, bound.settings) == (config.provider, config.settings):
         return None
-    provider = ports.provider(bound.provider)
+    provider = context.provider(bound.provider)
     if bound.provider != config.provider or provider.place(bound) != provider.place(config):
         return bound
     provider.validate_change(bound, config)
@@ -282,24 +284,24 @@ def _unbind(journal: Journal, reason: str) -> None:
     """Unbind an endpoint and record the reason; the endpoint is not changed."""
     journal.require_idle()
     config = journal.config
-    place = journal.ports.provider(config.provider).place(config)
+    place = journal.context.provider(config.provider).place(config)
     journal.append(EndpointAbandoned(reason=reason, place=place))
 
 
-def _orphan_error(ports: Ports, orphans: Sequence[EndpointConfig]) -> RefusedError:
+def _orphan_error(context: Context, orphans: Sequence[EndpointConfig]) -> RefusedError:
     names = [config.endpoint for config in orphans]
     return RefusedError(
         f"{', '.join(names)} would be left behind, without a manager",
         where=f"pipeline {orphans[0].pipeline}",
-        why="; ".join(_describe_orphan(ports, config) for config in orphans),
+        why="; ".join(_describe_orphan(context, config) for config in orphans),
         remedy=f"Revert the change; or delete it first with `onnx-ops delete {names[0]}`; or leave it there with "
         "`onnx-ops run FILE --abandon REASON`: it then runs, and costs, until it is deleted at its provider.",
     )
 
 
-def _describe_orphan(ports: Ports, config: EndpointConfig) -> str:
+def _describe_orphan(context: Context, config: EndpointConfig) -> str:
     """Return where an endpoint runs, and what it serves there."""
-    provider = ports.provider(config.provider)
+    provider = context.provider(config.provider)
     place = provider.place(config)
     try:
         observed = provider.observe(config)

@@ -18,7 +18,7 @@ from onnx_ops.domain.ledger import ReleaseState
 from onnx_ops.domain.release import ListedVersion
 from onnx_ops.domain.rollout_policy import DAY
 from onnx_ops.errors import ConflictError, CorruptStateError, NotFoundError, RefusedError, ServiceUnavailableError
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.journal import list_bound_endpoints
 
 YOUNGEST_S = DAY
@@ -28,33 +28,33 @@ _LARGEST_DOCUMENT = 1 << 22
 _DIGEST = re.compile(rb"sha256:[0-9a-f]{64}")
 
 
-def find_unreferenced(ports: Ports, *, older_than_s: float) -> tuple[StoredObject, ...]:
+def find_unreferenced(context: Context, *, older_than_s: float) -> tuple[StoredObject, ...]:
     """Return stored objects older than that (and than a day) that nothing needs. Nothing is changed.
 
     Raises:
         ServiceUnavailableError: the store, the ledger or the registry does not answer.
         CorruptStateError: a ledger is damaged, so that its needs are unknown.
     """
-    before = ports.clock.now() - max(older_than_s, YOUNGEST_S)
+    before = context.clock.now() - max(older_than_s, YOUNGEST_S)
     # Before the results are read: results recorded later cannot need old objects that were not stored again.
-    stored = ports.store.contents()
+    stored = context.store.contents()
     sizes = {one.digest: one.size_bytes for one in stored if one.digest is not None}
 
     def names(digest: Digest) -> Iterable[Digest]:
         if sizes.get(digest, _LARGEST_DOCUMENT) >= _LARGEST_DOCUMENT:
             return ()
         try:
-            return find_digests(ports.store.read(digest))
+            return find_digests(context.store.read(digest))
         except CorruptStateError:
             return ()
 
-    needed = find_reachable(_find_roots(ports), names)
+    needed = find_reachable(_find_roots(context), names)
     return tuple(one for one in stored if one.at < before and (one.digest is None or one.digest not in needed))
 
 
-def delete_unreferenced(ports: Ports, contents: Sequence[StoredObject]) -> tuple[StoredObject, ...]:
+def delete_unreferenced(context: Context, contents: Sequence[StoredObject]) -> tuple[StoredObject, ...]:
     """Delete and return what `find_unreferenced` returned, except objects that were stored again in the meantime."""
-    return tuple(one for one in contents if ports.store.forget(one))
+    return tuple(one for one in contents if context.store.forget(one))
 
 
 def find_reachable(roots: Iterable[Digest], names: Callable[[Digest], Iterable[Digest]]) -> frozenset[Digest]:
@@ -74,12 +74,12 @@ def find_digests(data: bytes) -> frozenset[Digest]:
     return frozenset(Digest(text.decode("ascii")) for text in _DIGEST.findall(data))
 
 
-def _find_roots(ports: Ports) -> set[Digest]:
-    roots = {digest for manifest in ports.store.results() for digest in manifest.files.values()}
-    for endpoint in ports.ledger.endpoints():
-        for entry in ports.ledger.read(endpoint):
+def _find_roots(context: Context) -> set[Digest]:
+    roots = {digest for manifest in context.store.results() for digest in manifest.files.values()}
+    for endpoint in context.ledger.endpoints():
+        for entry in context.ledger.read(endpoint):
             roots |= find_digests(codec.dumps(entry))
-    registry = ports.registry()
+    registry = context.registry()
     for model, aliases in registry.all_aliases().items():
         for version in set(aliases.values()):
             try:
@@ -108,49 +108,49 @@ class OrphanSurvey:
     silent: tuple[str, ...] = ()
 
 
-def list_needed_deployments(ports: Ports, state: ReleaseState) -> tuple[Deployment, ...]:
+def list_needed_deployments(context: Context, state: ReleaseState) -> tuple[Deployment, ...]:
     """Return the deployments that an endpoint serves, can roll back to at once, or will serve next."""
     roles = state.roles
-    held = [d for d in (roles.stable, roles.previous, roles.candidate) if d is not None]
+    deployments = [d for d in (roles.stable, roles.previous, roles.candidate) if d is not None]
     if state.open_intent is not None:
-        held += state.open_intent.action.state.deployments
+        deployments += state.open_intent.action.state.deployments
     if state.pending_rollback is not None:
-        held += state.pending_rollback.action.state.deployments
+        deployments += state.pending_rollback.action.state.deployments
     if state.config is not None:
-        actual = ports.provider(state.config.provider).observe(state.config)
-        held += state.known.values() if actual is None else actual.deployments
-    return tuple(held)
+        actual = context.provider(state.config.provider).observe(state.config)
+        deployments += state.known.values() if actual is None else actual.deployments
+    return tuple(deployments)
 
 
-def find_orphans(ports: Ports, endpoints: Sequence[str]) -> OrphanSurvey:
+def find_orphans(context: Context, endpoints: Sequence[str]) -> OrphanSurvey:
     """Return resources of these endpoints that no endpoint needs. Nothing is changed."""
-    states = [ports.ledger.state(name) for name in ports.ledger.endpoints()]
+    states = [context.ledger.state(name) for name in context.ledger.endpoints()]
     manifests = frozenset(
-        deployment.manifest for state in states for deployment in list_needed_deployments(ports, state)
+        deployment.manifest for state in states for deployment in list_needed_deployments(context, state)
     )
-    found, silent = [], []
+    orphans, silent = [], []
     for config in _configs(states, endpoints):
         try:
-            left = ports.provider(config.provider).list_orphans(config, manifests)
+            left = context.provider(config.provider).list_orphans(config, manifests)
         except ServiceUnavailableError:
             silent.append(config.endpoint)
         else:
-            found += [Orphan(endpoint=config.endpoint, provider=config.provider, leftover=one) for one in left]
-    return OrphanSurvey(orphans=tuple(found), silent=tuple(silent))
+            orphans += [Orphan(endpoint=config.endpoint, provider=config.provider, leftover=one) for one in left]
+    return OrphanSurvey(orphans=tuple(orphans), silent=tuple(silent))
 
 
-def delete_orphans(ports: Ports, found: Sequence[Orphan]) -> tuple[Orphan, ...]:
+def delete_orphans(context: Context, orphans: Sequence[Orphan]) -> tuple[Orphan, ...]:
     """Delete orphans, and return those that were deleted. An orphan that is in use again stays.
 
     Raises:
         ServiceUnavailableError: a provider does not answer; earlier deletions stay.
     """
-    states = [ports.ledger.state(name) for name in {one.endpoint for one in found}]
+    states = [context.ledger.state(name) for name in {one.endpoint for one in orphans}]
     configs = {config.endpoint: config for config in _configs(states, [state.endpoint for state in states])}
     gone = []
-    for one in found:
+    for one in orphans:
         try:
-            ports.provider(one.provider).delete_orphan(configs[one.endpoint], one.leftover)
+            context.provider(one.provider).delete_orphan(configs[one.endpoint], one.leftover)
         except ConflictError:
             continue
         gone.append(one)
@@ -180,13 +180,15 @@ class PrunePlan:
     """
 
     remove: Mapping[str, tuple[ListedVersion, ...]]
-    kept: tuple[RetainedVersion, ...]
+    retained: tuple[RetainedVersion, ...]
     folders: tuple[StoredObject, ...]
     orphans: OrphanSurvey
     contents: tuple[StoredObject, ...] = ()
 
 
-def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEASES, older_than_s: float) -> PrunePlan:
+def plan_pruning(
+    context: Context, models: Sequence[str], *, keep: int = KEEP_RELEASES, older_than_s: float
+) -> PrunePlan:
     """Return what is not needed now. Nothing is changed.
 
     A version stays while an alias points at it, an endpoint serves it, can roll back to it or will serve it next, it
@@ -201,14 +203,14 @@ def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEAS
         ServiceUnavailableError: the registry or the store does not answer.
         CorruptStateError: a ledger is damaged, so that its endpoint's needs are unknown.
     """
-    states = [ports.ledger.state(name) for name in list_bound_endpoints(ports)]
-    in_use = [(state, deployment) for state in states for deployment in list_needed_deployments(ports, state)]
-    now = ports.clock.now()
+    states = [context.ledger.state(name) for name in list_bound_endpoints(context)]
+    in_use = [(state, deployment) for state in states for deployment in list_needed_deployments(context, state)]
+    now = context.clock.now()
     remove: dict[str, tuple[ListedVersion, ...]] = {}
-    kept: list[RetainedVersion] = []
+    retained: list[RetainedVersion] = []
     for model in models:
-        reasons = _find_reasons(ports, model, in_use, states)
-        listed = ports.registry().versions(model)
+        reasons = _find_reasons(context, model, in_use, states)
+        listed = context.registry().versions(model)
         by_age = sorted(listed, key=lambda entry: (entry.created_at, int(entry.version)), reverse=True)
         newest = list(dict.fromkeys(entry.release for entry in by_age))[:keep]
         leaving: list[ListedVersion] = []
@@ -220,29 +222,29 @@ def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEAS
             else:
                 why = "too young" if entry.created_at > now - older_than_s else ""
             if why:
-                kept.append(RetainedVersion(model=model, version=entry, why=why))
+                retained.append(RetainedVersion(model=model, version=entry, why=why))
             else:
                 leaving.append(entry)
         remove[model] = tuple(leaving)
-    wanted = {deployment.manifest for _, deployment in in_use} | {entry.version.manifest for entry in kept}
+    wanted = {deployment.manifest for _, deployment in in_use} | {entry.version.manifest for entry in retained}
     leaving_manifests = {entry.manifest for versions in remove.values() for entry in versions}
     endpoints = [s.endpoint for s in states if s.config is not None and s.config.model in models]
     return PrunePlan(
         remove=remove,
-        kept=tuple(kept),
+        retained=tuple(retained),
         # The version of an old folder may have been removed by a pruning that was killed. What another model needs
         # later is downloaded again.
         folders=tuple(
             folder
-            for folder in ports.files.kept()
+            for folder in context.files.list_folders()
             if folder.digest not in wanted and (folder.digest in leaving_manifests or folder.at < now - older_than_s)
         ),
-        orphans=find_orphans(ports, endpoints),
-        contents=find_unreferenced(ports, older_than_s=older_than_s),
+        orphans=find_orphans(context, endpoints),
+        contents=find_unreferenced(context, older_than_s=older_than_s),
     )
 
 
-def prune(ports: Ports, plan: PrunePlan) -> PrunePlan:
+def prune(context: Context, plan: PrunePlan) -> PrunePlan:
     """Remove the plan's objects that are still not needed, and return those that were removed.
 
     Raises:
@@ -253,35 +255,35 @@ def prune(ports: Ports, plan: PrunePlan) -> PrunePlan:
         gone: list[ListedVersion] = []
         for entry in versions:
             # It may have been promoted since the plan was made.
-            states = (ports.ledger.state(name) for name in list_bound_endpoints(ports))
+            states = (context.ledger.state(name) for name in list_bound_endpoints(context))
             mine = (state for state in states if state.config is not None and state.config.model == model)
-            if entry.version in {d.version for state in mine for d in list_needed_deployments(ports, state)}:
+            if entry.version in {d.version for state in mine for d in list_needed_deployments(context, state)}:
                 continue
             try:
-                ports.registry().delete_version(model, entry.version)
+                context.registry().delete_version(model, entry.version)
             except RefusedError:
                 continue
             gone.append(entry)
         removed[model] = tuple(gone)
     left = {e.manifest for m, vs in plan.remove.items() for e in vs if e not in removed[m]}
-    states = (ports.ledger.state(name) for name in list_bound_endpoints(ports))
-    left |= {deployment.manifest for state in states for deployment in list_needed_deployments(ports, state)}
+    states = (context.ledger.state(name) for name in list_bound_endpoints(context))
+    left |= {deployment.manifest for state in states for deployment in list_needed_deployments(context, state)}
     folders = tuple(folder for folder in plan.folders if folder.digest not in left)
     for folder in folders:
         if folder.digest is not None:
-            ports.files.forget(folder.digest)
-    cleared = delete_orphans(ports, plan.orphans.orphans)
+            context.files.forget(folder.digest)
+    cleared = delete_orphans(context, plan.orphans.orphans)
     return PrunePlan(
         remove=removed,
-        kept=plan.kept,
+        retained=plan.retained,
         folders=folders,
         orphans=replace(plan.orphans, orphans=cleared),
-        contents=delete_unreferenced(ports, plan.contents),
+        contents=delete_unreferenced(context, plan.contents),
     )
 
 
 def _find_reasons(
-    ports: Ports, model: str, in_use: Iterable[tuple[ReleaseState, Deployment]], states: Iterable[ReleaseState]
+    context: Context, model: str, in_use: Iterable[tuple[ReleaseState, Deployment]], states: Iterable[ReleaseState]
 ) -> dict[str, str]:
     """Return why each version that is in use, or has an alias, must stay."""
     configured = [state for state in states if state.config is not None and state.config.model == model]
@@ -289,5 +291,5 @@ def _find_reasons(
     return {
         **{version: f"alias {name} is pending for it" for name, version in pending},
         **{one.version: f"endpoint {state.endpoint} needs it" for state, one in in_use if one.model == model},
-        **{version: f"alias {name}" for name, version in ports.registry().aliases(model).items()},
+        **{version: f"alias {name}" for name, version in context.registry().aliases(model).items()},
     }

@@ -33,7 +33,7 @@ from onnx_ops.errors import (
     RefusedError,
     ServiceUnavailableError,
 )
-from onnx_ops.ports import EndpointProvider, Ledger, MetricsSource, ModelFiles, Ports, Registry
+from onnx_ops.ports import Context, EndpointProvider, Ledger, MetricsSource, ModelFiles, Registry
 from onnx_ops.release.journal import (
     MAX_PAUSE_S,
     Journal,
@@ -76,7 +76,7 @@ class StepReport:
 
 
 def reconcile_until_stable(
-    ports: Ports,
+    context: Context,
     endpoint: str,
     *,
     actor: str = "",
@@ -92,7 +92,7 @@ def reconcile_until_stable(
     """
     reports: list[StepReport] = []
     while len(reports) < MAX_STEPS:
-        report = retry_on_conflict(lambda: reconcile_step(ports, endpoint, actor=actor))
+        report = retry_on_conflict(lambda: reconcile_step(context, endpoint, actor=actor))
         reports.append(report)
         on_step(report)
         if report.stable or is_stopped():
@@ -101,14 +101,14 @@ def reconcile_until_stable(
 
 
 def reconcile_each(
-    ports: Ports, endpoints: Sequence[str], *, actor: str = ""
+    context: Context, endpoints: Sequence[str], *, actor: str = ""
 ) -> tuple[dict[str, list[StepReport]], dict[str, OnnxOpsError]]:
     """Call `reconcile_until_stable` for several endpoints; return reports and errors by endpoint."""
-    return call_each(endpoints, lambda name: reconcile_until_stable(ports, name, actor=actor))
+    return call_each(endpoints, lambda name: reconcile_until_stable(context, name, actor=actor))
 
 
 def reconcile_with_retries(
-    ports: Ports, endpoints: Sequence[str], *, actor: str = "", for_s: float
+    context: Context, endpoints: Sequence[str], *, actor: str = "", for_s: float
 ) -> tuple[dict[str, list[StepReport]], dict[str, OnnxOpsError]]:
     """Call `reconcile_each` with growing pauses until nothing fails and no rollback is pending, at most for `for_s`.
 
@@ -116,29 +116,29 @@ def reconcile_with_retries(
     """
     deadline, pause = time.monotonic() + for_s, 1.0
     while True:
-        reports, errors = reconcile_each(ports, endpoints, actor=actor)
+        reports, errors = reconcile_each(context, endpoints, actor=actor)
         if errors:
             is_final = all(isinstance(error, MissingPackageError) for error in errors.values())
         else:
-            is_final = not any(read_readable_state(ports, name).pending_rollback for name in endpoints)
+            is_final = not any(read_readable_state(context, name).pending_rollback for name in endpoints)
         if is_final or time.monotonic() + pause > deadline:
             return reports, errors
         time.sleep(pause)
         pause = min(2 * pause, MAX_PAUSE_S)
 
 
-def write_aliases(ports: Ports, endpoint: str, *, actor: str = "") -> str:
+def write_aliases(context: Context, endpoint: str, *, actor: str = "") -> str:
     """Write the aliases that a rollback left pending; return the reason if that fails.
 
     Traffic has moved already, so nothing is raised: the reconciler tries again.
     """
     try:
-        return reconcile_until_stable(ports, endpoint, actor=actor)[-1].registry_down
+        return reconcile_until_stable(context, endpoint, actor=actor)[-1].registry_down
     except OnnxOpsError as error:
         return str(error)
 
 
-def reconcile_step(ports: Ports, endpoint: str, *, actor: str = "") -> StepReport:
+def reconcile_step(context: Context, endpoint: str, *, actor: str = "") -> StepReport:
     """Perform the next action.
 
     Raises:
@@ -148,7 +148,7 @@ def reconcile_step(ports: Ports, endpoint: str, *, actor: str = "") -> StepRepor
         ServiceUnavailableError: the endpoint could not be reached.
         RefusedError: the registry does not permit an alias; an endpoint that died is restored nevertheless.
     """
-    journal = Journal.open(ports, endpoint, actor=actor)
+    journal = Journal.open(context, endpoint, actor=actor)
     config = journal.config
     if journal.state.deleting:
         finish_deletion(journal)
@@ -165,13 +165,13 @@ def reconcile_step(ports: Ports, endpoint: str, *, actor: str = "") -> StepRepor
     except (InfrastructureError, RefusedError) as error:
         unwritten = error
     snapshot = read_metrics(journal)
-    action = choose_action(journal, desired, ports.provider(config.provider).observe(config), snapshot)
+    action = choose_action(journal, desired, context.provider(config.provider).observe(config), snapshot)
     if unwritten is not None and not (isinstance(action, Action) and action.kind is ActionKind.RESTORE):
         raise unwritten
     record_metrics(journal, snapshot, action)
     if isinstance(action, Action):
         if action.is_rollback:
-            request_and_carry_out(journal, pin_aliases(ports, config, action))
+            request_and_carry_out(journal, pin_aliases(context, config, action))
         else:
             action = _perform(journal, action)
     else:
@@ -189,7 +189,7 @@ def _perform(journal: Journal, action: Action) -> Action:
         reversal = plan_reversal(roles, action, config.target, why=str(error))
         if reversal is None:
             raise
-        request_and_carry_out(journal, pin_aliases(journal.ports, config, reversal))
+        request_and_carry_out(journal, pin_aliases(journal.context, config, reversal))
         return reversal
     return action
 
@@ -257,7 +257,7 @@ def read_metrics(journal: Journal) -> MetricsSnapshot:
     candidate, stable = roles.candidate.name, roles.stable.name
     limits = {candidate: state.observations.slower, stable: state.observations.thresholds}
     try:
-        reading = journal.ports.metrics(journal.config).read(journal.config, limits)
+        reading = journal.context.metrics(journal.config).read(journal.config, limits)
     except ServiceUnavailableError as error:
         return MetricsSnapshot(observations=None, unavailable=str(error))
     return MetricsSnapshot(observations=state.observations.with_reading(reading, stable=stable, candidate=candidate))
@@ -267,7 +267,7 @@ def choose_action(
     journal: Journal, desired: DesiredState, observed: EndpointState | None, snapshot: MetricsSnapshot
 ) -> Action | Wait:
     """Return the next action. Without counts only a rollback can follow."""
-    state, target, now = journal.state, journal.config.target, journal.ports.clock.now()
+    state, target, now = journal.state, journal.config.target, journal.context.clock.now()
     if snapshot.observations is not None:
         # The statistics take longer to import than a rollback takes, and most steps need none.
         from onnx_ops.statistics.rollout import decide
@@ -316,7 +316,7 @@ def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action |
         return
     from onnx_ops.statistics.rollout import fix_thresholds
 
-    latencies = journal.ports.metrics(journal.config).latencies(journal.config, stable.name)
+    latencies = journal.context.metrics(journal.config).latencies(journal.config, stable.name)
     thresholds, slower = (
         (None, None) if latencies is None else fix_thresholds(*latencies, state.policy.max_latency_increases())
     )
@@ -349,10 +349,10 @@ class RegistrySnapshot:
     down: str = ""
 
 
-def read_registry(ports: Ports, models: Collection[str] | None = None) -> RegistrySnapshot:
+def read_registry(context: Context, models: Collection[str] | None = None) -> RegistrySnapshot:
     """Read the aliases of all models, or of these, in one request. A registry that is down is a result too."""
     try:
-        registry = ports.registry()
+        registry = context.registry()
         if models is None:
             return RegistrySnapshot(aliases=registry.all_aliases())
         return RegistrySnapshot(aliases={model: registry.aliases(model) for model in sorted(models)})
@@ -367,17 +367,17 @@ class DryRun:
         read_snapshot: reads the registry; called once, if at all. While the registry is down it gets no other request.
     """
 
-    def __init__(self, ports: Ports, read_snapshot: Callable[[], RegistrySnapshot]) -> None:
+    def __init__(self, context: Context, read_snapshot: Callable[[], RegistrySnapshot]) -> None:
         self._read_snapshot = functools.cache(read_snapshot)
-        self._ports = replace(ports, registry=lambda: self._unless_down(ports.registry))
-        self._ledger = _CachedLedger(ports.ledger)
+        self._context = replace(context, registry=lambda: self._unless_down(context.registry))
+        self._ledger = _CachedLedger(context.ledger)
         self._read_only = replace(
-            ports,
+            context,
             ledger=cast("Ledger", self._ledger),
-            files=cast("ModelFiles", _ReadOnlyPort(ports.files)),
+            files=cast("ModelFiles", _ReadOnlyPort(context.files)),
             registry=lambda: self._unless_down(lambda: cast("Registry", _AliasRegistry(self._read_snapshot()))),
-            provider=lambda name: cast("EndpointProvider", _ReadOnlyPort(ports.provider(name), "observe")),
-            metrics=lambda config: cast("MetricsSource", _ReadOnlyPort(ports.metrics(config), "read")),
+            provider=lambda name: cast("EndpointProvider", _ReadOnlyPort(context.provider(name), "observe")),
+            metrics=lambda config: cast("MetricsSource", _ReadOnlyPort(context.metrics(config), "read")),
         )
 
     def state(self, endpoint: str) -> ReleaseState:
@@ -400,7 +400,7 @@ class DryRun:
         try:
             reports = reconcile_until_stable(self._read_only, endpoint, actor=actor)
         except _ChangesNeeded:
-            return reconcile_until_stable(self._ports, endpoint, actor=actor, on_step=on_step, is_stopped=is_stopped)
+            return reconcile_until_stable(self._context, endpoint, actor=actor, on_step=on_step, is_stopped=is_stopped)
         on_step(reports[-1])
         return reports
 

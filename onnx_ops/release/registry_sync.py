@@ -34,7 +34,7 @@ from onnx_ops.errors import (
     RefusedError,
     ServiceUnavailableError,
 )
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.decision_policy import (
     REJECTED_REMEDY,
     PublishedRollback,
@@ -76,7 +76,7 @@ def read_desired_state(journal: Journal) -> DesiredState:
     """
     state, config = journal.state, journal.config
     try:
-        aliases = journal.ports.registry().aliases(config.model)
+        aliases = journal.context.registry().aliases(config.model)
         request = _find_request(journal, aliases)
         desired = DesiredState(deployment=None) if request is None else _verify_request(journal, *request)
         return replace(desired, champion=aliases.get(format_alias("champion", config.target)))
@@ -95,13 +95,15 @@ def find_blocking_dependency(journal: Journal, version: VersionRecord) -> str:
         return ""
     for name in policy.depends_on:
         if why := _not_serving(
-            journal.ports.ledger.state(name), version, policy.depends_on_soak, journal.ports.clock.now()
+            journal.context.ledger.state(name), version, policy.depends_on_soak, journal.context.clock.now()
         ):
             return f"v{version.version} waits for endpoint {name}: {why}"
     return ""
 
 
-def require_approval(ports: Ports, record: VersionRecord, target: str, target_digest: Digest | None) -> SignedDecision:
+def require_approval(
+    context: Context, record: VersionRecord, target: str, target_digest: Digest | None
+) -> SignedDecision:
     """Return the version's signed decision for the target.
 
     Args:
@@ -110,7 +112,7 @@ def require_approval(ports: Ports, record: VersionRecord, target: str, target_di
     Raises:
         RefusedError: the decision is missing, forged, about something else, or not a pass.
     """
-    signed = require_passing_decision(record, target, ports.verifier())
+    signed = require_passing_decision(record, target, context.verifier())
     if target_digest is not None and signed.record.target_digest != target_digest:
         raise RefusedError(
             f"target {target} has changed since this version was evaluated",
@@ -120,9 +122,9 @@ def require_approval(ports: Ports, record: VersionRecord, target: str, target_di
     return signed
 
 
-def require_not_rejected(ports: Ports, state: ReleaseState, record: VersionRecord, target: str) -> None:
+def require_not_rejected(context: Context, state: ReleaseState, record: VersionRecord, target: str) -> None:
     """Raise RefusedError if this endpoint rolled the release back and no override allows it."""
-    if (why := find_rejection_reason(state, record, target, ports.verifier())) is not None:
+    if (why := find_rejection_reason(state, record, target, context.verifier())) is not None:
         raise RefusedError(
             f"endpoint {state.endpoint} rolled this release back",
             where=f"{record.model}/{record.version}",
@@ -131,14 +133,14 @@ def require_not_rejected(ports: Ports, state: ReleaseState, record: VersionRecor
         )
 
 
-def materialize(ports: Ports, record: VersionRecord, authority: SignedDecision | SignedOverride) -> Deployment:
+def materialize(context: Context, record: VersionRecord, authority: SignedDecision | SignedOverride) -> Deployment:
     """Return the version as a deployment, with verified files in a place where an endpoint can load them.
 
     Raises:
         DigestMismatchError: the registry's content differs from what was registered.
         ServiceUnavailableError: the registry does not answer.
     """
-    location = ports.files.location(record.manifest) or _download(ports, record)
+    location = context.files.location(record.manifest) or _download(context, record)
     about = authority.record
     decision = about if isinstance(about, DecisionRecord) else None
     libraries = (path for path in (Path(location) / CUSTOM_OPS / about.target).glob("*") if path.is_file())
@@ -160,16 +162,16 @@ def materialize(ports: Ports, record: VersionRecord, authority: SignedDecision |
     )
 
 
-def restore_files(ports: Ports, deployment: Deployment) -> None:
+def restore_files(context: Context, deployment: Deployment) -> None:
     """Download the files of a deployment again if they are lost or damaged.
 
     Raises:
         DigestMismatchError: the registry's content differs from what was deployed.
         NotFoundError, ServiceUnavailableError: the registry does not have it, or does not answer.
     """
-    if ports.files.location(deployment.manifest) is None:
-        record = ports.registry().version(deployment.model, deployment.version)
-        _download(ports, replace(record, manifest=deployment.manifest))
+    if context.files.location(deployment.manifest) is None:
+        record = context.registry().version(deployment.model, deployment.version)
+        _download(context, replace(record, manifest=deployment.manifest))
 
 
 def build_override_entry(signed: SignedOverride) -> OverrideRecorded:
@@ -191,7 +193,7 @@ def revert_alias(journal: Journal, refused: VersionRefused) -> None:
     """
     if journal.state.open_refusal is None:
         journal.append(refused)
-    model, registry = journal.config.model, journal.ports.registry()
+    model, registry = journal.config.model, journal.context.registry()
     if registry.aliases(model).get(refused.alias) == refused.version:  # unless a user has moved it in the meantime
         try:
             if refused.restored_to is None:
@@ -209,7 +211,7 @@ def conclude_refusal(journal: Journal, refused: VersionRefused) -> None:
     """Publish the reason of a refusal on the version, and record that the alias no longer points to it."""
     with contextlib.suppress(NotFoundError):  # the version may be gone
         tags = {f"onnxops.rejected.{refused.alias}": refused.reason[:MAX_TEXT]}
-        journal.ports.registry().annotate(journal.config.model, refused.version, tags)
+        journal.context.registry().annotate(journal.config.model, refused.version, tags)
     journal.append(ActionOutcome(of=journal.state.refusal_sequence, ok=True))
 
 
@@ -228,10 +230,10 @@ def write_pending_aliases(journal: Journal) -> str:
     if not pending:
         return ""
     if (released := pending.get(champion)) is not None:
-        siblings = list_sibling_states(journal.ports, config.model, config.target)
-        if not all(_serves(journal.ports, sibling, released) for sibling in siblings):
+        siblings = list_sibling_states(journal.context, config.model, config.target)
+        if not all(_serves(journal.context, sibling, released) for sibling in siblings):
             return ""
-    registry = journal.ports.registry()
+    registry = journal.context.registry()
     present = registry.aliases(config.model)
     # The champion last: while it is still the old one, the registry's server allows it to become `previous`.
     for name, version in sorted(pending.items(), key=lambda item: item[0] == champion):
@@ -257,8 +259,8 @@ def publish_rejections(journal: Journal) -> bool:
     Returns:
         Whether there was anything to publish. It is repeated until `publish_entries` records it.
     """
-    state, registry = journal.state, journal.ports.registry()
-    now = datetime.fromtimestamp(journal.ports.clock.now(), tz=UTC)
+    state, registry = journal.state, journal.context.registry()
+    now = datetime.fromtimestamp(journal.context.clock.now(), tz=UTC)
     for version in sorted(state.unpublished_rejections):
         why = state.find_rejection(state.known[version])
         text = "" if why is None else PublishedRollback(at=now, why=why[:MAX_TEXT]).format()
@@ -291,9 +293,9 @@ def publish_entries(journal: Journal, aliases: Mapping[str, str | None]) -> None
     config = journal.config
 
     def publish(after: int) -> None:
-        for entry in journal.ports.ledger.read(config.endpoint, after=after):
+        for entry in journal.context.ledger.read(config.endpoint, after=after):
             if not isinstance(entry.body, MetricsRecorded | NotificationSent | LeaseRenewed):
-                journal.ports.registry().mirror(entry, config.model)
+                journal.context.registry().mirror(entry, config.model)
 
     publish(max(journal.state.published_sequence - 1, 0))
     publish(journal.append(AliasesWritten(aliases=aliases)) - 1)
@@ -309,11 +311,11 @@ def is_alias_spent(journal: Journal, version: str) -> bool:
     if state.roles.stable is not None and version == state.roles.stable.version:
         return True
     deployment = state.known.get(version)
-    verifier = journal.ports.verifier()
+    verifier = journal.context.verifier()
     if deployment is None or find_rejection_reason(state, deployment, config.target, verifier) is None:
         return False
     is_pending = format_alias("challenger", config.target) in state.pending_aliases
-    return is_pending or len(list_sibling_states(journal.ports, config.model, config.target)) > 1
+    return is_pending or len(list_sibling_states(journal.context, config.model, config.target)) > 1
 
 
 def _is_moved_by_user(state: ReleaseState, name: str, version: str | None) -> bool:
@@ -339,14 +341,14 @@ def _find_request(journal: Journal, aliases: Mapping[str, str]) -> tuple[str, st
 
 
 def _verify_request(journal: Journal, name: str, version: str) -> DesiredState:
-    ports, config = journal.ports, journal.config
+    context, config = journal.context, journal.config
     try:
-        record = ports.registry().version(config.model, version)
+        record = context.registry().version(config.model, version)
         authority = _find_authority(journal, record)
         # Checked before its files are downloaded: it can wait for days.
         if why := find_blocking_dependency(journal, record):
             return DesiredState(deployment=None, blocked_by=why)
-        return DesiredState(deployment=materialize(ports, record, authority))
+        return DesiredState(deployment=materialize(context, record, authority))
     except (RefusedError, NotFoundError) as error:
         restored = journal.state.aliases.get(name) if name == format_alias("champion", config.target) else None
         refused = VersionRefused(alias=name, version=version, reason=str(error), restored_to=restored)
@@ -358,17 +360,17 @@ def _find_authority(journal: Journal, record: VersionRecord) -> SignedDecision |
 
     A signed override on the version is recorded, unless that was done before.
     """
-    ports, config = journal.ports, journal.config
+    context, config = journal.context, journal.config
 
     def find() -> SignedDecision | SignedOverride:
-        require_not_rejected(ports, journal.state, record, config.target)
-        override = find_recorded_override(journal.state, record, config.target, ports.verifier())
-        return override or require_approval(ports, record, config.target, config.target_digest)
+        require_not_rejected(context, journal.state, record, config.target)
+        override = find_recorded_override(journal.state, record, config.target, context.verifier())
+        return override or require_approval(context, record, config.target, config.target_digest)
 
     try:
         return find()
     except RefusedError:
-        signed = read_override(record, config.target, ports.verifier())
+        signed = read_override(record, config.target, context.verifier())
         if signed is None or signed.envelope.digest() in journal.state.used_overrides:
             raise
         published = read_published_rollback(record, config.endpoint)
@@ -394,10 +396,10 @@ def _not_serving(state: ReleaseState, version: VersionRecord, soak_s: float, now
     return f"it has served this release for less than {soak_s:g} s" if roles.finished_at and left > 0 else ""
 
 
-def _download(ports: Ports, record: VersionRecord) -> str:
+def _download(context: Context, record: VersionRecord) -> str:
     """Download the version's files, verify them against its manifest, and return their location."""
     with Scratch() as folder:
-        manifest = ports.registry().fetch(record, folder)
+        manifest = context.registry().fetch(record, folder)
         if manifest.digest() != record.manifest:
             raise DigestMismatchError(
                 f"the registry holds {short_digest(manifest.digest())}, "
@@ -405,14 +407,14 @@ def _download(ports: Ports, record: VersionRecord) -> str:
                 where=f"{record.model}/{record.version}",
                 remedy="Its artifact was changed after it was evaluated; run the pipeline again.",
             )
-        return ports.files.admit(Path(folder), manifest)
+        return context.files.admit(Path(folder), manifest)
 
 
-def _serves(ports: Ports, state: ReleaseState, version: str) -> bool:
+def _serves(context: Context, state: ReleaseState, version: str) -> bool:
     """Return whether the endpoint serves only this version. If its ledger is damaged, the endpoint is observed."""
-    if state.config is None or find_corruption(ports, state.endpoint) is None:
+    if state.config is None or find_corruption(context, state.endpoint) is None:
         return state.roles.stable is not None and state.roles.stable.version == version
-    observed = ports.provider(state.config.provider).observe(state.config)
+    observed = context.provider(state.config.provider).observe(state.config)
     if observed is None:
         return False
     return {one.version for one in observed.deployments if observed.split.weights.get(one.name)} == {version}

@@ -24,7 +24,7 @@ from onnx_ops.errors import (
     StillPendingError,
     UserError,
 )
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.journal import (
     COMMAND_TIMEOUT_S,
     Journal,
@@ -71,24 +71,24 @@ def carry_out_pending(journal: Journal) -> None:
     Raises:
         OnnxOpsError: it is still pending; the ledger has the reason.
     """
-    ports, pending = journal.ports, journal.state.pending_rollback
+    context, pending = journal.context, journal.state.pending_rollback
     if pending is None:
         return
     config, action = journal.config, pending.action
 
     def apply(generation: int) -> None:
-        state, provider = replace(action.state, generation=generation), ports.provider(config.provider)
+        state, provider = replace(action.state, generation=generation), context.provider(config.provider)
         try:
             provider.roll_back(config, state, generation=generation)
         except (NotFoundError, DigestMismatchError):  # lost or damaged files are downloaded again
-            restore_files(ports, state.leader())
+            restore_files(context, state.leader())
             provider.roll_back(config, state, generation=generation)
 
     journal.perform(action, apply)
 
 
 def roll_back_each(
-    ports: Ports,
+    context: Context,
     endpoints: Sequence[str],
     *,
     to: str | None = None,
@@ -128,12 +128,12 @@ def roll_back_each(
             raise _no_rollout(config.endpoint)
         action = _plan(journal, to, reason, force)
         if pin:
-            action = pin_aliases(ports, config, action)
+            action = pin_aliases(context, config, action)
         result = _build_result(journal.state, action)
         journal.append(RollbackRequested(action=action, by_operator=True))
         return result, journal
 
-    requested, errors = call_each(endpoints, lambda name: Journal.update(ports, name, request, actor=actor))
+    requested, errors = call_each(endpoints, lambda name: Journal.update(context, name, request, actor=actor))
     results = {name: result for name, (result, _) in requested.items() if result.already}
     calls = {name: partial(_carry_out, journal, r) for name, (r, journal) in requested.items() if not r.already}
     late = f"the endpoint did not get there within {timeout_s:g} s"
@@ -146,7 +146,7 @@ def roll_back_each(
     return results, errors
 
 
-def withdraw_request(ports: Ports, endpoint: str, *, reason: str, actor: str = "") -> str:
+def withdraw_request(context: Context, endpoint: str, *, reason: str, actor: str = "") -> str:
     """Withdraw the endpoint's pending request: a deletion, else a rollback, with its rejections.
 
     Returns:
@@ -169,10 +169,12 @@ def withdraw_request(ports: Ports, endpoint: str, *, reason: str, actor: str = "
             return "the deletion"
         return f"the rollback to {_format_name(pending.action.roles.stable)}"
 
-    return Journal.update(ports, endpoint, withdraw, actor=actor)
+    return Journal.update(context, endpoint, withdraw, actor=actor)
 
 
-def send_command(ports: Ports, endpoint: str, command: OperatorCommand, *, reason: str = "", actor: str = "") -> None:
+def send_command(
+    context: Context, endpoint: str, command: OperatorCommand, *, reason: str = "", actor: str = ""
+) -> None:
     """Record an operator's command to the rollout in progress; the reconciler acts on it.
 
     Raises:
@@ -185,11 +187,11 @@ def send_command(ports: Ports, endpoint: str, command: OperatorCommand, *, reaso
             raise _no_rollout(config.endpoint)
         journal.append(OperatorCommandSent(command=command, reason=reason))
 
-    Journal.update(ports, endpoint, send, actor=actor)
+    Journal.update(context, endpoint, send, actor=actor)
 
 
 def select_endpoints(
-    ports: Ports,
+    context: Context,
     endpoints: tuple[str, ...],
     *,
     every: bool,
@@ -213,7 +215,7 @@ def select_endpoints(
         )
     if not every:
         return endpoints
-    bound = [read_readable_state(ports, name) for name in list_bound_endpoints(ports)]
+    bound = [read_readable_state(context, name) for name in list_bound_endpoints(context)]
     states = [state for state in bound if state.config is None or state.config.serves(model, target)]
     if not states:
         of_target = f" on {target}" if target else ""
@@ -226,7 +228,7 @@ def select_endpoints(
         roles = [state.roles] if state.open_intent is None else [state.roles, state.open_intent.action.roles]
         active = {d.release for each in roles for d in (each.candidate, each.stable) if d is not None}
         # A damaged ledger does not show whether it had that release: its rollback must fail visibly.
-        if latest in active or find_corruption(ports, state.endpoint):
+        if latest in active or find_corruption(context, state.endpoint):
             selected.append(state.endpoint)
     # On a repetition after the rollback: the endpoints that rolled back from it, to report completion.
     selected = selected or [s.endpoint for s in states if s.last_rollback and s.latest_release == latest]
@@ -253,10 +255,10 @@ def _carry_out(journal: Journal, result: RollbackResult) -> RollbackResult:
                 if time.monotonic() > deadline:
                     raise ServiceUnavailableError(f"{intent.holder} is changing it", where=result.endpoint)
                 time.sleep(_POLL_INTERVAL_S)
-                journal.state = journal.ports.ledger.state(result.endpoint)
+                journal.state = journal.context.ledger.state(result.endpoint)
             carry_out_pending(journal)
         except LedgerConflictError:
-            journal.state = journal.ports.ledger.state(result.endpoint)
+            journal.state = journal.context.ledger.state(result.endpoint)
             raise
 
     try:
@@ -298,7 +300,7 @@ def _find_done(journal: Journal, to: str | None, force: bool) -> RollbackResult 
         return None
     if (to is None and (last is None or force)) or (to is not None and to.removeprefix("v") != stable.version):
         return None
-    observe = partial(journal.ports.provider(config.provider).observe, config)
+    observe = partial(journal.context.provider(config.provider).observe, config)
     late = ServiceUnavailableError("the endpoint does not answer", where=config.endpoint)
     observed = run_concurrently({config.endpoint: observe}, OBSERVE_TIMEOUT_S, lambda _: late)[config.endpoint]
     if observed is None or isinstance(observed, OnnxOpsError) or not serves_only(observed, stable):

@@ -35,7 +35,7 @@ from onnx_ops.domain.rollout import Action, ActionKind, AnalysisResult
 from onnx_ops.domain.rollout_observations import EvidencePath, LatencyThresholds, Observations
 from onnx_ops.domain.rollout_policy import LATENCY_QUANTILES, PlannedStep, RolloutPolicy
 from onnx_ops.errors import CorruptStateError, NotFoundError, OnnxOpsError
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.journal import Journal, call_each, list_bound_endpoints, read_readable_state
 from onnx_ops.release.reconcile import choose_action, read_metrics
 from onnx_ops.release.registry_sync import DesiredState
@@ -131,11 +131,11 @@ class RolloutTimeline:
     end: ActionKind | None
 
 
-def read_status(ports: Ports, endpoint: str) -> EndpointStatus:
+def read_status(context: Context, endpoint: str) -> EndpointStatus:
     """Return the status of an endpoint. Raises NotFoundError if no pipeline has bound it."""
-    journal = Journal.open(ports, endpoint)
+    journal = Journal.open(context, endpoint)
     config = journal.config
-    provider = ports.provider(config.provider)
+    provider = context.provider(config.provider)
     actual = provider.observe(config)
     return EndpointStatus(
         state=journal.state,
@@ -145,28 +145,30 @@ def read_status(ports: Ports, endpoint: str) -> EndpointStatus:
     )
 
 
-def read_statuses(ports: Ports, endpoints: Sequence[str]) -> tuple[tuple[EndpointStatus, ...], dict[str, OnnxOpsError]]:
+def read_statuses(
+    context: Context, endpoints: Sequence[str]
+) -> tuple[tuple[EndpointStatus, ...], dict[str, OnnxOpsError]]:
     """Return the status of several endpoints, and the errors of others by name."""
-    statuses, errors = call_each(endpoints, lambda name: read_status(ports, name))
+    statuses, errors = call_each(endpoints, lambda name: read_status(context, name))
     return tuple(statuses.values()), errors
 
 
-def filter_endpoints(ports: Ports, selection: HistoryFilter) -> tuple[str, ...]:
+def filter_endpoints(context: Context, selection: HistoryFilter) -> tuple[str, ...]:
     """Return the selected endpoints that are bound, and those whose damaged ledger hides their binding.
 
     Raises:
         NotFoundError: a named endpoint is not bound.
     """
     for name in selection.endpoints:
-        Journal.open(ports, name).config  # noqa: B018 (raises NotFoundError for an unknown name)
-    names = selection.endpoints or list_bound_endpoints(ports)
-    configs = {name: read_readable_state(ports, name).config for name in names}
+        Journal.open(context, name).config  # noqa: B018 (raises NotFoundError for an unknown name)
+    names = selection.endpoints or list_bound_endpoints(context)
+    configs = {name: read_readable_state(context, name).config for name in names}
     model, target = selection.model, selection.target
     return tuple(name for name, config in configs.items() if config is None or config.serves(model, target))
 
 
 def read_history(
-    ports: Ports, selection: HistoryFilter
+    context: Context, selection: HistoryFilter
 ) -> tuple[tuple[HistoryLine, ...], dict[str, CorruptStateError]]:
     """Return entries of ledgers, oldest first, deleted endpoints and models without endpoints included.
 
@@ -177,21 +179,21 @@ def read_history(
     """
     entries: list[LedgerEntry] = []
     errors: dict[str, CorruptStateError] = {}
-    for name in selection.endpoints or ports.ledger.endpoints():
+    for name in selection.endpoints or context.ledger.endpoints():
         error = None
         try:
-            found = ports.ledger.read(name)
+            ledger_entries = context.ledger.read(name)
         except CorruptStateError as damaged:
-            found, error = ports.ledger.read_intact(name), damaged
-        if not found and error is None and selection.endpoints:
-            known = ", ".join(ports.ledger.endpoints()) or "none"
+            ledger_entries, error = context.ledger.read_intact(name), damaged
+        if not ledger_entries and error is None and selection.endpoints:
+            known = ", ".join(context.ledger.endpoints()) or "none"
             raise NotFoundError("no endpoint of that name", where=name, remedy=f"Known: {known}.")
-        is_bound = error is None or any(isinstance(entry.body, EndpointBound) for entry in found)
-        if is_bound and not _is_about(name, found, selection):
+        is_bound = error is None or any(isinstance(entry.body, EndpointBound) for entry in ledger_entries)
+        if is_bound and not _is_about(name, ledger_entries, selection):
             continue
         if error is not None:
             errors[name] = error
-        entries += [e for e in found if e.at >= selection.since and selection.actor in ("", e.actor)]
+        entries += [e for e in ledger_entries if e.at >= selection.since and selection.actor in ("", e.actor)]
     entries.sort(key=lambda entry: (entry.at, entry.endpoint, entry.sequence))
     failed = {(e.endpoint, e.body.of) for e in entries if isinstance(e.body, ActionOutcome) and not e.body.ok}
     lines = [_build_line(entry, failed=(entry.endpoint, entry.sequence) in failed) for entry in entries]
@@ -200,7 +202,7 @@ def read_history(
     return tuple(lines[-selection.limit :] if selection.limit else lines), errors
 
 
-def read_rollout_view(ports: Ports, endpoint: str) -> RolloutView | None:
+def read_rollout_view(context: Context, endpoint: str) -> RolloutView | None:
     """Return the rollout in progress, or None. Reads the endpoint and its metrics, never the registry.
 
     Raises:
@@ -208,13 +210,13 @@ def read_rollout_view(ports: Ports, endpoint: str) -> RolloutView | None:
     """
     from onnx_ops.statistics.rollout.judge import judge, trace_guardrails
 
-    journal = Journal.open(ports, endpoint)
-    config, state, now = journal.config, journal.state, ports.clock.now()
+    journal = Journal.open(context, endpoint)
+    config, state, now = journal.config, journal.state, context.clock.now()
     stable, candidate = state.roles.stable, state.roles.candidate
     if stable is None or candidate is None:
         return None
     snapshot = read_metrics(journal)
-    observed = ports.provider(config.provider).observe(config)
+    observed = context.provider(config.provider).observe(config)
     action = choose_action(journal, DesiredState(deployment=candidate), observed, snapshot)
     counts = snapshot.observations
     return RolloutView(
@@ -260,22 +262,22 @@ def build_timeline(endpoint: str, entries: Sequence[LedgerEntry]) -> RolloutTime
     return timeline
 
 
-def render_pending_metrics(ports: Ports) -> str:
+def render_pending_metrics(context: Context) -> str:
     """Return pending rollbacks and deletions in Prometheus' text format, for an alarm that needs no message.
 
     Raises:
         ServiceUnavailableError: the ledger does not answer.
     """
-    now = ports.clock.now()
-    states = [read_readable_state(ports, name) for name in list_bound_endpoints(ports)]
+    now = context.clock.now()
+    states = [read_readable_state(context, name) for name in list_bound_endpoints(context)]
     pending = {s.endpoint: s.pending_rollback for s in states}
     ages = {name: max(0.0, now - each.at) if each else 0.0 for name, each in pending.items()}
     attempts = {name: each.attempts if each else 0 for name, each in pending.items()}
     deletions = {s.endpoint: int(s.deleting) for s in states}
     gauges: tuple[tuple[str, str, Mapping[str, float]], ...] = (
-        ("onnx_ops_rollback_owed_seconds", "Age of the pending rollback.", ages),
+        ("onnx_ops_rollback_pending_seconds", "Age of the pending rollback.", ages),
         ("onnx_ops_rollback_failed_attempts", "Failed attempts to roll back.", attempts),
-        ("onnx_ops_deletion_owed", "Whether a deletion of the endpoint is pending.", deletions),
+        ("onnx_ops_deletion_pending", "Whether a deletion of the endpoint is pending.", deletions),
     )
     return "".join(
         f"# HELP {name} {text}\n# TYPE {name} gauge\n"

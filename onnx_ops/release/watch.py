@@ -15,7 +15,7 @@ from enum import StrEnum
 
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import ConflictError, OnnxOpsError
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.journal import Backoff
 from onnx_ops.release.reconcile import DryRun, RegistrySnapshot, StepReport, read_registry
 
@@ -108,7 +108,7 @@ class WatchLoop:
 
     def __init__(
         self,
-        ports: Ports,
+        context: Context,
         models: ReconcileQueue,
         *,
         interval_s: float,
@@ -116,7 +116,7 @@ class WatchLoop:
         actor: str = "",
         on_event: Callable[[WatchEvent], None],
     ) -> None:
-        self._ports = ports
+        self._context = context
         self._queue = models
         self._interval_s = interval_s
         self._endpoints = endpoints
@@ -129,7 +129,7 @@ class WatchLoop:
 
     def run(self) -> None:
         """Run pass after pass until the queue is closed; an effect in progress is finished first."""
-        clock = self._ports.clock
+        clock = self._context.clock
         due = clock.monotonic()
         while not self._queue.is_closed():
             if clock.monotonic() >= due:
@@ -143,14 +143,14 @@ class WatchLoop:
         """Run one pass over all endpoints. The registry is read once; while it is down, not in every pass."""
         names = self._list_endpoints()
         if names and self._registry_backoff.is_due():
-            was_down, self._snapshot = bool(self._snapshot.down), read_registry(self._ports)
+            was_down, self._snapshot = bool(self._snapshot.down), read_registry(self._context)
             why = self._snapshot.down
             self._registry_backoff.record(failed=bool(why))
             if why and not was_down:
                 self.emit("", WatchEventKind.REGISTRY_DOWN, why=why)
             elif was_down and not why:
                 self.emit("", WatchEventKind.REGISTRY_BACK, why="the registry answers again")
-        dry_run = DryRun(self._ports, lambda: self._snapshot)
+        dry_run = DryRun(self._context, lambda: self._snapshot)
         for name in names:
             if self._queue.is_closed():
                 return
@@ -159,16 +159,16 @@ class WatchLoop:
 
     def reconcile_models(self, models: frozenset[str]) -> None:
         """Run one pass over the endpoints of some models. Models without an endpoint cost nothing."""
-        dry_run = DryRun(self._ports, lambda: self._snapshot)
+        dry_run = DryRun(self._context, lambda: self._snapshot)
         configs = {name: self._read_config(dry_run, name) for name in self._list_endpoints()}
         woken = {name: config.model for name, config in configs.items() if config and config.model in models}
         if not woken:
             return
         self.emit("", WatchEventKind.WOKEN, why=", ".join(sorted(set(woken.values()))))
-        snapshot = read_registry(self._ports, frozenset(woken.values()))
+        snapshot = read_registry(self._context, frozenset(woken.values()))
         if snapshot.down:
             return
-        dry_run = DryRun(self._ports, lambda: snapshot)
+        dry_run = DryRun(self._context, lambda: snapshot)
         for name in woken:
             if self._queue.is_closed():
                 return
@@ -180,12 +180,12 @@ class WatchLoop:
         if is_state and self._last.get(endpoint) == (kind, why):
             return
         self._last[endpoint] = (kind, why)
-        at = datetime.datetime.fromtimestamp(self._ports.clock.now(), tz=datetime.UTC).isoformat(timespec="seconds")
+        at = datetime.datetime.fromtimestamp(self._context.clock.now(), tz=datetime.UTC).isoformat(timespec="seconds")
         self._on_event(WatchEvent(at=at, kind=kind, endpoint=endpoint, did=did, why=why))
 
     def _list_endpoints(self) -> tuple[str, ...]:
         try:
-            return self._endpoints or tuple(name for name in self._ports.ledger.endpoints() if "@" not in name)
+            return self._endpoints or tuple(name for name in self._context.ledger.endpoints() if "@" not in name)
         except Exception as error:  # any exception of the ledger's storage
             self.emit("", WatchEventKind.TROUBLE, why=f"the ledger could not be listed: {error}")
             return ()

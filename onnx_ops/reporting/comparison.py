@@ -228,10 +228,10 @@ def _change(entry: PairedCounts | ScoreComparison) -> str:
     return "" if entry.difference is None else _difference(entry.difference, unit_of(entry.metric))
 
 
-def _difference(found: Interval, unit: str) -> str:
+def _difference(interval: Interval, unit: str) -> str:
     """Return a change with its sign; for a share in percentage points."""
-    scale = scale_for(found.estimate, unit)
-    shown = [_signed(value / scale.divisor) for value in (found.estimate, found.low, found.high)]
+    scale = scale_for(interval.estimate, unit)
+    shown = [_signed(value / scale.divisor) for value in (interval.estimate, interval.low, interval.high)]
     return f"{shown[0]} [{shown[1]}, {shown[2]}]{' points' if unit == '1' else scale.suffix}"
 
 

@@ -159,7 +159,7 @@ def model_description(about: str, pipeline: str, variants: Iterable[str], target
     return "\n\n".join(part for part in (markdown(about), made, _VERSIONS, KEPT) if part)
 
 
-def told_reason(description: str, target: str) -> str:
+def parse_reason(description: str, target: str) -> str:
     """Return the reason that a description gives for the verdict on a target; empty if none."""
     shown = re.search(rf"^[A-Z]+ on {re.escape(markdown(target))}: (.*?) *$", description, re.MULTILINE)
     return html.unescape(_ESCAPED.sub(r"\1", shown[1])) if shown else ""
@@ -170,10 +170,10 @@ def _fitted(lines: Sequence[str], room: int, what: str, *, prefix: Sequence[str]
     whole = "\n".join((*prefix, *lines))
     if len(whole) <= room:
         return whole
-    for kept in range(len(lines) - 1, -1, -1):
-        left_out = len(lines) - kept
+    for count in range(len(lines) - 1, -1, -1):
+        left_out = len(lines) - count
         note = f"\n\n{left_out} more {what}{'s' if left_out > 1 else ''} left out here; the evidence holds all of them."
-        text = "\n".join((*prefix, *lines[:kept])) + note if kept else note.strip()
+        text = "\n".join((*prefix, *lines[:count])) + note if count else note.strip()
         if len(text) <= room:
             return text
     return ""

@@ -174,8 +174,8 @@ def _describe_samples(result: GateResult, evidence: Evidence | None) -> tuple[li
     comparison = None if evidence is None else _find_comparison(result, evidence)
     if comparison is not None:
         selves = [pair for pair in comparison.self_log_ratios if pair]
-        found = compare(selves, tolerance=0.0) if selves else None
-        noise = [f"A/A ±{format_figure((found.high - found.low) / 2, '1')}" if found else "A/A not measured"]
+        interval = compare(selves, tolerance=0.0) if selves else None
+        noise = [f"A/A ±{format_figure((interval.high - interval.low) / 2, '1')}" if interval else "A/A not measured"]
         count = [f"{result.n} {'process' if result.gate in ('cold_start', 'memory') else 'session'} pairs"]
         if isinstance(comparison, LatencyComparison):
             noise.append(f"{share(comparison.preempted, comparison.runs)} preempted")

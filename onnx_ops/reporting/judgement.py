@@ -142,13 +142,13 @@ def markdown_page(heading: Heading, decisions: Sequence[Decision]) -> str:
 def html_report(heading: Heading, decisions: Sequence[Decision], timings: Sequence[tuple[Decision, Evidence]]) -> str:
     """Return one self-contained page; `timings` are the latency comparisons, each with its decision."""
     evidence = {  # the first timing of each target, which names its machine
-        (decision.variant, decision.target): next(found for _, found in timings if found.target == decision.target)
+        (decision.variant, decision.target): next(timing for _, timing in timings if timing.target == decision.target)
         for decision in decisions
-        if any(found.target == decision.target for _, found in timings)
+        if any(timing.target == decision.target for _, timing in timings)
     }
     figures = [
-        *(ratio_figure(found, one, decision) for decision, found in timings for one in found.comparisons),
-        *(ratio_figure(found, one, decision) for decision, found in timings for one in found.ratios),
+        *(ratio_figure(timing, one, decision) for decision, timing in timings for one in timing.comparisons),
+        *(ratio_figure(timing, one, decision) for decision, timing in timings for one in timing.ratios),
     ]
     before, after = (format_figure(size, "B") for size in heading.sizes)
     facts = {"candidate": heading.kind, "size": f"{after}, was {before}", "rows": heading.rows, "time": heading.times}

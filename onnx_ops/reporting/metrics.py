@@ -56,12 +56,14 @@ def sampled_rows(evidence: Iterable[Evidence]) -> str:
 
 
 def median_latency(samples: LatencySamples | None) -> Measured | None:
-    """Median of the single runs that were not preempted, with 90 % order-statistic bounds."""
+    """Return the median of the single runs that were not preempted, with 90 % order-statistic bounds."""
     usable = [] if samples is None else [ns for ns in samples.sorted_ns if ns > 0]
     if not usable:
         return None
-    found = compare_latency_quantile(usable, 0.5, math.inf)
-    return Measured(estimate=found.quantile, low=found.low, high=found.high, unit="s", n=found.runs, of="runs")
+    interval = compare_latency_quantile(usable, 0.5, math.inf)
+    return Measured(
+        estimate=interval.quantile, low=interval.low, high=interval.high, unit="s", n=interval.runs, of="runs"
+    )
 
 
 def headline(decisions: Sequence[Decision], evidence: Sequence[Evidence]) -> str:
@@ -74,8 +76,8 @@ def headline(decisions: Sequence[Decision], evidence: Sequence[Evidence]) -> str
 def task_values(evidence: Evidence) -> Mapping[str, Measured]:
     """Return every task metric of the variant that has a value, by the label of its definition."""
     labels = dict.fromkeys([*(c.metric for c in evidence.metrics), *(s.metric for s in evidence.scores)])
-    found = {label: task_metric(evidence, label) for label in labels}
-    return {label: value for label, value in found.items() if value is not None}
+    metrics = {label: task_metric(evidence, label) for label in labels}
+    return {label: value for label, value in metrics.items() if value is not None}
 
 
 def champion_values(evidence: Evidence) -> Mapping[str, Measured]:
@@ -104,8 +106,10 @@ def task_metric(evidence: Evidence, name: str) -> Measured | None:
     for counts in evidence.metrics:
         right = counts.both + counts.only_candidate
         if not counts.against and counts.metric == name and 0 <= right <= counts.n and counts.n:
-            found = value_interval(counts)
-            return Measured(estimate=found.estimate, low=found.low, high=found.high, unit="1", n=counts.n, of="rows")
+            interval = value_interval(counts)
+            return Measured(
+                estimate=interval.estimate, low=interval.low, high=interval.high, unit="1", n=counts.n, of="rows"
+            )
     baselines = ("", evidence.baseline)
     for score in evidence.scores:
         if score.metric == name and score.against in baselines and score.candidate is not None:
@@ -115,13 +119,13 @@ def task_metric(evidence: Evidence, name: str) -> Measured | None:
 
 
 def unit_of(name: str) -> str:
-    """`1` for metrics that are shares; others have the unit of the label, which is not known here."""
+    """Return `1` for metrics that are shares; others have the label's unit, which is not known here."""
     traits = {str(metric): traits for metric, traits in METRICS.items()}.get(name.partition(" ")[0])
     return "1" if traits is not None and traits.higher_is_better else ""
 
 
 def plain_figures(evidence: Evidence) -> dict[str, float]:
-    """Figures by name, which ends in the unit where there is one."""
+    """Return measurements by name, which ends in the unit if there is one."""
     figures = {"size_bytes": float(evidence.size_bytes)}
     if evidence.latency is not None:
         figures |= {f"{name}_ms": ns / 1e6 for name, ns in evidence.latency.quantiles_ns.items()}
@@ -151,11 +155,11 @@ def _name(metric: str) -> str:
     return re.sub(r"[^\w\-. :]", "_", metric, flags=re.ASCII)
 
 
-Judged = Mapping[str, Mapping[str, tuple[Verdict, Evidence]]]
+VariantEvidence = Mapping[str, Mapping[str, tuple[Verdict, Evidence]]]
 """Verdict and evidence by variant and target."""
 
 
-def dvc_metrics(judged: Judged) -> Json:
+def dvc_metrics(judged: VariantEvidence) -> Json:
     """Return metrics by variant and target, as `dvc metrics show` flattens them."""
     return {
         variant: {
@@ -166,7 +170,7 @@ def dvc_metrics(judged: Judged) -> Json:
     }
 
 
-def dvc_plots(judged: Judged) -> Mapping[str, Json]:
+def dvc_plots(judged: VariantEvidence) -> Mapping[str, Json]:
     """Return lists of points by file name: `latency.json` with quantiles in ms, `size.json` in bytes."""
     latency: list[Json] = []
     size: list[Json] = []

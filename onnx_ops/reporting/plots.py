@@ -30,7 +30,7 @@ _SHOWN_LOSSES = 6
 """Losses of more than so many budgets are drawn at the edge, to leave room for the others."""
 
 _LEAST_LOSS = 0.02
-"""Least width of an axis of losses, in points: none of a thousand rows is no plot."""
+"""Least width of an axis of losses, in points: none of a thousand rows is not a plot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +73,9 @@ def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
     keys = []
     for series, e, latency, seconds in curves:
         n = len(seconds)
-        kept = range(n) if n <= _POINTS else sorted({round(i * (n - 1) / (_POINTS - 1)) for i in range(_POINTS)})
+        places = range(n) if n <= _POINTS else sorted({round(i * (n - 1) / (_POINTS - 1)) for i in range(_POINTS)})
         points = [(seconds[0] / scale.divisor, 0.0)]
-        for i in kept:
+        for i in places:
             left = seconds[i] / scale.divisor
             points += [(left, points[-1][1]), (left, 100 * (i + 1) / n)]
         chart.path(points, f"line {_style(series)}")
@@ -253,7 +253,7 @@ def search_figure(record: SearchRecord, target: str) -> Figure | None:
         svg=chart.render(f"Loss of {record.metric} against time on {target}"),
         caption="Lower left is better. Every dot is a model that was built; full ones are on the front: nothing else "
         "is at once as exact, as small and as fast. Rings mark variants. "
-        f"Dashed: the budget, {number(limit)} points. What loses far more stands at the upper edge. "
+        f"Dashed: the budget, {number(limit)} points. What loses far more is at the upper edge. "
         f"Loss on {record.rows} tuning rows; times of 5 session pairs with 90 % intervals. "
         "The gates measure the variants afresh, on other rows.",
         keys=tuple(keys),
@@ -279,17 +279,17 @@ def measured_ratio(comparison: LatencyComparison | PairedRatios) -> Measured | N
     pairs = [pair for pair in comparison.log_ratios if pair]
     if not pairs or not all(map(math.isfinite, (x for pair in pairs for x in pair))):
         return None
-    found = compare(pairs, tolerance=0.0)
+    interval = compare(pairs, tolerance=0.0)
     of = f"{_pair(comparison)}s"
-    return Measured(estimate=found.ratio, low=found.low, high=found.high, unit="x", n=found.pairs, of=of)
+    return Measured(estimate=interval.ratio, low=interval.low, high=interval.high, unit="x", n=interval.pairs, of=of)
 
 
 def ratio_figure(
     evidence: Evidence, comparison: LatencyComparison | PairedRatios, decision: Decision | None
 ) -> Figure | None:
     """Plot the ratio of each pair, the interval over all of them, the limit, and the baseline against itself."""
-    found = measured_ratio(comparison)
-    if found is None:
+    ratio = measured_ratio(comparison)
+    if ratio is None:
         return None
     if isinstance(comparison, LatencyComparison):
         limit = limit_of(decision, "latency", f"ratio vs {comparison.against}")
@@ -300,15 +300,15 @@ def ratio_figure(
     of, noun = name_of(comparison), _pair(comparison)
     pairs = [[_exp(x) for x in pair] for pair in comparison.log_ratios if pair]
     selves = [[_exp(x) for x in pair if math.isfinite(x)] for pair in comparison.self_log_ratios]
-    bounds = [v for v in (found.low, found.high, limit) if v is not None and 0 < v < math.inf]
+    bounds = [v for v in (ratio.low, ratio.high, limit) if v is not None and 0 < v < math.inf]
     centres = [median(pair) for pair in (*pairs, *(s for s in selves if s))]
     y = axis_around([1.0, *centres, *bounds, *(v for pair in pairs for v in pair)], f"{of} / {comparison.against} (×)")
     step = 1 if len(pairs) <= 10 else 5
     marks = tuple(map(float, range(step, len(pairs) + 1, step)))
     chart = Chart(x=Axis(low=0.4, high=len(pairs) + 0.6, label=noun, marks=marks), y=y)
-    if found.low > 0 and found.high < math.inf:
-        chart.band(found.low, found.high, "band")
-    chart.across(found.estimate, "line estimate")
+    if ratio.low > 0 and ratio.high < math.inf:
+        chart.band(ratio.low, ratio.high, "band")
+    chart.across(ratio.estimate, "line estimate")
     chart.across(1.0, "line one")
     if limit is not None:
         chart.across(limit, "line limit", f"limit {number(limit)}×")
@@ -324,7 +324,7 @@ def ratio_figure(
     return Figure(
         title=f"{of.capitalize()} ratio: {what}",
         svg=chart.render(f"{of.capitalize()} ratio of {what}"),
-        caption=f"{found.text()}{runs}. {_BAND} Full dots: {noun}s; {parts}"
+        caption=f"{ratio.text()}{runs}. {_BAND} Full dots: {noun}s; {parts}"
         f"rings: {comparison.against} against itself, the noise of the host.",
     )
 

@@ -43,20 +43,20 @@ def structure_entries(evidence: Evidence) -> dict[str, str]:
     return {name: text for name, text in entries.items() if text}
 
 
-def coverage_lines(found: Int8Coverage | None) -> list[str]:
+def coverage_lines(coverage: Int8Coverage | None) -> list[str]:
     """Return how much runs in int8, and each operator that does not, with its reason."""
-    if found is None or not (found.int8 or found.floats):
+    if coverage is None or not (coverage.int8 or coverage.floats):
         return []
-    total = len(found.int8) + len(found.floats)
-    lines = [f"{len(found.int8)} of {total} MatMul/Conv/Gemm run in int8"]
-    lines += [f"in float: {one.name} ({one.op_type}): {one.reason}" for one in found.floats]
-    return lines + [f"excluded, and yet in int8: {name}" for name in found.unheeded]
+    total = len(coverage.int8) + len(coverage.floats)
+    lines = [f"{len(coverage.int8)} of {total} MatMul/Conv/Gemm run in int8"]
+    lines += [f"in float: {one.name} ({one.op_type}): {one.reason}" for one in coverage.floats]
+    return lines + [f"excluded, and yet in int8: {name}" for name in coverage.unheeded]
 
 
-def advice_lines(found: Sequence[Advice]) -> list[str]:
+def advice_lines(advice: Sequence[Advice]) -> list[str]:
     """Return each finding, its first nodes, and the setting that fixes it."""
     lines = []
-    for one in found:
+    for one in advice:
         more = f" and {len(one.nodes) - _NAMED} more" if len(one.nodes) > _NAMED else ""
         nodes = f" ({', '.join(one.nodes[:_NAMED])}{more})" if one.nodes else ""
         lines.append(f"{one.finding}{nodes}; set: {one.setting}")

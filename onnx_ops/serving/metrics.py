@@ -64,8 +64,8 @@ QUEUED, IN_PROGRESS = BATCHED + 1, BATCHED + 2
 SHADOW_SENT, SHADOW_DROPPED, SHADOW_DONE, SHADOW_FAILED = (IN_PROGRESS + k for k in range(1, 5))
 LOADS, LOAD_FAILURES, LOAD_NANOSECONDS = (SHADOW_FAILED + k for k in range(1, 4))
 CONNECTIONS, CONNECTIONS_REFUSED, LOG_DROPPED = (LOAD_NANOSECONDS + k for k in range(1, 4))
-SHADOW_DIFFERING, OUTCOMES, SUCCESSES, UNKNOWN_OUTCOMES = (LOG_DROPPED + k for k in range(1, 5))
-COLUMNS = UNKNOWN_OUTCOMES + 1
+SHADOW_DIFFERING, FEEDBACK, SUCCESSES, UNKNOWN_FEEDBACK = (LOG_DROPPED + k for k in range(1, 5))
+COLUMNS = UNKNOWN_FEEDBACK + 1
 _GAUGES = (QUEUED, IN_PROGRESS, CONNECTIONS)
 
 MetricsRow = memoryview
@@ -248,8 +248,8 @@ _FAMILIES = (
     ("shadow_answered_total", "Mirrored requests that the deployment answered.", "counter", SHADOW_DONE),
     ("shadow_failed_total", "Mirrored requests that failed.", "counter", SHADOW_FAILED),
     ("shadow_differing_total", "Mirrored requests whose response differs.", "counter", SHADOW_DIFFERING),
-    ("outcomes_total", "Outcomes that clients reported.", "counter", OUTCOMES),
-    ("outcome_successes_total", "Reported outcomes that were successes.", "counter", SUCCESSES),
+    ("feedback_total", "Entries of feedback that clients reported.", "counter", FEEDBACK),
+    ("feedback_successes_total", "Entries of feedback that report a success.", "counter", SUCCESSES),
     ("model_loads_total", "Loads of the model, one for each worker.", "counter", LOADS),
     ("model_load_failures_total", "Loads of the model that failed.", "counter", LOAD_FAILURES),
     ("requests_queued", "Requests in the queue of the model.", "gauge", QUEUED),
@@ -264,7 +264,7 @@ _SERVER_FAMILIES = (
         "counter",
         LOG_DROPPED,
     ),
-    ("outcomes_unknown_total", "Outcomes of unknown requests.", "counter", UNKNOWN_OUTCOMES),
+    ("feedback_unknown_total", "Entries of feedback about unknown requests.", "counter", UNKNOWN_FEEDBACK),
 )
 _SHOWN_BOUNDS = {*BOUNDS_S[:: STEPS // 2], None}
 """Steps of the square root of two: enough for dashboards, in an eighth of the lines."""

@@ -1,4 +1,4 @@
-"""Counts by which a rollout is judged: by deployment, by user, and outcomes.
+"""Counts by which a rollout is judged: by deployment, by user, and feedback.
 
 All requests of a user go to one version, so a user is one draw of the split, however many requests it sends. The judge
 of a rollout sets a watch: which two deployments are counted by user, and which latencies count as slow. Another watch
@@ -21,8 +21,8 @@ import orjson
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.protocol.messages import (
     CELL_ERRORS,
+    CELL_FEEDBACK,
     CELL_LATENCIES,
-    CELL_OUTCOMES,
     CELL_SUCCESSES,
     FAILURE_STATUSES,
     KEYLESS_CELL,
@@ -46,14 +46,14 @@ from onnx_ops.serving.metrics import (
     get_column,
 )
 
-MAX_OUTCOMES = 1000
-"""Outcomes in one body."""
+MAX_FEEDBACK = 1000
+"""Entries of feedback in one body."""
 _FAILURE_COLUMNS = frozenset({get_column(int(s)) for s in FAILURE_STATUSES if s != "other"} | {OTHER_STATUS})
 _NO_BOUND = len(BOUNDS_S)
 _SLOT_BITS = (SLOTS - 1).bit_length()
 _VALUE_BITS = _SLOT_BITS + (USER_CELLS - 1).bit_length()
 _SUBJECTS = ("request_id", "key", "deployment")
-"""What an outcome is about: exactly one of these."""
+"""What an entry of feedback is about: exactly one of these."""
 
 
 class UserCounts:
@@ -85,12 +85,12 @@ class UserCounts:
         if seconds:
             cells[at + (CELL_LATENCIES + bisect_left(side[1], seconds)) * USER_CELLS] += 1
 
-    def count_outcome(self, slot: int, bucket: int, success: bool) -> None:
-        """Count an outcome that a client reports."""
+    def count_feedback(self, slot: int, bucket: int, success: bool) -> None:
+        """Count an entry of feedback."""
         side = self._get_side(slot)
         if side is not None:
             at = side[0] + bucket
-            self._cells[at + CELL_OUTCOMES * USER_CELLS] += 1
+            self._cells[at + CELL_FEEDBACK * USER_CELLS] += 1
             self._cells[at + CELL_SUCCESSES * USER_CELLS] += success
 
     def _get_side(self, slot: int) -> tuple[int, Sequence[float]] | None:
@@ -160,7 +160,7 @@ def collect_counts(
             shadow_answered=row[metrics.SHADOW_DONE],
             shadow_differing=row[metrics.SHADOW_DIFFERING],
             shadow_failed=row[metrics.SHADOW_FAILED],
-            outcomes=row[metrics.OUTCOMES],
+            feedback=row[metrics.FEEDBACK],
             successes=row[metrics.SUCCESSES],
             users=users.get(name, ""),
             cold_s=tuple((cold_s or {}).get(name, ())),
@@ -169,12 +169,12 @@ def collect_counts(
     return Counts(origin=shared.origin, at=now, bounds_s=BOUNDS_S, deployments=deployments, split=split)
 
 
-class OutcomeCounter:
-    """Counts outcomes that clients report, for the deployment that sent the response.
+class FeedbackCounter:
+    """Counts feedback that clients report, for the deployment that sent the response.
 
     Each worker remembers its last request ids in memory that all workers read. An entry is one number: 43 bits of a
     hash of the id, 15 of the user's bucket and 6 of the slot, at the place that the hash selects. A later request can
-    overwrite it; the outcome is then unknown. An id is counted once.
+    overwrite it; the feedback is then unknown. An id is counted once.
 
     `find_slot` returns the slot of a deployment by its name; `find_user`, for a user key, the slot of the deployment
     that serves it and the user's bucket. Both raise OnnxOpsError if there is none.
@@ -202,7 +202,7 @@ class OutcomeCounter:
         self._request_ids[key % REQUEST_IDS] = key << _VALUE_BITS | bucket << _SLOT_BITS | slot
 
     def count(self, body: bytes) -> tuple[int, int]:
-        """Count the outcomes of a body; return the number of counted and of unknown ones.
+        """Count the feedback in a body; return the number of counted and of unknown entries.
 
         If the body is invalid (UserError), nothing is counted.
         """
@@ -210,41 +210,41 @@ class OutcomeCounter:
             document = orjson.loads(body)
         except orjson.JSONDecodeError as error:
             raise UserError("the body is not JSON", why=str(error)) from error
-        outcomes = document.get("outcomes") if isinstance(document, dict) and "outcomes" in document else [document]
-        if not isinstance(outcomes, list) or len(outcomes) > MAX_OUTCOMES:
-            raise UserError(f"outcomes must be a list of at most {MAX_OUTCOMES}")
-        for place, outcome in enumerate(outcomes):
-            names = [name for name in _SUBJECTS if isinstance(outcome, dict) and name in outcome]
-            has_subject = len(names) == 1 and isinstance(outcome[names[0]], str)
-            if not has_subject or not isinstance(outcome.get("success"), bool):
+        entries = document.get("feedback") if isinstance(document, dict) and "feedback" in document else [document]
+        if not isinstance(entries, list) or len(entries) > MAX_FEEDBACK:
+            raise UserError(f"feedback must be a list of at most {MAX_FEEDBACK}")
+        for place, entry in enumerate(entries):
+            names = [name for name in _SUBJECTS if isinstance(entry, dict) and name in entry]
+            has_subject = len(names) == 1 and isinstance(entry[names[0]], str)
+            if not has_subject or not isinstance(entry.get("success"), bool):
                 raise UserError(
-                    f"outcome {place} must hold `success` (true or false) and one of {', '.join(_SUBJECTS)} (text)",
-                    remedy='For example: {"outcomes": [{"request_id": "a1", "success": true}]}',
+                    f"feedback {place} must hold `success` (true or false) and one of {', '.join(_SUBJECTS)} (text)",
+                    remedy='For example: {"feedback": [{"request_id": "a1", "success": true}]}',
                 )
         unknown = 0
-        for outcome in outcomes:
-            subject = self._find_subject(outcome)
+        for entry in entries:
+            subject = self._find_subject(entry)
             if subject is None:
                 unknown += 1
                 continue
             slot, bucket = subject
             row = self._shared.get_row(self._worker, slot)
-            row[metrics.OUTCOMES] += 1
-            row[metrics.SUCCESSES] += outcome["success"]
-            self._users.count_outcome(slot, bucket, outcome["success"])
-        self._shared.get_row(self._worker, 0)[metrics.UNKNOWN_OUTCOMES] += unknown
-        return len(outcomes) - unknown, unknown
+            row[metrics.FEEDBACK] += 1
+            row[metrics.SUCCESSES] += entry["success"]
+            self._users.count_feedback(slot, bucket, entry["success"])
+        self._shared.get_row(self._worker, 0)[metrics.UNKNOWN_FEEDBACK] += unknown
+        return len(entries) - unknown, unknown
 
-    def _find_subject(self, outcome: dict[str, Any]) -> tuple[int, int] | None:
-        """Return slot and bucket of the subject of an outcome; forget its request id."""
+    def _find_subject(self, entry: dict[str, Any]) -> tuple[int, int] | None:
+        """Return slot and bucket of the subject of an entry; forget its request id."""
         try:
-            if "key" in outcome:
-                return self._find_user(outcome["key"].encode())
-            if "deployment" in outcome:
-                return self._find_slot(outcome["deployment"]), KEYLESS_CELL
+            if "key" in entry:
+                return self._find_user(entry["key"].encode())
+            if "deployment" in entry:
+                return self._find_slot(entry["deployment"]), KEYLESS_CELL
         except OnnxOpsError:
             return None
-        key = _hash_id(outcome["request_id"].encode())
+        key = _hash_id(entry["request_id"].encode())
         place = key % REQUEST_IDS
         for worker in range(self._shared.workers):
             ids = self._shared.get_request_ids(worker)

@@ -153,7 +153,7 @@ def clopper_pearson(successes: float, n: float, confidence: float = CONFIDENCE) 
     Clopper and Pearson 1934, Biometrika 26:404-413.
     """
     if not 0 <= successes <= n or n < 1:
-        raise ValueError(f"{successes} of {n} is no proportion")
+        raise ValueError(f"{successes} of {n} is not a proportion")
     tail = (1 - confidence) / 2
     low = float(special.betaincinv(successes, n - successes + 1, tail)) if successes else 0.0
     high = float(special.betaincinv(successes + 1, n - successes, 1 - tail)) if successes < n else 1.0

@@ -72,7 +72,7 @@ def f1(labels: Array, predictions: Array, classes: int, average: Average, positi
 
 
 def f1_step(labels: Array, predictions: Array, classes: int, average: Average, positive: int = 0) -> float:
-    """Return an upper bound of what one more wrong row takes off the F1."""
+    """Return an upper bound of the F1 that one more wrong row costs."""
     hits = np.bincount(labels[labels == predictions], minlength=classes)
     support = np.bincount(labels, minlength=classes)
     total = support + np.bincount(predictions, minlength=classes)

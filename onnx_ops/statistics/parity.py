@@ -250,7 +250,7 @@ def measure_batch_invariance(
 
     Floats: the ratio is in units of the output's noise or, without one, of a tenth of rtol 1e-3 + atol 1e-5 max
     |answer|. Labels have no noise: where the model also has scores, a label counts as much as the scores differ, so
-    that a tie is no finding; otherwise every change counts. A value that is finite on one side only counts as
+    that a tie is not a finding; otherwise every change counts. A value that is finite on one side only counts as
     `LARGEST`.
 
     Args:

@@ -314,7 +314,7 @@ def _find_trial(
     match role:
         case "fast":
             best_ratio = f"{compute_time_ratio(fastest):.3g}x"
-            why = f"nothing that keeps the budget is surely faster than fp32 (best: {best_ratio})"
+            why = f"no variant within the budget is shown to be faster than fp32 (best: {best_ratio})"
             return (fast, "") if quick else (None, why)
         case "small":
             least = min(places, key=lambda n: (trials[n].size_bytes, compute_time_ratio(trials[n]), n))

@@ -31,11 +31,11 @@ class DataSourceSuite:
             np.testing.assert_array_equal(first[name], second[name])
 
     def test_the_same_data_has_one_fingerprint(self, source: DataSource, section: DataSection, root: Path) -> None:
-        found = source.fingerprint(section, root)
-        assert found
-        assert found == source.fingerprint(section, root)
+        fingerprint = source.fingerprint(section, root)
+        assert fingerprint
+        assert fingerprint == source.fingerprint(section, root)
         source.load(section, root)
-        assert found == source.fingerprint(section, root)
+        assert fingerprint == source.fingerprint(section, root)
 
     def test_a_section_of_another_kind_is_refused(self, source: DataSource, section: DataSection, root: Path) -> None:
         if isinstance(section, PluginData):

@@ -57,7 +57,7 @@ def disturbed_http(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
     Yields the requests made. `error`: the service cannot be reached. Otherwise the first disturbed request takes
     effect, and its answer and all later requests are lost (`lost answer`), or the client dies (`kill`).
     """
-    client, own, asked = http.client.HTTPConnection, threading.get_ident(), list[str]()
+    client, own, hosts = http.client.HTTPConnection, threading.get_ident(), list[str]()
     send, receive = client.endheaders, client.getresponse
 
     def fail(*parts: http.client.HTTPConnection | http.client.HTTPResponse) -> NoReturn:
@@ -67,19 +67,19 @@ def disturbed_http(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
         raise Killed if dies else ConnectionResetError("injected")
 
     def endheaders(connection: http.client.HTTPConnection, *arguments: Any, **options: Any) -> None:
-        asked.append(connection.host)
-        if fault != "none" and len(asked) - 1 >= at + (fault != "error"):
+        hosts.append(connection.host)
+        if fault != "none" and len(hosts) - 1 >= at + (fault != "error"):
             fail(connection)
         send(connection, *arguments, **options)
 
     def getresponse(connection: http.client.HTTPConnection) -> http.client.HTTPResponse:
         response = receive(connection)
-        if fault in ("lost answer", "kill") and len(asked) - 1 == at:
+        if fault in ("lost answer", "kill") and len(hosts) - 1 == at:
             fail(connection, response)
         return response
 
     with patch.object(client, "endheaders", endheaders), patch.object(client, "getresponse", getresponse):
-        yield asked
+        yield hosts
 
 
 class EndpointProviderSuite:
@@ -194,7 +194,7 @@ class EndpointProviderSuite:
         lost = [replace(one, location=f"{one.location}-lost") for one in (blue, green)]
         for generation in (2, 2, 3):
             provider.roll_back(config, state_of(*lost, blue=100, green=0), generation=generation)
-        assert self.serves(provider, config, blue, 2.0).held(green) is not None
+        assert self.serves(provider, config, blue, 2.0).find_deployment(green) is not None
         with pytest.raises(ConflictError):
             provider.roll_back(config, state_of(*lost, blue=0, green=100), generation=2)
 
@@ -221,10 +221,10 @@ class EndpointProviderSuite:
         bad = state_of(blue, green, blue=90, green=10) if split else state_of(green, green=100)
         back = state_of(blue, green, blue=100, green=0)
         provider.apply(config, bad, generation=1)
-        with self.disturbed("none") as asked:
+        with self.disturbed("none") as hosts:
             provider.roll_back(config, back, generation=2)
-        assert len(asked), "override `disturbed`: nothing was asked by `http.client`"
-        for turn, at in enumerate(chosen(range(len(asked))), start=1):
+        assert len(hosts), "override `disturbed`: no request went through `http.client`"
+        for turn, at in enumerate(chosen(range(len(hosts))), start=1):
             provider.apply(config, bad, generation=2 * turn + 1)
             done = False
             with suppress(OnnxOpsError, Killed), self.disturbed(fault, at):
@@ -235,7 +235,7 @@ class EndpointProviderSuite:
             assert back_again or (not done and (seen is None or seen.is_equivalent(bad)))
             provider.roll_back(config, back, generation=2 * turn + 2)
             self.serves(provider, config, blue, 2.0)
-        provider.apply(config, state_of(blue, blue=100), generation=2 * len(asked) + 3)
+        provider.apply(config, state_of(blue, blue=100), generation=2 * len(hosts) + 3)
         assert self.serves(provider, config, blue, 2.0).is_equivalent(state_of(blue, blue=100))
 
     def test_users_stay_where_they_are(
@@ -271,7 +271,7 @@ class EndpointProviderSuite:
         assert again is not None
         assert self.scale(again) == 3.0
 
-    def test_what_no_release_needs_is_told_and_removed_and_what_serves_stays(
+    def test_orphans_are_listed_and_removed_and_what_serves_stays(
         self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
     ) -> None:
         blue, green = deployments

@@ -44,10 +44,10 @@ class ExporterSuite:
         self, exported: tuple[object, Path], section: Export, samples: Tensors
     ) -> None:
         check_model(exported[1])
-        found = read_model_info(exported[1])
-        assert found.opsets.get("", section.opset) == section.opset
-        assert found.ir_version == section.ir_version
-        assert [spec.name for spec in found.inputs] == list(samples)
+        model_info = read_model_info(exported[1])
+        assert model_info.opsets.get("", section.opset) == section.opset
+        assert model_info.ir_version == section.ir_version
+        assert [spec.name for spec in model_info.inputs] == list(samples)
 
     def test_the_export_computes_what_its_source_does_at_any_batch(
         self, exporter: Exporter, exported: tuple[object, Path], samples: Tensors

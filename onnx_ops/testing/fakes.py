@@ -37,7 +37,7 @@ from onnx_ops.errors import (
     ServiceUnavailableError,
     UserError,
 )
-from onnx_ops.ports import EndpointProvider, Ledger, MetricsSource, Notifier, Ports
+from onnx_ops.ports import Context, EndpointProvider, Ledger, MetricsSource, Notifier
 
 
 class FakeClock:
@@ -158,8 +158,8 @@ class FakeProvider(EndpointProvider):
         self._states[name], self._generations[name], self._settings[name] = state, generation, config.settings
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        held, made = self._states.get(config.endpoint), self._settings.get(config.endpoint, config.settings)
-        target = state if held is None else build_rollback_state(held, state)
+        current, made = self._states.get(config.endpoint), self._settings.get(config.endpoint, config.settings)
+        target = state if current is None else build_rollback_state(current, state)
         self.apply(replace(config, settings=made), target, generation=generation)
 
     def address(self, config: EndpointConfig) -> str | None:
@@ -204,7 +204,7 @@ class FakeMetrics(MetricsSource):
         self.histogram: tuple[tuple[float, ...], tuple[int, ...]] | None = ((0.001, 0.002), (500, 490, 10))
 
     def capabilities(self) -> frozenset[str]:
-        return frozenset({"exceedances", "shadow", "outcomes"})
+        return frozenset({"exceedances", "shadow", "feedback"})
 
     def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
         del deployment
@@ -214,7 +214,7 @@ class FakeMetrics(MetricsSource):
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
         self._answer(config)
         ours = {name: self.tallies[name] for name in deployments if name in self.tallies}
-        counts = {"errors": ("requests", "errors"), "outcomes": ("outcomes", "successes")}
+        counts = {"errors": ("requests", "errors"), "feedback": ("feedback", "successes")}
         counts |= {f"latency_{name}": ("measured", f"over_{name}") for name in ("p50", "p99")}
         units = {
             name: UnitSums.single(*(sum(getattr(one, field) or 0 for one in ours.values()) for field in fields))
@@ -260,29 +260,29 @@ class FakeRegistry:
     def publish(self, publication: Publication) -> Mapping[str, str]:
         self._answer()
         for variant in publication.variants:
-            found = Manifest(files={name: digest_file(path) for name, path in variant.files.items()})
-            if found != variant.manifest:
+            manifest = Manifest(files={name: digest_file(path) for name, path in variant.files.items()})
+            if manifest != variant.manifest:
                 raise DigestMismatchError("files are not what the manifest says", where=publication.model)
         model, release, versions = self._models.setdefault(publication.model, _Model()), publication.lineage.release, {}
         for variant in publication.variants:
             key = (release, variant.variant, variant.manifest.digest())
-            records = [(kept, kept.record) for kept in model.versions.values()]
-            known = (kept for kept, record in records if (record.release, record.variant, record.manifest) == key)
-            kept = next(known, None)
+            records = [(stored, stored.record) for stored in model.versions.values()]
+            known = (stored for stored, record in records if (record.release, record.variant, record.manifest) == key)
+            stored = next(known, None)
             record = VersionRecord(
                 model=publication.model,
-                version=kept.record.version if kept else str(max(map(int, model.versions), default=0) + 1),
+                version=stored.record.version if stored else str(max(map(int, model.versions), default=0) + 1),
                 release=release,
                 variant=variant.variant,
                 manifest=variant.manifest.digest(),
                 decisions=dict(variant.signed),
-                tags=kept.record.tags if kept else {},
+                tags=stored.record.tags if stored else {},
             )
             model.versions[record.version] = _Version(
                 record=record,
                 files={name: path.read_bytes() for name, path in variant.files.items()},
                 documents={name: path.read_bytes() for name, path in variant.evidence.items()},
-                created_at=kept.created_at if kept else self.clock.now(),
+                created_at=stored.created_at if stored else self.clock.now(),
                 evidence=variant.evidence_digest(),
             )
             versions[variant.variant] = record.version
@@ -309,8 +309,8 @@ class FakeRegistry:
             self._models[model].aliases.pop(alias, None)
 
     def annotate(self, model: str, version: str, tags: Mapping[str, str]) -> None:
-        kept = self._version(model, version)
-        kept.record = replace(kept.record, tags={**kept.record.tags, **tags})
+        stored = self._version(model, version)
+        stored.record = replace(stored.record, tags={**stored.record.tags, **tags})
 
     def fetch(self, record: VersionRecord, folder: Path) -> Manifest:
         for name, content in self._version(record.model, record.version).files.items():
@@ -343,7 +343,7 @@ class FakeRegistry:
 
     def versions(self, model: str) -> tuple[ListedVersion, ...]:
         self._answer()
-        kept = self._models[model].versions.values() if model in self._models else ()
+        stored = self._models[model].versions.values() if model in self._models else ()
         return tuple(
             ListedVersion(
                 version=v.record.version,
@@ -353,7 +353,7 @@ class FakeRegistry:
                 created_at=v.created_at,
                 evidence=v.evidence,
             )
-            for v in sorted(kept, key=lambda v: int(v.record.version))
+            for v in sorted(stored, key=lambda v: int(v.record.version))
         )
 
     def delete_version(self, model: str, version: str) -> None:
@@ -366,9 +366,9 @@ class FakeRegistry:
     def vanish(self, model: str, version: str) -> None:
         """Delete a version and its aliases, as a person can in the registry."""
         self._version(model, version)
-        kept = self._models[model]
-        del kept.versions[version]
-        kept.aliases = {alias: number for alias, number in kept.aliases.items() if number != version}
+        stored = self._models[model]
+        del stored.versions[version]
+        stored.aliases = {alias: number for alias, number in stored.aliases.items() if number != version}
 
     def tamper(self, record: VersionRecord, name: str) -> None:
         """Change a stored file behind the registry's back."""
@@ -418,7 +418,7 @@ class FakeModelFiles:
         self._admitted.setdefault(manifest.digest(), self.clock.now())
         return f"memory:{manifest.digest()}"
 
-    def kept(self) -> Sequence[StoredObject]:
+    def list_folders(self) -> Sequence[StoredObject]:
         admitted = sorted(self._admitted.items())
         return tuple(StoredObject(name=digest, digest=digest, size_bytes=1000, at=at) for digest, at in admitted)
 
@@ -428,7 +428,7 @@ class FakeModelFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeWorld:
-    """Services and machine that outlive a process. `ports` gives a process its view of them."""
+    """Services and machine that outlive a process. `context` gives a process its view of them."""
 
     registry: FakeRegistry = field(default_factory=FakeRegistry)
     provider: FakeProvider = field(default_factory=FakeProvider)
@@ -445,10 +445,10 @@ class FakeWorld:
         self.files.clock = self.clock
         self.provider.counted.clock = self.clock
 
-    def ports(self, process: str = "process-1", root: Path = Path()) -> Ports:
-        """Return the ports of a process, without those that only stages use."""
+    def context(self, process: str = "process-1", root: Path = Path()) -> Context:
+        """Return the context of a process, without the ports that only stages use."""
         store = ContentStore(FsspecObjects(f"memory://{self.place}"), root / "cache")
-        return Ports(
+        return Context(
             root=root,
             open_store=lambda: store,
             ledger=self.ledger,

@@ -60,7 +60,7 @@ Opener = Callable[[], Ledger]
 WRITERS = 8
 ROUNDS = 5
 KILLS = 12
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 ENDPOINT = "digits"
 
 
@@ -69,7 +69,7 @@ def entry(sequence: int, body: EntryBody, *, endpoint: str = ENDPOINT, actor: st
     return LedgerEntry(endpoint=endpoint, sequence=sequence, at=1.5 * sequence, actor=actor, body=body)
 
 
-def spoken(sequence: int, *, reason: str = "", actor: str = "tester") -> LedgerEntry:
+def command_entry(sequence: int, *, reason: str = "", actor: str = "tester") -> LedgerEntry:
     """Return an entry with a command of an operator."""
     return entry(sequence, OperatorCommandSent(command=OperatorCommand.ADVANCE, reason=reason), actor=actor)
 
@@ -135,7 +135,7 @@ def _race(opener: Opener, barrier: Any, results: Any, name: str) -> None:
         ledger, won = opener(), False
         barrier.wait()
         with suppress(LedgerConflictError):
-            ledger.append(spoken(sequence, actor=name))
+            ledger.append(command_entry(sequence, actor=name))
             won = True
         results.put((sequence, name, won))
 
@@ -145,7 +145,7 @@ def _append_for_ever(opener: Opener, started: Any) -> None:
     sequence = len(ledger.read(ENDPOINT)) + 1
     started.set()
     while True:
-        ledger.append(spoken(sequence, reason="x" * 20_000))
+        ledger.append(command_entry(sequence, reason="x" * 20_000))
         sequence += 1
 
 
@@ -186,16 +186,16 @@ class LedgerSuite:
 
     def test_entries_keep_their_order(self, ledger: Ledger) -> None:
         for sequence in range(1, 13):
-            ledger.append(spoken(sequence))
+            ledger.append(command_entry(sequence))
         assert [one.sequence for one in ledger.read(ENDPOINT)] == list(range(1, 13))
 
     def test_a_taken_sequence_is_a_conflict_and_changes_nothing(self, ledger: Ledger, opener: Opener) -> None:
-        ledger.append(spoken(1, actor="first"))
+        ledger.append(command_entry(1, actor="first"))
         for late in (ledger, opener()):
             with pytest.raises(LedgerConflictError):
-                late.append(spoken(1, actor="second"))
+                late.append(command_entry(1, actor="second"))
         assert [one.actor for one in ledger.read(ENDPOINT)] == ["first"]
-        ledger.append(spoken(2, actor="second"))
+        ledger.append(command_entry(2, actor="second"))
         assert [one.actor for one in ledger.read(ENDPOINT)] == ["first", "second"]
 
     def test_endpoints_do_not_see_each_other(self, ledger: Ledger) -> None:
@@ -215,10 +215,10 @@ class LedgerSuite:
         writers = [context.Process(target=_race, args=(opener, barrier, results, f"w{n}")) for n in range(WRITERS)]
         for writer in writers:
             writer.start()
-        told = [results.get(timeout=PATIENCE_S) for _ in range(WRITERS * ROUNDS)]
+        appended = [results.get(timeout=TIMEOUT_S) for _ in range(WRITERS * ROUNDS)]
         for writer in writers:
-            writer.join(PATIENCE_S)
-        winners = [name for _, name, won in sorted(told) if won]
+            writer.join(TIMEOUT_S)
+        winners = [name for _, name, won in sorted(appended) if won]
         assert [one.actor for one in opener().read(ENDPOINT)] == winners
         assert len(winners) == ROUNDS
 
@@ -230,16 +230,16 @@ class LedgerSuite:
             started = context.Event()
             writer = context.Process(target=_append_for_ever, args=(opener, started))
             writer.start()
-            assert started.wait(PATIENCE_S)
+            assert started.wait(TIMEOUT_S)
             time.sleep(0.002 * (attempt % 7))
             os.kill(writer.pid or 0, signal.SIGKILL)
-            writer.join(PATIENCE_S)
+            writer.join(TIMEOUT_S)
             entries = opener().read(ENDPOINT)
             assert [one.sequence for one in entries] == list(range(1, len(entries) + 1))
             assert all(
                 one.body == OperatorCommandSent(command=OperatorCommand.ADVANCE, reason="x" * 20_000) for one in entries
             )
-        opener().append(spoken(len(opener().read(ENDPOINT)) + 1))
+        opener().append(command_entry(len(opener().read(ENDPOINT)) + 1))
 
 
 def _context() -> Any:

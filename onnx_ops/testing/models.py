@@ -54,7 +54,10 @@ def write_perceptron(path: Path, *, batch: int | str = "batch", opset: int = 18,
 
 
 def write_convolution(path: Path, *, opset: int = 18, ir_version: int = 10) -> Path:
-    """Two convolutions and a mean, `image` (batch, 1, SIDE, SIDE) to `scores` (batch, CLASSES); no matrix product."""
+    """Write two convolutions and a mean, without matrix product.
+
+    From `image` (batch, 1, SIDE, SIDE) to `scores` (batch, CLASSES).
+    """
     nodes = [
         helper.make_node("Conv", ["image", "first.weight"], ["first.sum"], name="first", pads=[1, 1, 1, 1]),
         helper.make_node("Relu", ["first.sum"], ["first.out"], name="first_relu"),

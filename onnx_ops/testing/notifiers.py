@@ -55,10 +55,10 @@ class NotifierSuite:
     def test_a_message_holds_what_a_person_needs(self, notifier: Notifier, inbox: WebhookSink) -> None:
         inbox.answer = self.usual
         notifier.send(ROLLED_BACK)
-        told = json.dumps(inbox.requests[-1].document)
+        sent = json.dumps(inbox.requests[-1].document)
         for text in ("digits", "v3 was rolled back", "28/800", "limit 60:1", "onnx-ops promote digits-mlp 3"):
-            assert text in told
-        assert ROLLED_BACK.link in told
+            assert text in sent
+        assert ROLLED_BACK.link in sent
 
     @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
     def test_a_service_in_trouble_is_tried_again(self, notifier: Notifier, inbox: WebhookSink, status: int) -> None:
@@ -94,7 +94,7 @@ class NotifierSuite:
         self, notifier: Notifier, inbox: WebhookSink, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.DEBUG)
-        told = [repr(notifier), notifier.check()]
+        text = [repr(notifier), notifier.check()]
         for reply in (Reply(status=404), Reply(status=500), Reply(status=302, headers={"Location": "https://x"})):
 
             def answer(_: ReceivedRequest, reply: Reply = reply) -> Reply:
@@ -103,8 +103,8 @@ class NotifierSuite:
             inbox.answer = answer
             with pytest.raises(OnnxOpsError) as caught:
                 notifier.send(ROLLED_BACK)
-            told += [str(caught.value), repr(caught.value.as_document()), repr(caught.value.__cause__)]
-        assert self.secret not in "\n".join([*told, caplog.text])
+            text += [str(caught.value), repr(caught.value.as_document()), repr(caught.value.__cause__)]
+        assert self.secret not in "\n".join([*text, caplog.text])
 
     def test_a_check_sends_nothing(self, notifier: Notifier, inbox: WebhookSink) -> None:
         assert notifier.check()

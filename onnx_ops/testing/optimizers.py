@@ -106,8 +106,8 @@ class OptimizerSuite:
         self, optimizer: Optimizer, request_: OptimizeRequest, section: Quantize, name: str
     ) -> None:
         optimizer.optimize(replace(request_, section=replace(section, exclude=(name,))))
-        kept = {tensor.name for tensor in read_structure(request_.path).graph.initializer}
-        assert f"{name}.weight" in kept
+        initializers = {tensor.name for tensor in read_structure(request_.path).graph.initializer}
+        assert f"{name}.weight" in initializers
         names = {weight.name for weight in read_quantized_weights(request_.source, request_.path)}
         assert f"{name}.weight" not in names
         assert bool(names) is optimizer.quantized

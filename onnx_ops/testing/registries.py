@@ -191,9 +191,9 @@ class RegistrySuite:
     def test_tags_are_kept(self, registry: Registry, tmp_path: Path) -> None:
         model = _unique()
         version = registry.publish(publication(tmp_path, model=model, seed="a"))["fp32"]
-        said = {"onnxops.rejected": "slower than the champion: 7.5 % > 5 %, «now»"}
-        registry.annotate(model, version, said)
-        assert registry.version(model, version).tags.items() >= said.items()
+        tags = {"onnxops.rejected": "slower than the champion: 7.5 % > 5 %, «now»"}
+        registry.annotate(model, version, tags)
+        assert registry.version(model, version).tags.items() >= tags.items()
 
     def test_fetch_returns_what_was_published(self, registry: Registry, tmp_path: Path) -> None:
         release = publication(tmp_path, model=_unique(), seed="a")
@@ -225,25 +225,25 @@ class RegistrySuite:
         assert registry.versions(model) == ()
         releases = [publication(tmp_path, model=model, seed=seed, variants=("fp32", "int8-static")) for seed in "ab"]
         numbers = [registry.publish(release) for release in releases]
-        found = registry.versions(model)
-        assert [(entry.version, entry.variant, entry.release) for entry in found] == [
+        versions = registry.versions(model)
+        assert [(entry.version, entry.variant, entry.release) for entry in versions] == [
             (published[variant], variant, release.lineage.release)
             for release, published in zip(releases, numbers, strict=True)
             for variant in published
         ]
-        assert all(entry.manifest == registry.version(model, entry.version).manifest for entry in found)
+        assert all(entry.manifest == registry.version(model, entry.version).manifest for entry in versions)
         variants = [record for release in releases for record in release.variants]
-        assert [entry.evidence for entry in found] == [record.evidence_digest() for record in variants]
-        assert found[0].created_at <= found[-1].created_at
-        registry.set_alias(model, "champion-cpu-1t", found[0].version)
-        _assert_raises(RefusedError, registry.delete_version, model, found[0].version)
-        registry.delete_version(model, found[1].version)
-        registry.delete_version(model, found[1].version)
+        assert [entry.evidence for entry in versions] == [record.evidence_digest() for record in variants]
+        assert versions[0].created_at <= versions[-1].created_at
+        registry.set_alias(model, "champion-cpu-1t", versions[0].version)
+        _assert_raises(RefusedError, registry.delete_version, model, versions[0].version)
+        registry.delete_version(model, versions[1].version)
+        registry.delete_version(model, versions[1].version)
         assert [entry.version for entry in registry.versions(model)] == [
-            found[0].version,
-            *(e.version for e in found[2:]),
+            versions[0].version,
+            *(e.version for e in versions[2:]),
         ]
-        assert registry.version(model, found[0].version).manifest == found[0].manifest
+        assert registry.version(model, versions[0].version).manifest == versions[0].manifest
 
     def test_a_deleted_version_can_be_published_again(self, registry: Registry, tmp_path: Path) -> None:
         model = _unique()
@@ -261,9 +261,9 @@ class RegistrySuite:
         registry.set_alias(one, "challenger-cpu-1t", "2")
         registry.set_alias(two, "champion-cpu-1t", "2")
         registry.delete_alias(two, "champion-cpu-1t")
-        found = registry.all_aliases()
-        assert found[one] == {"champion-cpu-1t": "1", "challenger-cpu-1t": "2"} == registry.aliases(one)
-        assert not found[two]
+        aliases = registry.all_aliases()
+        assert aliases[one] == {"champion-cpu-1t": "1", "challenger-cpu-1t": "2"} == registry.aliases(one)
+        assert not aliases[two]
 
     def test_unknown_names(self, registry: Registry, tmp_path: Path) -> None:
         model = _unique()
@@ -276,7 +276,7 @@ class RegistrySuite:
         _assert_raises(NotFoundError, registry.set_alias, model, "champion-cpu-1t", "2")
         _assert_raises(NotFoundError, registry.annotate, model, "2", {"a": "b"})
 
-    def test_a_person_is_told_where_to_look(self, registry: Registry) -> None:
+    def test_where_names_the_place_of_the_registry(self, registry: Registry) -> None:
         assert registry.where(_unique())
 
     def test_a_page_is_an_address_or_nothing(self, registry: Registry, tmp_path: Path) -> None:

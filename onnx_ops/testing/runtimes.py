@@ -30,12 +30,12 @@ class RuntimeSuite:
         return path
 
     def test_a_machine_has_one_fingerprint(self, runtime: Runtime, target: Target) -> None:
-        found = runtime.fingerprint(target)
-        assert found == runtime.fingerprint(target)
-        assert found.runtime == target.runtime
-        assert found.cores > 0
-        assert found.memory_bytes > 0
-        assert found.runtime_version[0].isdecimal()
+        fingerprint = runtime.fingerprint(target)
+        assert fingerprint == runtime.fingerprint(target)
+        assert fingerprint.runtime == target.runtime
+        assert fingerprint.cores > 0
+        assert fingerprint.memory_bytes > 0
+        assert fingerprint.runtime_version[0].isdecimal()
 
     def test_facts_say_which_providers_took_the_nodes(self, runtime: Runtime, target: Target, file: Path) -> None:
         facts = runtime.facts(file, target)
@@ -64,7 +64,7 @@ class RuntimeSuite:
 
     def test_races_are_timed_on_every_axis_of_the_schedule(self, runtime: Runtime, target: Target, file: Path) -> None:
         schedule = PairedBenchmarkSchedule(rounds=2, blocks=3, runs=4, warmup=1, seed=5)
-        samples = runtime.race((file, file, file), target, rows(1), schedule)
+        samples = runtime.benchmark((file, file, file), target, rows(1), schedule)
         assert samples.nanoseconds.shape == samples.preempted.shape == (2, 3, 3, 4)
         assert samples.probe is None or samples.probe.shape == (2, 3, 3, 4)
         assert samples.calls >= 1
@@ -77,7 +77,7 @@ class RuntimeSuite:
         assert samples.requests == 20
         assert int(samples.nanoseconds.astype(np.int64).min()) > 0
 
-    def test_fresh_processes_tell_durations_and_memory(self, runtime: Runtime, target: Target, file: Path) -> None:
+    def test_fresh_processes_return_durations_and_memory(self, runtime: Runtime, target: Target, file: Path) -> None:
         samples = runtime.starts((file, file), target, rows(1), StartSchedule(rounds=2, requests=3, seed=5))
         for figure in (samples.load_ns, samples.first_ns, samples.peak_bytes):
             assert figure.shape == (2, 2)
@@ -92,7 +92,7 @@ class RuntimeSuite:
             lambda: runtime.facts(file, elsewhere),
             lambda: runtime.run(file, elsewhere, (rows(1),)),
             lambda: runtime.sample(file, elsewhere, rows(1), runs=1, warmup=0),
-            lambda: runtime.race((file, file), elsewhere, rows(1), PairedBenchmarkSchedule(rounds=1)),
+            lambda: runtime.benchmark((file, file), elsewhere, rows(1), PairedBenchmarkSchedule(rounds=1)),
             lambda: runtime.under_load((file, file), elsewhere, rows(1), ONE_WINDOW),
             lambda: runtime.starts((file, file), elsewhere, rows(1), StartSchedule(rounds=1)),
         ):
@@ -105,13 +105,13 @@ class RuntimeSuite:
         broken = tmp_path / "broken.onnx"
         broken.write_bytes(file.read_bytes()[:100])
         wrong = {"x": np.zeros((1, 3), dtype=np.float32)}
-        race, start = PairedBenchmarkSchedule(rounds=1), StartSchedule(rounds=1)
+        benchmark, start = PairedBenchmarkSchedule(rounds=1), StartSchedule(rounds=1)
         for measure in (
             lambda: runtime.run(broken, target, (rows(1),)),
             lambda: runtime.run(file, target, (wrong,)),
             lambda: runtime.sample(file, target, {"y": rows(1)["x"]}, runs=1, warmup=0),
             lambda: runtime.facts(broken, target),
-            lambda: runtime.race((file, broken), target, rows(1), race),
+            lambda: runtime.benchmark((file, broken), target, rows(1), benchmark),
             lambda: runtime.under_load((file, file), target, wrong, ONE_WINDOW),
             lambda: runtime.starts((broken, file), target, rows(1), start),
             lambda: runtime.starts((file, file), target, wrong, start),

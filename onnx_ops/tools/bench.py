@@ -128,7 +128,12 @@ def benchmark(
 
 
 def read_runtime_facts(runtime: Runtime, target: Target, model: Path) -> RuntimeFacts:
-    """Return the providers that run the model there, or raise the error."""
+    """Return the execution providers that run the model on this machine.
+
+    Raises:
+        UserError: the file is not valid, or the target cannot run it.
+        MeasurementError: no session could be built.
+    """
     require_hardware(runtime, target)
     if reason := explain_incompatibility(model, target):
         remedy = "Export it for this target's opset and IR version, or give the target its operators: custom_ops."

@@ -46,7 +46,7 @@ REFERENCE = Target(
 )
 
 _ENOUGH = 8
-"""Rows from which on the same answer to all of them is no coincidence."""
+"""Rows from which on the same answer to all of them is not a coincidence."""
 
 KEYS, LENGTH = " (keys)", " (length)"
 """Suffixes of the additional outputs of maps and sequences; a matrix has neither."""
@@ -325,7 +325,7 @@ def _judge_distinction(samples: SampleRows, real: Tensors, groups: Sequence[Tens
     outputs = [array for name, array in real.items() if not name.endswith((KEYS, LENGTH))]
     if count < _ENOUGH or not all(array.ndim and len(array) == count for array in outputs):
         return ()
-    reason = f"A gives the same answer to all {count} rows, so that they show nothing; bring rows that it tells apart"
+    reason = f"A gives the same answer to all {count} rows, so they show nothing; use rows with different answers"
     blank = _judge_measurement(replace(make_mismatch("*", REAL, reason), rows=count), labels=False)
     return (replace(blank, mismatch="", verdict=Verdict.INCONCLUSIVE),)
 

@@ -415,7 +415,7 @@ def _judge_task(request: JudgeRequest, runtime: Runtime, target: Target) -> list
     elif agreement.verdict is Verdict.PASS:
         return [replace(agreement, reason=f"{agreement.reason}; accuracy cannot drop by more")]
     else:
-        reason = f"{agreement.reason}: whether for the worse, only labels tell; give --labels"
+        reason = f"{agreement.reason}: whether it is worse, only labels can show; add --labels"
     blank = agreement or GateResult(gate="task", metric="agreement", limit="", verdict=Verdict.INCONCLUSIVE, reason="")
     return [replace(blank, verdict=Verdict.INCONCLUSIVE, reason=reason)]
 

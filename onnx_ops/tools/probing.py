@@ -178,7 +178,7 @@ def generate_samples(
         bounds: what the graph shows about the inputs.
 
     Raises:
-        UserError: an input is no tensor, or its type or size cannot be generated, or `dims` names no dimension.
+        UserError: an input is not a tensor, or its type or size cannot be generated, or `dims` names no dimension.
     """
     named = sorted({size for spec in inputs for size in spec.shape if isinstance(size, str)} - {"?"})
     if unknown := sorted(set(dims) - set(named)):

@@ -23,10 +23,10 @@ from onnx_ops.onnx_graph.compatibility import check_model
 from onnx_ops.onnx_graph.files import copy_model, iterate_tensors, parse_model, refuse_ort
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import (
+    Context,
     Dataset,
     OptimizeRequest,
     PairedBenchmarkSchedule,
-    Ports,
     Runtime,
     Tensors,
 )
@@ -55,7 +55,7 @@ def estimate_speedup(runtime: Runtime, target: Target, source: Path, variant: Pa
     """Time a few fresh session pairs on one synthetic row."""
     try:
         feed = generate_samples(shared_inputs(source, variant), count=1, dims={}).feed(1)
-        samples = runtime.race((source, variant), target, feed, PairedBenchmarkSchedule(rounds=LOOKS[0]))
+        samples = runtime.benchmark((source, variant), target, feed, PairedBenchmarkSchedule(rounds=LOOKS[0]))
     except (MeasurementError, UserError) as error:
         return SpeedupEstimate(why=str(error))
     estimate, low, high = session_interval(compute_log_ratios(samples), ALPHA / 2)
@@ -76,7 +76,7 @@ class QuantizedFile:
 
 
 def quantize_file(
-    ports: Ports,
+    context: Context,
     section: Quantize,
     source: Path,
     path: Path,
@@ -93,19 +93,19 @@ def quantize_file(
     check_paths(source, path)
     for target in targets:
         require_versions(source, target)
-    machines = list_machines(ports, targets)
+    machines = list_machines(context, targets)
     with Scratch() as folder:
         temporary = folder / MODEL_FILE
-        optimizer = ports.optimizer(section.method, section.env)
-        section = optimizer.settle(section, ports.root)
+        optimizer = context.optimizer(section.method, section.env)
+        section = optimizer.inline_files(section, context.root)
         quantized = optimizer.quantizes(section)
         recipe = optimizer.optimize(
             OptimizeRequest(section=section, source=source, path=temporary, calibration=calibration, machines=machines)
         )
         effects = {
-            t.name: estimate_speedup(ports.runtime(t.runtime), t, source, temporary) for t in targets if not quantized
+            t.name: estimate_speedup(context.runtime(t.runtime), t, source, temporary) for t in targets if not quantized
         }
-        result = deliver(ports, temporary, source, path, targets=targets, recipe=recipe, excluded=section.exclude)
+        result = deliver(context, temporary, source, path, targets=targets, recipe=recipe, excluded=section.exclude)
         return replace(result, effects=effects)
 
 
@@ -120,13 +120,13 @@ def check_paths(source: Path, path: Path) -> None:
         raise UserError("there is no such folder", where=str(path.parent))
 
 
-def list_machines(ports: Ports, targets: Sequence[Target]) -> tuple[Arithmetic, ...]:
+def list_machines(context: Context, targets: Sequence[Target]) -> tuple[Arithmetic, ...]:
     """Return the distinct kinds of machine of the targets."""
-    return tuple(dict.fromkeys(detect_arithmetic(ports.runtime(t.runtime).fingerprint(t), t) for t in targets))
+    return tuple(dict.fromkeys(detect_arithmetic(context.runtime(t.runtime).fingerprint(t), t) for t in targets))
 
 
 def deliver(
-    ports: Ports,
+    context: Context,
     made: Path,
     source: Path,
     path: Path,
@@ -136,7 +136,7 @@ def deliver(
     excluded: tuple[str, ...],
 ) -> QuantizedFile:
     """Put a variant and its weights to its path, and inspect its execution."""
-    examined = {t.name: inspect_execution(ports.runtime(t.runtime), source, made, t, excluded) for t in targets}
+    examined = {t.name: inspect_execution(context.runtime(t.runtime), source, made, t, excluded) for t in targets}
     sizes = read_model_info(source).size_bytes, read_model_info(made).size_bytes
     if _weights_path(made).exists():
         model = parse_model(made)
@@ -179,7 +179,7 @@ class VariantSearch:
     data: Mapping[str, Digest] = field(default_factory=dict)
 
 
-def search_variant(ports: Ports, request: VariantSearch, *, report: Reporter) -> QuantizedFile:
+def search_variant(context: Context, request: VariantSearch, *, report: Reporter) -> QuantizedFile:
     """Search, and write the variant of the wanted role, and to `PATH.search.json` everything that was tried.
 
     The same search resumes where it was interrupted.
@@ -196,20 +196,20 @@ def search_variant(ports: Ports, request: VariantSearch, *, report: Reporter) ->
             "data": dict(request.data),
             "metric": codec.to_json(request.metric),
             "targets": [target.digest() for target in request.targets],
-            "hardware": [ports.runtime(target.runtime).fingerprint(target).digest() for target in request.targets],
+            "hardware": [context.runtime(target.runtime).fingerprint(target).digest() for target in request.targets],
         }
     )
     with Scratch() as folder:
         source = folder / "source" / MODEL_FILE
         source.parent.mkdir()
         copy_model(request.source, source)
-        context = SearchContext(
-            ports=ports,
+        search_context = SearchContext(
+            project=context,
             section=request.section,
             source=source,
             folder=folder / "trials",
             targets=request.targets,
-            machines=list_machines(ports, request.targets),
+            machines=list_machines(context, request.targets),
             tuning_data=request.tuning_data,
             calibration=request.calibration,
             metric=request.metric,
@@ -218,7 +218,7 @@ def search_variant(ports: Ports, request: VariantSearch, *, report: Reporter) ->
             budget=request.section.budget or Budget(),
             seed=int(key[-8:], 16),
         )
-        result = search(context, ports.journal(key), report)
+        result = search(search_context, context.journal(key), report)
         record_path = request.path.with_name(f"{request.path.name}.{SEARCH_FILE}")
         record_path.write_bytes(codec.dumps(result.record))
         if not result.models:
@@ -235,7 +235,7 @@ def search_variant(ports: Ports, request: VariantSearch, *, report: Reporter) ->
             )
         ((made, trial),) = result.models.values()
         return deliver(
-            ports,
+            context,
             made,
             source,
             request.path,

@@ -23,7 +23,7 @@ from onnx_ops.adapters.endpoints.azureml_settings import read_azure_settings
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
 from onnx_ops.domain.quantities import Json
 from tests.adapters.endpoint_site import EndpointSite, make_config, make_models
-from tests.support.clouds.azureml import AzureCloud, Trouble
+from tests.support.clouds.azureml import AzureCloud, FaultRule
 from tests.support.clouds.azureml_web import Call
 from tests.support.forks import fork_context
 
@@ -105,18 +105,18 @@ class World(EndpointSite):
         answer = httpx.post(url, json={"inputs": {"x": [[1.0, 1.0]]}}, headers=headers, timeout=90)
         return float(answer.raise_for_status().json()["predictions"]["y"][0][0])
 
-    def mischief(self, at: int, trouble: Trouble | None, also: Callable[[], None] = lambda: None) -> None:
-        """Trouble with the request of that number from now on, once."""
+    def mischief(self, at: int, fault_rule: FaultRule | None, also: Callable[[], None] = lambda: None) -> None:
+        """Disturb the request of that number from now on, once."""
         first = len(self.cloud.calls)
 
-        def decide(number: int, call: Call) -> Trouble | None:
+        def decide(number: int, call: Call) -> FaultRule | None:
             del call
-            if number - first != at or trouble is None:
+            if number - first != at or fault_rule is None:
                 return None
             also()
-            return trouble
+            return fault_rule
 
-        self.cloud.trouble = decide
+        self.cloud.fault_rule = decide
 
     def dies(self, at: int, state: EndpointState, generation: int, *, after: bool) -> bool:
         """Apply in another process, which is killed at that request. Whether it came that far."""
@@ -131,10 +131,10 @@ class World(EndpointSite):
             os.kill(child.pid, signal.SIGKILL)
             killed.append(at)
 
-        self.mischief(at, Trouble(fault="drop", after=after), kill)
+        self.mischief(at, FaultRule(fault="drop", after=after), kill)
         child.start()
         child.join(60)
-        self.cloud.trouble = lambda *_: None
+        self.cloud.fault_rule = lambda *_: None
         assert child.exitcode == (-signal.SIGKILL if killed else 0)
         return bool(killed)
 

@@ -60,8 +60,8 @@ def ended_in_the_middle(end: Callable[[], None]) -> Iterator[Callable[[Runtime, 
         threads.append(timer)
         timer.start()
         many = 10_000_000
-        if do == "race":
-            runtime.race((file, file), target, rows(1), PairedBenchmarkSchedule(rounds=1, blocks=10, runs=many))
+        if do == "benchmark":
+            runtime.benchmark((file, file), target, rows(1), PairedBenchmarkSchedule(rounds=1, blocks=10, runs=many))
         elif do == "sample":
             runtime.sample(file, target, rows(1), runs=many, warmup=1)
         else:

@@ -57,7 +57,7 @@ class Site(EndpointSite):
         return answer["InvokedProductionVariant"], float(json.load(answer["Body"])["predictions"]["y"][0][0])
 
     def start_client(self, config: EndpointConfig, state: EndpointState) -> tuple[BaseProcess, Connection]:
-        """Start a process that applies the state once told, and may be killed at any request."""
+        """Start a process that applies the state on request, and can be killed at any request."""
         context = fork_context(__name__, "onnx_ops.adapters.endpoints.sagemaker", "boto3", "pytest")
         ours, theirs = context.Pipe()
         process = context.Process(target=_apply_when_told, args=(dict(self.fake.environment), config, state, theirs))
@@ -66,10 +66,10 @@ class Site(EndpointSite):
 
 
 def _apply_when_told(
-    environment: Mapping[str, str], config: EndpointConfig, state: EndpointState, told: Connection
+    environment: Mapping[str, str], config: EndpointConfig, state: EndpointState, events: Connection
 ) -> None:
     os.environ.update(environment)
-    told.recv()
+    events.recv()
     SageMakerEndpoints().apply(config, state, generation=state.generation)
 
 

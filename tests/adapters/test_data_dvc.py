@@ -31,10 +31,15 @@ class TestDvc(DataSourceSuite):
 @pytest.mark.parametrize(("rev", "seed"), [("v1", 0), ("v2", 1), ("", 1), ("main~1", 0)])
 def test_a_revision_has_its_own_data(repository: Repository, reads: DvcSource, rev: str, seed: int) -> None:
     assert first(reads.load(section(rev=rev), repository.root)) == expected(seed)
-    told = reads.origin(section(rev=rev), repository.root)
-    assert told["md5"] == md5(archive(seed))
-    assert told["commit"] == repository.git("rev-parse", rev or "HEAD")
-    assert (told["kind"], told["repo"], told["path"], told["rev"]) == ("dvc", ".", "data/train.npz", rev or "HEAD")
+    origin = reads.origin(section(rev=rev), repository.root)
+    assert origin["md5"] == md5(archive(seed))
+    assert origin["commit"] == repository.git("rev-parse", rev or "HEAD")
+    assert (origin["kind"], origin["repo"], origin["path"], origin["rev"]) == (
+        "dvc",
+        ".",
+        "data/train.npz",
+        rev or "HEAD",
+    )
 
 
 def test_a_file_of_a_folder_is_found_through_its_list(repository: Repository, reads: DvcSource) -> None:
@@ -145,7 +150,7 @@ def test_wrong_settings_are_told(
 
 def test_what_is_no_repository_is_told(tmp_path: Path, reads: DvcSource, repository: Repository) -> None:
     (tmp_path / "plain").mkdir()
-    with pytest.raises(NotFoundError, match="no git repository"):
+    with pytest.raises(NotFoundError, match="not a git repository"):
         reads.fingerprint(section(), tmp_path / "plain")
     with pytest.raises(UserError):
         reads.fingerprint(FileData(file="x", inputs={"x": "x"}), repository.root)

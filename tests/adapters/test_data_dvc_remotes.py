@@ -141,7 +141,7 @@ def test_remotes_that_cannot_be_used_are_told(pushed: Repository, reads: DvcSour
 
 @pytest.mark.nightly
 def test_runs_and_dvc_itself_work_on_one_repository_at_once(pushed: Repository, reads: DvcSource) -> None:
-    """DVC's own fetch takes a lock, and refuses whoever comes second."""
+    """DVC's own fetch takes a lock, and refuses a second process."""
     with ThreadPoolExecutor(3) as pool:
         loads = [pool.submit(reads.load, section(PATH), pushed.root) for _ in range(3)]
         dvc(pushed, reads.environments, ("fetch", "-q"))

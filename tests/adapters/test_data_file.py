@@ -295,7 +295,7 @@ def test_an_encrypted_member_is_told(tmp_path: Path) -> None:
 def test_a_member_that_is_no_array_is_told(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "d.npz", "w") as file:
         file.writestr("notes.txt", "hello")
-    with pytest.raises(UserError, match=r"notes\.txt in it is no array"):
+    with pytest.raises(UserError, match=r"notes\.txt in it is not an array"):
         FileSource().load(section("d.npz"), tmp_path)
 
 

@@ -21,7 +21,7 @@ from onnx_ops.domain.endpoint import EndpointConfig, TrafficSplit
 from onnx_ops.errors import ConflictError, DigestMismatchError, InfrastructureError, RefusedError, UserError
 from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite, scaling_deployment, state_of
 from tests.adapters.azureml_parts import POLICY, World, config_of
-from tests.support.clouds.azureml import Trouble
+from tests.support.clouds.azureml import FaultRule
 from tests.support.clouds.azureml_web import Call, Fault
 from tests.support.extras import require
 from tests.support.suite import Sweep
@@ -209,13 +209,13 @@ def test_a_change_of_traffic_that_was_not_taken_waits_for_no_read_that_shows_it(
     plain = requests(2, 60)
     refused: list[str] = []
 
-    def once(_: int, call: Call) -> Trouble | None:
+    def once(_: int, call: Call) -> FaultRule | None:
         if refused or call.method != "PUT" or not call.path.endswith("/onlineEndpoints/scaling"):
             return None
         refused.append(call.path)
-        return Trouble(fault=fault)
+        return FaultRule(fault=fault)
 
-    world.cloud.trouble = once
+    world.cloud.fault_rule = once
     assert requests(3, 70) <= plain + 12
     assert refused
     assert world.cloud.routes("scaling")[-1][world.name(world.blue)] == 70
@@ -231,7 +231,7 @@ def test_copies_are_refused_and_taken_away_where_a_hand_has_set_them(world: Worl
     world.provider.apply(world.config, state, generation=1)
     assert world.cloud.control.mirrors["scaling"] == {}
     copied = replace(state, split=TrafficSplit(weights={"blue": 100}, shadow={"green": 50}))
-    with pytest.raises(UserError, match="nobody would compare"):
+    with pytest.raises(UserError, match="would not be compared"):
         world.provider.apply(world.config, copied, generation=2)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from onnx_ops.adapters.endpoints.azureml_diagnosis import ACTIONS, is_allowed
 from onnx_ops.domain.target import Diagnosis
 from tests.adapters.azureml_parts import World, forget_clients
-from tests.support.clouds.azureml import Trouble
+from tests.support.clouds.azureml import FaultRule
 from tests.support.clouds.azureml_web import Fault
 from tests.support.extras import hide, require
 
@@ -80,7 +80,7 @@ def test_no_credentials(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_page_of_html_instead_of_an_answer_is_a_finding(world: World, fault: Fault) -> None:
     look(world)
     for passing in range(len(world.cloud.calls)):
-        world.mischief(passing, Trouble(fault=fault))
+        world.mischief(passing, FaultRule(fault=fault))
         findings = look(world)
         (check,) = broken(findings)
         assert check.startswith("azure ")
@@ -88,7 +88,7 @@ def test_page_of_html_instead_of_an_answer_is_a_finding(world: World, fault: Fau
 
 
 @pytest.mark.parametrize(
-    ("conditions", "settings", "check", "told"),
+    ("conditions", "settings", "check", "expected"),
     [
         ({}, {"workspace": "elsewhere"}, "workspace elsewhere", "it does not exist"),
         ({"forbidden": True}, {}, "workspace workspace", "AzureML Data Scientist"),
@@ -100,13 +100,13 @@ def test_page_of_html_instead_of_an_answer_is_a_finding(world: World, fault: Fau
     ],
 )
 def test_what_is_missing_is_a_finding_with_a_remedy(
-    world: World, conditions: dict[str, object], settings: dict[str, str | int], check: str, told: str
+    world: World, conditions: dict[str, object], settings: dict[str, str | int], check: str, expected: str
 ) -> None:
     for name, value in conditions.items():
         setattr(world.cloud.conditions, name, value)
     findings = look(world, **settings)
     assert broken(findings) == (f"azure {check}",)
-    assert told in f"{findings[f'azure {check}'].found} {findings[f'azure {check}'].remedy}"
+    assert expected in f"{findings[f'azure {check}'].found} {findings[f'azure {check}'].remedy}"
 
 
 def test_a_rollout_needs_no_more_quota_than_two_versions_take(world: World) -> None:

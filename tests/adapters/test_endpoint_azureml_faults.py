@@ -17,7 +17,7 @@ from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.errors import ConflictError, InfrastructureError, ServiceUnavailableError
 from tests.adapters.azureml_parts import POLICY, World, config_of, forget_clients
-from tests.support.clouds.azureml import Trouble
+from tests.support.clouds.azureml import FaultRule
 from tests.support.clouds.azureml_web import Call, Fault
 from tests.support.extras import require
 from tests.support.suite import Sweep
@@ -56,15 +56,15 @@ def requests_of(world: World, stage: int) -> list[str]:
         return [method for method, _ in world.cloud.calls[first:]]
 
 
-def troubles(at: int, method: str) -> list[Trouble]:
+def fault_rules(at: int, method: str) -> list[FaultRule]:
     """What happens to a request: to a write all that can.
 
     To us a read that fails is one like another, so those take turns.
     """
     if method not in WRITES:
-        return [Trouble(fault=PASSING[at % len(PASSING)])]
+        return [FaultRule(fault=PASSING[at % len(PASSING)])]
     faults: list[Fault] = [*PASSING, "conflict"]
-    return [*(Trouble(fault=fault) for fault in faults), *(Trouble(fault=f, after=True) for f in PASSING[1:])]
+    return [*(FaultRule(fault=fault) for fault in faults), *(FaultRule(fault=f, after=True) for f in PASSING[1:])]
 
 
 def holds(world: World, stage: int) -> None:
@@ -103,16 +103,16 @@ def test_any_request_may_fail_in_any_way(world: World, stage: int, sweep: Sweep)
     prepared(world, stage)
     methods = requests_of(world, stage)
     assert len(methods) > 5
-    points = [(at, trouble) for at, method in enumerate(methods) for trouble in troubles(at, method)]
-    for at, trouble in sweep(points):
+    points = [(at, fault_rule) for at, method in enumerate(methods) for fault_rule in fault_rules(at, method)]
+    for at, fault_rule in sweep(points):
         memory.write_text(str(stage)) if stage else memory.unlink(missing_ok=True)
         with world.cloud.kept():
-            world.mischief(at, trouble)
-            patience = ANSWER_S if trouble.fault == "hang" else 60
-            config = config_of(world.cloud, api_timeout=f"{patience} s")
+            world.mischief(at, fault_rule)
+            timeout_s = ANSWER_S if fault_rule.fault == "hang" else 60
+            config = config_of(world.cloud, api_timeout=f"{timeout_s} s")
             with suppress(InfrastructureError):
                 world.provider.apply(config, stages(world)[stage], generation=stage + 1)
-            world.cloud.trouble = lambda *_: None
+            world.cloud.fault_rule = lambda *_: None
             holds(world, stage)
             finished(world, stage)
 
@@ -148,10 +148,10 @@ def test_a_driver_that_was_overtaken_changes_nothing(world: World, tmp_path: Pat
             busy.append(number)
             other.provider.apply(other.config, back, generation=3)
 
-    world.cloud.trouble = overtake
+    world.cloud.fault_rule = overtake
     with pytest.raises(ConflictError, match="generation 3"):
         world.provider.apply(world.config, canary, generation=2)
-    world.cloud.trouble = lambda *_: None
+    world.cloud.fault_rule = lambda *_: None
     assert other.observed().is_equivalent(back)
     left = other.provider.list_orphans(other.config, frozenset({world.blue.manifest}))
     assert {one.kind for one in left} == {"deployment"}

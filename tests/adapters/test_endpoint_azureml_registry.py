@@ -12,7 +12,7 @@ from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import NotFoundError, RefusedError, UserError
 from onnx_ops.testing.endpoints import state_of
 from tests.adapters.azureml_parts import POLICY, World, config_of
-from tests.support.clouds.azureml import Trouble
+from tests.support.clouds.azureml import FaultRule
 from tests.support.clouds.azureml_registry import REGISTRY
 from tests.support.clouds.azureml_web import Call, Fault
 from tests.support.extras import require
@@ -57,17 +57,17 @@ def test_another_model_of_that_name_is_not_served(world: World) -> None:
     world.apply(1, config(world), blue=100)
     world.provider.remove(config(world))
     ((body, _),) = world.cloud.control.registries.models.values()
-    told = body["tags"] if MANIFEST in body.get("tags", {}) else body["properties"]["tags"]
-    told[MANIFEST] = "sha256:" + "0" * 64
+    caught = body["tags"] if MANIFEST in body.get("tags", {}) else body["properties"]["tags"]
+    caught[MANIFEST] = "sha256:" + "0" * 64
     with pytest.raises(RefusedError, match="another model"):
         world.apply(1, config(world), blue=100)
 
 
 def test_a_registry_that_is_not_there_is_said(world: World) -> None:
     nowhere = config_of(world.cloud, registry="nowhere")
-    with pytest.raises(NotFoundError, match="no such registry") as told:
+    with pytest.raises(NotFoundError, match="no such registry") as caught:
         world.apply(1, nowhere, blue=100)
-    assert "AzureML Registry User" in told.value.remedy
+    assert "AzureML Registry User" in caught.value.remedy
     with pytest.raises(UserError, match="registry"):
         world.provider.validate_settings(config_of(world.cloud, registry="no name!").settings)
 
@@ -75,7 +75,7 @@ def test_a_registry_that_is_not_there_is_said(world: World) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_every_request_about_the_registry_may_fail(world: World, after: bool, sweep: Sweep) -> None:
-    """Once each: the kinds of trouble take turns."""
+    """Once each: the kinds of fault take turns."""
     faults: list[Fault] = ["drop", "hang", "error"]
     concerns = world.cloud.control.registries.concerns
     memory = world.folder / "scaling" / "azureml.generation"
@@ -92,13 +92,13 @@ def test_every_request_about_the_registry_may_fail(world: World, after: bool, sw
         with world.cloud.kept():
             met: list[int] = []
 
-            def once(number: int, call: Call, turn: int = turn, met: list[int] = met) -> Trouble | None:
+            def once(number: int, call: Call, turn: int = turn, met: list[int] = met) -> FaultRule | None:
                 if not concerns(call.path):
                     return None
                 met.append(number)
-                return Trouble(fault=faults[turn % 3], after=after) if len(met) == turn + 1 else None
+                return FaultRule(fault=faults[turn % 3], after=after) if len(met) == turn + 1 else None
 
-            world.cloud.trouble = once
+            world.cloud.fault_rule = once
             world.apply(1, config(world, api_timeout="700 ms"), blue=100)
             assert len(met) > turn
             assert world.scale(config(world)) == 2.0

@@ -141,7 +141,7 @@ def test_the_server_gets_no_secrets_of_its_starter(site: Site, monkeypatch: pyte
 
 
 def test_a_stale_record_is_never_shown_the_token(site: Site) -> None:
-    """The process that now has the recorded id and port is somebody else's."""
+    """The process that now has the recorded id and port is another one."""
     calls: list[str] = []
 
     class Stranger(http.server.BaseHTTPRequestHandler):

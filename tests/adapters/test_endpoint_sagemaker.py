@@ -201,7 +201,7 @@ def test_the_way_back_needs_no_files(site: Site) -> None:
 def test_copies_of_requests_are_refused_before_anything_is_made(site: Site) -> None:
     split = TrafficSplit(weights={"blue": 100, "green": 0}, shadow={"green": 50})
     state = EndpointState(deployments=(site.blue, site.green), split=split)
-    with pytest.raises(UserError, match="nobody would compare"):
+    with pytest.raises(UserError, match="would not be compared"):
         site.provider.apply(config_of("shadowed"), state, generation=1)
     assert site.fake.calls() == []
 

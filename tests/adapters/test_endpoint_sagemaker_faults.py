@@ -57,7 +57,7 @@ class Endpoint:
         return requests
 
     def check(self) -> None:
-        """It answers, goes on, goes back, and nothing stands there that is not told."""
+        """It answers, continues, rolls back, and everything at the provider is reported."""
         site, config, needed = self.site, config_of(self.name), frozenset({self.site.blue.manifest})
         assert sum(site.observed(config).split.weights.values()) == 100
         self.apply(blue=90, green=10)
@@ -113,7 +113,7 @@ def order(fake: FakeSageMaker, kind: str, requests: list[str], moment: int, *, l
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lasting", [False, True], ids=["passing", "lasting"])
 def test_faults_at_every_request(site: Site, load: Load, kind: str, lasting: bool, sweep: Sweep) -> None:
-    """A fault that passes is survived; one that lasts is told, and nothing is lost by it."""
+    """A transient fault is survived; a lasting one is reported, and nothing is lost."""
     endpoint = Endpoint(site, f"s-{kind}-{int(lasting)}")
     requests = endpoint.requests()
     endpoint.answer_s = ANSWER_S if kind == "hang" else endpoint.answer_s

@@ -1,4 +1,4 @@
-"""Settings and layouts of SageMaker endpoints; nobody is asked."""
+"""Settings and layouts of SageMaker endpoints, without a service."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def deployment(name: str) -> Deployment:
     ],
 )
 def test_wrong_settings_are_refused_at_check(wrong: dict[str, Json], said: str) -> None:
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         SageMakerEndpoints().validate_settings({**SETTINGS, **wrong})
-    assert said in str(told.value)
+    assert said in str(caught.value)
 
 
 def test_right_settings_pass() -> None:

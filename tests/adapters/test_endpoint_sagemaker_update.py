@@ -127,10 +127,10 @@ def test_a_rollback_that_failed_says_what_to_do_and_the_next_apply_does_it(site:
     config = config_of("stuck")
     site.apply(1, config, blue=100)
     site.fake.behave(stuck="no capacity for ml.c6i.large")
-    with pytest.raises(InfrastructureError, match="neither finish") as told:
+    with pytest.raises(InfrastructureError, match="neither finish") as caught:
         site.apply(2, config, green=100)
-    assert "no capacity" in str(told.value)
-    assert "onnx-ops rollback stuck" in told.value.remedy
+    assert "no capacity" in str(caught.value)
+    assert "onnx-ops rollback stuck" in caught.value.remedy
     assert site.provider.observe(config) is None
     site.fake.behave(stuck="")
     site.apply(3, config, blue=100)
@@ -156,9 +156,9 @@ def test_a_model_that_does_not_start_is_told_and_the_endpoint_made_anew(site: Si
 
 def test_a_quota_is_told_with_its_remedy(site: Site) -> None:
     site.fake.behave(quota="The account-level service limit 'ml.c6i.large for endpoint usage' is 0 Instances")
-    with pytest.raises(InfrastructureError, match="quota") as told:
+    with pytest.raises(InfrastructureError, match="quota") as caught:
         site.apply(1, config_of("quota"), blue=100)
-    assert "Service Quotas" in told.value.remedy
+    assert "Service Quotas" in caught.value.remedy
 
 
 def test_an_update_of_somebody_who_died_is_waited_for(site: Site) -> None:

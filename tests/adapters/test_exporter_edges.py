@@ -85,7 +85,7 @@ def test_boolean_labels_agree_as_numbers(tmp_path: Path) -> None:
     [
         ({"dynamic": {"xx": {0: "batch"}}}, "Did you mean 'x'"),
         ({"dynamic": {"x": {2: "batch"}}}, "axes 0 to 1, not 2"),
-        ({"dynamic": {"x": {0: "my batch"}}}, "no name of a dimension"),
+        ({"dynamic": {"x": {0: "my batch"}}}, "not the name of a dimension"),
         ({"options": {"fast": True}}, "no option 'fast'"),
     ],
 )

@@ -198,17 +198,17 @@ def test_what_the_converter_cannot_do_is_told(tmp_path: Path) -> None:
     graph = helper.make_graph([node], "norm", [x], [y], [scale])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
     onnx.save(model, tmp_path / "mine.onnx")
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         converted(tmp_path / "mine.onnx", section(13, 8))
-    assert "LayerNormalization" in str(told.value)
+    assert "LayerNormalization" in str(caught.value)
 
 
 def test_only_whoever_asks_gets_a_conversion(tmp_path: Path) -> None:
     source = tmp_path / "mine.onnx"
     write_perceptron(source, opset=21)
-    with pytest.raises(UserError, match="newer than asked for") as told:
+    with pytest.raises(UserError, match="newer than asked for") as caught:
         converted(source, section(18, 10, convert=False))
-    assert "export.options: {convert: true}" in told.value.remedy
+    assert "export.options: {convert: true}" in caught.value.remedy
     with pytest.raises(UserError, match="must be true or false"):
         converted(source, section(18, 10, convert="yes"))
     with pytest.raises(UserError, match="no option 'convrt'"):
@@ -228,7 +228,7 @@ def test_what_is_wrong_with_a_brought_file_is_known_before_any_work(tmp_path: Pa
 
 
 def test_maps_of_a_classifier_become_a_tensor(tmp_path: Path) -> None:
-    """skl2onnx gives probabilities as a sequence of maps unless it is told otherwise."""
+    """skl2onnx gives probabilities as a sequence of maps unless it is configured otherwise."""
     import skl2onnx
     from sklearn.datasets import load_iris
     from sklearn.linear_model import LogisticRegression

@@ -136,9 +136,9 @@ def test_an_estimator_whose_conversion_does_not_run_is_refused_with_another(tmp_
 
     rows, labels = load("iris")
     model = make_pipeline(StandardScaler(), RadiusNeighborsClassifier(5.0)).fit(rows, labels)
-    with pytest.raises(UserError, match="does not run") as told:
+    with pytest.raises(UserError, match="does not run") as caught:
         export(model, rows, tmp_path / "m.onnx")
-    assert told.value.remedy == "Use KNeighborsClassifier."
+    assert caught.value.remedy == "Use KNeighborsClassifier."
 
 
 @pytest.mark.parametrize("is_ridge", [False, True])

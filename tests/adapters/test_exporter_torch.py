@@ -124,7 +124,7 @@ def test_an_export_silences_all_its_loggers_and_restores_their_levels(caplog: py
 
 
 def test_what_cannot_be_exported_says_why(modules: Any, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no torch\.nn\.Module"):
+    with pytest.raises(UserError, match=r"not a torch\.nn\.Module"):
         export("a string", images(4), tmp_path / "m.onnx")
     with pytest.raises(UserError, match="data-dependent") as caught:
         export(modules.Guarded(), images(4), tmp_path / "m.onnx")
@@ -159,7 +159,7 @@ def test_a_table_of_translations_exports_an_operator_of_the_project(modules: Any
     ("options", "message"),
     [
         ({"translation": "a:B"}, "no option 'translation'"),
-        ({"translations": "tests.support.torch_modules:NO_TRANSLATIONS"}, "is no table of translations"),
+        ({"translations": "tests.support.torch_modules:NO_TRANSLATIONS"}, "is not a table of translations"),
         ({"translations": "tests.support.torch_modules:NOWHERE"}, "has no NOWHERE"),
     ],
 )

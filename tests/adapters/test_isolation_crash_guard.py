@@ -1,4 +1,4 @@
-"""Functions in a process of their own: however they end, it is told, and this process goes on."""
+"""Functions in a process of their own: however they end, it is reported, and this process continues."""
 
 from __future__ import annotations
 
@@ -135,9 +135,9 @@ def write_endless(path: Path) -> None:
 
 def test_a_session_that_hangs_is_told(tmp_path: Path) -> None:
     write_endless(tmp_path / "endless.onnx")
-    with pytest.raises(MeasurementError, match="ONNX Runtime hangs") as told:
+    with pytest.raises(MeasurementError, match="ONNX Runtime hangs") as caught:
         GuardedRuntime(timeout=2).run(tmp_path / "endless.onnx", CPU, ({"x": np.ones(1, np.float32)},))
-    assert "2 s and was stopped" in told.value.why
+    assert "2 s and was stopped" in caught.value.why
 
 
 def test_a_shielded_runtime_answers_as_the_plain_one_does(file: Path) -> None:

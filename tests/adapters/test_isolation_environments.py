@@ -171,7 +171,7 @@ def test_a_package_that_cannot_be_had_is_told_with_the_installer_s_words(
 
 @pytest.mark.parametrize("requirement", ["--no-deps", "-e .", " "])
 def test_options_of_the_installer_are_no_requirements(tmp_path: Path, requirement: str) -> None:
-    with pytest.raises(UserError, match="no requirement"):
+    with pytest.raises(UserError, match="not a requirement"):
         PythonEnvironments(folder=tmp_path).python(Environment(requirements=(requirement,)))
 
 

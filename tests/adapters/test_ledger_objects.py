@@ -15,7 +15,7 @@ from onnx_ops.adapters.files import FsspecObjects, LocalObjects
 from onnx_ops.adapters.ledgers.log import MemoryLedger, ObjectLedger
 from onnx_ops.domain.ledger import ReleaseState, fold
 from onnx_ops.errors import CorruptStateError
-from onnx_ops.testing.ledgers import ENDPOINT, LedgerSuite, Opener, spoken
+from onnx_ops.testing.ledgers import ENDPOINT, LedgerSuite, Opener, command_entry
 from tests.support.objects import ObjectLedgerSuite
 
 
@@ -49,7 +49,7 @@ def written(tmp_path: Path) -> tuple[ObjectLedger, Path]:
     """A ledger of three entries, and its folder."""
     ledger = ObjectLedger(LocalObjects(tmp_path))
     for sequence in (1, 2, 3):
-        ledger.append(spoken(sequence))
+        ledger.append(command_entry(sequence))
     return ledger, tmp_path / ENDPOINT
 
 
@@ -105,7 +105,7 @@ def test_a_state_takes_few_reads_however_many_entries_there_are() -> None:
     objects = Counted(f"memory://{uuid.uuid4().hex}")
     writer = ObjectLedger(objects)
     for sequence in range(1, 201):
-        writer.append(spoken(sequence))
+        writer.append(command_entry(sequence))
         objects.reads = 0
         assert ObjectLedger(objects).state(ENDPOINT).head == sequence
         assert objects.reads <= 10
@@ -116,7 +116,7 @@ def kept(tmp_path: Path) -> tuple[ReleaseState, Path]:
     """The state of a ledger of nine entries, and its folder with the snapshot of the first eight."""
     ledger = ObjectLedger(LocalObjects(tmp_path))
     for sequence in range(1, 10):
-        ledger.append(spoken(sequence))
+        ledger.append(command_entry(sequence))
     assert (tmp_path / ENDPOINT / "snapshot.json").exists()
     return ledger.state(ENDPOINT), tmp_path
 
@@ -151,7 +151,7 @@ def test_a_ledger_that_was_restored_and_went_on_otherwise_is_folded_anew(kept: t
         (folder / ENDPOINT / f"{sequence:08d}.json").unlink()
     for sequence in range(6, 9):
         name = f"{ENDPOINT}/{sequence:08d}.json"
-        LocalObjects(folder).write(name, codec.dumps(spoken(sequence, reason="another history", actor="other")))
+        LocalObjects(folder).write(name, codec.dumps(command_entry(sequence, reason="another history", actor="other")))
     ledger = ObjectLedger(LocalObjects(folder))
     assert ledger.state(ENDPOINT) == fold(ENDPOINT, ledger.read(ENDPOINT))
 
@@ -165,13 +165,13 @@ def test_a_state_does_not_end_at_a_missing_entry(written: tuple[ObjectLedger, Pa
 
 def test_what_killed_writers_left_goes_in_the_end(tmp_path: Path) -> None:
     ledger = ObjectLedger(LocalObjects(tmp_path))
-    ledger.append(spoken(1))
+    ledger.append(command_entry(1))
     old, young = (tmp_path / ENDPOINT / f".tmp-{name}" for name in ("old", "young"))
     for path in (old, young):
         path.write_bytes(b"half an entry")
     os.utime(old, (0, 0))
     for sequence in range(2, 65):
-        ledger.append(spoken(sequence))
+        ledger.append(command_entry(sequence))
     assert (old.exists(), young.exists()) == (False, True)
 
 
@@ -182,7 +182,7 @@ def test_a_snapshot_that_cannot_be_written_fails_no_entry(tmp_path: Path, monkey
     monkeypatch.setattr(LocalObjects, "write", full)
     ledger = ObjectLedger(LocalObjects(tmp_path))
     for sequence in range(1, 6):
-        ledger.append(spoken(sequence))
+        ledger.append(command_entry(sequence))
     assert ObjectLedger(LocalObjects(tmp_path)).state(ENDPOINT).head == 5
 
 

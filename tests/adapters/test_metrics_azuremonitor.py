@@ -16,7 +16,7 @@ from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.testing.endpoints import scaling_deployment
 from onnx_ops.testing.fakes import FakeClock
 from tests.adapters.azureml_parts import config_of, inside
-from tests.support.clouds.azureml import AzureCloud, Trouble
+from tests.support.clouds.azureml import AzureCloud, FaultRule
 from tests.support.extras import require
 
 require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure Monitor is not tested")
@@ -81,10 +81,10 @@ def test_what_cannot_be_read_is_said(cloud: AzureCloud, clock: FakeClock) -> Non
     source, config = AzureMonitorMetrics({}, clock), config_of(cloud)
     assert source.capabilities() == {"quantiles"}
     assert source.latencies(config, "v1") is None
-    cloud.trouble = lambda *_: Trouble(fault="throttle")
+    cloud.fault_rule = lambda *_: FaultRule(fault="throttle")
     with pytest.raises(ServiceUnavailableError):
         source.read(config, {"v1": None})
-    cloud.trouble = lambda *_: None
+    cloud.fault_rule = lambda *_: None
     with pytest.raises(UserError, match="subscription"):
         source.read(replace(config, settings={}), {"v1": None})
     with pytest.raises(UserError, match="no setting"):

@@ -118,25 +118,25 @@ def test_everything_is_asked_for_at_once(scraped: Scraped, source: PrometheusMet
         '"onnx_ops_scraped", "yes", "", "") or {__name__=~"onnx_ops_requests_total|'
         "onnx_ops_service_duration_seconds_bucket|"
         "onnx_ops_shadow_answered_total|onnx_ops_shadow_differing_total|onnx_ops_shadow_failed_total|"
-        'onnx_ops_outcomes_total|onnx_ops_outcome_successes_total",endpoint="digits"}'
+        'onnx_ops_feedback_total|onnx_ops_feedback_successes_total",endpoint="digits"}'
     )
 
 
-def test_shadow_answers_and_outcomes(scraped: Scraped, source: PrometheusMetrics) -> None:
+def test_shadow_answers_and_feedback(scraped: Scraped, source: PrometheusMetrics) -> None:
     (shared,) = scraped.instances.values()
     scraped.answer(2, 200, FAST, 40)
     for column, count in (
         (metrics.SHADOW_DONE, 30),
         (metrics.SHADOW_DIFFERING, 4),
         (metrics.SHADOW_FAILED, 2),
-        (metrics.OUTCOMES, 20),
+        (metrics.FEEDBACK, 20),
         (metrics.SUCCESSES, 15),
     ):
         shared.get_row(0, 2)[column] += count
     reading = source.read(CONFIG, {"v1": None, "v2": None})
     assert reading.shadow == ShadowCounts(compared=30, differing=4, failed=2)
-    assert (reading.tallies["v2"].outcomes, reading.tallies["v2"].successes) == (20, 15)
-    assert source.capabilities() == {"exceedances", "shadow", "outcomes"}
+    assert (reading.tallies["v2"].feedback, reading.tallies["v2"].successes) == (20, 15)
+    assert source.capabilities() == {"exceedances", "shadow", "feedback"}
 
 
 def test_instances_are_added_up_and_one_that_starts_again_is_another_origin() -> None:
@@ -280,7 +280,7 @@ def test_a_token_goes_along(scraped: Scraped, source: PrometheusMetrics, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "expected"),
     [
         ({}, "missing key 'url'"),
         ({"url": "prometheus:9090"}, "is not an http address"),
@@ -292,7 +292,7 @@ def test_a_token_goes_along(scraped: Scraped, source: PrometheusMetrics, monkeyp
         ({"url": "http://p", "select": "job"}, "select: expected a mapping"),
     ],
 )
-def test_wrong_settings(settings: dict[str, str | int], told: str) -> None:
+def test_wrong_settings(settings: dict[str, str | int], expected: str) -> None:
     with pytest.raises(UserError) as caught:
         PrometheusMetrics(settings)
-    assert told in str(caught.value)
+    assert expected in str(caught.value)

@@ -170,15 +170,15 @@ def test_a_reading_counts_failures_refusals_and_slow_answers() -> None:
     }
 
 
-def test_copies_and_outcomes() -> None:
+def test_copies_and_feedback() -> None:
     server = Server()
     row = server.shared.get_row(1, 2)
     for column, number in ((metrics.SHADOW_DONE, 9), (metrics.SHADOW_DIFFERING, 2), (metrics.SHADOW_FAILED, 1)):
         row[column] = number
-    row[metrics.OUTCOMES], row[metrics.SUCCESSES] = 7, 5
+    row[metrics.FEEDBACK], row[metrics.SUCCESSES] = 7, 5
     reading = server.source.read(CONFIG, {"v2": None, "v1": None})
     assert reading.shadow == ShadowCounts(compared=9, differing=2, failed=1)
-    assert reading.tallies["v2"] == RequestCounts(outcomes=7, successes=5, timed=0)
+    assert reading.tallies["v2"] == RequestCounts(feedback=7, successes=5, timed=0)
 
 
 def test_thresholds_come_from_the_histogram_and_are_found_in_it_again() -> None:
@@ -251,13 +251,13 @@ def test_requests_are_counted_by_user_once_a_reading_asked_for_it() -> None:
     workers[0].count_request(1, 7, 200, BOUNDS_S[105])
     for seconds in (BOUNDS_S[100], 0.0):
         workers[1].count_request(1, KEYLESS_CELL, 422, seconds)
-    workers[1].count_outcome(1, 3, True)
-    workers[1].count_outcome(3, 3, True)
+    workers[1].count_feedback(1, 3, True)
+    workers[1].count_feedback(3, 3, True)
     found = server.source.read(CONFIG, limits).units
     assert found["errors"] == sums((4, 2), (1, 0), (1, 1), (1, 1))
     assert found["latency_p50"] == sums((2, 2), (1, 1), (1, 0))
     assert found["latency_p90"] == sums((2, 0), (1, 0), (1, 0))
-    assert found["outcomes"] == sums((1, 1))
+    assert found["feedback"] == sums((1, 1))
     assert "latency_p95" not in found, "one of the versions has no such threshold"
     begun = server.source.read(CONFIG, {**limits, "v1": None})
     assert begun.units["errors"] == UnitSums(), "another watch begins anew, before a worker has seen it"

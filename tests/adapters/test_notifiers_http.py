@@ -115,9 +115,9 @@ def test_what_others_wrote_mentions_nobody(tracker: Tracker, tmp_path: Path) -> 
     (_, body) = tracker.comments[0]
     assert "````\n``` @everyone" in body
     assert "`` ′@team′ ``" in body
-    told = str(format_message(notice))
-    assert "&lt;!channel&gt; &lt;https://evil|x&gt;" in told
-    assert "<!channel>" not in told
+    text = str(format_message(notice))
+    assert "&lt;!channel&gt; &lt;https://evil|x&gt;" in text
+    assert "<!channel>" not in text
 
 
 def test_a_long_reason_is_cut_to_what_a_chat_takes() -> None:
@@ -178,7 +178,7 @@ def test_a_token_may_stand_in_a_file_of_its_owner(tmp_path: Path) -> None:
     file = tmp_path / "notify.github"
     file.write_text("a token\n")
     file.chmod(0o600)
-    with pytest.raises(UserError, match="no GitHub token"):
+    with pytest.raises(UserError, match="not a GitHub token"):
         notifier.check()
     file.write_text(f"{TOKEN}\n")
     assert notifier.check() == "to acme/models issues at api.github.com"

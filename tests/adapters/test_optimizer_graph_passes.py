@@ -160,10 +160,10 @@ def freeze(source: Path, result: Path, passes: Sequence[str]) -> None:
 def test_a_tool_that_crashes_hangs_or_raises_is_an_error_of_this_variant(clean: object, why: str, file: Path) -> None:
     broken = type("Broken", (PassOptimizer,), {"clean": staticmethod(clean)})  # type: ignore[arg-type]
     request = request_for(file)
-    with pytest.raises(StageError, match="onnxoptimizer failed") as told:
+    with pytest.raises(StageError, match="onnxoptimizer failed") as caught:
         broken(timeout=1 if clean is hang else 60).optimize(request)
-    assert why in told.value.why
-    assert told.value.where == "variant tidy"
+    assert why in caught.value.why
+    assert caught.value.where == "variant tidy"
     assert not request.path.exists()
 
 

@@ -54,12 +54,14 @@ class Strange(Optimizer):
 """
 
 
-def settled(config: Any, root: Path = Path(), **rest: Any) -> Quantize:
-    return OliveOptimizer().settle(Quantize(name="narrow", method="olive", options={"config": config}, **rest), root)
+def inline_files(config: Any, root: Path = Path(), **rest: Any) -> Quantize:
+    return OliveOptimizer().inline_files(
+        Quantize(name="narrow", method="olive", options={"config": config}, **rest), root
+    )
 
 
 def test_what_decides_a_variant_is_kept_and_the_rest_is_the_pipeline_s() -> None:
-    section = settled(CONFIG)
+    section = inline_files(CONFIG)
     assert section.options["config"] == {
         "passes": CONFIG["passes"],
         "systems": CONFIG["systems"],
@@ -83,11 +85,11 @@ def test_what_decides_a_variant_is_kept_and_the_rest_is_the_pipeline_s() -> None
 def test_only_a_pass_that_changes_what_is_computed_is_spared_the_judgement_of_answers(
     kind: str, quantizes: bool
 ) -> None:
-    assert OliveOptimizer().quantizes(settled({"passes": {"one": {"type": kind}}})) is quantizes
+    assert OliveOptimizer().quantizes(inline_files({"passes": {"one": {"type": kind}}})) is quantizes
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         ({"passes": {}}, "there are no passes"),
         ({"passes": ["OnnxDynamicQuantization"]}, "there are no passes"),
@@ -95,14 +97,14 @@ def test_only_a_pass_that_changes_what_is_computed_is_spared_the_judgement_of_an
         ({"passes": {"a": [STATIC, STATIC]}}, "passes.a lists alternatives"),
         ({"search_strategy": {"execution_order": "joint"}}, "it searches"),
         ({"engine": {"search_strategy": True}}, "it searches"),
-        ({"systems": {"there": {"type": "Docker"}}}, "systems.there is no LocalSystem"),
+        ({"systems": {"there": {"type": "Docker"}}}, "systems.there is not a LocalSystem"),
         ({"host": {"type": "LocalSystem", "user_script": "x.py"}}, "host.user_script names code"),
         ({"passes": {"a": {**STATIC, "nested": {"script_dir": "."}}}}, "passes.a.nested.script_dir names code"),
     ],
 )
-def test_what_would_search_run_code_or_run_elsewhere_is_refused(change: Mapping[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told) as refused:
-        settled({**CONFIG, **change})
+def test_what_would_search_run_code_or_run_elsewhere_is_refused(change: Mapping[str, Any], expected: str) -> None:
+    with pytest.raises(UserError, match=expected) as refused:
+        inline_files({**CONFIG, **change})
     assert refused.value.remedy
 
 
@@ -110,27 +112,27 @@ def test_a_configuration_is_a_file_of_the_project(tmp_path: Path) -> None:
     root = tmp_path / "project"
     root.mkdir()
     (root / "int8.json").write_text(json.dumps(CONFIG))
-    assert settled("int8.json", root) == settled(CONFIG)
+    assert inline_files("int8.json", root) == inline_files(CONFIG)
     (tmp_path / "outside.json").write_text(json.dumps(CONFIG))
     (root / "link.json").symlink_to(tmp_path / "outside.json")
     for name in ("../outside.json", str(tmp_path / "outside.json"), "link.json"):
         with pytest.raises(UserError, match="is not in the project"):
-            settled(name, root)
+            inline_files(name, root)
     with pytest.raises(NotFoundError, match=r"there is no file int4\.json"):
-        settled("int4.json", root)
+        inline_files("int4.json", root)
     (root / "torn.json").write_text(json.dumps(CONFIG)[:-9])
     with pytest.raises(ConfigError, match=r"torn\.json:1"):
-        settled("torn.json", root)
+        inline_files("torn.json", root)
     with pytest.raises(UserError, match="olive needs a configuration"):
-        OliveOptimizer().settle(Quantize(name="narrow", method="olive"), root)
+        OliveOptimizer().inline_files(Quantize(name="narrow", method="olive"), root)
     with pytest.raises(UserError, match=r"unknown key 'confg'; did you mean 'config'"):
-        OliveOptimizer().settle(Quantize(name="narrow", method="olive", options={"confg": CONFIG}), root)
+        OliveOptimizer().inline_files(Quantize(name="narrow", method="olive", options={"confg": CONFIG}), root)
 
 
 def test_a_pass_that_reads_data_asks_for_calibration_rows(tmp_path: Path) -> None:
     write_perceptron(tmp_path / "source.onnx")
     request = OptimizeRequest(
-        section=settled(CONFIG), source=tmp_path / "source.onnx", path=tmp_path / "made.onnx", calibration=None
+        section=inline_files(CONFIG), source=tmp_path / "source.onnx", path=tmp_path / "made.onnx", calibration=None
     )
     with pytest.raises(UserError, match=r"there are no calibration rows.*Add calibrate"):
         OliveOptimizer().optimize(request)
@@ -219,16 +221,16 @@ def test_an_optimizer_elsewhere_gets_the_whole_request(strange: IsolatedOptimize
     assert strange.optimize(request) == ("(3, 2)", "arm", "('first',)")
     assert request.path.read_bytes() == request.source.read_bytes()
     assert (strange.quantized, strange.needs_calibration, strange.tools) == (False, True, ())
-    assert strange.settle(request.section, tmp_path) is request.section
+    assert strange.inline_files(request.section, tmp_path) is request.section
     assert strange.quantizes(request.section) is False
     assert strange.files(request.section) == ()
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "told"), [("abort", StageError, "SIGABRT"), ("refuse", RefusedError, "the moon")]
+    ("name", "kind", "expected"), [("abort", StageError, "SIGABRT"), ("refuse", RefusedError, "the moon")]
 )
 def test_an_optimizer_elsewhere_that_fails_is_told(
-    strange: IsolatedOptimizer, tmp_path: Path, name: str, kind: type[OnnxOpsError], told: str
+    strange: IsolatedOptimizer, tmp_path: Path, name: str, kind: type[OnnxOpsError], expected: str
 ) -> None:
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=expected):
         strange.optimize(ask(strange, tmp_path, name))

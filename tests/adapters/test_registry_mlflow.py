@@ -326,11 +326,11 @@ def test_of_two_racing_publishers_the_first_version_stays(registry: MlflowRegist
     release = publication(tmp_path, model="raced", seed="a")
     first = registry.publish(release)["fp32"]
     client = client_of(registry)
-    twin = client.get_model_version("raced", first)
+    other = client.get_model_version("raced", first)
     with registry._mlflow.as_default():
-        source = str(twin.source)
+        source = str(other.source)
         model_id = source.removeprefix("models:/")
-        second = client.create_model_version("raced", source=source, model_id=model_id, tags=twin.tags)
+        second = client.create_model_version("raced", source=source, model_id=model_id, tags=other.tags)
     assert registry.publish(release) == {"fp32": first}
     with pytest.raises(NotFoundError):
         registry.version("raced", str(second.version))
@@ -643,7 +643,7 @@ def test_a_dead_server_or_database_is_reported(address: str) -> None:
 
 
 def test_a_damaged_database_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "mlflow.db").write_bytes(b"this is no database" * 1000)
+    (tmp_path / "mlflow.db").write_bytes(b"this is not a database" * 1000)
     registry = MlflowRegistry(f"sqlite:///{tmp_path}/mlflow.db")
     with pytest.raises(ServiceUnavailableError):
         registry.aliases("digits")
@@ -711,6 +711,6 @@ def test_the_ledger_is_shown_once_per_entry(registry: MlflowRegistry) -> None:
 
 
 def test_a_mirror_that_fails_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "mlflow.db").write_bytes(b"this is no database" * 1000)
+    (tmp_path / "mlflow.db").write_bytes(b"this is not a database" * 1000)
     MlflowRegistry(f"sqlite:///{tmp_path}/mlflow.db").mirror(_entries()[0], "digits")
     assert "not shown in MLflow" in caplog.text

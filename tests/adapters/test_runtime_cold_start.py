@@ -69,7 +69,7 @@ def measure_child(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str) ->
 
 
 @pytest.mark.parametrize(
-    ("module", "told"),
+    ("module", "expected"),
     [
         ("import os, sys\nprint('last words', file=sys.stderr, flush=True)\nos.abort()", "signal SIGABRT"),
         ("raise SystemExit(7)", "exit code 7"),
@@ -78,9 +78,9 @@ def measure_child(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str) ->
     ],
 )
 def test_a_process_that_crashes_is_a_failure_to_measure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, expected: str
 ) -> None:
-    with pytest.raises(MeasurementError, match=told) as caught:
+    with pytest.raises(MeasurementError, match=expected) as caught:
         measure_child(tmp_path, monkeypatch, module)
     assert caught.value.where == "m.onnx"
     assert ("last words" in caught.value.why) == ("last words" in module)

@@ -58,7 +58,7 @@ def test_it_answers_to_the_bit_what_this_process_answers(runtime: IsolatedRuntim
     assert runtime.facts(file, APART).clock_resolution_ns
 
 
-@pytest.mark.parametrize("do", ["race", "sample", "under_load"])
+@pytest.mark.parametrize("do", ["benchmark", "sample", "under_load"])
 def test_killed_in_the_middle_it_says_so_and_the_next_request_is_answered(
     runtime: IsolatedRuntime, file: Path, do: str
 ) -> None:
@@ -88,9 +88,9 @@ def test_its_fingerprint_names_the_build_and_starts_nothing(runtime: IsolatedRun
 
 @pytest.mark.parametrize("requirements", [(), ("onnxruntime",), ("onnxruntime>=1.24",), ("numpy==2.4.6",)])
 def test_a_target_must_say_which_build_it_measures(runtime: IsolatedRuntime, requirements: tuple[str, ...]) -> None:
-    with pytest.raises(UserError, match="which build") as told:
+    with pytest.raises(UserError, match="which build") as caught:
         runtime.fingerprint(replace(APART, env=Environment(requirements=requirements)))
-    assert "==" in told.value.remedy
+    assert "==" in caught.value.remedy
 
 
 def test_each_target_says_where_it_runs(tmp_path: Path, file: Path) -> None:

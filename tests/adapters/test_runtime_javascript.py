@@ -97,9 +97,9 @@ class TestNodeWasm(RuntimeSuite):
         return NODE_WASM
 
     @pytest.mark.nightly
-    def test_fresh_processes_tell_durations_and_memory(self, runtime: Runtime, target: Target, file: Path) -> None:
+    def test_fresh_processes_return_durations_and_memory(self, runtime: Runtime, target: Target, file: Path) -> None:
         """Each start takes seconds; Node shows it for each commit."""
-        super().test_fresh_processes_tell_durations_and_memory(runtime, target, file)
+        super().test_fresh_processes_return_durations_and_memory(runtime, target, file)
 
     @pytest.mark.nightly
     def test_a_file_or_feed_that_cannot_run_is_a_failure_to_measure(
@@ -120,9 +120,9 @@ class TestBrowser(RuntimeSuite):
         return WASM
 
     @pytest.mark.nightly
-    def test_fresh_processes_tell_durations_and_memory(self, runtime: Runtime, target: Target, file: Path) -> None:
+    def test_fresh_processes_return_durations_and_memory(self, runtime: Runtime, target: Target, file: Path) -> None:
         """Each start takes seconds; Node shows it for each commit."""
-        super().test_fresh_processes_tell_durations_and_memory(runtime, target, file)
+        super().test_fresh_processes_return_durations_and_memory(runtime, target, file)
 
 
 VALUES = {
@@ -180,11 +180,11 @@ def test_clocks_are_told_and_coarse_ones_time_several_calls(
     assert fine
     assert coarse
     assert fine < 1000 <= coarse < 200_000
-    fast = node.race((file, file), NODE, rows(1), schedule)
+    fast = node.benchmark((file, file), NODE, rows(1), schedule)
     assert fast.calls == 1
     assert fast.probe is not None
     assert (fast.probe.astype(np.int64) > 0).all()
-    slow = browser.race((file, file), WASM, rows(1), replace(schedule, warmup=300))
+    slow = browser.benchmark((file, file), WASM, rows(1), replace(schedule, warmup=300))
     assert slow.probe is None
     steps = slow.nanoseconds.astype(np.float64) * slow.calls / coarse
     np.testing.assert_allclose(steps, np.round(steps), atol=0.01 * slow.calls)
@@ -218,8 +218,8 @@ def test_ort_files_agree_with_their_source(
 def test_node_killed_in_the_middle_is_told_and_started_again(node: NodeRuntime, file: Path) -> None:
     with ended_in_the_middle(lambda: os.kill(pid(node), signal.SIGKILL)) as measure:
         node.run(file, NODE, (rows(1),))
-        with pytest.raises(StageError, match="signal SIGKILL while it was to race") as killed:
-            measure(node, "race", file, NODE)
+        with pytest.raises(StageError, match="signal SIGKILL while it was to benchmark") as killed:
+            measure(node, "benchmark", file, NODE)
     assert killed.value.where == "target node"
     assert node.run(file, NODE, (rows(2),))[0]["scores"].shape[0] == 2
 
@@ -285,16 +285,16 @@ def test_programs_that_are_missing_are_told_with_what_to_install(
 
 
 @pytest.mark.parametrize(
-    ("requirements", "told"),
+    ("requirements", "expected"),
     [
-        (("onnxruntime-node",), "no exact version"),
-        (("onnxruntime-node@^1.30.0",), "no exact version"),
-        (("../elsewhere",), "no exact version"),
+        (("onnxruntime-node",), "not an exact version"),
+        (("onnxruntime-node@^1.30.0",), "not an exact version"),
+        (("../elsewhere",), "not an exact version"),
         (("onnxruntime-web@1.30.0",), "lacks onnxruntime-node"),
     ],
 )
-def test_requirements_are_exact_and_hold_the_library(requirements: tuple[str, ...], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_requirements_are_exact_and_hold_the_library(requirements: tuple[str, ...], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
         NodeRuntime().fingerprint(replace(NODE, env=Environment(requirements=requirements)))
 
 

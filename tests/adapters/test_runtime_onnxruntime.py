@@ -145,7 +145,7 @@ def test_every_heat_has_fresh_sessions_and_orders_follow_the_seed(
     for seed in (1, 1, 2):
         built.clear()
         schedule = PairedBenchmarkSchedule(rounds=4, blocks=1, runs=1, warmup=0, seed=seed)
-        OnnxRuntime().race((file, other), CPU, rows(1), schedule)
+        OnnxRuntime().benchmark((file, other), CPU, rows(1), schedule)
         assert sorted(built) == ["model.onnx"] * 4 + ["other.onnx"] * 4
         assert all(set(built[i : i + 2]) == {"model.onnx", "other.onnx"} for i in range(0, 8, 2))
         orders.append(tuple(built))
@@ -154,7 +154,7 @@ def test_every_heat_has_fresh_sessions_and_orders_follow_the_seed(
 
 
 def test_axis_2_is_the_models_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that tells the models apart: the candidate's runs take as long as it says."""
+    """A clock that distinguishes the models: the candidate's runs take as long as it says."""
     for name in ("baseline", "candidate"):
         write_perceptron(tmp_path / f"{name}.onnx")
     times = {"baseline.onnx": 10, "candidate.onnx": 20}
@@ -164,7 +164,7 @@ def test_axis_2_is_the_models_in_order(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(adapter, "build_session", fake)
     monkeypatch.setattr(adapter, "_timed", lambda session, _: lambda: (times[session], session == "candidate.onnx"))
-    samples = OnnxRuntime().race(
+    samples = OnnxRuntime().benchmark(
         (tmp_path / "baseline.onnx", tmp_path / "candidate.onnx"),
         CPU,
         rows(1),
@@ -310,7 +310,7 @@ TARGET = Target(name="cpu-1t")
 
 
 def test_a_provider_that_fails_is_not_replaced_in_silence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """ONNX Runtime's own fallback prints, and goes on with other providers."""
+    """ONNX Runtime's own fallback prints, and continues with other providers."""
     path = tmp_path / "model.onnx"
     path.write_bytes(b"not a model")
     with pytest.raises(MeasurementError) as caught:

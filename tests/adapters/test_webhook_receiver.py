@@ -27,10 +27,10 @@ class Listening:
     url: str
     clock: FakeClock
     woken: list[str] = field(default_factory=list)
-    metrics: str | OnnxOpsError = "owed 0\n"
+    metrics: str | OnnxOpsError = "pending 0\n"
     refused: list[str] = field(default_factory=list)
 
-    def tell(self) -> str:
+    def render(self) -> str:
         if isinstance(self.metrics, OnnxOpsError):
             raise self.metrics
         return self.metrics
@@ -67,7 +67,7 @@ def listening() -> Iterator[Listening]:
         clock=found.clock,
         wake=found.woken.append,
         refused=found.refused.append,
-        metrics=found.tell,
+        metrics=found.render,
     ) as receiver:
         found.url = receiver.address
         yield found
@@ -77,9 +77,9 @@ def test_metrics_are_told_and_trouble_is_no_silence(listening: Listening) -> Non
     import httpx
 
     url = listening.url.replace("/webhooks/mlflow", "/metrics")
-    told = httpx.get(url, timeout=30)
-    assert (told.status_code, told.text) == (200, "owed 0\n")
-    assert told.headers["content-type"].startswith("text/plain; version=0.0.4")
+    response = httpx.get(url, timeout=30)
+    assert (response.status_code, response.text) == (200, "pending 0\n")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     listening.metrics = ServiceUnavailableError("the ledger does not answer")
     assert httpx.get(url, timeout=30).status_code == 503
     assert listening.woken == []

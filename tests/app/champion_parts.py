@@ -15,7 +15,7 @@ from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_file
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.testing.fakes import FakeWorld
 from tests.release.release_parts import CHAMPION, MODEL, TARGET, decision_record
 from tests.statistics.test_statistics_judge import GATES, INT8, counts
@@ -41,8 +41,8 @@ class Throne:
     asked: list[tuple[Stage, Digest, Mapping[str, Manifest]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.ports: Ports = self.world.ports(root=self.root)
-        store = self.ports.store
+        self.context: Context = self.world.context(root=self.root)
+        store = self.context.store
         self.stage = Stage(
             id=f"benchmark/int8@{TARGET}", kind=StageKind.BENCHMARK, settings={"seed": 1}, variant="int8", target=TARGET
         )
@@ -68,10 +68,10 @@ class Throne:
         self.world.registry.set_alias(MODEL, CHAMPION, "1")
 
     def remembered(self) -> Throne:
-        save_benchmark(self.ports.store, self.stage, self.key, self.inputs, self.evidence)
+        save_benchmark(self.context.store, self.stage, self.key, self.inputs, self.evidence)
         return self
 
     def perform(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         found = self.now[min(len(self.asked), len(self.now) - 1)]
         self.asked.append((stage, key, inputs))
-        return Manifest(files={"evidence.json": self.ports.store.put_bytes(codec.dumps(found))})
+        return Manifest(files={"evidence.json": self.context.store.put_bytes(codec.dumps(found))})

@@ -11,7 +11,7 @@ from onnx_ops.app.project import list_capabilities
 from onnx_ops.domain.pipeline import Deploy
 
 PROMETHEUS = {"source": "prometheus", "url": "http://127.0.0.1:9090"}
-OWN = {"split", "sticky", "exceedances", "shadow", "outcomes", "cold_starts"}
+OWN = {"split", "sticky", "exceedances", "shadow", "feedback", "cold_starts"}
 FOREIGN = PROMETHEUS | {"requests": "http_requests_total", "histogram": "http_seconds"}
 
 
@@ -39,4 +39,4 @@ def test_a_cloud_neither_compares_answers_nor_keeps_users(
     entry = Deploy(endpoint="digits", provider=provider, target="cpu", metrics=metrics)
     able = list_capabilities(open_project(tmp_path), entry)
     assert "split" in able
-    assert not able & {"shadow", "sticky", "outcomes"}
+    assert not able & {"shadow", "sticky", "feedback"}

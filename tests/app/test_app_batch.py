@@ -98,10 +98,10 @@ def test_two_processes_that_share_a_stage_do_it_once(project: Project) -> None:
         )
         for file in files(project, "same-a", "same-b")
     ]
-    told: list[dict[str, Any]] = [json.loads(process.communicate(timeout=120)[0]) for process in running]
+    summaries: list[dict[str, Any]] = [json.loads(process.communicate(timeout=120)[0]) for process in running]
     assert [process.returncode for process in running] == [0, 0]
     assert trained(project) == ["good"]
-    assert sum("train" in one["executed"] for one in told) == 1
+    assert sum("train" in one["executed"] for one in summaries) == 1
 
 
 def test_the_command_tells_of_each_and_ends_with_the_worst(

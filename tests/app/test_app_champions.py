@@ -19,8 +19,8 @@ from tests.release.release_parts import MODEL, TARGET
 
 
 def looked(throne: Throne) -> Drift:
-    (reign,) = list_champions(throne.ports)
-    return measure_again(throne.ports, throne.perform, reign)
+    (reign,) = list_champions(throne.context)
+    return measure_again(throne.context, throne.perform, reign)
 
 
 def test_the_very_benchmark_is_done_again(tmp_path: Path) -> None:
@@ -60,8 +60,8 @@ def test_a_measurement_that_fails_is_an_error_and_no_drift(tmp_path: Path) -> No
     def broken(stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         raise MeasurementError("the provider is missing", where=stage.id)
 
-    (reign,) = list_champions(throne.ports)
-    found = measure_again(throne.ports, broken, reign)
+    (reign,) = list_champions(throne.context)
+    found = measure_again(throne.context, broken, reign)
     assert (found.verdict, found.measured) == (Verdict.ERROR, 0)
     assert "the provider is missing" in found.why
 
@@ -87,9 +87,9 @@ def test_what_rests_on_no_valid_decision_is_an_error(forged: str, tmp_path: Path
 
 def test_names_of_pipelines_and_models_choose(tmp_path: Path) -> None:
     throne = Throne(tmp_path).remembered()
-    assert len(list_champions(throne.ports, ("p",))) == len(list_champions(throne.ports, (MODEL,))) == 1
+    assert len(list_champions(throne.context, ("p",))) == len(list_champions(throne.context, (MODEL,))) == 1
     with pytest.raises(UserError, match=f"have one: {MODEL}, p"):
-        list_champions(throne.ports, ("p", "q"))
+        list_champions(throne.context, ("p", "q"))
 
 
 def test_aliases_that_are_none_of_ours_are_left_alone(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_aliases_that_are_none_of_ours_are_left_alone(tmp_path: Path) -> None:
     registry.delete_alias(MODEL, f"champion-{TARGET}")
     registry.set_alias(MODEL, "champion", "1")
     registry.set_alias(MODEL, f"challenger-{TARGET}", "1")
-    assert list_champions(throne.ports) == ()
+    assert list_champions(throne.context) == ()
 
 
 @pytest.mark.parametrize(

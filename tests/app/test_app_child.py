@@ -22,7 +22,7 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.adapters.isolation.process import LAST_LINES
 from onnx_ops.app import worker
-from onnx_ops.app.context import build_ports
+from onnx_ops.app.context import build_context
 from onnx_ops.app.execution import StageExecutor, machine_lock, run_in_subprocess
 from onnx_ops.config.settings import Settings, load_settings, to_environ
 from onnx_ops.domain.artifact import Digest, digest_bytes, digest_file
@@ -30,7 +30,7 @@ from onnx_ops.domain.pipeline import FileData, Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import NotFoundError, RefusedError, StageError, StorageError, UserError, from_document
 from onnx_ops.pipeline.stages import execute
-from onnx_ops.ports import Pools, Ports
+from onnx_ops.ports import Context, Pools
 from tests.support.processes import until
 
 KEY = digest_bytes(b"key")
@@ -91,8 +91,8 @@ def project(tmp_path: Path) -> Settings:
 
 
 @pytest.fixture
-def ports(project: Settings) -> Ports:
-    return build_ports(project)
+def context(project: Settings) -> Context:
+    return build_context(project)
 
 
 @pytest.fixture
@@ -126,12 +126,12 @@ def noted(project: Settings, name: str) -> int:
     return int((project.root / name).read_text())
 
 
-def test_a_child_does_what_the_process_itself_would_do(project: Settings, ports: Ports) -> None:
-    stage = data_stage(fingerprint=digest_file(ports.root / "data.npz"))
+def test_a_child_does_what_the_process_itself_would_do(project: Settings, context: Context) -> None:
+    stage = data_stage(fingerprint=digest_file(context.root / "data.npz"))
     there = run_in_subprocess(project, stage, KEY, {})
-    here = execute(stage, KEY, {}, ports)
+    here = execute(stage, KEY, {}, context)
     assert there == here
-    assert ports.store.read(there["dataset.npz"])
+    assert context.store.read(there["dataset.npz"])
 
 
 def test_errors_keep_their_type_and_their_words(project: Settings) -> None:
@@ -168,16 +168,16 @@ def test_a_crash_is_a_failure_of_the_stage_with_its_last_words(project: Settings
 
 
 def test_one_that_eats_memory_has_a_limit(project: Settings) -> None:
-    with pytest.raises(StageError, match=r"more memory than its limit of 0\.6 GB") as told:
+    with pytest.raises(StageError, match=r"more memory than its limit of 0\.6 GB") as caught:
         run_in_subprocess(project, train_stage("eat", memory=600_000_000), KEY, {})
-    assert "`memory`" in told.value.remedy
+    assert "`memory`" in caught.value.remedy
 
 
 def test_of_endless_output_the_end_is_kept(project: Settings, scratch: Path) -> None:
-    with pytest.raises(StageError, match="signal SIGABRT") as told:
+    with pytest.raises(StageError, match="signal SIGABRT") as caught:
         run_in_subprocess(project, train_stage("chatter"), KEY, {})
-    assert told.value.why.endswith("(24 MB of output in all)")
-    assert len(told.value.why) < 20_000
+    assert caught.value.why.endswith("(24 MB of output in all)")
+    assert len(caught.value.why) < 20_000
     assert list(scratch.iterdir()) == []
 
 
@@ -229,11 +229,11 @@ def test_a_child_does_not_outlive_a_parent_that_was_killed(project: Settings, sc
 
 
 def test_an_interrupted_run_ends_its_stages_on_every_machine(
-    project: Settings, ports: Ports, monkeypatch: pytest.MonkeyPatch
+    project: Settings, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere: Any = create_autospec(Pools, instance=True)
     monkeypatch.setattr("onnx_ops.plugins.load", lambda kind, name: elsewhere)
-    executor = StageExecutor(settings=project, ports=ports)
+    executor = StageExecutor(settings=project, context=context)
     assert executor.running.pools == elsewhere
 
     def interrupt() -> None:
@@ -255,12 +255,12 @@ def test_an_interrupted_run_ends_its_stages_on_every_machine(
         executor(train_stage("hang"), KEY, {})
 
 
-def test_only_stages_that_ask_for_it_run_elsewhere(project: Settings, ports: Ports) -> None:
-    performer = StageExecutor(settings=project, ports=ports)
+def test_only_stages_that_ask_for_it_run_elsewhere(project: Settings, context: Context) -> None:
+    executor = StageExecutor(settings=project, context=context)
 
     def process_of(stage: Stage) -> int:
         with pytest.raises(UserError, match="ZeroDivisionError"):
-            performer(stage, Digest(KEY), {})
+            executor(stage, Digest(KEY), {})
         return noted(project, "trainer")
 
     stage = train_stage("fail")

@@ -9,7 +9,7 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from onnx_ops.app.context import build_ports
+from onnx_ops.app.context import build_context
 from onnx_ops.app.execution import RunningStages, StageDurations, StageExecutor
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
@@ -61,11 +61,11 @@ def test_a_failed_stage_has_no_duration(tmp_path: Path) -> None:
 
 def test_a_placed_stage_took_the_seconds_of_its_worker(tmp_path: Path) -> None:
     settings = load_settings(tmp_path, {})
-    ports = build_ports(settings)
+    context = build_context(settings)
 
     def run(placed: PlacedStage, is_done: Callable[[], bool]) -> EndedRun:
         assert not is_done()
-        ports.store.record(Digest(placed.key), Manifest(files={}))
+        context.store.record(Digest(placed.key), Manifest(files={}))
         return EndedRun(run="1", seconds=7.5)
 
     pools = create_autospec(Pools, instance=True)
@@ -73,6 +73,6 @@ def test_a_placed_stage_took_the_seconds_of_its_worker(tmp_path: Path) -> None:
     running = RunningStages()
     running._pools = pools
     durations = StageDurations(settings.durations / "p.json")
-    executor = StageExecutor(settings=settings, ports=ports, running=running, durations=durations)
+    executor = StageExecutor(settings=settings, context=context, running=running, durations=durations)
     executor(stage("export", "gpu"), KEY, {})
     assert durations.read() == {"export": 7.5}

@@ -80,18 +80,18 @@ def test_lineage_ends_in_mlflow_and_in_the_model(repository: Repository) -> None
     commit = repository.git("rev-parse", "v1")
     run(repository)
     project = open_project(repository.root)
-    registry = project.ports.registry()
+    registry = project.context.registry()
     record = registry.version("kept", "1")
     folder = repository.root.parent / "fetched"
     folder.mkdir()
     registry.fetch(record, folder)
-    told = read_lineage(folder / "model.onnx")
+    lineage = read_lineage(folder / "model.onnx")
     for name, rev in (("train", "v1"), ("test", "HEAD")):
-        assert told[f"onnx-ops.origin.{name}.repo"] == "."
-        assert told[f"onnx-ops.origin.{name}.rev"] == rev
-        assert told[f"onnx-ops.origin.{name}.commit"] == commit
-        assert told[f"onnx-ops.origin.{name}.path"] == f"data/{name}.npz"
-        assert told[f"onnx-ops.origin.{name}.md5"] == md5(iris(0 if name == "train" else 1))
+        assert lineage[f"onnx-ops.origin.{name}.repo"] == "."
+        assert lineage[f"onnx-ops.origin.{name}.rev"] == rev
+        assert lineage[f"onnx-ops.origin.{name}.commit"] == commit
+        assert lineage[f"onnx-ops.origin.{name}.path"] == f"data/{name}.npz"
+        assert lineage[f"onnx-ops.origin.{name}.md5"] == md5(iris(0 if name == "train" else 1))
 
     from mlflow import MlflowClient
 

@@ -38,15 +38,15 @@ def test_an_exporter_runs_where_it_brings_requirements_or_the_pipeline_says() ->
 
 
 @pytest.mark.parametrize(
-    ("env", "told"),
+    ("env", "expected"),
     [
         (Environment(), "no requirements"),
         (Environment(isolated=False, requirements=("a",)), "never changed"),
         (Environment(isolated=False, python="3.12"), "never changed"),
     ],
 )
-def test_an_environment_that_says_nothing_or_two_things_is_refused(env: Environment, told: str) -> None:
-    with pytest.raises(UserError, match=told) as refused:
+def test_an_environment_that_says_nothing_or_two_things_is_refused(env: Environment, expected: str) -> None:
+    with pytest.raises(UserError, match=expected) as refused:
         select_environment(SklearnExporter(), env)
     assert refused.value.remedy
 

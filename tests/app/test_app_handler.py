@@ -22,7 +22,7 @@ from onnx_ops.domain.release import Choice, Lineage, Publication, Registration, 
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, build_split_state
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import RefusedError, ServiceUnavailableError
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.testing.fakes import FakeWorld
@@ -31,14 +31,14 @@ KEY = digest_bytes(b"key")
 REGISTER = Stage(id="register", kind=StageKind.REGISTER, settings={})
 
 
-def registered(ports: Ports, run: Digest) -> Manifest:
+def registered(context: Context, run: Digest) -> Manifest:
     """Register a release of one variant, whose evidence names the run."""
-    document = ports.root / f"{short_digest(run)}.json"
+    document = context.root / f"{short_digest(run)}.json"
     document.write_text(run)
-    (ports.root / "model.onnx").write_text("model")
+    (context.root / "model.onnx").write_text("model")
     record = VariantRecord(
         variant="fp32",
-        files={"model.onnx": ports.root / "model.onnx"},
+        files={"model.onnx": context.root / "model.onnx"},
         manifest=Manifest(files={"model.onnx": digest_bytes(b"model")}),
         evidence={"gates.json": document},
     )
@@ -47,48 +47,48 @@ def registered(ports: Ports, run: Digest) -> Manifest:
         run=run,
         model="m",
         release=lineage.release,
-        versions=ports.registry().publish(Publication(model="m", lineage=lineage, variants=(record,))),
+        versions=context.registry().publish(Publication(model="m", lineage=lineage, variants=(record,))),
         choices=(Choice(target="cpu", variant="fp32", verdict=Verdict.PASS, reason="it passes"),),
         where="memory",
         evidence={"fp32": record.evidence_digest()},
     )
-    return Manifest(files={"registration.json": ports.store.put_bytes(codec.dumps(registration))})
+    return Manifest(files={"registration.json": context.store.put_bytes(codec.dumps(registration))})
 
 
-def handler_of(ports: Ports) -> StageHandler:
+def handler_of(context: Context) -> StageHandler:
     """The only stage that computes something is the registration, which holds its own key."""
 
     def perform(_: Stage, key: Digest, __: Mapping[str, Manifest]) -> Manifest:
-        return registered(ports, key)
+        return registered(context, key)
 
-    return StageHandler(ports=ports, perform=perform)
+    return StageHandler(context=context, perform=perform)
 
 
 def deploy(*, auto: bool = False, **section: object) -> Stage:
     entry = Deploy(endpoint="e", provider="fake", target="cpu", **section)  # type: ignore[arg-type]
-    told = {"model": "m", "target_digest": KEY, "pipeline": "p", "auto": auto, "section": codec.to_json(entry)}
+    settings = {"model": "m", "target_digest": KEY, "pipeline": "p", "auto": auto, "section": codec.to_json(entry)}
     tolerates = ("promote@cpu",) if auto else ()
-    return Stage(id="deploy/e", kind=StageKind.DEPLOY, settings=told, target="cpu", tolerates=tolerates)
+    return Stage(id="deploy/e", kind=StageKind.DEPLOY, settings=settings, target="cpu", tolerates=tolerates)
 
 
 def test_a_policy_changes_although_a_promotion_is_refused_but_nothing_new_is_bound(tmp_path: Path) -> None:
-    ports = FakeWorld().ports(root=tmp_path)
-    handler, inputs = handler_of(ports), {"register": registered(ports, KEY)}
+    context = FakeWorld().context(root=tmp_path)
+    handler, inputs = handler_of(context), {"register": registered(context, KEY)}
     assert handler.refusal(deploy(auto=True), inputs) == "needs promote@cpu, which did not take place"
     assert handler.refusal(deploy(auto=True), {**inputs, "promote@cpu": Manifest(files={})}) == ""
     handler.execute(deploy(), KEY, inputs)
     patient = RolloutPolicy(scale_down_delay=7200.0)
     assert handler.refusal(deploy(auto=True, rollout=patient), inputs) == ""
     handler.execute(deploy(auto=True, rollout=patient), KEY, inputs)
-    assert ports.ledger.state("e").policy == patient
+    assert context.ledger.state("e").policy == patient
 
 
 def test_run_that_would_leave_an_endpoint_behind_does_nothing_and_ends_refused(tmp_path: Path) -> None:
     (tmp_path / "onnx-ops.toml").write_text('signing = "off"\n')
     world = FakeWorld()
-    ports = world.ports(root=tmp_path)
+    context = world.context(root=tmp_path)
     config, section = binding(deploy())
-    bind_endpoint(ports, config, section.rollout)
+    bind_endpoint(context, config, section.rollout)
     release, manifest = digest_bytes(b"release"), digest_bytes(b"files")
     served = Deployment(
         name="v1", model="m", version="1", variant="fp32", release=release, manifest=manifest, location=str(tmp_path)
@@ -97,23 +97,23 @@ def test_run_that_would_leave_an_endpoint_behind_does_nothing_and_ends_refused(t
         kind=ActionKind.FIRST, state=build_split_state(None, served, 100), roles=Roles(stable=served), why="new"
     )
     for body in (Intent(action=action, holder="h", expires_at=0.0), ActionOutcome(of=2, ok=True)):
-        Journal.open(ports, "e").append(body)
+        Journal.open(context, "e").append(body)
     register = Stage(id="register", kind=StageKind.REGISTER, settings={}, needs=("train",))
     pipeline = Pipeline(pipeline="p", export=Export(framework="onnx"), benchmark=Benchmark(targets=("cpu",)))
     prepared = PreparedPipeline(pipeline=pipeline, targets={}, plan=Plan(pipeline="p", stages=(register,)))
-    project = Project(settings=load_settings(tmp_path), ports=ports)
-    with pytest.raises(RefusedError, match="e would be left behind") as told:
+    project = Project(settings=load_settings(tmp_path), context=context)
+    with pytest.raises(RefusedError, match="e would be left behind") as caught:
         execute(project, prepared)
-    assert told.value.exit_code == 5
-    assert ports.ledger.state("e").config == config
+    assert caught.value.exit_code == 5
+    assert context.ledger.state("e").config == config
     execute(project, replace(prepared, plan=Plan(pipeline="p", stages=())))
     execute(project, prepared, abandon="renamed")
-    assert ports.ledger.state("e").config is None
+    assert context.ledger.state("e").config is None
 
 
 def test_a_registration_is_known_until_another_one_of_its_release_follows(tmp_path: Path) -> None:
     """The gates are changed, and changed back."""
-    handler = handler_of(FakeWorld().ports(root=tmp_path))
+    handler = handler_of(FakeWorld().context(root=tmp_path))
     stage = REGISTER
     strict, loose = digest_bytes(b"strict gates"), digest_bytes(b"loose gates")
     for key, other in ((strict, loose), (loose, strict), (strict, loose)):
@@ -125,8 +125,11 @@ def test_a_registration_is_known_until_another_one_of_its_release_follows(tmp_pa
 
 def test_registration_of_another_registry_is_unknown(tmp_path: Path) -> None:
     """Two registries over one store, in turn."""
-    ports, stage = FakeWorld().ports(root=tmp_path), REGISTER
-    first, second = handler_of(ports), handler_of(replace(ports, registry=FakeWorld().ports(root=tmp_path).registry))
+    context, stage = FakeWorld().context(root=tmp_path), REGISTER
+    first, second = (
+        handler_of(context),
+        handler_of(replace(context, registry=FakeWorld().context(root=tmp_path).registry)),
+    )
     strict, loose = digest_bytes(b"strict gates"), digest_bytes(b"loose gates")
     first.execute(stage, strict, {})
     assert second.cached(stage, strict, {}) is None
@@ -137,7 +140,7 @@ def test_registration_of_another_registry_is_unknown(tmp_path: Path) -> None:
 
 def test_registration_whose_version_was_deleted_is_unknown(tmp_path: Path) -> None:
     world = FakeWorld()
-    handler = handler_of(world.ports(root=tmp_path))
+    handler = handler_of(world.context(root=tmp_path))
     handler.execute(REGISTER, KEY, {})
     world.registry.delete_version("m", "1")
     assert handler.cached(REGISTER, KEY, {}) is None
@@ -146,7 +149,7 @@ def test_registration_whose_version_was_deleted_is_unknown(tmp_path: Path) -> No
 
 def test_registration_that_cannot_be_confirmed_is_attempted_again(tmp_path: Path) -> None:
     world = FakeWorld()
-    handler = handler_of(world.ports(root=tmp_path))
+    handler = handler_of(world.context(root=tmp_path))
     handler.execute(REGISTER, KEY, {})
     world.registry.down = True
     assert handler.cached(REGISTER, KEY, {}) is None
@@ -155,8 +158,8 @@ def test_registration_that_cannot_be_confirmed_is_attempted_again(tmp_path: Path
 
 
 def test_a_deployment_is_known_until_its_settings_or_its_policy_change(tmp_path: Path) -> None:
-    ports = FakeWorld().ports(root=tmp_path)
-    handler, inputs = handler_of(ports), {"register": registered(ports, KEY)}
+    context = FakeWorld().context(root=tmp_path)
+    handler, inputs = handler_of(context), {"register": registered(context, KEY)}
 
     steps = RolloutPolicy(steps=(0.1, 1.0))
     for changed in (deploy(), deploy(rollout=steps), deploy(rollout=steps, settings={"port": 8000})):

@@ -111,8 +111,8 @@ def test_a_run_ends_as_it_is_where_its_figures_cannot_be_recorded(
     monkeypatch.setattr(ContentStore, "record", record_stages)
     with on_disk(tmp_path / "project"), effect_operations.synthetic():
         scene = effect_operations.pipeline()
-        (scene.ports.root / ".gitignore").write_text(".onnx-ops/\n__pycache__/\n")
-        commit_all(scene.ports.root)
+        (scene.context.root / ".gitignore").write_text(".onnx-ops/\n__pycache__/\n")
+        commit_all(scene.context.root)
         assert "register" in effect_operations.run(scene)
     assert len(refused) == 1
 
@@ -149,8 +149,8 @@ def test_the_author_is_that_of_the_commit_or_of_the_service(root: Path, tmp_path
     head = git(root, "rev-parse", "HEAD")
     assert (made.at, made.author, made.commit) == ("1970-01-01 00:00 UTC", "Ada Example", head)
     assert (made.branch, made.changed) == ("main", False)
-    told = read_provenance(tmp_path, 0.0, {"GITHUB_ACTOR": "ada", "GITHUB_SHA": "abc", "GITHUB_REF_NAME": "main"})
-    assert (told.author, told.commit, told.branch) == ("ada", "abc", "main")
+    provenance = read_provenance(tmp_path, 0.0, {"GITHUB_ACTOR": "ada", "GITHUB_SHA": "abc", "GITHUB_REF_NAME": "main"})
+    assert (provenance.author, provenance.commit, provenance.branch) == ("ada", "abc", "main")
 
 
 def test_of_the_merge_of_a_pull_request_the_change_counts(root: Path) -> None:

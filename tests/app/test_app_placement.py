@@ -96,7 +96,7 @@ def executed(worker: Project, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def execute(stage: Stage, *_: object) -> Manifest:
         stages.append(stage.id)
-        evidence = worker.ports.store.put_bytes(codec.dumps(make_evidence()))
+        evidence = worker.context.store.put_bytes(codec.dumps(make_evidence()))
         return Manifest(files={"evidence.json": evidence})
 
     monkeypatch.setattr("onnx_ops.app.execution.execute", execute)
@@ -127,7 +127,7 @@ def digest_of(files: Mapping[str, Digest]) -> Digest:
 
 
 def asked(pools: Nearby, asker: Project, stage: Stage, renew: bool = False) -> Manifest:
-    return ask(pools, asker.ports, stage, KEY, {}, place=asker.settings.store, renew=renew)
+    return ask(pools, asker.context, stage, KEY, {}, place=asker.settings.store, renew=renew)
 
 
 def test_training_runs_elsewhere_with_the_code_and_files_that_it_names(
@@ -143,7 +143,7 @@ def test_training_runs_elsewhere_with_the_code_and_files_that_it_names(
     assert pools.asked[0].pool == "gpu"
     assert len(json.dumps(dict(pools.asked[0].parameters))) < 500
     assert "trained/model.joblib" in found
-    assert asker.ports.store.lookup(KEY) == found
+    assert asker.context.store.lookup(KEY) == found
     assert not any(worker.settings.root.glob("*.py"))
 
 
@@ -151,8 +151,8 @@ def test_a_result_that_is_known_is_taken_and_a_renewed_one_is_not(
     asker: Project, worker: Project, executed: list[str]
 ) -> None:
     pools = Nearby(worker)
-    known = Manifest(files={"known": worker.ports.store.put_bytes(b"earlier")})
-    worker.ports.store.record(KEY, known)
+    known = Manifest(files={"known": worker.context.store.put_bytes(b"earlier")})
+    worker.context.store.record(KEY, known)
     stage = replace(train_stage(asker), kind=StageKind.EXPORT)
     stage = replace(stage, settings={**stage.settings, "revision": REVISIONS[StageKind.EXPORT]})
     assert asked(pools, asker, stage) == known
@@ -188,9 +188,9 @@ def test_a_worker_with_another_store_names_both(asker: Project, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"settings": {"revision": 0}}, "revision of the stage is 1 here, 0 was asked for"),
-        ({"tools": {"scikit-learn": "0.1"}}, "0.1 was asked for"),
-        ({"tools": {"python": "2.7"}}, "2.7 was asked for"),
+        ({"settings": {"revision": 0}}, "revision of the stage is 1 here, 0 is required"),
+        ({"tools": {"scikit-learn": "0.1"}}, "0.1 is required"),
+        ({"tools": {"python": "2.7"}}, "2.7 is required"),
         ({"kind": StageKind.GATE}, "a worker does not execute gate stages"),
         ({"kind": StageKind.REGISTER}, "a worker does not execute register stages"),
     ],
@@ -202,12 +202,12 @@ def test_a_worker_refuses_what_it_would_not_compute_alike(
     with pytest.raises(MeasurementError) as caught:
         asked(Nearby(worker), asker, stage)
     assert message in caught.value.why
-    assert asker.ports.store.lookup(KEY) is None
+    assert asker.context.store.lookup(KEY) is None
 
 
 @pytest.mark.parametrize("name", ["../outside.py", "/etc/cron.d/job", "a/../../b", ""])
 def test_files_of_a_request_stay_in_its_folder(asker: Project, worker: Project, name: str) -> None:
-    store = asker.ports.store
+    store = asker.context.store
     request = {
         **build_request(train_stage(asker), KEY, {}),
         "hints": {},
@@ -233,13 +233,13 @@ def test_libraries_travel_by_digest_to_the_place_that_the_stage_finds(
             assert Path(place["path"]) != library
             assert Path(place["path"]).read_bytes() == library.read_bytes()
         seen.update(hints)
-        return Manifest(files={"evidence.json": worker.ports.store.put_bytes(b"{}")})
+        return Manifest(files={"evidence.json": worker.context.store.put_bytes(b"{}")})
 
     monkeypatch.setattr("onnx_ops.app.execution.execute", execute)
     hints = {"pool": "gpu", "target": {"custom_ops": [one]}, "custom_ops": {"board": [one]}}
     settings = {"revision": REVISIONS[StageKind.EXPORT]}
     stage = Stage(id="export", kind=StageKind.EXPORT, settings=settings, hints=hints)  # type: ignore[arg-type]
-    ask(Nearby(worker), asker.ports, stage, KEY, {}, place="")
+    ask(Nearby(worker), asker.context, stage, KEY, {}, place="")
     assert seen["pool"] == ""
 
 
@@ -276,8 +276,8 @@ def test_a_measurement_by_a_machine_that_the_target_does_not_accept_is_not_taken
     asker: Project, worker: Project, executed: list[str]
 ) -> None:
     evidence = make_evidence()
-    digest = worker.ports.store.put_bytes(codec.dumps(evidence))
-    worker.ports.store.record(KEY, Manifest(files={"evidence.json": digest}))
+    digest = worker.context.store.put_bytes(codec.dumps(evidence))
+    worker.context.store.record(KEY, Manifest(files={"evidence.json": digest}))
     for cores, runs in ((evidence.hardware.cores, list[str]()), (evidence.hardware.cores + 1, ["benchmark"])):
         target: Json = {"name": "board", "pool": "gpu", "requires": {"cores": cores}}
         stage = Stage(

@@ -76,16 +76,16 @@ def run(root: Path, pipeline: str, *targets: str) -> tuple[Project, Any, Any]:
     file = root / f"configs/pipelines/{pipeline}.yaml"
     prepared = prepare(project, file, overrides=overrides, until=StageKind.GATE)
     result = execute(project, prepared)
-    return project, result, summarize(prepared.pipeline, result, project.ports)
+    return project, result, summarize(prepared.pipeline, result, project.context)
 
 
 def evidence(project: Project, result: Any, target: str) -> Evidence:
     manifest = result.outcomes[f"benchmark/fp32@{target}"].manifest
-    return codec.loads(project.ports.store.read(manifest["evidence.json"]), Evidence)
+    return codec.loads(project.context.store.read(manifest["evidence.json"]), Evidence)
 
 
 def measured(root: Path, pipeline: str, *targets: str) -> dict[str, str | None]:
-    """Every target has verdicts and a choice of its own, and its evidence tells where it is from; gives the choices."""
+    """Every target has verdicts and its own choice, and its evidence names its origin; return the choices."""
     project, result, summary = run(root, pipeline, *targets)
     assert [(o.stage, o.reason) for o in result.outcomes.values() if o.status is StageStatus.FAILED] == []
     assert {decision.target for decision in summary.decisions if decision.results} == set(targets)
@@ -151,7 +151,7 @@ def of_isolated(process: psutil.Process) -> bool:
 
 VICTIMS = {"node": of_node, "browser-wasm": of_browser, "apart": of_isolated}
 LONG_ENOUGH_S = 1.0
-"""For whoever waits for a stopped process to have asked it for something."""
+"""Until a request to a stopped process gives up."""
 
 
 @pytest.mark.nightly

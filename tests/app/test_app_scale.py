@@ -61,7 +61,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def led(synthetic: Any, project: Project, file: Path) -> tuple[str, ...]:
     prepared = synthetic.in_this_process(prepare(project, file))
     result = execute(project, prepared)
-    summary = summarize(prepared.pipeline, result, project.ports)
+    summary = summarize(prepared.pipeline, result, project.context)
     assert (summary.exit_code, result.errors) == (0, {})
     return summary.executed
 
@@ -103,8 +103,8 @@ def test_endpoints_of_other_files_are_read_once_and_again_when_they_change(
     target = tmp_path / "few" / "configs" / "targets" / "machine-0.yaml"
     target.write_text(target.read_text().replace("synthetic", "onnxruntime"))  # which a local endpoint serves
     for number, file in enumerate(files):
-        told = f"register: {{model: m{number}}}\ndeploy: {{endpoint: e{number}, target: machine-0}}\n"
-        file.write_text(file.read_text() + told)
+        sections = f"register: {{model: m{number}}}\ndeploy: {{endpoint: e{number}, target: machine-0}}\n"
+        file.write_text(file.read_text() + sections)
     project = open_project(tmp_path / "few")
     prepare(project, files[0], until=StageKind.GATE)
     for file in files[1:]:

@@ -86,7 +86,7 @@ def project(tmp_path: Path) -> Project:
 def run(project: Project, observer: SilentObserver | None = None, *overrides: str) -> tuple[RunResult, Summary]:
     prepared = prepare(project, project.settings.root / "configs/pipelines/searched.yaml", overrides=overrides)
     result = execute(project, prepared, observer=observer)
-    return result, summarize(prepared.pipeline, result, project.ports)
+    return result, summarize(prepared.pipeline, result, project.context)
 
 
 def of_kind(result: RunResult, kind: StageKind) -> list[StageOutcome]:
@@ -99,7 +99,7 @@ def test_a_search_from_the_file_to_the_registry(project: Project) -> None:
     result, summary = run(project, heard)
     failed = [(o.stage, o.reason) for o in result.outcomes.values() if o.status is StageStatus.FAILED]
     assert failed == []
-    read = project.ports.store.read
+    read = project.context.store.read
     manifest = result.outcomes["search/best"].manifest
     assert manifest is not None
     record = codec.loads(read(manifest[SEARCH_FILE]), SearchRecord)
@@ -137,7 +137,7 @@ def test_a_search_from_the_file_to_the_registry(project: Project) -> None:
     assert registration is not None
     assert choice.variant is not None
     assert set(registration.versions) == names
-    registry = project.ports.registry()
+    registry = project.context.registry()
     version = registry.version("searched", registration.versions[choice.variant])
     page = registry.document(version, "report.html").decode()
     assert "Search best" in page
@@ -152,10 +152,12 @@ def test_a_search_from_the_file_to_the_registry(project: Project) -> None:
 
 @pytest.mark.nightly
 def test_what_cannot_be_kept_leaves_every_place_empty_and_fp32_serves(project: Project) -> None:
-    result, told = run(project, None, "quantize[0].budget.size=1 B", "quantize[0].variants=[fast]", "objective=latency")
+    result, lines = run(
+        project, None, "quantize[0].budget.size=1 B", "quantize[0].variants=[fast]", "objective=latency"
+    )
     (slot,) = of_kind(result, StageKind.QUANTIZE)
     assert slot.status is StageStatus.SKIPPED
     assert "than the budget allows" in slot.reason
-    (choice,) = told.choices
+    (choice,) = lines.choices
     assert choice.variant == "fp32"
-    assert told.exit_code == 0
+    assert lines.exit_code == 0

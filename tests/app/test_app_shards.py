@@ -79,7 +79,7 @@ def run(project: Project, *overrides: str) -> RunResult:
 def evidence(project: Project, result: RunResult, variant: str) -> Evidence:
     manifest = result.outcomes[f"benchmark/{variant}@cpu-1t"].manifest
     assert manifest is not None
-    return codec.loads(project.ports.store.read(manifest["evidence.json"]), Evidence)
+    return codec.loads(project.context.store.read(manifest["evidence.json"]), Evidence)
 
 
 @pytest.mark.nightly
@@ -98,7 +98,7 @@ def test_shards_give_the_metrics_of_all_rows_to_the_last_digit(project: Project)
 
     measured = sharded.outcomes["benchmark/half@cpu-1t"].manifest
     assert measured is not None
-    store = project.ports.store
+    store = project.context.store
     memory = load_benchmark(store, measured["evidence.json"])
     assert memory is not None
     stage, _, inputs = parse_request(json.loads(store.read(memory[REQUEST])))
@@ -113,5 +113,5 @@ def test_shards_give_the_metrics_of_all_rows_to_the_last_digit(project: Project)
 
     lost = sharded.outcomes[SHARDS[1]].manifest
     assert lost is not None
-    project.ports.store.path(lost["predictions.npz"]).unlink()
+    project.context.store.path(lost["predictions.npz"]).unlink()
     assert run(project, "benchmark.shards=3").executed() == (SHARDS[1],)

@@ -127,19 +127,23 @@ class World:
 
     def run(self) -> set[str]:
         """Which stages were done again. What a stage computes follows its key; training gives the same bytes."""
-        ports = self.project.ports
+        context = self.project.context
 
         def perform(stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
             if stage.kind is StageKind.DATA:
-                return perform_stage(stage, key, inputs, ports)
+                return perform_stage(stage, key, inputs, context)
             if stage.kind is StageKind.TRAIN:
-                return Manifest(files={"trained/model": ports.store.put_file(self.root / "net.bin")})
-            return Manifest(files={"evidence.json": ports.store.put_bytes(key.encode())})
+                return Manifest(files={"trained/model": context.store.put_file(self.root / "net.bin")})
+            return Manifest(files={"evidence.json": context.store.put_bytes(key.encode())})
 
         plan = prepare(self.project, self.root / "shop.yaml", until=StageKind.REGISTER).plan
         handler = replace(self.project.handler(), perform=perform, confirms=False)
         result = run_plan(
-            plan, handler=handler, executor=InlineExecutor(), observer=SilentObserver(), clock=self.project.ports.clock
+            plan,
+            handler=handler,
+            executor=InlineExecutor(),
+            observer=SilentObserver(),
+            clock=self.project.context.clock,
         )
         assert not result.errors
         return set(result.executed())

@@ -188,7 +188,7 @@ def run(project: Project, folder: str) -> tuple[set[str], np.ndarray]:
     assert not result.errors
     exported = result.outcomes["export"].manifest
     assert exported is not None
-    path = checkout_files(project.ports.store, exported, MODEL, root / folder) / MODEL_FILE
+    path = checkout_files(project.context.store, exported, MODEL, root / folder) / MODEL_FILE
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     (given,) = session.get_inputs()
     answer = session.run(None, {given.name: np.load(root / "data.npz")["x"]})[0]

@@ -13,7 +13,7 @@ import pytest
 from onnx_ops.app.execution import MeasurementLock, hold_key_lock
 from onnx_ops.domain.artifact import digest_bytes, hex_digits
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 KEY = digest_bytes(b"key")
 
 
@@ -42,7 +42,7 @@ def test_work_goes_beside_work() -> None:
 
     def one(_: int) -> int:
         with quiet.work():
-            return both.wait(PATIENCE_S)
+            return both.wait(TIMEOUT_S)
 
     with ThreadPoolExecutor(2) as pool:
         assert sorted(pool.map(one, range(2))) == [0, 1]
@@ -67,12 +67,12 @@ def test_who_comes_after_a_measurement_that_waits_comes_after_it() -> None:
             thread = threading.Thread(target=job)
             thread.start()
             threads.append(thread)
-            assert begun.wait(PATIENCE_S)
+            assert begun.wait(TIMEOUT_S)
             while quiet._tickets < 1 + len(threads):  # it stands in the queue
                 pass
         assert order == []
     for thread in threads:
-        thread.join(PATIENCE_S)
+        thread.join(TIMEOUT_S)
     assert order == ["measure", "work"]
 
 
@@ -128,5 +128,5 @@ def test_a_claim_holds_for_other_processes_and_dies_with_its_holder(tmp_path: Pa
         waiting.start()
         assert not mine.wait(0.3)
         process.kill()
-        assert mine.wait(PATIENCE_S)
-        waiting.join(PATIENCE_S)
+        assert mine.wait(TIMEOUT_S)
+        waiting.join(TIMEOUT_S)

@@ -96,11 +96,11 @@ def test_a_supervisor_killed_twice_leaves_no_process_behind(server: ServerFamily
 def test_sigterm_under_load_ends_everything_and_fails_nothing_that_was_begun(server: ServerFamily, plan: Plan) -> None:
     with LoadProcess(plan(server)) as load:
         eventually(lambda: _answered(server) > 50, "no load")
-        told = time.monotonic_ns()
+        reported_at = time.monotonic_ns()
         assert server.stop() == 0
         assert server.processes() == []
         records = load.stop()
-    begun = records.sent_ns < told
+    begun = records.sent_ns < reported_at
     assert begun.sum() > 0
     assert (records.status[begun] == 200).all(), records.failures()
     assert set(records.failures()) <= {"refused", "reset", "closed"}, records.failures()

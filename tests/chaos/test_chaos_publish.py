@@ -9,8 +9,8 @@ import pytest
 from onnx_ops.domain.endpoint import Deployment
 from tests.chaos.chaos_parts import Make
 from tests.support.load import LoadPlan
+from tests.support.publish_stress import stress_publications
 from tests.support.server import ServerFamily
-from tests.support.storm import storm
 
 Plan = Callable[..., LoadPlan]
 
@@ -18,7 +18,7 @@ Plan = Callable[..., LoadPlan]
 @pytest.mark.nightly
 def test_no_request_fails_and_no_replaced_version_answers(family: Make, blue: Deployment, plan: Plan) -> None:
     server: ServerFamily = family("--workers", "2")
-    seen = storm(server, blue, plan(server, connections=16, keys=50), publications=60)
+    seen = stress_publications(server, blue, plan(server, connections=16, keys=50), publications=60)
     assert seen.records.failures() == {}
     assert seen.stale == 0
     assert len(seen.records.by_deployment()) > 10, "too few publications were seen by a request to prove anything"
@@ -29,6 +29,6 @@ def test_an_endpoint_that_lags_is_caught(family: Make, blue: Deployment, plan: P
     from dataclasses import replace
 
     server: ServerFamily = family()
-    seen = storm(server, blue, plan(server, connections=4), publications=10)
+    seen = stress_publications(server, blue, plan(server, connections=4), publications=10)
     early = tuple(replace(p, returned_ns=p.begun_ns - 10**9, begun_ns=p.begun_ns - 10**9) for p in seen.publications)
     assert replace(seen, publications=early).stale > 0

@@ -1,4 +1,4 @@
-"""Requests that nobody should send: the right status, bounded memory, and the next good request is answered."""
+"""Invalid and hostile requests: the right status, bounded memory, and the next good request is answered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts that judge themselves on a real server under real traffic; nobody says a word."""
+"""Rollouts that judge themselves on a real server under real traffic, without an operator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from onnx_ops.domain.ledger import Intent, MetricsRecorded, ReleaseState, fold
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord
 from onnx_ops.domain.rollout import ActionKind
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ShadowTrial
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import reconcile_until_stable
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.services
 
 MODEL, TARGET, ENDPOINT = "m", "cpu", "live"
 WIDTH = 64
-PATIENCE_S = 150.0
+TIMEOUT_S = 150.0
 RAILS = tuple(Guardrail(name=name) for name in ("errors", "latency_p50", "latency_p99"))
 CANARY = RolloutPolicy(steps=(0.2, 0.5, 1.0), min_requests=(1500,), guardrails=RAILS)
 SHADOW = replace(CANARY, shadow=ShadowTrial(min_requests=500))
@@ -148,8 +148,8 @@ class Site:
             target_digest=digest_bytes(b"t"),
             pipeline="p",
         )
-        self.ports: Ports = replace(
-            self.world.ports(root=self.folder),
+        self.context: Context = replace(
+            self.world.context(root=self.folder),
             provider=lambda _: self.local,
             metrics=lambda _: self.local.metrics(),
             files=ModelFolders(self.folder / "models"),
@@ -171,8 +171,8 @@ class Site:
         )
         lineage = Lineage(pipeline="p", release=digest_bytes(seed.encode()))
         published = self.world.registry.publish(Publication(model=MODEL, lineage=lineage, variants=(record,)))
-        promote(self.ports, MODEL, published["fp32"], TARGET, override=True, reason="its gates are not what is tried")
-        reconcile_until_stable(self.ports, ENDPOINT)
+        promote(self.context, MODEL, published["fp32"], TARGET, override=True, reason="its gates are not what is tried")
+        reconcile_until_stable(self.context, ENDPOINT)
         return f"v{published['fp32']}"
 
     def load(self, connections: int = 1) -> LoadProcess:
@@ -182,16 +182,16 @@ class Site:
             payloads=payloads(),
             headers={"content-type": "application/json"},
             connections=connections,
-            seconds=2 * PATIENCE_S,
+            seconds=2 * TIMEOUT_S,
         )
         return LoadProcess(plan)
 
     def drive(self) -> str:
         """Reconcile until no rollout is in progress; why the last move was made."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while self.state().roles.candidate is not None:
-            assert time.monotonic() < deadline, reconcile_until_stable(self.ports, ENDPOINT)[-1]
-            reconcile_until_stable(self.ports, ENDPOINT)
+            assert time.monotonic() < deadline, reconcile_until_stable(self.context, ENDPOINT)[-1]
+            reconcile_until_stable(self.context, ENDPOINT)
             time.sleep(0.2)
         actions = [e.body.action for e in self.world.ledger.read(ENDPOINT) if isinstance(e.body, Intent)]
         return [action.why for action in actions if action.kind is not ActionKind.CLEAN_UP][-1]
@@ -221,7 +221,7 @@ def rolled_out(
     **other: float,
 ) -> tuple[str, Records]:
     """How the rollout of a candidate, in which some things are other than in `stable`, ended, and what clients saw."""
-    bind_endpoint(site.ports, site.config, policy)
+    bind_endpoint(site.context, site.config, policy)
     before = dict(stable or {})
     site.release("first", **before)
     with site.load(connections) as load:
@@ -304,24 +304,24 @@ def test_a_candidate_that_answers_wrongly_is_found_before_any_user_sees_it(site:
 
 @pytest.mark.nightly
 def test_a_candidate_that_starts_slowly_never_gets_traffic(site: Site) -> None:
-    bind_endpoint(site.ports, site.config, RolloutPolicy(guardrails=(Guardrail(name="cold_start", max=1e-4),)))
+    bind_endpoint(site.context, site.config, RolloutPolicy(guardrails=(Guardrail(name="cold_start", max=1e-4),)))
     site.release("first", layers=5)
     site.release("second", layers=5)
     assert site.drive().endswith("at most 0.0001 s; evidence 256:1 (limit 20:1) -> ROLL BACK")
     assert site.traffic() == {"v1": 100}
     readings = [e.body.reading for e in site.world.ledger.read(ENDPOINT) if isinstance(e.body, MetricsRecorded)]
     assert {name: len(loads) for name, loads in readings[-1].cold_s.items()} == {"v1": 8, "v2": 8}
-    assert all(0 < seconds < PATIENCE_S for loads in readings[-1].cold_s.values() for seconds in loads)
+    assert all(0 < seconds < TIMEOUT_S for loads in readings[-1].cold_s.values() for seconds in loads)
 
 
 def test_a_rollback_under_load_fails_nothing(site: Site) -> None:
-    bind_endpoint(site.ports, site.config, RolloutPolicy())
+    bind_endpoint(site.context, site.config, RolloutPolicy())
     site.release("first")
     site.release("second")
     with site.load() as load:
         time.sleep(1)
         for turn in range(10):
-            roll_back(site.ports, ENDPOINT, to=f"v{1 + turn % 2}", reason=f"turn {turn}", force=True)
+            roll_back(site.context, ENDPOINT, to=f"v{1 + turn % 2}", reason=f"turn {turn}", force=True)
         time.sleep(1)
         records = load.stop()
     assert records.failed == 0
@@ -330,21 +330,21 @@ def test_a_rollback_under_load_fails_nothing(site: Site) -> None:
 
 @pytest.mark.nightly
 def test_an_endpoint_that_lost_its_supervisor_is_shown_as_what_it_is_and_gets_another(site: Site) -> None:
-    """The workers answer all the time; the reconciler brings the supervisor back under load, and nobody is dropped."""
-    bind_endpoint(site.ports, site.config, RolloutPolicy())
+    """The workers answer all the time; the reconciler restarts the supervisor under load, and no request is dropped."""
+    bind_endpoint(site.context, site.config, RolloutPolicy())
     site.release("first", layers=5)
     record = codec.loads((site.folder / "endpoints" / ENDPOINT / SERVER_FILE).read_bytes(), ServerRecord)
     with site.load() as load:
         time.sleep(1)
         os.kill(record.pid, signal.SIGKILL)
-        deadline = time.monotonic() + PATIENCE_S
-        while not (seen := read_status(site.ports, ENDPOINT)).unsupervised:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (seen := read_status(site.context, ENDPOINT)).unsupervised:
             assert time.monotonic() < deadline, seen
         assert seen.actual is None
         time.sleep(0.5)
-        reports = reconcile_until_stable(site.ports, ENDPOINT)
+        reports = reconcile_until_stable(site.context, ENDPOINT)
         assert [report.did for report in reports] == ["restore", ""]
-        assert not read_status(site.ports, ENDPOINT).unsupervised
+        assert not read_status(site.context, ENDPOINT).unsupervised
         time.sleep(1)
         records = load.stop()
     assert records.failed == 0

@@ -136,7 +136,7 @@ def write_logarithm(root: Path) -> None:
 
 
 def write_regressor(root: Path) -> None:
-    """Let the model answer with one number a row, which is no probability."""
+    """Let the model answer with one number per row, which is not a probability."""
     model = onnx.load(root / "model.onnx")
     model.graph.node[-1].output[0] = "raw"
     model.graph.node.append(onnx.helper.make_node("MatMul", ["raw", "sums"], ["scores"], name="sum"))

@@ -151,7 +151,7 @@ def test_every_command_has_help_with_an_example(name: str, project: Path, golden
     golden("help", done.stdout)
 
 
-def told(done: Result) -> str:
+def error_text(done: Result) -> str:
     """Exit code and texts of a command that was refused."""
     return f"exit {done.code}\n{done.stdout}{done.stderr}"
 
@@ -163,7 +163,7 @@ def test_wrong_yaml_tells_all_its_problems_at_their_places(project: Path, golden
     assert done.code == 2
     # A key that comes twice, one that is unknown, a wrong unit, and a gate without what it needs.
     assert places >= {(3, 1, ""), (8, 30, "export"), (11, 37, "gates[0].max_regression"), (13, 5, "gates[2]")}, places
-    golden("errors", told(run_command("check", "wrong.yaml", cwd=project)))
+    golden("errors", error_text(run_command("check", "wrong.yaml", cwd=project)))
 
 
 def test_problems_of_references_are_told_with_a_suggestion(project: Path, golden: Golden) -> None:
@@ -173,7 +173,7 @@ def test_problems_of_references_are_told_with_a_suggestion(project: Path, golden
     done = run_command("run", "wrong.yaml", cwd=project)
     assert done.code == 2
     assert {line.split(":")[1] for line in done.stderr.splitlines()} == {"6", "8"}
-    golden("errors", told(done))
+    golden("errors", error_text(done))
 
 
 def test_problems_as_json(project: Path) -> None:
@@ -206,7 +206,7 @@ def test_problems_as_json(project: Path) -> None:
 def test_a_users_mistake_is_told(project: Path, arguments: str, golden: Golden) -> None:
     done = run_command(*arguments.split(), cwd=project)
     assert (done.code, done.stdout) == (2, "")
-    golden("errors", told(done))
+    golden("errors", error_text(done))
 
 
 def test_the_example_pipelines_are_in_order(project: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every command that touches a cloud, by somebody whom the cloud does not know: what is said, and how it ends."""
+"""Every command that touches a cloud, by a user whom the cloud does not know: messages and exit codes."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def stranger(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
         monkeypatch.setenv(name, "/dev/null")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AZURE_TOKEN_CREDENTIALS", "EnvironmentCredential")
-    monkeypatch.setenv("AZUREML_CURRENT_CLOUD", "AzureCloud")  # the SDK would set it, and nobody would take it back
+    monkeypatch.setenv("AZUREML_CURRENT_CLOUD", "AzureCloud")  # the SDK would set it, and not restore it
     settings = AZURE if request.param == "azureml" else SETTINGS
     if request.param == "region":
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
         settings = {**SETTINGS, "region": ""}
     provider = FakeProvider()
-    ports = replace(open_project(tmp_path).ports, provider=lambda _: provider)
+    context = replace(open_project(tmp_path).context, provider=lambda _: provider)
     config = EndpointConfig(
         endpoint="digits",
         provider="azureml" if request.param == "azureml" else "sagemaker",
@@ -92,14 +92,14 @@ def stranger(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
         pipeline="p",
         settings=settings,
     )
-    bind_endpoint(ports, config, RolloutPolicy())
-    signer = ports.signer()
+    bind_endpoint(context, config, RolloutPolicy())
+    signer = context.signer()
     assert signer is not None
     one, two = deployment("1", signer), deployment("2", signer)
     for kind, roles in ((ActionKind.FIRST, Roles(stable=one)), (ActionKind.FINISH, Roles(stable=two, previous=one))):
         assert roles.stable is not None
         state = build_split_state(None, roles.stable, 100)
-        Journal.open(ports, "digits").perform(Action(kind=kind, state=state, roles=roles, why="test"))
+        Journal.open(context, "digits").perform(Action(kind=kind, state=state, roles=roles, why="test"))
     return str(request.param)
 
 
@@ -107,7 +107,7 @@ def stranger(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
 def test_a_command_says_what_to_do(name: str, stranger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name in ("prune", "reconcile"):  # those that ask the registry too, whose database takes seconds to make
         here = open_project()
-        there = replace(here, ports=replace(here.ports, registry=FakeRegistry))
+        there = replace(here, context=replace(here.context, registry=FakeRegistry))
         monkeypatch.setattr("onnx_ops.app.context.open_project", lambda: there)
     command = [*COMMANDS[name]]
     if name == "doctor":

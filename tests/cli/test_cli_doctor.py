@@ -44,7 +44,7 @@ def test_the_doctor_names_endpoints_whose_pipeline_has_no_file(tmp_path: Path, m
             target_digest=digest_bytes(b""),
             pipeline=pipeline,
         )
-        bind_endpoint(open_project().ports, config, RolloutPolicy())
+        bind_endpoint(open_project().context, config, RolloutPolicy())
     found = {one.check: one for one in diagnose(open_project()) if one.check.startswith("pipeline of")}
     assert found.keys() == {"pipeline of renamed"}
     assert found["pipeline of renamed"].found.endswith("onnx-ops delete renamed")

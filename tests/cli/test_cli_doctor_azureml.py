@@ -28,7 +28,7 @@ def test_the_doctor_looks_at_the_endpoints_of_one_provider(tmp_path: Path) -> No
         code, findings = look(tmp_path, "azureml")
         assert code == 0
         assert set(findings) == {"azure packages", "azure credentials", "endpoints of azureml"}
-        bind_endpoint(open_project(tmp_path).ports, config_of(cloud), RolloutPolicy())
+        bind_endpoint(open_project(tmp_path).context, config_of(cloud), RolloutPolicy())
         assert look(tmp_path, "azureml")[0] == 0
         cloud.conditions.quota = 1
         code, findings = look(tmp_path, "azureml")

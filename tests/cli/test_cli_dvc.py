@@ -66,14 +66,14 @@ def test_it_tells_its_files_as_json_and_writes_where_it_is_told(export: Callable
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         (["iris-onnx"], "is not MODEL/VERSION"),
         (["iris-onnx/9"], "has no version '9'"),
         (["iris-onnx/1", "--metrics", "/proc/none/m.json"], "cannot be written"),
     ],
 )
-def test_what_cannot_be_is_told(export: Callable[..., Result], arguments: list[str], told: str) -> None:
+def test_what_cannot_be_is_told(export: Callable[..., Result], arguments: list[str], expected: str) -> None:
     done = export(*arguments)
     assert done.code == 2
-    assert told in done.stderr
+    assert expected in done.stderr

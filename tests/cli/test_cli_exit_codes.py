@@ -44,7 +44,7 @@ def test_watching_a_rollout_ends_with_one_if_its_candidate_is_rolled_back(
 ) -> None:
     scene = begun()
     monkeypatch.setattr("time.sleep", lambda seconds: scene.abort())
-    monkeypatch.setattr("onnx_ops.app.context.open_project", lambda: SimpleNamespace(ports=scene.ports))
+    monkeypatch.setattr("onnx_ops.app.context.open_project", lambda: SimpleNamespace(context=scene.context))
     with pytest.raises(typer.Exit) as ended:
         rollouts.rollout_status("digits", watch=True, interval="1s")
     assert ended.value.exit_code == 1

@@ -1,4 +1,4 @@
-"""judge on the command line, in a folder that is no project."""
+"""judge on the command line, in a folder that is not a project."""
 
 from __future__ import annotations
 

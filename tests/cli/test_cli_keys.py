@@ -40,10 +40,10 @@ def promoted(project: Path) -> str:
     (variant,) = release.variants
     record = variant.signed[TARGET].record
     signed = sign_record(record, signer)
-    ports = open_project().ports
+    context = open_project().context
     published = replace(release, variants=(replace(variant, signed={TARGET: signed}),))
-    version = ports.registry().publish(published)["fp32"]
-    promote(ports, "digits", version, TARGET)
+    version = context.registry().publish(published)["fp32"]
+    promote(context, "digits", version, TARGET)
     return version
 
 
@@ -52,9 +52,9 @@ def test_a_key_is_made_listed_and_rotated(project: Path) -> None:
     assert keys("new").code == 0
     old = signing_key(project).key
     assert keys("new").code == 2
-    told = keys("rotate")
-    assert told.code == 0
-    assert f"decisions by key {short_digest(old)} stay valid" in told.stdout
+    output = keys("rotate")
+    assert output.code == 0
+    assert f"decisions by key {short_digest(old)} stay valid" in output.stdout
     new = signing_key(project).key
     listed = keys("list").stdout.splitlines()
     assert [line.split()[:2] for line in listed] == [[short_digest(new), "signs"], [short_digest(old), "trusted"]]

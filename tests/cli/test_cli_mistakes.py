@@ -139,7 +139,7 @@ def test_run_shows_an_error_of_training_once_at_the_line_of_the_project(project:
 def test_run_blames_the_file_for_a_metric_of_another_kind_than_the_answers(
     labels: object, project: Path, tmp_path: Path
 ) -> None:
-    """Two labels fit one score a row: only the answers show that it is no probability."""
+    """Two labels fit one score per row: only the answers show that it is not a probability."""
 
     def change(root: Path) -> None:
         write_regressor(root)

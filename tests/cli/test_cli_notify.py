@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from onnx_ops.app.context import Project
 from onnx_ops.cli.main import app
-from onnx_ops.cli.watch import _telling_people
+from onnx_ops.cli.watch import _notify
 from onnx_ops.config.settings import load_settings
 from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
 from onnx_ops.testing.fakes import FakeNotifier
@@ -45,19 +45,19 @@ def test_a_test_that_does_not_arrive(inbox: WebhookSink, capfd: pytest.CaptureFi
     result = CliRunner().invoke(app, ["notify", "--test", "--json"])
     assert result.exit_code == 4
     output = capfd.readouterr().out
-    (told,) = json.loads(output)
-    assert "HTTP 404" in told["trouble"]
+    (delivery,) = json.loads(output)
+    assert "HTTP 404" in delivery["error"]
     assert "hidden" not in output
 
 
-def test_with_nothing_to_tell(inbox: WebhookSink) -> None:
+def test_notify_without_pending_notifications_sends_nothing(inbox: WebhookSink) -> None:
     result = CliRunner().invoke(app, ["notify"])
     assert (result.exit_code, result.output) == (0, "nothing to send\n")
     assert inbox.requests == []
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environ", "told"),
+    ("arguments", "environ", "expected"),
     [
         (["--test"], {"ONNX_OPS_NOTIFY": ""}, "no notifier is set"),
         (["--test"], {"ONNX_OPS_NOTIFY": "webhok"}, "Did you mean 'webhook'"),
@@ -67,13 +67,13 @@ def test_with_nothing_to_tell(inbox: WebhookSink) -> None:
     ],
 )
 def test_the_users_errors(
-    arguments: list[str], environ: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], environ: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     result = CliRunner().invoke(app, ["notify", *arguments])
     assert result.exit_code == 2
-    assert told in result.output
+    assert expected in result.output
 
 
 @pytest.mark.usefixtures("inbox")
@@ -89,40 +89,40 @@ def test_the_doctor_looks_at_each(monkeypatch: pytest.MonkeyPatch, capfd: pytest
     assert "ONNX_OPS_NOTIFY_GITHUB_TOKEN" in findings["notifier github:acme/models"]["remedy"]
 
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 def test_a_watch_tells_people_while_it_runs_and_once_more_when_it_ends(tmp_path: Path) -> None:
     scene = Scene()
     scene.world.notifiers["chat"] = chat = FakeNotifier()
-    told: list[WatchEvent] = []
+    events: list[WatchEvent] = []
     heard = threading.Event()
 
     def hear(report: WatchEvent) -> None:
-        told.append(report)
+        events.append(report)
         heard.set()
 
-    watcher = WatchLoop(scene.ports, ReconcileQueue(), interval_s=3600.0, on_event=hear)
+    watcher = WatchLoop(scene.context, ReconcileQueue(), interval_s=3600.0, on_event=hear)
     scene.bind()
     scene.serve(scene.publish("a"))
-    with _telling_people(Project(settings=load_settings(tmp_path), ports=scene.ports), watcher, (), 3600.0):
-        assert heard.wait(PATIENCE_S)
+    with _notify(Project(settings=load_settings(tmp_path), context=scene.context), watcher, (), 3600.0):
+        assert heard.wait(TIMEOUT_S)
         scene.serve(scene.publish("b"))
     assert [notice.headline for notice in chat.received] == ["first deployment: v1", "v2 has all traffic"]
-    assert [(report.kind, report.did) for report in told] == [(WatchEventKind.NOTIFIED, "chat")] * 2
-    assert told[-1].why == "digits: v2 has all traffic"
+    assert [(report.kind, report.did) for report in events] == [(WatchEventKind.NOTIFIED, "chat")] * 2
+    assert events[-1].why == "digits: v2 has all traffic"
 
 
 def test_a_watch_with_nobody_to_tell_starts_no_thread(tmp_path: Path) -> None:
     scene = Scene()
-    watcher = WatchLoop(scene.ports, ReconcileQueue(), interval_s=1.0, on_event=lambda _: None)
+    watcher = WatchLoop(scene.context, ReconcileQueue(), interval_s=1.0, on_event=lambda _: None)
     before = threading.active_count()
-    with _telling_people(Project(settings=load_settings(tmp_path), ports=scene.ports), watcher, (), 1.0):
+    with _notify(Project(settings=load_settings(tmp_path), context=scene.context), watcher, (), 1.0):
         assert threading.active_count() == before
 
 
 def test_a_rollback_tells_people_after_traffic_has_moved(inbox: WebhookSink, tmp_path: Path) -> None:
-    """Those that did not move have nothing to tell, and no process is started for them."""
+    """Those that did not move have nothing to report, and no process is started for them."""
     result = CliRunner().invoke(app, ["rollback", "nowhere", "--reason", "slow", "--wait"])
     assert result.exit_code == 2
     assert inbox.requests == []

@@ -67,7 +67,9 @@ def test_print_text_is_one_line_where_there_is_no_terminal() -> None:
 
 @pytest.mark.parametrize("width", range(24, 60, 5))
 def test_print_text_keeps_intervals_whole(sink: io.StringIO) -> None:
-    print_text("[bold]{}[/bold], and {}", "1.349x [1.26, 1.445] the latency, of [0.02588 ms, 0.1 ms]", "[x] is no tag")
+    print_text(
+        "[bold]{}[/bold], and {}", "1.349x [1.26, 1.445] the latency, of [0.02588 ms, 0.1 ms]", "[x] is not a tag"
+    )
     assert "[1.26, 1.445]" in sink.getvalue()
     assert "[0.02588 ms, 0.1 ms]" in sink.getvalue()
     assert "[x]" in sink.getvalue()

@@ -137,7 +137,7 @@ def test_plan_takes_times_from_the_last_execution_and_prices_from_the_target(tmp
 def test_runs_shows_what_runs_and_why_the_rest_waits(pools: Mock, tmp_path: Path, golden: Golden) -> None:
     pools.read_status.return_value = (BUSY, EMPTY)
     result = run_command("status", "--runs", cwd=tmp_path)
-    assert result.code == 4  # nobody takes `train`
+    assert result.code == 4  # no process takes `train`
     golden("tables", result.stdout)
     document = run_command("status", "--runs", "--json", cwd=tmp_path)
     assert document.code == 4

@@ -76,8 +76,8 @@ def test_a_pass_tells_its_effect_on_size_and_time(folder: Path, method: str) -> 
 def test_a_pass_that_cannot_be_timed_says_why(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_softsign(folder / "model.onnx")
     run("model.onnx", "tidy.onnx", "--method", "onnxoptimizer", "--json")
-    told = json.loads(capfd.readouterr().out)["times"]["cpu-1t"]["why"]
-    assert "acme.ops:ScaledSoftsign(-1) is not a registered function/op" in told
+    why = json.loads(capfd.readouterr().out)["times"]["cpu-1t"]["why"]
+    assert "acme.ops:ScaledSoftsign(-1) is not a registered function/op" in why
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         )
         lineage = Lineage(pipeline="p", release=digest_bytes(b"release"))
         world.registry.publish(Publication(model="digits", lineage=lineage, variants=(record,)))
-    monkeypatch.setattr(context, "open_project", lambda: SimpleNamespace(ports=world.ports(root=tmp_path)))
+    monkeypatch.setattr(context, "open_project", lambda: SimpleNamespace(context=world.context(root=tmp_path)))
     work = tmp_path / "work"
     work.mkdir()
     return work
@@ -51,7 +51,7 @@ def test_the_page_is_written_and_its_path_printed(here: Path, arguments: list[st
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "expected"),
     [
         (["digits"], 2, "'digits' is not MODEL/VERSION"),
         (["digits/2"], 2, "no document report.html"),
@@ -60,10 +60,10 @@ def test_the_page_is_written_and_its_path_printed(here: Path, arguments: list[st
     ],
 )
 def test_what_cannot_be_done_is_told_without_a_traceback(
-    here: Path, arguments: list[str], code: int, told: str
+    here: Path, arguments: list[str], code: int, expected: str
 ) -> None:
     done = run_command("report", *arguments, cwd=here)
     assert done.code == code, done.stderr
-    assert told in done.stderr
+    assert expected in done.stderr
     assert "Traceback" not in done.stderr
     assert list(here.iterdir()) == []

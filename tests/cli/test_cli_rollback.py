@@ -36,8 +36,8 @@ def test_all_of_a_model_that_nobody_serves() -> None:
 def test_each_endpoints_trouble_is_told(capfd: pytest.CaptureFixture[str], golden: Golden) -> None:
     result = CliRunner().invoke(app, ["rollback", "a", "b", "--reason", "slow", "--json"])
     assert result.exit_code == 2
-    told = json.loads(capfd.readouterr().out)
-    golden("errors", "\n".join(f"{one['endpoint']}: {one['what']}" for one in told))
+    documents = json.loads(capfd.readouterr().out)
+    golden("errors", "\n".join(f"{one['endpoint']}: {one['what']}" for one in documents))
 
 
 def test_without_mlflow_it_is_told_what_writes_the_aliases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +45,6 @@ def test_without_mlflow_it_is_told_what_writes_the_aliases(tmp_path: Path, monke
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: None)
     project = open_project(tmp_path)
     project.settings.state.mkdir(parents=True, exist_ok=True)
-    told = rollouts._hand_over(project, ("digits",), ())
-    assert "onnx-ops[mlflow]" in told["digits"]
-    assert told["digits"].endswith("onnx-ops reconcile digits")
+    documents = rollouts._hand_over(project, ("digits",), ())
+    assert "onnx-ops[mlflow]" in documents["digits"]
+    assert documents["digits"].endswith("onnx-ops reconcile digits")

@@ -52,8 +52,8 @@ def test_what_is_not_in_the_build_is_not_measured_here(project: Path) -> None:
     found = listed(project)
     for provider in set(map(str, (one["provider"] for one in found.values()))) - set(list_providers()) - {""}:
         for one in found.values():
-            told = one["here"] is None or (one["here"] is False and one["remedy"])
-            assert one["provider"] != provider or (told and one["why"])
+            is_explained = one["here"] is None or (one["here"] is False and one["remedy"])
+            assert one["provider"] != provider or (is_explained and one["why"])
     result = run_command("targets", cwd=project, environ={"COLUMNS": "200"})
     assert result.code == 0
     assert "not measured here" in result.stdout

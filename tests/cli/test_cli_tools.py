@@ -1,4 +1,4 @@
-"""inspect and bench, in a folder that is no project."""
+"""inspect and bench, in a folder that is not a project."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ class TestInspect:
         before = (folder / "good.onnx").read_bytes()
         values = ("author=A. Person", "license=MIT", "version=3", "description=digits", "team=vision")
         options = [word for value in values for word in ("--set", value)]
-        done = command(folder, "inspect", "good.onnx", *options, "--output", "told.onnx", "--json")
+        done = command(folder, "inspect", "good.onnx", *options, "--output", "narrow.onnx", "--json")
         found = done.document()
         assert (folder / "good.onnx").read_bytes() == before
-        assert found["written"] == ["told.onnx"]
+        assert found["written"] == ["narrow.onnx"]
         assert [found[key] for key in ("author", "license", "version", "description")] == [
             "A. Person",
             "MIT",
@@ -75,7 +75,7 @@ class TestInspect:
             "digits",
         ]
         assert found["metadata"]["team"] == "vision"
-        assert command(folder, "judge", "good.onnx", "told.onnx", "--only", "parity", "--quiet").code == 0
+        assert command(folder, "judge", "good.onnx", "narrow.onnx", "--only", "parity", "--quiet").code == 0
         for wrong in (
             "--set version=3",
             "--set x --output a.onnx",

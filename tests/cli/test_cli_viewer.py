@@ -1,4 +1,4 @@
-"""`onnx-ops inspect --serve`: a real process whose pages are asked for, and which ends when it is told to."""
+"""`onnx-ops inspect --serve`: a real process whose pages are asked for, and which ends on request."""
 
 from __future__ import annotations
 

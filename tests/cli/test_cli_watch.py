@@ -57,7 +57,7 @@ def site(server: str, tmp_path: Path) -> Iterator[Site]:
 @pytest.mark.nightly
 def test_a_webhook_wakes_it_and_an_unapproved_alias_is_put_back(site: Site) -> None:
     """Passes are an hour apart, so that what happens is what webhooks have asked for."""
-    registry, port = site.ports.registry(), free_port()
+    registry, port = site.context.registry(), free_port()
     url = f"http://127.0.0.1:{port}/webhooks/mlflow"
     site.publish("a")
     site.publish("b")
@@ -103,11 +103,11 @@ def test_false_deliveries_deploy_nothing(site: Site) -> None:
     site.publish("a")
     site.publish("b")
     site.bind()
-    registry, port = site.ports.registry(), free_port()
+    registry, port = site.context.registry(), free_port()
     registry.set_alias(site.model, CHALLENGER, "1")
     site.settings.webhook_secret.write_text(SECRET)
     site.settings.webhook_secret.chmod(0o600)
-    now = site.ports.clock.now()
+    now = site.context.clock.now()
 
     def send(version: str, delivery: str, *, age: float = 0.0, secret: str = SECRET, size: int = 0) -> int:
         data = {"name": site.model, "alias": CHALLENGER, "version": version, "fill": "x" * size}
@@ -142,7 +142,7 @@ def test_with_all_webhooks_lost_and_the_reconciler_killed_it_converges_by_pollin
     site.publish("a")
     site.publish("b")
     site.bind()
-    registry = site.ports.registry()
+    registry = site.context.registry()
     registry.set_alias(site.model, CHALLENGER, "1")
     with watching(site, "--interval", "200 ms") as watch:
         until(lambda: site.done() == ["first-deployment"], "the first deployment")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.app.context import build_ports
+from onnx_ops.app.context import build_context
 from onnx_ops.attestation import sign_record
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.artifact import digest_bytes
@@ -20,7 +20,7 @@ from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.ledger import ActionOutcome, Intent, VersionRefused
 from onnx_ops.domain.rollout_policy import RolloutPolicy
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.testing.registries import publication
 from tests.support.command import PROGRAM, Result, run_command
@@ -39,7 +39,7 @@ class Site:
         folder.mkdir(exist_ok=True)
         (folder / "onnx-ops.toml").write_text(f'tracking_uri = "{url}"\n', encoding="utf-8")
         self.settings = load_settings(folder, {})
-        self.ports: Ports = build_ports(self.settings)
+        self.context: Context = build_context(self.settings)
 
     def bind(self) -> None:
         config = EndpointConfig(
@@ -50,17 +50,17 @@ class Site:
             target_digest=digest_bytes(TARGET.encode()),
             pipeline="linear",
         )
-        bind_endpoint(self.ports, config, RolloutPolicy())
+        bind_endpoint(self.context, config, RolloutPolicy())
 
     def publish(self, seed: str, verdict: Verdict = Verdict.PASS) -> str:
         """A version with a decision that this project's key has signed."""
         release = publication(self.folder / "built", model=self.model, seed=seed, verdict=verdict, target=TARGET)
         (variant,) = release.variants
-        record, signer = variant.signed[TARGET].record, self.ports.signer()
+        record, signer = variant.signed[TARGET].record, self.context.signer()
         assert signer is not None
         signed = sign_record(record, signer)
         variant = dataclasses.replace(variant, signed={TARGET: signed})
-        return self.ports.registry().publish(dataclasses.replace(release, variants=(variant,)))["fp32"]
+        return self.context.registry().publish(dataclasses.replace(release, variants=(variant,)))["fp32"]
 
     def command(self, *arguments: str) -> Result:
         return run_command(*arguments, cwd=self.folder, environ={"ONNX_OPS_ACTOR": "watcher"})
@@ -70,26 +70,26 @@ class Site:
         return {**kept, "ONNX_OPS_ACTOR": "watcher"}
 
     def traffic(self) -> Mapping[str, int]:
-        config = next(e.body.config for e in self.ports.ledger.read(self.endpoint) if e.body.kind == "endpoint-bound")
-        found = self.ports.provider("local").observe(config)
+        config = next(e.body.config for e in self.context.ledger.read(self.endpoint) if e.body.kind == "endpoint-bound")
+        found = self.context.provider("local").observe(config)
         return {} if found is None else dict(found.split.weights)
 
     def ever_deployed(self) -> set[str]:
         """Every version that any intent would have given traffic."""
-        bodies = [entry.body for entry in self.ports.ledger.read(self.endpoint)]
+        bodies = [entry.body for entry in self.context.ledger.read(self.endpoint)]
         return {d.version for body in bodies if isinstance(body, Intent) for d in body.action.state.deployments}
 
     def done(self) -> list[str]:
         """Kinds of the actions that have ended well, and refusals, in order."""
-        entries = self.ports.ledger.read(self.endpoint)
+        entries = self.context.ledger.read(self.endpoint)
         ended = {entry.body.of for entry in entries if isinstance(entry.body, ActionOutcome) and entry.body.ok}
-        told = []
+        lines = []
         for entry in entries:
             if entry.sequence in ended and isinstance(entry.body, Intent):
-                told.append(str(entry.body.action.kind.value))
+                lines.append(str(entry.body.action.kind.value))
             elif entry.sequence in ended and isinstance(entry.body, VersionRefused):
-                told.append(f"refused {entry.body.alias} {entry.body.version}")
-        return told
+                lines.append(f"refused {entry.body.alias} {entry.body.version}")
+        return lines
 
     def stop_endpoint(self) -> None:
         stop_endpoints(self.settings.endpoints)

@@ -65,12 +65,12 @@ WRONG = (
 
 
 def test_problems_point_at_the_override(problems: Problems, pipeline_text: str, golden: Golden) -> None:
-    told = []
+    lines = []
     for override in WRONG:
         found = problems(pipeline_text, overrides=[override])
-        told += [line for line in found if line.startswith(f"--set {override}: ")]
-    assert len(told) == len(WRONG)
-    golden("errors", "\n".join(told))
+        lines += [line for line in found if line.startswith(f"--set {override}: ")]
+    assert len(lines) == len(WRONG)
+    golden("errors", "\n".join(lines))
 
 
 def test_problems_of_overrides_and_file_appear_together(problems: Problems, pipeline_text: str, golden: Golden) -> None:
@@ -99,7 +99,7 @@ def test_environment_variables_where_allowed(load: Load, pipeline_text: str) -> 
 
 
 def test_environment_problems(problems: Problems, pipeline_text: str, golden: Golden) -> None:
-    told = []
+    lines = []
     for old, new in (
         ("{model: toy}", "{model: '${env:NOPE}'}"),
         ("{model: toy}", "{model: '${env:A-B}'}"),
@@ -108,8 +108,8 @@ def test_environment_problems(problems: Problems, pipeline_text: str, golden: Go
         ("{epochs: 3}", "{'${env:E}': 3}"),
     ):
         (problem,) = problems(pipeline_text.replace(old, new), environ={"E": "1"})
-        told.append(f"{new}\n    {problem}")
-    golden("errors", "\n".join(told))
+        lines.append(f"{new}\n    {problem}")
+    golden("errors", "\n".join(lines))
 
 
 def test_a_value_from_the_environment_is_not_read_as_a_reference(load: Load, pipeline_text: str) -> None:

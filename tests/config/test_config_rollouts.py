@@ -49,7 +49,7 @@ def test_every_key_reaches_the_domain(load: Load, pipeline_text: str) -> None:
         scale_down_delay=172_800.0,
     )
     assert policy.planned() == (
-        PlannedStep(kind="shadow", percent=0, copied=20, minimum=400),
+        PlannedStep(kind="shadow", percent=0, mirror_percent=20, minimum=400),
         PlannedStep(kind="canary", percent=10, minimum=300),
         PlannedStep(kind="canary", percent=30, minimum=1000, approval=True),
         PlannedStep(kind="ab_test", percent=50, minimum=2000),
@@ -89,7 +89,7 @@ def test_a_policy_without_figures_is_not_judged(load: Load) -> None:
             "split",
             [
                 "ab_test: provider 'local' cannot keep a user on one version; it can: 'split'",
-                "ab_test.metric: provider 'local' cannot collect clients' outcomes; it can: 'split'",
+                "ab_test.metric: provider 'local' cannot collect clients' feedback; it can: 'split'",
             ],
         ),
         ("{ab_test: {duration: 1 d, metric: sold}}", "split sticky", []),
@@ -105,7 +105,7 @@ def test_a_policy_without_figures_is_not_judged(load: Load) -> None:
             "quantiles",
             ["guardrails: provider 'local' cannot measure a cold start before traffic; it can: 'quantiles'"],
         ),
-        ("{shadow: {}, ab_test: {duration: 1 d}}", "split sticky shadow outcomes", []),
+        ("{shadow: {}, ab_test: {duration: 1 d}}", "split sticky shadow feedback", []),
     ],
 )
 def test_a_policy_that_the_provider_cannot_keep_is_refused(
@@ -149,8 +149,8 @@ def test_what_a_policy_takes_is_told(golden: Golden) -> None:
         guardrails=(Guardrail(name="latency_p50"),),
         shadow=ShadowTrial(),
     )
-    told = list(describe_policy(policy, frozenset()))
-    golden("reasons", "\n".join(told))
-    assert len(told) == 4
-    assert list(describe_policy(policy, frozenset({"exceedances"}))) == told[:3]
+    lines = list(describe_policy(policy, frozenset()))
+    golden("reasons", "\n".join(lines))
+    assert len(lines) == 4
+    assert list(describe_policy(policy, frozenset({"exceedances"}))) == lines[:3]
     assert not list(describe_policy(RolloutPolicy(steps=(0.1, 1.0)), frozenset()))

@@ -88,11 +88,11 @@ TRAPS = (
 
 
 def test_traps_are_refused_where_they_stand(golden: Golden) -> None:
-    told = []
+    lines = []
     for text in TRAPS:
         (problem,) = refusals(text)
-        told.append(f"{text[:60]!r}\n    {problem}")
-    golden("errors", "\n".join(told))
+        lines.append(f"{text[:60]!r}\n    {problem}")
+    golden("errors", "\n".join(lines))
 
 
 def test_several_traps_are_reported_together() -> None:

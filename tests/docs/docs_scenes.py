@@ -39,8 +39,8 @@ def stop(project: Path) -> None:
 
 def stop_endpoints(project: Path) -> None:
     opened = open_project(project)
-    for endpoint in list_bound_endpoints(opened.ports):
-        LocalEndpoints(opened.settings.endpoints).stop(Journal.open(opened.ports, endpoint).config)
+    for endpoint in list_bound_endpoints(opened.context):
+        LocalEndpoints(opened.settings.endpoints).stop(Journal.open(opened.context, endpoint).config)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ import psutil
 from tests.docs.docs_blocks import Command
 from tests.support.processes import session_of
 
-PATIENCE_S = 600.0
+TIMEOUT_S = 600.0
 _MARK = "--- ended with"
 _OWN = ("ONNX_OPS_", "PREFECT_", "MLFLOW_")
 
@@ -52,7 +52,7 @@ class Shell:
         """What a command prints, both streams together, and how it ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        timer = threading.Timer(PATIENCE_S, os.killpg, (self._process.pid, signal.SIGKILL))
+        timer = threading.Timer(TIMEOUT_S, os.killpg, (self._process.pid, signal.SIGKILL))
         timer.start()
         try:
             self._process.stdin.write(f"{{ {text}\n}} </dev/null\nended=$?; echo; echo '{_MARK}' $ended\n")
@@ -64,7 +64,7 @@ class Shell:
                 lines.append(line)
         finally:
             timer.cancel()
-        raise AssertionError(f"{text}: the shell ended, or it took longer than {PATIENCE_S:g} s\n{''.join(lines)}")
+        raise AssertionError(f"{text}: the shell ended, or it took longer than {TIMEOUT_S:g} s\n{''.join(lines)}")
 
     def begin(self, text: str, log: Path) -> psutil.Process:
         """Start a command that runs on, with its output in a file."""
@@ -86,13 +86,13 @@ class Shell:
 
 def wait_for(sign: str, log: Path, process: psutil.Process, *, may_end: bool = False) -> bool:
     """Wait until an address answers, or a text stands in the log; False if the process has ended before, as it may."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not (_answers(sign) if "://" in sign else sign in log.read_text(encoding="utf-8", errors="replace")):
-        told = log.read_text(encoding="utf-8", errors="replace")[-3000:]
+        text = log.read_text(encoding="utf-8", errors="replace")[-3000:]
         if not process.is_running():
-            assert may_end, f"it ended before {sign!r}:\n{told}"
+            assert may_end, f"it ended before {sign!r}:\n{text}"
             return False
-        assert time.monotonic() < deadline, f"no {sign!r} within {PATIENCE_S:g} s:\n{told}"
+        assert time.monotonic() < deadline, f"no {sign!r} within {TIMEOUT_S:g} s:\n{text}"
         time.sleep(0.2)
     return True
 

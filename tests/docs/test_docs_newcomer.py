@@ -105,7 +105,7 @@ def allow_for_a_shared_machine(project: Path) -> None:
 
 
 def add_alias(address: str) -> None:
-    """What the page tells the reader to click."""
+    """What the page asks the reader to click."""
     from playwright.sync_api import sync_playwright
 
     browser = next(found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name)))

@@ -99,7 +99,7 @@ def test_a_page_that_begins_with_nothing_runs(page: Path, tmp_path: Path) -> Non
     project = tmp_path / "fraud"
     try:
         follow(page, tmp_path, project)
-        assert not list_bound_endpoints(open_project(project).ports)
+        assert not list_bound_endpoints(open_project(project).context)
     finally:
         stop(project)
 

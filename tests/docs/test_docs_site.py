@@ -85,12 +85,12 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
 
 def test_every_variable_is_on_the_page_of_settings() -> None:
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
-    told = set(re.findall(r"`(ONNX_OPS_[A-Z_]+)`", page))
+    named = set(re.findall(r"`(ONNX_OPS_[A-Z_]+)`", page))
     read: set[str] = set()
     for path in (ROOT / "onnx_ops").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 read |= set(re.findall(r"^ONNX_OPS_[A-Z_]*[A-Z]$", node.value))
-    assert told >= read
+    assert named >= read
     options = {"ONNX_OPS_SERVE_", "ONNX_OPS_SERVE_WORKERS"}
-    assert told - read <= {*options, *to_environ(load_settings(ROOT, {}))}
+    assert named - read <= {*options, *to_environ(load_settings(ROOT, {}))}

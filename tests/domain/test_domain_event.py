@@ -1,4 +1,4 @@
-"""What programs are told of a release, under which names."""
+"""Which events programs get of a release, and their names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onnx_ops.domain.notification import (
 )
 from onnx_ops.domain.rollout import ActionKind, plan_rollback
 from tests.domain.test_domain_ledger import CONFIGURED, FINISH, START, intent, log, version
-from tests.domain.test_domain_notification import ALARM, ON_TRIAL, told
+from tests.domain.test_domain_notification import ALARM, ON_TRIAL, derive
 
 
 def followed(*bodies: object) -> list[Notification]:
@@ -44,7 +44,7 @@ def test_a_whole_rollout_is_followed_step_by_step() -> None:
         ("2", "2"),
     ]
     assert found[2].payload["what"] == "v2 is at step 2"
-    assert [notice.what for notice in told(*bodies)] == [NotificationKind.FINISHED, NotificationKind.FINISHED], (
+    assert [notice.what for notice in derive(*bodies)] == [NotificationKind.FINISHED, NotificationKind.FINISHED], (
         "people are spared the steps"
     )
 

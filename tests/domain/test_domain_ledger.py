@@ -1,4 +1,4 @@
-"""The fold: which entries count, what they leave owed, rejected and known."""
+"""The fold: which entries count, what they leave pending, rejected and known."""
 
 from __future__ import annotations
 
@@ -153,9 +153,9 @@ def test_what_an_overtaken_intent_may_have_started_is_known() -> None:
 def test_aliases_stay_owed_until_they_were_mirrored() -> None:
     state = folded(*SERVING)
     assert state.pending_aliases == {"champion-cpu": "1", "challenger-cpu": None}
-    told = folded(*SERVING, AliasesWritten(aliases={"champion-cpu": "1"}))
-    assert told.pending_aliases == {"challenger-cpu": None}
-    assert told.aliases == {"champion-cpu": "1"}
+    state = folded(*SERVING, AliasesWritten(aliases={"champion-cpu": "1"}))
+    assert state.pending_aliases == {"challenger-cpu": None}
+    assert state.aliases == {"champion-cpu": "1"}
 
 
 def test_a_word_is_spent_by_the_effect_that_obeys_it() -> None:

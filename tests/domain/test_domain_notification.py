@@ -31,13 +31,13 @@ ON_TRIAL: tuple[EntryBody, ...] = (
 """Five entries: version 1 serves, version 2 is on trial."""
 
 
-def told(*bodies: EntryBody, after: int = 0) -> list[Notification]:
+def derive(*bodies: EntryBody, after: int = 0) -> list[Notification]:
     return list(list_pending_notifications("digits", log(*bodies), after=after))
 
 
 def only(*bodies: EntryBody) -> Notification:
     """What the bodies after `ON_TRIAL` are news of."""
-    (found,) = told(*ON_TRIAL, *bodies, after=len(ON_TRIAL))
+    (found,) = derive(*ON_TRIAL, *bodies, after=len(ON_TRIAL))
     return found
 
 
@@ -72,7 +72,7 @@ def test_an_operators_rollback_says_how_to_undo_it() -> None:
         RollbackRequested(action=back, by_operator=True),
         intent(back),
     )
-    *_, found = told(*bodies, ActionOutcome(of=5, ok=True))
+    *_, found = derive(*bodies, ActionOutcome(of=5, ok=True))
     assert found.what is NotificationKind.OPERATOR
     assert found.commands == {"Undo": "onnx-ops rollback digits --to 2 --force"}
 
@@ -87,23 +87,23 @@ def test_a_candidate_that_nobody_wants_any_more() -> None:
 def test_a_rollout_that_ends_well() -> None:
     found = only(intent(FINISH), ActionOutcome(of=6, ok=True))
     assert (found.what, found.commands) == (NotificationKind.FINISHED, {"Undo": "onnx-ops rollback digits"})
-    assert told(*ON_TRIAL)[0].headline == "first deployment: v1"
-    assert len(told(*ON_TRIAL)) == 1, "a start is no news"
+    assert derive(*ON_TRIAL)[0].headline == "first deployment: v1"
+    assert len(derive(*ON_TRIAL)) == 1, "a start is no news"
 
 
 @pytest.mark.parametrize(
     ("wait", "what", "text"),
     [
-        (WaitKind.INCONCLUSIVE, NotificationKind.HELD, "v2 is held for a person at step 1"),
+        (WaitKind.INCONCLUSIVE, NotificationKind.WAITING, "v2 waits for an operator at step 1"),
         (WaitKind.PAUSED, NotificationKind.PAUSED, "v2 is paused at step 1"),
-        (WaitKind.APPROVAL, NotificationKind.HELD, "v2 waits for approval at step 1"),
+        (WaitKind.APPROVAL, NotificationKind.WAITING, "v2 waits for approval at step 1"),
     ],
 )
 def test_a_rollout_that_waits_for_a_person(wait: WaitKind, what: NotificationKind, text: str) -> None:
     found = only(RolloutPaused(wait=wait, step=0, why="no traffic"))
     assert (found.what, found.headline, found.why) == (what, text, "no traffic")
-    assert found.commands["Go on"] == "onnx-ops rollout resume digits"
-    assert found.commands["Take it back"] == "onnx-ops rollout abort digits"
+    assert found.commands["Resume"] == "onnx-ops rollout resume digits"
+    assert found.commands["Abort"] == "onnx-ops rollout abort digits"
 
 
 def test_a_refused_alias(golden: Golden) -> None:
@@ -116,7 +116,7 @@ def test_a_refused_alias(golden: Golden) -> None:
 def test_a_rollback_that_fails_is_the_worst() -> None:
     found = only(intent(ALARM), ActionOutcome(of=6, ok=False, detail="cannot be reached"))
     assert (found.what, found.severity) == (NotificationKind.TROUBLE, Severity.CRITICAL)
-    assert found.headline == "abort failed and is still owed"
+    assert found.headline == "abort failed and is still pending"
     found = only(intent(FINISH), ActionOutcome(of=6, ok=False, detail="cannot be reached"))
     assert (found.severity, found.why) == (Severity.WARNING, "cannot be reached")
 
@@ -127,24 +127,24 @@ def test_an_endpoint_that_was_not_what_it_should_be() -> None:
 
 
 def test_an_outcome_of_what_was_overtaken_is_no_news() -> None:
-    assert told(*ON_TRIAL, intent(FINISH), intent(ALARM), ActionOutcome(of=6, ok=True), after=5) == []
+    assert derive(*ON_TRIAL, intent(FINISH), intent(ALARM), ActionOutcome(of=6, ok=True), after=5) == []
 
 
 def test_the_same_trouble_is_told_once_an_hour_and_a_rollback_every_time() -> None:
     failing: list[EntryBody] = []
     for _ in range(4):
         failing += [intent(ALARM), ActionOutcome(of=6 + len(failing), ok=False, detail="down")]
-    assert len(told(*ON_TRIAL, *failing, after=5)) == 1
+    assert len(derive(*ON_TRIAL, *failing, after=5)) == 1
     entries = log(*ON_TRIAL, *failing)
     late = [replace(e, at=e.at + (REPEAT_INTERVAL_S if e.sequence > 9 else 0)) for e in entries]
     assert [found.sequence for found in list_pending_notifications("digits", late, after=5)] == [7, 11]
     again = (intent(ALARM), ActionOutcome(of=6, ok=True), intent(START), ActionOutcome(of=8, ok=True))
-    assert len(told(*ON_TRIAL, *again, intent(ALARM), ActionOutcome(of=10, ok=True), after=5)) == 2
+    assert len(derive(*ON_TRIAL, *again, intent(ALARM), ActionOutcome(of=10, ok=True), after=5)) == 2
 
 
 def test_what_was_told_before_counts_too() -> None:
     body = RolloutPaused(wait=WaitKind.INCONCLUSIVE, step=0, why="no traffic")
-    assert told(*ON_TRIAL, body, body, after=6) == []
+    assert derive(*ON_TRIAL, body, body, after=6) == []
 
 
 def test_reasons_are_one_line_and_not_endless() -> None:
@@ -155,7 +155,7 @@ def test_reasons_are_one_line_and_not_endless() -> None:
 
 
 def test_before_any_configuration_commands_say_what_is_missing() -> None:
-    (found,) = told(VersionRefused(alias="champion-cpu", version="9", reason="no", restored_to=None))
+    (found,) = derive(VersionRefused(alias="champion-cpu", version="9", reason="no", restored_to=None))
     assert found.commands == {}
     assert found.headline.endswith("the alias was removed")
 

@@ -39,17 +39,17 @@ WANTED = (
 
 
 def test_what_a_machine_lacks(golden: Golden) -> None:
-    told = []
+    lines = []
     for wanted in WANTED:
         asked = ", ".join(f"{name} {value}" for name, value in asdict(wanted).items() if value)
-        told += [f"wanted: {asked}", *(f"    {reason}" for reason in wanted.lacking(BOX))]
-    golden("reasons", "\n".join(told))
+        lines += [f"wanted: {asked}", *(f"    {reason}" for reason in wanted.find_missing(BOX))]
+    golden("reasons", "\n".join(lines))
 
 
 def test_a_machine_without_an_accelerator_has_no_driver(golden: Golden) -> None:
     bare = replace(BOX, accelerators=(), driver="")
     wanted = Requirements(accelerator="H100", driver="550")
-    golden("reasons", "\n".join(wanted.lacking(bare)))
+    golden("reasons", "\n".join(wanted.find_missing(bare)))
 
 
 @given(
@@ -65,4 +65,4 @@ def test_a_machine_without_an_accelerator_has_no_driver(golden: Golden) -> None:
     )
 )
 def test_the_least_machine_that_fits_fits(wanted: Requirements) -> None:
-    assert wanted.lacking(wanted.least(BOX)) == ()
+    assert wanted.find_missing(wanted.least(BOX)) == ()

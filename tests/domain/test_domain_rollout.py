@@ -137,7 +137,7 @@ class Rollouts(RuleBasedStateMachine):
         assert self.due() != action
 
     def nothing_rejected_has_a_way_forward(self) -> None:
-        """Whatever is due, it gives no traffic to what was rejected; a rollback that is owed leads away from it."""
+        """Whatever is due, it gives no traffic to what was rejected; a pending rollback leads away from it."""
         action = self.due()
         if isinstance(action, Action):
             assert action.roles.candidate is None or self.state.find_rejection(action.roles.candidate) is None
@@ -146,7 +146,7 @@ class Rollouts(RuleBasedStateMachine):
                     assert self.state.find_rejection(deployment) is None
 
     @rule()
-    def settle(self) -> None:
+    def reconcile(self) -> None:
         for _ in range(10):
             action = self.due()
             if isinstance(action, Wait):
@@ -215,8 +215,8 @@ class Rollouts(RuleBasedStateMachine):
     def the_champion_is_what_serves_or_is_owed_to_be(self) -> None:
         stable = self.state.roles.stable
         if stable is not None:
-            told = {**self.state.aliases, **self.state.pending_aliases}
-            assert told["champion-cpu"] == stable.version
+            aliases = {**self.state.aliases, **self.state.pending_aliases}
+            assert aliases["champion-cpu"] == stable.version
 
     @invariant()
     def a_plain_rollback_has_somewhere_to_go(self) -> None:

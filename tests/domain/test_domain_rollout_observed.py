@@ -191,7 +191,7 @@ def test_no_interval_spans_an_effect() -> None:
 
 
 def test_a_reading_from_before_the_split_was_changed_counts_for_nothing() -> None:
-    """A monitor tells late: entry 2 is the outcome that changed the split."""
+    """A monitor reports late: entry 2 is the outcome that changed the split."""
     early, first, later = (reading(n, 9 * n, at=at) for n, at in ((10, 1.0), (20, 3.0), (30, 4.0)))
     trial = folded(START, *(MetricsRecorded(reading=one) for one in (early, first, later))).observations
     assert trial is not None

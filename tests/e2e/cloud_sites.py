@@ -36,7 +36,7 @@ from tests.support.server import stop_endpoints
 
 POLICY = RetryPolicy(operation_s=60, answer_s=5, lag_s=1, pause_s=0.01, longest_s=0.1)
 LATE_S = 240.0
-"""After so long both clouds tell all that was counted in a minute."""
+"""After so long both clouds report all that was counted in a minute."""
 BEHIND_S = 6 * 3600.0
 """The tests' time begins so far in the past that it never gets ahead of the commands', which is the machine's."""
 CLOUD = "AZUREML_CURRENT_CLOUD"
@@ -208,7 +208,7 @@ def body_of(*, odd: bool) -> bytes:
 
 
 class Clients:
-    """Requests one after the other, a part of them odd, until told to stop. `answers` counts them by what came back."""
+    """Requests one after the other, a part of them odd, until stopped. `answers` counts them by what came back."""
 
     def __init__(self, site: Site, config: EndpointConfig, *, odd_percent: int) -> None:
         self._site, self._config, self._odd = site, config, odd_percent

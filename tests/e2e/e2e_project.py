@@ -101,7 +101,7 @@ class Project:
         from onnx_ops.app.context import open_project
         from onnx_ops.release.reconcile import reconcile_until_stable
 
-        reconcile_until_stable(open_project(self.root).ports, "digits", actor="tester")
+        reconcile_until_stable(open_project(self.root).context, "digits", actor="tester")
 
     def stop_endpoints(self) -> None:
         self._end_what_a_rollback_left_to_do()

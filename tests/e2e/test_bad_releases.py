@@ -99,10 +99,10 @@ def test_a_tampered_artifact_in_the_registry_is_refused(released: Project) -> No
     artifact.write_bytes(bytes(content))
     before = state_of(released)
     done = released.command("promote", "digits-mlp", version, "--target", "cpu-1t")
-    told = done.stdout + done.stderr
+    output = done.stdout + done.stderr
     assert done.code == 5
-    assert "refused" in told
-    assert "registered" in told
+    assert "refused" in output
+    assert "registered" in output
     after = state_of(released)
     assert after[0] == before[0]
     assert after[1] == before[1], "the alias was put back"

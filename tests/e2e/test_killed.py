@@ -1,4 +1,4 @@
-"""kill -9 of a run, in the middle of every stage: the next run goes on from what was finished."""
+"""kill -9 of a run, in the middle of every stage: the next run continues from what was finished."""
 
 from __future__ import annotations
 

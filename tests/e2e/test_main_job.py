@@ -83,7 +83,7 @@ def test_a_changed_gate_is_judged_again_without_measuring(first: Any, project: P
     assert kinds == {"gate", "register"}
     assert changed["registration"]["versions"] == first["registration"]["versions"]
     back = project.run()
-    assert back["executed"] == ["register"], "the registry is told the earlier decisions again"
+    assert back["executed"] == ["register"], "the registry gets the earlier decisions again"
 
 
 def test_explain_judges_again_from_what_is_stored(first: Any, project: Project) -> None:

@@ -61,7 +61,7 @@ def inbox(site: PrefectSite) -> Iterator[WebhookSink]:
 
 @pytest.fixture(scope="module")
 def automations(site: PrefectSite, inbox: WebhookSink) -> Iterator[dict[str, dict[str, Any]]]:
-    """Made by the commands that the file tells, with a shorter silence; by name."""
+    """Made by the commands in the file, with a shorter silence; by name."""
     commands = [line.removeprefix("#   ") for line in FILE.read_text().splitlines() if line.startswith("#   ")]
     shortened = f"sed -i 's/within: 90/within: {SILENCE_S}/' automations.yaml"
     script = "\n".join(["set -e", *commands[:-1], shortened, commands[-1]])

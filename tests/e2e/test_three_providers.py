@@ -1,6 +1,6 @@
-"""The same release on every provider: a first version, a good one that gets there by itself, a bad one that does not,
+"""The same release on every provider: a first version, a good one that is promoted, a bad one that is not,
 and an operator who goes back. Behind the clouds' real SDKs are the fakes; their figures are of requests that were
-really answered, and are told as late as the clouds tell them."""
+really answered, and are reported as late as the clouds report them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from onnx_ops.adapters.host import SystemClock
-from onnx_ops.app.context import build_ports
+from onnx_ops.app.context import build_context
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import EndpointConfig
@@ -22,7 +22,7 @@ from onnx_ops.domain.ledger import Intent, ReleaseState, fold
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord
 from onnx_ops.domain.rollout import ActionKind, format_alias
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import reconcile_until_stable
 from tests.e2e.cloud_sites import (
@@ -61,7 +61,7 @@ class World:
     """Three providers, one registry and one ledger; the commands see the same as the test does."""
 
     project: Project
-    ports: Ports
+    context: Context
     clock: Wound
     sites: dict[str, Site]
 
@@ -84,19 +84,19 @@ class World:
             variant="fp32", files={"model.onnx": path}, manifest=Manifest(files={"model.onnx": digest_file(path)})
         )
         lineage = Lineage(pipeline=model, release=digest_bytes(f"{model} {seed}".encode()))
-        published = self.ports.registry().publish(Publication(model=model, lineage=lineage, variants=(record,)))
+        published = self.context.registry().publish(Publication(model=model, lineage=lineage, variants=(record,)))
         version = published["fp32"]
-        promote(self.ports, model, version, TARGET, override=True, reason="its gates are not what is tried")
+        promote(self.context, model, version, TARGET, override=True, reason="its gates are not what is tried")
         return f"v{version}"
 
     def wind(self) -> None:
-        """All minutes until now are over, and told."""
+        """All minutes until now are over, and reported."""
         self.clock.shift += LATE_S
         for site in self.sites.values():
             site.wind(LATE_S)
 
     def state(self, config: EndpointConfig) -> ReleaseState:
-        return fold(config.endpoint, self.ports.ledger.read(config.endpoint))
+        return fold(config.endpoint, self.context.ledger.read(config.endpoint))
 
     def traffic(self, config: EndpointConfig) -> dict[str, int]:
         observed = self.sites[config.provider].provider.observe(config)
@@ -104,9 +104,9 @@ class World:
         assert sum(observed.split.weights.values()) == 100
         return {name: weight for name, weight in observed.split.weights.items() if weight}
 
-    def settle_all(self, *configs: EndpointConfig) -> str:
+    def reconcile_all(self, *configs: EndpointConfig) -> str:
         """What is due at each of them, in this order; why nothing more is at the last one."""
-        return [reconcile_until_stable(self.ports, config.endpoint)[-1].why for config in configs][-1]
+        return [reconcile_until_stable(self.context, config.endpoint)[-1].why for config in configs][-1]
 
     def answers(self, *configs: EndpointConfig) -> list[tuple[str, float]]:
         """Who answers a request at each endpoint, and with which factor."""
@@ -122,14 +122,14 @@ class World:
         """Reconcile until no rollout is in progress; why the last move was made."""
         why = ""
         for _ in range(LOOKS):
-            why = reconcile_until_stable(self.ports, config.endpoint)[-1].why
+            why = reconcile_until_stable(self.context, config.endpoint)[-1].why
             if self.state(config).roles.candidate is None:
                 break
             clients.more(BURST)
             self.wind()
         else:
             raise AssertionError(f"the rollout did not end: {why}")
-        bodies = [entry.body for entry in self.ports.ledger.read(config.endpoint)]
+        bodies = [entry.body for entry in self.context.ledger.read(config.endpoint)]
         actions = [body.action for body in bodies if isinstance(body, Intent)]
         return [action.why for action in actions if action.kind is not ActionKind.CLEAN_UP][-1]
 
@@ -160,13 +160,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             "sagemaker": SageMaker(amazon, settings.trusted_keys),
             "azureml": AzureMl(settings.endpoints, settings.trusted_keys, azure, clock),
         }
-        ports = replace(
-            build_ports(settings),
+        context = replace(
+            build_context(settings),
             provider=lambda name: sites[name].provider,
             metrics=lambda config: sites[config.provider].metrics(),
             clock=clock,
         )
-        yield World(Project(root, dict(given)), ports, clock, sites)
+        yield World(Project(root, dict(given)), context, clock, sites)
         assert (amazon.denied(), azure.denied) == ([], []), "infra/ permits all that it takes"
 
 
@@ -175,9 +175,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def test_deploy_canary_automatic_rollback_and_an_operators_one(world: World, provider: str) -> None:
     model = f"alone-{provider}"
     config = world.config(provider, model=model)
-    bind_endpoint(world.ports, config, JUDGED)
+    bind_endpoint(world.context, config, JUDGED)
     first = world.release(model, "first", scale=1.0)
-    reconcile_until_stable(world.ports, config.endpoint)
+    reconcile_until_stable(world.context, config.endpoint)
     assert world.traffic(config) == {first: 100}
     with Clients(world.sites[provider], config, odd_percent=ODD_PERCENT) as clients:
         clients.more(50)
@@ -209,34 +209,36 @@ def test_deploy_canary_automatic_rollback_and_an_operators_one(world: World, pro
 def test_one_release_over_all_providers_in_order_and_back_with_one_command(world: World) -> None:
     model = "everywhere"
     near, region, far = (world.config(provider, model=model) for provider in PROVIDERS)
-    bind_endpoint(world.ports, near, RolloutPolicy())
-    bind_endpoint(world.ports, region, RolloutPolicy(depends_on=(near.endpoint,)))
-    bind_endpoint(world.ports, far, RolloutPolicy(depends_on=(near.endpoint, region.endpoint), depends_on_soak=LATE_S))
+    bind_endpoint(world.context, near, RolloutPolicy())
+    bind_endpoint(world.context, region, RolloutPolicy(depends_on=(near.endpoint,)))
+    bind_endpoint(
+        world.context, far, RolloutPolicy(depends_on=(near.endpoint, region.endpoint), depends_on_soak=LATE_S)
+    )
     first = world.release(model, "first", scale=1.0)
-    world.settle_all(near, region)
+    world.reconcile_all(near, region)
     world.wind()
-    world.settle_all(far)
+    world.reconcile_all(far)
     assert world.answers(near, region, far) == [(first, 1.0)] * 3
     second = world.release(model, "second", scale=2.0)
     for one in (far, region):
-        assert world.settle_all(one).startswith(f"{second} waits for endpoint {near.endpoint}: it does not serve ")
-    world.settle_all(near, region)
-    assert world.settle_all(far).endswith(f"for less than {LATE_S:g} s")
+        assert world.reconcile_all(one).startswith(f"{second} waits for endpoint {near.endpoint}: it does not serve ")
+    world.reconcile_all(near, region)
+    assert world.reconcile_all(far).endswith(f"for less than {LATE_S:g} s")
     assert world.answers(near, region, far) == [(second, 2.0), (second, 2.0), (first, 1.0)]
     world.wind()
-    world.settle_all(far, near, region)
+    world.reconcile_all(far, near, region)
     assert world.answers(near, region, far) == [(second, 2.0)] * 3
-    assert world.ports.registry().aliases(model)[format_alias("champion", TARGET)] == second.removeprefix("v")
+    assert world.context.registry().aliases(model)[format_alias("champion", TARGET)] == second.removeprefix("v")
     world.project.document("rollback", "--all", "--model", model, "--reason", "wrong everywhere", "--wait")
     assert world.answers(near, region, far) == [(first, 1.0)] * 3
-    assert world.ports.registry().aliases(model)[format_alias("champion", TARGET)] == first.removeprefix("v")
+    assert world.context.registry().aliases(model)[format_alias("champion", TARGET)] == first.removeprefix("v")
     for config in (near, region, far):
         assert world.traffic(config) == {first: 100}
         assert world.history(config)[-1]["actor"] == "tester"
 
 
 def audited(lines: list[Any], first: str, good: str, bad: str) -> None:
-    """The ledger tells who moved what where, and on which evidence."""
+    """The ledger records who moved what where, and on which evidence."""
     moves = [line for line in lines if line["versions"]]
     assert [(line["kind"], line["what"].rpartition(": ")[2]) for line in moves] == [
         ("first-deployment", f"{first} 100 %"),

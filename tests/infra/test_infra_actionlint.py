@@ -48,16 +48,16 @@ def findings(factory: pytest.TempPathFactory, *files: Path) -> list[str]:
 def test_actionlint_has_nothing_to_say_of_the_workflows(tmp_path_factory: pytest.TempPathFactory) -> None:
     files = sorted(WORKFLOWS.glob("*.yml"))
     assert len(files) > 3
-    assert [told for told in findings(tmp_path_factory, *files) if not NEWER.search(told)] == []
+    assert [expected for expected in findings(tmp_path_factory, *files) if not NEWER.search(expected)] == []
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("fault", BROKEN)
 def test_actionlint_does_find_what_is_wrong(tmp_path_factory: pytest.TempPathFactory, fault: str) -> None:
-    step, told = BROKEN[fault]
+    step, expected = BROKEN[fault]
     file = tmp_path_factory.mktemp("workflows") / "broken.yml"
     text = f"on: pull_request\njobs:\n  one:\n    runs-on: ubuntu-latest\n    steps:\n      - {step}\n"
     file.write_text(text, encoding="utf-8")
     (found,) = findings(tmp_path_factory, file)
-    assert told in found
+    assert expected in found
     assert not NEWER.search(found)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.services
 LINES = (INFRA / "docker" / "Dockerfile").read_text(encoding="utf-8").splitlines()
 IN_THE_IMAGE = "/opt/onnx-ops"
 BODY = json.dumps({"inputs": {"x": [[1.0, 2.0]]}}).encode()
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 STATUS = """Package: libc6
 Status: install ok installed
 Architecture: amd64
@@ -113,7 +113,7 @@ def running(image: Path, folder: Path, given: Mapping[str, str]) -> Iterator[Non
             [*command, *instruction("CMD")], env=environ, cwd="/", stdout=stream, stderr=stream, start_new_session=True
         )
     try:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while not healthy(image, environ):
             assert process.poll() is None, log.read_text(encoding="utf-8")
             assert time.monotonic() < deadline, log.read_text(encoding="utf-8")

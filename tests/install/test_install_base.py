@@ -113,7 +113,7 @@ def test_without_extras_each_command_works_or_says_in_one_message_what_to_instal
     results = json.loads(done.stdout.splitlines()[-1])
     assert [(call.line, one["error"]) for call, one in zip(calls, results, strict=True) if one["error"]] == []
     problems = [check(call, one["code"], one["output"]) for call, one in zip(calls, results, strict=True)]
-    assert "\n".join(problem for told in problems for problem in told) == ""
+    assert "\n".join(problem for messages in problems for problem in messages) == ""
 
 
 def test_without_extras_only_the_rooms_of_an_extra_cannot_be_imported(bare: Path, tmp_path: Path) -> None:

@@ -82,18 +82,18 @@ def agent(checkout: Path, **environ: str) -> list[tuple[int, str]]:
 def test_a_pull_request_is_judged(checkout: Path, size: str, code: int, verdict: str) -> None:
     (checkout / "configs" / "pipelines" / "iris.yaml").write_text(pipeline_text(TRAIN, size) + "description: new\n")
     head = commit_all(checkout)
-    (ran, said), (ended, told) = agent(
+    (ran, earlier_output), (ended, output) = agent(
         checkout,
         BUILD_REASON="PullRequest",
         BUILD_SOURCEVERSION=head,
         SYSTEM_PULLREQUEST_TARGETBRANCH="refs/heads/main",
     )
-    assert ran == 0, said
-    assert f"{verdict.upper()} configs/pipelines/iris.yaml" in said
-    assert ended == code, told
+    assert ran == 0, earlier_output
+    assert f"{verdict.upper()} configs/pipelines/iris.yaml" in earlier_output
+    assert ended == code, output
     out = checkout.parent / "out"
-    assert f"##vso[task.uploadsummary]{out / azure_pipelines.PAGE}" in told
-    assert f"##vso[task.setvariable variable=verdict;isOutput=true]{verdict}" in told
+    assert f"##vso[task.uploadsummary]{out / azure_pipelines.PAGE}" in output
+    assert f"##vso[task.setvariable variable=verdict;isOutput=true]{verdict}" in output
     assert "iris" in (out / azure_pipelines.PAGE).read_text()
     assert (out / "iris.html").is_file()
     assert not (checkout / ".onnx-ops" / "keys").exists(), "no key was made for it"
@@ -115,27 +115,27 @@ def published(folder: Path, verdict: Verdict, capsys: pytest.CaptureFixture[str]
 
 
 def test_inconclusive_ends_with_issues_and_does_not_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, told = published(tmp_path, Verdict.INCONCLUSIVE, capsys)
+    code, output = published(tmp_path, Verdict.INCONCLUSIVE, capsys)
     assert code == 0
-    assert "##vso[task.complete result=SucceededWithIssues;]1 inconclusive" in told
+    assert "##vso[task.complete result=SucceededWithIssues;]1 inconclusive" in output
     assert published(tmp_path, Verdict.ERROR, capsys)[0] == 1
     assert "task.complete" not in published(tmp_path, Verdict.PASS, capsys)[1]
 
 
 def test_what_people_write_is_no_command_of_the_agent(capsys: pytest.CaptureFixture[str]) -> None:
-    azure_pipelines._tell("FAIL ##vso[task.setvariable variable=PATH]/tmp")
+    azure_pipelines._print_line("FAIL ##vso[task.setvariable variable=PATH]/tmp")
     azure_pipelines._command("task.logissue type=error", "one\n##vso[task.complete]")
-    told = capsys.readouterr().out.splitlines()
-    assert len(told) == 2
-    assert "##vso" not in told[0]
-    assert told[1].startswith("##vso[task.logissue type=error]one%0A")
+    output = capsys.readouterr().out.splitlines()
+    assert len(output) == 2
+    assert "##vso" not in output[0]
+    assert output[1].startswith("##vso[task.logissue type=error]one%0A")
 
 
 @pytest.mark.parametrize(
     "branch", ["main", "refs/heads/", "refs/heads/-x", "refs/heads/a b", "refs/heads/../x", "refs/heads/é"]
 )
 def test_a_branch_that_is_none_is_refused(branch: str) -> None:
-    with pytest.raises(UserError, match="is no branch"):
+    with pytest.raises(UserError, match="is not a branch"):
         azure_pipelines.base_of({"SYSTEM_PULLREQUEST_TARGETBRANCH": branch})
 
 
@@ -151,7 +151,7 @@ def test_out_of_a_build_it_says_what_is_missing(
 ) -> None:
     monkeypatch.delenv("BUILD_SOURCEVERSION", raising=False)
     assert azure_pipelines.main(["publish", "--folder", str(tmp_path)]) == 2
-    assert "is no commit" in capsys.readouterr().out
+    assert "is not a commit" in capsys.readouterr().out
 
 
 def test_code_of_a_pull_request_gets_no_credentials_and_none_of_it_is_a_script() -> None:

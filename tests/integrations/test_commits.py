@@ -45,7 +45,7 @@ def test_a_release_that_fails_is_an_error(error: OnnxOpsError, tmp_path: Path) -
     with on_disk(tmp_path / "project"), effect_operations.synthetic():
         scene = effect_operations.judged()
         project = effect_operations.project_of(scene)
-        project = replace(project, ports=replace(project.ports, registry=registry))
+        project = replace(project, context=replace(project.context, registry=registry))
         (file,) = (project.settings.root / "configs" / "pipelines").glob("*.yaml")
         affected = Affected(file=str(file.relative_to(project.settings.root)), because=("synthetic_job.py",))
         checked = judged(project, affected, None, tmp_path, "main")
@@ -68,7 +68,7 @@ def test_results_are_written_where_the_figures_cannot_be_shared(
         lines = list(judge_change(tmp_path / "results", "", None, figures=not_a_folder))
     (checked,) = codec.loads((tmp_path / "results" / RESULTS).read_bytes(), tuple[Checked, ...])
     assert checked.verdict is Verdict.PASS
-    assert any("pull requests will not know the figures" in line and "figures" in line for line in lines)
+    assert any("pull requests will not have the measurements" in line and "figures" in line for line in lines)
     assert any(line.startswith("PASS ") for line in lines)
 
 

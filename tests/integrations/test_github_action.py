@@ -269,12 +269,12 @@ def test_a_new_branch_has_no_commit_before(runner: Runner) -> None:
 @pytest.mark.parametrize("document", [{"before": "--output=/etc/passwd"}, {"before": "main; rm -rf /"}])
 def test_what_is_no_commit_goes_nowhere_near_git(runner: Runner, document: dict[str, Any]) -> None:
     runner.event(document)
-    with pytest.raises(UserError, match="is no commit"):
+    with pytest.raises(UserError, match="is not a commit"):
         read_event(os.environ)
 
 
 def test_a_folder_without_history_is_told_as_that(tmp_path: Path, runner: Runner) -> None:
-    with pytest.raises(UserError, match="is no git repository"):
+    with pytest.raises(UserError, match="is not a git repository"):
         changed_since(tmp_path, "main")
     with pytest.raises(UserError, match="knows no commit 'nope'"):
         changed_since(runner.root, "nope")

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.services
 
 def signed(project: Project, release: Publication, verdict: Verdict) -> Publication:
     """The publication with decisions that the project's own key has signed."""
-    signer = project.ports.signer()
+    signer = project.context.signer()
     assert signer is not None
     target = TargetFiles(project.settings.root).load(TARGET).digest()
     variants = []
@@ -52,14 +52,14 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     project = open_project(root)
     for seed, verdict in (("a", Verdict.PASS), ("b", Verdict.PASS), ("c", Verdict.FAIL)):
         release = publication(root / "files", model=MODEL, seed=seed, target=TARGET)
-        project.ports.registry().publish(signed(project, release, verdict))
+        project.context.registry().publish(signed(project, release, verdict))
     other = publication(root / "files", model="another", seed="a", target=TARGET)
-    project.ports.registry().publish(signed(project, other, Verdict.PASS))
+    project.context.registry().publish(signed(project, other, Verdict.PASS))
     yield project
-    for name in list_bound_endpoints(project.ports):
-        provider = project.ports.provider("local")
+    for name in list_bound_endpoints(project.context):
+        provider = project.context.provider("local")
         assert isinstance(provider, LocalEndpoints)
-        provider.stop(Journal.open(project.ports, name).config)
+        provider.stop(Journal.open(project.context, name).config)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_round_trip(client: mlflow_deployments.OnnxOpsDeployments, project: Pr
 
 
 @pytest.mark.parametrize(
-    ("uri", "config", "code", "told"),
+    ("uri", "config", "code", "expected"),
     [
         (f"models:/{MODEL}/3", {"target": TARGET}, "PERMISSION_DENIED", "its verdict on cpu-1t is FAIL"),
         (f"models:/{MODEL}/9", {"target": TARGET}, "RESOURCE_DOES_NOT_EXIST", "has no version"),
@@ -126,11 +126,11 @@ def test_a_round_trip(client: mlflow_deployments.OnnxOpsDeployments, project: Pr
     ],
 )
 def test_what_cannot_be_deployed_binds_nothing(
-    client: mlflow_deployments.OnnxOpsDeployments, uri: str, config: dict[str, str], code: str, told: str
+    client: mlflow_deployments.OnnxOpsDeployments, uri: str, config: dict[str, str], code: str, expected: str
 ) -> None:
     from mlflow.exceptions import MlflowException
 
-    with pytest.raises(MlflowException, match=told) as caught:
+    with pytest.raises(MlflowException, match=expected) as caught:
         client.create_deployment("refused", uri, config=config)
     assert caught.value.error_code == code
     assert client.list_deployments() == []
@@ -140,8 +140,8 @@ def test_an_update_cannot_change_what_an_endpoint_is(client: mlflow_deployments.
     from mlflow.exceptions import MlflowException
 
     client.create_deployment("fixed", f"models:/{MODEL}/1", config={"target": TARGET})
-    for config, told in (({"target": "cuda"}, "keeps its target"), ({"port": "80"}, "settings of fixed")):
-        with pytest.raises(MlflowException, match=told):
+    for config, expected in (({"target": "cuda"}, "keeps its target"), ({"port": "80"}, "settings of fixed")):
+        with pytest.raises(MlflowException, match=expected):
             client.update_deployment("fixed", f"models:/{MODEL}/1", config=config)
     with pytest.raises(MlflowException, match="its verdict"):
         client.update_deployment("fixed", f"models:/{MODEL}/3")

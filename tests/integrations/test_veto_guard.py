@@ -148,7 +148,7 @@ class TestDecisionTags:
 
     def test_an_earlier_one_does_not_come_back(self, plain: Guarded) -> None:
         earlier = sign_record(decision_record("b", sequence=9), plain.signer)
-        with pytest.raises(RefusedError, match="a later decision stands there"):
+        with pytest.raises(RefusedError, match="the version has a later decision"):
             plain.set_tag("2", self.KEY, codec.dumps(earlier.envelope).decode())
 
     @pytest.mark.parametrize("value", ["", "{}", "NaN", '{"record":NaN}', "[" * 50_000, "x" * 60_000])

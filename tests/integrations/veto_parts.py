@@ -99,7 +99,7 @@ class MemoryVersions(ServerStore):
     def aliases(self, model: str) -> Mapping[str, str]:
         return {alias: v for (name, v), found in self.kept.items() if name == model for alias in found.aliases}
 
-    def twins(self, record: VersionRecord, target: str) -> Iterator[SignedDecision]:
+    def list_copies(self, record: VersionRecord, target: str) -> Iterator[SignedDecision]:
         for (name, version), found in self.kept.items():
             if name == record.model and version != record.version and found.tags.get(DIGEST) == record.manifest:
                 signed = read_decisions(found.tags).get(target)

@@ -50,7 +50,7 @@ class Scripted(OnnxRuntime):
     def sample(self, model: Path, target: Any, feed: Any, *, runs: int, warmup: int) -> RunSamples:
         return RunSamples(nanoseconds=np.full(runs, self._unit_ns), preempted=np.zeros(runs, dtype=bool))
 
-    def race(
+    def benchmark(
         self, models: Sequence[Path], target: Any, feed: Any, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
         sessions = self._drawn(models, (schedule.rounds, len(models)), schedule)[:, np.newaxis, :, np.newaxis]

@@ -10,14 +10,14 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_ops.app.context import build_ports
+from onnx_ops.app.context import build_context
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.gate import ACCURACY
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.quantization import Arithmetic, Budget
 from onnx_ops.domain.target import Target
 from onnx_ops.measure.search import SearchContext
-from onnx_ops.ports import Dataset, PairedBenchmarkSamples, PairedBenchmarkSchedule, Ports, RunSamples, Tensors
+from onnx_ops.ports import Context, Dataset, PairedBenchmarkSamples, PairedBenchmarkSchedule, RunSamples, Tensors
 
 LAYERS = ("first", "second", "third", "head")
 WIDTH, CLASSES = 32, 4
@@ -103,7 +103,7 @@ class Steady:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
-    def race(
+    def benchmark(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
         del feed
@@ -127,13 +127,13 @@ def _time(path: Path, target: Target) -> float:
 def fragile_ground(folder: Path, *, budget: Budget | None = None, calibrated: bool = False) -> SearchContext:
     """A ground below `folder`, which holds what `write_fragile` wrote to `source/model.onnx`."""
     settings = load_settings(folder, {})
-    ports: Ports = build_ports(settings)
-    steady = Steady(ports.runtime("onnxruntime"))
-    object.__setattr__(ports, "runtime", lambda _: steady)
+    context: Context = build_context(settings)
+    steady = Steady(context.runtime("onnxruntime"))
+    object.__setattr__(context, "runtime", lambda _: steady)
     arrays = {name: dict(np.load(folder / f"source/{name}.npz")) for name in ("train", "tune")}
     tune = arrays["tune"]
     return SearchContext(
-        ports=ports,
+        project=context,
         section=Quantize(name="best", method="auto", calibrate=Calibrate() if calibrated else None),
         source=folder / "source/model.onnx",
         folder=folder / "trials",

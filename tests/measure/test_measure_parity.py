@@ -1,4 +1,4 @@
-"""A faulty export is told with the node that is at fault; a good one never is."""
+"""A faulty export is reported with the node that is at fault; a good one never is."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from onnx_ops.measure.parity import (
 )
 from onnx_ops.measure.reference_outputs import ReferenceGroup, collect_reference_outputs, put_reference
 from onnx_ops.pipeline.stages import validate
-from onnx_ops.ports import Dataset, Exporter, ExportRequest, Ports, Tensors, Tracer
+from onnx_ops.ports import Context, Dataset, Exporter, ExportRequest, Tensors, Tracer
 from onnx_ops.ports.data import Array
 from onnx_ops.statistics.rules.parity import METRIC, judge_parity
 from onnx_ops.testing.fakes import FakeWorld
@@ -174,21 +174,23 @@ class Blind(Exporter):
 
 def validated(source: Source, path: Path, exporter: Exporter, root: Path) -> tuple[Divergence, ...]:
     """What the stage stores."""
-    ports: Ports = replace(FakeWorld().ports(root=root), exporter=lambda *_: exporter, runtime=lambda _: OnnxRuntime())
+    context: Context = replace(
+        FakeWorld().context(root=root), exporter=lambda *_: exporter, runtime=lambda _: OnnxRuntime()
+    )
     trained = root / "trained"
     trained.mkdir()
     TorchExporter().save(source.model, trained)
     export = Manifest(
         files={
-            "onnx/model.onnx": ports.store.put_file(path),
-            "reference.npz": put_reference(ports.store, source.reference),
+            "onnx/model.onnx": context.store.put_file(path),
+            "reference.npz": put_reference(context.store, source.reference),
         }
     )
-    inputs = {"export": export, "train": Manifest(files=put_folder(ports.store, trained, TRAINED))}
+    inputs = {"export": export, "train": Manifest(files=put_folder(context.store, trained, TRAINED))}
     stage = Stage(id="validate", kind=StageKind.VALIDATE, settings={"export": codec.to_json(SECTION)})
-    done: Manifest = validate.execute(stage, digest_bytes(b""), inputs, ports)
+    done: Manifest = validate.execute(stage, digest_bytes(b""), inputs, context)
     digest: Digest = done["divergence.json"]
-    return codec.loads(ports.store.read(digest), tuple[Divergence, ...])
+    return codec.loads(context.store.read(digest), tuple[Divergence, ...])
 
 
 def test_the_stage_stores_the_node_of_a_faulty_export(source: Source, tmp_path: Path) -> None:
@@ -300,7 +302,7 @@ def test_where_one_row_cannot_be_set_beside_many_nothing_is_measured(
     assert measure_invariance(OnnxRuntime(), path, CPU_TARGET, samples, []) == ()
 
 
-PORTS = cast("Ports", SimpleNamespace(runtime=lambda _: OnnxRuntime()))
+PORTS = cast("Context", SimpleNamespace(runtime=lambda _: OnnxRuntime()))
 ELSEWHERE = Target(name="elsewhere")
 
 

@@ -192,7 +192,7 @@ def test_a_recurrent_network_differs_on_missing_numbers_only_and_that_does_not_b
     (refused,) = judge_parity(strict, evidence(parity=found))
     assert refused.verdict is Verdict.FAIL
     assert "for example row " in refused.reason
-    assert "series =" not in refused.reason  # rows of a data set may hold what nobody may read
+    assert "series =" not in refused.reason  # rows of a data set may hold personal data
     (ignored,) = judge_parity(ParityGate(groups={"missing": "ignore"}), evidence(parity=found))
     assert not ignored.advisory
 
@@ -383,33 +383,33 @@ def test_jitter_explains_no_fault(scaled_forest: Forest, fault: str, tmp_path: P
 
 def test_the_stages_store_limits_trees_and_bounds(scaled_forest: Forest, tmp_path: Path) -> None:
     model, samples, _, _ = scaled_forest
-    ports = replace(
-        FakeWorld().ports(root=tmp_path), exporter=lambda *_: SklearnExporter(), runtime=lambda _: OnnxRuntime()
+    context = replace(
+        FakeWorld().context(root=tmp_path), exporter=lambda *_: SklearnExporter(), runtime=lambda _: OnnxRuntime()
     )
     trained = tmp_path / "trained"
     trained.mkdir()
     SklearnExporter().save(model, trained)
     inputs = {
-        "train": Manifest(files=put_folder(ports.store, trained, TRAINED)),
-        "data/test": put_dataset(ports.store, Dataset(inputs=samples)),
+        "train": Manifest(files=put_folder(context.store, trained, TRAINED)),
+        "data/test": put_dataset(context.store, Dataset(inputs=samples)),
     }
     section = codec.to_json(SKLEARN)
     settings = {"section": section, "data": "test", "limit": 64, "inputs": {}, "source_time": 10.0, "pipeline": "p"}
     stage = Stage(id="export", kind=StageKind.EXPORT, settings=settings)
-    done = export.execute(stage, digest_bytes(b""), inputs, ports)
-    limits = codec.loads(ports.store.read(done["source.json"]), SourceLimits)
+    done = export.execute(stage, digest_bytes(b""), inputs, context)
+    limits = codec.loads(context.store.read(done["source.json"]), SourceLimits)
     assert limits.nan == "answered"
-    assert read_lineage(ports.store.path(done["onnx/model.onnx"]))[NAN_PROPERTY] == "answered"
-    assert any(group.bounds for group in get_reference(ports.store, done["reference.npz"]))
+    assert read_lineage(context.store.path(done["onnx/model.onnx"]))[NAN_PROPERTY] == "answered"
+    assert any(group.bounds for group in get_reference(context.store, done["reference.npz"]))
     stage = Stage(id="validate", kind=StageKind.VALIDATE, settings={"export": section})
-    validated = validate.execute(stage, digest_bytes(b""), {**inputs, "export": done}, ports)
-    (trees,) = codec.loads(ports.store.read(validated["trees.json"]), tuple[TreeStructure, ...])
+    validated = validate.execute(stage, digest_bytes(b""), {**inputs, "export": done}, context)
+    (trees,) = codec.loads(context.store.read(validated["trees.json"]), tuple[TreeStructure, ...])
     assert (trees.trees, trees.changed) == (12, 0)
 
 
 def test_references_come_back_as_they_were_stored(scaled_forest: Forest, tmp_path: Path) -> None:
     asked = scaled_forest.asked
-    store = FakeWorld().ports(root=tmp_path).store
+    store = FakeWorld().context(root=tmp_path).store
     found = get_reference(store, put_reference(store, asked.groups))
     restored = {group.name: group for group in found}
     assert len(found) == len(restored) == len(asked.groups)

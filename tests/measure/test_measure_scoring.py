@@ -184,12 +184,12 @@ def test_an_own_metric_gets_predictions_and_labels(model: Path, scores: Any) -> 
 @pytest.mark.parametrize(
     ("definition", "label", "why"),
     [
-        (MetricDefinition(name="mae"), np.zeros(ROWS), "no output can be read as one number a row"),
+        (MetricDefinition(name="mae"), np.zeros(ROWS), "no output can be read as one number per row"),
         (MetricDefinition(name="accuracy", output="logits"), np.zeros(ROWS, int), "no output 'logits'"),
         (MetricDefinition(name="auc"), np.arange(ROWS) % 3, "which one is positive"),
         (ACCURACY, np.arange(ROWS), "do not fit 3 columns"),
         (ACCURACY, np.linspace(0, 1, ROWS), "not fractions"),
-        (F1, np.zeros((ROWS, 2)), "one class a row"),
+        (F1, np.zeros((ROWS, 2)), "one class per row"),
         (MetricDefinition(name="cosine"), np.zeros((ROWS, 9)), "cannot be compared row by row"),
     ],
 )
@@ -197,9 +197,9 @@ def test_what_cannot_be_read_is_told_and_stops_nothing(
     model: Path, definition: MetricDefinition, label: Any, why: str
 ) -> None:
     found = measured({CANDIDATE: model}, label, definition, MetricDefinition(name="top_k", k=3))
-    told = next(entry for entry in found.scores if entry.metric == definition.label)
-    assert why in told.failed
-    assert told.candidate is None
+    score = next(entry for entry in found.scores if entry.metric == definition.label)
+    assert why in score.failed
+    assert score.candidate is None
 
 
 def test_a_champion_that_takes_other_rows_is_told(model: Path, scores: Any, tmp_path: Path) -> None:

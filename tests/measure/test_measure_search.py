@@ -22,7 +22,7 @@ from onnx_ops.errors import StageError
 from onnx_ops.measure.search import Reporter, SearchContext, SearchResult, search
 from tests.measure.search_parts import LAYERS, SLOW, fragile_ground, write_fragile, write_words
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture
@@ -159,13 +159,13 @@ def test_a_search_that_was_killed_goes_on_and_repeats_nothing(root: Path, steps:
         assert child.stdout.readline()
     os.kill(child.pid, signal.SIGKILL)
     child.stdout.close()
-    assert child.wait(PATIENCE_S) == -signal.SIGKILL
+    assert child.wait(TIMEOUT_S) == -signal.SIGKILL
     with (root / "journal").open("ab") as stream:
         stream.write(b"torn in the middle of a li")
     before = FileJournal(root / "journal").read()
     assert len(before) >= steps
     shutil.rmtree(root / "trials")
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     assert done.stdout.startswith(f"resuming after {len(before)} steps")
     after = FileJournal(root / "journal").read()
     assert after[: len(before)] == before

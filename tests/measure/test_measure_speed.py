@@ -54,8 +54,8 @@ def scripted(models: dict[str, Path], *, noise: float = 0.001, **changes: Any) -
     return Scripted({path: COSTS[name] for name, path in models.items()}, noise=noise, **changes)
 
 
-def measured(runtime: Scripted, models: dict[str, Path], asked: MeasurementRequest, *rivals: str) -> SpeedMeasurements:
-    baselines = {name: models[name] for name in rivals}
+def measured(runtime: Scripted, models: dict[str, Path], asked: MeasurementRequest, *names: str) -> SpeedMeasurements:
+    baselines = {name: models[name] for name in names}
     return measure_speed(runtime, CPU, models["candidate"], baselines, rows(2), asked, seed=1)
 
 

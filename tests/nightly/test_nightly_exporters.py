@@ -73,8 +73,8 @@ class TestPaddle(TestTensorflow):
 
 
 def test_what_is_no_model_of_the_framework_is_told(isolated: Isolated, tmp_path: Path) -> None:
-    for framework, told in (("tensorflow", "Keras model"), ("paddle", "no static layer")):
-        with pytest.raises((UserError, StageError), match=told):
+    for framework, expected in (("tensorflow", "Keras model"), ("paddle", "not a static layer")):
+        with pytest.raises((UserError, StageError), match=expected):
             isolated(framework).train("tests.nightly.strange:train", {}, {}, tmp_path)
 
 

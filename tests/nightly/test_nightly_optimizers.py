@@ -81,7 +81,7 @@ def test_a_float_pass_changes_no_weight(olive: IsolatedOptimizer, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("one", "told"),
+    ("one", "expected"),
     [
         ({"type": "Nonsense"}, "'nonsense' not found"),
         ({"type": "OnnxDynamicQuantization", "precision": "int3"}, "precision"),
@@ -91,9 +91,9 @@ def test_a_float_pass_changes_no_weight(olive: IsolatedOptimizer, tmp_path: Path
     ],
 )
 def test_a_pass_that_fails_or_changes_the_interface_fails_the_variant(
-    olive: IsolatedOptimizer, tmp_path: Path, one: dict[str, Any], told: str
+    olive: IsolatedOptimizer, tmp_path: Path, one: dict[str, Any], expected: str
 ) -> None:
-    with pytest.raises(StageError, match=told):
+    with pytest.raises(StageError, match=expected):
         olive.optimize(request_for(tmp_path, one))
 
 

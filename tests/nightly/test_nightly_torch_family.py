@@ -164,7 +164,7 @@ def test_class_of_the_project_that_is_called_like_one_of_transformers_is_refused
     config = transformers.BertConfig(
         vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
     )
-    with pytest.raises(UserError, match="BertModel is no class of transformers"):
+    with pytest.raises(UserError, match="BertModel is not a class of transformers"):
         HuggingfaceExporter().save(own(config), tmp_path)
     assert list(tmp_path.iterdir()) == []
 

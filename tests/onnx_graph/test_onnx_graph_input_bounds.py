@@ -1,4 +1,4 @@
-"""What a graph tells of its inputs' values."""
+"""What a graph shows about its inputs' values."""
 
 from __future__ import annotations
 

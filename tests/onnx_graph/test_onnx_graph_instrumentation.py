@@ -41,7 +41,7 @@ def test_values_come_in_the_order_of_the_graph_with_the_node_that_computes_them(
 
 
 @pytest.mark.parametrize(
-    ("scopes", "told"),
+    ("scopes", "expected"),
     [
         ("['', 'features', 'features.2', 'conv2d_1']", "features.2"),
         ("['', 'view']", ""),
@@ -50,13 +50,13 @@ def test_values_come_in_the_order_of_the_graph_with_the_node_that_computes_them(
         ("[" * 100_000, ""),
     ],
 )
-def test_the_module_is_the_last_one_around_the_node(perceptron: Path, scopes: str, told: str) -> None:
+def test_the_module_is_the_last_one_around_the_node(perceptron: Path, scopes: str, expected: str) -> None:
     model = onnx.load(perceptron)
     model.graph.node[0].metadata_props.add(key=NAME_SCOPES, value=scopes)
     model.graph.node[0].name = ""
     onnx.save(model, perceptron)
     assert (list_computed_values(perceptron)[0].scope, list_computed_values(perceptron)[0].node) == (
-        told,
+        expected,
         "first.product",
     )
 

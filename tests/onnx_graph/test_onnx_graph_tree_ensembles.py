@@ -1,4 +1,4 @@
-"""The trees of a file are those of the estimator it was made from; a file that lies is told."""
+"""The trees of a file are those of the estimator it was made from; an inconsistent file is reported."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_what_the_exporter_cannot_tell_is_not_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("nodes_truenodeids", 0, "no tree"),
+        ("nodes_truenodeids", 0, "not a tree"),
         ("class_nodeids", 10_000, "a leaf that does not exist"),
         ("class_ids", 1 << 40, "outputs"),
         ("nodes_modes", b"BRANCH_EQ", "asks BRANCH_EQ"),

@@ -91,8 +91,8 @@ def test_a_block_gives_the_variables_that_settings_read(tmp_path: Path) -> None:
         "MLFLOW_TRACKING_PASSWORD": "hush",
     }
     assert access().environ(tmp_path) == {"ONNX_OPS_LEDGER": "memory://b/ledger", "AWS_SECRET_ACCESS_KEY": "hush"}
-    told = {"ONNX_OPS_NOTIFY": "webhook", "ONNX_OPS_NOTIFY_WEBHOOK": "https://chat.example/hush"}
-    assert people().environ(tmp_path) == told
+    environ = {"ONNX_OPS_NOTIFY": "webhook", "ONNX_OPS_NOTIFY_WEBHOOK": "https://chat.example/hush"}
+    assert people().environ(tmp_path) == environ
 
 
 @pytest.mark.parametrize("name", ["PATH", "PYTHONPATH", "LD_PRELOAD", "AWS_X=1", "AWS_\nA", "ONNX_OPS_SIGNING_KEY"])
@@ -132,7 +132,7 @@ def test_a_flow_has_what_its_blocks_say_and_leaves_nothing_behind(saved: None, h
     with project_of(PROD) as project:
         assert project.settings.tracking_uri == "https://mlflow.example"
         assert project.settings.ledger == "memory://b/ledger"
-        assert list(project.ports.notifiers()) == [NAME, "webhook"]
+        assert list(project.context.notifiers()) == [NAME, "webhook"]
         child = subprocess.run(["printenv", "AWS_SECRET_ACCESS_KEY"], capture_output=True, text=True, check=True)
         assert child.stdout.strip() == "hush"
         assert project.targets.names() == ("t4",)
@@ -154,12 +154,12 @@ def test_a_pipeline_may_name_the_targets_of_a_block(saved: None, here: Path) -> 
     )
     with project_of(PROD[3:]) as project, pytest.raises(ConfigError) as refused:
         check(project, file)
-    told = [problem.message for problem in refused.value.problems if problem.path.startswith("benchmark")]
-    assert told == ["no target is called 't5'; targets here: 't4'"]
+    messages = [problem.message for problem in refused.value.problems if problem.path.startswith("benchmark")]
+    assert messages == ["no target is called 't5'; targets here: 't4'"]
 
 
 @pytest.mark.parametrize(
-    ("target", "told"),
+    ("target", "expected"),
     [
         ({"env": {"requirements": ["evil==1"]}}, "only a project's own files may say: t: env"),
         ({"custom_ops": [{"path": "x.so", "digest": "sha256:" + "0" * 64}]}, "custom_ops"),
@@ -176,12 +176,12 @@ def test_a_pipeline_may_name_the_targets_of_a_block(saved: None, here: Path) -> 
         ({"name": "other"}, "is not the name"),
     ],
 )
-def test_a_target_in_a_block_is_right_and_brings_no_code(target: dict[str, Any], told: str) -> None:
+def test_a_target_in_a_block_is_right_and_brings_no_code(target: dict[str, Any], expected: str) -> None:
     from onnx_ops.orchestration.blocks import TargetDefinitions
 
-    with pytest.raises(ValidationError, match=told):
+    with pytest.raises(ValidationError, match=expected):
         TargetDefinitions(targets={"t": target})
-    with pytest.raises(ValidationError, match="no name of a target"):
+    with pytest.raises(ValidationError, match="not the name of a target"):
         TargetDefinitions(targets={"../t": {}})
 
 
@@ -221,7 +221,7 @@ def test_blocks_that_are_none(saved: None, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such block"):
         environment(("nothing",), tmp_path)
     Secret(value="x").save("some", overwrite=True)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="is no block of onnx-ops"):
+    with pytest.raises(UserError, match="is not a block of onnx-ops"):
         environment(("secret/some",), tmp_path)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def watched(throne: Throne) -> State[Any]:
     from onnx_ops.orchestration.champions import check_champions
 
-    return in_flow(lambda: check_champions(throne.ports, throne.perform, (), by="flow"))
+    return in_flow(lambda: check_champions(throne.context, throne.perform, (), by="flow"))
 
 
 def table(state: State[Any]) -> list[dict[str, str]]:
@@ -58,7 +58,7 @@ def test_others_wake_nobody(
 
 def test_no_champions_are_no_failure(prefect_server: None, tmp_path: Path) -> None:
     throne = Throne(tmp_path)
-    throne.ports = FakeWorld().ports()
+    throne.context = FakeWorld().context()
     state = watched(throne)
     assert state.is_completed()
     assert "no champions yet" in (state.message or "")

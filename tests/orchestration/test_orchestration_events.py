@@ -1,4 +1,4 @@
-"""Events at a real server: what arrives, once, whoever tells it; and what happens without a server."""
+"""Events at a real server: what arrives, once, from any process; and what happens without a server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from onnx_ops.domain.notification import Notification, NotificationKind, build_test_notification
 from onnx_ops.domain.pipeline import StageOutcome, StageStatus
 from onnx_ops.errors import ServiceUnavailableError, UserError
-from onnx_ops.orchestration.events import NAME, PrefectEvents, post, run_events, tell_run, with_events
+from onnx_ops.orchestration.events import NAME, PrefectEvents, emit_run_events, post, run_events, with_events
 from onnx_ops.ports import Notifier
 from onnx_ops.release.notify import send_pending, send_pending_each, send_test_message
 from onnx_ops.testing.fakes import FakeNotifier
@@ -65,12 +65,12 @@ def rolled_out(endpoint: str) -> Scene:
 
 def test_a_rollout_is_told_in_order_and_once(prefect_server: None) -> None:
     scene = rolled_out("told")
-    ports = with_events(scene.ports)
+    context = with_events(scene.context)
     for _ in range(3):
-        assert all(not told.trouble for told in send_pending_each(ports, ("told",)))
-    roll_back(scene.ports, "told", reason="wrong on sevens")
+        assert all(not deliveries.error for deliveries in send_pending_each(context, ("told",)))
+    roll_back(scene.context, "told", reason="wrong on sevens")
     scene.restart()
-    send_pending_each(with_events(scene.ports), ("told",))
+    send_pending_each(with_events(scene.context), ("told",))
     found = events("onnx-ops.endpoint.told", sequel=build_test_notification("told", at=1.0, actor="me"))
     assert [event["event"] for event in found if not event["event"].endswith("held")] == [
         "onnx-ops.rollout.finished",
@@ -94,7 +94,7 @@ def test_what_is_sent_twice_is_stored_once(prefect_server: None) -> None:
             kept.append(notification)
             super().send(notification)
 
-    send_pending(replace(scene.ports, notifiers=lambda: {NAME: Copying()}), "twice")
+    send_pending(replace(scene.context, notifiers=lambda: {NAME: Copying()}), "twice")
     for notice in kept:
         PrefectEvents().send(notice)
     found = events("onnx-ops.endpoint.twice", sequel=build_test_notification("twice", at=1.0, actor="me"))
@@ -102,8 +102,8 @@ def test_what_is_sent_twice_is_stored_once(prefect_server: None) -> None:
 
 
 def test_events_of_a_flow_run_lead_to_it(prefect_server: None) -> None:
-    ports = replace(Scene().ports, notifiers=lambda: {NAME: PrefectEvents()})
-    run = run_of(in_flow(lambda: bool(send_test_message(ports))))
+    context = replace(Scene().context, notifiers=lambda: {NAME: PrefectEvents()})
+    run = run_of(in_flow(lambda: bool(send_test_message(context))))
     (found,) = events("onnx-ops.endpoint.onnx-ops")
     assert found["event"] == "onnx-ops.test"
     assert found["related"] == [{"prefect.resource.id": f"prefect.flow-run.{run}", "prefect.resource.role": "flow-run"}]
@@ -132,7 +132,7 @@ def test_what_was_known_already_is_told_no_more() -> None:
 
 
 def test_a_run_tells_the_server(prefect_server: None) -> None:
-    tell_run(Scene().ports, PIPE, summary(UNSERVED, 1, outcomes=DONE))
+    emit_run_events(Scene().context, PIPE, summary(UNSERVED, 1, outcomes=DONE))
     kinds = frozenset({"onnx-ops.gate.failed", "onnx-ops.release.registered"})
     assert {event["event"] for event in events("onnx-ops.model.digits-mlp", kinds=kinds)} == kinds
 
@@ -150,25 +150,25 @@ def test_a_server_that_is_down_fails_nothing_and_gets_it_later(prefect_server: N
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     scene, chat = rolled_out("late"), FakeNotifier()
-    ports = replace(scene.ports, notifiers=lambda: {NAME: PrefectEvents(), "chat": chat})
+    context = replace(scene.context, notifiers=lambda: {NAME: PrefectEvents(), "chat": chat})
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        told = {one.notifier: one for one in send_pending_each(ports, ("late",))}
-        assert "takes no events" in told[NAME].trouble
-        assert [notice.what for notice in chat.received if notice.what is not NotificationKind.HELD] == [
+        deliveries = {one.notifier: one for one in send_pending_each(context, ("late",))}
+        assert "takes no events" in deliveries[NAME].error
+        assert [notice.what for notice in chat.received if notice.what is not NotificationKind.WAITING] == [
             NotificationKind.FINISHED
         ] * 2
-        tell_run(scene.ports, PIPE, summary(UNSERVED, 1, outcomes=DONE))
+        emit_run_events(scene.context, PIPE, summary(UNSERVED, 1, outcomes=DONE))
         with pytest.raises(ServiceUnavailableError, match=r"127\.0\.0\.1:9"):
             post(list(run_events(PIPE, summary(UNSERVED, 1, outcomes=DONE), 5.0)))
-    later = {one.notifier: one for one in send_pending_each(ports, ("late",))}
+    later = {one.notifier: one for one in send_pending_each(context, ("late",))}
     assert not later["chat"].sent
     assert len(later[NAME].sent) == len(chat.received) + 2, "a start and an advance beside"
 
 
 def test_without_a_server_there_is_nothing_to_tell(unset: None) -> None:
-    ports = Scene().ports
-    assert with_events(ports) is ports
-    tell_run(ports, PIPE, summary(UNSERVED, 1, outcomes=DONE))
+    context = Scene().context
+    assert with_events(context) is context
+    emit_run_events(context, PIPE, summary(UNSERVED, 1, outcomes=DONE))
     with pytest.raises(UserError, match="none is set"):
         PrefectEvents().check()
 

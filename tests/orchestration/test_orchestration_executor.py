@@ -1,4 +1,4 @@
-"""What Prefect's API tells about a run: a task run for every stage, its state, its edges, its attempts."""
+"""What Prefect's API shows of a run: a task run for every stage, its state, its edges, its attempts."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class FakeHandler:
 
 
 @dataclass
-class Seen:
-    """A finished flow run, as the server tells about it."""
+class FlowRunRecord:
+    """A finished flow run, as the server shows it."""
 
     result: RunResult
     handler: FakeHandler
@@ -106,7 +106,7 @@ def waited(condition: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def performed(handler: FakeHandler, executor: PrefectExecutor) -> Seen:
+def performed(handler: FakeHandler, executor: PrefectExecutor) -> FlowRunRecord:
     results: list[RunResult] = []
 
     def fake() -> None:
@@ -119,17 +119,17 @@ def performed(handler: FakeHandler, executor: PrefectExecutor) -> Seen:
         return len(found) == len(PLAN.stages) and all(r.state is not None and r.state.is_final() for r in found)
 
     waited(complete)
-    return Seen(result=results[0], handler=handler, runs={r.name: r for r in task_runs_of(run_of(state))})
+    return FlowRunRecord(result=results[0], handler=handler, runs={r.name: r for r in task_runs_of(run_of(state))})
 
 
 @pytest.fixture(scope="module")
-def seen(prefect_server: None) -> Seen:
+def seen(prefect_server: None) -> FlowRunRecord:
     from onnx_ops.orchestration.tasks import PrefectExecutor
 
     return performed(FakeHandler(), PrefectExecutor())
 
 
-def test_task_runs_say_kind_variant_and_target(seen: Seen) -> None:
+def test_task_runs_say_kind_variant_and_target(seen: FlowRunRecord) -> None:
     assert set(seen.runs) == {
         "data train",
         "train",
@@ -163,20 +163,20 @@ def test_task_runs_say_kind_variant_and_target(seen: Seen) -> None:
         ("promote @ cpu-1t", "COMPLETED", "Skipped", "no variant passed"),
     ],
 )
-def test_state_of_each_stage(seen: Seen, name: str, kind: str, state: str, message: str) -> None:
+def test_state_of_each_stage(seen: FlowRunRecord, name: str, kind: str, state: str, message: str) -> None:
     found = seen.runs[name].state
     assert found is not None
     assert (found.type.value, found.name) == (kind, state)
     assert message in (found.message or "")
 
 
-def test_a_failed_gate_still_has_a_result(seen: Seen) -> None:
+def test_a_failed_gate_still_has_a_result(seen: FlowRunRecord) -> None:
     assert seen.result.outcomes[f"gate/fp32@{TARGET}"].status is StageStatus.DONE
     assert seen.result.outcomes["register"].status is StageStatus.DONE
     assert set(seen.result.errors) == {"quantize/int8"}
 
 
-def test_edges_follow_the_plan_whatever_became_of_the_stages(seen: Seen) -> None:
+def test_edges_follow_the_plan_whatever_became_of_the_stages(seen: FlowRunRecord) -> None:
     from onnx_ops.orchestration.tasks import task_run_name
 
     names = {s.id: task_run_name(s) for s in PLAN.stages}
@@ -185,14 +185,14 @@ def test_edges_follow_the_plan_whatever_became_of_the_stages(seen: Seen) -> None
         assert seen.upstream(names[planned.id]) == expected
 
 
-def test_only_failures_of_the_environment_are_tried_again(seen: Seen) -> None:
+def test_only_failures_of_the_environment_are_tried_again(seen: FlowRunRecord) -> None:
     assert seen.handler.attempts["train"] == 2
     assert seen.runs["train"].run_count == 2
     assert seen.handler.attempts["quantize/int8"] == 1
     assert seen.runs["quantize int8"].run_count == 1
 
 
-def test_retries_are_visible_in_the_history_of_states(seen: Seen) -> None:
+def test_retries_are_visible_in_the_history_of_states(seen: FlowRunRecord) -> None:
     from prefect.client.orchestration import get_client
 
     with get_client(sync_client=True) as client:
@@ -201,7 +201,7 @@ def test_retries_are_visible_in_the_history_of_states(seen: Seen) -> None:
     assert names == ["Pending", "Running", "Retrying", "Completed"]
 
 
-def test_each_line_of_the_log_names_its_stage_and_stands_there_once(seen: Seen) -> None:
+def test_each_line_of_the_log_names_its_stage_and_stands_there_once(seen: FlowRunRecord) -> None:
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import LogFilter, LogFilterTaskRunId
     from prefect.client.schemas.sorting import LogSort

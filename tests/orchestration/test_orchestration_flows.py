@@ -190,11 +190,11 @@ def test_a_commit_runs_the_pipelines_that_it_touches(prefect_server: None, repos
 
 
 def test_an_endpoint_stays_behind_only_with_a_reason(prefect_server: None, repository: Path) -> None:
-    ports = open_project(repository).ports
+    context = open_project(repository).context
     config = EndpointConfig(
         endpoint="old", provider="local", model="m", target="cpu-1t", target_digest=KEY, pipeline="brought"
     )
-    bind_endpoint(ports, config, RolloutPolicy())
+    bind_endpoint(context, config, RolloutPolicy())
     served = Deployment(
         name="v1", model="m", version="1", variant="fp32", release=KEY, manifest=KEY, location=str(repository)
     )
@@ -202,7 +202,7 @@ def test_an_endpoint_stays_behind_only_with_a_reason(prefect_server: None, repos
         kind=ActionKind.FIRST, state=build_split_state(None, served, 100), roles=Roles(stable=served), why="new"
     )
     for body in (Intent(action=first, holder="h", expires_at=0.0), ActionOutcome(of=2, ok=True)):
-        Journal.open(ports, "old").append(body)
+        Journal.open(context, "old").append(body)
     (repository / "configs" / "pipelines" / "brought.yaml").write_text(f"{BROUGHT}register: {{model: m}}\n")
     np.savez(repository / "rows.npz", x=np.zeros((4, FEATURES), np.float32))
     write_perceptron(repository / "model.onnx")
@@ -265,7 +265,7 @@ def test_a_registry_that_does_not_answer_fails_the_reconciliation(down: bool, mo
     scene = serving("a")
     scene.world.registry.down = down
     monkeypatch.setattr(flows, "run_as_task", lambda kind, name, work: work())
-    dry_run = DryRun(scene.ports, lambda: read_registry(scene.ports))
+    dry_run = DryRun(scene.context, lambda: read_registry(scene.context))
     state = flows.reconcile_as_task(dry_run, "digits", "a flow run")
     assert (state.is_completed(), state.name) == (not down, "RegistryDown" if down else "Completed")
 

@@ -42,7 +42,7 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, *deeds: Callable[[], object]) -> 
 def driven(scene: Scene, limit: str = "1 d") -> State[Any]:
     from onnx_ops.orchestration import rollouts
 
-    return in_flow(lambda: rollouts.run_rollout(scene.ports, "digits", by="flow", limit=limit, interval="10 s"))
+    return in_flow(lambda: rollouts.run_rollout(scene.context, "digits", by="flow", limit=limit, interval="10 s"))
 
 
 def page_of(state: State[Any]) -> str:
@@ -117,18 +117,18 @@ def test_what_cannot_be_driven(limit: str, error: type[Exception]) -> None:
 
     scene = promoted() if error is UserError else Scene()
     with pytest.raises(error):
-        rollouts.run_rollout(scene.ports, "digits", by="flow", limit=limit, interval="10 s")
+        rollouts.run_rollout(scene.context, "digits", by="flow", limit=limit, interval="10 s")
 
 
 def test_several_are_rolled_back_each_in_a_task_run(prefect_server: None) -> None:
     from onnx_ops.orchestration.flows import aggregate_state, roll_back_endpoints
 
     scene = promoted()
-    scene.settle_some()
+    scene.reconcile_some()
 
     def story() -> State[Any]:
         names = ("digits", "nowhere")
-        states = roll_back_endpoints(scene.ports, names, to=None, reason="slow", by="me", force=False, pin=True)
+        states = roll_back_endpoints(scene.context, names, to=None, reason="slow", by="me", force=False, pin=True)
         return aggregate_state(states)
 
     state, expected = in_flow(story), {"rollback digits", "rollback nowhere"}

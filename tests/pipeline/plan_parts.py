@@ -70,8 +70,8 @@ class TableProbe:
         return self.world.get("data", "data") + type(section).__name__
 
     def origin(self, section: DataSection) -> Mapping[str, str]:
-        told = self.world.get("origin", "")
-        return {"kind": "dvc", "commit": told} if told else {}
+        origin = self.world.get("origin", "")
+        return {"kind": "dvc", "commit": origin} if origin else {}
 
     def code(self, reference: str, depends: tuple[str, ...] = ()) -> UserCode:
         digest = digest_json([reference, list(depends), self.world.get("code", "")])
@@ -84,7 +84,7 @@ class TableProbe:
         del env
         return {name: self.world.get(f"{kind}/{name}", "1.0"), "trains": str(trains)}
 
-    def settled(self, entry: Quantize) -> Quantize:
+    def inline_files(self, entry: Quantize) -> Quantize:
         return entry
 
     def is_quantizer(self, entry: Quantize) -> bool:
@@ -141,7 +141,7 @@ class CountingHandler:
 
 
 class Watching:
-    """An executor and observer that writes down what it is told."""
+    """An executor and observer that records its calls."""
 
     def __init__(self) -> None:
         self.shown: list[str] = []

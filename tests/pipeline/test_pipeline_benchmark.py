@@ -76,5 +76,5 @@ def measured(root: Path, export: str, label: Any, *judged: str) -> list[tuple[st
         dataset=Dataset(inputs=rows(len(label)), label=label),
         seed=0,
     )
-    found = _measure_metrics(scorer, root / export, stage, open_project(root).ports)
+    found = _measure_metrics(scorer, root / export, stage, open_project(root).context)
     return [(one.metric, bool(one.failed)) for one in found.scores if not one.against]

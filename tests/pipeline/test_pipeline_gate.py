@@ -36,12 +36,12 @@ STAGE = Stage(
 
 
 def record_of(world: FakeWorld, root: Path, *invariance: BatchInvariance) -> DecisionRecord:
-    ports = world.ports(root=root)
+    context = world.context(root=root)
     measured = Manifest(
-        files={"evidence.json": put_document(ports.store, make_evidence("fp32", batch_invariance=invariance))}
+        files={"evidence.json": put_document(context.store, make_evidence("fp32", batch_invariance=invariance))}
     )
-    result = execute(STAGE, digest_bytes(b"key"), {"benchmark/fp32@cpu": measured}, ports)
-    return read_envelope(ports.store.read(result["signed.json"]), DecisionRecord).record
+    result = execute(STAGE, digest_bytes(b"key"), {"benchmark/fp32@cpu": measured}, context)
+    return read_envelope(context.store.read(result["signed.json"]), DecisionRecord).record
 
 
 @pytest.mark.parametrize(
@@ -60,14 +60,14 @@ def test_requests_are_batched_only_if_invariance_was_measured_and_passed(
 
 
 def test_a_metric_that_cannot_be_read_of_stored_evidence_is_a_mistake_of_the_file(tmp_path: Path) -> None:
-    ports = FakeWorld().ports(root=tmp_path)
+    context = FakeWorld().context(root=tmp_path)
     unread = ScoreComparison(metric="accuracy", against="", n=0, failed="accuracy is of classes")
-    evidence = put_document(ports.store, make_evidence("fp32", scores=(unread,)))
+    evidence = put_document(context.store, make_evidence("fp32", scores=(unread,)))
     inputs = {"benchmark/fp32@cpu": Manifest(files={"evidence.json": evidence})}
     judged = codec.to_json((MetricGate(name="accuracy", min=0.8),))
     with pytest.raises(UserError, match="accuracy is of classes"):
-        execute(replace(STAGE, settings={**STAGE.settings, "gates": judged}), digest_bytes(b"key"), inputs, ports)
-    execute(STAGE, digest_bytes(b"key"), inputs, ports)
+        execute(replace(STAGE, settings={**STAGE.settings, "gates": judged}), digest_bytes(b"key"), inputs, context)
+    execute(STAGE, digest_bytes(b"key"), inputs, context)
 
 
 def test_what_the_target_declares_is_signed_with_the_decision(tmp_path: Path) -> None:

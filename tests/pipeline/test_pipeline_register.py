@@ -55,8 +55,8 @@ def evidence_of(variant: str) -> Evidence:
 
 def test_each_version_holds_the_report_of_the_whole_release(tmp_path: Path) -> None:
     world = FakeWorld()
-    ports = world.ports(root=tmp_path)
-    store = ports.store
+    context = world.context(root=tmp_path)
+    store = context.store
     inputs = {
         "export": Manifest(
             files={
@@ -95,7 +95,7 @@ def test_each_version_holds_the_report_of_the_whole_release(tmp_path: Path) -> N
         },
     )
     with patch.object(world.registry, "publish", wraps=world.registry.publish) as publish:
-        result = execute(stage, digest_bytes(b"key"), inputs, ports)
+        result = execute(stage, digest_bytes(b"key"), inputs, context)
     assert "cpu-1t/size_bytes" in publish.call_args.args[0].variants[0].metrics
     registration = codec.loads(store.read(result["registration.json"]), Registration)
     assert [(c.target, c.variant) for c in registration.choices] == [("cpu-1t", "fp32")]

@@ -211,7 +211,7 @@ def test_what_another_run_does_meanwhile_is_taken_and_not_done_again() -> None:
     assert result.outcomes["export"].status is StageStatus.DONE
 
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 
 
 @dataclass
@@ -238,7 +238,7 @@ class Busy(CountingHandler):
         return Manifest(files={"result": digest_json([key])})
 
 
-def told(outcomes: Mapping[str, StageOutcome]) -> dict[str, tuple[StageStatus, str, Digest | None]]:
+def ends(outcomes: Mapping[str, StageOutcome]) -> dict[str, tuple[StageStatus, str, Digest | None]]:
     return {name: (one.status, one.reason, one.key) for name, one in outcomes.items()}
 
 
@@ -246,7 +246,7 @@ def told(outcomes: Mapping[str, StageOutcome]) -> dict[str, tuple[StageStatus, s
 def test_side_by_side_the_outcomes_are_those_of_one_by_one(failing: tuple[str, ...]) -> None:
     alone, together = Busy(failing=frozenset(failing)), Busy(failing=frozenset(failing))
     one, many = go(alone), go(together, jobs=4)
-    assert told(many.outcomes) == told(one.outcomes)
+    assert ends(many.outcomes) == ends(one.outcomes)
     assert many.executed() == one.executed()
     assert set(many.errors) == set(failing)
     assert sorted(together.done) == sorted(alone.done)
@@ -271,7 +271,7 @@ def plans(draw: st.DrawFn) -> Plan:
 @given(some=plans(), jobs=st.integers(2, 5), failing=st.frozensets(st.integers(0, 11).map("s{}".format)))
 def test_any_plan_ends_as_it_would_one_by_one(some: Plan, jobs: int, failing: frozenset[str]) -> None:
     together = Busy(failing=failing)
-    assert told(go(together, some, jobs=jobs).outcomes) == told(go(Busy(failing=failing), some).outcomes)
+    assert ends(go(together, some, jobs=jobs).outcomes) == ends(go(Busy(failing=failing), some).outcomes)
     assert together.most <= jobs
 
 
@@ -281,7 +281,7 @@ def test_what_does_not_wait_for_each_other_is_at_work_at_once() -> None:
     class Meeting(Busy):
         def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
             if stage.kind is StageKind.QUANTIZE:
-                both.wait(PATIENCE_S)
+                both.wait(TIMEOUT_S)
             return super().execute(stage, key, inputs)
 
     assert not go(Meeting(), jobs=2).errors
@@ -292,7 +292,7 @@ def test_results_come_in_the_order_of_the_items_whatever_ends_first() -> None:
 
     def work(number: int) -> int:
         if number == 0:
-            assert last.wait(PATIENCE_S)
+            assert last.wait(TIMEOUT_S)
         if number == 9:
             last.set()
         return number
@@ -314,9 +314,9 @@ def test_a_piece_of_work_that_raises_stops_no_other() -> None:
     with DaemonThreadPool[None](2) as pool:
         given_work = [pool.submit(work(number)) for number in range(4)]
         with pytest.raises(ValueError, match="one"):
-            given_work[1].result(PATIENCE_S)
+            given_work[1].result(TIMEOUT_S)
         for number in (0, 2, 3):
-            given_work[number].result(PATIENCE_S)
+            given_work[number].result(TIMEOUT_S)
     assert sorted(done) == [0, 2, 3]
     with pytest.raises(ValueError, match="at least 1"):
         DaemonThreadPool[None](0)

@@ -1,4 +1,4 @@
-"""Training code is the user's: what goes wrong in it is told as such."""
+"""Training code is the user's: its failures are reported as such."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def train(root: Path, body: str, function: str = "train") -> None:
     (root / f"{module}.py").write_text(body, encoding="utf-8")
     settings: dict[str, Json] = {"run": f"{module}:{function}", "with_": {"seed": 1}, "framework": "sklearn"}
     stage = Stage(id="train", kind=StageKind.TRAIN, settings=settings)
-    ports = replace(FakeWorld().ports(root=root), exporter=lambda *_: SklearnExporter())
-    execute(stage, digest_bytes(b""), {}, ports)
+    context = replace(FakeWorld().context(root=root), exporter=lambda *_: SklearnExporter())
+    execute(stage, digest_bytes(b""), {}, context)
 
 
 @pytest.mark.parametrize(
-    ("body", "kind", "told"),
+    ("body", "kind", "expected"),
     [
         ("import nowhere_at_all\n", MissingPackageError, "pip install nowhere_at_all"),
         ("undefined\n", UserError, "NameError"),
@@ -43,7 +43,7 @@ def train(root: Path, body: str, function: str = "train") -> None:
     ],
 )
 def test_a_fault_in_user_code_is_told_in_its_own_words(
-    tmp_path: Path, body: str, kind: type[OnnxOpsError], told: str
+    tmp_path: Path, body: str, kind: type[OnnxOpsError], expected: str
 ) -> None:
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=expected):
         train(tmp_path, body)

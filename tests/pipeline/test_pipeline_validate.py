@@ -21,13 +21,16 @@ from onnx_ops.testing.fakes import FakeWorld
 
 
 def test_an_export_that_does_not_run_has_a_mismatch(tmp_path: Path) -> None:
-    ports = replace(FakeWorld().ports(root=tmp_path), runtime=lambda *_: OnnxRuntime())
+    context = replace(FakeWorld().context(root=tmp_path), runtime=lambda *_: OnnxRuntime())
     export = Manifest(
-        files={"onnx/model.onnx": ports.store.put_bytes(b"no model"), "reference.npz": put_reference(ports.store, [])}
+        files={
+            "onnx/model.onnx": context.store.put_bytes(b"no model"),
+            "reference.npz": put_reference(context.store, []),
+        }
     )
     stage = Stage(id="validate", kind=StageKind.VALIDATE, settings={})
-    result = execute(stage, digest_bytes(b"key"), {"export": export, "train": Manifest(files={})}, ports)
-    (measured,) = codec.loads(ports.store.read(result["parity.json"]), tuple[ParityMeasurement, ...])
+    result = execute(stage, digest_bytes(b"key"), {"export": export, "train": Manifest(files={})}, context)
+    (measured,) = codec.loads(context.store.read(result["parity.json"]), tuple[ParityMeasurement, ...])
     assert measured.mismatch
 
 

@@ -14,7 +14,7 @@ from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.store import ContentStore, ModelFolders
 from onnx_ops.domain.ledger import fold
 from onnx_ops.errors import OnnxOpsError
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.testing.fakes import FakeWorld
 from tests.release.release_parts import Scene, new_world
 
@@ -26,13 +26,13 @@ class DiskWorld(FakeWorld):
     """What outlives a process lies below `root`, as in a project; what a process remembers of it ends with it."""
 
     root: Path
-    alive: dict[str, Ports] = field(default_factory=dict)
+    alive: dict[str, Context] = field(default_factory=dict)
 
-    def ports(self, process: str = "process-1", root: Path | None = None) -> Ports:
+    def context(self, process: str = "process-1", root: Path | None = None) -> Context:
         if process not in self.alive:
             store = store_of(self.root)
             self.alive[process] = replace(
-                FakeWorld.ports(self, process, root or self.root),
+                FakeWorld.context(self, process, root or self.root),
                 ledger=ledger_of(self.root),
                 files=models_of(self.root),
                 open_store=lambda: store,
@@ -99,7 +99,7 @@ def damage(root: Path) -> list[str]:
                 found.append(f"the snapshot of {endpoint} says something else than its entries")
         except OnnxOpsError as error:
             found.append(str(error))
-    folders = [one.digest for one in models.kept() if one.digest is not None]
+    folders = [one.digest for one in models.list_folders() if one.digest is not None]
     found += [f"model folder {digest} is damaged" for digest in folders if models.location(digest) is None]
     for one in store.contents():
         try:

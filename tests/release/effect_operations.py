@@ -45,20 +45,20 @@ def synthetic() -> Iterator[None]:
 
 def project_of(scene: Scene) -> Project:
     """A process's view of the scene's project: the files are real, the services those of the scene."""
-    project, ports = open_project(scene.ports.root), scene.ports
+    project, context = open_project(scene.context.root), scene.context
     return replace(
         project,
-        ports=replace(
-            project.ports,
-            ledger=ports.ledger,
-            files=ports.files,
-            registry=ports.registry,
-            provider=ports.provider,
-            metrics=ports.metrics,
-            clock=ports.clock,
-            host=ports.host,
-            verifier=ports.verifier,
-            signer=ports.signer,
+        context=replace(
+            project.context,
+            ledger=context.ledger,
+            files=context.files,
+            registry=context.registry,
+            provider=context.provider,
+            metrics=context.metrics,
+            clock=context.clock,
+            host=context.host,
+            verifier=context.verifier,
+            signer=context.signer,
         ),
     )
 
@@ -72,16 +72,16 @@ def run(scene: Scene, until: StageKind | None = None) -> tuple[str, ...]:
     result = execute(project, prepared)
     for error in result.errors.values():
         raise error
-    summary = summarize(prepared.pipeline, result, project.ports)
+    summary = summarize(prepared.pipeline, result, project.context)
     assert summary.exit_code == 0, summary
     return summary.executed
 
 
 def pipeline() -> Scene:
-    """A project with a pipeline that nobody has run."""
+    """A project with a pipeline that was never run."""
     scene = Scene()
     helper = importlib.import_module("synthetic_project")
-    (file,) = helper.write_project(scene.ports.root, pipelines=1, variants=2, targets=1)
+    (file,) = helper.write_project(scene.context.root, pipelines=1, variants=2, targets=1)
     text = file.read_text().replace("  - {kind: latency, max_regression: 5%}\n", "")
     file.write_text(text + _RELEASE)
     return scene
@@ -100,16 +100,16 @@ def end_of_run(scene: Scene) -> Mapping[str, Any]:
     return {**comparable_end(scene), "versions": sorted(versions), "executed": run(scene)}
 
 
-def settle_bound(scene: Scene) -> None:
-    for name in list_bound_endpoints(scene.ports):
-        reconcile_until_stable(scene.ports, name)
+def reconcile_bound(scene: Scene) -> None:
+    for name in list_bound_endpoints(scene.context):
+        reconcile_until_stable(scene.context, name)
 
 
 def end_of_deletion(scene: Scene) -> Mapping[str, Any]:
     bodies = [entry.body for entry in scene.world.ledger.read("digits")]
     ended = sum(isinstance(body, EndpointDeleted) and body.done for body in bodies)
     return {
-        "bound": list_bound_endpoints(scene.ports),
+        "bound": list_bound_endpoints(scene.context),
         "traffic": scene.traffic(),
         "ended": ended,
         "aliases": scene.aliases(),
@@ -117,14 +117,14 @@ def end_of_deletion(scene: Scene) -> Mapping[str, Any]:
 
 
 def full_house() -> Scene:
-    """Version 1 to 5, of which 3 serves and 2 is the one before; and a store with something that nobody needs."""
+    """Version 1 to 5, of which 3 serves and 2 is the one before; and a store with an unreferenced object."""
     scene = serving("a", "b", "c")
-    store = scene.ports.store
+    store = scene.context.store
     used = store.put_bytes(b"used")
     store.record(digest_bytes(b"key"), Manifest(files={"file": used}))
     store.put_bytes(b"unused")
     store.put_bytes(b"unused as well")
-    now = (scene.ports.root / ".onnx-ops").stat().st_mtime
+    now = (scene.context.root / ".onnx-ops").stat().st_mtime
     scene.world.clock.advance(now - scene.world.clock.now())
     scene.publish("d")
     scene.publish("e")
@@ -133,19 +133,19 @@ def full_house() -> Scene:
 
 
 def prune_all(scene: Scene) -> None:
-    prune(scene.ports, plan_pruning(scene.ports, [MODEL], keep=1, older_than_s=MONTH))
+    prune(scene.context, plan_pruning(scene.context, [MODEL], keep=1, older_than_s=MONTH))
 
 
 def end_of_pruning(scene: Scene) -> Mapping[str, Any]:
-    ports = scene.ports
+    context = scene.context
     kept = {
         "versions": [one.version for one in scene.world.registry.versions(MODEL)],
-        "folders": sorted(one.name for one in ports.files.kept()),
-        "contents": sorted(one.name for one in ports.store.contents() if one.digest is not None),
-        "result": ports.store.lookup(digest_bytes(b"key")),
+        "folders": sorted(one.name for one in context.files.list_folders()),
+        "contents": sorted(one.name for one in context.store.contents() if one.digest is not None),
+        "result": context.store.lookup(digest_bytes(b"key")),
     }
     scene.roll_back()
-    scene.settle()
+    scene.reconcile()
     return {**kept, **comparable_end(scene)}
 
 
@@ -153,13 +153,13 @@ OPERATIONS: Mapping[str, Operation] = {
     **{name: Operation(one.setup, one.act, one.done) for name, one in SCENARIOS.items()},
     "delete": Operation(
         setup=lambda: serving("a", "b"),
-        act=lambda scene: delete_endpoint(scene.ports, "digits", reason="over"),
+        act=lambda scene: delete_endpoint(scene.context, "digits", reason="over"),
         done=lambda scene: scene.state().config is None,
-        follow=settle_bound,
+        follow=reconcile_bound,
         end=end_of_deletion,
-        troubles=_ALL,
+        kinds=_ALL,
     ),
-    "prune": Operation(setup=full_house, act=prune_all, follow=prune_all, end=end_of_pruning, troubles=_ALL),
-    "release": Operation(setup=judged, act=run, end=end_of_run, troubles=_ALL),
+    "prune": Operation(setup=full_house, act=prune_all, follow=prune_all, end=end_of_pruning, kinds=_ALL),
+    "release": Operation(setup=judged, act=run, end=end_of_run, kinds=_ALL),
     "run": Operation(setup=pipeline, act=run, end=end_of_run),
 }

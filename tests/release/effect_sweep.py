@@ -23,13 +23,13 @@ from tests.release.release_parts import Scene
 from tests.release.release_scenes import end_of
 from tests.support.faults import Faults, Killed
 
-Trouble = Literal["kill -9", "ENOSPC", "EACCES", "kill -9 at a call", "lost"]
+FaultKind = Literal["kill -9", "ENOSPC", "EACCES", "kill -9 at a call", "lost"]
 """The first three happen to a call of the system that changes a file, the others to a call of a port."""
 
-OF_FILES: tuple[Trouble, ...] = ("kill -9", "ENOSPC", "EACCES")
-OF_CALLS: tuple[Trouble, ...] = ("kill -9 at a call", "lost")
+OF_FILES: tuple[FaultKind, ...] = ("kill -9", "ENOSPC", "EACCES")
+OF_CALLS: tuple[FaultKind, ...] = ("kill -9 at a call", "lost")
 
-Point = tuple[Trouble, int]
+Point = tuple[FaultKind, int]
 
 
 def comparable_end(scene: Scene) -> dict[str, Any]:
@@ -56,14 +56,14 @@ def _to_show(scene: Scene) -> Iterator[LedgerEntry]:
 @dataclass(frozen=True)
 class Operation:
     """`act` is disturbed; then again, if a person sees that it is not `done`. `follow` is what comes afterwards, and
-    `end` tells all that must be as if nothing had happened."""
+    `end` returns all that must be as if nothing had happened."""
 
     setup: Callable[[], Scene]
     act: Callable[[Scene], object]
     done: Callable[[Scene], bool] = lambda scene: False
-    follow: Callable[[Scene], object] = Scene.settle_all
+    follow: Callable[[Scene], object] = Scene.reconcile_all
     end: Callable[[Scene], Mapping[str, Any]] = comparable_end
-    troubles: tuple[Trouble, ...] = OF_FILES
+    kinds: tuple[FaultKind, ...] = OF_FILES
 
 
 @dataclass
@@ -80,11 +80,11 @@ def sweep_effects(
     """Disturb the chosen ones of all points of an operation whose files lie below `root`."""
     copies = disk_copies_of(operation.setup, root)
     points: list[Point] = []
-    for troubles in (OF_FILES, OF_CALLS):
+    for kinds in (OF_FILES, OF_CALLS):
         counted, scene = Faults(), copies()
-        with _disturbed(scene, root, counted, troubles[0]):
+        with _disturbed(scene, root, counted, kinds[0]):
             operation.act(scene)
-        points += [(one, at) for one in troubles if one in operation.troubles for at in range(counted.moments)]
+        points += [(one, at) for one in kinds if one in operation.kinds for at in range(counted.moments)]
     whole = copies()
     operation.act(whole)
     operation.follow(whole)
@@ -97,28 +97,28 @@ def sweep_effects(
     return tally
 
 
-def _disturbed(scene: Scene, root: Path, faults: Faults, trouble: Trouble) -> AbstractContextManager[None]:
-    if trouble in OF_FILES:
+def _disturbed(scene: Scene, root: Path, faults: Faults, kind: FaultKind) -> AbstractContextManager[None]:
+    if kind in OF_FILES:
         return faults.in_folder(root)
     scene.faults = faults
     return nullcontext()
 
 
-def _faults(trouble: Trouble, moment: int) -> Faults:
-    if trouble.startswith("kill"):
+def _faults(kind: FaultKind, moment: int) -> Faults:
+    if kind.startswith("kill"):
         return Faults(at=moment)
-    if trouble == "lost":
+    if kind == "lost":
         return Faults(at=moment, error=ServiceUnavailableError("injected"))
-    number = getattr(errno, trouble)
+    number = getattr(errno, kind)
     return Faults(at=moment, error=OSError(number, os.strerror(number)))
 
 
 def _try(operation: Operation, scene: Scene, root: Path, point: Point, expected: Mapping[str, Any]) -> list[str]:
-    """Whoever meets an error has ended; but one that meets a closed folder lives on until its lease has run out."""
-    trouble, moment = point
+    """A process that meets an error has ended; one that meets a closed folder lives until its lease has expired."""
+    kind, moment = point
     repeat = True
     try:
-        with _disturbed(scene, root, _faults(trouble, moment), trouble):
+        with _disturbed(scene, root, _faults(kind, moment), kind):
             operation.act(scene)
             repeat = False
     except StillPendingError:
@@ -131,7 +131,7 @@ def _try(operation: Operation, scene: Scene, root: Path, point: Point, expected:
     except Exception as error:
         return [f"a traceback: {error!r}"]
     scene.faults = None
-    if trouble == "EACCES":
+    if kind == "EACCES":
         scene.world.clock.advance(LEASE_S + 1)
     else:
         scene.restart()

@@ -20,7 +20,7 @@ from onnx_ops.domain.ledger import ActionOutcome, Intent, LedgerEntry, ReleaseSt
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord, VersionRecord
 from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.domain.rollout_policy import RolloutPolicy
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.promote import PromotionResult, bind_endpoint, promote
 from onnx_ops.release.reconcile import StepReport, reconcile_until_stable
 from onnx_ops.release.rollback import RollbackResult, roll_back_each, send_command
@@ -86,9 +86,9 @@ def make_world() -> FakeWorld:
     return new_world.get()()
 
 
-def roll_back(ports: Ports, endpoint: str, **options: Any) -> RollbackResult:
+def roll_back(context: Context, endpoint: str, **options: Any) -> RollbackResult:
     """What the command does with one endpoint, however slow the machine is."""
-    results, errors = roll_back_each(ports, (endpoint,), timeout_s=60.0, **options)
+    results, errors = roll_back_each(context, (endpoint,), timeout_s=60.0, **options)
     for error in errors.values():
         raise error
     return results[endpoint]
@@ -110,9 +110,9 @@ class Scene:
         return f"process-{self.processes}"
 
     @property
-    def ports(self) -> Ports:
-        ports = self.world.ports(self.process)
-        return ports if self.faults is None else self.faults.around(ports)
+    def context(self) -> Context:
+        context = self.world.context(self.process)
+        return context if self.faults is None else self.faults.around(context)
 
     def restart(self) -> None:
         self.world.dead.add(self.process)
@@ -139,44 +139,44 @@ class Scene:
         return self.world.registry.version(MODEL, version)
 
     def bind(self, endpoint: str = "digits", policy: RolloutPolicy = AT_ONCE) -> None:
-        bind_endpoint(self.ports, config_of(endpoint), policy)
+        bind_endpoint(self.context, config_of(endpoint), policy)
 
     def promote(self, version: str, *, override: bool = False, reason: str = "", actor: str = "") -> PromotionResult:
-        return promote(self.ports, MODEL, version, TARGET, override=override, reason=reason, actor=actor)
+        return promote(self.context, MODEL, version, TARGET, override=override, reason=reason, actor=actor)
 
-    def settle(self, endpoint: str = "digits") -> list[StepReport]:
-        reports = reconcile_until_stable(self.ports, endpoint)
+    def reconcile(self, endpoint: str = "digits") -> list[StepReport]:
+        reports = reconcile_until_stable(self.context, endpoint)
         assert reports[-1].stable, reports
         return reports
 
-    def settle_some(self, endpoint: str = "digits") -> None:
+    def reconcile_some(self, endpoint: str = "digits") -> None:
         """As far as it goes without a word of an operator."""
-        reconcile_until_stable(self.ports, endpoint)
+        reconcile_until_stable(self.context, endpoint)
 
-    def settle_all(self) -> None:
+    def reconcile_all(self) -> None:
         """Twice around, since an endpoint may owe aliases until the others have followed."""
         names = [name for name in self.world.ledger.endpoints() if "@" not in name]
         for name in (*names, *names):
-            self.settle(name)
+            self.reconcile(name)
 
     def serve(self, version: str, endpoint: str = "digits") -> None:
         """Promote a version and let the endpoint follow, whatever steps that takes."""
         self.promote(version)
-        self.settle(endpoint)
+        self.reconcile(endpoint)
         while self.state(endpoint).roles.candidate is not None:
             self.say(OperatorCommand.ADVANCE, endpoint)
-            self.settle(endpoint)
+            self.reconcile(endpoint)
         assert self.traffic(endpoint)[f"v{version}"] == 100
 
     def say(self, word: OperatorCommand, endpoint: str = "digits") -> None:
-        send_command(self.ports, endpoint, word)
+        send_command(self.context, endpoint, word)
 
     def abort(self, endpoint: str = "digits") -> RollbackResult:
         """What an operator does who takes a candidate back."""
-        return roll_back(self.ports, endpoint, reason="aborted by an operator", candidate_only=True)
+        return roll_back(self.context, endpoint, reason="aborted by an operator", candidate_only=True)
 
     def roll_back(self, endpoint: str = "digits", *, to: str | None = None, force: bool = False) -> RollbackResult:
-        return roll_back(self.ports, endpoint, to=to, reason="it is slow", force=force)
+        return roll_back(self.context, endpoint, to=to, reason="it is slow", force=force)
 
     def give_override(self, version: str, reason: str, *, by: str = "alice", signer: FakeSigner | None = None) -> None:
         """What the registry's own server writes when a person who may override sets the tag."""

@@ -15,7 +15,7 @@ from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.domain.rollout_policy import DAY, Guardrail, RolloutPolicy
 from onnx_ops.errors import ConflictError
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.testing.endpoints import scaling_deployment
 from onnx_ops.testing.fakes import FakeWorld
 from tests.release.release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, Scene, effects, publish_file
@@ -69,19 +69,19 @@ def interrupted(scene: Scene, call: Callable[[], object], *, reaches: bool = Fal
             call()
 
 
-def refused_while_at_work(scene: Scene, call: Callable[[Ports], object]) -> None:
+def refused_while_at_work(scene: Scene, call: Callable[[Context], object]) -> None:
     """A second process does something while the first is at an effect on the endpoint, in which it is then killed."""
 
     def interfere(*_: object, **__: object) -> None:
         with pytest.raises(ConflictError, match="changing this endpoint"):
-            call(scene.world.ports("process-2"))
+            call(scene.world.context("process-2"))
         raise KeyboardInterrupt
 
     scene.promote(scene.publish("c"))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(scene.world.provider, "apply", interfere)
         with pytest.raises(KeyboardInterrupt):
-            scene.settle()
+            scene.reconcile()
     scene.restart()
 
 
@@ -98,10 +98,10 @@ def on_trial(*words: OperatorCommand) -> Scene:
     scene = serving("a", "b")
     scene.bind(policy=CANARY)
     scene.promote(scene.publish("c"))
-    scene.settle()
+    scene.reconcile()
     for word in words:
         scene.say(word)
-        scene.settle()
+        scene.reconcile()
     return scene
 
 
@@ -116,9 +116,9 @@ def pair() -> Scene:
     scene.bind("digits-a")
     scene.bind("digits-b")
     scene.promote(scene.publish("a"))
-    scene.settle_all()
+    scene.reconcile_all()
     scene.promote(scene.publish("b"))
-    scene.settle("digits-a")
+    scene.reconcile("digits-a")
     return scene
 
 
@@ -163,7 +163,7 @@ def moved_by_hand() -> Scene:
 def begun(policy: RolloutPolicy = GUARDED) -> Scene:
     """Version 1 serves, version 2 has just begun its rollout."""
     scene = asked_for(policy)
-    scene.settle()
+    scene.reconcile()
     return scene
 
 
@@ -172,13 +172,13 @@ def asked_for(policy: RolloutPolicy = GUARDED) -> Scene:
     scene = Scene()
     scene.bind(policy=policy)
     scene.promote(scene.publish("a"))
-    scene.settle()
+    scene.reconcile()
     scene.promote(scene.publish("b"))
     return scene
 
 
 def counted_out(bad: bool) -> Scene:
-    """Enough was counted to decide about version 2, and nobody has looked yet."""
+    """Enough was counted to decide about version 2, and it was not evaluated yet."""
     scene = begun()
     counted = scene.world.provider.counted
     counted.count("v1", requests=9000, errors=9, over_p50=4500, over_p99=90)

@@ -24,7 +24,7 @@ def here(**settings: str | int) -> EndpointConfig:
 @pytest.fixture
 def scene() -> Scene:
     scene = Scene()
-    bind_endpoint(scene.ports, here(), AT_ONCE)
+    bind_endpoint(scene.context, here(), AT_ONCE)
     for seed in ("a", "b"):
         scene.serve(scene.publish(seed))
     return scene
@@ -35,22 +35,22 @@ def test_endpoint_that_moves_is_refused_and_left_behind_with_a_reason(
     scene: Scene, moved: dict[str, object], golden: Golden
 ) -> None:
     config, before = replace(here(), **moved), scene.world.ledger.read("digits")  # type: ignore[arg-type]
-    with pytest.raises(RefusedError) as told:
-        bind_endpoint(scene.ports, config, AT_ONCE)
-    golden("errors", str(told.value))
+    with pytest.raises(RefusedError) as caught:
+        bind_endpoint(scene.context, config, AT_ONCE)
+    golden("errors", str(caught.value))
     assert scene.world.ledger.read("digits") == before
     scene.roll_back()
-    scene.settle()
+    scene.reconcile()
     rejected = scene.state().rejected
     assert rejected
-    assert bind_endpoint(scene.ports, config, AT_ONCE, abandon="the contract ended")
+    assert bind_endpoint(scene.context, config, AT_ONCE, abandon="the contract ended")
     entry, _ = scene.world.ledger.read("digits")[-2:]
     assert entry.body == EndpointAbandoned(reason="the contract ended", place="digits in a")
     assert scene.state().config == config
-    assert [report.did for report in scene.settle()] == ["first-deployment", "wrote aliases", ""]
+    assert [report.did for report in scene.reconcile()] == ["first-deployment", "wrote aliases", ""]
     assert scene.traffic() == {"v1": 100}
     assert scene.state().rejected == rejected
-    lines, _ = read_history(scene.ports, HistoryFilter(endpoints=("digits",)))
+    lines, _ = read_history(scene.context, HistoryFilter(endpoints=("digits",)))
     assert "abandoned: digits in a" in [line.what for line in lines]
 
 
@@ -58,30 +58,30 @@ def test_endpoint_that_the_file_names_no_longer_is_refused_and_unbound_with_a_re
     configs = [replace(here(), endpoint="numbers")]
     pipeline = here().pipeline
     with pytest.raises(RefusedError, match="digits would be left behind"):
-        require_no_orphans(scene.ports, pipeline, configs)
-    require_no_orphans(scene.ports, "another", configs)
-    require_no_orphans(scene.ports, pipeline, [*configs, here()])
-    require_no_orphans(scene.ports, pipeline, configs, abandon="renamed")
-    assert abandon_dropped(scene.ports, pipeline, configs, reason="renamed") == ("digits",)
-    assert list_bound_endpoints(scene.ports) == ()
+        require_no_orphans(scene.context, pipeline, configs)
+    require_no_orphans(scene.context, "another", configs)
+    require_no_orphans(scene.context, pipeline, [*configs, here()])
+    require_no_orphans(scene.context, pipeline, configs, abandon="renamed")
+    assert abandon_dropped(scene.context, pipeline, configs, reason="renamed") == ("digits",)
+    assert list_bound_endpoints(scene.context) == ()
     assert scene.traffic() == {"v2": 100, "v1": 0}
-    require_no_orphans(scene.ports, pipeline, configs)
+    require_no_orphans(scene.context, pipeline, configs)
 
 
 def test_what_serves_nothing_yet_or_is_being_deleted_is_no_orphan(scene: Scene) -> None:
-    bind_endpoint(scene.ports, replace(here(), endpoint="empty"), AT_ONCE)
-    assert bind_endpoint(scene.ports, replace(here(region="b"), endpoint="empty"), AT_ONCE)
-    require_no_orphans(scene.ports, here().pipeline, [here()])
+    bind_endpoint(scene.context, replace(here(), endpoint="empty"), AT_ONCE)
+    assert bind_endpoint(scene.context, replace(here(region="b"), endpoint="empty"), AT_ONCE)
+    require_no_orphans(scene.context, here().pipeline, [here()])
 
 
 def test_setting_that_an_existing_endpoint_keeps_is_refused_whatever_may_be_left_behind(scene: Scene) -> None:
     with pytest.raises(UserError, match="auth"):
-        bind_endpoint(scene.ports, here(auth="token"), AT_ONCE, abandon="never mind")
+        bind_endpoint(scene.context, here(auth="token"), AT_ONCE, abandon="never mind")
     with pytest.raises(UserError, match="auth"):
-        require_no_orphans(scene.ports, here().pipeline, [here(auth="token")])
-    assert bind_endpoint(scene.ports, here(instance_count=2), AT_ONCE)
+        require_no_orphans(scene.context, here().pipeline, [here(auth="token")])
+    assert bind_endpoint(scene.context, here(instance_count=2), AT_ONCE)
 
 
 def test_endpoint_that_somebody_changes_is_not_left(scene: Scene) -> None:
-    refused_while_at_work(scene, lambda ports: bind_endpoint(ports, here(region="b"), AT_ONCE, abandon="it moves"))
-    assert bind_endpoint(scene.ports, here(region="b"), AT_ONCE, abandon="it moves")
+    refused_while_at_work(scene, lambda context: bind_endpoint(context, here(region="b"), AT_ONCE, abandon="it moves"))
+    assert bind_endpoint(scene.context, here(region="b"), AT_ONCE, abandon="it moves")

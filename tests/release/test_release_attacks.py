@@ -43,7 +43,7 @@ from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Roles, plan_rollback
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import OnnxOpsError, RefusedError
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.serving.inference.integrity import TrustPolicy, verify_files
@@ -88,7 +88,7 @@ class Site:
     root: Path
     real: bool = False
     world: FakeWorld = field(default_factory=FakeWorld)
-    told: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.config = EndpointConfig(
@@ -103,15 +103,15 @@ class Site:
             pem = f"-----BEGIN PUBLIC KEY-----\n{der}\n-----END PUBLIC KEY-----\n"
             (keys / "signing.pub.pem").write_text(pem)
         self.publish(1)
-        bind_endpoint(self.ports, self.config, RolloutPolicy())
-        promote(self.ports, MODEL, "1", TARGET)
-        reconcile_until_stable(self.ports, ENDPOINT)
+        bind_endpoint(self.context, self.config, RolloutPolicy())
+        promote(self.context, MODEL, "1", TARGET)
+        reconcile_until_stable(self.context, ENDPOINT)
         self.before = len(self.ledger().read(ENDPOINT))
         self.publish(2, Verdict.FAIL)
-        promote(self.ports, MODEL, "2", TARGET, override=True, reason="sure")
-        reconcile_until_stable(self.ports, ENDPOINT)
-        roll_back(self.ports, ENDPOINT, reason="it is slow")
-        reconcile_until_stable(self.ports, ENDPOINT)
+        promote(self.context, MODEL, "2", TARGET, override=True, reason="sure")
+        reconcile_until_stable(self.context, ENDPOINT)
+        roll_back(self.context, ENDPOINT, reason="it is slow")
+        reconcile_until_stable(self.context, ENDPOINT)
         self.publish(3, Verdict.FAIL)
         self.publish(4, target=GPU)
         self.publish(1, model=OTHER, scale=9.0)
@@ -122,14 +122,14 @@ class Site:
         return ObjectLedger(LocalObjects(self.root / "ledger"))
 
     @property
-    def ports(self) -> Ports:
+    def context(self) -> Context:
         """Those of a process that has just started."""
-        ports = replace(
-            replace(self.world, ledger=self.ledger()).ports(root=self.root),
+        context = replace(
+            replace(self.world, ledger=self.ledger()).context(root=self.root),
             files=ModelFolders(self.root / "models"),
             clock=SystemClock(),
         )
-        return replace(ports, provider=lambda _: self.local if self.real else self.fake)
+        return replace(context, provider=lambda _: self.local if self.real else self.fake)
 
     def publish(
         self,
@@ -190,18 +190,18 @@ class Site:
         return replace(known, name=f"v{version}", **{**about, **there, **changes})
 
     def drive(self) -> None:
-        """Everything that somebody who suspects nothing does next."""
+        """Everything that an unsuspecting operator does next."""
         for act in (
-            lambda: self.told.extend(r.why for r in reconcile_until_stable(self.ports, ENDPOINT)),
-            lambda: promote(self.ports, MODEL, "3", TARGET),
-            lambda: self.told.extend(r.why for r in reconcile_until_stable(self.ports, ENDPOINT)),
-            lambda: roll_back(self.ports, ENDPOINT, reason="what is this?"),
-            lambda: self.told.extend(r.why for r in reconcile_until_stable(self.ports, ENDPOINT)),
+            lambda: self.messages.extend(r.why for r in reconcile_until_stable(self.context, ENDPOINT)),
+            lambda: promote(self.context, MODEL, "3", TARGET),
+            lambda: self.messages.extend(r.why for r in reconcile_until_stable(self.context, ENDPOINT)),
+            lambda: roll_back(self.context, ENDPOINT, reason="what is this?"),
+            lambda: self.messages.extend(r.why for r in reconcile_until_stable(self.context, ENDPOINT)),
         ):
             try:
                 act()
             except OnnxOpsError as error:
-                self.told.append(str(error))
+                self.messages.append(str(error))
 
     def serving(self) -> dict[str, int]:
         provider = self.local if self.real else self.fake
@@ -498,7 +498,7 @@ def test_who_has_no_key_gets_nothing_loaded(attack: Callable[[Site], None], tmp_
     site.drive()
     assert set(site.fake.loaded) <= files
     assert site.held() <= approved
-    assert any(re.search(ATTACKS[attack], told) for told in site.told), site.told
+    assert any(re.search(ATTACKS[attack], messages) for messages in site.messages), site.messages
 
 
 @pytest.mark.nightly
@@ -510,7 +510,7 @@ def test_nor_does_a_real_server_load_it(attack: Callable[[Site], None], tmp_path
         attack(site)
         site.drive()
         assert site.held() <= approved
-        assert any(re.search(ATTACKS[attack], told) for told in site.told), site.told
+        assert any(re.search(ATTACKS[attack], messages) for messages in site.messages), site.messages
     finally:
         site.local.stop(site.config)
 
@@ -526,5 +526,5 @@ def test_an_entry_of_the_ledger_that_nobody_approved_never_reaches_the_provider(
     )
     scene.world.ledger.append(entry)
     with pytest.raises(RefusedError, match="no signed decision names its files"):
-        reconcile_until_stable(scene.ports, ENDPOINT)
+        reconcile_until_stable(scene.context, ENDPOINT)
     assert scene.traffic() == {"v1": 100}

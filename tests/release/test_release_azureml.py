@@ -14,7 +14,7 @@ from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.store import ModelFolders
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout import OperatorCommand
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.release.prune import delete_orphans, find_orphans
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
@@ -42,13 +42,13 @@ class Azure(Scene):
             pipeline="p",
             settings=cloud.settings,
         )
-        bind_endpoint(self.ports, self.config, CANARY)
+        bind_endpoint(self.context, self.config, CANARY)
 
     @property
-    def ports(self) -> Ports:
+    def context(self) -> Context:
         kept = ModelFolders(self.folder / "kept")
         source = self.azure.metrics()
-        return replace(super().ports, provider=lambda _: self.azure, metrics=lambda _: source, files=kept)
+        return replace(super().context, provider=lambda _: self.azure, metrics=lambda _: source, files=kept)
 
     def release(self, factor: float) -> str:
         """A version that multiplies."""
@@ -82,21 +82,21 @@ def scene(tmp_path: Path) -> Iterator[Azure]:
 def test_from_an_empty_workspace_to_a_canary_and_back(scene: Azure) -> None:
     first, second = scene.release(2.0), scene.release(3.0)
     scene.promote(first)
-    scene.settle()
+    scene.reconcile()
     assert scene.answers(10) == {2.0: 10}
     scene.promote(second)
-    scene.settle()
+    scene.reconcile()
     assert scene.answers() == {2.0: 90, 3.0: 10}
     scene.say(OperatorCommand.ADVANCE)
-    scene.settle()
+    scene.reconcile()
     assert scene.answers() == {2.0: 50, 3.0: 50}
     scene.say(OperatorCommand.ADVANCE)
-    scene.settle()
+    scene.reconcile()
     assert scene.answers(10) == {3.0: 10}
     assert scene.aliases()[f"champion-{TARGET}"] == second
     third = scene.release(5.0)
     scene.promote(third)
-    scene.settle()
+    scene.reconcile()
     assert scene.answers()[5.0] == 10
     scene.roll_back()
     assert scene.answers(10) == {3.0: 10}
@@ -110,7 +110,7 @@ def test_from_an_empty_workspace_to_a_canary_and_back(scene: Azure) -> None:
 def test_orphans_of_a_driver_that_died_are_found_and_removed(scene: Azure) -> None:
     first, second = scene.release(2.0), scene.release(3.0)
     scene.promote(first)
-    scene.settle()
+    scene.reconcile()
     stray = scaling_deployment(scene.folder / "stray", name="stray", version="9", scale=9.0)
     served = scene.azure.observe(scene.config)
     assert served is not None
@@ -118,10 +118,10 @@ def test_orphans_of_a_driver_that_died_are_found_and_removed(scene: Azure) -> No
     other = AzureEndpoints(scene.folder / "another-machine", policy=POLICY)
     other.apply(scene.config, state_of(*served.deployments, stray, v1=100, stray=0), generation=generation + 1)
     scene.promote(second)
-    scene.settle()
-    found = find_orphans(scene.ports, ["digits"])
+    scene.reconcile()
+    found = find_orphans(scene.context, ["digits"])
     assert found.silent == ()
     assert [one.leftover.kind for one in found.orphans] == ["model"]
-    delete_orphans(scene.ports, found.orphans)
-    assert find_orphans(scene.ports, ["digits"]).orphans == ()
+    delete_orphans(scene.context, found.orphans)
+    assert find_orphans(scene.context, ["digits"]).orphans == ()
     assert scene.answers() == {2.0: 90, 3.0: 10}

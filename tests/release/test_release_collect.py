@@ -17,7 +17,7 @@ from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_by
 from onnx_ops.domain.ledger import LedgerEntry, ThresholdsFixed
 from onnx_ops.domain.rollout_policy import DAY
 from onnx_ops.errors import ServiceUnavailableError
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.prune import (
     delete_unreferenced,
     find_digests,
@@ -32,58 +32,58 @@ MONTH = 30 * DAY
 
 
 @pytest.fixture(params=["folder", "objects"])
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Scene, Ports]:
-    """An endpoint that serves, and ports whose clock is that of the machine: it tells the age of what is stored."""
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Scene, Context]:
+    """An endpoint that serves, and a context with the machine's clock, by which the age of objects is computed."""
     scene = Scene()
     (tmp_path / "now").touch()
     scene.world.clock.advance((tmp_path / "now").stat().st_mtime - scene.world.clock.now())
     scene.bind()
     scene.serve(scene.publish("a"))
     local = ContentStore(LocalObjects(tmp_path / "store"), tmp_path)
-    ports = scene.world.ports(root=tmp_path)
-    return scene, replace(ports, open_store=lambda: local) if request.param == "folder" else ports
+    context = scene.world.context(root=tmp_path)
+    return scene, replace(context, open_store=lambda: local) if request.param == "folder" else context
 
 
-def test_what_nothing_names_goes_and_only_when_it_is_told_to(world: tuple[Scene, Ports]) -> None:
-    scene, ports = world
-    used, unused = ports.store.put_bytes(b"used"), ports.store.put_bytes(b"unused")
+def test_what_nothing_names_goes_and_only_when_it_is_told_to(world: tuple[Scene, Context]) -> None:
+    scene, context = world
+    used, unused = context.store.put_bytes(b"used"), context.store.put_bytes(b"unused")
     key = digest_bytes(b"key")
-    ports.store.record(key, Manifest(files={"file": used}))
+    context.store.record(key, Manifest(files={"file": used}))
     scene.world.clock.advance(MONTH + 60)
-    found = find_unreferenced(ports, older_than_s=MONTH)
+    found = find_unreferenced(context, older_than_s=MONTH)
     assert [one.digest for one in found] == [unused]
-    assert ports.store.read(unused) == b"unused"
-    assert delete_unreferenced(ports, found) == found
-    assert find_unreferenced(ports, older_than_s=MONTH) == ()
-    assert ports.store.lookup(key) == Manifest(files={"file": used})
+    assert context.store.read(unused) == b"unused"
+    assert delete_unreferenced(context, found) == found
+    assert find_unreferenced(context, older_than_s=MONTH) == ()
+    assert context.store.lookup(key) == Manifest(files={"file": used})
 
 
-def test_what_is_young_stays_whatever_is_asked_for(world: tuple[Scene, Ports]) -> None:
+def test_what_is_young_stays_whatever_is_asked_for(world: tuple[Scene, Context]) -> None:
     """A run puts its files, and records them afterwards."""
-    scene, ports = world
-    ports.store.put_bytes(b"of a run")
+    scene, context = world
+    context.store.put_bytes(b"of a run")
     scene.world.clock.advance(DAY - 3600)
-    assert find_unreferenced(ports, older_than_s=0) == ()
+    assert find_unreferenced(context, older_than_s=0) == ()
     scene.world.clock.advance(2 * 3600)
-    assert len(find_unreferenced(ports, older_than_s=0)) == 1
-    assert find_unreferenced(ports, older_than_s=MONTH) == ()
+    assert len(find_unreferenced(context, older_than_s=0)) == 1
+    assert find_unreferenced(context, older_than_s=MONTH) == ()
 
 
-def test_what_is_named_by_what_is_needed_stays(world: tuple[Scene, Ports]) -> None:
-    scene, ports = world
-    put = ports.store.put_bytes
+def test_what_is_named_by_what_is_needed_stays(world: tuple[Scene, Context]) -> None:
+    scene, context = world
+    put = context.store.put_bytes
     samples, weights = put(b"samples"), put(b"weights")
     evidence = put(canonical_json({"raw": samples}))
     request = put(canonical_json({"inputs": {"export": {"model.onnx": weights}, "seen": [evidence]}}))
-    ports.store.record(digest_bytes(b"key"), Manifest(files={"request.json": request}))
+    context.store.record(digest_bytes(b"key"), Manifest(files={"request.json": request}))
     gone = put(canonical_json({"raw": samples}) + b" ")
     scene.world.clock.advance(MONTH + 60)
-    assert [one.digest for one in find_unreferenced(ports, older_than_s=MONTH)] == [gone]
+    assert [one.digest for one in find_unreferenced(context, older_than_s=MONTH)] == [gone]
 
 
-def test_what_the_ledger_and_a_decision_behind_an_alias_name_stays(world: tuple[Scene, Ports]) -> None:
-    scene, ports = world
-    put = ports.store.put_bytes
+def test_what_the_ledger_and_a_decision_behind_an_alias_name_stays(world: tuple[Scene, Context]) -> None:
+    scene, context = world
+    put = context.store.put_bytes
     by_ledger, by_decision, by_nobody = put(b"in the ledger"), put(b"evidence"), put(b"nobody's")
     head = len(scene.world.ledger.read("digits"))
     body = ThresholdsFixed(candidate=by_ledger, thresholds=None)
@@ -92,41 +92,41 @@ def test_what_the_ledger_and_a_decision_behind_an_alias_name_stays(world: tuple[
     decided = replace(decision_record(record.release, record.variant, record.manifest), evidence=by_decision)
     scene.forge("1", decisions={TARGET: sign_record(decided, scene.world.signer)})
     scene.world.clock.advance(MONTH + 60)
-    assert [one.digest for one in find_unreferenced(ports, older_than_s=MONTH)] == [by_nobody]
+    assert [one.digest for one in find_unreferenced(context, older_than_s=MONTH)] == [by_nobody]
 
 
-def test_while_the_registry_is_down_nothing_is_collected(world: tuple[Scene, Ports]) -> None:
-    scene, ports = world
-    ports.store.put_bytes(b"unused")
+def test_while_the_registry_is_down_nothing_is_collected(world: tuple[Scene, Context]) -> None:
+    scene, context = world
+    context.store.put_bytes(b"unused")
     scene.world.clock.advance(MONTH)
     scene.world.registry.down = True
     with pytest.raises(ServiceUnavailableError):
-        find_unreferenced(ports, older_than_s=DAY)
+        find_unreferenced(context, older_than_s=DAY)
 
 
-def test_pruning_collects(world: tuple[Scene, Ports]) -> None:
-    scene, ports = world
-    unused = ports.store.put_bytes(b"unused")
+def test_pruning_collects(world: tuple[Scene, Context]) -> None:
+    scene, context = world
+    unused = context.store.put_bytes(b"unused")
     scene.world.clock.advance(MONTH + 60)
-    plan = plan_pruning(ports, [MODEL], older_than_s=MONTH)
+    plan = plan_pruning(context, [MODEL], older_than_s=MONTH)
     assert [one.digest for one in plan.contents] == [unused]
-    assert ports.store.read(unused) == b"unused"
+    assert context.store.read(unused) == b"unused"
     before = replace(plan, contents=tuple(replace(one, at=one.at - 5) for one in plan.contents))
-    assert prune(ports, before).contents == ()  # a run has put it again since
-    assert ports.store.read(unused) == b"unused"
-    assert prune(ports, plan).contents == plan.contents
-    assert ports.store.contents() == ()
+    assert prune(context, before).contents == ()  # a run has put it again since
+    assert context.store.read(unused) == b"unused"
+    assert prune(context, plan).contents == plan.contents
+    assert context.store.contents() == ()
 
 
-def test_a_digest_of_damaged_content_is_no_hindrance(world: tuple[Scene, Ports], tmp_path: Path) -> None:
-    scene, ports = world
-    lost = ports.store.put_bytes(b"lost")
-    ports.store.record(digest_bytes(b"key"), Manifest(files={"file.json": lost, "never there": digest_bytes(b"no")}))
+def test_a_digest_of_damaged_content_is_no_hindrance(world: tuple[Scene, Context], tmp_path: Path) -> None:
+    scene, context = world
+    lost = context.store.put_bytes(b"lost")
+    context.store.record(digest_bytes(b"key"), Manifest(files={"file.json": lost, "never there": digest_bytes(b"no")}))
     for path in tmp_path.rglob(hex_digits(lost)):
         path.chmod(0o600)
         path.write_bytes(b"spoilt")
     scene.world.clock.advance(MONTH + 60)
-    assert find_unreferenced(ports, older_than_s=MONTH) == ()
+    assert find_unreferenced(context, older_than_s=MONTH) == ()
 
 
 nodes = st.integers(0, 12).map(lambda n: digest_bytes(b"%d" % n))

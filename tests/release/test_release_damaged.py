@@ -15,7 +15,7 @@ from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.cli.main import app
 from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
 from onnx_ops.errors import CorruptStateError
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.journal import find_corruption, list_bound_endpoints
 from onnx_ops.release.notify import DeliveryResult, NotificationLoop
 from onnx_ops.release.promote import bind_endpoint
@@ -38,7 +38,7 @@ class Site:
         self.scene = Scene(world=FakeWorld(ledger=ObjectLedger(LocalObjects(folder))))
         self.scene.bind("digits")
         for name in ("faces", "faces-eu"):
-            bind_endpoint(self.scene.ports, replace(FACES, endpoint=name), RolloutPolicy())
+            bind_endpoint(self.scene.context, replace(FACES, endpoint=name), RolloutPolicy())
 
     def serve(self, *seeds: str) -> None:
         for seed in seeds:
@@ -54,9 +54,9 @@ class Site:
         return len(list((self.folder / endpoint).glob("0*.json")))
 
     @property
-    def ports(self) -> Ports:
+    def context(self) -> Context:
         """As another process reads it, which has no entry in mind."""
-        return replace(self.scene.ports, ledger=ObjectLedger(LocalObjects(self.folder)))
+        return replace(self.scene.context, ledger=ObjectLedger(LocalObjects(self.folder)))
 
 
 @pytest.fixture
@@ -68,8 +68,8 @@ def test_an_old_entry_that_is_damaged_stops_nothing_and_is_told(site: Site) -> N
     site.serve("a", "b")
     path = site.folder / "digits" / "00000002.json"
     path.write_bytes(path.read_bytes()[:40])
-    assert roll_back(site.ports, "digits").moved_to == "v1"
-    _, errors = read_history(site.ports, HistoryFilter(endpoints=("digits",)))
+    assert roll_back(site.context, "digits").moved_to == "v1"
+    _, errors = read_history(site.context, HistoryFilter(endpoints=("digits",)))
     assert set(errors) == {"digits"}
 
 
@@ -77,20 +77,20 @@ def test_an_old_entry_that_is_damaged_stops_nothing_and_is_told(site: Site) -> N
 def test_the_owed_aliases_of_another_model_are_written(site: Site, number: int) -> None:
     site.serve("a", "b")
     site.scene.world.registry.down = True
-    roll_back(site.ports, "digits")
+    roll_back(site.context, "digits")
     site.scene.world.registry.down = False
-    bind_endpoint(site.scene.ports, FACES, RolloutPolicy(steps=(0.5, 1.0)))
+    bind_endpoint(site.scene.context, FACES, RolloutPolicy(steps=(0.5, 1.0)))
     site.break_entry("faces", number)
-    assert reconcile_until_stable(site.ports, "digits")[-1].stable
+    assert reconcile_until_stable(site.context, "digits")[-1].stable
     assert site.scene.aliases()[CHAMPION] == "1"
     with pytest.raises(CorruptStateError, match="not JSON"):
-        reconcile_until_stable(site.ports, "faces")
+        reconcile_until_stable(site.context, "faces")
 
 
 def test_a_rollback_does_not_need_the_ledgers_of_others(site: Site) -> None:
     site.serve("a", "b")
     site.break_entry("faces", 1)
-    assert roll_back(site.ports, "digits").moved_to == "v1"
+    assert roll_back(site.context, "digits").moved_to == "v1"
     assert site.scene.traffic()["v1"] == 100
 
 
@@ -98,12 +98,12 @@ def test_a_pass_over_all_moves_the_others_and_tells_of_the_one(site: Site) -> No
     site.serve("a")
     site.scene.promote(site.scene.publish("b"))
     site.break_entry("faces", 1)
-    names = list_bound_endpoints(site.ports)
+    names = list_bound_endpoints(site.context)
     assert names == ("digits", "faces", "faces-eu")
-    reports, errors = reconcile_each(site.ports, names)
+    reports, errors = reconcile_each(site.context, names)
     assert (set(reports), set(errors)) == ({"digits", "faces-eu"}, {"faces"})
     assert site.scene.traffic()["v2"] == 100
-    found, untold = read_statuses(site.ports, filter_endpoints(site.ports, HistoryFilter()))
+    found, untold = read_statuses(site.context, filter_endpoints(site.context, HistoryFilter()))
     assert [one.state.endpoint for one in found] == ["digits", "faces-eu"]
     assert isinstance(untold["faces"], CorruptStateError)
 
@@ -112,12 +112,12 @@ def test_a_watch_goes_on_with_the_others(site: Site) -> None:
     site.serve("a")
     site.scene.promote(site.scene.publish("b"))
     site.break_entry("faces", 1)
-    told: list[WatchEvent] = []
+    reports: list[WatchEvent] = []
     WatchLoop(
-        site.ports, ReconcileQueue(), interval_s=5.0, endpoints=(), actor="", on_event=told.append
+        site.context, ReconcileQueue(), interval_s=5.0, endpoints=(), actor="", on_event=reports.append
     ).reconcile_all()
     assert site.scene.aliases()[CHAMPION] == "2"
-    trouble = [(one.endpoint, "not JSON" in one.why) for one in told if one.kind is WatchEventKind.TROUBLE]
+    trouble = [(one.endpoint, "not JSON" in one.why) for one in reports if one.kind is WatchEventKind.TROUBLE]
     assert trouble == [("faces", True)]
 
 
@@ -129,7 +129,7 @@ def pair(site: Site) -> Site:
         site.scene.world.clock.advance(DAY)
         site.scene.promote(site.scene.publish(seed))
         for name in ("digits", "digits-eu", "digits", "digits-eu"):
-            site.scene.settle(name)
+            site.scene.reconcile(name)
     site.break_entry("digits-eu", site.last("digits-eu"))
     return site
 
@@ -138,13 +138,13 @@ def test_a_sibling_counts_by_what_it_does_while_nobody_can_read_what_it_should(p
     scene = pair.scene
     assert scene.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
     scene.world.registry.down = True
-    roll_back(pair.ports, "digits", pin=False)
+    roll_back(pair.context, "digits", pin=False)
     scene.world.registry.down = False
-    reconcile_until_stable(pair.ports, "digits")
+    reconcile_until_stable(pair.context, "digits")
     assert scene.aliases()[CHAMPION] == "2"  # its sibling does not serve version 1
     state = scene.world.provider.observe(config_of("digits"))
     scene.world.provider.interfere("digits-eu", state)
-    reconcile_until_stable(pair.ports, "digits")
+    reconcile_until_stable(pair.context, "digits")
     assert scene.aliases()[CHAMPION] == "1"
     assert CHALLENGER not in scene.aliases()
 
@@ -152,23 +152,23 @@ def test_a_sibling_counts_by_what_it_does_while_nobody_can_read_what_it_should(p
 def test_a_sibling_that_does_not_answer_either_holds_the_champion(pair: Site) -> None:
     scene = pair.scene
     scene.world.registry.down = True
-    roll_back(pair.ports, "digits", pin=False)
+    roll_back(pair.context, "digits", pin=False)
     scene.world.registry.down = False
     scene.world.provider.interfere("digits-eu", None)
-    reconcile_until_stable(pair.ports, "digits")
+    reconcile_until_stable(pair.context, "digits")
     assert scene.aliases()[CHAMPION] == "2"
 
 
 def test_one_of_two_is_pinned_although_the_others_ledger_is_damaged(pair: Site) -> None:
-    assert roll_back(pair.ports, "digits").pending_aliases == ()
-    reconcile_until_stable(pair.ports, "digits")
+    assert roll_back(pair.context, "digits").pending_aliases == ()
+    reconcile_until_stable(pair.context, "digits")
     assert pair.scene.aliases()[CHAMPION] == "2"
 
 
 def test_a_rollback_of_all_moves_what_it_can_and_tells_of_the_rest(pair: Site) -> None:
-    names = select_endpoints(pair.ports, (), every=True, model=MODEL)
+    names = select_endpoints(pair.context, (), every=True, model=MODEL)
     assert names == ("digits", "digits-eu")
-    moved, errors = roll_back_each(pair.ports, names, pin=False)
+    moved, errors = roll_back_each(pair.context, names, pin=False)
     assert (set(moved), set(errors)) == ({"digits"}, {"digits-eu"})
     assert pair.scene.traffic("digits")["v1"] == 100
 
@@ -176,24 +176,26 @@ def test_a_rollback_of_all_moves_what_it_can_and_tells_of_the_rest(pair: Site) -
 def test_nothing_is_pruned_while_nobody_knows_what_an_endpoint_needs(pair: Site) -> None:
     pair.scene.world.clock.advance(90 * DAY)
     with pytest.raises(CorruptStateError):
-        plan_pruning(pair.ports, [MODEL], keep=0, older_than_s=DAY)
+        plan_pruning(pair.context, [MODEL], keep=0, older_than_s=DAY)
 
 
 def test_people_are_told_about_the_others(site: Site) -> None:
     people = FakeNotifier()
     site.scene.world.notifiers["chat"] = people
     site.serve("a", "b")
-    roll_back(site.ports, "digits")
+    roll_back(site.context, "digits")
     site.break_entry("faces", 1)
-    told: list[DeliveryResult] = []
-    herald = NotificationLoop(site.ports, interval_s=5.0, endpoints=lambda: ("faces", "digits"), on_result=told.append)
-    herald.send_all()
-    herald.send_all()
+    reports: list[DeliveryResult] = []
+    loop = NotificationLoop(
+        site.context, interval_s=5.0, endpoints=lambda: ("faces", "digits"), on_result=reports.append
+    )
+    loop.send_all()
+    loop.send_all()
     assert people.received
-    assert [one.endpoint for one in told if one.trouble] == ["faces"]
+    assert [one.endpoint for one in reports if one.error] == ["faces"]
     stopped = threading.Event()
     stopped.set()
-    herald.run(stopped)
+    loop.run(stopped)
 
 
 def test_the_commands_about_all_end_with_4_and_tell_both(
@@ -204,9 +206,9 @@ def test_the_commands_about_all_end_with_4_and_tell_both(
     monkeypatch.setenv("ONNX_OPS_ROOT", str(tmp_path))
     result = CliRunner().invoke(app, ["status", "--json"])
     assert result.exit_code == 4
-    told = {one["endpoint"]: one for one in json.loads(capfd.readouterr().out)}
-    assert told["faces"]["error"] == "CorruptStateError"
-    assert told["faces-eu"]["config"]["model"] == "faces"
+    reports = {one["endpoint"]: one for one in json.loads(capfd.readouterr().out)}
+    assert reports["faces"]["error"] == "CorruptStateError"
+    assert reports["faces-eu"]["config"]["model"] == "faces"
     for command in ("status", "history"):
         result = CliRunner().invoke(app, [command])
         assert result.exit_code == 4
@@ -226,16 +228,16 @@ def test_a_history_tells_what_came_before_the_damage(
     *lines, error = json.loads(capfd.readouterr().out)
     assert [line["sequence"] for line in lines] == [1, 2]
     assert (error["endpoint"], error["error"]) == ("digits", "CorruptStateError")
-    lines_of_model, errors = read_history(site.ports, HistoryFilter(model="other"))
+    lines_of_model, errors = read_history(site.context, HistoryFilter(model="other"))
     assert lines_of_model == ()
-    assert list(errors) == ["faces"]  # nobody can tell any more what it was bound to
+    assert list(errors) == ["faces"]  # its binding is lost
 
 
 def test_the_part_before_the_damage_is_sound(site: Site) -> None:
     site.serve("a")
-    whole = site.ports.ledger.read("digits")
-    assert site.ports.ledger.read_intact("digits") == whole
+    whole = site.context.ledger.read("digits")
+    assert site.context.ledger.read_intact("digits") == whole
     site.break_entry("digits", 3)
-    assert site.ports.ledger.read_intact("digits") == whole[:2]
-    assert isinstance(find_corruption(site.ports, "digits"), CorruptStateError)
-    assert find_corruption(site.ports, "faces") is None
+    assert site.context.ledger.read_intact("digits") == whole[:2]
+    assert isinstance(find_corruption(site.context, "digits"), CorruptStateError)
+    assert find_corruption(site.context, "faces") is None

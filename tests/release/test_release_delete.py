@@ -22,9 +22,9 @@ def scene() -> Scene:
 
 def test_it_is_gone_and_its_history_stays(scene: Scene) -> None:
     before = len(scene.world.ledger.read("digits"))
-    delete_endpoint(scene.ports, "digits", reason="no longer needed")
+    delete_endpoint(scene.context, "digits", reason="no longer needed")
     assert scene.traffic() == {}
-    assert list_bound_endpoints(scene.ports) == ()
+    assert list_bound_endpoints(scene.context) == ()
     added = scene.world.ledger.read("digits")[before:]
     assert [entry.body for entry in added] == [
         EndpointDeleted(reason="no longer needed"),
@@ -32,24 +32,24 @@ def test_it_is_gone_and_its_history_stays(scene: Scene) -> None:
     ]
     assert scene.aliases()[CHAMPION] == "2"
     with pytest.raises(NotFoundError):
-        delete_endpoint(scene.ports, "digits")
+        delete_endpoint(scene.context, "digits")
 
 
 def test_killed_anywhere_it_is_completed() -> None:
     whole, counted = serving("a"), Faults()
     whole.faults = counted
-    delete_endpoint(whole.ports, "digits")
+    delete_endpoint(whole.context, "digits")
     assert counted.moments > 6
     for at in range(counted.moments):
         for finish in (
-            lambda s: reconcile_until_stable(s.ports, "digits"),
-            lambda s: delete_endpoint(s.ports, "digits"),
+            lambda s: reconcile_until_stable(s.context, "digits"),
+            lambda s: delete_endpoint(s.context, "digits"),
             lambda s: s.bind(),
         ):
             scene = serving("a")
             scene.faults = Faults(at=at)
             with pytest.raises(Killed):
-                delete_endpoint(scene.ports, "digits")
+                delete_endpoint(scene.context, "digits")
             scene.restart()
             if scene.state().config is None or not scene.state().deleting:
                 continue
@@ -63,12 +63,12 @@ def test_killed_anywhere_it_is_completed() -> None:
 def test_the_name_can_be_bound_again_but_what_failed_stays_refused(scene: Scene) -> None:
     generation = scene.state().generation
     scene.roll_back()
-    scene.settle()
+    scene.reconcile()
     rejected = scene.state().rejected
     assert rejected
-    delete_endpoint(scene.ports, "digits")
+    delete_endpoint(scene.context, "digits")
     scene.bind()
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic() == {"v1": 100}
     assert scene.state().generation > generation
     assert scene.state().rejected == rejected
@@ -77,40 +77,40 @@ def test_the_name_can_be_bound_again_but_what_failed_stays_refused(scene: Scene)
 
 
 def test_not_while_somebody_is_at_work(scene: Scene) -> None:
-    refused_while_at_work(scene, lambda ports: delete_endpoint(ports, "digits"))
-    delete_endpoint(scene.ports, "digits")
+    refused_while_at_work(scene, lambda context: delete_endpoint(context, "digits"))
+    delete_endpoint(scene.context, "digits")
     assert scene.traffic() == {}
 
 
 def test_a_deletion_that_is_owed_can_be_withdrawn(scene: Scene) -> None:
     scene.world.provider.down = True
     with pytest.raises(StillPendingError):
-        delete_endpoint(scene.ports, "digits")
+        delete_endpoint(scene.context, "digits")
     scene.world.provider.down = False
-    withdraw_request(scene.ports, "digits", reason="it is needed")
-    scene.settle()
+    withdraw_request(scene.context, "digits", reason="it is needed")
+    scene.reconcile()
     assert scene.world.provider.observe(config_of("digits")) is not None
 
 
 def test_a_rollback_outlives_a_deletion_that_is_withdrawn(scene: Scene) -> None:
     served = next(name for name, weight in scene.traffic().items() if weight)
     scene.world.provider.down = True
-    for command in (scene.roll_back, lambda: delete_endpoint(scene.ports, "digits")):
+    for command in (scene.roll_back, lambda: delete_endpoint(scene.context, "digits")):
         with pytest.raises(StillPendingError):
             command()
     scene.world.provider.down = False
-    withdraw_request(scene.ports, "digits", reason="it is needed")
-    assert scene.settle()[0].did == "rollback"
+    withdraw_request(scene.context, "digits", reason="it is needed")
+    assert scene.reconcile()[0].did == "rollback"
     assert scene.traffic().get(served, 0) == 0
 
 
 def test_an_endpoint_that_cannot_be_reached_stays_to_be_deleted(scene: Scene) -> None:
     scene.world.provider.down = True
     with pytest.raises(StillPendingError):
-        delete_endpoint(scene.ports, "digits")
+        delete_endpoint(scene.context, "digits")
     with pytest.raises(RefusedError, match="being deleted"):
         scene.roll_back()
     scene.world.provider.down = False
-    assert reconcile_until_stable(scene.ports, "digits")[-1].did == "deleted"
-    assert Journal.open(scene.ports, "digits").state.config is None
+    assert reconcile_until_stable(scene.context, "digits")[-1].did == "deleted"
+    assert Journal.open(scene.context, "digits").state.config is None
     assert scene.world.provider.observe(config_of("digits")) is None

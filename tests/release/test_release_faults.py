@@ -55,20 +55,20 @@ class Scenario:
 def promoting(version: str, **options: bool | str) -> Callable[[Scene], None]:
     def act(scene: Scene) -> None:
         scene.promote(version, **options)  # type: ignore[arg-type]
-        scene.settle_all()
+        scene.reconcile_all()
 
     return act
 
 
 def aborting(scene: Scene) -> None:
     scene.abort()
-    scene.settle()
+    scene.reconcile()
 
 
 def saying(word: OperatorCommand) -> Callable[[Scene], None]:
     def act(scene: Scene) -> None:
         scene.say(word)
-        scene.settle()
+        scene.reconcile()
 
     return act
 
@@ -96,7 +96,7 @@ def overridden_in_registry() -> Scene:
 
 def rolling_back(scene: Scene) -> None:
     scene.roll_back()
-    scene.settle_all()
+    scene.reconcile_all()
 
 
 SCENARIOS: Mapping[str, Scenario] = {
@@ -112,26 +112,26 @@ SCENARIOS: Mapping[str, Scenario] = {
         lambda scene: sum(isinstance(e.body, OperatorCommandSent) for e in scene.world.ledger.read("digits")) == 2,
     ),
     "abort by word": Scenario(on_trial, aborting, went_back),
-    "abort by alias": Scenario(withdrawn, Scene.settle_all),
+    "abort by alias": Scenario(withdrawn, Scene.reconcile_all),
     "replace a candidate": Scenario(lambda: with_candidate(on_trial()), promoting("4")),
-    "refuse a challenger": Scenario(lambda: misled(CHALLENGER), Scene.settle_all),
-    "refuse a champion": Scenario(lambda: misled(CHAMPION), Scene.settle_all),
-    "champion by hand": Scenario(moved_by_hand, Scene.settle_all),
-    "restore": Scenario(lost, Scene.settle_all),
-    "retire": Scenario(past_its_time, Scene.settle_all),
+    "refuse a challenger": Scenario(lambda: misled(CHALLENGER), Scene.reconcile_all),
+    "refuse a champion": Scenario(lambda: misled(CHAMPION), Scene.reconcile_all),
+    "champion by hand": Scenario(moved_by_hand, Scene.reconcile_all),
+    "restore": Scenario(lost, Scene.reconcile_all),
+    "retire": Scenario(past_its_time, Scene.reconcile_all),
     "rollback": Scenario(lambda: serving("a", "b"), rolling_back, went_back),
     "rollback of a candidate": Scenario(on_trial, rolling_back, went_back),
-    "aliases after a rollback": Scenario(rolled_back_alone, Scene.settle_all),
-    "the last of two endpoints": Scenario(pair, Scene.settle_all),
-    "a judged start": Scenario(asked_for, Scene.settle_all),
-    "a judged step": Scenario(lambda: counted_out(bad=False), Scene.settle_all),
-    "a judged way back": Scenario(lambda: counted_out(bad=True), Scene.settle_all),
+    "aliases after a rollback": Scenario(rolled_back_alone, Scene.reconcile_all),
+    "the last of two endpoints": Scenario(pair, Scene.reconcile_all),
+    "a judged start": Scenario(asked_for, Scene.reconcile_all),
+    "a judged step": Scenario(lambda: counted_out(bad=False), Scene.reconcile_all),
+    "a judged way back": Scenario(lambda: counted_out(bad=True), Scene.reconcile_all),
     "override": Scenario(
         lambda: with_candidate(serving("a"), verdict=Verdict.FAIL),
         promoting("2", override=True, reason="sure", actor="operator"),
         overridden,
     ),
-    "override in the registry": Scenario(overridden_in_registry, Scene.settle_all),
+    "override in the registry": Scenario(overridden_in_registry, Scene.reconcile_all),
     "without endpoint": Scenario(lambda: with_candidate(with_candidate(Scene())), lambda scene: scene.promote("1")),
 }
 
@@ -152,7 +152,7 @@ def play(scenario: Scenario, faults: Faults) -> dict[str, object]:
         if not scenario.done(scene):
             scenario.act(scene)
     scene.faults = None
-    scene.settle_all()
+    scene.reconcile_all()
     return end_of(scene)
 
 
@@ -168,7 +168,7 @@ def test_killed_at_any_moment(name: str, sweep: Sweep) -> None:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_any_call_may_fail(name: str, sweep: Sweep) -> None:
-    """Each call of each port, or its answer, is lost once. What was asked for, or is owed, is done by what follows."""
+    """Each call of each port, or its answer, is lost once. What was requested, or is pending, is done later."""
     scenario = prepared(name)
     counted = Faults()
     expected = play(scenario, counted)
@@ -184,7 +184,7 @@ def test_any_call_may_fail(name: str, sweep: Sweep) -> None:
         except StillPendingError:
             assert scene.state().pending_rollback is not None or went_back(scene)
         scene.restart()
-        scene.settle_all()
+        scene.reconcile_all()
         assert without_clean_ups(end_of(scene)) == without_clean_ups(expected), f"moment {moment} of {counted.moments}"
 
 
@@ -209,11 +209,11 @@ def test_killed_twice(name: str, sweep: Sweep) -> None:
             with contextlib.suppress(Killed):
                 if not scenario.done(scene):
                     scenario.act(scene)
-                scene.settle_all()
+                scene.reconcile_all()
             scene.restart()
         if not scenario.done(scene):
             scenario.act(scene)
-        scene.settle_all()
+        scene.reconcile_all()
         assert end_of(scene) == expected, f"killed at moments {first} and {second}"
 
 
@@ -228,7 +228,7 @@ def test_two_drivers_at_once_do_everything_once(name: str, sweep: Sweep) -> None
     expected = play(scenario, counted)
     for moment in sweep(range(counted.moments)):
         scene = scenario.setup()
-        other = scene.world.ports("another driver")
+        other = scene.world.context("another driver")
 
         def drive(number: int, scene: Scene = scene, moment: int = moment) -> None:
             if number == moment:
@@ -241,7 +241,7 @@ def test_two_drivers_at_once_do_everything_once(name: str, sweep: Sweep) -> None
         scene.faults = None
         if not scenario.done(scene):
             scenario.act(scene)
-        scene.settle_all()
+        scene.reconcile_all()
         assert end_of(scene) == expected, f"at moment {moment} of {counted.moments}"
 
 
@@ -253,12 +253,12 @@ def test_while_one_driver_acts_another_reports_and_touches_nothing(golden: Golde
     apply = provider.apply
 
     def look(*arguments: object, **options: object) -> None:
-        (report,) = reconcile_until_stable(scene.world.ports("another driver"), "digits")
+        (report,) = reconcile_until_stable(scene.world.context("another driver"), "digits")
         reports.append(report.why)
         apply(*arguments, **options)  # type: ignore[arg-type]
 
     provider.apply = look  # type: ignore[method-assign]
-    scene.settle()
+    scene.reconcile()
     golden("reasons", "\n".join(reports))
     assert effects(scene.world.ledger.read("digits")) == ["first-deployment", "finish"]
 
@@ -280,14 +280,14 @@ def test_a_rollback_at_any_moment_of_a_driver(candidate: str, sweep: Sweep) -> N
 
         def go_back(number: int, scene: Scene = scene, moment: int = moment) -> None:
             if number == moment:
-                left.append(roll_back(scene.world.ports("operator"), "digits").moved_from)  # noqa: B023
+                left.append(roll_back(scene.world.context("operator"), "digits").moved_from)  # noqa: B023
 
         scene.faults = Faults(between=go_back)
-        scene.settle()
+        scene.reconcile()
         scene.faults = None
         if not left:
             break
-        scene.settle()
+        scene.reconcile()
         state = scene.state()
         assert state.roles.stable is not None
         assert state.roles.stable.name not in left, f"at moment {moment}"

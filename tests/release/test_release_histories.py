@@ -30,7 +30,7 @@ from onnx_ops.domain.ledger import (
 from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import InvalidSignatureError, OnnxOpsError, ServiceUnavailableError
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.promote import delete_endpoint
 from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.release.rollback import withdraw_request
@@ -52,7 +52,7 @@ faults: st.SearchStrategy[Fault] = st.none() | st.tuples(
 
 @dataclass
 class Judge:
-    """What a reader of the ledger, who shares no code with its fold, holds to be rejected and to be owed."""
+    """What a reader of the ledger, who shares no code with its fold, holds to be rejected and to be pending."""
 
     signer: FakeSigner
     rejected: set[Digest] = field(default_factory=set)
@@ -173,11 +173,11 @@ class Histories(RuleBasedStateMachine):
             scene.restart()
         scene.faults = None
 
-    def other_machine(self) -> Ports:
+    def other_machine(self) -> Context:
         """A driver on another machine, whose clock is wrong and which does not see who has died here."""
-        ports, clock = self.scene.world.ports("another machine"), self.scene.world.clock
+        context, clock = self.scene.world.context("another machine"), self.scene.world.clock
         host = FakeHost("another machine", dead=set())
-        return replace(ports, host=host, clock=FakeClock(clock.now() + self.ahead_s))
+        return replace(context, host=host, clock=FakeClock(clock.now() + self.ahead_s))
 
     @rule(ahead_s=st.sampled_from([-300.0, 0.0, 300.0]))
     def adjust_the_other_clock(self, ahead_s: float) -> None:
@@ -226,7 +226,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(fault=faults)
     def reconcile(self, fault: Fault) -> None:
-        self.act(lambda: reconcile_until_stable(self.scene.ports, "digits"), fault)
+        self.act(lambda: reconcile_until_stable(self.scene.context, "digits"), fault)
 
     @rule(seconds=st.sampled_from([1.0, 200.0, 100_000.0]))
     def wait(self, seconds: float) -> None:
@@ -242,7 +242,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(version=st.none() | versions)
     def interfere(self, version: str | None) -> None:
-        """The endpoint is lost, or somebody gives its traffic to a version past the ledger."""
+        """The endpoint is lost, or a user gives its traffic to a version past the ledger."""
         known = self.scene.state().known
         state = None
         if version is not None and version in known:
@@ -252,11 +252,11 @@ class Histories(RuleBasedStateMachine):
 
     @rule(fault=faults)
     def withdraw(self, fault: Fault) -> None:
-        self.act(lambda: withdraw_request(self.scene.ports, "digits", reason="a mistake"), fault)
+        self.act(lambda: withdraw_request(self.scene.context, "digits", reason="a mistake"), fault)
 
     @rule(fault=faults)
     def delete(self, fault: Fault) -> None:
-        self.act(lambda: delete_endpoint(self.scene.ports, "digits"), fault)
+        self.act(lambda: delete_endpoint(self.scene.context, "digits"), fault)
 
     @invariant()
     def nothing_rejected_is_brought(self) -> None:
@@ -265,7 +265,7 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def what_is_owed_is_known(self) -> None:
-        """A rollback stays owed until it took effect or a person took it back."""
+        """A rollback stays pending until it took effect or was withdrawn."""
         state = self.scene.state()
         assert (state.pending_rollback is not None) == self.judge.owed
         for deployment in state.known.values():
@@ -273,12 +273,12 @@ class Histories(RuleBasedStateMachine):
                 assert state.find_rejection(deployment) is not None
 
     def teardown(self) -> None:
-        """Once everything answers and nobody is at work, traffic is where it may be."""
+        """Once everything answers and no process is at work, traffic is where it may be."""
         self.break_down(endpoint_is=False, registry_is=False)
         self.scene.restart()
         self.wait(1000.0)
         for _ in range(3):
-            self.act(lambda: reconcile_until_stable(self.scene.ports, "digits"))
+            self.act(lambda: reconcile_until_stable(self.scene.context, "digits"))
         self.nothing_rejected_is_brought()
         self.what_is_owed_is_known()
         assert not self.judge.owed

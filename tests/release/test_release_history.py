@@ -7,15 +7,15 @@ import pytest
 from onnx_ops.domain.ledger import ActionOutcome, EntryBody, Intent, LedgerEntry
 from onnx_ops.domain.rollout_policy import DAY
 from onnx_ops.errors import NotFoundError
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.promote import delete_endpoint, promote
 from onnx_ops.release.status import HistoryFilter, HistoryLine, filter_endpoints
 from onnx_ops.release.status import read_history as read_entries
 from tests.release.release_parts import MODEL, TARGET, Scene
 
 
-def history(ports: Ports, wanted: HistoryFilter) -> tuple[HistoryLine, ...]:
-    lines, errors = read_entries(ports, wanted)
+def history(context: Context, wanted: HistoryFilter) -> tuple[HistoryLine, ...]:
+    lines, errors = read_entries(context, wanted)
     assert errors == {}
     return lines
 
@@ -26,22 +26,22 @@ def scene() -> Scene:
     for endpoint in ("digits", "digits-eu"):
         scene.bind(endpoint)
     scene.promote(scene.publish("a"))
-    scene.settle_all()
+    scene.reconcile_all()
     return scene
 
 
 def test_several_endpoints_in_one_order(scene: Scene) -> None:
-    lines = history(scene.ports, HistoryFilter())
+    lines = history(scene.context, HistoryFilter())
     assert {line.endpoint for line in lines} == {"digits", "digits-eu"}
     assert lines == tuple(sorted(lines, key=lambda line: (line.at, line.endpoint, line.sequence)))
-    assert history(scene.ports, HistoryFilter(endpoints=("digits-eu",))) == tuple(
+    assert history(scene.context, HistoryFilter(endpoints=("digits-eu",))) == tuple(
         line for line in lines if line.endpoint == "digits-eu"
     )
 
 
 def test_a_change_names_what_serves_after_it(scene: Scene) -> None:
     (first,) = (
-        line for line in history(scene.ports, HistoryFilter(endpoints=("digits",))) if line.kind == "first-deployment"
+        line for line in history(scene.context, HistoryFilter(endpoints=("digits",))) if line.kind == "first-deployment"
     )
     stable = first.versions["stable"]
     record = scene.record("1")
@@ -49,22 +49,22 @@ def test_a_change_names_what_serves_after_it(scene: Scene) -> None:
 
 
 def test_what_moved_traffic(scene: Scene) -> None:
-    promote(scene.ports, MODEL, scene.publish("b"), TARGET)
-    scene.settle_all()
-    moves = history(scene.ports, HistoryFilter(endpoints=("digits",), traffic=True))
-    assert moves == tuple(line for line in history(scene.ports, HistoryFilter(endpoints=("digits",))) if line.traffic)
+    promote(scene.context, MODEL, scene.publish("b"), TARGET)
+    scene.reconcile_all()
+    moves = history(scene.context, HistoryFilter(endpoints=("digits",), traffic=True))
+    assert moves == tuple(line for line in history(scene.context, HistoryFilter(endpoints=("digits",))) if line.traffic)
     assert [dict(line.traffic) for line in moves] == [{"v1": 100}, {"v1": 0, "v2": 100}]
 
 
 def test_a_move_that_failed_moved_no_traffic(scene: Scene) -> None:
-    ledger = scene.ports.ledger
+    ledger = scene.context.ledger
     entries = ledger.read("digits")
     (begun,) = (entry.body for entry in entries if isinstance(entry.body, Intent))
     again = len(entries) + 1
     bodies: tuple[EntryBody, ...] = (begun, ActionOutcome(of=again, ok=False, detail="refused"))
     for at, body in enumerate(bodies, start=again):
         ledger.append(LedgerEntry(endpoint="digits", sequence=at, at=scene.world.clock.now(), actor="alice", body=body))
-    lines = history(scene.ports, HistoryFilter(endpoints=("digits",)))
+    lines = history(scene.context, HistoryFilter(endpoints=("digits",)))
     assert [(line.sequence == again, dict(line.traffic)) for line in lines if line.kind == "first-deployment"] == [
         (False, {"v1": 100}),
         (True, {}),
@@ -73,40 +73,40 @@ def test_a_move_that_failed_moved_no_traffic(scene: Scene) -> None:
 
 def test_who_and_when_and_how_many(scene: Scene) -> None:
     scene.world.clock.advance(DAY)
-    promote(scene.ports, MODEL, scene.publish("b"), TARGET, actor="alice")
-    scene.settle_all()
+    promote(scene.context, MODEL, scene.publish("b"), TARGET, actor="alice")
+    scene.reconcile_all()
     moment = scene.world.clock.now()
-    late = history(scene.ports, HistoryFilter(since=moment))
+    late = history(scene.context, HistoryFilter(since=moment))
     assert late
-    assert len(late) < len(history(scene.ports, HistoryFilter()))
-    assert history(scene.ports, HistoryFilter(limit=2)) == history(scene.ports, HistoryFilter())[-2:]
-    assert history(scene.ports, HistoryFilter(actor="nobody")) == ()
+    assert len(late) < len(history(scene.context, HistoryFilter()))
+    assert history(scene.context, HistoryFilter(limit=2)) == history(scene.context, HistoryFilter())[-2:]
+    assert history(scene.context, HistoryFilter(actor="nobody")) == ()
 
 
 def test_models_and_targets(scene: Scene) -> None:
-    assert history(scene.ports, HistoryFilter(model=MODEL, target=TARGET)) == history(scene.ports, HistoryFilter())
-    assert history(scene.ports, HistoryFilter(model="other")) == ()
-    assert filter_endpoints(scene.ports, HistoryFilter(target=TARGET)) == ("digits", "digits-eu")
-    assert filter_endpoints(scene.ports, HistoryFilter(target="other")) == ()
+    assert history(scene.context, HistoryFilter(model=MODEL, target=TARGET)) == history(scene.context, HistoryFilter())
+    assert history(scene.context, HistoryFilter(model="other")) == ()
+    assert filter_endpoints(scene.context, HistoryFilter(target=TARGET)) == ("digits", "digits-eu")
+    assert filter_endpoints(scene.context, HistoryFilter(target="other")) == ()
 
 
 def test_a_model_without_endpoints_has_a_history_too() -> None:
     scene = Scene()
     scene.promote(scene.publish("a"))
-    assert [line.kind for line in history(scene.ports, HistoryFilter(model=MODEL, target=TARGET))] == [
+    assert [line.kind for line in history(scene.context, HistoryFilter(model=MODEL, target=TARGET))] == [
         "aliases-written"
     ]
-    assert history(scene.ports, HistoryFilter(target="other")) == ()
+    assert history(scene.context, HistoryFilter(target="other")) == ()
 
 
 def test_a_deleted_endpoint_keeps_its_history(scene: Scene) -> None:
-    delete_endpoint(scene.ports, "digits", reason="moved")
-    lines = history(scene.ports, HistoryFilter(endpoints=("digits",), model=MODEL))
+    delete_endpoint(scene.context, "digits", reason="moved")
+    lines = history(scene.context, HistoryFilter(endpoints=("digits",), model=MODEL))
     assert [(line.kind, line.why) for line in lines][-2:] == [
         ("endpoint-deleted", "moved"),
         ("endpoint-deleted", "moved"),
     ]
     with pytest.raises(NotFoundError):
-        filter_endpoints(scene.ports, HistoryFilter(endpoints=("digits",)))
+        filter_endpoints(scene.context, HistoryFilter(endpoints=("digits",)))
     with pytest.raises(NotFoundError):
-        history(scene.ports, HistoryFilter(endpoints=("nothing",)))
+        history(scene.context, HistoryFilter(endpoints=("nothing",)))

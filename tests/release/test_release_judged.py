@@ -29,7 +29,7 @@ def traffic(scene: Scene, requests: int, *, errors: tuple[int, int] = (0, 0), sl
             name, requests=count, errors=min(count, errors[place]), over_p50=over, over_p99=count // 100
         )
     scene.world.clock.advance(5.0)
-    scene.settle()
+    scene.reconcile()
 
 
 def test_a_healthy_candidate_reaches_all_traffic_by_itself() -> None:
@@ -69,9 +69,9 @@ def test_a_bad_candidate_is_rolled_back_by_itself_and_does_not_come_back(fault: 
     assert judged.reading.tallies["v2"] == scene.world.provider.counted.tallies["v2"]
     assert asked.action.why.endswith("-> ROLL BACK")
     assert not asked.by_operator
-    told = read_published_rollback(scene.record("2"), "digits")
-    assert told is not None
-    assert told.why == asked.action.why[:400]
+    rollback_record = read_published_rollback(scene.record("2"), "digits")
+    assert rollback_record is not None
+    assert rollback_record.why == asked.action.why[:400]
     traffic(scene, 1000)
     assert scene.traffic() == {"v1": 100}
     with pytest.raises(RefusedError):
@@ -85,9 +85,9 @@ def test_without_counts_nothing_moves_but_the_way_back(golden: Golden) -> None:
     for _ in range(50):
         traffic(scene, 10_000)
     assert scene.traffic() == {"v1": 90, "v2": 10}
-    golden("reasons", scene.settle()[-1].why)
+    golden("reasons", scene.reconcile()[-1].why)
     scene.abort()
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic() == {"v1": 100}
 
 
@@ -95,14 +95,14 @@ def test_a_rollout_does_not_begin_blindly() -> None:
     scene = Scene()
     scene.bind(policy=GUARDED)
     scene.promote(scene.publish("a"))
-    scene.settle()
+    scene.reconcile()
     scene.world.provider.counted.down = True
     scene.promote(scene.publish("b"))
     with pytest.raises(ServiceUnavailableError):
-        scene.settle()
+        scene.reconcile()
     assert scene.traffic() == {"v1": 100}
     scene.world.provider.counted.down = False
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic() == {"v1": 90, "v2": 10}
 
 
@@ -111,7 +111,7 @@ def test_no_traffic_is_no_success() -> None:
     for _ in range(20):
         traffic(scene, 0)
     scene.world.clock.advance(2 * GUARDED.step_timeout)
-    assert "needs an operator" in scene.settle()[-1].why
+    assert "needs an operator" in scene.reconcile()[-1].why
     assert scene.traffic() == {"v1": 90, "v2": 10}
 
 
@@ -131,7 +131,7 @@ def test_counters_that_begin_anew_are_no_evidence() -> None:
     traffic(scene, 1000)
     counted = scene.world.provider.counted
     counted.origin, counted.tallies = "second", {"v2": RequestCounts(requests=50, errors=50, over_p50=0, over_p99=0)}
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic() == {"v1": 90, "v2": 10}
 
 
@@ -140,7 +140,7 @@ def test_a_shadow_that_answers_otherwise_never_gets_traffic() -> None:
     assert scene.traffic() == {"v2": 0, "v1": 100}
     for number in range(1, 20):
         scene.world.provider.counted.shadow = ShadowCounts(compared=20 * number, differing=number)
-        scene.settle()
+        scene.reconcile()
     assert scene.traffic() == {"v1": 100}
     assert scene.state().roles.candidate is None
 
@@ -148,7 +148,7 @@ def test_a_shadow_that_answers_otherwise_never_gets_traffic() -> None:
 def test_a_shadow_that_answers_alike_goes_on() -> None:
     scene = begun(SHADOWED)
     scene.world.provider.counted.shadow = ShadowCounts(compared=1000)
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic() == {"v1": 50, "v2": 50}
 
 
@@ -163,10 +163,10 @@ def test_killed_at_every_moment_it_ends_as_if_nothing_had_happened(bad: bool, sw
         scene = copies()
         scene.faults = faults
         with pytest.raises(Killed):
-            scene.settle()
+            scene.reconcile()
         assert sum(scene.traffic().values()) == 100
         scene.restart()
-        scene.settle()
+        scene.reconcile()
         assert scene.traffic() == ({"v1": 100} if bad else {"v1": 50, "v2": 50})
         done = effects(scene.world.ledger.read("digits"))
         assert done[2:] == (["abort", "clean-up"] if bad else ["advance"]), at
@@ -177,5 +177,5 @@ def test_killed_at_every_moment_it_ends_as_if_nothing_had_happened(bad: bool, sw
 def _at_the_decision(bad: bool) -> Faults:
     scene = counted_out(bad)
     scene.faults = Faults()
-    scene.settle()
+    scene.reconcile()
     return scene.faults

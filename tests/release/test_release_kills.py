@@ -19,7 +19,7 @@ import pytest
 
 from onnx_ops.domain.ledger import ActionOutcome, AliasesWritten, Intent, LedgerEntry, MetricsRecorded, VersionRefused
 from onnx_ops.domain.rollout import OperatorCommand
-from onnx_ops.ports import EndpointProvider, Ledger, ModelFiles, Ports, Registry
+from onnx_ops.ports import Context, EndpointProvider, Ledger, ModelFiles, Registry
 from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
 from onnx_ops.testing.fakes import FakeWorld
 from tests.release.release_parts import CHALLENGER, Scene
@@ -37,7 +37,7 @@ def asked(scene: Scene, version: str) -> Scene:
     return scene
 
 
-def told(scene: Scene, word: OperatorCommand) -> Scene:
+def with_command(scene: Scene, word: OperatorCommand) -> Scene:
     """An operator has said something that no reconciler has read yet."""
     scene.say(word)
     return scene
@@ -50,10 +50,10 @@ SCENES: Mapping[str, Callable[[], Scene]] = {
     "first deployment": lambda: asked(with_candidate(serving()), "1"),
     "all at once": lambda: asked(with_candidate(serving("a")), "2"),
     "start": lambda: asked(with_candidate(on_trial(OperatorCommand.ADVANCE, OperatorCommand.ADVANCE)), "4"),
-    "advance": lambda: told(on_trial(), OperatorCommand.ADVANCE),
-    "finish": lambda: told(on_trial(OperatorCommand.ADVANCE), OperatorCommand.ADVANCE),
+    "advance": lambda: with_command(on_trial(), OperatorCommand.ADVANCE),
+    "finish": lambda: with_command(on_trial(OperatorCommand.ADVANCE), OperatorCommand.ADVANCE),
     "replace a candidate": lambda: asked(with_candidate(on_trial()), "4"),
-    **{name: one.setup for name, one in SCENARIOS.items() if one.act is Scene.settle_all},
+    **{name: one.setup for name, one in SCENARIOS.items() if one.act is Scene.reconcile_all},
 }
 
 
@@ -83,13 +83,13 @@ class Life:
     def __init__(self, world: FakeWorld, file: Path, at: int | None) -> None:
         self.world, self.file, self.at, self.effects = world, file, at, 0
 
-    def ports(self, ports: Ports) -> Ports:
+    def context(self, context: Context) -> Context:
         return replace(
-            ports,
-            ledger=cast("Ledger", Deadly(self, ports.ledger)),
-            files=cast("ModelFiles", Deadly(self, ports.files)),
-            registry=lambda: cast("Registry", Deadly(self, ports.registry())),
-            provider=lambda name: cast("EndpointProvider", Deadly(self, ports.provider(name))),
+            context,
+            ledger=cast("Ledger", Deadly(self, context.ledger)),
+            files=cast("ModelFiles", Deadly(self, context.files)),
+            registry=lambda: cast("Registry", Deadly(self, context.registry())),
+            provider=lambda name: cast("EndpointProvider", Deadly(self, context.provider(name))),
         )
 
     def one_more(self) -> None:
@@ -115,10 +115,10 @@ def kept(file: Path) -> FakeWorld:
     return FakeWorld(registry=registry, provider=provider, ledger=ledger, files=files, clock=clock, dead=dead)
 
 
-def reconcile(ports: Ports) -> None:
+def reconcile(context: Context) -> None:
     """Passes over everything until one has done nothing."""
     did: list[WatchEvent] = []
-    watcher = WatchLoop(ports, ReconcileQueue(), interval_s=1.0, on_event=did.append)
+    watcher = WatchLoop(context, ReconcileQueue(), interval_s=1.0, on_event=did.append)
     for _ in range(10):
         before = sum(bool(report.did) for report in did)
         watcher.reconcile_all()
@@ -136,7 +136,7 @@ def reconcile_and_die(scene: Scene, file: Path, at: int) -> tuple[Scene, bool]:
         try:
             life = Life(scene.world, file, at)
             life.die_if_it_is_time()
-            reconcile(life.ports(scene.ports))
+            reconcile(life.context(scene.context))
         finally:
             os._exit(UNHURT)
     _, status = os.waitpid(child, 0)
@@ -147,7 +147,7 @@ def reconcile_and_die(scene: Scene, file: Path, at: int) -> tuple[Scene, bool]:
 
 def count_effects(scene: Scene, file: Path) -> int:
     life = Life(scene.world, file, None)
-    reconcile(life.ports(scene.ports))
+    reconcile(life.context(scene.context))
     return life.effects
 
 
@@ -181,7 +181,7 @@ def test_killed_between_any_two_effects(name: str, tmp_path: Path, sweep: Sweep)
     for at in sweep(range(count + 1)):
         scene, died = reconcile_and_die(copies(), file, at)
         assert died
-        reconcile(scene.ports)
+        reconcile(scene.context)
         assert end_of(scene) == end_of(whole), f"killed after effect {at} of {count}"
         assert entries(scene) == entries(whole), f"killed after effect {at} of {count}"
 
@@ -195,6 +195,6 @@ def test_killed_again_while_it_makes_good(name: str, tmp_path: Path, sweep: Swee
     for first, second in sweep(itertools.product(range(0, count, 2), range(1, count, 3))):
         scene, _ = reconcile_and_die(copies(), file, first)
         scene, _ = reconcile_and_die(scene, file, second)
-        reconcile(scene.ports)
+        reconcile(scene.context)
         assert end_of(scene) == end_of(whole), f"killed after effects {first} and {second}"
         assert entries(scene) == entries(whole), f"killed after effects {first} and {second}"

@@ -18,7 +18,7 @@ from tests.release.release_scenes import serving, with_candidate
 from tests.support.golden import Golden
 
 UPDATE_S = 20 * 60
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 """How long the machine may take for what takes no time."""
 
 
@@ -38,7 +38,7 @@ def renewals(scene: Scene) -> list[LedgerEntry]:
 def soon(condition: Callable[[], bool]) -> bool:
     """Whether it comes true; the thread that renews has its own pace."""
     waiting = threading.Event()
-    for _ in range(int(PATIENCE_S / 0.002)):
+    for _ in range(int(TIMEOUT_S / 0.002)):
         if condition():
             return True
         waiting.wait(0.002)
@@ -46,7 +46,7 @@ def soon(condition: Callable[[], bool]) -> bool:
 
 
 def during_an_update(scene: Scene, every_half_lease: Callable[[int], None]) -> None:
-    """The next change of the endpoint takes as long as a cloud's; time goes on by half a lease at once."""
+    """The next change of the endpoint takes as long as a cloud's; time advances by half a lease at once."""
     provider = scene.world.provider
     apply = provider.apply
 
@@ -65,11 +65,11 @@ def test_the_lease_is_kept_for_as_long_as_an_update_takes(scene: Scene, golden: 
 
     def look(turn: int) -> None:
         assert soon(lambda: len(renewals(scene)) > turn)
-        (report,) = reconcile_until_stable(scene.world.ports("another driver"), "digits")
+        (report,) = reconcile_until_stable(scene.world.context("another driver"), "digits")
         reports.append(report.why)
 
     during_an_update(scene, look)
-    scene.settle()
+    scene.reconcile()
     golden("reasons", "\n".join(set(reports)))
     assert effects(scene.world.ledger.read("digits")) == ["first-deployment", "finish"]
     assert scene.traffic() == {"v2": 100, "v1": 0}
@@ -88,25 +88,25 @@ def test_a_holder_that_stands_still_loses_its_lease(
 
     def look(turn: int) -> None:
         if turn == 2:
-            taken.append(reconcile_until_stable(scene.world.ports("another driver"), "digits")[0].why)
+            taken.append(reconcile_until_stable(scene.world.context("another driver"), "digits")[0].why)
 
     during_an_update(scene, look)
-    scene.settle()
+    scene.reconcile()
     golden("reasons", "\n".join(taken))
     assert effects(scene.world.ledger.read("digits")) == ["first-deployment", "finish"]
     assert scene.traffic() == {"v2": 100, "v1": 0}
 
 
 def test_who_was_overtaken_renews_no_more(scene: Scene) -> None:
-    """An operator does not ask for a lease. What was his stays his, however long the other goes on."""
+    """An operator does not ask for a lease. What was theirs stays theirs, however long the other one runs."""
 
     def look(turn: int) -> None:
         if turn == 0:
             assert soon(lambda: len(renewals(scene)) == 1)
-            roll_back(scene.world.ports("operator"), "digits", to="1")
+            roll_back(scene.world.context("operator"), "digits", to="1")
 
     during_an_update(scene, look)
-    scene.settle()
+    scene.reconcile()
     assert len(renewals(scene)) == 1
     assert scene.traffic()["v1"] == 100
 
@@ -124,7 +124,7 @@ def test_a_ledger_that_is_out_of_reach_for_a_while_costs_nothing(scene: Scene) -
 
     ledger.append = unreachable  # type: ignore[method-assign]
     during_an_update(scene, lambda turn: None if turn else assert_soon(lambda: len(renewals(scene)) > 0))
-    scene.settle()
+    scene.reconcile()
     assert len(failed) == 3
     assert scene.traffic() == {"v2": 100, "v1": 0}
 
@@ -135,7 +135,7 @@ def assert_soon(condition: Callable[[], bool]) -> None:
 
 def test_only_the_open_intent_can_be_renewed() -> None:
     scene = serving("a")
-    journal = Journal.open(scene.ports, "digits")
+    journal = Journal.open(scene.context, "digits")
     assert not journal.renew_lease(journal.state.generation)
     journal.append(LeaseRenewed(of=journal.state.generation, expires_at=1e12))
     assert journal.state.open_intent is None

@@ -1,4 +1,4 @@
-"""People are told: never too seldom, whoever is killed and whatever is down; and never instead of a rollout."""
+"""Notifications: none is lost, whatever is killed or down; and none delays a rollout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def with_chat(scene: Scene) -> tuple[Scene, FakeNotifier]:
 
 def alarm(scene: Scene, why: str = "errors: 28/800 -> ROLL BACK") -> None:
     """What a driver does when a guardrail fires."""
-    journal = Journal.open(scene.ports, "digits")
+    journal = Journal.open(scene.context, "digits")
     request_and_carry_out(journal, plan_abort(journal.state.roles, "cpu", why=why, reject=True))
 
 
@@ -43,7 +43,7 @@ def retry(scene: Scene) -> None:
     """Another rollout of the same version, which an operator wanted in spite of everything."""
     scene.world.clock.advance(1)  # an override of the same moment would be the same override
     scene.promote("3", override=True, reason="again")
-    scene.settle()
+    scene.reconcile()
 
 
 def whats(chat: FakeNotifier) -> list[NotificationKind]:
@@ -52,20 +52,20 @@ def whats(chat: FakeNotifier) -> list[NotificationKind]:
 
 def test_a_rollback_is_told_once_and_the_ledger_says_so() -> None:
     scene, chat = with_chat(on_trial())
-    send_pending(scene.ports, "digits")
+    send_pending(scene.context, "digits")
     before = len(chat.received)
     alarm(scene)
-    (told,) = send_pending(scene.ports, "digits")
-    assert [notice.what for notice in told.sent] == [NotificationKind.ROLLED_BACK]
+    (deliveries,) = send_pending(scene.context, "digits")
+    assert [notice.what for notice in deliveries.sent] == [NotificationKind.ROLLED_BACK]
     assert len(chat.received) == before + 1
-    assert scene.state().notified == {CHAT: told.sent[0].sequence}
-    assert send_pending(scene.ports, "digits") == (DeliveryResult(endpoint="digits", notifier=CHAT),)
+    assert scene.state().notified == {CHAT: deliveries.sent[0].sequence}
+    assert send_pending(scene.context, "digits") == (DeliveryResult(endpoint="digits", notifier=CHAT),)
 
 
 def test_with_nobody_to_tell_nothing_is_written() -> None:
     scene = on_trial()
     head = scene.state().head
-    assert send_pending(scene.ports, "digits") == ()
+    assert send_pending(scene.context, "digits") == ()
     assert scene.state().head == head
 
 
@@ -74,11 +74,11 @@ def test_old_history_is_not_told_to_a_notifier_that_is_new() -> None:
     alarm(scene)
     scene.world.clock.advance(REPEAT_INTERVAL_S + 1)
     scene, chat = with_chat(scene)
-    send_pending(scene.ports, "digits")
+    send_pending(scene.context, "digits")
     assert chat.received == []
     retry(scene)
     alarm(scene)
-    send_pending(scene.ports, "digits")
+    send_pending(scene.context, "digits")
     assert NotificationKind.ROLLED_BACK in whats(chat)
 
 
@@ -86,11 +86,11 @@ def test_what_is_due_does_not_grow_old_while_the_notifier_is_down() -> None:
     scene, chat = with_chat(on_trial())
     chat.down = True
     alarm(scene)
-    (told,) = send_pending(scene.ports, "digits")
-    assert "does not answer" in told.trouble
+    (deliveries,) = send_pending(scene.context, "digits")
+    assert "does not answer" in deliveries.error
     scene.world.clock.advance(10 * REPEAT_INTERVAL_S)
     chat.down = False
-    send_pending(scene.ports, "digits")
+    send_pending(scene.context, "digits")
     assert whats(chat)[-1] is NotificationKind.ROLLED_BACK
 
 
@@ -99,11 +99,11 @@ def test_one_notifier_that_is_down_does_not_keep_another_back() -> None:
     mail = scene.world.notifiers["mail"] = FakeNotifier()
     mail.down = True
     alarm(scene)
-    told = send_pending(scene.ports, "digits")
-    assert [(one.notifier, bool(one.trouble)) for one in told] == [(CHAT, False), ("mail", True)]
+    deliveries = send_pending(scene.context, "digits")
+    assert [(one.notifier, bool(one.error)) for one in deliveries] == [(CHAT, False), ("mail", True)]
     count = len(chat.received)
     mail.down = False
-    send_pending(scene.ports, "digits")
+    send_pending(scene.context, "digits")
     assert len(chat.received) == count
     assert mail.received == chat.received
 
@@ -112,23 +112,23 @@ def test_a_registry_that_is_down_takes_nothing_but_the_link() -> None:
     scene, chat = with_chat(on_trial())
     alarm(scene)
     scene.world.registry.down = True
-    send_pending(scene.ports, "digits")
+    send_pending(scene.context, "digits")
     assert whats(chat)[-1] is NotificationKind.ROLLED_BACK
 
 
 def test_the_link_is_the_registrys_page(monkeypatch: pytest.MonkeyPatch) -> None:
     scene, chat = with_chat(on_trial())
     monkeypatch.setattr(scene.world.registry, "where", lambda model: f"https://registry.example/{model}")
-    send_pending(scene.ports, "digits")
+    send_pending(scene.context, "digits")
     assert chat.received[-1].link == "https://registry.example/digits"
 
 
 def test_a_refusal_is_told_once_though_it_is_set_again() -> None:
     scene, chat = with_chat(misled(CHAMPION))
     for _ in range(3):
-        reconcile_until_stable(scene.ports, "digits")
+        reconcile_until_stable(scene.context, "digits")
         scene.set_alias(CHAMPION, "2")
-        send_pending(scene.ports, "digits")
+        send_pending(scene.context, "digits")
     assert whats(chat).count(NotificationKind.REFUSED) == 1
 
 
@@ -144,8 +144,8 @@ def drive(scene: Scene) -> None:
     """What a driver with a notifier does in a pass, with an alarm in it."""
     if scene.state().roles.candidate is not None:
         alarm(scene)
-    reconcile_until_stable(scene.ports, "digits")
-    send_pending(scene.ports, "digits")
+    reconcile_until_stable(scene.context, "digits")
+    send_pending(scene.context, "digits")
 
 
 def test_killed_at_any_moment_a_rollback_is_told_at_least_once() -> None:
@@ -192,21 +192,21 @@ def play(scene: Scene, chat: FakeNotifier, deed: str) -> None:
         with contextlib.suppress(OnnxOpsError):
             scene.say(OperatorCommand.ADVANCE)
     elif deed == "drive":
-        reconcile_until_stable(scene.ports, "digits")
+        reconcile_until_stable(scene.context, "digits")
     elif deed == "down":
         chat.down = not chat.down
     elif deed == "hour":
         scene.world.clock.advance(REPEAT_INTERVAL_S * 1.5)
     if deed in ("alarm", "notify", "drive"):
-        send_pending(scene.ports, "digits")
+        send_pending(scene.context, "digits")
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(story=STORIES)
 def test_every_automatic_rollback_of_any_history_is_told(story: list[tuple[str, int | None]]) -> None:
-    """Whatever else happens, whoever is killed where, and however long the notifier is down."""
+    """Whatever else happens, whichever process is killed where, and however long the notifier is down."""
     scene, chat = with_chat(TRIALS()())
-    send_pending(scene.ports, "digits")
+    send_pending(scene.context, "digits")
     for deed, kill in story:
         scene.faults = None if kill is None else Faults(at=kill)
         try:
@@ -217,8 +217,8 @@ def test_every_automatic_rollback_of_any_history_is_told(story: list[tuple[str, 
             pass
         scene.faults = None
     chat.down = False
-    reconcile_until_stable(scene.ports, "digits")
-    send_pending(scene.ports, "digits")
+    reconcile_until_stable(scene.context, "digits")
+    send_pending(scene.context, "digits")
     due = [
         n
         for n in list_pending_notifications("digits", scene.world.ledger.read("digits"))
@@ -230,7 +230,7 @@ def test_every_automatic_rollback_of_any_history_is_told(story: list[tuple[str, 
 
 
 def automatic(entries: tuple[LedgerEntry, ...]) -> set[int]:
-    """Sequences of the outcomes of alarms, told from the entries alone."""
+    """Sequences of the outcomes of alarms, read from the entries alone."""
     found, state = set(), fold("digits", ())
     for number, entry in enumerate(entries):
         body, opened = entry.body, state.open_intent
@@ -246,7 +246,7 @@ def automatic(entries: tuple[LedgerEntry, ...]) -> set[int]:
 def test_two_that_notify_at_once_lose_nothing() -> None:
     scene, chat = with_chat(on_trial())
     alarm(scene)
-    threads = [threading.Thread(target=send_pending, args=(scene.world.ports(f"p{n}"), "digits")) for n in range(4)]
+    threads = [threading.Thread(target=send_pending, args=(scene.world.context(f"p{n}"), "digits")) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -263,53 +263,53 @@ def test_a_writer_in_between_is_no_hindrance() -> None:
     def late(entry: LedgerEntry) -> None:
         if isinstance(entry.body, NotificationSent) and busy[0]:
             busy[0] -= 1
-            Journal.open(scene.world.ports("other"), "digits").append(
+            Journal.open(scene.world.context("other"), "digits").append(
                 OperatorCommandSent(command=OperatorCommand.PAUSE)
             )
             raise LedgerConflictError("another writer was first")
         append(entry)
 
     scene.world.ledger.append = late  # type: ignore[method-assign]
-    (told,) = send_pending(scene.ports, "digits")
-    assert (told.trouble, busy) == ("", [0])
+    (deliveries,) = send_pending(scene.context, "digits")
+    assert (deliveries.error, busy) == ("", [0])
     assert chat.received
 
 
 def test_a_wait_for_a_person_is_written_once_for_each_step() -> None:
     scene, chat = with_chat(on_trial())
-    send_pending(scene.ports, "digits")
+    send_pending(scene.context, "digits")
     wait = Wait(why="v3 holds 10 %: waits", kind=WaitKind.APPROVAL)
     for n in range(3):
-        record_pause(Journal.open(scene.ports, "digits"), Wait(why=f"{wait.why} {n}", kind=wait.kind))
-        send_pending(scene.ports, "digits")
-    assert whats(chat).count(NotificationKind.HELD) == 1
+        record_pause(Journal.open(scene.context, "digits"), Wait(why=f"{wait.why} {n}", kind=wait.kind))
+        send_pending(scene.context, "digits")
+    assert whats(chat).count(NotificationKind.WAITING) == 1
     scene.say(OperatorCommand.ADVANCE)
-    scene.settle_some()
-    send_pending(scene.ports, "digits")
-    assert whats(chat).count(NotificationKind.HELD) == 2
+    scene.reconcile_some()
+    send_pending(scene.context, "digits")
+    assert whats(chat).count(NotificationKind.WAITING) == 2
 
 
 @pytest.mark.parametrize("kind", [WaitKind.IDLE, WaitKind.ANALYZING])
 def test_other_waits_are_nobodys_business(kind: WaitKind) -> None:
     scene = on_trial()
     before = scene.state()
-    record_pause(Journal.open(scene.ports, "digits"), Wait(why="", kind=kind))
+    record_pause(Journal.open(scene.context, "digits"), Wait(why="", kind=kind))
     assert scene.state() == before
 
 
 def test_what_an_operator_paused_is_no_news_to_him() -> None:
     scene = on_trial()
     scene.say(OperatorCommand.PAUSE)
-    record_pause(Journal.open(scene.ports, "digits"), Wait(why="paused", kind=WaitKind.PAUSED))
+    record_pause(Journal.open(scene.context, "digits"), Wait(why="paused", kind=WaitKind.PAUSED))
     assert scene.state().pause is None
 
 
 def test_a_hold_stays_through_a_repair() -> None:
     scene = on_trial()
-    journal = Journal.open(scene.ports, "digits")
+    journal = Journal.open(scene.context, "digits")
     journal.append(RolloutPaused(wait=WaitKind.INCONCLUSIVE, step=0, why="no traffic"))
     scene.world.provider.interfere("digits", None)
-    scene.settle_some()
+    scene.reconcile_some()
     assert scene.state().pause is not None
 
 
@@ -320,31 +320,31 @@ def test_after_traffic_has_moved_nothing_is_raised(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(scene.world.notifiers[CHAT], "send", broken)
-    (told,) = send_pending_each(scene.ports, ("digits",))
-    assert told.trouble == "a bug"
+    (deliveries,) = send_pending_each(scene.context, ("digits",))
+    assert deliveries.error == "a bug"
 
 
 def test_a_test_goes_through_every_notifier() -> None:
     scene, chat = with_chat(Scene())
     scene.world.notifiers["mail"] = mail = FakeNotifier()
     mail.down = True
-    told = send_test_message(scene.ports)
-    assert [(one.notifier, bool(one.trouble)) for one in told] == [(CHAT, False), ("mail", True)]
+    deliveries = send_test_message(scene.context)
+    assert [(one.notifier, bool(one.error)) for one in deliveries] == [(CHAT, False), ("mail", True)]
     assert whats(chat) == [NotificationKind.TEST]
 
 
 class Passes:
-    """A herald whose passes a test makes."""
+    """A notification loop whose passes a test makes."""
 
     def __init__(self, scene: Scene) -> None:
-        self.told: list[DeliveryResult] = []
-        self.herald = NotificationLoop(
-            scene.ports, interval_s=5.0, endpoints=lambda: ("digits",), on_result=self.told.append
+        self.deliveries: list[DeliveryResult] = []
+        self.loop = NotificationLoop(
+            scene.context, interval_s=5.0, endpoints=lambda: ("digits",), on_result=self.deliveries.append
         )
 
     def __call__(self, times: int) -> None:
         for _ in range(times):
-            self.herald.send_all()
+            self.loop.send_all()
 
 
 def test_a_notifier_that_is_down_is_asked_less_and_less_often_and_told_of_once(
@@ -362,19 +362,19 @@ def test_a_notifier_that_is_down_is_asked_less_and_less_often_and_told_of_once(
     passes = Passes(scene)
     passes(100)
     assert 8 < len(tries) < 20, "each minute at the latest"
-    assert [one.trouble for one in passes.told] == ["chat: does not answer"]
+    assert [one.error for one in passes.deliveries] == ["chat: does not answer"]
     monkeypatch.undo()
     passes(13)
     assert whats(chat)[-1] is NotificationKind.ROLLED_BACK
-    assert passes.told[-1].sent
+    assert passes.deliveries[-1].sent
 
 
 def test_a_herald_outlives_a_bug_and_says_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
     scene, chat = with_chat(on_trial())
     stopped = threading.Event()
-    herald = NotificationLoop(scene.ports, interval_s=3600.0, endpoints=lambda: ("digits",), on_result=lambda _: None)
+    loop = NotificationLoop(scene.context, interval_s=3600.0, endpoints=lambda: ("digits",), on_result=lambda _: None)
     calls: list[int] = []
-    look = herald.send_all
+    look = loop.send_all
 
     def broken_once() -> None:
         calls.append(1)
@@ -382,8 +382,8 @@ def test_a_herald_outlives_a_bug_and_says_its_last_words(monkeypatch: pytest.Mon
             raise RuntimeError("a bug")
         look()
 
-    monkeypatch.setattr(herald, "send_all", broken_once)
-    thread = threading.Thread(target=herald.run, args=(stopped,))
+    monkeypatch.setattr(loop, "send_all", broken_once)
+    thread = threading.Thread(target=loop.run, args=(stopped,))
     thread.start()
     alarm(scene)
     stopped.set()
@@ -397,8 +397,8 @@ def test_a_canary_that_waits_is_told_of_by_whoever_drives(golden: Golden) -> Non
     scene, chat = with_chat(serving("a"))
     scene.bind(policy=CANARY)
     scene.promote(scene.publish("b"))
-    reconcile_until_stable(scene.ports, "digits")
-    journal = Journal.open(scene.ports, "digits")
+    reconcile_until_stable(scene.context, "digits")
+    journal = Journal.open(scene.context, "digits")
     record_pause(journal, Wait(why="v2 holds 10 % and waits", kind=WaitKind.APPROVAL))
-    send_pending(scene.ports, "digits")
+    send_pending(scene.context, "digits")
     golden("reasons", chat.received[-1].headline)

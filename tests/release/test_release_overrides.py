@@ -30,7 +30,7 @@ def overrides(scene: Scene) -> list[LedgerEntry]:
 def test_a_signed_override_goes_into_the_ledger_under_its_givers_name(scene: Scene) -> None:
     scene.give_override("2", "the old one is worse")
     scene.set_alias(CHALLENGER, "2")
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic()["v2"] == 100
     (entry,) = overrides(scene)
     assert isinstance(entry.body, OverrideRecorded)
@@ -40,10 +40,10 @@ def test_a_signed_override_goes_into_the_ledger_under_its_givers_name(scene: Sce
 def test_a_tag_that_no_server_signed_overrides_nothing(scene: Scene) -> None:
     scene.world.registry.annotate(MODEL, "2", {override_reason_tag(TARGET): "sure"})
     scene.set_alias(CHALLENGER, "2")
-    assert scene.settle()[0].refused
+    assert scene.reconcile()[0].refused
     scene.give_override("2", "sure", signer=FakeSigner(b"somebody else"))
     scene.set_alias(CHALLENGER, "2")
-    assert scene.settle()[0].refused
+    assert scene.reconcile()[0].refused
     assert overrides(scene) == []
     assert scene.traffic() == {"v1": 100}
 
@@ -51,18 +51,18 @@ def test_a_tag_that_no_server_signed_overrides_nothing(scene: Scene) -> None:
 def test_an_override_is_taken_up_once_and_does_not_outlive_a_rollback(scene: Scene) -> None:
     scene.give_override("2", "sure")
     scene.set_alias(CHALLENGER, "2")
-    scene.settle()
+    scene.reconcile()
     scene.roll_back()
-    scene.settle()
+    scene.reconcile()
     scene.set_alias(CHALLENGER, "2")
-    scene.settle()
+    scene.reconcile()
     scene.set_alias(CHAMPION, "2")
-    assert any(report.refused for report in scene.settle())
+    assert any(report.refused for report in scene.reconcile())
     assert scene.traffic()["v1"] == 100
     assert len(overrides(scene)) == 1
     scene.give_override("2", "sure, now that the network is well")
     scene.set_alias(CHALLENGER, "2")
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic()["v2"] == 100
 
 
@@ -91,11 +91,11 @@ def behind_a_server(*, refusing: bool) -> Scene:
 def test_a_promotion_with_override_is_the_same_override_as_the_servers() -> None:
     scene = behind_a_server(refusing=False)
     scene.promote("2", override=True, reason="sure")
-    scene.settle()
+    scene.reconcile()
     scene.roll_back()
-    scene.settle()
+    scene.reconcile()
     scene.set_alias(CHAMPION, "2")
-    assert any(report.refused for report in scene.settle())
+    assert any(report.refused for report in scene.reconcile())
     assert len(overrides(scene)) == 1
 
 
@@ -131,12 +131,12 @@ def test_a_rollback_stands_although_the_server_refuses_its_alias() -> None:
     registry.vetoed = {"1"}
     scene.roll_back()
     with pytest.raises(RefusedError, match="retired"):
-        scene.settle()
+        scene.reconcile()
     assert scene.traffic()["v1"] == 100
     assert scene.aliases()[CHAMPION] == "2"
     assert scene.state().pending_aliases[CHAMPION] == "1"
     registry.vetoed = set()
-    scene.settle()
+    scene.reconcile()
     assert scene.aliases()[CHAMPION] == "1"
     assert scene.state().pending_aliases == {}
 
@@ -145,7 +145,7 @@ def test_what_cannot_be_put_back_is_taken_away() -> None:
     scene, registry = vetoing()
     scene.set_alias(CHAMPION, scene.publish("c", verdict=Verdict.FAIL))
     registry.vetoed = {"2"}
-    assert scene.settle()[0].refused
+    assert scene.reconcile()[0].refused
     assert CHAMPION not in scene.aliases()
     assert scene.traffic()["v2"] == 100
 
@@ -172,10 +172,10 @@ def overridden_and_rolled_back() -> Scene:
     before = len(scene.world.ledger.read("digits"))
     scene.world.clock.advance(1)
     scene.promote("2", override=True, reason="sure")
-    scene.settle()
+    scene.reconcile()
     scene.world.clock.advance(1)
     scene.roll_back()
-    scene.settle()
+    scene.reconcile()
     scene.world.clock.advance(1)
     return restored(scene, before)
 
@@ -185,7 +185,7 @@ def test_what_was_rolled_back_stays_so_in_a_ledger_that_does_not_know(alias: str
     """Its override of then is as valid as ever; the registry remembers that the rollback came later."""
     scene = overridden_and_rolled_back()
     scene.set_alias(alias, "2")
-    (refused,) = [report for report in scene.settle() if report.refused]
+    (refused,) = [report for report in scene.reconcile() if report.refused]
     assert refused.why.startswith("digits/2: endpoint digits rolled this release back")
     assert "v2" not in scene.traffic()
     assert overrides(scene) == []
@@ -198,16 +198,16 @@ def test_a_later_override_brings_it_back_there_too(hours: int) -> None:
     scene = overridden_and_rolled_back()
     scene.world.clock.advance(3600 * hours)
     scene.promote("2", override=True, reason="sure again")
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic()["v2"] == 100
 
 
 def test_a_version_that_serves_again_is_told_to_be_free() -> None:
     scene = serving("a", "b")
     scene.roll_back()
-    scene.settle()
+    scene.reconcile()
     assert scene.record("2").tags["onnxops.rolled-back.digits"].endswith("it is slow")
     scene.roll_back(to="2", force=True)
-    scene.settle()
+    scene.reconcile()
     assert scene.record("2").tags["onnxops.rolled-back.digits"] == ""
     assert scene.record("1").tags["onnxops.rolled-back.digits"].endswith("it is slow")

@@ -22,7 +22,7 @@ def versions(plan: PrunePlan) -> list[str]:
 
 
 def plan(scene: Scene, *, keep: int = 1, older_than_s: float = DAY) -> PrunePlan:
-    return plan_pruning(scene.ports, [MODEL], keep=keep, older_than_s=older_than_s)
+    return plan_pruning(scene.context, [MODEL], keep=keep, older_than_s=older_than_s)
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def scene() -> Scene:
 def test_what_is_served_or_newest_stays(scene: Scene, golden: Golden) -> None:
     found = plan(scene)
     assert versions(found) == ["1", "4"]
-    golden("reasons", "\n".join(sorted(f"{kept.version.version}: {kept.why}" for kept in found.kept)))
+    golden("reasons", "\n".join(sorted(f"{kept.version.version}: {kept.why}" for kept in found.retained)))
     assert versions(plan(scene, older_than_s=3 * DAY)) == []
     assert versions(plan(scene, keep=2)) == ["1"]
 
@@ -49,7 +49,7 @@ def test_what_is_served_or_newest_stays(scene: Scene, golden: Golden) -> None:
 def test_pruning_removes_the_versions_and_their_folders(scene: Scene) -> None:
     before = plan(scene)
     gone = scene.record("1").manifest
-    removed = prune(scene.ports, before)
+    removed = prune(scene.context, before)
     assert removed.remove == before.remove
     assert [entry.version for entry in scene.world.registry.versions(MODEL)] == ["2", "3", "5"]
     assert [folder.digest for folder in before.folders] == [gone]
@@ -65,14 +65,16 @@ def test_folders_of_versions_that_are_gone_already_go_once_they_are_old(scene: S
     assert plan(scene, older_than_s=3 * DAY).folders == ()
     found = plan(scene)
     assert [folder.digest for folder in found.folders] == [gone]
-    assert prune(scene.ports, found).folders == found.folders
+    assert prune(scene.context, found).folders == found.folders
     assert plan(scene).folders == ()
 
 
 def test_folders_that_an_endpoint_needs_by_now_stay(scene: Scene) -> None:
     found = plan(scene)
     needed = scene.record("3").manifest
-    removed = prune(scene.ports, replace(found, folders=(StoredObject(name="3", digest=needed, size_bytes=1, at=0.0),)))
+    removed = prune(
+        scene.context, replace(found, folders=(StoredObject(name="3", digest=needed, size_bytes=1, at=0.0),))
+    )
     assert removed.folders == ()
     assert scene.world.files.location(needed) is not None
 
@@ -85,7 +87,7 @@ def test_an_endpoint_that_does_not_answer_keeps_all_it_ever_served(scene: Scene)
 def test_a_version_promoted_after_the_plan_stays(scene: Scene) -> None:
     before = plan(scene)
     scene.set_alias("somebody-elses", "4")
-    removed = prune(scene.ports, before)
+    removed = prune(scene.context, before)
     assert versions(removed) == ["1"]
     assert scene.world.registry.version(MODEL, "4").version == "4"
 
@@ -93,16 +95,16 @@ def test_a_version_promoted_after_the_plan_stays(scene: Scene) -> None:
 def test_a_version_that_came_into_service_after_the_plan_stays(scene: Scene) -> None:
     before = plan(scene)
     scene.roll_back(to="1", force=True)
-    assert versions(prune(scene.ports, before)) == ["4"]
+    assert versions(prune(scene.context, before)) == ["4"]
 
 
 def test_a_model_that_is_not_there_is_empty(scene: Scene) -> None:
-    assert plan_pruning(scene.ports, ["nothing"], older_than_s=0.0).remove == {"nothing": ()}
+    assert plan_pruning(scene.context, ["nothing"], older_than_s=0.0).remove == {"nothing": ()}
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(st.sampled_from(("publish", "serve", "trial", "back", "settle", "age")), min_size=1, max_size=10),
+    st.lists(st.sampled_from(("publish", "serve", "trial", "back", "reconcile", "age")), min_size=1, max_size=10),
     st.integers(1, 3),
 )
 def test_whatever_happened_before_nothing_in_use_goes(happened: list[str], keep: int) -> None:
@@ -115,17 +117,17 @@ def test_whatever_happened_before_nothing_in_use_goes(happened: list[str], keep:
             version = scene.publish(f"release {count}")
             if what == "trial":
                 scene.promote(version)
-                scene.settle_some()
+                scene.reconcile_some()
             elif what == "serve" and scene.state().roles.candidate is None:
                 scene.serve(version)
         elif what == "back" and scene.state().roles.previous is not None:
             scene.roll_back(force=True)
-        elif what == "settle":
-            scene.settle_some()
+        elif what == "reconcile":
+            scene.reconcile_some()
         else:
             scene.world.clock.advance(2 * DAY)
     scene.world.clock.advance(2 * DAY)
-    prune(scene.ports, plan(scene, keep=keep))
+    prune(scene.context, plan(scene, keep=keep))
     left = {entry.version for entry in scene.world.registry.versions(MODEL)}
     roles = scene.state().roles
     in_use = {d.version for d in (roles.stable, roles.previous, roles.candidate) if d is not None}
@@ -146,9 +148,9 @@ def test_what_providers_hold_for_nobody_is_told_and_removed(scene: Scene) -> Non
     scene.world.provider.left["digits"] = [mine, theirs]
     before = plan(scene)
     assert before.orphans == OrphanSurvey(orphans=(Orphan(endpoint="digits", provider="fake", leftover=theirs),))
-    assert prune(scene.ports, before).orphans == before.orphans
+    assert prune(scene.context, before).orphans == before.orphans
     assert scene.world.provider.left["digits"] == [mine]
-    assert find_orphans(scene.ports, ["digits"]) == OrphanSurvey()
+    assert find_orphans(scene.context, ["digits"]) == OrphanSurvey()
 
 
 def test_what_an_open_intent_is_about_to_serve_is_needed(scene: Scene) -> None:
@@ -157,7 +159,7 @@ def test_what_an_open_intent_is_about_to_serve_is_needed(scene: Scene) -> None:
     scene.world.provider.left["digits"] = [
         OrphanedResource(kind="model", name=manifest, why="no state names it", paid=True)
     ]
-    assert [orphan.leftover.name for orphan in find_orphans(scene.ports, ["digits"]).orphans] == [manifest]
+    assert [orphan.leftover.name for orphan in find_orphans(scene.context, ["digits"]).orphans] == [manifest]
     scene.promote(candidate)
 
     def die(*_: object, **__: object) -> None:
@@ -165,13 +167,13 @@ def test_what_an_open_intent_is_about_to_serve_is_needed(scene: Scene) -> None:
 
     scene.world.provider.apply = die  # type: ignore[method-assign]
     with pytest.raises(Killed):
-        scene.settle()
+        scene.reconcile()
     assert scene.state().open_intent is not None
     assert f"v{candidate}" not in scene.traffic()
-    assert find_orphans(scene.ports, ["digits"]) == OrphanSurvey()
+    assert find_orphans(scene.context, ["digits"]) == OrphanSurvey()
 
 
 def test_a_provider_that_does_not_answer_is_not_taken_for_a_tidy_one(scene: Scene) -> None:
     scene.world.provider.down = True
-    assert find_orphans(scene.ports, ["digits"]).silent == ("digits",)
+    assert find_orphans(scene.context, ["digits"]).silent == ("digits",)
     assert plan(scene).orphans.silent == ("digits",)

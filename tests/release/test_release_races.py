@@ -1,4 +1,4 @@
-"""Whoever loses the race for the ledger's next entry looks again: no command fails because another one was faster."""
+"""A writer that loses the race for the ledger's next entry reads again: no command fails because another was faster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from onnx_ops.domain.ledger import (
 )
 from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.errors import LedgerConflictError
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.journal import MAX_CONFLICT_ATTEMPTS, Journal
 from onnx_ops.release.promote import delete_endpoint
 from onnx_ops.release.reconcile import reconcile_until_stable
@@ -37,21 +37,21 @@ DRIVERS = 4
 
 
 def test_reconciling_beside_the_background_job_of_a_rollback() -> None:
-    """The job writes all the owed aliases at one moment of the command, for every moment."""
+    """The job writes all pending aliases at one moment of the command, for every moment."""
     alone = rolled_back_alone()
-    alone.settle()
+    alone.reconcile()
     counted, moment = Faults(), 0
     while moment == 0 or moment < counted.moments:
         scene = rolled_back_alone()
-        job = scene.world.ports("background job")
+        job = scene.world.context("background job")
 
-        def between(at: int, job: Ports = job, moment: int = moment) -> None:
+        def between(at: int, job: Context = job, moment: int = moment) -> None:
             if at == moment:
                 reconcile_until_stable(job, "digits")
 
         counted = Faults(between=between)
         scene.faults = counted
-        assert scene.settle()[-1].stable
+        assert scene.reconcile()[-1].stable
         assert scene.aliases() == alone.aliases()
         assert end_of(scene)["changes"] == end_of(alone)["changes"]
         assert effects(scene.world.ledger.read("digits")) == effects(alone.world.ledger.read("digits"))
@@ -68,12 +68,12 @@ def test_several_drivers_on_one_folder(tmp_path: Path) -> None:
         scene.world.registry.down = True
         scene.roll_back(force=turn > 0, to="1" if turn % 2 == 0 else "2")
         scene.world.registry.down = False
-        ports = [
-            replace(scene.world.ports(f"driver {n}"), ledger=ObjectLedger(LocalObjects(tmp_path)))
+        context = [
+            replace(scene.world.context(f"driver {n}"), ledger=ObjectLedger(LocalObjects(tmp_path)))
             for n in range(DRIVERS)
         ]
         with ThreadPoolExecutor(DRIVERS) as pool:
-            found = list(pool.map(lambda one: reconcile_until_stable(one, "digits"), ports))
+            found = list(pool.map(lambda one: reconcile_until_stable(one, "digits"), context))
         assert all(reports[-1].stable for reports in found)
         assert scene.aliases()[CHAMPION] == ("1" if turn % 2 == 0 else "2")
 
@@ -85,17 +85,17 @@ def test_who_never_gets_an_entry_gives_up(monkeypatch: pytest.MonkeyPatch) -> No
     asked: list[int] = []
 
     def overtaken(self: Any, entry: LedgerEntry) -> None:
-        """Somebody else writes just before each of the command's own entries."""
+        """Another process writes just before each of the command's own entries."""
         if not isinstance(entry.body, ThresholdsFixed):
             asked.append(entry.sequence)
-            other = Journal.open(scene.world.ports("other"), "digits")
+            other = Journal.open(scene.world.context("other"), "digits")
             other.append(ThresholdsFixed(candidate=scene.record("1").manifest, thresholds=None))
         append(self, entry)
 
     before = len(scene.world.ledger.read("digits"))
     monkeypatch.setattr(ledger, "append", overtaken)
     with pytest.raises(LedgerConflictError, match="another writer appended"):
-        scene.settle()
+        scene.reconcile()
     written = scene.world.ledger.read("digits")[before:]
     assert {type(entry.body) for entry in written} == {ThresholdsFixed}
     assert len(asked) >= MAX_CONFLICT_ATTEMPTS
@@ -108,7 +108,7 @@ def test_an_operators_word_is_heard_beside_a_driver() -> None:
     def write(moment: int) -> None:
         if moment == 1:  # the ledger was read
             interrupted.append(moment)
-            other = Journal.open(scene.world.ports("other"), "digits")
+            other = Journal.open(scene.world.context("other"), "digits")
             other.append(ThresholdsFixed(candidate=scene.record("1").manifest, thresholds=None))
 
     scene.faults = Faults(between=write)
@@ -126,9 +126,9 @@ def beside_a_driver(
     counted, moment = Faults(), 0
     while moment == 0 or moment < counted.moments:
         scene = prepare()
-        other = scene.world.ports("driver")
+        other = scene.world.context("driver")
 
-        def write(at: int, moment: int = moment, other: Ports = other) -> None:
+        def write(at: int, moment: int = moment, other: Context = other) -> None:
             if at == moment:
                 Journal.open(other, stream).append(body)
 
@@ -181,7 +181,10 @@ def test_a_champion_that_nothing_serves_is_told_beside_another() -> None:
 
 def test_an_endpoint_is_deleted_beside_a_driver() -> None:
     scenes = beside_a_driver(
-        lambda: serving("a", "b"), "digits", SPOKEN, lambda scene: delete_endpoint(scene.ports, "digits", reason="old")
+        lambda: serving("a", "b"),
+        "digits",
+        SPOKEN,
+        lambda scene: delete_endpoint(scene.context, "digits", reason="old"),
     )
     assert len(scenes) > 6
     for scene in scenes:
@@ -199,10 +202,10 @@ def test_a_deletion_that_a_driver_completes_is_done() -> None:
 
         def drive(at: int, moment: int = moment, scene: Scene = scene) -> None:
             if at == moment and scene.state().config is not None:
-                reconcile_until_stable(scene.world.ports("driver"), "digits")
+                reconcile_until_stable(scene.world.context("driver"), "digits")
 
         scene.faults = counted = Faults(between=drive)
-        delete_endpoint(scene.ports, "digits")
+        delete_endpoint(scene.context, "digits")
         assert scene.traffic() == {}
         assert scene.state().config is None
         moment += 1
@@ -221,6 +224,6 @@ def test_an_overtaken_driver_does_not_repeat_what_was_rolled_back() -> None:
         apply(*arguments, **options)  # type: ignore[arg-type]
 
     scene.world.provider.apply = overtaken  # type: ignore[method-assign]
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic()["v1"] == 100
     assert scene.aliases()[CHAMPION] == "1"

@@ -57,7 +57,7 @@ def test_back_to_the_previous_version(scene: Scene) -> None:
     assert set(rolled.pending_aliases) == {CHAMPION, CHALLENGER, PREVIOUS}
     assert scene.traffic() == {"v2": 100, "v3": 0}
     assert scene.aliases() == {CHAMPION: "3", PREVIOUS: "2"}
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic() == {"v2": 100}
     assert scene.aliases() == {CHAMPION: "2"}
     assert scene.state().pending_aliases == {}
@@ -77,7 +77,7 @@ def test_a_version_that_was_rolled_back_is_no_way_back_unless_a_person_insists(s
         scene.roll_back(to="3")
     scene.roll_back(to="3", force=True)
     assert scene.traffic()["v3"] == 100
-    scene.settle()
+    scene.reconcile()
     assert scene.aliases()[CHAMPION] == "3"
     scene.serve(scene.publish("d"))
     assert scene.roll_back().moved_to == "v3"
@@ -99,7 +99,7 @@ def test_asking_again_goes_no_further_back_while_the_endpoint_does_not_answer(sc
     if aborted:
         scene.bind(policy=CANARY)
         scene.promote(scene.publish("d"))
-        scene.settle()
+        scene.reconcile()
     scene.roll_back()
     goal = "v3" if aborted else "v2"
     scene.world.provider.down = True
@@ -107,7 +107,7 @@ def test_asking_again_goes_no_further_back_while_the_endpoint_does_not_answer(sc
         with pytest.raises(StillPendingError):
             scene.roll_back()
     scene.world.provider.down = False
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic()[goal] == 100
     assert scene.state().find_rejection(scene.state().known[goal.removeprefix("v")]) is None
     assert scene.roll_back().already
@@ -122,7 +122,7 @@ def test_asking_again_lets_whoever_is_at_work_get_on_with_it(scene: Scene, monke
     scene.world.provider.down = False
     pending = scene.state().pending_rollback
     assert pending is not None
-    other = Journal.open(scene.world.ports("other"), "digits")
+    other = Journal.open(scene.world.context("other"), "digits")
     expires = scene.world.clock.now() + 120
     other.append(Intent(action=pending.action, holder="other", expires_at=expires))
     with pytest.raises(StillPendingError) as caught:
@@ -136,7 +136,7 @@ def test_asking_again_lets_whoever_is_at_work_get_on_with_it(scene: Scene, monke
 
 def test_asking_again_beside_a_clean_up_goes_no_further_back(trial: Scene) -> None:
     trial.roll_back()
-    interrupted(trial, lambda: reconcile_until_stable(trial.ports, "digits"), reaches=True)
+    interrupted(trial, lambda: reconcile_until_stable(trial.context, "digits"), reaches=True)
     assert trial.state().open_intent is not None
     assert trial.roll_back().moved_to == "v3"
 
@@ -150,7 +150,7 @@ def test_looking_at_an_endpoint_that_hangs_does_not_hold_the_command_up(
     monkeypatch.setattr(rollback, "OBSERVE_TIMEOUT_S", 0.01)
     monkeypatch.setattr(scene.world.provider, "observe", lambda config: answers.wait() and observe(config))
     try:
-        assert not roll_back_each(scene.ports, ("digits",), timeout_s=0.01)[0]
+        assert not roll_back_each(scene.context, ("digits",), timeout_s=0.01)[0]
     finally:
         answers.set()
     assert scene.state().pending_rollback is not None
@@ -167,7 +167,7 @@ def test_asking_again_repairs_an_endpoint_that_somebody_has_changed(scene: Scene
 
 def test_a_previous_version_that_was_unloaded_is_still_the_way_back(scene: Scene) -> None:
     scene.world.clock.advance(DAY)
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic() == {"v3": 100}
     assert scene.roll_back().moved_to == "v2"
 
@@ -182,7 +182,7 @@ def trial(scene: Scene) -> Scene:
     """Version 4 receives a tenth of the traffic; version 3 the rest."""
     scene.bind(policy=CANARY)
     scene.promote(scene.publish("d"))
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic() == {"v4": 10, "v3": 90}
     return scene
 
@@ -191,7 +191,7 @@ def test_a_candidate_is_taken_out(trial: Scene) -> None:
     rolled = trial.roll_back()
     assert (rolled.moved_from, rolled.moved_to) == ("v4", "v3")
     assert trial.traffic() == {"v3": 100, "v4": 0}
-    trial.settle()
+    trial.reconcile()
     assert trial.traffic() == {"v3": 100}
     assert trial.aliases() == {CHAMPION: "3", PREVIOUS: "2"}
     with pytest.raises(RefusedError):
@@ -200,14 +200,14 @@ def test_a_candidate_is_taken_out(trial: Scene) -> None:
 
 def test_after_a_trial_was_aborted_the_way_back_is_open(trial: Scene) -> None:
     trial.roll_back()
-    trial.settle()
+    trial.reconcile()
     assert trial.roll_back().already
     assert trial.roll_back(to="2").moved_to == "v2"
 
 
 def test_past_a_candidate_and_the_stable_version(trial: Scene) -> None:
     trial.roll_back(to="1")
-    trial.settle()
+    trial.reconcile()
     assert trial.traffic()["v1"] == 100
     for bad in ("3", "4"):
         with pytest.raises(RefusedError):
@@ -218,10 +218,10 @@ def test_it_needs_no_registry(scene: Scene) -> None:
     scene.world.registry.down = True
     scene.roll_back()
     assert scene.traffic() == {"v2": 100, "v3": 0}
-    assert scene.settle()[-1].registry_down
+    assert scene.reconcile()[-1].registry_down
     assert scene.state().pending_aliases == {CHAMPION: "2", CHALLENGER: None, PREVIOUS: None}
     scene.world.registry.down = False
-    scene.settle()
+    scene.reconcile()
     assert scene.aliases()[CHAMPION] == "2"
     assert scene.traffic()["v2"] == 100
 
@@ -229,7 +229,7 @@ def test_it_needs_no_registry(scene: Scene) -> None:
 def test_a_version_that_was_deleted_in_the_registry_does_not_stop_the_reconciler(scene: Scene) -> None:
     scene.world.registry.vanish(MODEL, "2")
     scene.roll_back()
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic()["v2"] == 100
     assert scene.state().pending_aliases == {}
     assert scene.aliases()[CHAMPION] == "3"
@@ -243,20 +243,20 @@ def test_a_person_who_moves_the_alias_later_outranks_it(scene: Scene) -> None:
     scene.roll_back()
     scene.world.registry.down = False
     scene.set_alias(CHAMPION, version)
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic()["v4"] == 100
     assert scene.aliases()[CHAMPION] == "4"
 
 
 def test_what_was_rolled_back_does_not_come_back_by_itself(scene: Scene) -> None:
     scene.roll_back()
-    scene.settle()
+    scene.reconcile()
     with pytest.raises(RefusedError, match="rolled this release back") as caught:
         scene.promote("3")
     assert caught.value.why == "it is slow"
     for alias in (CHALLENGER, CHAMPION):
         scene.set_alias(alias, "3")
-        assert scene.settle()[0].refused
+        assert scene.reconcile()[0].refused
         assert scene.traffic()["v2"] == 100
         assert scene.aliases()[CHAMPION] == "2"
         assert CHALLENGER not in scene.aliases()
@@ -264,12 +264,12 @@ def test_what_was_rolled_back_does_not_come_back_by_itself(scene: Scene) -> None
 
 def test_an_override_brings_it_back(scene: Scene) -> None:
     scene.roll_back()
-    scene.settle()
+    scene.reconcile()
     scene.promote("3", override=True, reason="it was the network")
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic()["v3"] == 100
     scene.roll_back()
-    scene.settle()
+    scene.reconcile()
     with pytest.raises(RefusedError):
         scene.promote("3")
 
@@ -285,9 +285,9 @@ def test_what_cannot_be_done_yet_is_owed_and_outranks_everything(scene: Scene) -
     assert (state.pending_rollback.attempts, bool(state.pending_rollback.error)) == (1, True)
     scene.promote(scene.publish("d"))
     with pytest.raises(ServiceUnavailableError):
-        scene.settle()
+        scene.reconcile()
     scene.world.provider.down = False
-    assert scene.settle()[0].did == "rollback"
+    assert scene.reconcile()[0].did == "rollback"
     assert scene.traffic()["v4"] == 100
     assert [effect for effect in effects(scene.world.ledger.read("digits")) if effect != "clean-up"][-2:] == [
         "rollback",
@@ -314,7 +314,7 @@ def test_an_endpoint_that_did_not_get_there_is_no_success(scene: Scene) -> None:
         with pytest.raises(StillPendingError):
             scene.roll_back()
     assert scene.traffic()["v3"] == 100
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic() == {"v2": 100}
 
 
@@ -334,7 +334,7 @@ def test_lost_files_of_the_way_back_are_fetched_again(scene: Scene) -> None:
         with pytest.raises(StillPendingError):
             scene.roll_back()
         scene.world.registry.down = False
-        assert scene.settle()[0].did == "rollback"
+        assert scene.reconcile()[0].did == "rollback"
     assert scene.traffic()["v2"] == 100
 
 
@@ -344,25 +344,25 @@ def test_what_is_owed_is_withdrawn_by_a_person_with_a_reason(scene: Scene) -> No
         scene.roll_back()
     scene.world.provider.down = False
     with pytest.raises(UserError):
-        withdraw_request(scene.ports, "digits", reason=" ")
-    withdraw_request(scene.ports, "digits", reason="wrong endpoint")
-    scene.settle()
+        withdraw_request(scene.context, "digits", reason=" ")
+    withdraw_request(scene.context, "digits", reason="wrong endpoint")
+    scene.reconcile()
     assert scene.traffic()["v3"] == 100
     assert scene.state().rejected == {}
     with pytest.raises(NotFoundError):
-        withdraw_request(scene.ports, "digits", reason="again")
+        withdraw_request(scene.context, "digits", reason="again")
 
 
 @pytest.mark.parametrize("reaches", [True, False])
 @pytest.mark.parametrize("dead", [True, False])
 def test_a_drivers_open_intent_is_outranked(scene: Scene, reaches: bool, dead: bool) -> None:
     scene.promote(scene.publish("d"))
-    interrupted(scene, lambda: reconcile_until_stable(scene.ports, "digits"), reaches=reaches)
+    interrupted(scene, lambda: reconcile_until_stable(scene.context, "digits"), reaches=reaches)
     if dead:
         scene.restart()
     rolled = scene.roll_back()
     assert (rolled.moved_from, rolled.moved_to) == ("v4", "v3")
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic()["v3"] == 100
     assert scene.aliases()[CHAMPION] == "3"
     assert CHALLENGER not in scene.aliases()
@@ -377,7 +377,7 @@ def test_a_rollback_that_was_cut_short_is_finished_by_the_next(scene: Scene, rea
     scene.restart()
     rolled = scene.roll_back(to=to)
     assert (rolled.moved_from, rolled.moved_to) == ("v3", "v2")
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic() == {"v2": 100}
     assert effects(scene.world.ledger.read("digits"))[-2:] == ["rollback", "clean-up"]
 
@@ -386,7 +386,7 @@ def test_a_rollback_that_was_cut_short_may_be_led_elsewhere(scene: Scene) -> Non
     interrupted(scene, scene.roll_back, reaches=True)
     scene.restart()
     assert scene.roll_back(to="1").moved_to == "v1"
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic()["v1"] == 100
     for bad in ("2", "3"):
         with pytest.raises(RefusedError):
@@ -396,7 +396,7 @@ def test_a_rollback_that_was_cut_short_may_be_led_elsewhere(scene: Scene) -> Non
 @pytest.mark.parametrize("reaches", [True, False])
 def test_an_abort_of_the_reconciler_that_was_cut_short_becomes_a_rollback(trial: Scene, reaches: bool) -> None:
     trial.world.registry.delete_alias("digits", CHALLENGER)
-    interrupted(trial, lambda: reconcile_until_stable(trial.ports, "digits"), reaches=reaches)
+    interrupted(trial, lambda: reconcile_until_stable(trial.context, "digits"), reaches=reaches)
     trial.restart()
     rolled = trial.roll_back()
     assert (rolled.moved_from, rolled.moved_to) == ("v4", "v3")
@@ -406,16 +406,16 @@ def test_an_abort_of_the_reconciler_that_was_cut_short_becomes_a_rollback(trial:
 
 def test_the_reconciler_finishes_a_rollback_that_was_cut_short(scene: Scene) -> None:
     interrupted(scene, scene.roll_back, reaches=False)
-    assert "is changing it" in reconcile_step(scene.ports, "digits").why
+    assert "is changing it" in reconcile_step(scene.context, "digits").why
     scene.restart()
-    assert scene.settle()[0].did == "rollback"
+    assert scene.reconcile()[0].did == "rollback"
     assert scene.traffic() == {"v2": 100}
 
 
 def test_a_lease_ends_with_its_time_too(scene: Scene) -> None:
     interrupted(scene, scene.roll_back, reaches=False)
     scene.world.clock.advance(121.0)
-    assert scene.settle()[0].did == "rollback"
+    assert scene.reconcile()[0].did == "rollback"
 
 
 def test_what_others_write_meanwhile_does_not_turn_it_around(scene: Scene) -> None:
@@ -425,19 +425,19 @@ def test_what_others_write_meanwhile_does_not_turn_it_around(scene: Scene) -> No
     def and_configure(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         apply(config, state, generation=generation)
         bind_endpoint(
-            scene.world.ports("process-9"), config_of("digits"), RolloutPolicy(scale_down_delay=60.0 * generation)
+            scene.world.context("process-9"), config_of("digits"), RolloutPolicy(scale_down_delay=60.0 * generation)
         )
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(provider, "roll_back", and_configure)
         assert scene.roll_back().moved_to == "v2"
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic() == {"v2": 100}
     assert effects(scene.world.ledger.read("digits"))[-2:] == ["rollback", "clean-up"]
 
 
 def test_a_rollback_decides_again_when_another_process_writes_first(scene: Scene) -> None:
-    other, head = scene.world.ports("another process"), scene.state().head
+    other, head = scene.world.context("another process"), scene.state().head
 
     def change_policy(moment: int) -> None:
         if moment == 1:  # the rollback has read the ledger, and not yet written to it
@@ -461,7 +461,7 @@ def pair() -> Scene:
         scene.bind(name, AT_ONCE)
     for seed in "ab":
         scene.promote(scene.publish(seed))
-        scene.settle_all()
+        scene.reconcile_all()
     assert [scene.traffic(name)["v2"] for name in PAIR] == [100, 100]
     assert scene.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
     return scene
@@ -469,53 +469,53 @@ def pair() -> Scene:
 
 def test_the_champion_moves_when_all_endpoints_agree(pair: Scene) -> None:
     pair.promote(pair.publish("c"))
-    pair.settle(PAIR[0])
+    pair.reconcile(PAIR[0])
     assert pair.traffic(PAIR[0])["v3"] == 100
     assert pair.aliases()[CHAMPION] == "2"
-    pair.settle(PAIR[1])
+    pair.reconcile(PAIR[1])
     assert pair.aliases()[CHAMPION] == "3"
-    pair.settle_all()
+    pair.reconcile_all()
     assert pair.aliases() == {CHAMPION: "3", PREVIOUS: "2"}
     assert all(not pair.state(name).pending_aliases for name in PAIR)
 
 
 def test_one_endpoints_rollback_pins_that_endpoint(pair: Scene) -> None:
     pair.roll_back(PAIR[1])
-    pair.settle_all()
+    pair.reconcile_all()
     assert pair.traffic(PAIR[0])["v2"] == 100
     assert pair.traffic(PAIR[1])["v1"] == 100
     assert pair.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
 
 
 def test_without_a_pin_the_champion_follows_once_all_have_gone_back(pair: Scene) -> None:
-    roll_back(pair.ports, PAIR[0], reason="slow", pin=False)
-    pair.settle(PAIR[0])
+    roll_back(pair.context, PAIR[0], reason="slow", pin=False)
+    pair.reconcile(PAIR[0])
     assert pair.aliases()[CHAMPION] == "2"
-    roll_back(pair.ports, PAIR[1], reason="slow", pin=False)
-    pair.settle_all()
+    roll_back(pair.context, PAIR[1], reason="slow", pin=False)
+    pair.reconcile_all()
     assert pair.aliases()[CHAMPION] == "1"
     assert [(pair.traffic(name)["v1"], pair.state(name).pending_aliases) for name in PAIR] == [(100, {})] * 2
 
 
 def test_a_pinned_endpoint_follows_the_next_release(pair: Scene) -> None:
     pair.roll_back(PAIR[1])
-    pair.settle_all()
+    pair.reconcile_all()
     pair.promote(pair.publish("c"))
-    pair.settle_all()
+    pair.reconcile_all()
     assert [pair.traffic(name)["v3"] for name in PAIR] == [100, 100]
     assert pair.aliases()[CHAMPION] == "3"
 
 
 def test_a_pinned_endpoint_follows_although_a_person_moved_the_champion_to_what_it_serves(pair: Scene) -> None:
     pair.roll_back(PAIR[1])
-    pair.settle_all()
+    pair.reconcile_all()
     pair.set_alias(CHAMPION, "1")
-    pair.settle_all()
+    pair.reconcile_all()
     assert [pair.traffic(name)["v1"] for name in PAIR] == [100, 100]
     pair.promote(pair.publish("c"))
     for order in (PAIR, PAIR[::-1]):
         for name in order:
-            pair.settle(name)
+            pair.reconcile(name)
     assert [pair.traffic(name)["v3"] for name in PAIR] == [100, 100]
     assert pair.aliases()[CHAMPION] == "3"
 
@@ -525,19 +525,19 @@ def test_a_trial_that_ends_on_one_endpoint_goes_on_at_the_other(pair: Scene, by_
     for name in PAIR:
         pair.bind(name, CANARY)
     pair.promote(pair.publish("c"))
-    pair.settle_all()
+    pair.reconcile_all()
     assert [pair.traffic(name)["v3"] for name in PAIR] == [10, 10]
     if by_word:
         pair.abort(PAIR[1])
-        pair.settle(PAIR[1])
+        pair.reconcile(PAIR[1])
     else:
         pair.roll_back(PAIR[1])
-    pair.settle_all()
+    pair.reconcile_all()
     assert pair.traffic(PAIR[1]) == {"v2": 100}
     assert pair.traffic(PAIR[0]) == {"v3": 10, "v2": 90}
     for _ in range(2):
         pair.say(OperatorCommand.ADVANCE, PAIR[0])
-        pair.settle_all()
+        pair.reconcile_all()
     assert pair.traffic(PAIR[0]) == {"v3": 100, "v2": 0}
     assert pair.traffic(PAIR[1])["v2"] == 100
     assert pair.aliases()[CHAMPION] == "2"
@@ -547,10 +547,10 @@ def test_a_rollback_of_one_while_its_driver_is_at_work_leaves_the_others_trial_a
     for name in PAIR:
         pair.bind(name, CANARY)
     pair.promote(pair.publish("c"))
-    pair.settle(PAIR[0])
-    interrupted(pair, lambda: reconcile_until_stable(pair.ports, PAIR[1]), reaches=True)
+    pair.reconcile(PAIR[0])
+    interrupted(pair, lambda: reconcile_until_stable(pair.context, PAIR[1]), reaches=True)
     pair.roll_back(PAIR[1])
-    pair.settle_all()
+    pair.reconcile_all()
     assert pair.traffic(PAIR[1]) == {"v2": 100}
     assert pair.traffic(PAIR[0]) == {"v3": 10, "v2": 90}
 
@@ -562,7 +562,7 @@ def test_a_challenger_that_a_person_set_meanwhile_is_not_swept_away(scene: Scene
     scene.roll_back()
     scene.world.registry.down = False
     scene.set_alias(CHALLENGER, version)
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic()["v4"] == 100
     assert scene.aliases()[CHAMPION] == "4"
 
@@ -610,7 +610,7 @@ def test_a_rollback_after_10_000_entries_takes_ten_reads_at_most() -> None:
         )
         if sequence >= 10_000:
             counted = CountedObjects(dict(objects.data))
-            roll_back(replace(scene.ports, ledger=ObjectLedger(counted)), "digits")
+            roll_back(replace(scene.context, ledger=ObjectLedger(counted)), "digits")
             assert counted.reads <= 10, sequence
             assert ObjectLedger(counted).state("digits").head == sequence + 3
 
@@ -620,13 +620,13 @@ def no_client(*_: object) -> NoReturn:
 
 
 def test_without_the_registrys_client_traffic_goes_back_and_the_aliases_wait(scene: Scene) -> None:
-    ports = replace(scene.ports, registry=no_client)
-    assert roll_back(ports, "digits").pending_aliases
+    context = replace(scene.context, registry=no_client)
+    assert roll_back(context, "digits").pending_aliases
     assert scene.traffic() == {"v2": 100, "v3": 0}
-    last = reconcile_until_stable(ports, "digits")[-1]
+    last = reconcile_until_stable(context, "digits")[-1]
     assert (last.stable, "mlflow" in last.registry_down) == (True, True)
     assert scene.state().pending_aliases
-    scene.settle()
+    scene.reconcile()
     assert scene.aliases()[CHAMPION] == "2"
 
 
@@ -637,13 +637,13 @@ def test_what_fails_for_want_of_a_package_is_not_tried_again(scene: Scene) -> No
         tries.append(name)
         no_client()
 
-    ports = replace(scene.ports, provider=no_provider)
+    context = replace(scene.context, provider=no_provider)
     with pytest.raises(StillPendingError, match="mlflow is not installed"):
-        roll_back(ports, "digits")
+        roll_back(context, "digits")
     tries.clear()
     with pytest.raises(MissingPackageError):
-        reconcile_until_stable(ports, "digits")
+        reconcile_until_stable(context, "digits")
     once = len(tries)
-    _, errors = reconcile_with_retries(ports, ("digits",), for_s=2.5)
+    _, errors = reconcile_with_retries(context, ("digits",), for_s=2.5)
     assert isinstance(errors["digits"], MissingPackageError)
     assert len(tries) == 2 * once

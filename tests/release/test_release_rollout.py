@@ -45,7 +45,7 @@ def scene() -> Scene:
 
 def test_a_first_deployment(scene: Scene) -> None:
     assert scene.promote(scene.publish("a")).did == "challenger"
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic() == {"v1": 100}
     assert scene.aliases() == {CHAMPION: "1"}
     assert scene.promote("1").did == "serves already"
@@ -68,7 +68,7 @@ def test_requests_are_run_as_the_signed_decision_says(scene: Scene, batchable: b
 def test_settling_again_does_nothing(scene: Scene) -> None:
     scene.serve(scene.publish("a"))
     before = scene.state()
-    (report,) = scene.settle()
+    (report,) = scene.reconcile()
     assert report.did == ""
     assert scene.state() == before
     assert len(scene.world.provider.applied) == 1
@@ -80,7 +80,7 @@ def test_all_at_once(scene: Scene) -> None:
     assert scene.traffic() == {"v2": 100, "v1": 0}
     assert scene.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
     scene.world.clock.advance(DAY)
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic() == {"v2": 100}
 
 
@@ -90,11 +90,11 @@ def test_steps_go_by_words() -> None:
     scene.serve(scene.publish("a"))
     scene.promote(scene.publish("b"))
     for share in (10, 50):
-        scene.settle()
+        scene.reconcile()
         assert scene.traffic() == {"v2": share, "v1": 100 - share}
         assert scene.aliases() == {CHAMPION: "1", CHALLENGER: "2"}
         scene.say(OperatorCommand.ADVANCE)
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic() == {"v2": 100, "v1": 0}
     assert scene.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
     for ask in (lambda: scene.say(OperatorCommand.PAUSE), scene.abort):
@@ -108,59 +108,59 @@ def trial() -> Scene:
     scene = serving("a")
     scene.bind(policy=CANARY)
     scene.promote(scene.publish("b"))
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic() == {"v2": 10, "v1": 90}
     return scene
 
 
 def test_a_pause_holds_until_the_next_word(trial: Scene) -> None:
     trial.say(OperatorCommand.PAUSE)
-    assert "paused" in trial.settle()[-1].why
+    assert "paused" in trial.reconcile()[-1].why
     trial.say(OperatorCommand.ADVANCE)
-    trial.settle()
+    trial.reconcile()
     assert trial.traffic()["v2"] == 50
 
 
 def test_a_word_survives_the_repair_of_the_endpoint(trial: Scene) -> None:
     trial.say(OperatorCommand.ADVANCE)
     trial.world.provider.interfere("digits", None)
-    assert [report.did for report in trial.settle()] == ["restore", "advance", ""]
+    assert [report.did for report in trial.reconcile()] == ["restore", "advance", ""]
     assert trial.traffic() == {"v2": 50, "v1": 50}
 
 
 def test_an_abort_said_while_a_dead_drivers_step_is_open_is_obeyed(trial: Scene) -> None:
     trial.say(OperatorCommand.ADVANCE)
-    interrupted(trial, trial.settle)
+    interrupted(trial, trial.reconcile)
     trial.restart()
     trial.abort()
     assert trial.traffic() == {"v1": 100, "v2": 0}
-    trial.settle()
+    trial.reconcile()
     assert trial.traffic() == {"v1": 100}
 
 
 def test_removing_the_alias_aborts_and_rejects_nothing(trial: Scene) -> None:
     trial.world.registry.delete_alias(MODEL, CHALLENGER)
-    trial.settle()
+    trial.reconcile()
     assert trial.traffic() == {"v1": 100}
     trial.promote("2")
-    trial.settle()
+    trial.reconcile()
     assert trial.traffic()["v2"] == 10
 
 
 def test_another_challenger_takes_the_place_of_the_one_on_trial(trial: Scene) -> None:
     trial.promote(trial.publish("c"))
-    assert [report.did for report in trial.settle()][:2] == ["abort", "start"]
+    assert [report.did for report in trial.reconcile()][:2] == ["abort", "start"]
     assert trial.traffic() == {"v3": 10, "v1": 90}
 
 
 def test_a_lost_endpoint_is_restored(trial: Scene) -> None:
     trial.world.provider.interfere("digits", None)
-    trial.settle()
+    trial.reconcile()
     assert trial.traffic() == {"v2": 10, "v1": 90}
     stable = trial.state().roles.stable
     assert stable is not None
     trial.world.provider.interfere("digits", build_split_state(stable, None, 0))
-    trial.settle()
+    trial.reconcile()
     assert trial.traffic() == {"v2": 10, "v1": 90}
 
 
@@ -169,9 +169,9 @@ def test_a_version_of_the_same_release_that_was_aborted_does_not_condemn_the_oth
     scene.bind(policy=CANARY)
     scene.serve(scene.publish("a"))
     scene.promote(scene.publish("a", variant="int8"))
-    scene.settle()
+    scene.reconcile()
     scene.abort()
-    scene.settle()
+    scene.reconcile()
     assert scene.aliases() == {CHAMPION: "1"}
     with pytest.raises(RefusedError):
         scene.promote("2")
@@ -216,7 +216,7 @@ def test_what_is_not_approved_does_not_serve_and_its_alias_is_put_back(scene: Sc
     version = scene.publish("b")
     scene.forge(version, **SPOILT[reason](scene, scene.record(version)))
     scene.set_alias(alias, version)
-    reports = scene.settle()
+    reports = scene.reconcile()
     assert reports[0].refused
     assert reason in reports[0].why
     assert scene.aliases() == {CHAMPION: "1"}
@@ -238,7 +238,7 @@ def test_what_is_not_approved_is_not_promoted(scene: Scene, reason: str) -> None
 
 def test_a_version_that_loses_its_approval_while_on_trial_is_taken_out(trial: Scene) -> None:
     trial.forge("2", decisions={})
-    reports = trial.settle()
+    reports = trial.reconcile()
     assert [report.did for report in reports][1:] == ["abort", "clean-up", ""]
     assert trial.traffic() == {"v1": 100}
 
@@ -249,7 +249,7 @@ def test_an_override_serves_what_its_gates_refuse(scene: Scene) -> None:
     with pytest.raises(UserError, match="needs a reason"):
         scene.promote(version, override=True)
     scene.promote(version, override=True, reason="the old one is worse")
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic()["v2"] == 100
     assert scene.record(version).tags["override.cpu"] == "the old one is worse"
 
@@ -257,16 +257,16 @@ def test_an_override_serves_what_its_gates_refuse(scene: Scene) -> None:
 def test_a_champion_moved_by_hand_counts_as_challenger(trial: Scene) -> None:
     trial.world.registry.delete_alias(MODEL, CHALLENGER)
     trial.set_alias(CHAMPION, trial.publish("c"))
-    trial.settle()
+    trial.reconcile()
     assert trial.traffic() == {"v3": 10, "v1": 90}
     for _ in range(2):
         trial.say(OperatorCommand.ADVANCE)
-        trial.settle()
+        trial.reconcile()
     assert trial.traffic() == {"v3": 100, "v1": 0}
     assert trial.aliases()[CHAMPION] == "3"
 
 
-def test_a_model_without_endpoint_is_crowned_at_once() -> None:
+def test_model_without_endpoint_becomes_champion_at_once() -> None:
     scene = Scene()
     assert scene.promote(scene.publish("a")).did == "champion"
     assert scene.promote(scene.publish("b")).did == "champion"
@@ -278,7 +278,7 @@ def fold_of(scene: Scene) -> dict[str, str | None]:
     return dict(scene.state(f"{MODEL}@{TARGET}").aliases)
 
 
-def test_a_crowning_that_was_cut_short_is_written_down_by_the_next() -> None:
+def test_interrupted_champion_alias_is_recorded_by_the_next_run() -> None:
     scene = Scene()
     scene.set_alias(CHAMPION, scene.publish("a"))
     scene.promote("1")
@@ -289,7 +289,7 @@ def test_a_crowning_that_was_cut_short_is_written_down_by_the_next() -> None:
 
 def test_an_endpoint_that_is_about_to_be_bound_is_waited_for() -> None:
     scene = Scene()
-    done = promote(scene.ports, MODEL, scene.publish("a"), TARGET, expects=("digits",))
+    done = promote(scene.context, MODEL, scene.publish("a"), TARGET, expects=("digits",))
     assert done.did == "challenger"
     assert scene.aliases() == {CHALLENGER: "1"}
 
@@ -298,7 +298,7 @@ def test_a_new_endpoint_starts_with_the_champion() -> None:
     scene = Scene()
     scene.promote(scene.publish("a"))
     scene.bind()
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic() == {"v1": 100}
     assert scene.aliases() == {CHAMPION: "1"}
 
@@ -308,33 +308,33 @@ def test_changed_settings_are_applied_before_a_rollout_begins_and_not_in_the_mid
     scene.serve(scene.publish("a"))
     scene.promote(scene.publish("b"))
     changed = replace(config_of("digits"), settings={"instance_count": 2})
-    bind_endpoint(scene.ports, changed, CANARY)
-    reports = scene.settle()
+    bind_endpoint(scene.context, changed, CANARY)
+    reports = scene.reconcile()
     assert [report.did for report in reports] == ["reconfigure", "start", ""]
     assert reports[0].why == "it does not match its settings: instance_count: None, not 2"
     assert scene.traffic() == {"v1": 90, "v2": 10}
-    bind_endpoint(scene.ports, replace(changed, settings={"instance_count": 3}), CANARY)
-    assert [report.did for report in scene.settle()] == [""]
+    bind_endpoint(scene.context, replace(changed, settings={"instance_count": 3}), CANARY)
+    assert [report.did for report in scene.reconcile()] == [""]
     scene.roll_back()
-    assert [report.did for report in scene.settle()][-2:] == ["reconfigure", ""]
+    assert [report.did for report in scene.reconcile()][-2:] == ["reconfigure", ""]
 
 
 def test_an_endpoint_binds_one_model_and_one_target(scene: Scene) -> None:
-    assert bind_endpoint(scene.ports, config_of("digits"), CANARY)
-    assert not bind_endpoint(scene.ports, config_of("digits"), CANARY)
+    assert bind_endpoint(scene.context, config_of("digits"), CANARY)
+    assert not bind_endpoint(scene.context, config_of("digits"), CANARY)
     for changes in ({"model": "faces"}, {"target": "edge"}):
         with pytest.raises(UserError, match="serves digits on cpu"):
-            bind_endpoint(scene.ports, replace(config_of("digits"), **changes), CANARY)  # type: ignore[arg-type]
+            bind_endpoint(scene.context, replace(config_of("digits"), **changes), CANARY)  # type: ignore[arg-type]
 
 
 def test_unknown_names(scene: Scene) -> None:
     for call in (
         reconcile_step,
         read_status,
-        lambda ports, name: read_history(ports, HistoryFilter(endpoints=(name,))),
+        lambda context, name: read_history(context, HistoryFilter(endpoints=(name,))),
     ):
         with pytest.raises(NotFoundError) as caught:
-            call(scene.ports, "faces")
+            call(scene.context, "faces")
         assert "digits" in caught.value.remedy
     with pytest.raises(NotFoundError):
         scene.promote("9")
@@ -343,7 +343,7 @@ def test_unknown_names(scene: Scene) -> None:
 def test_a_registry_that_is_down_changes_nothing_and_is_told(trial: Scene) -> None:
     trial.world.registry.down = True
     trial.world.provider.interfere("digits", None)
-    reports = trial.settle()
+    reports = trial.reconcile()
     assert reports[0].did == "restore"
     assert all(report.registry_down for report in reports)
     assert trial.traffic() == {"v2": 10, "v1": 90}
@@ -353,26 +353,26 @@ def test_an_endpoint_that_cannot_be_reached_is_an_outcome(scene: Scene) -> None:
     scene.promote(scene.publish("a"))
     scene.world.provider.down = True
     with pytest.raises(ServiceUnavailableError):
-        reconcile_until_stable(scene.ports, "digits")
+        reconcile_until_stable(scene.context, "digits")
     assert scene.state().open_intent is None
-    assert [line.what for line in read_history(scene.ports, HistoryFilter(endpoints=("digits",)))[0]][-1].startswith(
+    assert [line.what for line in read_history(scene.context, HistoryFilter(endpoints=("digits",)))[0]][-1].startswith(
         "failed"
     )
     scene.world.provider.down = False
-    scene.settle()
+    scene.reconcile()
     assert scene.traffic() == {"v1": 100}
     assert effects(scene.world.ledger.read("digits")) == ["first-deployment"]
 
 
 def test_status_and_history(trial: Scene, golden: Golden) -> None:
     trial.world.provider.interfere("digits", None)
-    seen = read_status(trial.ports, "digits")
+    seen = read_status(trial.context, "digits")
     assert (seen.actual, seen.address) == (None, None)
-    trial.settle()
-    seen = read_status(trial.ports, "digits")
+    trial.reconcile()
+    seen = read_status(trial.context, "digits")
     assert seen.actual is not None
     assert seen.address == "memory:digits"
-    lines, _ = read_history(trial.ports, HistoryFilter(endpoints=("digits",)))
+    lines, _ = read_history(trial.context, HistoryFilter(endpoints=("digits",)))
     assert [line.sequence for line in lines] == list(range(1, len(lines) + 1))
     golden("tables", lines[0].what)
     assert lines[0].at.startswith("2023-11-14T22:13:20")
@@ -386,7 +386,7 @@ def test_a_strangers_state_with_the_right_generation_is_replaced(trial: Scene) -
         deployments=(stable,), split=TrafficSplit(weights={"v1": 100}), generation=trial.state().generation
     )
     trial.world.provider.interfere("digits", foreign)
-    assert trial.settle()[0].did == "restore"
+    assert trial.reconcile()[0].did == "restore"
 
 
 @pytest.mark.parametrize("policy", [AT_ONCE, CANARY], ids=["at once", "canary"])
@@ -414,9 +414,9 @@ def test_what_an_alarm_of_the_provider_takes_back_is_rejected(
     monkeypatch.setattr(provider, "apply", apply)
     if left_open:
         with pytest.raises(KeyboardInterrupt):
-            scene.settle()
+            scene.reconcile()
         scene.restart()
-    assert scene.settle()[0].did in ("rollback", "abort")
+    assert scene.reconcile()[0].did in ("rollback", "abort")
     assert applied == 1 + left_open
     state = scene.state()
     assert (state.pending_rollback, state.open_intent, state.roles.candidate) == (None, None, None)
@@ -424,7 +424,7 @@ def test_what_an_alarm_of_the_provider_takes_back_is_rejected(
     assert (scene.traffic()["v1"], CHALLENGER in scene.aliases()) == (100, False)
     with pytest.raises(RefusedError):
         scene.promote(bad)
-    scene.settle()
+    scene.reconcile()
     assert applied == 1 + left_open
 
 
@@ -437,5 +437,5 @@ def test_an_alarm_that_fires_at_a_repair_rejects_nothing(scene: Scene, monkeypat
 
     monkeypatch.setattr(scene.world.provider, "apply", apply)
     with pytest.raises(AlarmRollbackError):
-        scene.settle()
+        scene.reconcile()
     assert scene.state().rejected == {}

@@ -13,7 +13,7 @@ from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.store import ModelFolders
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import InfrastructureError, RefusedError
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.release.reconcile import StepReport
 from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchLoop
@@ -44,12 +44,12 @@ class SageMaker(Scene):
             pipeline="p",
             settings={**SETTINGS, "strategy": "guarded", "alarms": ["failing"], "canary_percent": 10},
         )
-        bind_endpoint(self.ports, self.config, AT_ONCE)
+        bind_endpoint(self.context, self.config, AT_ONCE)
 
     @property
-    def ports(self) -> Ports:
+    def context(self) -> Context:
         kept = ModelFolders(self.folder / "kept")
-        return replace(super().ports, provider=lambda _: self.provider, files=kept)
+        return replace(super().context, provider=lambda _: self.provider, files=kept)
 
     def release(self, factor: float) -> str:
         """A version that multiplies."""
@@ -58,11 +58,11 @@ class SageMaker(Scene):
     def alarm(self, state: str) -> None:
         client(self.fake, "cloudwatch").set_alarm_state(AlarmName="failing", StateValue=state, StateReason="test")
 
-    def settle_while_the_alarm_fires(self) -> list[StepReport]:
+    def reconcile_while_the_alarm_fires(self) -> list[StepReport]:
         """Reconcile; once the update is under way, the alarm fires, and is quiet again when all is over."""
         self.fake.behave(reads=400)
         reports: list[StepReport] = []
-        reconciler = threading.Thread(target=lambda: reports.extend(self.settle()))
+        reconciler = threading.Thread(target=lambda: reports.extend(self.reconcile()))
         reconciler.start()
         sagemaker = client(self.fake, "sagemaker")
         while sagemaker.describe_endpoint(EndpointName="digits")["EndpointStatus"] != "Updating":
@@ -73,12 +73,12 @@ class SageMaker(Scene):
         return reports
 
     def watch(self, passes: int) -> list[WatchEvent]:
-        told: list[WatchEvent] = []
-        watcher = WatchLoop(self.ports, ReconcileQueue(), interval_s=30.0, on_event=told.append)
+        events: list[WatchEvent] = []
+        watcher = WatchLoop(self.context, ReconcileQueue(), interval_s=30.0, on_event=events.append)
         for _ in range(passes):
             watcher.reconcile_all()
             self.world.clock.advance(3600.0)
-        return told
+        return events
 
     def serving(self) -> list[str]:
         observed = self.provider.observe(self.config)
@@ -101,10 +101,10 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SageMaker
 
 def test_no_way_leads_back_to_what_an_alarm_condemned_but_a_new_override_under_the_alarm(scene: SageMaker) -> None:
     scene.promote(scene.release(2.0))
-    scene.settle()
+    scene.reconcile()
     bad = scene.release(3.0)
     scene.promote(bad)
-    reports = scene.settle_while_the_alarm_fires()
+    reports = scene.reconcile_while_the_alarm_fires()
     assert [report.did for report in reports if report.did] == ["rollback", "wrote aliases"]
     state = scene.state()
     assert state.pending_rollback is None
@@ -114,12 +114,12 @@ def test_no_way_leads_back_to_what_an_alarm_condemned_but_a_new_override_under_t
     # Reconcile and watch, while the alarm fires and when it is quiet.
     for firing in ("ALARM", "OK"):
         scene.alarm(firing)
-        scene.settle()
+        scene.reconcile()
         scene.watch(3)
     with pytest.raises(RefusedError, match="rolled this release back"):
         scene.promote(bad)
     scene.set_alias(CHALLENGER, bad)
-    scene.settle()
+    scene.reconcile()
     scene.watch(3)
     assert scene.serving() == ["v1"]
     assert len(scene.fake.updates("digits")) == 1
@@ -128,14 +128,14 @@ def test_no_way_leads_back_to_what_an_alarm_condemned_but_a_new_override_under_t
     scene.alarm("ALARM")
     scene.promote(bad, override=True, reason="the alarm was about something else")
     with pytest.raises(InfrastructureError, match="alarm failing fires"):
-        scene.settle()
+        scene.reconcile()
     scene.watch(3)
     assert len(scene.fake.updates("digits")) == 1
     scene.alarm("OK")
-    scene.settle_while_the_alarm_fires()
+    scene.reconcile_while_the_alarm_fires()
     assert scene.serving() == ["v1"]
     scene.alarm("OK")
-    scene.settle()
+    scene.reconcile()
     scene.watch(3)
     asked = scene.fake.updates("digits")
     assert len(asked) == 2

@@ -36,11 +36,11 @@ def seen(*, outlived: bool) -> EndpointStatus:
         provider = Outlived()
         provider._states = scene.world.provider._states
     scene.world.provider.down = True
-    ports = replace(scene.ports, provider=lambda _: provider)
+    context = replace(scene.context, provider=lambda _: provider)
     if outlived:
         assert isinstance(provider, Outlived)
         provider.down = True
-    return read_status(ports, "digits")
+    return read_status(context, "digits")
 
 
 def test_an_endpoint_that_nobody_supervises_is_not_called_silent(
@@ -62,14 +62,14 @@ def test_an_endpoint_that_does_not_answer_is_called_silent(capsys: pytest.Captur
 
 def test_an_endpoint_that_differs_from_its_settings_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     scene = serving("a")
-    bind_endpoint(scene.ports, replace(config_of("digits"), settings={"instance_count": 2}), AT_ONCE)
-    found = read_status(scene.ports, "digits")
+    bind_endpoint(scene.context, replace(config_of("digits"), settings={"instance_count": 2}), AT_ONCE)
+    found = read_status(scene.context, "digits")
     status_report([found], 0.0)
     shown = " ".join(capsys.readouterr().out.split())
     assert "differs from its settings: instance_count: None, not 2" in shown
     assert status_document(found)["drift"] == ["instance_count: None, not 2"]
-    scene.settle()
-    assert status_document(read_status(scene.ports, "digits"))["drift"] == []
+    scene.reconcile()
+    assert status_document(read_status(scene.context, "digits"))["drift"] == []
 
 
 def test_an_owed_rollback_is_shown_by_status_history_doctor_and_metrics(
@@ -79,32 +79,32 @@ def test_an_owed_rollback_is_shown_by_status_history_doctor_and_metrics(
     scene.world.provider.down = True
     with pytest.raises(StillPendingError):
         scene.roll_back()
-    pending = status_document(read_status(scene.ports, "digits"))["pending_rollback"]
+    pending = status_document(read_status(scene.context, "digits"))["pending_rollback"]
     assert (pending["to"], pending["attempts"]) == ("v1", 1)
-    status_report([read_status(scene.ports, "digits")], scene.ports.clock.now())
-    assert "rollback owed: to v1" in " ".join(capsys.readouterr().out.split())
-    assert any("v1" in line.what for line in read_history(scene.ports, HistoryFilter())[0][-2:])
-    project = Project(settings=load_settings(tmp_path), ports=scene.ports)
+    status_report([read_status(scene.context, "digits")], scene.context.clock.now())
+    assert "rollback pending: to v1" in " ".join(capsys.readouterr().out.split())
+    assert any("v1" in line.what for line in read_history(scene.context, HistoryFilter())[0][-2:])
+    project = Project(settings=load_settings(tmp_path), context=scene.context)
     findings = {finding.check: finding for finding in diagnose(project)}
     assert findings["rollback of digits"].ok is False
     scene.world.clock.advance(90)
-    told = render_pending_metrics(scene.ports)
-    assert 'onnx_ops_rollback_owed_seconds{endpoint="digits"} 90\n' in told
-    assert 'onnx_ops_rollback_failed_attempts{endpoint="digits"} 1\n' in told
+    page = render_pending_metrics(scene.context)
+    assert 'onnx_ops_rollback_pending_seconds{endpoint="digits"} 90\n' in page
+    assert 'onnx_ops_rollback_failed_attempts{endpoint="digits"} 1\n' in page
     scene.world.provider.down = False
-    scene.settle()
+    scene.reconcile()
     assert "rollback of digits" not in {finding.check for finding in diagnose(project)}
-    assert 'onnx_ops_rollback_owed_seconds{endpoint="digits"} 0\n' in render_pending_metrics(scene.ports)
+    assert 'onnx_ops_rollback_pending_seconds{endpoint="digits"} 0\n' in render_pending_metrics(scene.context)
     scene.world.provider.down = True
     with pytest.raises(StillPendingError):
-        delete_endpoint(scene.ports, "digits")
-    assert 'onnx_ops_deletion_owed{endpoint="digits"} 1\n' in render_pending_metrics(scene.ports)
+        delete_endpoint(scene.context, "digits")
+    assert 'onnx_ops_deletion_pending{endpoint="digits"} 1\n' in render_pending_metrics(scene.context)
 
 
 def test_a_history_without_entries_is_a_line_and_no_empty_table(
     capsys: pytest.CaptureFixture[str], golden: Golden
 ) -> None:
-    history_table(read_history(serving().ports, HistoryFilter(model="other"))[0])
+    history_table(read_history(serving().context, HistoryFilter(model="other"))[0])
     golden("tables", capsys.readouterr().out)
-    history_table(read_history(serving().ports, HistoryFilter())[0])
+    history_table(read_history(serving().context, HistoryFilter())[0])
     assert "bound to digits" in " ".join(capsys.readouterr().out.split())

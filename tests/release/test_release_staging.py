@@ -20,12 +20,12 @@ def scene() -> Scene:
     """Three endpoints that serve version 1 and get what comes next in order, the last two after an hour each."""
     scene = Scene()
     scene.bind(policy=CANARY)
-    bind_endpoint(scene.ports, config_of("region"), RolloutPolicy(depends_on=("digits",), depends_on_soak=SOAK_S))
+    bind_endpoint(scene.context, config_of("region"), RolloutPolicy(depends_on=("digits",), depends_on_soak=SOAK_S))
     bind_endpoint(
-        scene.ports, config_of("world"), RolloutPolicy(depends_on=("digits", "region"), depends_on_soak=SOAK_S)
+        scene.context, config_of("world"), RolloutPolicy(depends_on=("digits", "region"), depends_on_soak=SOAK_S)
     )
     scene.promote(scene.publish("first"))
-    scene.settle_all()
+    scene.reconcile_all()
     assert stable(scene) == ["1", "1", "1"]
     scene.promote(scene.publish("second"))
     return scene
@@ -38,77 +38,77 @@ def stable(scene: Scene) -> list[str]:
 
 def finish_the_first(scene: Scene) -> None:
     for _ in range(2):
-        scene.settle("digits")
+        scene.reconcile("digits")
         scene.say(OperatorCommand.ADVANCE)
-    scene.settle("digits")
+    scene.reconcile("digits")
 
 
 def test_a_first_release_goes_from_one_to_the_next(golden: Golden) -> None:
     scene = Scene()
     scene.bind()
-    bind_endpoint(scene.ports, config_of("region"), RolloutPolicy(depends_on=("digits",)))
+    bind_endpoint(scene.context, config_of("region"), RolloutPolicy(depends_on=("digits",)))
     scene.promote(scene.publish("first"))
-    golden("reasons", scene.settle("region")[-1].why)
-    scene.settle("digits")
-    scene.settle("region")
+    golden("reasons", scene.reconcile("region")[-1].why)
+    scene.reconcile("digits")
+    scene.reconcile("region")
     assert scene.traffic("region") == {"v1": 100}
 
 
 def test_each_waits_for_those_before_it_and_for_their_hour(scene: Scene, golden: Golden) -> None:
-    scene.settle("digits")
-    golden("reasons", scene.settle("region")[-1].why, "in progress")
+    scene.reconcile("digits")
+    golden("reasons", scene.reconcile("region")[-1].why, "in progress")
     finish_the_first(scene)
     assert stable(scene) == ["2", "1", "1"]
-    golden("reasons", scene.settle("region")[-1].why, "within the hour")
+    golden("reasons", scene.reconcile("region")[-1].why, "within the hour")
     assert scene.aliases()[CHAMPION] == "1"
     scene.world.clock.advance(SOAK_S)
-    golden("reasons", scene.settle("world")[-1].why, "not served")
-    scene.settle("region")
+    golden("reasons", scene.reconcile("world")[-1].why, "not served")
+    scene.reconcile("region")
     assert stable(scene) == ["2", "2", "1"]
     scene.world.clock.advance(SOAK_S)
-    scene.settle("world")
-    scene.settle_all()
+    scene.reconcile("world")
+    scene.reconcile_all()
     assert stable(scene) == ["2", "2", "2"]
     assert scene.aliases()[CHAMPION] == "2"
     assert CHALLENGER not in scene.aliases()
 
 
 def test_what_the_first_rolled_back_reaches_no_other(scene: Scene) -> None:
-    scene.settle("digits")
+    scene.reconcile("digits")
     scene.abort()
     for name in (*NAMES, *NAMES):
-        scene.settle(name)
+        scene.reconcile(name)
     scene.world.clock.advance(2 * SOAK_S)
     scene.set_alias(CHALLENGER, "2")
-    assert "rolled this release back" in scene.settle("region")[-1].why
+    assert "rolled this release back" in scene.reconcile("region")[-1].why
     assert stable(scene) == ["1", "1", "1"]
 
 
 def test_one_that_has_begun_goes_on_whatever_the_first_does_then(scene: Scene) -> None:
-    bind_endpoint(scene.ports, config_of("region"), RolloutPolicy(steps=(0.1, 1.0), depends_on=("digits",)))
+    bind_endpoint(scene.context, config_of("region"), RolloutPolicy(steps=(0.1, 1.0), depends_on=("digits",)))
     finish_the_first(scene)
-    scene.settle("region")
+    scene.reconcile("region")
     assert scene.traffic("region") == {"v2": 10, "v1": 90}
     scene.roll_back("digits")
     scene.say(OperatorCommand.ADVANCE, "region")
-    scene.settle("region")
+    scene.reconcile("region")
     assert scene.traffic("region") == {"v2": 100, "v1": 0}
 
 
 def test_one_word_brings_all_of_them_back(scene: Scene) -> None:
     finish_the_first(scene)
     scene.world.clock.advance(SOAK_S)
-    scene.settle("region")
+    scene.reconcile("region")
     assert stable(scene) == ["2", "2", "1"]
-    names = select_endpoints(scene.ports, (), every=True, model=MODEL)
+    names = select_endpoints(scene.context, (), every=True, model=MODEL)
     assert names == ("digits", "region"), "the release has not reached the others"
-    moved, errors = roll_back_each(scene.ports, names, reason="it is slow", pin=False)
+    moved, errors = roll_back_each(scene.context, names, reason="it is slow", pin=False)
     assert (set(moved), errors) == ({"digits", "region"}, {})
-    scene.settle_all()
+    scene.reconcile_all()
     assert stable(scene) == ["1", "1", "1"]
     assert scene.aliases()[CHAMPION] == "1"
-    assert select_endpoints(scene.ports, (), every=True, model=MODEL) == names, "asked again, it is the same rollback"
-    again, errors = roll_back_each(scene.ports, names, reason="it is slow", pin=False)
+    assert select_endpoints(scene.context, (), every=True, model=MODEL) == names, "asked again, it is the same rollback"
+    again, errors = roll_back_each(scene.context, names, reason="it is slow", pin=False)
     assert ([one.already for one in again.values()], errors) == ([True, True], {})
     assert stable(scene) == ["1", "1", "1"]
-    assert select_endpoints(scene.ports, (), every=True, model=MODEL, to="1") == NAMES
+    assert select_endpoints(scene.context, (), every=True, model=MODEL, to="1") == NAMES

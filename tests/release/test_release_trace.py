@@ -1,4 +1,4 @@
-"""What the ledger tells about the last rollout, and how a page shows it."""
+"""What the ledger records of the last rollout, and how a page shows it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_rollout_is_told_from_its_start_to_its_end() -> None:
     assert whats(found) == ["start", waits, "operator command advance", "advance", waits]
     assert [step.percent for step in found.steps if step.percent is not None] == [10, 50]
     scene.say(OperatorCommand.ADVANCE)
-    scene.settle()
+    scene.reconcile()
     found = traced(scene)
     assert found is not None
     assert found.end is ActionKind.FINISH
@@ -70,7 +70,7 @@ def count(scene: Scene) -> None:
             "v2": RequestCounts(requests=900 * n, errors=9 * n),
             "v3": RequestCounts(requests=100 * n, errors=9 * n),
         }
-        journal = Journal.open(scene.ports, "digits")
+        journal = Journal.open(scene.context, "digits")
         at = scene.world.clock.now() + n
         journal.append(MetricsRecorded(reading=MetricsReading(origin="o", at=at, tallies=tallies)))
 

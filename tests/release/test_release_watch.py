@@ -39,13 +39,13 @@ class Counting:
 @dataclass
 class Watch:
     scene: Scene
-    told: list[WatchEvent] = field(default_factory=list)
+    events: list[WatchEvent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.registry = Counting(self.scene.world.registry)
-        self.ports = replace(self.scene.ports, registry=lambda: cast("Registry", self.registry))
-        self.bell = ReconcileQueue()
-        self.watcher = WatchLoop(self.ports, self.bell, interval_s=5.0, on_event=self.told.append)
+        self.context = replace(self.scene.context, registry=lambda: cast("Registry", self.registry))
+        self.queue = ReconcileQueue()
+        self.watcher = WatchLoop(self.context, self.queue, interval_s=5.0, on_event=self.events.append)
 
     def look(self) -> list[str]:
         """One pass; what the registry was asked in it."""
@@ -54,8 +54,8 @@ class Watch:
         return list(self.registry.asked)
 
     def kinds(self) -> list[WatchEventKind]:
-        found = [report.kind for report in self.told]
-        self.told.clear()
+        found = [report.kind for report in self.events]
+        self.events.clear()
         return found
 
 
@@ -65,7 +65,7 @@ def fleet(count: int) -> Scene:
     for name in names:
         scene.bind(name)
     scene.promote(scene.publish("a"))
-    scene.settle_all()
+    scene.reconcile_all()
     return scene
 
 
@@ -114,7 +114,7 @@ def test_an_unapproved_alias_is_put_back_and_the_reason_told(golden: Golden) -> 
     watch = Watch(scene)
     watch.look()
     assert scene.aliases()[CHAMPION] == "1"
-    (refused,) = [report for report in watch.told if report.kind is WatchEventKind.REFUSED]
+    (refused,) = [report for report in watch.events if report.kind is WatchEventKind.REFUSED]
     golden("reasons", refused.why)
     assert "is FAIL" in scene.record("2").tags[f"onnxops.rejected.{CHAMPION}"]
     assert scene.traffic() == {"v1": 100}
@@ -136,7 +136,7 @@ def test_one_endpoint_in_trouble_does_not_stop_the_others() -> None:
     watch.look()
     assert scene.traffic("digits-1") == {"v2": 100, "v1": 0}
     assert scene.traffic("digits-0") == {"v1": 100}
-    assert [r.why for r in watch.told if r.kind is WatchEventKind.TROUBLE] == ["unexpected: ZeroDivisionError: a bug"]
+    assert [r.why for r in watch.events if r.kind is WatchEventKind.TROUBLE] == ["unexpected: ZeroDivisionError: a bug"]
 
 
 def test_a_ledger_that_cannot_be_listed_is_told_once_and_waited_for() -> None:
@@ -171,7 +171,7 @@ def test_an_endpoint_that_died_is_restored_although_the_registry_takes_no_alias(
     scene.world.provider.interfere("digits", None)
     watch.look()
     assert scene.traffic() == {"v2": 100, "v1": 0}
-    assert {report.why for report in watch.told if report.kind is WatchEventKind.TROUBLE} == {
+    assert {report.why for report in watch.events if report.kind is WatchEventKind.TROUBLE} == {
         f"{PREVIOUS}: MLflow refused"
     }
     registry.set_alias = set_alias  # type: ignore[method-assign]
@@ -235,58 +235,62 @@ def test_with_every_wake_up_lost_the_next_pass_finds_it() -> None:
 def test_it_stops_between_two_effects() -> None:
     scene = with_candidate(serving("a"))
     scene.promote("2")
-    bell = ReconcileQueue()
+    queue = ReconcileQueue()
 
     def stop(report: WatchEvent) -> None:
         if report.did:
-            bell.close()
+            queue.close()
 
-    WatchLoop(scene.ports, bell, interval_s=5.0, on_event=stop).run()
+    WatchLoop(scene.context, queue, interval_s=5.0, on_event=stop).run()
     state = scene.state()
     assert (state.open_intent, scene.traffic()) == (None, {"v2": 100, "v1": 0})
     assert state.pending_aliases
-    scene.settle_all()
+    scene.reconcile_all()
     assert scene.aliases()[CHAMPION] == "2"
 
 
 def test_a_running_watch_hears_its_bell() -> None:
     scene = with_candidate(serving("a"))
-    bell, served = ReconcileQueue(), threading.Event()
+    queue, served = ReconcileQueue(), threading.Event()
 
-    def told(report: WatchEvent) -> None:
+    def events(report: WatchEvent) -> None:
         if report.did == "finish":
             served.set()
 
-    watcher = WatchLoop(scene.ports, bell, interval_s=3600.0, on_event=told)
+    watcher = WatchLoop(scene.context, queue, interval_s=3600.0, on_event=events)
     watcher.reconcile_all()
     thread = threading.Thread(target=watcher.run)
     thread.start()
     scene.set_alias(CHALLENGER, "2")
-    bell.add("digits")
+    queue.add("digits")
     assert served.wait(30)
-    bell.close()
+    queue.close()
     thread.join(30)
     assert not thread.is_alive()
 
 
 def test_a_bell_keeps_a_bounded_number_of_names() -> None:
-    bell = ReconcileQueue()
+    queue = ReconcileQueue()
     for number in range(5000):
-        bell.add(f"m-{number}")
-        bell.add("m-0")
-    assert len(bell.wait(0.0)) == 1000
-    assert bell.wait(0.0) == frozenset()
+        queue.add(f"m-{number}")
+        queue.add("m-0")
+    assert len(queue.wait(0.0)) == 1000
+    assert queue.wait(0.0) == frozenset()
 
 
-def test_a_glance_touches_nothing() -> None:
+def test_dry_run_changes_nothing() -> None:
     scene = with_candidate(serving("a"))
     scene.bind("digits", policy=CANARY)
     before = len(scene.world.ledger.read("digits"))
-    told: list[StepReport] = []
-    assert DryRun(scene.ports, lambda: read_registry(scene.ports)).reconcile("digits", on_step=told.append)[-1].stable
-    assert len(told) == 1
+    events: list[StepReport] = []
+    assert (
+        DryRun(scene.context, lambda: read_registry(scene.context))
+        .reconcile("digits", on_step=events.append)[-1]
+        .stable
+    )
+    assert len(events) == 1
     assert len(scene.world.ledger.read("digits")) == before
-    assert DryRun(scene.ports, lambda: read_registry(scene.ports)).state("digits").config == config_of("digits")
+    assert DryRun(scene.context, lambda: read_registry(scene.context)).state("digits").config == config_of("digits")
 
 
 def test_a_registry_that_says_no_counts_as_down() -> None:
@@ -296,4 +300,4 @@ def test_a_registry_that_says_no_counts_as_down() -> None:
         raise RefusedError("MLflow refused", where="all models")
 
     scene.world.registry.all_aliases = forbidden  # type: ignore[method-assign]
-    assert read_registry(scene.ports) == RegistrySnapshot(aliases={}, down="all models: MLflow refused")
+    assert read_registry(scene.context) == RegistrySnapshot(aliases={}, down="all models: MLflow refused")

@@ -62,7 +62,7 @@ class Stage:
 
     listening: Scene
     other: Scene
-    bell: ReconcileQueue
+    queue: ReconcileQueue
     clock: FakeClock
     post: Callable[[bytes, Mapping[str, str]], int]
     sent: list[Delivery] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.watchers = [
-            WatchLoop(scene.ports, ReconcileQueue(), interval_s=5.0, on_event=lambda report: None)
+            WatchLoop(scene.context, ReconcileQueue(), interval_s=5.0, on_event=lambda report: None)
             for scene in (self.listening, self.other)
         ]
 
@@ -110,7 +110,7 @@ class Stage:
             clock.advance(seconds)
 
     def look(self, _: int) -> None:
-        models = self.bell.wait(0)
+        models = self.queue.wait(0)
         assert models <= {MODEL}
         if models:
             self.watchers[0].reconcile_models(models)

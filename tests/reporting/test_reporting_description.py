@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.release import Lineage
-from onnx_ops.reporting.description import DESCRIPTION_LIMIT, result_table, told_reason, version_description
+from onnx_ops.reporting.description import DESCRIPTION_LIMIT, parse_reason, result_table, version_description
 from tests.support.golden import Golden
 
 LINEAGE = Lineage(
@@ -106,5 +106,5 @@ def test_the_reason_of_a_verdict_is_read_back_as_it_was_told(reason: str) -> Non
     result = GateResult(gate="latency", metric="p50", limit="", verdict=Verdict.FAIL, reason=reason)
     decision = Decision(variant="fp32", target="cpu-1t", results=(result,))
     written = version_description("fp32", {"cpu-1t": decision}, LINEAGE)
-    assert told_reason(written, "cpu-1t") == f"latency: {reason}"
-    assert told_reason(written, "cpu") == ""
+    assert parse_reason(written, "cpu-1t") == f"latency: {reason}"
+    assert parse_reason(written, "cpu") == ""

@@ -346,7 +346,7 @@ def test_load_starts_and_memory_have_rows_and_plots() -> None:
         MemoryGate(max=10**7, max_regression=0.5),
     )
     text = Page(page_of([evidence], gates)).text
-    for told in (
+    for expected in (
         "faster than fp32",
         "200 req/s",
         "[190, 210] req/s",
@@ -358,4 +358,4 @@ def test_load_starts_and_memory_have_rows_and_plots() -> None:
         "Load time ratio: int8-static against fp32 on cpu-1t",
         "Peak memory ratio: int8-static against fp32 on cpu-1t",
     ):
-        assert told in text
+        assert expected in text

@@ -1,4 +1,4 @@
-"""The page about a commit: the worst first, nobody mentioned, never too long."""
+"""The page about a commit: the worst first, no user mentioned, never too long."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def checked(verdict: Verdict, reason: str = "because", results: int = 1, file: s
 
 def test_the_worst_comes_first_and_is_the_verdict_of_all(golden: Golden) -> None:
     several = [checked(verdict, file=f"{verdict.value}.yaml") for verdict in Verdict]
-    text = page(several, commit="abc1234")
-    places = [text.index(f"{verdict.value}.yaml") for verdict in sorted(Verdict, key=lambda v: -v.rank)]
+    rendered = page(several, commit="abc1234")
+    places = [rendered.index(f"{verdict.value}.yaml") for verdict in sorted(Verdict, key=lambda v: -v.rank)]
     assert places == sorted(places)
     assert overall(several) is Verdict.FAIL
     golden("tables", title(several))
@@ -38,9 +38,9 @@ def test_nothing_touched_is_no_verdict(golden: Golden) -> None:
 @given(st.text(max_size=300))
 def test_what_others_wrote_mentions_nobody_and_breaks_no_table(text: str) -> None:
     plain = page([checked(Verdict.PASS)], commit="abc1234")
-    told = page([checked(Verdict.PASS, f"@team | <b>{text}")], commit="abc1234")
-    assert "@" not in told
-    assert told.count("<") == plain.count("<")
+    rendered = page([checked(Verdict.PASS, f"@team | <b>{text}")], commit="abc1234")
+    assert "@" not in rendered
+    assert rendered.count("<") == plain.count("<")
 
 
 @given(st.integers(1, 40), st.integers(1, 300))

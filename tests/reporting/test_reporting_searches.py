@@ -12,7 +12,7 @@ from tests.support.golden import Golden
 
 
 def drawn(svg: str) -> None:
-    """It is one element, closed, and holds no figure that is no number."""
+    """It is one element, closed, and holds no figure that is not a number."""
     assert svg.startswith("<svg")
     assert svg.rstrip().endswith("</svg>")
     assert "nan" not in svg.lower().replace("dominant", "")

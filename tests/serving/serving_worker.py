@@ -23,7 +23,7 @@ from onnx_ops.serving.inference.request_queue import MAX_BATCH, LatencyEstimator
 from onnx_ops.serving.inference.service import InferenceService
 from onnx_ops.serving.inference.shadow import ShadowQueue
 from onnx_ops.serving.metrics import MetricsPage, MetricsRow, SharedMetrics, SlotAllocator
-from onnx_ops.serving.rollout_counts import OutcomeCounter, UserCounts
+from onnx_ops.serving.rollout_counts import FeedbackCounter, UserCounts
 from onnx_ops.serving.workers.listeners import listen_tcp
 from onnx_ops.serving.workers.worker import SignalFreeServer, build_uvicorn_config
 
@@ -94,14 +94,14 @@ class Worker:
         self.worker_threads = WorkerThreads(self.threads)
         users = UserCounts(self.shared, 0)
         named, keyed = self.deployments.find_slot, self.deployments.find_user
-        outcomes = OutcomeCounter(self.shared, 0, find_slot=named, find_user=keyed, users=users)
+        feedback = FeedbackCounter(self.shared, 0, find_slot=named, find_user=keyed, users=users)
         self.inference = InferenceService(
-            self.deployments, unrouted, deadline_s=self.deadline, shadow=self.shadow, outcomes=outcomes, users=users
+            self.deployments, unrouted, deadline_s=self.deadline, shadow=self.shadow, feedback=feedback, users=users
         )
         self.publish(self.state)
         usual = {"max_connections": 1000, "max_body": 1 << 20, "read_timeout_s": 60.0, "keep_alive_s": 60.0}
         self.connections = ConnectionLimits(**{**usual, **self.bounds}, row=unrouted)
-        app = _SpiedApp(self.inference, MetricsPage(self.shared, "e"), outcomes, max_body=self.connections.max_body)
+        app = _SpiedApp(self.inference, MetricsPage(self.shared, "e"), feedback, max_body=self.connections.max_body)
         app.slowly = self.slowly
         protocol = build_protocol(self.inference, self.connections, self.hosts)
         self.server = SignalFreeServer(build_uvicorn_config(app.build(), protocol=protocol, drain_s=20))

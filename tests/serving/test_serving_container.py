@@ -109,8 +109,8 @@ def test_what_cannot_be_served_ends_with_one_line(
     container: Container, arguments: list[str], environment: Mapping[str, str], code: int, said: str
 ) -> None:
     process = container.start(*arguments, **environment)
-    told = process.communicate(timeout=60)[1]
-    assert (process.returncode, said in told, "Traceback" in told) == (code, True, False)
+    output = process.communicate(timeout=60)[1]
+    assert (process.returncode, said in output, "Traceback" in output) == (code, True, False)
 
 
 def test_files_that_are_not_those_of_the_release_are_never_served(container: Container, tmp_path: Path) -> None:
@@ -126,5 +126,5 @@ def test_a_model_that_the_runtime_cannot_load_ends_the_container(container: Cont
     (tmp_path / "ml").mkdir()
     (tmp_path / "ml" / "model.onnx").write_bytes(b"no model")
     process = container.start(ONNX_OPS_MODEL_DIR=str(tmp_path / "ml"))
-    told = process.communicate()[1].splitlines()[-1]
-    assert (process.returncode, told.startswith("model: the model cannot be loaded")) == (4, True), told
+    output = process.communicate()[1].splitlines()[-1]
+    assert (process.returncode, output.startswith("model: the model cannot be loaded")) == (4, True), output

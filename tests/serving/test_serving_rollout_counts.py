@@ -18,7 +18,7 @@ from onnx_ops.protocol import messages
 from onnx_ops.protocol.messages import COUNTS_PATH, USER_CELLS, UserCountsRequest
 from onnx_ops.serving import metrics
 from onnx_ops.serving.metrics import SharedMetrics
-from onnx_ops.serving.rollout_counts import MAX_OUTCOMES, OutcomeCounter, UserCounts
+from onnx_ops.serving.rollout_counts import MAX_FEEDBACK, FeedbackCounter, UserCounts
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import INFER, infer_body, wait_until
 from tests.support.server import Answer, ServerFamily
@@ -41,38 +41,38 @@ def ask(server: ServerFamily, **headers: str) -> str:
     return answer.headers["x-onnx-ops-deployment"]
 
 
-def report(server: ServerFamily, *outcomes: Mapping[str, Any]) -> Answer:
-    body = json.dumps({"outcomes": outcomes}).encode()
-    return server.call("POST", "/outcomes", body, {"content-type": "application/json"})
+def report(server: ServerFamily, *feedback: Mapping[str, Any]) -> Answer:
+    body = json.dumps({"feedback": feedback}).encode()
+    return server.call("POST", "/feedback", body, {"content-type": "application/json"})
 
 
-def outcomes_of(server: ServerFamily) -> dict[str, tuple[int, int]]:
-    return {name: (found.outcomes, found.successes) for name, found in server.counts().deployments.items()}
+def feedback_of(server: ServerFamily) -> dict[str, tuple[int, int]]:
+    return {name: (found.feedback, found.successes) for name, found in server.counts().deployments.items()}
 
 
-def test_an_outcome_counts_for_who_answered(server: ServerFamily) -> None:
+def test_feedback_counts_for_the_deployment_that_answered(server: ServerFamily) -> None:
     answered = {f"r-{n}": ask(server, **{"x-request-id": f"r-{n}"}) for n in range(40)}
     assert set(answered.values()) == {"blue", "green"}
     good = {name: n % 3 > 0 for n, name in enumerate(answered)}
-    told = report(server, *({"request_id": name, "success": good[name]} for name in answered))
-    assert told.json() == {"counted": 40, "unknown": 0}
+    response = report(server, *({"request_id": name, "success": good[name]} for name in answered))
+    assert response.json() == {"counted": 40, "unknown": 0}
     expected = {
         who: (sum(d == who for d in answered.values()), sum(good[name] for name, d in answered.items() if d == who))
         for who in ("blue", "green")
     }
-    assert outcomes_of(server) == expected
+    assert feedback_of(server) == expected
     again = report(server, {"request_id": "r-1", "success": True}, {"request_id": "never", "success": True})
     assert again.json() == {"counted": 0, "unknown": 2}
-    assert outcomes_of(server) == expected
+    assert feedback_of(server) == expected
 
 
 def test_by_user_key_and_by_name(server: ServerFamily) -> None:
     users = {f"user-{n}": ask(server, **{"x-user-key": f"user-{n}"}) for n in range(20)}
     assert report(server, *({"key": user, "success": True} for user in users)).json()["counted"] == 20
-    told = report(server, {"deployment": "green", "success": False}, {"deployment": "red", "success": False})
-    assert told.json() == {"counted": 1, "unknown": 1}
+    response = report(server, {"deployment": "green", "success": False}, {"deployment": "red", "success": False})
+    assert response.json() == {"counted": 1, "unknown": 1}
     blue, green = (sum(d == who for d in users.values()) for who in ("blue", "green"))
-    assert outcomes_of(server) == {"blue": (blue, blue), "green": (green + 1, green)}
+    assert feedback_of(server) == {"blue": (blue, blue), "green": (green + 1, green)}
 
 
 NO_REPORTS = (
@@ -80,34 +80,34 @@ NO_REPORTS = (
     b"{",
     b"[]",
     b"null",
-    b'{"outcomes": {}}',
-    b'{"outcomes": [1]}',
-    b'{"outcomes": [{"success": true}]}',
-    b'{"outcomes": [{"request_id": "a", "success": 1}]}',
-    b'{"outcomes": [{"request_id": 7, "success": true}]}',
-    b'{"outcomes": [{"request_id": "a", "key": "b", "success": true}]}',
-    b'{"outcomes": [{"deployment": "", "key": null, "success": true}]}',
-    json.dumps({"outcomes": [{"key": "a", "success": True}] * (MAX_OUTCOMES + 1)}).encode(),
+    b'{"feedback": {}}',
+    b'{"feedback": [1]}',
+    b'{"feedback": [{"success": true}]}',
+    b'{"feedback": [{"request_id": "a", "success": 1}]}',
+    b'{"feedback": [{"request_id": 7, "success": true}]}',
+    b'{"feedback": [{"request_id": "a", "key": "b", "success": true}]}',
+    b'{"feedback": [{"deployment": "", "key": null, "success": true}]}',
+    json.dumps({"feedback": [{"key": "a", "success": True}] * (MAX_FEEDBACK + 1)}).encode(),
 )
 OTHER_KINDS = (None, "", "text/plain", "application/x-www-form-urlencoded", "text/plain;application/json", "json")
 
 
 def test_what_is_no_report_is_refused_whole(server: ServerFamily) -> None:
     for body in NO_REPORTS:
-        assert server.call("POST", "/outcomes", body, {"content-type": "application/json"}).status == 400, body
-        assert outcomes_of(server) == {"blue": (0, 0), "green": (0, 0)}, body
+        assert server.call("POST", "/feedback", body, {"content-type": "application/json"}).status == 400, body
+        assert feedback_of(server) == {"blue": (0, 0), "green": (0, 0)}, body
 
 
-def test_outcomes_are_taken_as_json_only(server: ServerFamily) -> None:
-    body = json.dumps({"outcomes": [{"deployment": "green", "success": True}]}).encode()
+def test_feedback_that_is_not_json_is_refused(server: ServerFamily) -> None:
+    body = json.dumps({"feedback": [{"deployment": "green", "success": True}]}).encode()
     for kind in OTHER_KINDS:
-        answer = server.call("POST", "/outcomes", body, {} if kind is None else {"content-type": kind})
+        answer = server.call("POST", "/feedback", body, {} if kind is None else {"content-type": kind})
         assert answer.status == 415, kind
         assert "application/json" in answer.json()["error"]
-        assert outcomes_of(server) == {"blue": (0, 0), "green": (0, 0)}, kind
-    assert server.call("OPTIONS", "/outcomes").status == 405  # a preflight
+        assert feedback_of(server) == {"blue": (0, 0), "green": (0, 0)}, kind
+    assert server.call("OPTIONS", "/feedback").status == 405  # a preflight
     usual = {"content-type": "Application/JSON; charset=utf-8"}
-    assert server.call("POST", "/outcomes", body, usual).json() == {"counted": 1, "unknown": 0}
+    assert server.call("POST", "/feedback", body, usual).json() == {"counted": 1, "unknown": 0}
 
 
 def test_before_the_first_publication_nothing_is_known(tmp_path: Path) -> None:
@@ -146,23 +146,25 @@ def test_the_counts_need_the_token(server: ServerFamily) -> None:
 
 def test_an_id_that_took_anothers_place_is_not_mistaken_for_it() -> None:
     shared = SharedMetrics(1)
-    outcomes = OutcomeCounter(shared, 0, find_slot=lambda _: 1, find_user=lambda _: (1, 0), users=UserCounts(shared, 0))
+    feedback = FeedbackCounter(
+        shared, 0, find_slot=lambda _: 1, find_user=lambda _: (1, 0), users=UserCounts(shared, 0)
+    )
     for number in range(3 * metrics.REQUEST_IDS):
-        outcomes.remember(b"%d" % number, 1 + number % 2, number % USER_CELLS)
+        feedback.remember(b"%d" % number, 1 + number % 2, number % USER_CELLS)
     reports = [{"request_id": str(number), "success": True} for number in range(0, 3 * metrics.REQUEST_IDS, 97)]
     counted = unknown = 0
-    for start in range(0, len(reports), MAX_OUTCOMES):
-        found = outcomes.count(json.dumps({"outcomes": reports[start : start + MAX_OUTCOMES]}).encode())
+    for start in range(0, len(reports), MAX_FEEDBACK):
+        found = feedback.count(json.dumps({"feedback": reports[start : start + MAX_FEEDBACK]}).encode())
         counted, unknown = counted + found[0], unknown + found[1]
     assert counted + unknown == len(reports)
-    assert unknown == shared.sum_slot(0)[metrics.UNKNOWN_OUTCOMES] > 0
+    assert unknown == shared.sum_slot(0)[metrics.UNKNOWN_FEEDBACK] > 0
     odd = sum(int(str(report["request_id"])) % 2 for report in reports)
-    assert shared.sum_slot(2)[metrics.OUTCOMES] <= odd
-    assert shared.sum_slot(1)[metrics.OUTCOMES] <= len(reports) - odd
-    assert shared.sum_slot(1)[metrics.OUTCOMES] + shared.sum_slot(2)[metrics.OUTCOMES] == counted
+    assert shared.sum_slot(2)[metrics.FEEDBACK] <= odd
+    assert shared.sum_slot(1)[metrics.FEEDBACK] <= len(reports) - odd
+    assert shared.sum_slot(1)[metrics.FEEDBACK] + shared.sum_slot(2)[metrics.FEEDBACK] == counted
 
 
-def test_requests_and_outcomes_are_counted_by_user_over_the_workers(server: ServerFamily) -> None:
+def test_requests_and_feedback_are_counted_by_user_over_the_workers(server: ServerFamily) -> None:
     asked = UserCountsRequest(limits_s=dict.fromkeys(("blue", "green"), (1e-05 * 2**3, 1e-05 * 2**20)))
     server.counts(asked)
     who = ask(server, **{"x-user-key": "u", "x-request-id": "r"})
@@ -175,7 +177,7 @@ def test_requests_and_outcomes_are_counted_by_user_over_the_workers(server: Serv
     (bucket,) = np.flatnonzero(found[who][messages.CELL_REQUESTS, : messages.USER_BUCKETS])
     cell = found[who][:, bucket]
     assert (cell[messages.CELL_REQUESTS], cell[messages.CELL_ERRORS]) == (30, 0)
-    assert (cell[messages.CELL_OUTCOMES], cell[messages.CELL_SUCCESSES]) == (2, 1)
+    assert (cell[messages.CELL_FEEDBACK], cell[messages.CELL_SUCCESSES]) == (2, 1)
     assert sum(cells[messages.CELL_REQUESTS, messages.KEYLESS_CELL] for cells in found.values()) == 8
     assert sum(int(cells[messages.CELL_REQUESTS].sum()) for cells in found.values()) == 38
     assert server.counts().deployments[who].users == ""

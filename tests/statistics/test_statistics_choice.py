@@ -204,7 +204,7 @@ def test_the_smallest_serves_where_size_is_preferred_though_it_is_no_faster(gold
 
 
 def test_the_most_accurate_serves_where_accuracy_is_preferred(golden: Golden) -> None:
-    """fp32 and the small one cannot be told apart, and the small one has fewer bytes."""
+    """fp32 and the small one do not differ in speed, and the small one has fewer bytes."""
     found = choose([EXPORT_ROW, FAST, SMALL], TargetObjective(objective="accuracy"))
     assert (found.variant, found.tied) == ("small", ("fp32",))
     golden("reasons", found.reason)

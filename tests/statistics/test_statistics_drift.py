@@ -115,9 +115,9 @@ def test_what_failed_against_the_export_from_the_beginning_is_no_drift(golden: G
     """Chosen for its size, slower than its export: it passed against the champion of then, which it replaced."""
     then = replace(INT8, comparisons=(against("fp32", 1.5), against("champion", 0.9)))
     found = judge_drift(GATES, then, relative(1.5))
-    told = result(found, "ratio vs fp32")
-    assert (told.verdict, told.advisory) == (Verdict.FAIL, True)
-    golden("reasons", told.reason)
+    drift_result = result(found, "ratio vs fp32")
+    assert (drift_result.verdict, drift_result.advisory) == (Verdict.FAIL, True)
+    golden("reasons", drift_result.reason)
     assert verdict(found) is Verdict.PASS
     assert verdict(judge_drift(GATES, then, relative(1.7))) is Verdict.FAIL
 

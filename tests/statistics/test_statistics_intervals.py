@@ -121,7 +121,7 @@ class TestClopperPearson:
 
     @pytest.mark.parametrize("bad", [(1, 0), (-1, 3), (4, 3)])
     def test_impossible_counts_are_refused(self, bad: tuple[int, int]) -> None:
-        with pytest.raises(ValueError, match="no proportion"):
+        with pytest.raises(ValueError, match="not a proportion"):
             clopper_pearson(*bad)
 
 

@@ -201,10 +201,10 @@ class TestParity:
 
     def test_a_slow_source_is_told_with_what_it_leaves_unseen(self) -> None:
         evidence = replace(FP32, parity=(parity(),), source=SourceLimits(rows=64, samples=512))
-        (told,) = [r for r in judge([ParityGate()], evidence).results if r.metric == "rows"]
-        assert told.advisory
-        assert "64 of 512 rows" in told.reason
-        assert "47%" in told.reason
+        (row_result,) = [r for r in judge([ParityGate()], evidence).results if r.metric == "rows"]
+        assert row_result.advisory
+        assert "64 of 512 rows" in row_result.reason
+        assert "47%" in row_result.reason
 
     def test_one_wrong_label_fails(self) -> None:
         wrong = parity(error=1 / 128, noise=0.0, ratio=1e30)

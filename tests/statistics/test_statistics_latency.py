@@ -178,7 +178,7 @@ class TestErrorRates:
 
 
 class TestUnsteadyHost:
-    """A host that halves its speed for milliseconds at a time, and a probe that tells it roughly."""
+    """A host that halves its speed for milliseconds at a time, and a probe that shows it roughly."""
 
     TRIALS = 80
 

@@ -328,7 +328,7 @@ def singles(**outputs: Any) -> list[dict[str, Any]]:
     return [{name: array[i : i + 1] for name, array in outputs.items()} for i in range(32)]
 
 
-def told(*measured_in_batches: BatchInvariance) -> list[Any]:
+def invariance_results(*measured_in_batches: BatchInvariance) -> list[Any]:
     return list(judge_invariance(ParityGate(), make_evidence(batch_invariance=measured_in_batches)))
 
 
@@ -402,19 +402,19 @@ def measured_in_batches(ratio: float, **change: Any) -> BatchInvariance:
 
 
 def test_nothing_measured_says_nothing() -> None:
-    assert told() == []
-    assert told(measured_in_batches(99.0, rows=0)) == []
+    assert invariance_results() == []
+    assert invariance_results(measured_in_batches(99.0, rows=0)) == []
 
 
 def test_dependence_is_told_and_never_enters_a_verdict(golden: Golden) -> None:
-    (result,) = told(measured_in_batches(1.0), measured_in_batches(4e4, output="z"))
+    (result,) = invariance_results(measured_in_batches(1.0), measured_in_batches(4e4, output="z"))
     assert (result.gate, result.metric, result.verdict, result.advisory) == ("parity", METRIC, Verdict.FAIL, True)
     golden("reasons", result.reason)
     assert Decision(variant="v", target="t", results=(result,)).verdict is Verdict.INCONCLUSIVE
 
 
 def test_rounding_is_not_told() -> None:
-    (result,) = told(measured_in_batches(10.0))
+    (result,) = invariance_results(measured_in_batches(10.0))
     assert (result.verdict, result.advisory) == (Verdict.PASS, True)
     assert "do not batch" not in result.reason
 
@@ -422,7 +422,7 @@ def test_rounding_is_not_told() -> None:
 @pytest.mark.parametrize("field", ["error", "ratio", "changed"])
 def test_a_figure_that_is_no_number_never_passes(field: str) -> None:
     strange: dict[str, Any] = {field: math.nan}
-    (result,) = told(measured_in_batches(1.0), replace(measured_in_batches(1.0), **strange))
+    (result,) = invariance_results(measured_in_batches(1.0), replace(measured_in_batches(1.0), **strange))
     assert (result.verdict, result.advisory) == (Verdict.ERROR, True)
 
 
@@ -435,5 +435,5 @@ def test_an_output_of_one_column_has_no_classes_that_could_change() -> None:
 def test_numbers_that_are_no_classes_say_nothing_of_classes() -> None:
     (found,) = measure_batch_invariance({"y": SCORES[:, 0]}, [{"y": row[None]} for row in SCORES[:, 0]])
     assert found.changed is None
-    (result,) = told(found)
+    (result,) = invariance_results(found)
     assert "classes" not in result.reason

@@ -54,9 +54,9 @@ STABLE, CANDIDATE = version(1), version(2)
 def counted(
     requests: int = 50, errors: int = 0, over_p50: int | None = 25, over_p99: int | None = 0, good: int = 0
 ) -> RequestCounts:
-    outcomes = requests if good else 0
+    feedback = requests if good else 0
     return RequestCounts(
-        requests=requests, errors=errors, over_p50=over_p50, over_p99=over_p99, outcomes=outcomes, successes=good
+        requests=requests, errors=errors, over_p50=over_p50, over_p99=over_p99, feedback=feedback, successes=good
     )
 
 
@@ -77,9 +77,9 @@ def test_latency_is_judged_on_the_requests_that_were_timed_and_errors_on_all() -
     assert rows["errors"] == [(0, 50, 1, 450)]
     assert rows["latency_p50"] == [(25, 40, 25, 42)]
     judged = judge(seen(one), CANARY)
-    told = {guard.name: (guard.canary, guard.stable, guard.compared) for guard in judged.guardrails}
-    assert told["latency_p50"] == ((25, 40), (25, 42), 40)
-    assert told["errors"] == ((0, 50), (1, 450), 50)
+    counts = {guard.name: (guard.canary, guard.stable, guard.compared) for guard in judged.guardrails}
+    assert counts["latency_p50"] == ((25, 40), (25, 42), 40)
+    assert counts["errors"] == ((0, 50), (1, 450), 50)
 
 
 def due(
@@ -95,7 +95,8 @@ def due(
     planned = policy.planned()[step]
     return decide(
         desired=CANDIDATE,
-        observed=observed or build_split_state(STABLE, CANDIDATE, planned.percent, copied=planned.copied),
+        observed=observed
+        or build_split_state(STABLE, CANDIDATE, planned.percent, mirror_percent=planned.mirror_percent),
         roles=roles or Roles(stable=STABLE, candidate=CANDIDATE, step=step),
         observations=observations,
         policy=policy,
@@ -184,15 +185,17 @@ def test_any_place_of_the_distribution_may_speak_against_the_candidate() -> None
     policy = replace(CANARY, guardrails=(Guardrail(name="latency"),))
     usual = {place: 1 - share for place, share in LATENCY_PLACES.items()}
 
-    def told(shares: Mapping[str, float]) -> ObservationInterval:
+    def counts(shares: Mapping[str, float]) -> ObservationInterval:
         mine, theirs = ({k: round(n * s) for k, s in of.items()} for n, of in ((100, shares), (900, usual)))
         return ObservationInterval(step=0, canary=counted(100).with_over(mine), stable=counted(900).with_over(theirs))
 
-    acts(due(seen(*[told(usual)] * 40), policy), ActionKind.ADVANCE)
+    acts(due(seen(*[counts(usual)] * 40), policy), ActionKind.ADVANCE)
     bulge = {**usual, "latency@p80": 0.3, "latency@p85": 0.28, "latency@p90": 0.2}
-    acts(due(seen(*[told(bulge)] * 10), policy), ActionKind.ABORT, "latency: above p85 canary 280/1000", "-> ROLL BACK")
-    (guard,) = judge(seen(*[told(bulge)] * 10), policy).guardrails
-    (path,) = trace_guardrails(seen(*[told(bulge)] * 10), policy)
+    acts(
+        due(seen(*[counts(bulge)] * 10), policy), ActionKind.ABORT, "latency: above p85 canary 280/1000", "-> ROLL BACK"
+    )
+    (guard,) = judge(seen(*[counts(bulge)] * 10), policy).guardrails
+    (path,) = trace_guardrails(seen(*[counts(bulge)] * 10), policy)
     assert path.log10_evidence[-1] == pytest.approx(guard.evidence)
     assert guard.low is None, "bounds of a place that was chosen for being the worst do not hold"
     waits(due(seen(healthy()), policy), WaitKind.ANALYZING)
@@ -204,7 +207,7 @@ def test_slow_answers_roll_back() -> None:
 
 
 def test_more_slow_answers_within_a_tolerated_ratio_do_not() -> None:
-    """Exceeding its own, raised thresholds more often than the stable version its lower ones is what tells; a policy
+    """Exceeding its own, raised thresholds more often than the stable version its lower ones is what counts; a policy
     may tolerate that too."""
     slow = replace(healthy(), canary=counted(over_p50=27))
     acts(due(seen(*[slow] * 200)), ActionKind.ABORT)
@@ -276,7 +279,7 @@ AB = RolloutPolicy(ab_test=SplitTest(duration=7200.0), min_requests=(100,), step
 
 
 def reported(mine: int, theirs: int) -> list[ObservationInterval]:
-    """Of 500 outcomes each, in five intervals: one alone cannot tell a bunch."""
+    """500 entries of feedback each, in five intervals: one alone cannot show a burst."""
     part = ObservationInterval(step=0, canary=counted(100, good=mine // 5), stable=counted(100, good=theirs // 5))
     return [part] * 5
 
@@ -289,14 +292,14 @@ def test_an_ab_test_decides_or_waits_for_its_time() -> None:
     waits(
         due(seen(ObservationInterval(step=0, canary=counted(500), stable=counted(500))), AB),
         WaitKind.ANALYZING,
-        "no outcome",
+        "no feedback",
     )
 
 
 def test_what_happens_when_an_ab_test_stays_undecided() -> None:
     finish = replace(AB, ab_test=SplitTest(duration=1.0, on_inconclusive="finish"))
     acts(due(seen(*reported(50, 50)), finish), ActionKind.FINISH)
-    waits(due(seen(), finish), WaitKind.INCONCLUSIVE, "no outcome was reported")
+    waits(due(seen(), finish), WaitKind.INCONCLUSIVE, "no feedback was reported")
     few = ObservationInterval(step=0, canary=counted(40, good=5), stable=counted(40, good=5))
     waits(due(seen(few), finish), WaitKind.INCONCLUSIVE)
     acts(
@@ -308,7 +311,7 @@ def test_what_happens_when_an_ab_test_stays_undecided() -> None:
 
 
 def test_percentiles_stand_in_where_nothing_is_counted_over_a_threshold() -> None:
-    def told(times: float) -> ObservationInterval:
+    def counts(times: float) -> ObservationInterval:
         return ObservationInterval(
             step=0,
             canary=counted(50, over_p50=None),
@@ -318,9 +321,9 @@ def test_percentiles_stand_in_where_nothing_is_counted_over_a_threshold() -> Non
         )
 
     policy = replace(CANARY, guardrails=RAILS[:2])
-    acts(due(seen(*[told(1.3)] * 10), policy), ActionKind.ABORT, "over 10 % slower in 10 of 10 intervals")
-    waits(due(seen(*[told(1.0)] * 9), policy), WaitKind.ANALYZING, "has 9 of 10 comparisons")
-    acts(due(seen(*[told(1.0)] * 10), policy), ActionKind.ADVANCE)
+    acts(due(seen(*[counts(1.3)] * 10), policy), ActionKind.ABORT, "over 10 % slower in 10 of 10 intervals")
+    waits(due(seen(*[counts(1.0)] * 9), policy), WaitKind.ANALYZING, "has 9 of 10 comparisons")
+    acts(due(seen(*[counts(1.0)] * 10), policy), ActionKind.ADVANCE)
 
 
 def test_the_plot_ends_where_the_judgement_is() -> None:

@@ -65,7 +65,7 @@ def tallies(draw: st.DrawFn) -> RequestCounts:
         errors=requests * share // 20,
         over_p50=draw(st.sampled_from([None, requests // 2])),
         over_p99=draw(st.sampled_from([None, 0, requests // 100, requests // 10])),
-        outcomes=requests,
+        feedback=requests,
         successes=requests * draw(st.sampled_from([1, 2, 3])) // 10,
     )
 
@@ -79,7 +79,7 @@ def plus(one: RequestCounts, other: RequestCounts) -> RequestCounts:
         errors=one.errors + other.errors,
         over_p50=None if other.over_p50 is None else (one.over_p50 or 0) + other.over_p50,
         over_p99=None if other.over_p99 is None else (one.over_p99 or 0) + other.over_p99,
-        outcomes=one.outcomes + other.outcomes,
+        feedback=one.feedback + other.feedback,
         successes=one.successes + other.successes,
     )
 

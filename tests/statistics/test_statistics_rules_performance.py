@@ -105,7 +105,9 @@ class TestStarts:
         assert load.low == pytest.approx(0.1)
         assert load.high == pytest.approx(0.13)
         assert (first.verdict, first.advisory) == (Verdict.FAIL, True)
-        assert judge([gate], replace(INT8, starts=STARTS)).verdict is Verdict.INCONCLUSIVE, "advisory fails bind nobody"
+        assert judge([gate], replace(INT8, starts=STARTS)).verdict is Verdict.INCONCLUSIVE, (
+            "advisory failures do not count"
+        )
         assert judge([gate], replace(INT8, starts=STARTS, dedicated=True)).verdict is Verdict.FAIL
 
     def test_regression_binds_everywhere_and_covers_both(self) -> None:

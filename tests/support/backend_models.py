@@ -76,10 +76,10 @@ def outcomes(models: Sequence[Path], *, timeout: float = 120.0) -> Iterator[Outc
     while waiting:
         done = 0
         for model, lines, ending in _batch(waiting, timeout):
-            told = [Outcome(**json.loads(line)) for line in lines]
-            yield from told
+            outcomes_of_model = [Outcome(**json.loads(line)) for line in lines]
+            yield from outcomes_of_model
             if ending:
-                tool = "judge" if told else "inspect"
+                tool = "judge" if outcomes_of_model else "inspect"
                 yield Outcome(model=_name(model), tool=tool, kind="crashed", text=ending)
             done += 1
         waiting = waiting[done:]
@@ -110,16 +110,16 @@ def _batch(models: Sequence[Path], timeout: float) -> Iterator[tuple[Path, list[
 def _lines(process: subprocess.Popen[bytes], timeout: float, wanted: int) -> tuple[list[str], str]:
     """The lines of one model, and how the process ended if it did."""
     stream = process.stdout.fileno()  # type: ignore[union-attr]
-    told = b""
-    while told.count(b"\n") < wanted:
+    output = b""
+    while output.count(b"\n") < wanted:
         if not select.select([stream], [], [], timeout)[0]:
             process.kill()
-            return told.decode().splitlines(), f"no answer in {timeout:g} s"
+            return output.decode().splitlines(), f"no answer in {timeout:g} s"
         more = os.read(stream, 1 << 16)
         if not more:
-            return told.decode().splitlines(), f"exit {process.wait()}"
-        told += more
-    return told.decode().splitlines(), ""
+            return output.decode().splitlines(), f"exit {process.wait()}"
+        output += more
+    return output.decode().splitlines(), ""
 
 
 def look(model: Path) -> Outcome:
@@ -222,8 +222,8 @@ def _main() -> None:
     for line in sys.stdin:
         model = Path(line.rstrip("\n"))
         for tool in (look,) if _looked_at_only(model) else (look, hold_against_itself):
-            told = tool(model)
-            document = {"model": told.model, "tool": told.tool, "kind": told.kind, "text": told.text}
+            result = tool(model)
+            document = {"model": result.model, "tool": result.tool, "kind": result.kind, "text": result.text}
             sys.__stdout__.write(json.dumps(document) + "\n")  # type: ignore[union-attr]
             sys.__stdout__.flush()  # type: ignore[union-attr]
 

@@ -1,4 +1,4 @@
-"""Kill a server family under load at chosen moments, and tell what its clients noticed."""
+"""Kill a server family under load at chosen moments, and report what its clients noticed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Literal
 
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import MeasurementError
-from tests.support.dying import Order, give, moments
+from tests.support.fault_injection import FaultPoint, arm, count_points
 from tests.support.load import LoadPlan, LoadProcess, Payload, Records, stale
+from tests.support.publish_stress import Publisher, states
 from tests.support.server import ServerFamily
-from tests.support.storm import Publisher, states
 
 _INFER = "/v2/models/m/infer"
 _BODY = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}'
@@ -29,7 +29,7 @@ class Outcome:
 
     Args:
         moment: where in the publication it fell.
-        reached: whether the publication went that far; else nobody was killed.
+        reached: whether the publication went that far; else no process was killed.
         answered: whether the publication was answered 200.
         generation: what the server that lives afterwards serves.
         wanted: the generation that was being published.
@@ -71,42 +71,42 @@ class Outcome:
 
 
 def dying_server(folder: Path, *options: str) -> tuple[ServerFamily, Path]:
-    """A server that watches for an order, and the order's file. `folder` is the state folder."""
-    order = folder.parent / f"{folder.name}-order.json"
-    program = ("-m", "tests.support.dying", str(order))
-    return ServerFamily(folder=folder, program=program, options=options), order
+    """A server that watches for a fault point, and the point's file. `folder` is the state folder."""
+    point = folder.parent / f"{folder.name}-point.json"
+    program = ("-m", "tests.support.fault_injection", str(point))
+    return ServerFamily(folder=folder, program=program, options=options), point
 
 
 def count_moments(folder: Path, first: Deployment, *, workers: int = 2) -> int:
     """How many moments a publication has."""
-    server, order = dying_server(folder, "--workers", str(workers))
+    server, point = dying_server(folder, "--workers", str(workers))
     try:
         publisher, upcoming = _begun(server, first)
-        give(order, Order(at=-1))
+        arm(point, FaultPoint(at=-1))
         publisher.publish(next(upcoming))
-        return moments(order)
+        return count_points(point)
     finally:
         server.destroy()
 
 
 def publish_and_kill(folder: Path, first: Deployment, *, moment: int, victim: Victim, workers: int = 2) -> Outcome:
-    """Publish under load, and kill the victim at that moment of the publication (see `dying`).
+    """Publish under load, and kill the victim at that moment of the publication (see `fault_injection`).
 
     A killed supervisor is started again, beside the workers that it left.
     """
-    server, order = dying_server(folder, "--workers", str(workers))
+    server, point = dying_server(folder, "--workers", str(workers))
     try:
         publisher, upcoming = _begun(server, first)
         payloads = [Payload(body=_BODY)]
         plan = LoadPlan(url=server.url(_INFER), payloads=payloads, connections=CONNECTIONS, seconds=300)
         with LoadProcess(plan) as load:
-            give(order, Order(at=moment, victim=victim))
+            arm(point, FaultPoint(at=moment, victim=victim))
             try:
                 answered = publisher.publish(next(upcoming)).status == 200
             except (OSError, http.client.HTTPException):
                 answered = False
-            reached = moment < moments(order)
-            order.unlink()
+            reached = moment < count_points(point)
+            point.unlink()
             if victim == "supervisor" and reached:
                 server.reap()
                 server.start()

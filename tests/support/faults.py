@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
-from onnx_ops.ports import EndpointProvider, Ledger, ModelFiles, Notifier, Ports, Registry
+from onnx_ops.ports import Context, EndpointProvider, Ledger, ModelFiles, Notifier, Registry
 from onnx_ops.testing.endpoints import Killed
 
 __all__ = ["Faults", "Killed"]
@@ -42,16 +42,16 @@ class Faults:
         self._error = error
         self._between = between
 
-    def around(self, ports: Ports) -> Ports:
-        """The same ports, whose ledger, registry, endpoints, files and notifiers the process may not live to use."""
+    def around(self, context: Context) -> Context:
+        """The same context, whose ledger, registry, endpoints, files and notifiers the process may not live to use."""
         return replace(
-            ports,
-            ledger=cast("Ledger", _Watched(ports.ledger, self)),
-            files=cast("ModelFiles", _Watched(ports.files, self)),
-            registry=lambda: cast("Registry", _Watched(ports.registry(), self)),
-            provider=lambda name: cast("EndpointProvider", _Watched(ports.provider(name), self)),
+            context,
+            ledger=cast("Ledger", _Watched(context.ledger, self)),
+            files=cast("ModelFiles", _Watched(context.files, self)),
+            registry=lambda: cast("Registry", _Watched(context.registry(), self)),
+            provider=lambda name: cast("EndpointProvider", _Watched(context.provider(name), self)),
             notifiers=lambda: {
-                name: cast("Notifier", _Watched(notifier, self)) for name, notifier in ports.notifiers().items()
+                name: cast("Notifier", _Watched(notifier, self)) for name, notifier in context.notifiers().items()
             },
         )
 

@@ -316,7 +316,7 @@ def read_table(path: Path = TABLE) -> tuple[list[Fault], dict[str, list[str]]]:
     """Return the faults, and by room the paths of its tests.
 
     Raises:
-        ValueError: an id repeats, an old text does not occur exactly once, or a change does nothing or is no Python.
+        ValueError: an id repeats, an old text does not occur exactly once, or a change has no effect or is not valid.
     """
     document = tomllib.loads(path.read_text(encoding="utf-8"))
     rooms: dict[str, list[str]] = document["rooms"]
@@ -343,7 +343,7 @@ def _problem(fault: Fault) -> str:
         if ast.dump(ast.parse(text)) == ast.dump(ast.parse(fault.apply(text))):
             return "the change does nothing"
     except SyntaxError as error:
-        return f"the changed {fault.path} is no Python: {error}"
+        return f"the changed {fault.path} is not valid Python: {error}"
     return ""
 
 

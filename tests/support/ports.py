@@ -14,7 +14,7 @@ _CHANCE = random.SystemRandom()
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on.
+    """A port of the loopback interface without a listener.
 
     It is below those from which the kernel takes a connection's own end: one of these may be taken before the server
     that it is meant for has started.

@@ -38,7 +38,7 @@ def until(condition: Callable[[], T | None], what: str = "condition", *, seconds
 
 
 def session_of(leader: int) -> list[int]:
-    """The live processes of the session that `leader` began, whoever has become their parent."""
+    """The live processes of the session that `leader` began, whatever their parent is now."""
     return _with(_SESSION, leader)
 
 

@@ -129,7 +129,7 @@ class ServerFamily:
         return self.stop(signal.SIGKILL)
 
     def reap(self) -> int:
-        """Wait for the end of the process that was started last, which somebody else has brought about."""
+        """Wait for the end of the process that was started last, which another process has caused."""
         assert self.process is not None
         return self.process.wait(timeout=_STOP_S)
 

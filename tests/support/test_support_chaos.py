@@ -12,7 +12,7 @@ from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment
 from tests.support.chaos import CONNECTIONS, Outcome, Victim
 from tests.support.load import Failure, Records
-from tests.support.storm import states
+from tests.support.publish_stress import states
 
 
 def records(*statuses: int) -> Records:

@@ -83,7 +83,7 @@ class TestFakeProvider(EndpointProviderSuite):
         assert user is None
         state = self.fake.observe(CONFIG)
         if state is None:
-            raise urllib.error.URLError("nobody answers")
+            raise urllib.error.URLError("no server answers")
         weights = state.split.weights
         return SCALES[max(weights, key=lambda name: weights[name])]
 
@@ -96,7 +96,7 @@ def test_a_registry_that_is_down_answers_nothing(tmp_path: Path) -> None:
         with pytest.raises(ServiceUnavailableError):
             call("m")
     world.registry.down = False
-    assert world.ports().registry().version("m", "1").variant == "fp32"
+    assert world.context().registry().version("m", "1").variant == "fp32"
 
 
 def test_signers_trust_only_themselves() -> None:
@@ -127,7 +127,7 @@ def test_model_files_are_verified(tmp_path: Path) -> None:
 
 def test_processes_of_a_world_share_it_and_see_who_died() -> None:
     world = FakeWorld()
-    one, two = world.ports("one"), world.ports("two")
+    one, two = world.context("one"), world.context("two")
     assert one.ledger is two.ledger
     assert two.host.alive(one.host.holder())
     world.dead.add("one")

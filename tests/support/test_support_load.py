@@ -237,7 +237,7 @@ def test_an_answer_is_stale_if_no_moment_of_its_request_allows_it() -> None:
         (111, 205, "a"),  # the roll-back had begun when it was answered
         (205, 206, "b"),
         (211, 220, "b"),  # rolled back
-        (300, 301, ""),  # nobody says who answered
+        (300, 301, ""),  # no response names its deployment
     )
     assert stale(records, publications).tolist() == [1, 4, 7, 8]
 

@@ -1,4 +1,4 @@
-"""compare tells a changed tree that no row shows, and what of a quantized file runs in int8."""
+"""compare reports a changed tree that no row shows, and what of a quantized file runs in int8."""
 
 from __future__ import annotations
 

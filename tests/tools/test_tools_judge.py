@@ -134,7 +134,7 @@ def test_accuracy_is_bounded_by_answers_that_change_where_there_are_no_labels(so
     assert "accuracy cannot drop by more" in results_of(few)["agreement"].reason
     many = judged(source, derive(source, "weight-only", FOUR_BITS), dataset)
     assert many.verdict is Verdict.INCONCLUSIVE
-    assert "only labels tell" in results_of(many)["agreement"].reason
+    assert "only labels can show" in results_of(many)["agreement"].reason
 
 
 def test_float_candidate_is_judged_by_its_outputs_alone(source: Path) -> None:

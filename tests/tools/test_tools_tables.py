@@ -18,7 +18,7 @@ from onnx_ops.domain.pipeline import Export, FileData, Stage, StageKind
 from onnx_ops.errors import ConflictError, UserError
 from onnx_ops.measure.files import get_dataset
 from onnx_ops.pipeline.stages import data, export, train
-from onnx_ops.ports import Dataset, Ports
+from onnx_ops.ports import Context, Dataset
 from onnx_ops.testing.fakes import FakeWorld
 
 pytest.importorskip("pyarrow")
@@ -38,32 +38,32 @@ def train(data):
 
 
 @pytest.fixture
-def ports(tmp_path: Path) -> Ports:
+def context(tmp_path: Path) -> Context:
     return replace(
-        FakeWorld().ports(root=tmp_path), source=lambda _: FileSource(), exporter=lambda *_: SklearnExporter()
+        FakeWorld().context(root=tmp_path), source=lambda _: FileSource(), exporter=lambda *_: SklearnExporter()
     )
 
 
-def load(ports: Ports, text: str, *, later: str | None = None, **section: Any) -> Manifest:
+def load(context: Context, text: str, *, later: str | None = None, **section: Any) -> Manifest:
     """Load a table that was planned as `text`, and is `later` by now if that is given."""
-    (ports.root / "rows.csv").write_text(text, encoding="utf-8")
+    (context.root / "rows.csv").write_text(text, encoding="utf-8")
     rows = FileData(file="rows.csv", label="y", **section)
     settings: dict[str, Any] = {
         "section": codec.to_json(rows),
-        "fingerprint": FileSource().fingerprint(rows, ports.root),
+        "fingerprint": FileSource().fingerprint(rows, context.root),
     }
     if later is not None:
-        (ports.root / "rows.csv").write_text(later, encoding="utf-8")
-    return data.execute(Stage(id="data/train", kind=StageKind.DATA, settings=settings), KEY, {}, ports)
+        (context.root / "rows.csv").write_text(later, encoding="utf-8")
+    return data.execute(Stage(id="data/train", kind=StageKind.DATA, settings=settings), KEY, {}, context)
 
 
-def test_load_table_that_changed_after_the_plan_is_refused(ports: Ports) -> None:
+def test_load_table_that_changed_after_the_plan_is_refused(context: Context) -> None:
     with pytest.raises(ConflictError, match="changed after the run was planned"):
-        load(ports, TABLE, later=TABLE + "\n")
+        load(context, TABLE, later=TABLE + "\n")
 
 
-def test_load_table_makes_one_input_of_each_column(ports: Ports) -> None:
-    rows = get_dataset(ports.store, load(ports, TABLE, group="customer"))
+def test_load_table_makes_one_input_of_each_column(context: Context) -> None:
+    rows = get_dataset(context.store, load(context, TABLE, group="customer"))
 
     assert list(rows.frame().columns) == ["age", "city", "visits"]
     assert rows.inputs["city"].tolist() == [["Oslo"], [""], ["Rome"]]
@@ -73,14 +73,14 @@ def test_load_table_makes_one_input_of_each_column(ports: Ports) -> None:
     assert rows.group[0] == rows.group[2] != rows.group[1]
 
 
-def test_load_table_with_columns_takes_no_other(ports: Ports) -> None:
-    rows = get_dataset(ports.store, load(ports, TABLE, columns=("visits",)))
+def test_load_table_with_columns_takes_no_other(context: Context) -> None:
+    rows = get_dataset(context.store, load(context, TABLE, columns=("visits",)))
 
     assert set(rows.inputs) == {"visits"}
 
 
-def test_load_table_with_star_joins_the_columns(ports: Ports) -> None:
-    rows = get_dataset(ports.store, load(ports, TABLE, columns=("age", "visits"), inputs={"x": "*"}))
+def test_load_table_with_star_joins_the_columns(context: Context) -> None:
+    rows = get_dataset(context.store, load(context, TABLE, columns=("age", "visits"), inputs={"x": "*"}))
 
     np.testing.assert_array_equal(rows.inputs["x"], np.array([[40.5, 3], [np.nan, 4], [20, 5]], np.float32))
 
@@ -93,27 +93,29 @@ def test_load_table_with_star_joins_the_columns(ports: Ports) -> None:
         ({"group": "age"}, "none of them missing"),
     ],
 )
-def test_load_table_that_does_not_fit_names_the_column(ports: Ports, section: Mapping[str, Any], words: str) -> None:
+def test_load_table_that_does_not_fit_names_the_column(
+    context: Context, section: Mapping[str, Any], words: str
+) -> None:
     with pytest.raises(UserError) as caught:
-        load(ports, TABLE, **section)
+        load(context, TABLE, **section)
 
     assert words in str(caught.value)
 
 
 def test_frame_of_a_matrix_is_refused() -> None:
-    with pytest.raises(UserError, match=r"input 'x' is no column: it is of shape \(2, 3\)"):
+    with pytest.raises(UserError, match=r"input 'x' is not a column: it is of shape \(2, 3\)"):
         Dataset(inputs={"x": np.zeros((2, 3), np.float32)}).frame()
 
 
 @pytest.fixture
-def exported(ports: Ports) -> Callable[[str, str], Manifest]:
+def exported(context: Context) -> Callable[[str, str], Manifest]:
     """Trains on one table and exports with the rows of another."""
 
     def make(trained: str, tested: str) -> Manifest:
-        (ports.root / "user_table.py").write_text(CODE, encoding="utf-8")
+        (context.root / "user_table.py").write_text(CODE, encoding="utf-8")
         settings: dict[str, Any] = {"run": "user_table:train", "with_": {}, "framework": "sklearn"}
         stage = Stage(id="train", kind=StageKind.TRAIN, settings=settings)
-        model = train.execute(stage, KEY, {"data/train": load(ports, trained)}, ports)
+        model = train.execute(stage, KEY, {"data/train": load(context, trained)}, context)
         settings = {
             "section": codec.to_json(Export(framework="sklearn")),
             "limit": 10,
@@ -123,7 +125,7 @@ def exported(ports: Ports) -> Callable[[str, str], Manifest]:
             "pipeline": "p",
         }
         stage = Stage(id="export", kind=StageKind.EXPORT, settings=settings)
-        return export.execute(stage, KEY, {"train": model, "data/test": load(ports, tested)}, ports)
+        return export.execute(stage, KEY, {"train": model, "data/test": load(context, tested)}, context)
 
     return make
 
@@ -136,20 +138,20 @@ WHOLE, HOLED = "visits,y\n3,1\n4,0\n5,1\n", "visits,y\n3,1\n,0\n5,1\n"
     [(WHOLE, WHOLE, "int64"), (HOLED, WHOLE, "float32"), (WHOLE, HOLED, "float32")],
 )
 def test_export_takes_fractions_where_any_data_set_has_missing_cells(
-    ports: Ports, exported: Callable[[str, str], Manifest], trained: str, tested: str, dtype: str
+    context: Context, exported: Callable[[str, str], Manifest], trained: str, tested: str, dtype: str
 ) -> None:
     manifest = exported(trained, tested)
 
-    (taken,) = codec.loads(ports.store.read(manifest["info.json"]), ModelInfo).inputs
+    (taken,) = codec.loads(context.store.read(manifest["info.json"]), ModelInfo).inputs
     assert (taken.name, taken.dtype) == ("visits", dtype)
-    rows = get_dataset(ports.store, load(ports, tested), manifest)
+    rows = get_dataset(context.store, load(context, tested), manifest)
     assert rows.inputs["visits"].dtype == dtype
 
 
 def test_missing_cells_for_a_model_of_whole_numbers_are_refused(
-    ports: Ports, exported: Callable[[str, str], Manifest]
+    context: Context, exported: Callable[[str, str], Manifest]
 ) -> None:
     manifest = exported(WHOLE, WHOLE)
 
     with pytest.raises(UserError, match="column 'visits' has missing cells or fractions, but the model expects int64"):
-        get_dataset(ports.store, load(ports, HOLED), manifest)
+        get_dataset(context.store, load(context, HOLED), manifest)

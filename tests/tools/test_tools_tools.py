@@ -122,7 +122,7 @@ class TestProbing:
             check_samples(specs, run, where="rows.npz", limit=3)
 
     @pytest.mark.parametrize(
-        ("arrays", "told"),
+        ("arrays", "expected"),
         [
             ({"z": np.zeros((4, FEATURES))}, "has no array 'x'"),
             ({"x": np.zeros((4, FEATURES + 1))}, "has shape"),
@@ -131,8 +131,8 @@ class TestProbing:
             ({"x": np.full((4, FEATURES), "text")}, "is of type <U4"),
         ],
     )
-    def test_rows_that_do_not_fit_are_refused(self, model: Path, arrays: dict[str, Any], told: str) -> None:
-        with pytest.raises(UserError, match=told):
+    def test_rows_that_do_not_fit_are_refused(self, model: Path, arrays: dict[str, Any], expected: str) -> None:
+        with pytest.raises(UserError, match=expected):
             check_samples(shared_inputs(model), arrays, where="rows.npz", limit=10)
 
     def test_rows_of_another_precision_are_cast_and_what_else_is_there_is_left_alone(self, model: Path) -> None:
@@ -323,12 +323,12 @@ class TestBench:
         )
 
     def test_a_noisy_machine_is_inconclusive_after_all_looks(self, model: Path) -> None:
-        told: list[str] = []
-        found = raced(Scripted({model: 1.0}, noise=0.4), model, model, report=told.append)
+        lines: list[str] = []
+        found = raced(Scripted({model: 1.0}, noise=0.4), model, model, report=lines.append)
         assert found.verdict is Verdict.INCONCLUSIVE
         assert "measure on a quieter machine" in found.decision.reason
         assert found.decision.results[0].n == LOOKS[-1]
-        assert len(told) == len(LOOKS)
+        assert len(lines) == len(LOOKS)
 
     def test_a_silent_fallback_is_an_error(self, model: Path) -> None:
         runtime = Scripted({model: 1.0}, used=("OtherProvider",))

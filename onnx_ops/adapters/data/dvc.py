@@ -135,9 +135,9 @@ class DvcSource(DataSource):
     repositories: Path = Path(".onnx-ops/repositories")
     requirements: tuple[str, ...] = ("dvc==3.67.1",)
 
-    def with_folders(self, environments: Path, kept: Path) -> DvcSource:
+    def with_folders(self, environments: Path, state: Path) -> DvcSource:
         """Return the same source with its state below these folders."""
-        return replace(self, environments=environments, repositories=kept / "repositories")
+        return replace(self, environments=environments, repositories=state / "repositories")
 
     def fingerprint(self, section: DataSection, root: Path) -> str:
         """Return MD5, size, and the file's path within a tracked folder."""
@@ -238,7 +238,7 @@ class DvcSource(DataSource):
                 "`version_aware` nor `worktree`.",
             )
         if not _MD5.fullmatch(pointer.md5):
-            raise _wrong_pointer(pointer, f"{pointer.md5!r} is no MD5")
+            raise _wrong_pointer(pointer, f"{pointer.md5!r} is not an MD5")
         if pointer.size < -1:
             raise _wrong_pointer(pointer, f"its size is {pointer.size}")
         if path != pointer.out and not pointer.md5.endswith(_FOLDER_SUFFIX):
@@ -361,7 +361,7 @@ def _find_in_folder(tracked: _TrackedFile, listing: Path, place: str) -> str:
     try:
         files = {str(entry["relpath"]): str(entry["md5"]) for entry in json.loads(listing.read_bytes())}
     except (ValueError, TypeError, KeyError) as error:
-        raise _wrong_pointer(pointer, f"what it names is no list of files: {place}") from error
+        raise _wrong_pointer(pointer, f"what it names is not a list of files: {place}") from error
     if unclear := [md5 for md5 in files.values() if not _MD5.fullmatch(md5)]:
         raise _wrong_pointer(pointer, f"the list of files names no MD5: {unclear[0]!r} in {place}")
     below = tracked.path[len(pointer.out) + 1 :]
@@ -415,7 +415,7 @@ def _find_commit(folder: Path, rev: str, place: str) -> str:
     repository = _git(folder, "rev-parse", "--git-dir")
     if repository.returncode:
         remedy = "`repo` is a folder of a checkout, relative to the project's root, or a URL."
-        raise NotFoundError("this is no git repository", where=place, why=_last_error(repository), remedy=remedy)
+        raise NotFoundError("this is not a git repository", where=place, why=_last_error(repository), remedy=remedy)
     done = _git(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{rev or 'HEAD'}^{{commit}}")
     if done.returncode:
         raise NotFoundError(

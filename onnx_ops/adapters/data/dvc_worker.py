@@ -116,7 +116,7 @@ def _open_repository(repo: str, rev: str) -> Iterator[Any]:
     try:
         yield Repo(repo, rev=rev or None)
     except NotDvcRepoError as error:
-        raise NotFoundError("this is no DVC repository", where=repo, remedy="`dvc init` makes one.") from error
+        raise NotFoundError("this is not a DVC repository", where=repo, remedy="`dvc init` makes one.") from error
     except OutputDuplicationError as error:
         raise RefusedError(
             f"several DVC pointers claim {error.output}",

@@ -76,7 +76,7 @@ def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | Non
     try:
         with path.open("rb") as stream:
             if stream.peek(2)[:2] != b"PK":  # the first bytes of a zip archive; `numpy.savez` writes one
-                raise ValueError(f"it is no archive: it begins with {stream.peek(16)[:16]!r}")
+                raise ValueError(f"it is not an archive: it begins with {stream.peek(16)[:16]!r}")
             archive = np.load(stream, allow_pickle=False)
             if most_bytes is None:
                 arrays = {name: archive[name] for name in archive.files}
@@ -84,7 +84,7 @@ def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | Non
             else:
                 shapes, arrays = _read_head(archive, most_bytes)
             if strange := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
-                raise ValueError(f"{strange[0]} in it is no array")
+                raise ValueError(f"{strange[0]} in it is not an array")
     except Exception as error:  # a damaged archive makes the libraries below raise almost anything
         raise UserError(
             "not an .npz file of plain arrays",

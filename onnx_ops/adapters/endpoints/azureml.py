@@ -112,7 +112,7 @@ class AzureEndpoints(CloudEndpoints):
             observed, names = self._observe(config)
         except ServiceUnavailableError:
             observed, names = None, {}
-        if observed is not None and observed.held(state.leader()) is not None:
+        if observed is not None and observed.find_deployment(state.leader()) is not None:
             goal = build_rollback_state(observed, state)
             plan = plan_traffic(goal, generation=generation, name=lambda d: names[d.name], where=config.endpoint)
             self._connect(config).route(plan)

@@ -178,11 +178,13 @@ class AzureClient:
         return converge(step, tries, lambda: make_timeout_error(where or self.owner), retried=retried)
 
     def _wait_until_settled(self, where: str, get: Callable[[], T | None]) -> T | None:
-        def look() -> tuple[T | None] | None:
+        def read_settled() -> tuple[T | None] | None:
             resource = get()
             return (resource,) if resource is None or _state(resource) in _TERMINAL_STATES else None
 
-        return converge(look, self.policy.attempts(self.policy.operation_s), lambda: make_timeout_error(where))[0]
+        return converge(read_settled, self.policy.attempts(self.policy.operation_s), lambda: make_timeout_error(where))[
+            0
+        ]
 
 
 def has_succeeded(resource: ManagedOnlineDeployment | ManagedOnlineEndpoint) -> bool:

@@ -102,7 +102,7 @@ def _check_image(settings: AzureSettings, workspace: Mapping[str, Any]) -> Itera
     """Check the image's registry and the right to pull. Azure Resource Manager does not know the tags."""
     host, check = settings.image.partition("/")[0], "azure image"
     if not host.endswith(_REGISTRY_SUFFIX):
-        found = f"{host} is no Azure container registry: whether the endpoint may pull from it cannot be checked here"
+        found = f"{host} is not an Azure container registry: the permission to pull from it cannot be checked here"
         yield Diagnosis(check=check, ok=True, found=found)
         return
     path = f"/subscriptions/{settings.place.subscription}/providers/Microsoft.ContainerRegistry/registries"

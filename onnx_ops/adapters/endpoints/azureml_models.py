@@ -171,7 +171,7 @@ class _RegistryModel:
             self._models: Any = client.retry(self._where, lambda: client.registry(registry).models)
         except GoneError as error:
             raise NotFoundError(
-                "there is no such registry, or the identity may not read it",
+                "there is no such registry, or the identity lacks the permission to read it",
                 where=self._where,
                 why=error.why,
                 remedy="Correct `registry`, or give the identity the role AzureML Registry User on it.",

@@ -50,7 +50,7 @@ def plan_traffic(
     `name` returns the name of a deployment in Azure, `build_azure_name` by default.
     """
     if any(state.split.shadow.values()):
-        raise UserError("Azure mirrors requests, but nobody would compare the answers", where=where)
+        raise UserError("Azure mirrors requests, but the answers would not be compared", where=where)
     names = {d.name: (name or build_azure_name)(d) for d in state.deployments}
     traffic = {names[name]: weight for name, weight in state.split.weights.items() if weight}
     deployments = {names[d.name]: d for d in state.deployments}

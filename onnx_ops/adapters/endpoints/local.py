@@ -275,7 +275,7 @@ class LocalEndpoints(EndpointProvider):
             status, answer = server.request(record, "GET", timeout_s=_ROLLBACK_S)
             current = codec.loads(answer, AdminState).state if status == 200 else None
             desired = drop_idle_deployments(state) if current is None else build_rollback_state(current, state)
-            must_load = current is None or current.held(state.leader()) is None
+            must_load = current is None or current.find_deployment(state.leader()) is None
             timeout_s = _APPLY_S if must_load else _ROLLBACK_S
             status, answer = server.request(record, "PUT", codec.dumps(desired), timeout_s=timeout_s)
         except (ServiceUnavailableError, CorruptStateError):

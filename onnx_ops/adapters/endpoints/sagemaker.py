@@ -147,7 +147,7 @@ class SageMakerEndpoints(CloudEndpoints):
         client = self._connect(config)
         fence, state = GenerationFence(client), replace(state, generation=generation)
         claimed = fence.latest()
-        if claimed is None or claimed.held(state.leader()) is None or client.settings.guarded:
+        if claimed is None or claimed.find_deployment(state.leader()) is None or client.settings.guarded:
             self._apply(client, drop_idle_deployments(state), is_rollback=True)
             return
         fence.take(build_rollback_state(claimed, state))

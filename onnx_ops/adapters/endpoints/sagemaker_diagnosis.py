@@ -145,7 +145,7 @@ def _check_pull(iam: Any, role: str, image: str) -> _Finding:
         if result["EvalDecision"] != "allowed"
     ]
     if denied:
-        return False, f"the role may not {', '.join(denied)}", f"Permit that to the role, on {arn} and *."
+        return False, f"the role lacks the permission {', '.join(denied)}", f"Permit that to the role, on {arn} and *."
     if account != match["account"]:
         found = f"the role may; whether account {match['account']} lets account {account} cannot be checked here"
         return True, found, ""

@@ -137,7 +137,7 @@ def _require_possible(endpoint: str, state: EndpointState, settings: SageMakerSe
     if settings.guarded and len(serving) > 1:
         problem = "strategy guarded has one deployment with all traffic; SageMaker itself shifts it"
     elif any(state.split.shadow.values()):
-        problem = "it copies requests, but nobody would compare the answers"
+        problem = "it copies requests, but the answers would not be compared"
     elif len(state.deployments) > 10:
         problem = "an endpoint has at most ten variants"
     elif len(set(variants)) != len(variants):

@@ -54,7 +54,7 @@ class PaddleExporter(Exporter):
         )
         if not static:
             remedy = "Return paddle.jit.to_static(layer, input_spec=[InputSpec([None, …], 'float32', 'x')])."
-            raise UserError(f"{type(model).__name__} is no static layer", where="train.run", remedy=remedy)
+            raise UserError(f"{type(model).__name__} is not a static layer", where="train.run", remedy=remedy)
         model.eval()  # type: ignore[attr-defined]
         paddle.jit.save(model, str(folder / STEM))
 

@@ -125,7 +125,9 @@ def find_section_problems(
                 yield (
                     ("dynamic", name, axis),
                     UserError(
-                        f"{symbol!r} is no name of a dimension", where="export.dynamic", remedy="Write it like `batch`."
+                        f"{symbol!r} is not the name of a dimension",
+                        where="export.dynamic",
+                        remedy="Write it like `batch`.",
                     ),
                 )
     for name in section.options:

@@ -130,7 +130,7 @@ class SklearnExporter(TreeExporter):
             raise
 
     def trees(self, model: object) -> tuple[Tree, ...] | None:
-        """Return the trees that the model ends in; None if it is no tree ensemble."""
+        """Return the trees that the model ends in; None if it is not a tree ensemble."""
         from onnx_ops.adapters.exporters.sklearn_trees import read_source_trees
 
         return read_source_trees(model)

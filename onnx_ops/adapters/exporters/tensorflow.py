@@ -170,7 +170,7 @@ class TfliteExporter(Exporter):
         import numpy as np
 
         if not all(np.isfinite(array).all() for array in inputs.values()):
-            raise ValueError("LiteRT's kernels do not say what they make of NaN and infinity")
+            raise ValueError("LiteRT's kernels do not define their result for NaN and infinity")
         tf = import_tensorflow()
         interpreter = tf.lite.Interpreter(
             model_path=str(model), experimental_op_resolver_type=tf.lite.experimental.OpResolverType.BUILTIN_REF

@@ -139,7 +139,7 @@ class TorchExporter(TracingExporter):
 def _export(torch: Any, model: object, request: ExportRequest) -> Any:
     if not isinstance(model, torch.nn.Module):
         remedy = "`train.run` must return a module."
-        raise UserError(f"{type(model).__name__} is no torch.nn.Module", where="export", remedy=remedy)
+        raise UserError(f"{type(model).__name__} is not a torch.nn.Module", where="export", remedy=remedy)
     section = request.section
     check_section(section, request.samples, (TRANSLATIONS,))
     table = _load_translations(section)
@@ -192,7 +192,7 @@ def _load_translations(section: Export) -> Mapping[Any, Any] | None:
     table: Any = load_function(section.translations, where)
     if not isinstance(table, Mapping) or not all(callable(entry) for pair in table.items() for entry in pair):
         raise UserError(
-            f"{section.translations} is no table of translations",
+            f"{section.translations} is not a table of translations",
             where=where,
             why="it must be a mapping of operators to functions",
             remedy="Write it like {torch.ops.acme.scale.default: scale}, with `scale` a function of onnxscript.",
@@ -313,7 +313,9 @@ class KerasExporter(TorchExporter):
         keras = _keras()
         if not isinstance(model, keras.Model):
             raise UserError(
-                f"{type(model).__name__} is no keras.Model", where="train.run", remedy="It must return a Keras model."
+                f"{type(model).__name__} is not a keras.Model",
+                where="train.run",
+                remedy="It must return a Keras model.",
             )
         model.save(folder / KERAS_FILE)
 
@@ -369,10 +371,10 @@ class HuggingfaceExporter(TorchExporter):
         """Write the model with `save_pretrained`."""
         if not isinstance(model, importlib.import_module("transformers").PreTrainedModel):
             remedy = "It must return a PreTrainedModel; export.framework: torch takes any module."
-            raise UserError(f"{type(model).__name__} is no model of transformers", where="train.run", remedy=remedy)
+            raise UserError(f"{type(model).__name__} is not a model of transformers", where="train.run", remedy=remedy)
         if getattr(importlib.import_module("transformers"), type(model).__name__, None) is not type(model):
             raise UserError(
-                f"{type(model).__name__} is no class of transformers",
+                f"{type(model).__name__} is not a class of transformers",
                 where="train.run",
                 why="the files of save_pretrained hold no code, and another class of that name would be loaded",
                 remedy="Set export.framework: torch, which takes any module, and give it inputs and outputs there.",

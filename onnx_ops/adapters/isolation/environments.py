@@ -50,7 +50,7 @@ class PythonEnvironments:
         for requirement in wanted.requirements:
             if not requirement.strip() or requirement.lstrip().startswith("-"):
                 remedy = "Write each as pip takes it: `package==1.2`. Indexes are set in pip's or uv's own settings."
-                raise UserError(f"{requirement!r} is no requirement", where="env.requirements", remedy=remedy)
+                raise UserError(f"{requirement!r} is not a requirement", where="env.requirements", remedy=remedy)
         python = wanted.python or f"{sys.version_info.major}.{sys.version_info.minor}"
         requirements = sorted({*self.base, *wanted.requirements})
         return self.folder / digest_json([_LAYOUT, python, requirements]).removeprefix("sha256:")[:16]
@@ -112,7 +112,7 @@ def parse_pins(requirements: Sequence[str]) -> Mapping[str, str]:
         match = _PINNED.fullmatch(requirement)
         if match is None:
             raise UserError(
-                f"{requirement!r} is no exact version of a package",
+                f"{requirement!r} is not an exact version of a package",
                 where="env.requirements",
                 remedy="Write each as `package@1.2.3`. Registries are set in npm's own settings.",
             )
@@ -165,7 +165,7 @@ def run_installer(command: list[str], environ: Mapping[str, str], folder: Path |
             "its environment cannot be made",
             where="env.requirements",
             why=select_last_lines(done.stdout),
-            remedy="Mend the requirements, or look whether the package index can be reached; then run again.",
+            remedy="Correct the requirements, or check that the package index is reachable. Then run again.",
         )
     return done.stdout.decode("utf-8", errors="replace")
 

@@ -161,9 +161,9 @@ class IsolatedOptimizer(Optimizer):
         """Return the files that the section names."""
         return self.here.files(section)
 
-    def settle(self, section: Quantize, root: Path) -> Quantize:
+    def inline_files(self, section: Quantize, root: Path) -> Quantize:
         """Return the section with the content of its files in place of their names."""
-        return self.here.settle(section, root)
+        return self.here.inline_files(section, root)
 
     def quantizes(self, section: Quantize) -> bool:
         """Return whether the section changes the computation."""

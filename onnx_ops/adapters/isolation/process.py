@@ -220,21 +220,21 @@ _MUCH = 1_000_000
 class OutputTail:
     """Reads a stream to its end in a separate thread and keeps its last 64 KiB.
 
-    Lines that begin with `mark` are passed to `tell` instead, without the mark.
+    Lines that begin with `mark` are passed to `on_progress` instead, without the mark.
     """
 
-    def __init__(self, stream: IO[bytes], mark: bytes = b"", tell: Callable[[str], None] | None = None) -> None:
+    def __init__(self, stream: IO[bytes], mark: bytes = b"", on_progress: Callable[[str], None] | None = None) -> None:
         self.total = 0
         self._kept = b""
         self._mark = mark
-        self._tell = tell
+        self._on_progress = on_progress
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._drain, args=(stream,), daemon=True)
         self._thread.start()
 
-    def text(self, patience: float = 2.0) -> str:
+    def text(self, timeout_s: float = 2.0) -> str:
         """Return the last lines, after waiting for output that is still unread."""
-        self._thread.join(patience)
+        self._thread.join(timeout_s)
         with self._lock:
             return select_last_lines(self._kept)
 
@@ -247,12 +247,12 @@ class OutputTail:
         rest = b""
         with stream:
             while chunk := stream.read1(_CHUNK):  # type: ignore[attr-defined]
-                if self._tell is None:
+                if self._on_progress is None:
                     self._keep(chunk)
                     continue
                 *lines, rest = (rest + chunk).split(b"\n")
                 for line in [line for line in lines if line.startswith(self._mark)]:
-                    self._tell(line.removeprefix(self._mark).decode("utf-8", errors="replace"))
+                    self._on_progress(line.removeprefix(self._mark).decode("utf-8", errors="replace"))
                 self._keep(b"".join(line + b"\n" for line in lines if not line.startswith(self._mark)))
                 if len(rest) > KEPT_BYTES:  # an endless line is no progress line
                     self._keep(rest)

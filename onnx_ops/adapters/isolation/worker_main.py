@@ -97,7 +97,7 @@ def save_arrays(tensors: Mapping[str, Any], path: Path) -> Path:
     for name, array in tensors.items():
         if not isinstance(array, np.ndarray):
             remedy = "Export the model with tensors, for example without ZipMap."
-            raise MeasurementError(f"{name} is no tensor, and only tensors can be compared", remedy=remedy)
+            raise MeasurementError(f"{name} is not a tensor, and only tensors can be compared", remedy=remedy)
         arrays[PREFIX + name] = array.astype(str) if array.dtype == object else array
     np.savez(path, **arrays)
     return path

@@ -29,7 +29,7 @@ VARIABLE = "ONNX_OPS_PROMETHEUS_TOKEN"
 _SCRAPED = "onnx_ops_scraped"
 """Label that marks the times of scrapes."""
 _SHADOW = ("onnx_ops_shadow_answered_total", "onnx_ops_shadow_differing_total", "onnx_ops_shadow_failed_total")
-_OUTCOMES = ("onnx_ops_outcomes_total", "onnx_ops_outcome_successes_total")
+_FEEDBACK = ("onnx_ops_feedback_total", "onnx_ops_feedback_successes_total")
 
 _Metric = Annotated[str, Pattern("[a-zA-Z_:][a-zA-Z0-9_:]*", "the name of a metric")]
 _Label = Annotated[str, Pattern("[a-zA-Z_][a-zA-Z0-9_]*", "the name of a label")]
@@ -61,7 +61,7 @@ class PrometheusSettings:
         """Return a query for all series of an endpoint, and for the times of their scrapes."""
         selected = [f"{label}={_quoted(value)}" for label, value in self.select.items()]
         matchers = [f"{self.endpoint_label}={_quoted(endpoint)}", *selected]
-        metrics = [self.requests, f"{self.histogram}_bucket", *((*_SHADOW, *_OUTCOMES) if self.is_own_server else ())]
+        metrics = [self.requests, f"{self.histogram}_bucket", *((*_SHADOW, *_FEEDBACK) if self.is_own_server else ())]
         origin = f"{self.origin}{{{','.join(matchers if self.is_own_server else selected)}}}"
         named = f"__name__=~{_quoted('|'.join(metrics))}"
         series = f"{{{','.join([named, *matchers])}}}"
@@ -93,7 +93,7 @@ class PrometheusMetrics(MetricsSource):
 
     def capabilities(self) -> frozenset[str]:
         """Return `exceedances`, and what else an onnx-ops server counts."""
-        return frozenset({"exceedances", "shadow", "outcomes"} if self._names.is_own_server else {"exceedances"})
+        return frozenset({"exceedances", "shadow", "feedback"} if self._names.is_own_server else {"exceedances"})
 
     def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
         """Return the histogram of all requests since the present instances started."""
@@ -120,8 +120,8 @@ class PrometheusMetrics(MetricsSource):
                 requests=sum(statuses.values()),
                 errors=sum(count for status, count in statuses.items() if status in FAILURE_STATUSES),
                 refused=sum(count for status, count in statuses.items() if status in REJECTION_STATUSES),
-                outcomes=page.counters[_OUTCOMES[0]][name],
-                successes=page.counters[_OUTCOMES[1]][name],
+                feedback=page.counters[_FEEDBACK[0]][name],
+                successes=page.counters[_FEEDBACK[1]][name],
                 timed=timed,
             ).with_over({place: count_slower(buckets, timed or 0, limit_s, 1e-4) for place, limit_s in limits.items()})
         return MetricsReading(

@@ -164,7 +164,7 @@ class ShapeOptimizer(Optimizer):
         batch = {shape[0].dim_param for shape in shapes if shape} - {""}
         known = {dim.dim_param for shape in shapes for dim in shape} - batch - {""}
         if not dims or (wrong := sorted(set(dims) - known)):
-            what = f"{wrong[0]!r} is no free dimension besides the batch" if dims else "needs `dims`"
+            what = f"{wrong[0]!r} is not a free dimension besides the batch" if dims else "needs `dims`"
             hint = f"dims may name {', '.join(sorted(known))}." if known else "This model has none: leave it out."
             raise UserError(what, where=where, remedy=hint)
         library = importlib.import_module("onnxruntime.tools.onnx_model_utils")

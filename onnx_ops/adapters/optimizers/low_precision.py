@@ -203,7 +203,7 @@ class Fp16Optimizer(Optimizer):
 
 
 def _round_as_numpy_does(derived: Any, source: Any, section: Quantize) -> int:
-    """Weights to the nearest half, since the converter lifts the smallest away from 0 and cuts the largest."""
+    """Round weights to the nearest half: the converter moves the smallest away from 0 and clips the largest."""
     import numpy as np
     from onnx import numpy_helper
 

@@ -72,7 +72,7 @@ class OliveOptimizer(Optimizer):
         config = section.options.get(CONFIG)
         return (config,) if isinstance(config, str) else ()
 
-    def settle(self, section: Quantize, root: Path) -> Quantize:
+    def inline_files(self, section: Quantize, root: Path) -> Quantize:
         """Return the section with the used part of the configuration in place of its file name."""
         where = f"variant {section.name}, options.config"
         config = read_options(section, self.options).get(CONFIG)
@@ -143,7 +143,7 @@ def _used(config: Any, where: str) -> Mapping[str, Json]:
     for name, system in used.get("systems", {}).items():
         if not isinstance(system, Mapping) or system.get("type") != "LocalSystem":
             remedy = "Passes run in the environment of the stage (`env`); set type: LocalSystem, or leave it out."
-            raise UserError(f"systems.{name} is no LocalSystem", where=where, remedy=remedy)
+            raise UserError(f"systems.{name} is not a LocalSystem", where=where, remedy=remedy)
     for entry in _passes(used["passes"]):
         if not isinstance(entry, Mapping) or not isinstance(entry.get("type"), str):
             raise UserError("a pass has no type", where=where, remedy="Such as {type: OnnxDynamicQuantization}.")

@@ -137,7 +137,7 @@ def compute_added_memory(resident: int, mark: int) -> int:
 
 
 def _status() -> dict[str, int]:
-    """Memory of this process in bytes, by its names in /proc/self/status; empty where there is none."""
+    """Return the memory of this process in bytes, by its names in /proc/self/status; empty if there is none."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

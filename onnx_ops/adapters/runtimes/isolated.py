@@ -89,11 +89,11 @@ class IsolatedRuntime(Runtime):
         """Time `runs` runs of one feed after `warmup` runs that are not timed."""
         return RunSamples(**self._measure("sample", target, feed, model=str(model.resolve()), runs=runs, warmup=warmup))
 
-    def race(
+    def benchmark(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
         """Time several models in alternating order by the schedule."""
-        return PairedBenchmarkSamples(**self._measure_by("race", models, target, feed, schedule))
+        return PairedBenchmarkSamples(**self._measure_by("benchmark", models, target, feed, schedule))
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
         """Time windows of concurrent requests to each model."""
@@ -137,7 +137,7 @@ def read_runtime_build(target: Target) -> tuple[str, str]:
     raise UserError(
         "its environment does not say which build of ONNX Runtime it measures",
         where=f"target {target.name}: env.requirements",
-        remedy="Name exactly one version, such as `onnxruntime-openvino==1.24.1`: figures are bound to it.",
+        remedy="Name exactly one version, such as `onnxruntime-openvino==1.24.1`.",
     )
 
 
@@ -186,7 +186,7 @@ class RuntimeWorker:
         paths, rows = [Path(model) for model in models], load_arrays(Path(feed))
         _save(answers, getattr(self._runtime, do)(paths, _target(target), rows, request))
 
-    race = partialmethod(_measure, "race", PairedBenchmarkSchedule)
+    benchmark = partialmethod(_measure, "benchmark", PairedBenchmarkSchedule)
     under_load = partialmethod(_measure, "under_load", LoadSchedule)
     starts = partialmethod(_measure, "starts", StartSchedule)
 

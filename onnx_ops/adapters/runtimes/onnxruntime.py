@@ -99,7 +99,7 @@ class OnnxRuntime(Runtime):
             preempted=np.array([lost for _, lost in samples], dtype=bool),
         )
 
-    def race(
+    def benchmark(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
         """Time several models in alternating order by the schedule."""

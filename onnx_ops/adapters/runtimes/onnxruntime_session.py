@@ -63,7 +63,7 @@ def check_machine(target: Target) -> None:
     """
     if target.env is not None and target.env.isolated:
         raise MeasurementError(
-            "its runtime build lives in an environment of its own, not here", where=f"target {target.name}"
+            "its runtime build is installed in a separate environment, not here", where=f"target {target.name}"
         )
     build = list_providers()
     missing = [provider.name for provider in target.providers if not provider.package and provider.name not in build]

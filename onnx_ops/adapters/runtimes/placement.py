@@ -73,11 +73,11 @@ class TargetedRuntime(Runtime):
         """Time `runs` runs of one feed after `warmup` runs that are not timed."""
         return self._of(target).sample(model, target, feed, runs=runs, warmup=warmup)
 
-    def race(
+    def benchmark(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
         """Time several models in alternating order by the schedule."""
-        return self._of(target).race(models, target, feed, schedule)
+        return self._of(target).benchmark(models, target, feed, schedule)
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
         """Time windows of concurrent requests to each model."""
@@ -117,7 +117,7 @@ class GuardedRuntime(OnnxRuntime):
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
         """Run each batch in a forked process and return its outputs by name."""
-        loaded = prepare_model_file(model, target)  # a shielded process starts no other
+        loaded = prepare_model_file(model, target)  # a guarded process starts no other
         try:
             run = OnnxRuntime().run
             return run_guarded(run, loaded, target, batches, timeout=self._timeout, memory=self._memory)
@@ -130,7 +130,7 @@ class GuardedRuntime(OnnxRuntime):
 
 def guard_runtime(runtime: Runtime, timeout: float | None = None) -> Runtime:
     """Return the runtime with a crash guard around runs in this process, of `timeout` seconds per call."""
-    shield = GuardedRuntime(timeout or DEFAULT_TIMEOUT_S)
+    guarded = GuardedRuntime(timeout or DEFAULT_TIMEOUT_S)
     if isinstance(runtime, TargetedRuntime) and type(runtime.here) is OnnxRuntime:
-        return replace(runtime, here=shield)
-    return shield if type(runtime) is OnnxRuntime else runtime
+        return replace(runtime, here=guarded)
+    return guarded if type(runtime) is OnnxRuntime else runtime

@@ -93,8 +93,10 @@ class Keyring:
         if known.signs:
             what = f"this machine signs with key {short_digest(known.key)}"
             raise RefusedError(what, where=str(self._signing), remedy="Replace that key first: `onnx-ops keys rotate`.")
-        kept = [(path, path.with_name(path.name.removesuffix(PUBLIC_SUFFIX) + RETIRED_SUFFIX)) for path in known.files]
-        return tuple(path.replace(retired) for path, retired in kept)
+        renames = [
+            (path, path.with_name(path.name.removesuffix(PUBLIC_SUFFIX) + RETIRED_SUFFIX)) for path in known.files
+        ]
+        return tuple(path.replace(retired) for path, retired in renames)
 
     def _trust(self, signer: EcdsaSigner) -> None:
         path = self._trusted / f"{self._signing.stem}-{short_digest(signer.key)}{PUBLIC_SUFFIX}"

@@ -21,7 +21,7 @@ from onnx_ops.integrations.mlflow_app.configuration import OVERRIDE_KEY, POLICY,
 from onnx_ops.integrations.mlflow_app.store import ServerStore, StoredVersion
 from onnx_ops.ports import Clock
 from onnx_ops.release.decision_policy import build_override, is_valid_for, read_override, require_passing_decision
-from onnx_ops.reporting.description import told_reason
+from onnx_ops.reporting.description import parse_reason
 
 _IDENTITY = (RELEASE, VARIANT, DIGEST)
 
@@ -36,25 +36,25 @@ class Guard:
 
     def set_alias(self, user: str, model: str, alias: str, version: str) -> None:
         """Check a request to set an alias."""
-        found = self._versions.find(model, version)
-        if found is None:
+        stored = self._versions.find(model, version)
+        if stored is None:
             return
-        record = read_record(found.model, found.version, found.tags)
-        if record is None and not self._versions.registered_here(found.model):
+        record = read_record(stored.model, stored.version, stored.tags)
+        if record is None and not self._versions.registered_here(stored.model):
             return
-        done = f"{alias} was not set on version {found.version} of {found.model}"
-        self._permit(user, found.model, alias, done)
+        done = f"{alias} was not set on version {stored.version} of {stored.model}"
+        self._permit(user, stored.model, alias, done)
         target = guarded(alias)
         if target is None:
             return
-        with _said(done):
+        with _prefix_refusals(done):
             if target.name != alias:
                 raise RefusedError(
                     f"write it {target.name}", remedy="Some databases hold both spellings for one alias."
                 )
             if record is None:
                 raise RefusedError("onnx-ops did not register this version", remedy="Register it with `onnx-ops run`.")
-            self._require_decision(user, found, record, target)
+            self._require_decision(user, stored, record, target)
 
     def delete_alias(self, user: str, model: str, alias: str) -> None:
         """Check a request to delete an alias, which requires the permission to set it."""
@@ -66,10 +66,10 @@ class Guard:
         plain = folded(key)
         if not (plain.startswith((DECISION, OVERRIDE_TAG_PREFIX)) or plain in _IDENTITY):
             return
-        found, record = self._read(model, version)
-        if found is None or record is None:
+        stored, record = self._read(model, version)
+        if stored is None or record is None:
             return
-        with _said(f"tag {key} was not set on version {found.version} of {found.model}"):
+        with _prefix_refusals(f"tag {key} was not set on version {stored.version} of {stored.model}"):
             if plain in _IDENTITY and record.tags.get(plain) != value:
                 raise RefusedError(
                     "a version keeps what it was registered as", remedy="Register another with `onnx-ops run`."
@@ -77,17 +77,17 @@ class Guard:
             if plain.startswith(DECISION):
                 self._no_older_decision(record, key, value)
             if plain.startswith(OVERRIDE_TAG_PREFIX):
-                self._overrides.give(user, found, record, key, value)
+                self._overrides.record_override(user, stored, record, key, value)
 
     def delete_tag(self, user: str, model: str, version: str, key: str) -> None:
         """Check a request to delete a tag of a version."""
         plain = folded(key)
         if not (plain.startswith((DECISION, OVERRIDE_TAG_PREFIX)) or plain in _IDENTITY):
             return
-        found, record = self._read(model, version)
-        if found is None or record is None:
+        stored, record = self._read(model, version)
+        if stored is None or record is None:
             return
-        with _said(f"tag {key} of version {found.version} of {found.model} was not deleted"):
+        with _prefix_refusals(f"tag {key} of version {stored.version} of {stored.model} was not deleted"):
             if plain in _IDENTITY:
                 raise RefusedError("a version keeps what it was registered as")
             if plain.startswith(OVERRIDE_TAG_PREFIX):
@@ -102,10 +102,10 @@ class Guard:
 
     def delete_version(self, model: str, version: str) -> None:
         """Check a request to delete a version, which would silently delete its aliases."""
-        found, _ = self._read(model, version)
-        aliases = sorted(alias for alias in found.aliases if guarded(alias)) if found is not None else []
-        if found is not None and aliases and self._versions.registered_here(found.model):
-            with _said(f"version {found.version} of {found.model} was not deleted"):
+        stored, _ = self._read(model, version)
+        aliases = sorted(alias for alias in stored.aliases if guarded(alias)) if stored is not None else []
+        if stored is not None and aliases and self._versions.registered_here(stored.model):
+            with _prefix_refusals(f"version {stored.version} of {stored.model} was not deleted"):
                 raise RefusedError(f"it holds {', '.join(aliases)}", remedy="Move that to another version first.")
 
     def delete_model(self, model: str) -> None:
@@ -114,21 +114,21 @@ class Guard:
             return
         aliases = [f"{name} on version {n}" for name, n in self._versions.aliases(model).items() if guarded(name)]
         if aliases:
-            with _said(f"model {model} was not deleted"):
+            with _prefix_refusals(f"model {model} was not deleted"):
                 raise RefusedError(f"it has {', '.join(sorted(aliases))}", remedy="Delete those aliases first.")
 
     def rename_model(self, model: str) -> None:
         """Check a request to rename a registered model."""
         if self._versions.registered_here(model):
-            with _said(f"model {model} was not renamed"):
+            with _prefix_refusals(f"model {model} was not renamed"):
                 raise RefusedError(
                     "every decision about its versions is signed for this name, and endpoints are bound to it",
                     remedy="Register under the new name with `register.model` and `onnx-ops run`.",
                 )
 
     def _read(self, model: str, version: str) -> tuple[StoredVersion | None, VersionRecord | None]:
-        found = self._versions.find(model, version)
-        return found, None if found is None else read_record(found.model, found.version, found.tags)
+        stored = self._versions.find(model, version)
+        return stored, None if stored is None else read_record(stored.model, stored.version, stored.tags)
 
     def _permit(self, user: str, model: str, alias: str, done: str) -> None:
         """Check the policy, which decides last: an alias that no rule names cannot be moved."""
@@ -137,7 +137,7 @@ class Guard:
             return
         name = alias if target is None else target.name
         index = located.policy.rule(model, name)
-        with _said(done):
+        with _prefix_refusals(done):
             if index is None and target is not None:
                 raise RefusedError(
                     "no rule of the promotion policy is about it", remedy="Ask who keeps the policy for one."
@@ -148,7 +148,7 @@ class Guard:
                 )
                 raise RefusedError(f"{rule}, and you are {user or 'not known'}", remedy=f"Ask {users[0]} to do it.")
 
-    def _require_decision(self, user: str, found: StoredVersion, record: VersionRecord, target: GuardedAlias) -> None:
+    def _require_decision(self, user: str, stored: StoredVersion, record: VersionRecord, target: GuardedAlias) -> None:
         keys = self._configuration.keys
         if keys is None or not keys.keys():
             raise RefusedError(
@@ -156,15 +156,17 @@ class Guard:
                 remedy=f"Its operator names the folder of public keys in {TRUSTED_KEYS}.",
             )
         try:
-            require_passing_decision(record, target.target, keys, others=self._versions.twins(record, target.target))
+            require_passing_decision(
+                record, target.target, keys, others=self._versions.list_copies(record, target.target)
+            )
         except RefusedError as error:
             champion = alias_of("champion", target.target)
-            if target.role == PREVIOUS and champion in found.aliases:
+            if target.role == PREVIOUS and champion in stored.aliases:
                 return  # it serves now, and will be replaced next
             if read_override(record, target.target, keys) is not None:
                 return
             judged = error.why != "" and not isinstance(error, InvalidSignatureError)
-            why = (told_reason(found.description, target.target) if judged else "") or error.why
+            why = (parse_reason(stored.description, target.target) if judged else "") or error.why
             remedy = f"{error.remedy.rstrip('.')}. {self._overrides.advice(user, target.target)}"
             raise RefusedError(error.what, why=why, remedy=remedy) from error
 
@@ -181,17 +183,17 @@ class Guard:
         if keys is None or not self._counts(record, target):
             return
         if new is None or not is_valid_for(new, record, target, keys):
-            raise RefusedError("what stands there is validly signed, and this is not about this version and target")
+            raise RefusedError("the stored record is validly signed, and this one is not about this version and target")
         if new.record.sequence < record.decisions[target].record.sequence:
             raise RefusedError(
-                "a later decision stands there",
+                "the version has a later decision",
                 why=f"it was made {record.decisions[target].record.decided_at}, this one {new.record.decided_at}",
                 remedy="Judge again with `onnx-ops run FILE --no-cache gate`.",
             )
 
 
 @contextmanager
-def _said(done: str) -> Iterator[None]:
+def _prefix_refusals(done: str) -> Iterator[None]:
     """Put the refused change in front of the reason; a change that cannot be checked is refused."""
     try:
         yield
@@ -236,7 +238,7 @@ class Overrides:
         self._versions = versions
         self._clock = clock
 
-    def give(self, user: str, found: StoredVersion, record: VersionRecord, key: str, reason: str) -> None:
+    def record_override(self, user: str, stored: StoredVersion, record: VersionRecord, key: str, reason: str) -> None:
         """Sign the user's override before the tag with the reason is set; the record alone allows nothing.
 
         Raises:
@@ -252,7 +254,7 @@ class Overrides:
             raise RefusedError(f"the reason has {len(reason)} characters, of at most {MAX_REASON_LENGTH}")
         about = build_override(record, target, keys, reason=reason, by=user, now=self._clock.now())
         envelope = sign_record(about, signer).envelope
-        self._versions.annotate(found, override_record_tag(target), codec.dumps(envelope).decode())
+        self._versions.annotate(stored, override_record_tag(target), codec.dumps(envelope).decode())
 
     def advice(self, user: str, target: str) -> str:
         """Return how this user can get the version to serve nevertheless."""
@@ -276,7 +278,7 @@ class Overrides:
             )
         users = located.policy.overrides
         if not is_among(user, users):
-            lets = f"lets only {', '.join(users)} override" if users else "lets nobody override"
+            lets = f"lets only {', '.join(users)} override" if users else "lets no user override"
             raise RefusedError(f"{located.overrides_at} {lets}, and you are {user or 'not known'}")
         if (match := _REASON.fullmatch(key)) is None:
             remedy = f"The reason of an override is {override_reason_tag('TARGET')}."

@@ -60,26 +60,26 @@ Check = Callable[[Guard, str, Any], None]
 CHECKS: Mapping[str, tuple[str, Check]] = {
     "_set_registered_model_alias": (
         "SetRegisteredModelAlias",
-        lambda guard, user, asked: guard.set_alias(user, asked.name, asked.alias, asked.version),
+        lambda guard, user, message: guard.set_alias(user, message.name, message.alias, message.version),
     ),
     "_delete_registered_model_alias": (
         "DeleteRegisteredModelAlias",
-        lambda guard, user, asked: guard.delete_alias(user, asked.name, asked.alias),
+        lambda guard, user, message: guard.delete_alias(user, message.name, message.alias),
     ),
     "_set_model_version_tag": (
         "SetModelVersionTag",
-        lambda guard, user, asked: guard.set_tag(user, asked.name, asked.version, asked.key, asked.value),
+        lambda guard, user, message: guard.set_tag(user, message.name, message.version, message.key, message.value),
     ),
     "_delete_model_version_tag": (
         "DeleteModelVersionTag",
-        lambda guard, user, asked: guard.delete_tag(user, asked.name, asked.version, asked.key),
+        lambda guard, user, message: guard.delete_tag(user, message.name, message.version, message.key),
     ),
     "_delete_model_version": (
         "DeleteModelVersion",
-        lambda guard, _, asked: guard.delete_version(asked.name, asked.version),
+        lambda guard, _, message: guard.delete_version(message.name, message.version),
     ),
-    "_delete_registered_model": ("DeleteRegisteredModel", lambda guard, _, asked: guard.delete_model(asked.name)),
-    "_rename_registered_model": ("RenameRegisteredModel", lambda guard, _, asked: guard.rename_model(asked.name)),
+    "_delete_registered_model": ("DeleteRegisteredModel", lambda guard, _, message: guard.delete_model(message.name)),
+    "_rename_registered_model": ("RenameRegisteredModel", lambda guard, _, message: guard.rename_model(message.name)),
 }
 """MLflow's handlers, with their message and check."""
 
@@ -103,18 +103,18 @@ def install(app: Flask, guard: Guard) -> None:
         )
 
     @handlers.catch_mlflow_exception  # type: ignore[untyped-decorator]
-    def look() -> None:
+    def check_request() -> None:
         from flask import g, request
 
-        message, check = CHECKS.get(request.endpoint or "", ("", None))
+        name, check = CHECKS.get(request.endpoint or "", ("", None))
         if check is None:
             return
         read = handlers._get_request_message  # noqa: SLF001 (see above)
-        asked = read(getattr(model_registry_pb2, message)())  # type: ignore[no-untyped-call]
+        message = read(getattr(model_registry_pb2, name)())  # type: ignore[no-untyped-call]
         user = str(g.get("mlflow_authenticated_user", ""))  # as basic-auth, or what replaces it, has recognised
         try:
-            check(guard, user, asked)
+            check(guard, user, message)
         except RefusedError as error:
             raise MlflowException(str(error), databricks_pb2.PERMISSION_DENIED) from error
 
-    app.before_request(look)
+    app.before_request(check_request)

@@ -30,15 +30,15 @@ class ServerStore:
 
     def find(self, model: str, version: str) -> StoredVersion | None:
         """Return a version with its tags; None if it does not exist, which the request itself reports."""
-        found = _unless_absent(lambda: _store().get_model_version(model, version))
-        if found is None:
+        stored = _unless_absent(lambda: _store().get_model_version(model, version))
+        if stored is None:
             return None
         return StoredVersion(
-            model=str(found.name),
-            version=str(found.version),
-            tags={str(key): str(value) for key, value in found.tags.items()},
-            aliases=tuple(found.aliases),
-            description=found.description or "",
+            model=str(stored.name),
+            version=str(stored.version),
+            tags={str(key): str(value) for key, value in stored.tags.items()},
+            aliases=tuple(stored.aliases),
+            description=stored.description or "",
         )
 
     def registered_here(self, model: str) -> bool:
@@ -52,27 +52,27 @@ class ServerStore:
 
     def aliases(self, model: str) -> Mapping[str, str]:
         """Return versions by alias; empty for an unknown model."""
-        found = _unless_absent(lambda: _store().get_registered_model(model))
-        return {} if found is None else {str(alias): str(version) for alias, version in found.aliases.items()}
+        stored = _unless_absent(lambda: _store().get_registered_model(model))
+        return {} if stored is None else {str(alias): str(version) for alias, version in stored.aliases.items()}
 
-    def twins(self, record: VersionRecord, target: str) -> Iterator[SignedDecision]:
+    def list_copies(self, record: VersionRecord, target: str) -> Iterator[SignedDecision]:
         """Yield decisions for the target on the model's other versions of the same content."""
         query, token = f"tags.`{DIGEST}` = '{record.manifest}'", None
         while True:
             page = _store().search_model_versions(query, max_results=100, page_token=token)
-            for found in page:
-                if str(found.name) == record.model and str(found.version) != record.version:
-                    signed = read_decisions({str(key): str(value) for key, value in found.tags.items()}).get(target)
+            for stored in page:
+                if str(stored.name) == record.model and str(stored.version) != record.version:
+                    signed = read_decisions({str(key): str(value) for key, value in stored.tags.items()}).get(target)
                     if signed is not None:
                         yield signed
             if not (token := page.token):
                 return
 
-    def annotate(self, found: StoredVersion, key: str, value: str) -> None:
+    def annotate(self, stored: StoredVersion, key: str, value: str) -> None:
         """Set a tag of a version."""
         from mlflow.entities.model_registry import ModelVersionTag
 
-        _store().set_model_version_tag(found.model, found.version, ModelVersionTag(key, value))  # type: ignore[no-untyped-call]
+        _store().set_model_version_tag(stored.model, stored.version, ModelVersionTag(key, value))  # type: ignore[no-untyped-call]
 
 
 def _store() -> Any:

@@ -44,26 +44,26 @@ from onnx_ops.onnx_graph.files import read_structure
 from onnx_ops.onnx_graph.model_info import count_operators, read_model_info
 from onnx_ops.pipeline.stages.champion import Champion, read_champion
 from onnx_ops.pipeline.stages.score import check_compatibility, read_shards
-from onnx_ops.ports import Ports, Runtime
+from onnx_ops.ports import Context, Runtime
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.rules.metric import explain_unscored
 from onnx_ops.statistics.scores import CANDIDATE
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
     """Measure the variant and store its evidence."""
     settings: Mapping[str, Any] = stage.settings
     target = codec.from_json(stage.hints["target"], Target, where=stage.id)
-    store = ports.store
+    store = context.store
     variant = inputs[settings["source"]]
     rows = inputs[f"data/{settings['data']}"]
     whole = get_dataset(store, rows, inputs["export"])
     data = whole.head(settings["limit"])
     sampled = SampledRows(data=settings["data"], used=len(data), total=len(whole))
-    runtime = ports.runtime(target.runtime)
+    runtime = context.runtime(target.runtime)
     hardware = require_hardware(runtime, target)
     with Scratch() as folder:
-        champion, manifest, is_export = read_champion(stage, ports), variant.subset(MODEL), stage.variant == EXPORT
+        champion, manifest, is_export = read_champion(stage, context), variant.subset(MODEL), stage.variant == EXPORT
         candidate = checkout_files(store, variant, MODEL, folder / "candidate") / MODEL_FILE
         export = checkout_files(store, inputs["export"], MODEL, folder / "export") / MODEL_FILE
         baselines = {} if is_export else {EXPORT: export}
@@ -72,7 +72,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         check_compatibility(candidate, target, stage.id)
         # The same rows give the same intervals, however they are scored.
         seed = int(digest_json([manifest.digest(), rows.digest(), stage.target])[-8:], 16)
-        known, scored_on = _read_known(stage, inputs, ports)
+        known, scored_on = _read_known(stage, inputs, context)
         scorer = ScoringRequest(
             runtime=runtime,
             target=target,
@@ -81,7 +81,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             seed=seed,
             known=known,
         )
-        metrics = _measure_metrics(scorer, None if is_export else export, stage, ports)
+        metrics = _measure_metrics(scorer, None if is_export else export, stage, context)
         hints: Mapping[str, Any] = stage.hints
         request = MeasurementRequest(
             throughput=tuple(settings.get("throughput", ())),
@@ -93,13 +93,13 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         quantized = bool(settings["quantized"])
         execution = ExecutionReport()
         if not is_export:
-            excluded = _read_documents(ports, variant["excluded.json"], str)
+            excluded = _read_documents(context, variant["excluded.json"], str)
             execution = inspect_execution(runtime, export, candidate, target, excluded)
         reference = get_reference(store, inputs["export"]["reference.npz"])
         parity = () if quantized else measure_parity(runtime, candidate, target, reference)
-        package = _make_package(runtime, candidate, target, folder / "package", ports)
+        package = _make_package(runtime, candidate, target, folder / "package", context)
 
-        divergence = next(iter(_read_documents(ports, inputs["validate"]["divergence.json"], Divergence)), None)
+        divergence = next(iter(_read_documents(context, inputs["validate"]["divergence.json"], Divergence)), None)
         evidence = Evidence(
             pipeline=settings["pipeline"],
             variant=stage.variant or "",
@@ -109,23 +109,25 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             manifest=manifest.digest(),
             target_digest=target.digest(),
             dedicated=target.dedicated,
-            size_bytes=_count_bytes(package or manifest.files, ports),
+            size_bytes=_count_bytes(package or manifest.files, context),
             hardware=hardware,
-            conditions=dict(ports.conditions()),
+            conditions=dict(context.conditions()),
             runtime=runtime.facts(candidate, target),
             baseline=next(reversed(baselines), ""),
             champion=None if champion is None else _read_champion_facts(champion),
             parity=parity,
-            export_parity=_read_documents(ports, inputs["validate"]["parity.json"], ParityMeasurement),
+            export_parity=_read_documents(context, inputs["validate"]["parity.json"], ParityMeasurement),
             batch_invariance=measure_invariance(runtime, candidate, target, data.inputs, reference),
-            divergence=divergence or find_hardware_divergence(ports, runtime, target, candidate, reference, parity),
-            weights=_read_documents(ports, variant["weights.json"], WeightMeasurement) if quantized else (),
+            divergence=divergence or find_hardware_divergence(context, runtime, target, candidate, reference, parity),
+            weights=_read_documents(context, variant["weights.json"], WeightMeasurement) if quantized else (),
             source=codec.loads(store.read(inputs["export"]["source.json"]), SourceLimits),
-            trees=next(iter(_read_documents(ports, inputs["validate"]["trees.json"], TreeStructure)), None),
-            activations=_read_documents(ports, variant["activations.json"], ActivationMeasurement) if quantized else (),
+            trees=next(iter(_read_documents(context, inputs["validate"]["trees.json"], TreeStructure)), None),
+            activations=_read_documents(context, variant["activations.json"], ActivationMeasurement)
+            if quantized
+            else (),
             coverage=execution.coverage,
             advice=execution.advice,
-            recipe=() if is_export else _read_documents(ports, variant["recipe.json"], str),
+            recipe=() if is_export else _read_documents(context, variant["recipe.json"], str),
             metrics=metrics.counts,
             scores=metrics.scores,
             grouped=metrics.grouped,
@@ -144,13 +146,13 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     return Manifest(files={**package, **files})
 
 
-def _make_package(runtime: Runtime, model: Path, target: Target, folder: Path, ports: Ports) -> dict[str, Digest]:
+def _make_package(runtime: Runtime, model: Path, target: Target, folder: Path, context: Context) -> dict[str, Digest]:
     """Return the files of a target with its own model format."""
     if target.ort_format is None:
         return {}
     folder.mkdir()
     runtime.package(model, target, folder)
-    return put_folder(ports.store, folder, PACKAGE)
+    return put_folder(context.store, folder, PACKAGE)
 
 
 def _read_champion_facts(champion: Champion) -> ChampionFacts:
@@ -160,31 +162,31 @@ def _read_champion_facts(champion: Champion) -> ChampionFacts:
     return ChampionFacts(version=champion.version, manifest=champion.manifest, size_bytes=size)
 
 
-def _count_bytes(files: Mapping[str, Digest], ports: Ports) -> int:
+def _count_bytes(files: Mapping[str, Digest], context: Context) -> int:
     """Return the bytes of the model, without operator libraries and descriptions of a package."""
     packaged = {name: digest for name, digest in files.items() if name.endswith(".ort")}
     own = packaged or {name: digest for name, digest in files.items() if not name.startswith(f"{CUSTOM_OPS}/")}
-    return sum(ports.store.path(digest).stat().st_size for digest in own.values())
+    return sum(context.store.path(digest).stat().st_size for digest in own.values())
 
 
-def _read_documents(ports: Ports, digest: Digest, kind: Any) -> Any:
-    return codec.loads(ports.store.read(digest), tuple[kind, ...])
+def _read_documents(context: Context, digest: Digest, kind: Any) -> Any:
+    return codec.loads(context.store.read(digest), tuple[kind, ...])
 
 
 def _read_known(
-    stage: Stage, inputs: Mapping[str, Manifest], ports: Ports
+    stage: Stage, inputs: Mapping[str, Manifest], context: Context
 ) -> tuple[Mapping[str, ModelPredictions], tuple[HardwareFingerprint, ...]]:
     """Return what score stages have read, by model, and on which machines; nothing if there are none."""
     settings: Mapping[str, Any] = stage.settings
     known, machines = dict[str, ModelPredictions](), set[HardwareFingerprint]()
     if shards := settings.get("shards"):
         for name, variant in {EXPORT: EXPORT, CANDIDATE: str(stage.variant)}.items():
-            known[name], there = read_shards(ports.store, inputs, variant, str(stage.target), shards)
+            known[name], there = read_shards(context.store, inputs, variant, str(stage.target), shards)
             machines |= there
     return known, tuple(sorted(machines, key=HardwareFingerprint.digest))
 
 
-def _measure_metrics(scorer: ScoringRequest, export: Path | None, stage: Stage, ports: Ports) -> TaskMetrics:
+def _measure_metrics(scorer: ScoringRequest, export: Path | None, stage: Stage, context: Context) -> TaskMetrics:
     """Measure the task metrics of the variant, alone and on the same rows as its baselines.
 
     `export` is the file that the variant was made from; None if the variant is the export itself.
@@ -193,7 +195,7 @@ def _measure_metrics(scorer: ScoringRequest, export: Path | None, stage: Stage, 
     hints: Mapping[str, Any] = stage.hints
     definitions = tuple(codec.from_json(entry["definition"], MetricDefinition) for entry in settings["metrics"])
     definitions, default = add_default_metric(definitions, scorer.dataset)
-    with importable(ports.root):
+    with importable(context.root):
         functions = {d.use: load_function(d.use, "gates") for d in definitions if d.use}
         scorer = replace(scorer, functions=functions)
         metrics = measure_metrics(scorer, definitions)

@@ -10,17 +10,17 @@ from onnx_ops.domain.pipeline import Stage
 from onnx_ops.measure.files import RANGES
 from onnx_ops.pipeline.stage_settings import read_environment
 from onnx_ops.pipeline.stages.quantize import build_request
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.scratch import Scratch
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
     """Store the ranges of a shard of the batches; nothing if it has none."""
     del key
     settings: Mapping[str, Any] = stage.settings
     with Scratch() as folder:
-        request, _ = build_request(stage, inputs, ports, folder)
+        request, _ = build_request(stage, inputs, context, folder)
         path = folder / "ranges"
-        optimizer = ports.optimizer(request.section.method, read_environment(stage))
+        optimizer = context.optimizer(request.section.method, read_environment(stage))
         optimizer.read_ranges(request, path, (settings["shard"] - 1, settings["shards"]))
-        return Manifest(files={RANGES: ports.store.put_file(path)} if path.exists() else {})
+        return Manifest(files={RANGES: context.store.put_file(path)} if path.exists() else {})

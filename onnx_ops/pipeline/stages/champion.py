@@ -11,7 +11,7 @@ from onnx_ops.domain.artifact import Digest, short_digest
 from onnx_ops.domain.pipeline import Stage
 from onnx_ops.domain.rollout import format_alias
 from onnx_ops.errors import DigestMismatchError
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.scratch import Scratch
 
 HINT = "champion"
@@ -26,16 +26,16 @@ class Champion:
     location: str
 
 
-def find_champion(ports: Ports, model: str, target: str) -> Champion | None:
+def find_champion(context: Context, model: str, target: str) -> Champion | None:
     """Find the champion of a target, or None."""
     if not model:
         return None
-    registry = ports.registry()
+    registry = context.registry()
     version = registry.aliases(model).get(format_alias("champion", target))
     if version is None:
         return None
     record = registry.version(model, version)
-    location = ports.files.location(record.manifest)
+    location = context.files.location(record.manifest)
     if location is None:
         with Scratch() as folder:
             manifest = registry.fetch(record, folder)
@@ -46,11 +46,11 @@ def find_champion(ports: Ports, model: str, target: str) -> Champion | None:
                     where=f"{model}/{version}",
                     remedy="Its artifact was changed; roll back to a version that is intact.",
                 )
-            location = ports.files.admit(folder, manifest)
+            location = context.files.admit(folder, manifest)
     return Champion(version=version, manifest=record.manifest, location=location)
 
 
-def attach_champion(stage: Stage, ports: Ports) -> Stage:
+def attach_champion(stage: Stage, context: Context) -> Stage:
     """Return the benchmark stage with its champion as a hint, unless it has one.
 
     Its process then needs no registry client. The baseline is evidence and no part of the key, so it travels as a hint.
@@ -58,14 +58,14 @@ def attach_champion(stage: Stage, ports: Ports) -> Stage:
     settings: Mapping[str, Any] = stage.settings
     if HINT in stage.hints:
         return stage
-    champion = find_champion(ports, settings["model"], str(stage.target))
+    champion = find_champion(context, settings["model"], str(stage.target))
     return replace(stage, hints={**stage.hints, HINT: codec.to_json(champion)})
 
 
-def read_champion(stage: Stage, ports: Ports) -> Champion | None:
+def read_champion(stage: Stage, context: Context) -> Champion | None:
     """Return the champion of the stage's hint, or else of the registry."""
     settings: Mapping[str, Any] = stage.settings
     if HINT not in stage.hints:
-        return find_champion(ports, settings["model"], str(stage.target))
+        return find_champion(context, settings["model"], str(stage.target))
     hint = stage.hints[HINT]
     return None if hint is None else codec.from_json(hint, Champion, where=stage.id)

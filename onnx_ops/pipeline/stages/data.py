@@ -11,7 +11,7 @@ from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import DataSection, FileData, PluginData, SklearnData, Stage
 from onnx_ops.errors import ConflictError, UserError
 from onnx_ops.measure.files import put_dataset
-from onnx_ops.ports import Dataset, Ports
+from onnx_ops.ports import Context, Dataset
 
 _MATRIX = "*"
 """In place of an array's name: all columns of numbers."""
@@ -28,19 +28,19 @@ def get_source_name(section: DataSection) -> str:
             return section.use
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
     """Load the arrays and store the data set."""
     del key, inputs
     section = codec.from_json(stage.settings["section"], DataSection, where=stage.id)
-    source = ports.source(get_source_name(section))
-    arrays = source.load(section, ports.root)
-    if source.fingerprint(section, ports.root) != stage.settings["fingerprint"]:
+    source = context.source(get_source_name(section))
+    arrays = source.load(section, context.root)
+    if source.fingerprint(section, context.root) != stage.settings["fingerprint"]:
         raise ConflictError(
             "the data was changed after the run was planned",
             where=stage.id,
             remedy="Run again. In DVC, name a tag or a commit as `rev`: it does not move.",
         )
-    return put_dataset(ports.store, build_dataset(arrays, section, stage.id))
+    return put_dataset(context.store, build_dataset(arrays, section, stage.id))
 
 
 def build_dataset(arrays: Mapping[str, Any], section: DataSection, where: str) -> Dataset:
@@ -103,7 +103,7 @@ def find_data_problems(
             yield (
                 ("group",),
                 UserError(
-                    f"the group must be one value a row, none of them missing; {text}",
+                    f"the group must be one value per row, none of them missing; {text}",
                     where=f"{where}: group {grouped!r}",
                     remedy=remedy,
                 ),

@@ -26,28 +26,28 @@ from onnx_ops.measure.user_functions import importable
 from onnx_ops.onnx_graph.compatibility import copy_libraries
 from onnx_ops.onnx_graph.model_info import read_model_info, write_lineage
 from onnx_ops.pipeline.stage_settings import get_exporter, read_operators
-from onnx_ops.ports import ExportRequest, Ports
+from onnx_ops.ports import Context, ExportRequest
 from onnx_ops.scratch import Scratch
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
     """Export the model; the key of the stage is the release."""
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Export, where=stage.id)
-    exporter = get_exporter(stage, ports, section.framework)
-    dataset = get_dataset(ports.store, inputs[f"data/{settings['data']}"]).head(settings["limit"])
+    exporter = get_exporter(stage, context, section.framework)
+    dataset = get_dataset(context.store, inputs[f"data/{settings['data']}"]).head(settings["limit"])
     if FRACTIONS in inputs["train"].files:
-        fractions = codec.loads(ports.store.read(inputs["train"][FRACTIONS]), tuple[str, ...])
+        fractions = codec.loads(context.store.read(inputs["train"][FRACTIONS]), tuple[str, ...])
         dataset = replace(dataset, inputs=widen_columns(dataset.inputs, fractions))
     lineage = Lineage(
         pipeline=settings["pipeline"],
         release=key,
-        git_sha=str(stage.hints.get("commit", "")) or ports.git_sha(),  # the former for a stage from another machine
+        git_sha=str(stage.hints.get("commit", "")) or context.git_sha(),  # the former for a stage from another machine
         data={name.removeprefix("data/"): m.digest() for name, m in inputs.items() if name.startswith("data/")},
         origins=codec.from_json(stage.hints.get("origins", {}), Mapping[str, Mapping[str, str]], where=stage.id),
     )
-    with Scratch() as folder, importable(ports.root):
-        model = exporter.load(checkout_files(ports.store, inputs["train"], TRAINED, folder / "trained"))
+    with Scratch() as folder, importable(context.root):
+        model = exporter.load(checkout_files(context.store, inputs["train"], TRAINED, folder / "trained"))
         exported = folder / "onnx"
         exported.mkdir()
         path = exported / MODEL_FILE
@@ -67,10 +67,10 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         copy_libraries(path, read_operators(stage))
         return Manifest(
             files={
-                **put_folder(ports.store, exported, MODEL),
-                "info.json": put_document(ports.store, read_model_info(path)),
-                "lineage.json": put_document(ports.store, lineage),
-                "reference.npz": put_reference(ports.store, reference.groups),
-                "source.json": put_document(ports.store, reference.limits),
+                **put_folder(context.store, exported, MODEL),
+                "info.json": put_document(context.store, read_model_info(path)),
+                "lineage.json": put_document(context.store, lineage),
+                "reference.npz": put_reference(context.store, reference.groups),
+                "source.json": put_document(context.store, reference.limits),
             }
         )

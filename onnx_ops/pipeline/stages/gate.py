@@ -16,31 +16,31 @@ from onnx_ops.domain.gate import Gate, MetricGate
 from onnx_ops.domain.pipeline import EXPORT, Stage
 from onnx_ops.errors import UserError
 from onnx_ops.measure.files import put_document
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.rules.metric import explain_unscored
 from onnx_ops.statistics.rules.parity import METRIC as BATCH_INVARIANCE
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
     """Judge the evidence, and store the gates for judging it again."""
     del key
     settings: Mapping[str, Any] = stage.settings
     source = inputs[f"benchmark/{stage.variant}@{stage.target}"]["evidence.json"]
-    evidence = codec.loads(ports.store.read(source), Evidence, where=stage.id)
+    evidence = codec.loads(context.store.read(source), Evidence, where=stage.id)
     gates = codec.from_json(settings["gates"], tuple[Gate, ...], where=stage.id)
     judged = {gate.definition().label for gate in gates if isinstance(gate, MetricGate)}
     if evidence.variant == EXPORT and (failures := explain_unscored(judged, evidence.scores)):
         raise UserError(next(iter(failures.values())), where="gates")
     decision = judge(gates, evidence)
     files = {
-        "decision.json": put_document(ports.store, decision),
-        "gates.json": put_document(ports.store, gates),
+        "decision.json": put_document(context.store, decision),
+        "gates.json": put_document(context.store, gates),
     }
-    signer = ports.signer()
+    signer = context.signer()
     if settings["model"] and signer is not None:
         invariance = [result.verdict for result in decision.results if result.metric == BATCH_INVARIANCE]
-        now = ports.clock.now()
+        now = context.clock.now()
         record = DecisionRecord(
             model=settings["model"],
             release=evidence.release,
@@ -58,5 +58,5 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             decided_at=datetime.datetime.fromtimestamp(now, tz=datetime.UTC).isoformat(timespec="seconds"),
             sequence=int(now * 1000),
         )
-        files["signed.json"] = put_document(ports.store, sign_record(record, signer).envelope)
+        files["signed.json"] = put_document(context.store, sign_record(record, signer).envelope)
     return Manifest(files=files)

@@ -16,11 +16,11 @@ from onnx_ops.measure.search import describe_recipe
 from onnx_ops.onnx_graph.compatibility import copy_libraries
 from onnx_ops.onnx_graph.model_info import read_model_info, write_lineage
 from onnx_ops.pipeline.stage_settings import read_environment, read_operators
-from onnx_ops.ports import Dataset, OptimizeRequest, Ports, Tensors
+from onnx_ops.ports import Context, Dataset, OptimizeRequest, Tensors
 from onnx_ops.scratch import Scratch
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
     """Derive a variant, or take the one that the search found."""
     del key
     settings: Mapping[str, Any] = stage.settings
@@ -28,55 +28,55 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     calibrate = section.calibrate
     searched: dict[str, Digest] = {}
     with Scratch() as folder:
-        request, dataset = build_request(stage, inputs, ports, folder)
+        request, dataset = build_request(stage, inputs, context, folder)
         source = request.source
         if "search" in settings:  # which found the variant of the role
             manifest, role = inputs[settings["search"]], settings["role"]
-            trial = codec.loads(ports.store.read(manifest[f"{role}/trial.json"]), Trial)
-            record = codec.loads(ports.store.read(manifest[SEARCH_FILE]), SearchRecord)
-            path = checkout_files(ports.store, manifest, f"{role}/{MODEL}", folder / "found") / MODEL_FILE
+            trial = codec.loads(context.store.read(manifest[f"{role}/trial.json"]), Trial)
+            record = codec.loads(context.store.read(manifest[SEARCH_FILE]), SearchRecord)
+            path = checkout_files(context.store, manifest, f"{role}/{MODEL}", folder / "found") / MODEL_FILE
             excluded, recipe = trial.excluded, tuple(describe_recipe(record, trial))
             searched = {SEARCH_FILE: manifest[SEARCH_FILE]}
         else:
             path, excluded = request.path, section.exclude
             path.parent.mkdir()
-            recipe = ports.optimizer(section.method, read_environment(stage)).optimize(request)
+            recipe = context.optimizer(section.method, read_environment(stage)).optimize(request)
         write_lineage(path, {"onnx-ops.variant": stage.variant or section.name})
         copy_libraries(path, read_operators(stage))
-        files = put_folder(ports.store, path.parent, MODEL)
-        runtime = ports.runtime(AS_WRITTEN.runtime)
+        files = put_folder(context.store, path.parent, MODEL)
+        runtime = context.runtime(AS_WRITTEN.runtime)
         unseen = _select_unseen(dataset, calibrate.samples) if dataset and calibrate else None
         activations = measure_activations(runtime, source, path, unseen) if unseen else ()
         return Manifest(
             files={
                 **files,
                 **searched,
-                "info.json": put_document(ports.store, read_model_info(path)),
-                "weights.json": put_document(ports.store, measure_weights(source, path, runtime, unseen)),
-                "activations.json": put_document(ports.store, activations),
-                "excluded.json": put_document(ports.store, excluded),
-                "recipe.json": put_document(ports.store, recipe),
+                "info.json": put_document(context.store, read_model_info(path)),
+                "weights.json": put_document(context.store, measure_weights(source, path, runtime, unseen)),
+                "activations.json": put_document(context.store, activations),
+                "excluded.json": put_document(context.store, excluded),
+                "recipe.json": put_document(context.store, recipe),
             }
         )
 
 
 def build_request(
-    stage: Stage, inputs: Mapping[str, Manifest], ports: Ports, folder: Path
+    stage: Stage, inputs: Mapping[str, Manifest], context: Context, folder: Path
 ) -> tuple[OptimizeRequest, Dataset | None]:
     """Return what the optimizer gets, with the source in `folder`, and the whole calibration set."""
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Quantize, where=stage.id)
     calibrate, dataset = section.calibrate, None
     if calibrate:
-        dataset = get_dataset(ports.store, inputs[f"data/{calibrate.data}"], inputs["export"])
+        dataset = get_dataset(context.store, inputs[f"data/{calibrate.data}"], inputs["export"])
     ranges = [manifest[RANGES] for name, manifest in sorted(inputs.items()) if RANGES in manifest]
     request = OptimizeRequest(
         section=section,
-        source=checkout_files(ports.store, inputs["export"], MODEL, folder / "source") / MODEL_FILE,
+        source=checkout_files(context.store, inputs["export"], MODEL, folder / "source") / MODEL_FILE,
         path=folder / "onnx" / MODEL_FILE,
         calibration=dataset.head(calibrate.samples).inputs if dataset and calibrate else None,
         machines=tuple(codec.from_json(machine, Arithmetic) for machine in settings.get("machines", ())),
-        ranges=tuple(ports.store.path(digest) for digest in ranges),
+        ranges=tuple(context.store.path(digest) for digest in ranges),
     )
     return request, dataset
 

@@ -19,7 +19,7 @@ from onnx_ops.domain.release import BaseRelease, Choice, Lineage, Provenance, Pu
 from onnx_ops.measure.files import MODEL, PACKAGE, put_document
 from onnx_ops.measure.paired_rows import compare_rows
 from onnx_ops.measure.reference_outputs import get_reference
-from onnx_ops.ports import Ports, Store
+from onnx_ops.ports import Context, Store
 from onnx_ops.reporting.comparison import figures_of
 from onnx_ops.reporting.description import model_description, version_description
 from onnx_ops.reporting.html import release_report
@@ -38,11 +38,11 @@ recorded release of the base branch."""
 _MOST_BYTES = 1 << 20
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
     """Publish the variants with their evidence, and choose one for each target."""
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints
-    lineage = codec.loads(ports.store.read(inputs["export"]["lineage.json"]), Lineage)
+    lineage = codec.loads(context.store.read(inputs["export"]["lineage.json"]), Lineage)
     lineage = replace(
         lineage,
         run=key,
@@ -50,17 +50,17 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         data={name.removeprefix("data/"): m.digest() for name, m in inputs.items() if name.startswith("data/")},
     )
     policies = {name: codec.from_json(one, TargetObjective) for name, one in settings["policies"].items()}
-    choices = choose_variants(policies, read_decisions(inputs, ports))
+    choices = choose_variants(policies, read_decisions(inputs, context))
     provenance = codec.from_json(hints[PROVENANCE], Provenance) if PROVENANCE in hints else Provenance()
     base = codec.from_json(hints[BASE], BaseRelease) if BASE in hints else None
-    shared = {REPORT: ports.store.path(_store_report(inputs, ports, lineage, choices, provenance, base))}
+    shared = {REPORT: context.store.path(_store_report(inputs, context, lineage, choices, provenance, base))}
     for choice in choices:
-        shared[f"evidence/{choice.target}.choice.json"] = ports.store.path(put_document(ports.store, choice))
-    example = build_request_example(inputs["export"], ports.store)
+        shared[f"evidence/{choice.target}.choice.json"] = context.store.path(put_document(context.store, choice))
+    example = build_request_example(inputs["export"], context.store)
     records = tuple(
         replace(
             _make_variant_record(
-                entry["name"], inputs[entry["stage"]], settings["targets"], inputs, ports, lineage, shared, provenance
+                entry["name"], inputs[entry["stage"]], settings["targets"], inputs, context, lineage, shared, provenance
             ),
             measured_on=settings["measured_on"],
             example=example,
@@ -68,7 +68,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         for entry in settings["variants"]
         if entry["stage"] in inputs
     )
-    registry = ports.registry()
+    registry = context.registry()
     about = model_description(
         hints.get("about", ""), lineage.pipeline, [entry["name"] for entry in settings["variants"]], settings["targets"]
     )
@@ -83,13 +83,13 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         report=registry.page(settings["model"], next(iter(versions.values())), REPORT),
         evidence={record.variant: record.evidence_digest() for record in records},
     )
-    return Manifest(files={"registration.json": put_document(ports.store, registration)})
+    return Manifest(files={"registration.json": put_document(context.store, registration)})
 
 
-def read_decisions(inputs: Mapping[str, Manifest], ports: Ports) -> tuple[Decision, ...]:
+def read_decisions(inputs: Mapping[str, Manifest], context: Context) -> tuple[Decision, ...]:
     """Return the decisions among the results of stages, in the order of the pipeline."""
     return tuple(
-        codec.loads(ports.store.read(manifest["decision.json"]), Decision)
+        codec.loads(context.store.read(manifest["decision.json"]), Decision)
         for name, manifest in inputs.items()
         if name.startswith("gate/")
     )
@@ -107,7 +107,7 @@ def choose_variants(policies: Mapping[str, TargetObjective], decisions: tuple[De
 
 def _store_report(
     inputs: Mapping[str, Manifest],
-    ports: Ports,
+    context: Context,
     lineage: Lineage,
     chosen: tuple[Choice, ...],
     provenance: Provenance,
@@ -115,22 +115,22 @@ def _store_report(
 ) -> Digest:
     """Store one page about the whole release, the same for all its versions, whose numbers are not known yet."""
     stored = [m["evidence.json"] for name, m in inputs.items() if name.startswith("benchmark/")]
-    evidence = {digest: codec.loads(ports.store.read(digest), Evidence) for digest in stored}
+    evidence = {digest: codec.loads(context.store.read(digest), Evidence) for digest in stored}
     digests = {(e.variant, e.target): digest for digest, e in evidence.items()}
     search_digests = dict.fromkeys(m[SEARCH_FILE] for m in inputs.values() if SEARCH_FILE in m)
     page = release_report(
-        read_decisions(inputs, ports),
+        read_decisions(inputs, context),
         tuple(evidence.values()),
         chosen,
         lineage,
         versions={},
         digests=digests,
-        searches=tuple(codec.loads(ports.store.read(digest), SearchRecord) for digest in search_digests),
+        searches=tuple(codec.loads(context.store.read(digest), SearchRecord) for digest in search_digests),
         provenance=provenance,
         base=base,
-        pairs=partial(compare_rows, ports.store),
+        pairs=partial(compare_rows, context.store),
     )
-    return ports.store.put_bytes(page.encode("utf-8"))
+    return context.store.put_bytes(page.encode("utf-8"))
 
 
 def _make_variant_record(
@@ -138,13 +138,13 @@ def _make_variant_record(
     manifest: Manifest,
     targets: list[str],
     inputs: Mapping[str, Manifest],
-    ports: Ports,
+    context: Context,
     lineage: Lineage,
     shared: Mapping[str, Path],
     provenance: Provenance,
 ) -> VariantRecord:
     model = manifest.subset(MODEL)
-    store = ports.store
+    store = context.store
     evidence: dict[str, Path] = dict(shared)
     if SEARCH_FILE in manifest:
         evidence[SEARCH_FILE] = store.path(manifest[SEARCH_FILE])

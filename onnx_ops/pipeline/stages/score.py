@@ -26,30 +26,30 @@ from onnx_ops.measure.scoring import (
 )
 from onnx_ops.onnx_graph.compatibility import explain_incompatibility
 from onnx_ops.pipeline.stage_settings import score_id
-from onnx_ops.ports import Ports, Store
+from onnx_ops.ports import Context, Store
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.scores import CANDIDATE
 
 _PREDICTIONS, _ARRAYS = "predictions.json", "predictions.npz"
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
     """Store what the metrics read from the answers to a shard of the batches."""
     del key
     settings: Mapping[str, Any] = stage.settings
     target = codec.from_json(stage.hints["target"], Target, where=stage.id)
-    data = get_dataset(ports.store, inputs[f"data/{settings['data']}"], inputs["export"]).head(settings["limit"])
-    runtime = ports.runtime(target.runtime)
+    data = get_dataset(context.store, inputs[f"data/{settings['data']}"], inputs["export"]).head(settings["limit"])
+    runtime = context.runtime(target.runtime)
     hardware = require_hardware(runtime, target)
     definitions = tuple(codec.from_json(metric, MetricDefinition) for metric in settings["definitions"])
     definitions, _ = add_default_metric(definitions, data)
     with Scratch() as folder:
-        model = checkout_files(ports.store, inputs[settings["source"]], MODEL, folder) / MODEL_FILE
+        model = checkout_files(context.store, inputs[settings["source"]], MODEL, folder) / MODEL_FILE
         check_compatibility(model, target, stage.id)
         request = ScoringRequest(runtime=runtime, target=target, models={CANDIDATE: model}, dataset=data, seed=0)
         shard = (settings["shard"] - 1, settings["shards"])
         predictions = read_predictions(request, CANDIDATE, select_measurable(definitions, data), shard)
-    return Manifest(files={**_put(ports.store, predictions), HARDWARE: put_document(ports.store, hardware)})
+    return Manifest(files={**_put(context.store, predictions), HARDWARE: put_document(context.store, hardware)})
 
 
 def read_shards(

@@ -14,11 +14,11 @@ from onnx_ops.domain.target import Target
 from onnx_ops.measure.files import MODEL, checkout_files, get_dataset, put_document, put_folder
 from onnx_ops.measure.search import SearchContext, search
 from onnx_ops.measure.user_functions import importable, load_function
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 from onnx_ops.scratch import Scratch
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
     """Store the models of the filled roles and the record of the search."""
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints
@@ -26,18 +26,18 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     metric = codec.from_json(settings["metric"]["definition"], MetricDefinition, where=stage.id)
     calibration = None
     if section.calibrate is not None:
-        calibration = get_dataset(ports.store, inputs[f"data/{section.calibrate.data}"], inputs["export"])
+        calibration = get_dataset(context.store, inputs[f"data/{section.calibrate.data}"], inputs["export"])
         calibration = calibration.head(section.calibrate.samples)
-    with Scratch() as folder, importable(ports.root):
-        source = checkout_files(ports.store, inputs["export"], MODEL, folder / "source") / MODEL_FILE
-        context = SearchContext(
-            ports=ports,
+    with Scratch() as folder, importable(context.root):
+        source = checkout_files(context.store, inputs["export"], MODEL, folder / "source") / MODEL_FILE
+        search_context = SearchContext(
+            project=context,
             section=section,
             source=source,
             folder=folder / "trials",
             targets=tuple(codec.from_json(one, Target, where=stage.id) for one in hints["targets"]),
             machines=tuple(codec.from_json(one, Arithmetic, where=stage.id) for one in settings["machines"]),
-            tuning_data=get_dataset(ports.store, inputs[f"data/{settings['data']}"], inputs["export"]).head(
+            tuning_data=get_dataset(context.store, inputs[f"data/{settings['data']}"], inputs["export"]).head(
                 settings["samples"]
             ),
             calibration=calibration.inputs if calibration else None,
@@ -48,9 +48,9 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             seed=int(key[-8:], 16),
             functions={metric.use: load_function(metric.use, "gates")} if metric.use else {},
         )
-        result = search(context, ports.journal(key), ports.tell)
-        files = {SEARCH_FILE: put_document(ports.store, result.record)}
+        result = search(search_context, context.journal(key), context.report_progress)
+        files = {SEARCH_FILE: put_document(context.store, result.record)}
         for role, (path, trial) in result.models.items():
-            files |= put_folder(ports.store, path.parent, f"{role}/{MODEL}")
-            files[f"{role}/trial.json"] = put_document(ports.store, trial)
+            files |= put_folder(context.store, path.parent, f"{role}/{MODEL}")
+            files[f"{role}/trial.json"] = put_document(context.store, trial)
     return Manifest(files=files)

@@ -20,35 +20,35 @@ from onnx_ops.measure.files import (
 )
 from onnx_ops.measure.user_functions import call_training, importable
 from onnx_ops.pipeline.stage_settings import get_exporter
-from onnx_ops.ports import Ports, TrainingExporter
+from onnx_ops.ports import Context, TrainingExporter
 from onnx_ops.scratch import Scratch
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
     """Train or copy the model, and store its files."""
     del key
     settings: Mapping[str, Any] = stage.settings
-    exporter = get_exporter(stage, ports, settings["framework"])
+    exporter = get_exporter(stage, context, settings["framework"])
     files: dict[str, Digest] = {}
-    with Scratch() as folder, importable(ports.root):
+    with Scratch() as folder, importable(context.root):
         if "run" in settings:
-            data = {name.removeprefix("data/"): get_dataset(ports.store, inputs[name]) for name in inputs}
+            data = {name.removeprefix("data/"): get_dataset(context.store, inputs[name]) for name in inputs}
             fractions = {
                 name for rows in data.values() for name, array in rows.inputs.items() if is_float_column(array)
             }
             data = {name: replace(rows, inputs=widen_columns(rows.inputs, fractions)) for name, rows in data.items()}
-            files[FRACTIONS] = put_document(ports.store, tuple(sorted(fractions)))
+            files[FRACTIONS] = put_document(context.store, tuple(sorted(fractions)))
             if isinstance(exporter, TrainingExporter):
                 exporter.train(settings["run"], data, settings["with_"], folder)
             else:
                 exporter.save(call_training(settings["run"], data, settings["with_"]), folder)
         else:
             with Scratch() as aside:
-                brought = ports.models.path(settings["model"], aside / "brought")
+                brought = context.models.path(settings["model"], aside / "brought")
                 if settings["framework"] == "onnx":
                     exporter.save(brought, folder)
                 elif brought.is_dir():
                     shutil.copytree(brought, folder, dirs_exist_ok=True)
                 else:
                     shutil.copyfile(brought, folder / brought.name)
-        return Manifest(files=files | put_folder(ports.store, folder, TRAINED))
+        return Manifest(files=files | put_folder(context.store, folder, TRAINED))

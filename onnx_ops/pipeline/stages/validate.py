@@ -27,12 +27,12 @@ from onnx_ops.measure.user_functions import importable
 from onnx_ops.onnx_graph.compatibility import check_model
 from onnx_ops.onnx_graph.tree_ensembles import has_trees, read_trees
 from onnx_ops.pipeline.stage_settings import get_exporter, read_reference_operators
-from onnx_ops.ports import Exporter, ExportRequest, Ports, Tensors, Tracer, TracingExporter, TreeExporter
+from onnx_ops.ports import Context, Exporter, ExportRequest, Tensors, Tracer, TracingExporter, TreeExporter
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.tree_parity import compare_trees
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
     """Measure parity; locate the node of a failure, and compare trees."""
     del key
     export = inputs["export"]
@@ -40,13 +40,13 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     divergence: tuple[Divergence, ...] = ()
     trees: tuple[TreeStructure, ...] = ()
     with Scratch() as folder:
-        path = checkout_files(ports.store, export, MODEL, folder) / MODEL_FILE
+        path = checkout_files(context.store, export, MODEL, folder) / MODEL_FILE
         try:
             check_model(path)
-            runtime = ports.runtime(target.runtime)
-            reference = get_reference(ports.store, export["reference.npz"])
+            runtime = context.runtime(target.runtime)
+            reference = get_reference(context.store, export["reference.npz"])
             measured = measure_parity(runtime, path, target, reference)
-            source = _LazySource(stage, inputs["train"], ports, folder / "trained")
+            source = _LazySource(stage, inputs["train"], context, folder / "trained")
             trees = source.trees(path)
         except (MeasurementError, UserError) as error:
             measured = (make_mismatch("*", "load", f"it does not run: {error}"),)
@@ -58,9 +58,9 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
                 divergence = (locate_divergence(failed_export, source.tracer),)
     return Manifest(
         files={
-            "parity.json": put_document(ports.store, measured),
-            "divergence.json": put_document(ports.store, divergence),
-            "trees.json": put_document(ports.store, trees),
+            "parity.json": put_document(context.store, measured),
+            "divergence.json": put_document(context.store, divergence),
+            "trees.json": put_document(context.store, trees),
         }
     )
 
@@ -71,13 +71,13 @@ class _LazySource:
 
     stage: Stage
     trained: Manifest
-    ports: Ports
+    context: Context
     folder: Path
 
     def tracer(self, samples: Tensors) -> Tracer | None:
         """Return the tracer of the source's intermediate values, if its exporter can trace."""
         section = self._section()
-        exporter = get_exporter(self.stage, self.ports, section.framework)
+        exporter = get_exporter(self.stage, self.context, section.framework)
         if not isinstance(exporter, TracingExporter):
             return None
         with self._loaded(exporter) as model:
@@ -86,7 +86,7 @@ class _LazySource:
 
     def trees(self, path: Path) -> tuple[TreeStructure, ...]:
         """Compare the trees of the export at `path` with the source's; empty if one has none."""
-        exporter = get_exporter(self.stage, self.ports, self._section().framework)
+        exporter = get_exporter(self.stage, self.context, self._section().framework)
         if not has_trees(path) or not isinstance(exporter, TreeExporter):
             return ()
         with self._loaded(exporter) as model:
@@ -99,5 +99,5 @@ class _LazySource:
 
     @contextmanager
     def _loaded(self, exporter: Exporter) -> Iterator[object]:
-        with importable(self.ports.root):
-            yield exporter.load(checkout_files(self.ports.store, self.trained, TRAINED, self.folder))
+        with importable(self.context.root):
+            yield exporter.load(checkout_files(self.context.store, self.trained, TRAINED, self.folder))

@@ -30,22 +30,22 @@ from onnx_ops.serving.inference.responses import (
 from onnx_ops.serving.inference.service import InferenceService
 from onnx_ops.serving.inference.tensors import DATATYPE_OF
 from onnx_ops.serving.metrics import CONTENT_TYPE, MetricsPage
-from onnx_ops.serving.rollout_counts import OutcomeCounter
+from onnx_ops.serving.rollout_counts import FeedbackCounter
 
 _CLIENT_GONE = 499
-_MAX_OUTCOMES_BYTES = 1 << 20
+_MAX_FEEDBACK_BYTES = 1 << 20
 
 
 class PublicApp:
     """Handlers of the public routes."""
 
     def __init__(
-        self, service: InferenceService, metrics: MetricsPage, outcomes: OutcomeCounter, *, max_body: int
+        self, service: InferenceService, metrics: MetricsPage, feedback: FeedbackCounter, *, max_body: int
     ) -> None:
         self._service = service
         self._deployments = service.deployments
         self._metrics = metrics
-        self._outcomes = outcomes
+        self._feedback = feedback
         self._max_body = max_body
 
     def build(self) -> Starlette:
@@ -56,7 +56,7 @@ class PublicApp:
             Route("/v2/health/ready", self.get_readiness),
             Route("/invocations", self.invoke, methods=["POST"]),
             Route("/endpoints/{endpoint}/invocations", self.invoke, methods=["POST"]),
-            Route("/outcomes", self.post_outcomes, methods=["POST"]),
+            Route("/feedback", self.post_feedback, methods=["POST"]),
             Route("/openapi.json", self.get_openapi),
             Route("/version", self.get_version),
             Route("/ping", self.get_readiness),
@@ -116,15 +116,15 @@ class PublicApp:
         """Answer a request of MLflow's scoring protocol, SageMaker or Azure ML."""
         return await self._answer(request, InferenceRoute(invocation=True))
 
-    async def post_outcomes(self, request: Request) -> Response:
-        """Count outcomes; return the number of `counted` and of `unknown` ones.
+    async def post_feedback(self, request: Request) -> Response:
+        """Count feedback; return the number of `counted` and of `unknown` entries.
 
         The content type must be JSON: browsers send that to another site only if the site allows it, which this server
         does not (https://fetch.spec.whatwg.org/#cors-safelisted-request-header).
         """
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise HTTPException(415, "outcomes must be JSON: send `Content-Type: application/json`")
-        counted, unknown = self._outcomes.count(await read_body(request, min(self._max_body, _MAX_OUTCOMES_BYTES)))
+            raise HTTPException(415, "feedback must be JSON: send `Content-Type: application/json`")
+        counted, unknown = self._feedback.count(await read_body(request, min(self._max_body, _MAX_FEEDBACK_BYTES)))
         return json_response({"counted": counted, "unknown": unknown})
 
     async def get_openapi(self, _: Request) -> Response:

@@ -14,7 +14,7 @@ from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.protocol import messages
 from onnx_ops.serving.inference.signature import ModelSignature
 from onnx_ops.serving.inference.tensors import DATATYPE_OF
-from onnx_ops.serving.rollout_counts import MAX_OUTCOMES
+from onnx_ops.serving.rollout_counts import MAX_FEEDBACK
 
 Schema = dict[str, Any]
 
@@ -73,10 +73,10 @@ def _build_paths(base: str, versions: list[str]) -> Schema:
             {"anyOf": [_ref("Predictions"), _ref("InferResponse")]},
         ),
     }
-    outcomes = _object(outcomes={**_list(_ref("Outcome")), "maxItems": MAX_OUTCOMES})
+    entries = _object(feedback={**_list(_ref("Feedback")), "maxItems": MAX_FEEDBACK})
     report = {
-        "summary": "Report outcomes of responses, by which rollouts are judged",
-        "requestBody": {"required": True, "content": {"application/json": {"schema": outcomes}}},
+        "summary": "Report feedback on responses, by which rollouts are judged",
+        "requestBody": {"required": True, "content": {"application/json": {"schema": entries}}},
         "responses": _respond(_object(counted=_INTEGER, unknown=_INTEGER), "400", "413", "415"),
     }
     paths: Schema = {
@@ -86,7 +86,7 @@ def _build_paths(base: str, versions: list[str]) -> Schema:
         "/ping": _get("Readiness, for SageMaker and MLflow", readiness),
         "/version": _get("Version of the server", text),
         "/metrics": _get("Metrics in Prometheus' text format", text),
-        "/outcomes": {"post": report},
+        "/feedback": {"post": report},
         "/openapi.json": _get("This document", _respond({"type": "object"}, "503")),
         "/invocations": {"post": invoke},
         "/endpoints/{endpoint}/invocations": {"parameters": [endpoint], "post": invoke},
@@ -147,7 +147,7 @@ def _build_schemas(signatures: Collection[ModelSignature]) -> Schema:
         "key": f"User key, as in the header {messages.USER_KEY_HEADER}.",
         "deployment": f"Deployment, as in the header {messages.DEPLOYMENT_HEADER} of a response.",
     }
-    outcome = _object({name: {**_TEXT, "description": text} for name, text in subjects.items()}, success=_BOOLEAN)
+    feedback = _object({name: {**_TEXT, "description": text} for name, text in subjects.items()}, success=_BOOLEAN)
     rows, scalars = _list({}), {"type": ["array", "number", "string", "boolean"]}
     requests, responses, invocations = [], [], []
     for signature in signatures:
@@ -177,7 +177,7 @@ def _build_schemas(signatures: Collection[ModelSignature]) -> Schema:
         "Model": _object(
             name=_TEXT, versions=_list(_TEXT), platform=_TEXT, execution=execution, inputs=tensors, outputs=tensors
         ),
-        "Outcome": {**outcome, "oneOf": [{"required": [name]} for name in subjects]},
+        "Feedback": {**feedback, "oneOf": [{"required": [name]} for name in subjects]},
         "InferRequest": _any_of(requests),
         "InferResponse": _any_of(responses),
         "Invocation": _any_of(invocations),

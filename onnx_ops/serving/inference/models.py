@@ -232,7 +232,7 @@ class PackedModelCache:
 def return_same_bits(first: Any, second: Any) -> bool:
     """Return whether two sessions agree to the bit on zeros and random numbers.
 
-    A model that cannot be run on them is no match.
+    A model that cannot be run on them is not a match.
     """
     for draw in (None, np.random.default_rng(_SEED)):
         try:

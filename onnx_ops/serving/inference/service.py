@@ -39,7 +39,7 @@ from onnx_ops.serving.metrics import (
     count_request,
     get_column,
 )
-from onnx_ops.serving.rollout_counts import OutcomeCounter, UserCounts
+from onnx_ops.serving.rollout_counts import FeedbackCounter, UserCounts
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ Result = RawResponse | OnnxOpsError
 
 
 class AccessLog:
-    """Writes one JSON line per inference, in a thread, ten times a second.
+    """Writes one JSON line per inference, in a thread, ten times per second.
 
     Overflow is dropped and counted. Whole lines are appended with one write, so that several workers can share a file.
     The path `-` is standard output.
@@ -139,7 +139,7 @@ class InferenceService:
         *,
         deadline_s: float,
         shadow: ShadowQueue,
-        outcomes: OutcomeCounter,
+        feedback: FeedbackCounter,
         users: UserCounts,
         access_log: AccessLog | None = None,
     ) -> None:
@@ -147,7 +147,7 @@ class InferenceService:
         self._unrouted = unrouted
         self._deadline_s = deadline_s
         self._shadow = shadow
-        self._outcomes = outcomes
+        self._feedback = feedback
         self._users = users
         self._access_log = access_log
         self._draw = random.Random().random  # noqa: S311 (traffic is split, nothing is kept secret)
@@ -258,7 +258,7 @@ class InferenceService:
                 bucket = snapshot.router.get_bucket(request.head.get(_USER_KEY))
                 self._users.count_request(loaded.slot, bucket, status, service_seconds)
                 if request_id is not None:
-                    self._outcomes.remember(request_id, loaded.slot, bucket)
+                    self._feedback.remember(request_id, loaded.slot, bucket)
             for shadow, percent in snapshot.shadow if status == 200 else ():
                 if shadow is not loaded and self._draw() * 100 < percent:
                     self._shadow.put(shadow, request, response, snapshot.table.state.split.shadow_tolerance)

@@ -217,7 +217,7 @@ class ModelSignature:
         self.template = RequestTemplate()
 
     def check_feed(self, feed: dict[str, Array]) -> int:
-        """Check that a feed is complete, and its sizes and NaN; return its rows (see `InferenceRequest`)."""
+        """Check a feed for completeness, sizes and NaN; return its rows (see `InferenceRequest`)."""
         if len(feed) != len(self.readers) and (missing := self.required - feed.keys()):
             name = next(name for name in self.inputs if name in missing)
             raise UserError(f"input {name!r} is missing")

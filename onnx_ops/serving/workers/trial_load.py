@@ -101,7 +101,7 @@ def _run_trial(
             model.run_random()
         others = (len(workers) - 1) * (_measure_private_bytes() - before)
         if others > 0:  # they share a limit of the system
-            with suppress(OSError):  # beyond the limit of one process, which is no limit for several
+            with suppress(OSError):  # beyond the limit of one process, which is not a limit for several
                 mmap.mmap(-1, others, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()
         os.write(report, f"{seconds:.6f}".encode())
     except MemoryError as error:

@@ -36,7 +36,7 @@ from onnx_ops.serving.inference.request_queue import MAX_BATCH, LatencyEstimator
 from onnx_ops.serving.inference.service import AccessLog, InferenceService
 from onnx_ops.serving.inference.shadow import ShadowQueue
 from onnx_ops.serving.metrics import MIN_WARM_UP_REQUESTS, WARM_UP_REQUESTS, MetricsPage, MetricsRow, SharedMetrics
-from onnx_ops.serving.rollout_counts import OutcomeCounter, UserCounts
+from onnx_ops.serving.rollout_counts import FeedbackCounter, UserCounts
 from onnx_ops.serving.workers.listeners import ListenerSockets, send_sockets
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class PrepareRevision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishRevision:
-    """To a worker: a revision was published, or will not be."""
+    """Message to a worker: a revision was published, or is discarded."""
 
     number: int
     is_published: bool
@@ -195,7 +195,7 @@ class _Worker:
         channel = await ControlChannel.open(setup.control)
         access_log = AccessLog(options.access_log, self._unrouted) if options.access_log else None
         users = UserCounts(setup.shared, setup.number)
-        outcomes = OutcomeCounter(
+        feedback = FeedbackCounter(
             setup.shared, setup.number, find_slot=deployments.find_slot, find_user=deployments.find_user, users=users
         )
         self._service = InferenceService(
@@ -203,7 +203,7 @@ class _Worker:
             self._unrouted,
             deadline_s=options.deadline,
             shadow=ShadowQueue(),
-            outcomes=outcomes,
+            feedback=feedback,
             users=users,
             access_log=access_log,
         )
@@ -215,7 +215,7 @@ class _Worker:
             row=self._unrouted,
         )
         metrics = MetricsPage(setup.shared, deployments.endpoint)
-        app = PublicApp(self._service, metrics, outcomes, max_body=options.max_body).build()
+        app = PublicApp(self._service, metrics, feedback, max_body=options.max_body).build()
         address, port, *_ = setup.listeners.public.getsockname()
         protocol = build_protocol(self._service, limits, HostPolicy.from_options(address, port, options))
         server = SignalFreeServer(build_uvicorn_config(app, protocol=protocol, drain_s=int(options.drain)))

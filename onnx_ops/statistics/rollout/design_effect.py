@@ -26,7 +26,7 @@ MIN_INTERVALS = 3
 _FEW = 2.0
 """Allowance for few intervals: a dispersion estimated from n of them counts 1 + 2 / n times."""
 _ADDED_ERRORS = 0.5
-"""Errors that a service level adds to the observed ones, each in a bunch as large as its user's requests."""
+"""Errors that a service level adds to the observed ones, each in a burst as large as its user's requests."""
 
 
 def compute_design_effect(
@@ -75,7 +75,7 @@ def compute_request_effect(epochs: Sequence[UnitSums]) -> float:
 def compute_error_effect(events: npt.ArrayLike, events_squared: npt.ArrayLike, crowded: npt.ArrayLike) -> Array:
     """Return the design effect of errors for a service level.
 
-    It is the mean size of the bunch that an error comes in. A few errors are added in bunches as large as a user's
+    It is the mean size of the burst that an error comes in. A few errors are added in bursts as large as a user's
     requests, since unseen errors may be as bad.
 
     Args:
@@ -90,8 +90,8 @@ def compute_error_effect(events: npt.ArrayLike, events_squared: npt.ArrayLike, c
 def estimate_dispersion(table: npt.ArrayLike) -> Array:
     """Estimate the design effect of counts without users; at least 1.
 
-    The candidate's events of each interval are compared with the odds ratio of all other intervals, since one alone
-    fits itself. Bunches and retries show here; users who differ for the whole rollout do not.
+    The candidate's events of each interval are compared with the odds ratio of all other intervals, since the ratio of
+    an interval fits its own events. This detects bursts and retries, but not users who differ for the whole rollout.
 
     Args:
         table: (..., intervals, 4): the candidate's events and requests, the stable version's events and requests.

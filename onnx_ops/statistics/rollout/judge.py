@@ -230,16 +230,16 @@ def judge_split_test(
 ) -> tuple[ev.SplitDecision, str]:
     """Return the A/B test's decision and its line for people."""
     canary, stable = _sum_tallies([each.canary for each in here]), _sum_tallies([each.stable for each in here])
-    if not canary.outcomes or not stable.outcomes:
+    if not canary.feedback or not stable.feedback:
         return "undecided", ""
-    rows = [(o.canary.successes, o.canary.outcomes, o.stable.successes, o.stable.outcomes) for o in here]
-    effect = _compute_effect(observations, "outcomes", rows)
+    rows = [(o.canary.successes, o.canary.feedback, o.stable.successes, o.stable.feedback) for o in here]
+    effect = _compute_effect(observations, "feedback", rows)
     decision, higher, lower = ev.run_split_test(rows, higher_is_better=test.goal == "higher", effect=effect)
     low, high = ev.bound_odds_ratio(rows, effect)
     guard = GuardrailResult(
         name=test.metric,
-        canary=(canary.successes, canary.outcomes),
-        stable=(stable.successes, stable.outcomes),
+        canary=(canary.successes, canary.feedback),
+        stable=(stable.successes, stable.feedback),
         evidence=max(higher, lower),
         limit=ev.compute_evidence_limit(2),
         low=low,
@@ -304,7 +304,7 @@ def _sum_tallies(tallies: Sequence[RequestCounts]) -> RequestCounts:
         requests=sum(one.requests for one in tallies),
         errors=sum(one.errors for one in tallies),
         refused=sum(one.refused for one in tallies),
-        outcomes=sum(one.outcomes for one in tallies),
+        feedback=sum(one.feedback for one in tallies),
         successes=sum(one.successes for one in tallies),
     )
 

@@ -1,1 +1,1 @@
-"""The rules of the gates, one module a kind."""
+"""The rules of the gates, one module per kind."""

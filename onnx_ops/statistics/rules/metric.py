@@ -155,7 +155,7 @@ def judge_independence(gates: Sequence[Gate], evidence: Evidence) -> Iterator[Ga
             limit="",
             verdict=Verdict.INCONCLUSIVE,
             reason=f"rows may belong together: {'; '.join(evidence.grouped)}. If they do, intervals are too narrow: "
-            "name the array that tells it with `group:` in the data set",
+            "name the array of groups with `group:` in the data set",
             advisory=True,
         )
 
@@ -249,13 +249,13 @@ def _find_problem(entry: _Entry) -> str:
     if isinstance(entry, PairedCounts):
         parts = (entry.both, entry.only_baseline, entry.only_candidate)
         if not (1 <= entry.change_effect < math.inf and 1 <= entry.value_effect < math.inf):
-            return "groups of rows do not add to what rows tell"
+            return "its design effect is below 1 or not finite"
         return "its counts do not add up" if min(parts) < 0 or sum(parts) > entry.n else ""
     intervals = [i for i in (entry.candidate, entry.difference, entry.ratio) if i is not None]
     if not all(i.is_finite for i in intervals):
         return "a figure is not a number"
     if entry.n < 1 or not all(i.low <= i.estimate <= i.high for i in intervals):
-        return "its figures do not fit each other"
+        return "it has no rows, or its interval does not contain its estimate"
     return ""
 
 

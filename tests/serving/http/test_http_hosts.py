@@ -110,7 +110,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.mark.parametrize(
     ("method", "path", "body"),
-    [("POST", INFER, infer_body([1, 2])), ("GET", "/metrics", None), ("POST", "/outcomes", b'{"outcomes": []}')],
+    [("POST", INFER, infer_body([1, 2])), ("GET", "/metrics", None), ("POST", "/feedback", b'{"feedback": []}')],
 )
 def test_a_foreign_page_is_refused_wherever_it_asks(
     endpoint: Server, method: str, path: str, body: bytes | None

@@ -31,7 +31,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
 
 @pytest.fixture
 def hasty(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Worker:
-    """Return the worker, which waits for nobody longer than about half a second."""
+    """Return the worker, which waits for no client longer than about half a second."""
     monkeypatch.setattr(worker.connections, "read_timeout_s", 0.5)
     monkeypatch.setattr(worker.connections, "keep_alive_s", 0.5)
     return worker

@@ -14,7 +14,7 @@ from onnx_ops.serving.inference.responses import QueueFullError
 from onnx_ops.serving.metrics import IN_PROGRESS, QUEUED, MetricsRow, SharedMetrics
 from tests.serving.serving_process import wait_until
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ class Work:
 
     def __call__(self, items: Sequence[int]) -> None:
         self.begun.release()
-        assert self.gate.wait(PATIENCE_S)
+        assert self.gate.wait(TIMEOUT_S)
         self.done.append((list(items), threading.get_ident()))
         self.ended.release()
 
@@ -49,7 +49,7 @@ class Work:
     def wait(self, which: threading.Semaphore, count: int = 1) -> None:
         """Wait until so many more batches have begun, or ended."""
         for _ in range(count):
-            assert which.acquire(timeout=PATIENCE_S)
+            assert which.acquire(timeout=TIMEOUT_S)
 
 
 def build_queue(

@@ -20,7 +20,7 @@ from onnx_ops.protocol.server_process import AUDIT_FILE
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import INFER, Server, after, infer_body, serving, wait_until
 from tests.support.load import LoadPlan, Payload
-from tests.support.storm import storm
+from tests.support.publish_stress import stress_publications
 
 
 def test_a_killed_worker_is_replaced_and_its_neighbour_answers_meanwhile(two_workers: Server, blue: Deployment) -> None:
@@ -60,7 +60,7 @@ def test_while_all_workers_are_dead_connections_wait_and_counts_survive(two_work
 
 def test_publishing_to_several_workers_under_load_is_never_stale(two_workers: Server, blue: Deployment) -> None:
     plan = LoadPlan(url=two_workers.url(INFER), payloads=[Payload(body=infer_body([1, 2]))], connections=3, seconds=300)
-    seen = storm(two_workers, blue, plan, publications=40)
+    seen = stress_publications(two_workers, blue, plan, publications=40)
     assert seen.records.failures() == {}
     assert seen.stale == 0
 
@@ -127,9 +127,9 @@ def test_the_admin_socket_needs_no_token_and_lets_only_its_owner_in(tmp_path: Pa
         assert server.admin("PUT", codec.dumps(replace(state_of(blue, blue=100), generation=2))).status == 200
         assert server.publish(state_of(replace(blue, location="/unrouted", name="lost"), lost=100), 3).status == 422
         lines = [json.loads(line) for line in (folder / AUDIT_FILE).read_text().splitlines()]
-        told = [(line["who"], line["what"], line["generation"]) for line in lines]
+        entries = [(line["who"], line["what"], line["generation"]) for line in lines]
         uid = f"uid:{os.getuid()}"
-        assert told == [
+        assert entries == [
             (uid, "publish", 1),
             (uid, "published", 1),
             ("token", "publish", 2),

@@ -36,7 +36,7 @@ _STRIDE = 37
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trouble:
+class FaultRule:
     """What happens to one request of the control plane or the storage, before or after its effect."""
 
     fault: Fault
@@ -44,7 +44,7 @@ class Trouble:
 
 
 class AzureCloud:
-    """One workspace with a datastore; whoever has the environment of `environment` speaks to it.
+    """One workspace with a datastore; a process with the variables of `environment` uses it.
 
     Args:
         folder: for the certificate.
@@ -63,7 +63,7 @@ class AzureCloud:
         """Method and path of every request to the control plane and the storage."""
         self.denied: list[Request] = []
         """What was asked for and is not permitted by `infra/azure`."""
-        self.trouble: Callable[[int, Call], Trouble | None] = lambda *_: None
+        self.fault_rule: Callable[[int, Call], FaultRule | None] = lambda *_: None
         """Asked with the number of the request, from 0; other requests go on meanwhile."""
         self.token_faults: list[Fault] = []
         """What happens to the next requests for a token, in order."""
@@ -131,7 +131,7 @@ class AzureCloud:
                 self.control.autoscale.settings = autoscale
                 self.blobs.data, self.blobs.md5 = blobs
                 self.control.conditions = Conditions()
-                self.trouble = lambda *_: None
+                self.fault_rule = lambda *_: None
 
     def __enter__(self) -> AzureCloud:
         return self
@@ -165,13 +165,13 @@ class AzureCloud:
         with self._lock:
             number = len(self.calls)
             self.calls.append((call.method, call.path))
-        trouble = self.trouble(number, call)
+        fault_rule = self.fault_rule(number, call)
         with self._lock:
-            if trouble is None:
+            if fault_rule is None:
                 return self._managed(call)
-            if trouble.after:
+            if fault_rule.after:
                 self._managed(call)
-            return FAULTS[trouble.fault]
+            return FAULTS[fault_rule.fault]
 
     def _managed(self, call: Call) -> Reply:
         for request in requests_of(call):

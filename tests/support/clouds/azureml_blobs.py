@@ -55,9 +55,9 @@ class Blobs:
             if any((name, block) not in self._blocks for block in wanted):
                 return _error(400, "InvalidBlockList")
             data = b"".join(self._blocks[name, block] for block in wanted)
-        told = call.headers.get("x-ms-blob-content-md5")
+        digest = call.headers.get("x-ms-blob-content-md5")
         try:
-            self.md5[name] = told or base64.b64encode(hashlib.md5(data).digest()).decode()  # noqa: S324
+            self.md5[name] = digest or base64.b64encode(hashlib.md5(data).digest()).decode()  # noqa: S324
         except binascii.Error:
             return _error(400, "InvalidMd5")
         self.data[name] = data

@@ -58,9 +58,9 @@ class Monitor:
         elif name == "RequestsPerMinute":
             for (of, deployment, status, minute), count in sorted(self._counts.items()):
                 if of == endpoint and first <= minute < last:
-                    told = status if status in (200, BROKEN) else MODEL_ERROR
+                    code = status if status in (200, BROKEN) else MODEL_ERROR
                     point = {"timeStamp": _text(minute), "average": float(count)}
-                    series[deployment, str(told), str(status)].append(point)
+                    series[deployment, str(code), str(status)].append(point)
         rows = [
             {
                 "metadatavalues": [

@@ -45,7 +45,7 @@ class Resource:
         self.body["properties"]["provisioningState"] = value
 
     def look(self) -> None:
-        """Time goes on."""
+        """Advance the time."""
         if self.left:
             self.left -= 1
             if not self.left and self.then is not None:

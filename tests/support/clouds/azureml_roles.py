@@ -21,7 +21,7 @@ _RESOURCE = re.compile(r"^resource (\w+) '([^@]+)@[^']+' = \{\n(.*?)^\}", re.MUL
 _ACTION = re.compile(r"'(Microsoft\.[\w./*]+/(?:read|write|delete|action))'")
 _VERBS = {"GET": "read", "HEAD": "read", "PUT": "write", "PATCH": "write", "DELETE": "delete"}
 _ANYBODY = ("/operations/", "/mferp/", "/registrymanagement/", "/imports/")
-"""How an operation goes on, whoever began it may see; and registries."""
+"""The status of one's own operations; and registries."""
 _WORKSPACE = "/providers/Microsoft.MachineLearningServices/workspaces/"
 
 

@@ -108,7 +108,7 @@ class _Server(ThreadingHTTPServer):
                 super().finish_request(secured, client_address)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that goes away is nobody's fault here."""
+        """Ignore a client that disconnects."""
 
 
 def _handler(answer: Callable[[Call], Reply | None]) -> type[BaseHTTPRequestHandler]:

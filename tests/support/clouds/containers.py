@@ -74,8 +74,8 @@ class Containers:
     So a test that goes through hundreds of deployments of two models starts two processes.
 
     Args:
-        model_variable: tells the container where the model's files are.
-        port_variable: tells it its port.
+        model_variable: names to the container where the model's files are.
+        port_variable: names its port.
         folder: for the files; a temporary one without.
     """
 

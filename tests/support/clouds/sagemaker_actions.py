@@ -84,7 +84,7 @@ def _other(service: str, operation: str, request: Mapping[str, Any]) -> Iterator
 
 
 def _query(request: Mapping[str, str]) -> Iterator[Request]:
-    """IAM and STS. Who one is, AWS tells everybody."""
+    """IAM and STS. AWS lets every identity ask who it is."""
     action = request["Action"]
     if action == "GetCallerIdentity":
         return

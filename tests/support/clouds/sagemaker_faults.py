@@ -24,7 +24,7 @@ class Fault:
     """What happens at moment `at` (counted from 0, two a request) and the `times - 1` further ones of its kind.
 
     `kind`: throttle, error, expired (credentials), drop (the connection ends without an answer), hang (no answer ever
-    comes), conflict (what the service says where somebody else was faster), page or page-error (HTML instead of an
+    comes), conflict (what the service says where another writer was faster), page or page-error (HTML instead of an
     answer, with 200 or 500) or kill (SIGKILL to `pid`, then drop).
     `only` limits it to requests whose name contains that text, and then `at` counts these alone.
     """
@@ -73,8 +73,8 @@ def deny(request: Request, *, speaks_json: bool, start: Start) -> Iterable[bytes
 
 
 def can_conflict(name: str, *, after: bool) -> bool:
-    """Whether the service could say to a request of that name, before or after its effect, that somebody else was
-    faster: creations are told so although they were done where their first answer was lost."""
+    """Whether the service could say to a request of that name, before or after its effect, that another writer was
+    faster: creations get it although they were done where their first answer was lost."""
     if name.startswith("SageMaker.Create"):
         return after
     return not after and name.startswith(("SageMaker.Update", "PUT /"))
@@ -84,8 +84,8 @@ def answer_json(
     start: Start, status: int, document: object, headers: Mapping[str, str] | None = None
 ) -> Iterable[bytes]:
     body = json.dumps(document).encode()
-    told = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), *(headers or {}).items()]
-    start(f"{status} Said", told)
+    fields = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), *(headers or {}).items()]
+    start(f"{status} Said", fields)
     return [body]
 
 

@@ -72,7 +72,7 @@ class Moto:
             raise NotReadyError(f"{checked} {error}") from error
 
     def count(self, endpoint: str, variant: str, answer: Answer) -> None:
-        """What SageMaker tells CloudWatch of one invocation."""
+        """What SageMaker reports to CloudWatch of one invocation."""
         from moto.backends import get_backend
 
         figures = {

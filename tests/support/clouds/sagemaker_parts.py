@@ -1,4 +1,4 @@
-"""What the fake control plane is made of: variants, fleets, endpoints, and how they are told."""
+"""What the fake control plane is made of: variants, fleets, endpoints, and how they are described."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Fleet:
 
 @dataclass(slots=True)
 class Endpoint:
-    """`left` counts reads until the present status ends. `stale` reads more tell `seen`, which was before."""
+    """`left` counts reads until the present status ends. `stale` more reads show `seen`, which was before."""
 
     name: str
     fleet: Fleet
@@ -57,10 +57,10 @@ class Endpoint:
 
 @dataclass(slots=True)
 class Behaviour:
-    """What tests may choose. `reads`: how many a change takes; `lag`: for how many the past is told.
+    """What tests may choose. `reads`: how many a change takes; `lag`: for how many the past is shown.
 
     `taken_back`, `stuck`: the next updates are rolled back, or end as UpdateRollbackFailed, with this text as reason.
-    `quota` refuses new instances with that text; `limits` are what Service Quotas tells, by instance type; `denied` are
+    `quota` refuses new instances with that text; `limits` are those of Service Quotas, by instance type; `denied` are
     actions that no role may take.
     """
 
@@ -144,7 +144,7 @@ def retain(old: Fleet, new: Fleet, but: list[str]) -> None:
 def page(
     there: Mapping[str, dict[str, Any]], key: str, fields: tuple[str, ...], request: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Ten at a time, so that whoever does not page misses some."""
+    """Ten at a time, so that a client without paging misses some."""
     names = sorted(there)
     begin = int(request.get("NextToken") or 0)
     items = [{field: there[name][field] for field in fields} for name in names[begin : begin + 10]]

@@ -178,7 +178,7 @@ class Plane:
         return {}
 
     def serving(self, name: str) -> Fleet:
-        """The fleet that answers now. Raises Invalid where nobody does."""
+        """The fleet that answers now. Raises Invalid if there is none."""
         with self.lock:
             endpoint = self.endpoints.get(name)
             if endpoint is None or endpoint.status in ("Creating", "Failed", "Deleting"):

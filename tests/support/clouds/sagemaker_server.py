@@ -86,7 +86,7 @@ class Fake:
 
     def __call__(self, environ: dict[str, Any], start: Start) -> Iterable[bytes]:
         path, target = environ.get("PATH_INFO", ""), environ.get("HTTP_X_AMZ_TARGET", "")
-        # A connection that goes on must not hold the rest of a request that a fault has cut short.
+        # A connection that stays open must not hold the rest of a request that a fault has cut short.
         environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)))
         if path.startswith("/_fake/"):
             given = json.loads(_body(environ) or b"{}")
@@ -157,13 +157,15 @@ class Fake:
         headers = {"content-type": environ.get("CONTENT_TYPE", "application/json")}
         answer: Answer = variant.container.invoke(body, headers)
         self.around.count(endpoint, variant.name, answer)
-        told = {"x-Amzn-Invoked-Production-Variant": variant.name}
+        fields = {"x-Amzn-Invoked-Production-Variant": variant.name}
         if answer.status != 200:
             document = {"OriginalStatusCode": answer.status, "OriginalMessage": answer.body.decode(errors="replace")}
             message = f"Received server error ({answer.status}) from {variant.name} with the message above"
-            return answer_json(start, 424, {**document, "Message": message}, {**told, "x-amzn-ErrorType": "ModelError"})
+            return answer_json(
+                start, 424, {**document, "Message": message}, {**fields, "x-amzn-ErrorType": "ModelError"}
+            )
         length = ("Content-Length", str(len(answer.body)))
-        start("200 OK", [("Content-Type", answer.content_type), length, *told.items()])
+        start("200 OK", [("Content-Type", answer.content_type), length, *fields.items()])
         return [answer.body]
 
     def _choose(self, endpoint: str, fleet: Fleet, pinned: str) -> Variant:

@@ -40,7 +40,7 @@ class Wire:
         return operation, request
 
     def write(self, operation: str, answer: Mapping[str, Any]) -> bytes:
-        """Only what the service model knows of; raises AssertionError where the fake tells more."""
+        """Only what the service model knows of; raises AssertionError where the fake returns more."""
         shape = self._model.operation_model(operation).output_shape
         known = {} if shape is None else shape.members
         assert set(answer) <= set(known) or operation.startswith("Describe"), (operation, sorted(answer))

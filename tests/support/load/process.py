@@ -53,11 +53,11 @@ class LoadProcess:
     def __exit__(self, *_: object) -> None:
         self._discard()
 
-    def _collect(self, patience_s: float) -> Records:
+    def _collect(self, timeout_s: float) -> Records:
         assert self._process is not None
         assert self._folder is not None
         try:
-            _, stderr = self._process.communicate(timeout=patience_s)
+            _, stderr = self._process.communicate(timeout=timeout_s)
             records = Records.read(Path(self._folder.name) / "records.npz")
         except (subprocess.TimeoutExpired, FileNotFoundError) as error:
             raise MeasurementError("the load did not end as it should", why=str(error)) from error

@@ -42,7 +42,7 @@ class Records:
         sent_ns: taken just before it was sent.
         done_ns: when its answer was complete, or it had failed.
         status: the HTTP status, or a `Failure`.
-        deployment: an index into `names`, which names who answered; names[0] is "" for answers that do not tell.
+        deployment: an index into `names`, which names who answered; names[0] is "" for answers without a name.
         number: its number in the plan.
         key: which user sent it.
     """

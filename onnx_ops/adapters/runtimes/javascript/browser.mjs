@@ -101,7 +101,7 @@ async function launched(packages, program, server, flags) {
   };
   const ended = () => new Failure("StageError", "the browser ended while it was to start", { where: program });
   const opening = open();
-  opening.catch(() => {}); // told through `ending` where the browser ends
+  opening.catch(() => {}); // reported through `ending` where the browser ends
   let page;
   try {
     const first = Promise.race([opening, ending.then(() => Promise.reject(ended()))]);
@@ -118,22 +118,22 @@ async function launched(packages, program, server, flags) {
       ([module, ...asked]) => import(module).then((found) => found.answer(...asked)),
       ["./page.mjs", does, request, browser.version()],
     );
-    answer.catch(() => {}); // told through `ending` where the browser ends
-    const told = await Promise.race([answer.catch((error) => ({ thrown: error })), ending.then(() => null)]);
-    if (told === null || told.thrown) {
-      await Promise.race([ending, new Promise((resolve) => setTimeout(resolve, told === null ? 0 : 1000))]);
-      if (!how) throw told.thrown;
+    answer.catch(() => {}); // reported through `ending` where the browser ends
+    const reply = await Promise.race([answer.catch((error) => ({ thrown: error })), ending.then(() => null)]);
+    if (reply === null || reply.thrown) {
+      await Promise.race([ending, new Promise((resolve) => setTimeout(resolve, reply === null ? 0 : 1000))]);
+      if (!how) throw reply.thrown;
       browser.close().catch(() => {});
       const remedy = "Run it again; if it ends again, look at its memory: each page has a few GB at most.";
       throw new Failure("StageError", `${how} while it was to ${does}`, { where: `target ${request.target.name}`, remedy });
     }
-    if (told.error) throw Object.assign(new Failure(), { document: told.error });
-    return told.done;
+    if (reply.error) throw Object.assign(new Failure(), { document: reply.error });
+    return reply.done;
   };
   return { ask, ended: () => how !== "", evaluate: (text) => page.evaluate(text), close: () => browser.close() };
 }
 
-// The page, the library, and those files of the request at hand, below an address that nobody can guess.
+// The page, the library, and those files of the request at hand, below an address that cannot be guessed.
 async function serving(packages) {
   const secret = randomBytes(16).toString("hex");
   const library = path.join(packages, "node_modules", "onnxruntime-web", "dist");

@@ -16,7 +16,7 @@ export class Failure extends Error {
   }
 }
 
-export function telling(error) {
+export function describeError(error) {
   if (error instanceof Failure) return error.document;
   const lines = String(error?.stack ?? error).split("\n").slice(0, 15);
   return { error: "StageError", what: lines[0].slice(0, 300), where: "benchmark", why: lines.join("\n"), remedy: "" };
@@ -125,7 +125,7 @@ function callsNeeded(host, spent) {
 }
 
 // `rounds` say, for each round, in which order sessions are built and, for each block, in which order models run.
-export async function race(host, { models, target, feed: stored, rounds, runs, warmup }) {
+export async function benchmark(host, { models, target, feed: stored, rounds, runs, warmup }) {
   const feed = await fed(host, stored);
   const probing = host.tick <= COARSE_NS;
   const found = { nanoseconds: [], preempted: [], probe: probing ? [] : null };

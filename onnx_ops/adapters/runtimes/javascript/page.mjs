@@ -1,9 +1,9 @@
 // The host in a page: onnxruntime-web with WebAssembly, or with WebGPU.
 
-import { Failure, checkProviders, clockStep, placements, race, run, sample, sessionOptions, start, telling, under_load } from "./measure.mjs";
+import { Failure, benchmark, checkProviders, clockStep, describeError, placements, run, sample, sessionOptions, start, under_load } from "./measure.mjs";
 import { decoded, encoded } from "./tensors.mjs";
 
-const MEASURED = { sample, race, under_load, start };
+const MEASURED = { sample, benchmark, under_load, start };
 
 // The library keeps the console that it finds; this one remembers what is said while `heard` is a list.
 let heard = null;
@@ -119,6 +119,6 @@ export async function answer(does, request, browser) {
     checkTiming(request.target);
     return { done: await MEASURED[does](host, request) };
   } catch (error) {
-    return { error: telling(error) };
+    return { error: describeError(error) };
   }
 }

@@ -113,7 +113,7 @@ class NodeRuntime(Runtime):
             preempted=np.array(answer["preempted"], dtype=bool),
         )
 
-    def race(
+    def benchmark(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
         """Time several models in alternating order by the schedule."""
@@ -126,7 +126,7 @@ class NodeRuntime(Runtime):
             "runs": schedule.runs,
             "warmup": schedule.warmup,
         }
-        answer = self._measure("race", target, feed, **request)
+        answer = self._measure("benchmark", target, feed, **request)
         shape = (schedule.rounds, schedule.blocks, len(models), schedule.runs)
         probe = None if answer["probe"] is None else np.array(answer["probe"], dtype=np.int64).reshape(shape)
         return PairedBenchmarkSamples(

@@ -23,7 +23,7 @@ export function decoded(type, bytes) {
 }
 
 export function encoded(tensor) {
-  if (tensor === undefined || tensor.data === undefined) throw new Error("an output is no tensor");
+  if (tensor === undefined || tensor.data === undefined) throw new Error("an output is not a tensor");
   if (tensor.type === "string") return new TextEncoder().encode(JSON.stringify(tensor.data));
   if (!(tensor.type in ARRAYS)) throw new Error(`an output is of type ${tensor.type}, which is not supported`);
   const { buffer, byteOffset, byteLength } = tensor.data;

@@ -1,4 +1,4 @@
-// Answers requests, one at a time: JSON lines from standard input, answers to the descriptor that it is told.
+// Answers requests, one at a time: JSON lines from standard input, answers to the descriptor that the arguments name.
 //
 // Arguments: `node` or `browser`, the folder of packages, the descriptor, and for a browser its program.
 
@@ -6,7 +6,7 @@ import fs from "node:fs";
 import { Worker } from "node:worker_threads";
 
 import { browserHost } from "./browser.mjs";
-import { run, race, sample, start, telling, under_load } from "./measure.mjs";
+import { benchmark, describeError, run, sample, start, under_load } from "./measure.mjs";
 import { facts, nodeHost, openOnce, rewritten } from "./node.mjs";
 
 // A thread reads, so that the process ends with whoever asks, whatever it is busy with. Where it is not busy it closes
@@ -15,7 +15,7 @@ const LISTEN = `
 const fs = require("node:fs");
 const { parentPort } = require("node:worker_threads");
 const piece = Buffer.alloc(1 << 16);
-let held = [];
+let pending = [];
 for (;;) {
   const count = fs.readSync(0, piece);
   if (count === 0) {
@@ -25,17 +25,17 @@ for (;;) {
   }
   let rest = Buffer.from(piece.subarray(0, count));
   for (let end; (end = rest.indexOf(10)) >= 0; rest = rest.subarray(end + 1)) {
-    held.push(rest.subarray(0, end));
-    parentPort.postMessage(Buffer.concat(held).toString("utf8"));
-    held = [];
+    pending.push(rest.subarray(0, end));
+    parentPort.postMessage(Buffer.concat(pending).toString("utf8"));
+    pending = [];
   }
-  held.push(rest);
+  pending.push(rest);
 }
 `;
 
 function inNode(packages) {
   const host = nodeHost(packages);
-  const measured = { run, sample, race, under_load, start };
+  const measured = { run, sample, benchmark, under_load, start };
   const work = async (does, request) => {
     if (does === "facts") return facts(host, request, packages);
     if (does === "rewritten") return rewritten(host, request, packages);
@@ -50,13 +50,13 @@ async function main([kind, packages, descriptor, program]) {
   let last = Promise.resolve();
   const answer = async (line) => {
     const { do: does, timeout: _, ...request } = JSON.parse(line);
-    let told;
+    let reply;
     try {
-      told = { done: (await work(does, request)) ?? null };
+      reply = { done: (await work(does, request)) ?? null };
     } catch (error) {
-      told = { error: telling(error) };
+      reply = { error: describeError(error) };
     }
-    const bytes = Buffer.from(`${JSON.stringify(told)}\n`);
+    const bytes = Buffer.from(`${JSON.stringify(reply)}\n`);
     for (let sent = 0; sent < bytes.length; ) sent += fs.writeSync(Number(descriptor), bytes, sent);
   };
   new Worker(LISTEN, { eval: true }).on("message", (line) => {

@@ -1,10 +1,10 @@
 """An endpoint server that dies, or loses a worker, at a chosen moment of its work.
 
-    python -m tests.support.dying ORDER SERVER-ARGUMENTS...
+    python -m tests.support.fault_injection POINT SERVER-ARGUMENTS...
 
-ORDER is a file with an `Order`, written when the server is to begin counting. A moment is the time just before or just
-after a call by which the supervisor touches the disk or speaks with a worker; the number of moments so far is kept in
-the file beside it, ORDER with the suffix `.count`.
+POINT is a file with a `FaultPoint`, written when the server is to begin counting. A moment is the time just before or
+just after a call by which the supervisor touches the disk or speaks with a worker. The number of moments so far is in
+the file beside it, POINT with the suffix `.count`.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _SOCKET = ("send", "sendall", "sendmsg", "recv", "recv_into", "recvmsg")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """Who is killed (SIGKILL) at which moment, counted from 0. At a negative one nobody is: moments are counted."""
+class FaultPoint:
+    """Who is killed (SIGKILL) at which moment, counted from 0. At a negative one none is: moments are counted."""
 
     at: int
     victim: Literal["supervisor", "worker"] = "supervisor"
 
 
-def give(path: Path, order: Order) -> None:
+def arm(path: Path, point: FaultPoint) -> None:
     """Let the server that watches `path` count from 0, and obey."""
     _count_file(path).unlink(missing_ok=True)
     temporary = path.with_suffix(".new")
-    temporary.write_bytes(codec.dumps(order))
+    temporary.write_bytes(codec.dumps(point))
     temporary.replace(path)
 
 
-def moments(path: Path) -> int:
-    """How many moments have passed since the order was given."""
+def count_points(path: Path) -> int:
+    """How many moments have passed since the point was armed."""
     with suppress(FileNotFoundError):
         return _count_file(path).stat().st_size
     return 0
@@ -90,15 +90,15 @@ class Watch:
 
     def _obey(self) -> None:
         try:
-            order = codec.loads(self._path.read_bytes(), Order)
+            point = codec.loads(self._path.read_bytes(), FaultPoint)
         except FileNotFoundError:
             return
-        number = moments(self._path)
+        number = count_points(self._path)
         handle = self._open(_count_file(self._path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._write(handle, b".")
         os.close(handle)
-        if number == order.at:
-            victims = [self._owner] if order.victim == "supervisor" else children_of(self._owner)[:1]
+        if number == point.at:
+            victims = [self._owner] if point.victim == "supervisor" else children_of(self._owner)[:1]
             for pid in victims:
                 os.kill(pid, signal.SIGKILL)
 

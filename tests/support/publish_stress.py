@@ -17,7 +17,7 @@ from tests.support.server import Answer, ServerFamily
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Storm:
+class StressResult:
     """What was published, and what became of the requests meanwhile."""
 
     publications: tuple[Publication, ...]
@@ -77,7 +77,7 @@ def _state(serving: Deployment, *held: Deployment) -> EndpointState:
     return EndpointState(deployments=held, split=TrafficSplit(weights=weights))
 
 
-def storm(server: ServerFamily, first: Deployment, plan: LoadPlan, *, publications: int) -> Storm:
+def stress_publications(server: ServerFamily, first: Deployment, plan: LoadPlan, *, publications: int) -> StressResult:
     """Publish that many times under load, as fast as the server takes it.
 
     Raises:
@@ -90,7 +90,7 @@ def storm(server: ServerFamily, first: Deployment, plan: LoadPlan, *, publicatio
         for _ in range(publications):
             _publish(publisher, next(upcoming))
         records = load.stop()
-    return Storm(publications=tuple(publisher.publications), records=records)
+    return StressResult(publications=tuple(publisher.publications), records=records)
 
 
 def _publish(publisher: Publisher, state: EndpointState) -> None:

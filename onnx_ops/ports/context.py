@@ -1,4 +1,4 @@
-"""All ports of a project in one value. Adapters are created on first use."""
+"""The context of stages and operations: all ports of a project. Adapters are created on first use."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def _silent(_: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ports:
+class Context:
     """The ports of one project.
 
     `root` is the project's folder, the base of user code and relative paths. `signer` gives None where decisions
     are not signed. `exporter` and `optimizer` run in the given environment, else in their default one or in this
     process. `notifiers` are by name. `conditions` describes the state of the machine (load, governor, limits).
-    `journal` is that of the stage with a key, `tell` gets the progress of a long stage.
+    `journal` is that of the stage with a key, `report_progress` receives the progress of a long stage.
     """
 
     root: Path
@@ -53,7 +53,7 @@ class Ports:
     git_sha: Callable[[], str]
     conditions: Callable[[], Mapping[str, str]]
     journal: Callable[[Digest], StageJournal]
-    tell: Callable[[str], None] = _silent
+    report_progress: Callable[[str], None] = _silent
 
     @property
     def store(self) -> Store:

@@ -1,6 +1,6 @@
 """Publish and roll back under load: does a request fail, or a replaced version answer?
 
-    python -m benchmarks.publish_storm [--publications 1000] [--workers 2] [--connections 16] [--quick] [--json]
+    python -m benchmarks.publish_stress [--publications 1000] [--workers 2] [--connections 16] [--quick] [--json]
 
 Every publication moves all traffic: to a newcomer with a name of its own, back to the version before, to the next
 newcomer. A stale answer is one by a version that was replaced by a publish which had returned before the request was
@@ -20,10 +20,11 @@ from benchmarks.truth.claims import Claim, table
 from benchmarks.truth.page import fill, markdown, promises
 from onnx_ops.testing.endpoints import scaling_deployment
 from tests.support.load import LoadPlan, Payload
+from tests.support.publish_stress import StressResult, stress_publications
 from tests.support.server import ServerFamily
-from tests.support.storm import Storm, storm
 
 BODY = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}'
+GATE = "publish stress"
 LEAST_REQUESTS = 10
 """Requests per publication below which too few fell near one to show anything."""
 
@@ -31,7 +32,7 @@ LEAST_REQUESTS = 10
 def main() -> int:
     options = arguments()
     publications = 50 if options.quick else options.publications
-    with tempfile.TemporaryDirectory(prefix="onnx-ops-storm-") as name:
+    with tempfile.TemporaryDirectory(prefix="onnx-ops-stress-") as name:
         folder = Path(name)
         deployment = scaling_deployment(folder / "blue", name="blue", version="0", scale=2.0, model="m")
         server = ServerFamily(folder=folder / "state", options=("--workers", str(options.workers)))
@@ -44,7 +45,7 @@ def main() -> int:
                 seconds=3600,
                 keys=100,
             )
-            seen = storm(server, deployment, plan, publications=publications)
+            seen = stress_publications(server, deployment, plan, publications=publications)
         finally:
             server.destroy()
     claims = claims_of(seen, publications)
@@ -56,29 +57,35 @@ def main() -> int:
         "stale": seen.stale,
     }
     if options.page:
-        told = f"{options.workers} workers, {options.connections} connections."
+        text = f"{options.workers} workers, {options.connections} connections."
         rows = [(name.replace("_", " "), f"{v:.1f}" if isinstance(v, float) else str(v)) for name, v in figures.items()]
-        fill(options.page, "storm", f"{told}\n\n{markdown(('', ''), rows)}\n\n{promises(claims)}")
+        fill(options.page, "publish-stress", f"{text}\n\n{markdown(('', ''), rows)}\n\n{promises(claims)}")
     if options.json:
         print(json.dumps({"figures": figures, "claims": [asdict(claim) for claim in claims]}))
     else:
-        table("storm", ("", ""), [(name, str(value)) for name, value in figures.items()])
+        table("publish stress", ("", ""), [(name, str(value)) for name, value in figures.items()])
         table("promises", ("", "what", "bound", "figure"), [(c.outcome, c.what, c.bound, c.figure) for c in claims])
-    return 0 if all(claim.held for claim in claims) else 1
+    return 0 if all(claim.is_met for claim in claims) else 1
 
 
-def claims_of(seen: Storm, publications: int) -> list[Claim]:
+def claims_of(seen: StressResult, publications: int) -> list[Claim]:
     records, sent = seen.records, len(seen.records)
     failed = f"{records.failed} of {sent:,} {records.failures() or ''}"
     return [
-        Claim(gate="storm", what="failed requests", bound="0", figure=failed, held=records.failed == 0),
-        Claim(gate="storm", what="stale answers", bound="0", figure=f"{seen.stale} of {sent:,}", held=seen.stale == 0),
+        Claim(gate=GATE, what="failed requests", bound="0", figure=failed, is_met=records.failed == 0),
         Claim(
-            gate="storm",
+            gate=GATE,
+            what="stale answers",
+            bound="0",
+            figure=f"{seen.stale} of {sent:,}",
+            is_met=seen.stale == 0,
+        ),
+        Claim(
+            gate=GATE,
             what="requests per publication",
             bound=f"≥ {LEAST_REQUESTS}",
             figure=f"{sent / publications:.0f}",
-            held=sent >= LEAST_REQUESTS * publications,
+            is_met=sent >= LEAST_REQUESTS * publications,
         ),
     ]
 

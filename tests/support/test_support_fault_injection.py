@@ -1,4 +1,4 @@
-"""A process that dies at a chosen moment, and what /proc tells of processes."""
+"""A process that dies at a chosen moment, and what /proc shows of processes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.dying import Order, give, moments
+from tests.support.fault_injection import FaultPoint, arm, count_points
 from tests.support.processes import children_of, cpu_seconds, memory, peak_memory, session_of
 
 SCRIPT = """
 import os, socket, sys, time
 from pathlib import Path
-from tests.support.dying import Watch
+from tests.support.fault_injection import Watch
 Watch(Path(sys.argv[1])).install()
 folder = Path(sys.argv[2])
 if os.fork() == 0:
@@ -37,7 +37,7 @@ CALLS = 5
 
 
 def run(tmp_path: Path, *more: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "order.json"), str(tmp_path), *more]
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "point.json"), str(tmp_path), *more]
     return subprocess.Popen(command, start_new_session=True)
 
 
@@ -52,31 +52,31 @@ def end(process: subprocess.Popen[bytes]) -> None:
     [(0, set()), (1, {"new"}), (5, {"new"}), (6, {"new"}), (7, {"old"}), (2 * CALLS - 1, {"old"})],
 )
 def test_it_dies_at_its_moment_and_not_before(tmp_path: Path, at: int, exists: set[str]) -> None:
-    give(tmp_path / "order.json", Order(at=at))
+    arm(tmp_path / "point.json", FaultPoint(at=at))
     process = run(tmp_path)
     assert process.wait(timeout=60) == -signal.SIGKILL
-    assert moments(tmp_path / "order.json") == at + 1
+    assert count_points(tmp_path / "point.json") == at + 1
     assert {name for name in ("new", "old") if (tmp_path / name).exists()} == exists
     end(process)
 
 
 def test_moments_are_counted_only_on_order_and_only_in_the_process_itself(tmp_path: Path) -> None:
-    order = tmp_path / "order.json"
+    point = tmp_path / "point.json"
     process = run(tmp_path)
     assert process.wait(timeout=60) == 0
     end(process)
-    assert moments(order) == 0
-    give(order, Order(at=-1))
+    assert count_points(point) == 0
+    arm(point, FaultPoint(at=-1))
     process = run(tmp_path)
     assert process.wait(timeout=60) == 0
     end(process)
-    assert moments(order) == 2 * CALLS
-    give(order, Order(at=-1))
-    assert moments(order) == 0
+    assert count_points(point) == 2 * CALLS
+    arm(point, FaultPoint(at=-1))
+    assert count_points(point) == 0
 
 
 def test_a_worker_can_be_the_victim(tmp_path: Path) -> None:
-    give(tmp_path / "order.json", Order(at=3, victim="worker"))
+    arm(tmp_path / "point.json", FaultPoint(at=3, victim="worker"))
     process = run(tmp_path, "stay")
     while not (tmp_path / "old").exists():
         assert process.poll() is None
