@@ -22,7 +22,7 @@ from prefect.logging import get_logger
 from onnx_ops.app.results import Summary, locate_report
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import Plan, Stage, StageOutcome
-from onnx_ops.orchestration.events import PATIENCE_S
+from onnx_ops.orchestration.events import TIMEOUT_S
 from onnx_ops.pipeline.run import DaemonThreadPool, SilentObserver
 from onnx_ops.ports import Observer
 from onnx_ops.reporting.description import result_table
@@ -97,7 +97,7 @@ def publish_progress() -> Iterator[Observer]:
         progress = _Progress(sender.submit)
         yield progress
         with contextlib.suppress(TimeoutError):
-            progress.sent.result(timeout=PATIENCE_S)
+            progress.sent.result(timeout=TIMEOUT_S)
 
 
 class _Progress(SilentObserver):

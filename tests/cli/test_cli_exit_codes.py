@@ -55,7 +55,7 @@ def test_an_endpoint_that_answers_without_a_supervisor_is_not_well(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     scene = begun()
-    monkeypatch.setattr("onnx_ops.app.context.open_project", lambda: SimpleNamespace(ports=scene.ports))
+    monkeypatch.setattr("onnx_ops.app.context.open_project", lambda: SimpleNamespace(context=scene.context))
     monkeypatch.setattr(type(scene.world.provider), "is_unsupervised", lambda *_: True)
     scene.world.provider.down = True
     with pytest.raises(typer.Exit) as ended:
