@@ -111,12 +111,9 @@ def open_project() -> Project:
 
 def parse_duration(text: str, option: str) -> float:
     """Return a duration in seconds; `m` is accepted for minutes."""
-    from onnx_ops.config.quantities import parse_quantity
+    from onnx_ops.config.quantities import parse_option
 
-    try:
-        return float(parse_quantity(re.sub(r"(?<=[0-9 ])m$", "min", text), "s"))
-    except ValueError as error:
-        raise UserError(str(error), where=option) from error
+    return parse_option(re.sub(r"(?<=[0-9 ])m$", "min", text), "s", option)
 
 
 def parse_version(text: str, command: str) -> tuple[str, str]:

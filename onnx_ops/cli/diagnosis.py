@@ -51,6 +51,10 @@ def _named(name: str) -> Callable[[_Check], _Check]:
     return lambda check: _CHECKS.setdefault(name, check)
 
 
+def _finding(check: str, found: str, *, ok: bool = True, remedy: str = "", absent: bool = False) -> Diagnosis:
+    return Diagnosis(check=check, ok=ok, found=found, remedy=remedy, absent=absent)
+
+
 def diagnose(project: Project, begin: Callable[[str], object] = lambda name: None) -> list[Diagnosis]:
     """Return all findings; a check that fails to run is a finding too. `begin` is called with the name of each."""
     findings: list[Diagnosis] = []
@@ -59,7 +63,7 @@ def diagnose(project: Project, begin: Callable[[str], object] = lambda name: Non
         try:
             findings.extend(check_of(project))
         except OnnxOpsError as error:
-            findings.append(Diagnosis(check=error.where or name, ok=False, found=str(error), remedy=error.remedy))
+            findings.append(_finding(error.where or name, str(error), ok=False, remedy=error.remedy))
     return findings
 
 
@@ -76,11 +80,9 @@ def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> lis
     provider = project.context.provider(name)
     findings = list(provider.diagnose(settings))
     if not findings:
-        return [Diagnosis(check=name, ok=True, found="has nothing to look at")]
+        return [_finding(name, "has nothing to look at")]
     if not settings:
-        findings.append(
-            Diagnosis(check=f"endpoints of {name}", ok=True, found="none yet; name a pipeline file to look")
-        )
+        findings.append(_finding(f"endpoints of {name}", "none yet; name a pipeline file to look"))
     return findings
 
 
@@ -88,7 +90,7 @@ def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> lis
 def _python(project: Project) -> Iterator[Diagnosis]:
     del project
     python = ".".join(str(part) for part in sys.version_info[:3])
-    yield Diagnosis(check="python", ok=sys.version_info >= (3, 11), found=python, remedy="Use Python 3.11 or newer.")
+    yield _finding("python", python, ok=sys.version_info >= (3, 11), remedy="Use Python 3.11 or newer.")
 
 
 @_named("packages")
@@ -100,7 +102,7 @@ def _packages(project: Project) -> Iterator[Diagnosis]:
         except PackageNotFoundError:
             continue  # a package of an extra, which is checked below, or another build of ONNX Runtime
         ok = SpecifierSet(wanted).contains(Version(installed), prereleases=True)
-        yield Diagnosis(check=name, ok=ok, found=installed, remedy=f"pip install '{name}{wanted}': {breaks}")
+        yield _finding(name, installed, ok=ok, remedy=f"pip install '{name}{wanted}': {breaks}")
     for extra, purpose in EXTRAS.items():
         missing = plugins.absent(plugins.EXTRAS[extra])
         yield _optional(f"extra {extra}", missing, f"not installed; it is for {purpose}")
@@ -120,8 +122,8 @@ def _plugins(project: Project) -> Iterator[Diagnosis]:
 def _optional(check: str, missing: Sequence[str], text: str) -> Diagnosis:
     """Return a finding about packages that only some projects need: missing ones are no fault."""
     if not missing:
-        return Diagnosis(check=check, ok=True, found="ready")
-    return Diagnosis(check=check, ok=True, absent=True, found=text, remedy=f"{plugins.install_hint(*missing)}.")
+        return _finding(check, "ready")
+    return _finding(check, text, absent=True, remedy=f"{plugins.install_hint(*missing)}.")
 
 
 @_named("execution providers")
@@ -130,13 +132,9 @@ def _providers(project: Project) -> Iterator[Diagnosis]:
     from onnx_ops.adapters.runtimes.onnxruntime_session import list_devices, list_providers
 
     providers = list_providers()
-    yield Diagnosis(
-        check="execution providers",
-        ok="CPUExecutionProvider" in providers,
-        found=", ".join(providers),
-        remedy="Install onnxruntime again.",
-    )
-    yield Diagnosis(check="devices", ok=True, found="; ".join(list_devices()))
+    ok, remedy = "CPUExecutionProvider" in providers, "Install onnxruntime again."
+    yield _finding("execution providers", ", ".join(providers), ok=ok, remedy=remedy)
+    yield _finding("devices", "; ".join(list_devices()))
 
 
 @_named("pools")
@@ -154,17 +152,14 @@ def _pools(project: Project) -> Iterator[Diagnosis]:
     except UserError:
         return
     except ServiceUnavailableError as error:
-        yield Diagnosis(check="pools", ok=not named, absent=not named, found=str(error), remedy=error.remedy)
+        yield _finding("pools", str(error), ok=not named, absent=not named, remedy=error.remedy)
         return
     for name in sorted({*named, *pools}):
         workers = pools[name].workers if name in pools else ()
-        yield Diagnosis(
-            check=f"pool {name}",
-            ok=bool(workers) or name not in named,
-            absent=not workers and name not in named,
-            found="\n".join(_describe_worker(worker, project) for worker in workers) or "no worker is running",
-            remedy=f"Start one on a machine of that pool: onnx-ops work --pool {name}",
-        )
+        found = "\n".join(_describe_worker(worker, project) for worker in workers) or "no worker is running"
+        remedy = f"Start one on a machine of that pool: onnx-ops work --pool {name}"
+        ok = bool(workers) or name not in named
+        yield _finding(f"pool {name}", found, ok=ok, absent=ok and not workers, remedy=remedy)
 
 
 def _describe_worker(worker: WorkerStatus, project: Project) -> str:
@@ -187,12 +182,9 @@ def _describe_worker(worker: WorkerStatus, project: Project) -> str:
 def _state(project: Project) -> Iterator[Diagnosis]:
     state = project.settings.state
     parent = state if state.exists() else state.parent
-    yield Diagnosis(
-        check="state folder",
-        ok=os.access(parent, os.W_OK),
-        found=str(state) if state.exists() else f"{state} (made by the first run)",
-        remedy=f"Make {parent} writable, or set ONNX_OPS_STATE.",
-    )
+    found = str(state) if state.exists() else f"{state} (made by the first run)"
+    remedy = f"Make {parent} writable, or set ONNX_OPS_STATE."
+    yield _finding("state folder", found, ok=os.access(parent, os.W_OK), remedy=remedy)
 
 
 @_named("keys")
@@ -202,34 +194,33 @@ def _keys(project: Project) -> Iterator[Diagnosis]:
     settings = project.settings
     path, folder = settings.signing_key, settings.trusted_keys
     if settings.signing == "off":
-        yield Diagnosis(check="signing", ok=True, found="off: runs stop at the gates")
+        yield _finding("signing", "off: runs stop at the gates")
     elif not path.exists():
         made = settings.signing == "auto"
         found = "no key yet; the first run makes one" if made else "no key"
-        yield Diagnosis(check="signing", ok=made, found=found, remedy="Make one with `onnx-ops keys new`.")
+        yield _finding("signing", found, ok=made, remedy="Make one with `onnx-ops keys new`.")
     else:
         mode = stat.S_IMODE(path.stat().st_mode)
-        found = f"{path} mode {mode:04o}"
-        yield Diagnosis(check="signing key", ok=not mode & 0o077, found=found, remedy=f"chmod 600 {path}")
+        yield _finding("signing key", f"{path} mode {mode:04o}", ok=not mode & 0o077, remedy=f"chmod 600 {path}")
         key, trusted = EcdsaSigner(path).key, TrustedKeys(folder).keys()
         found = f"{short_digest(key)} is {'' if key in trusted else 'not '}among the trusted keys"
         remedy = f"Copy {public_path(path)} into {folder}."
-        yield Diagnosis(check="signatures", ok=key in trusted, found=found, remedy=remedy)
+        yield _finding("signatures", found, ok=key in trusted, remedy=remedy)
     if names := ", ".join(map(short_digest, TrustedKeys(folder).keys())):
-        yield Diagnosis(check="trusted keys", ok=True, found=f"{names} in {folder}")
+        yield _finding("trusted keys", f"{names} in {folder}")
     elif settings.signing == "off":
         remedy = f"Copy the public keys of the signers into {folder}."
-        yield Diagnosis(check="trusted keys", ok=False, found="none: no version can be promoted", remedy=remedy)
+        yield _finding("trusted keys", "none: no version can be promoted", ok=False, remedy=remedy)
 
 
 @_named("registry")
 def _registry(project: Project) -> Iterator[Diagnosis]:
     uri = project.settings.tracking_uri
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
-        yield Diagnosis(check="registry", ok=True, found="a new MLflow database; the first run makes it")
+        yield _finding("registry", "a new MLflow database; the first run makes it")
         return
-    project.context.registry().aliases("onnx-ops-doctor")
-    yield Diagnosis(check="registry", ok=True, found="answers")
+    project.ports.registry().aliases("onnx-ops-doctor")
+    yield _finding("registry", "answers")
 
 
 @_named("webhook")
@@ -242,47 +233,38 @@ def _webhook(project: Project) -> Iterator[Diagnosis]:
     try:
         report = MlflowWebhooks(uri).check()
     except NotFoundError as error:
-        yield Diagnosis(check="webhook", ok=True, found="none: `reconcile --watch` polls", remedy=error.remedy)
+        yield _finding("webhook", "none: `reconcile --watch` polls", remedy=error.remedy)
         return
-    arrived = f"{report.url}: {report.arrived} of {report.tests} test deliveries arrived"
-    yield Diagnosis(
-        check="webhook",
-        ok=report.ok,
-        found=arrived if report.ok else f"{report.url}: {report.problem}",
-        remedy=report.remedy or "Start `onnx-ops reconcile --watch --listen` there, then `onnx-ops webhooks check`.",
-    )
+    arrived = f"{report.arrived} of {report.tests} test deliveries arrived"
+    remedy = report.remedy or "Start `onnx-ops reconcile --watch --listen` there, then `onnx-ops webhooks check`."
+    yield _finding("webhook", f"{report.url}: {arrived if report.ok else report.problem}", ok=report.ok, remedy=remedy)
 
 
 @_named("notifications")
 def _notifications(project: Project) -> Iterator[Diagnosis]:
     """Yield one line for each notifier, independent of the others."""
     if not project.settings.notifiers:
-        yield Diagnosis(check="notifications", ok=True, found="no notification channel configured")
+        yield _finding("notifications", "no notification channel configured")
         return
     for name, notifier in project.context.notifiers().items():
         try:
-            yield Diagnosis(
-                check=f"notifier {name}", ok=True, found=f"{notifier.check()} (try: onnx-ops notify --test)"
-            )
+            yield _finding(f"notifier {name}", f"{notifier.check()} (try: onnx-ops notify --test)")
         except OnnxOpsError as error:
-            yield Diagnosis(check=f"notifier {name}", ok=False, found=str(error), remedy=error.remedy)
+            yield _finding(f"notifier {name}", str(error), ok=False, remedy=error.remedy)
 
 
 @_named("endpoints")
 def _endpoints(project: Project) -> Iterator[Diagnosis]:
     statuses, errors = read_statuses(project.context, list_bound_endpoints(project.context))
     for name, error in errors.items():
-        yield Diagnosis(check=f"endpoint {name}", ok=False, found=str(error), remedy=error.remedy)
+        yield _finding(f"endpoint {name}", str(error), ok=False, remedy=error.remedy)
     for status in statuses:
         name = status.state.endpoint
         idle = status.state.roles.stable is None
         silent = "answers, but has no supervisor" if status.unsupervised else "nothing deployed" if idle else "silent"
-        yield Diagnosis(
-            check=f"endpoint {name}",
-            ok=status.actual is not None or idle,
-            found=silent if status.actual is None else f"answers at {status.address}",
-            remedy=f"onnx-ops reconcile {name} starts it again",
-        )
+        found = silent if status.actual is None else f"answers at {status.address}"
+        ok, remedy = status.actual is not None or idle, f"onnx-ops reconcile {name} starts it again"
+        yield _finding(f"endpoint {name}", found, ok=ok, remedy=remedy)
 
 
 @_named("pipelines")
@@ -295,7 +277,7 @@ def _without_file(project: Project) -> Iterator[Diagnosis]:
     for config in bound:
         if config.pipeline not in described:
             found = f"{config.pipeline} is in no file of {PIPELINES}; not needed? onnx-ops delete {config.endpoint}"
-            yield Diagnosis(check=f"pipeline of {config.endpoint}", ok=True, found=found)
+            yield _finding(f"pipeline of {config.endpoint}", found)
 
 
 @_named("rollbacks")
@@ -303,12 +285,8 @@ def _pending_rollbacks(project: Project) -> Iterator[Diagnosis]:
     for name in list_bound_endpoints(project.context):
         pending = read_readable_state(project.context, name).pending_rollback
         if pending is not None:
-            yield Diagnosis(
-                check=f"rollback of {name}",
-                ok=False,
-                found=f"pending: {describe_pending(pending, project.context.clock.now())}",
-                remedy=f"onnx-ops reconcile {name} tries again",
-            )
+            found = f"owed {describe_pending(pending, project.ports.clock.now())}"
+            yield _finding(f"rollback of {name}", found, ok=False, remedy=f"onnx-ops reconcile {name} tries again")
 
 
 CHECKS = tuple(_CHECKS)

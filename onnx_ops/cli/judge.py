@@ -219,14 +219,11 @@ def _with_casts(given: Sequence[Path], stack: ExitStack) -> tuple[Path, Path, li
 
 
 def _share(text: str | None, option: str) -> float | None:
-    from onnx_ops.config.quantities import parse_quantity
+    from onnx_ops.config.quantities import parse_option
 
     if text is None:
         return None
-    try:
-        value = float(parse_quantity(text, "1"))
-    except ValueError as error:
-        raise UserError(str(error), where=option) from error
+    value = parse_option(text, "1", option)
     if value <= 0:
         raise UserError("the limit must be above 0%", where=option)
     return value

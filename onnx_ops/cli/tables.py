@@ -20,8 +20,8 @@ from onnx_ops.cli.common import (
 from onnx_ops.cli.progress import format_seconds
 from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.errors import OnnxOpsError
-from onnx_ops.reporting.description import ResultRow, result_table
-from onnx_ops.reporting.formatting import format_figure, format_interval
+from onnx_ops.reporting.description import ResultRow, result_table, worst_first
+from onnx_ops.reporting.formatting import format_figure, format_interval, result_figure, result_interval
 
 if TYPE_CHECKING:
     from onnx_ops.app.context import Project
@@ -87,17 +87,18 @@ def gate_report(rows: Sequence[ResultRow]) -> None:
         if (row.variant, row.target) != last:
             last = (row.variant, row.target)
             cells.append(markup("[bold]{} on {}[/bold]", *last))
-        cells.append((row.describe_gate(), _verdict(row), row.limit, _figure(row.figure, row.interval), row.counted))
+        measured = _figure(result_figure(row.result), result_interval(row.result))
+        cells.append((row.describe_gate(), _verdict(row), row.result.limit, measured, row.counted))
     print_table(("gate", "verdict", "limit", "measured", "n"), cells)
     for row in rows:
-        if row.verdict is not Verdict.PASS:
-            text = f"{row.variant} on {row.target}, {row.describe_gate()}: {row.reason}"
+        if row.result.verdict is not Verdict.PASS:
+            text = f"{row.variant} on {row.target}, {row.describe_gate()}: {row.result.reason}"
             print_text("{} {}", _verdict(row), text, indent=1)
 
 
 def _verdict(row: ResultRow) -> Markup:
-    verdict = verdict_markup(row.verdict, advisory=row.advisory)
-    return markup("{} [dim](advisory)[/dim]", verdict) if row.advisory else verdict
+    verdict = verdict_markup(row.result.verdict, advisory=row.result.advisory)
+    return markup("{} [dim](advisory)[/dim]", verdict) if row.result.advisory else verdict
 
 
 def _figure(figure: str, interval: str) -> str:
@@ -166,7 +167,7 @@ def _target_report(choice: Choice, decisions: Sequence[Decision], evidence: Mapp
     console().print()
     is_explained = _print_failures(decisions)
     for row in result_table([decision for decision in decisions if decision.variant == choice.variant]):
-        if row.advisory and row.verdict is not Verdict.PASS:
+        if row.result.advisory and row.result.verdict is not Verdict.PASS:
             print_text("[dim]note[/dim] {}: {}", row.variant, _reason(row), indent=2)
             is_explained = True
     if is_explained:
@@ -200,7 +201,7 @@ def _interval(estimate: float | None, low: float | None, high: float | None, uni
 
 def _reason(row: ResultRow) -> str:
     """Return gate and reason, without the metric's name if the reason starts with it."""
-    return f"{row.describe_gate()}: {row.reason.removeprefix(f'{row.metric}: ')}"
+    return f"{row.describe_gate()}: {row.result.reason.removeprefix(f'{row.result.metric}: ')}"
 
 
 def _print_failures(decisions: Sequence[Decision]) -> bool:
@@ -209,9 +210,10 @@ def _print_failures(decisions: Sequence[Decision]) -> bool:
     for decision in decisions:
         if decision.verdict is Verdict.PASS:
             continue
-        rows = [row for row in result_table([decision]) if not row.advisory and row.verdict is not Verdict.PASS]
-        rows.sort(key=lambda row: -row.verdict.rank)
-        reasons = [row.reason if row.gate == "measurement" else _reason(row) for row in rows]
+        rows = worst_first(
+            row for row in result_table([decision]) if not (row.result.advisory or row.result.verdict is Verdict.PASS)
+        )
+        reasons = [row.result.reason if row.result.gate == "measurement" else _reason(row) for row in rows]
         if (more := len(reasons) - _REASONS) > 0:
             reasons[_REASONS:] = [f"{more} more gate{'s do' if more > 1 else ' does'} not pass"]
         shared.setdefault((decision.verdict, tuple(reasons or [decision.reason])), []).append(decision.variant)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from onnx_ops.config.messages import describe, did_you_mean
+from onnx_ops.errors import UserError
 
 _QUANTITY = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?) ?([A-Za-zµ%]*)")
 _LONGEST = 40
@@ -90,6 +91,14 @@ def parse_quantity(written: object, unit: str) -> float | int:
     if value % 1:
         raise ValueError(f"'{written}' is not a whole number of bytes")
     return int(value)
+
+
+def parse_option(text: str, unit: str, where: str, remedy: str = "") -> float:
+    """Return the number of base units of an option or parameter. Raises UserError."""
+    try:
+        return float(parse_quantity(text, unit))
+    except ValueError as error:
+        raise UserError(str(error), where=where, remedy=remedy) from error
 
 
 def format_quantity(value: float, unit: str) -> str:

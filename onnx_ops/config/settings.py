@@ -186,11 +186,6 @@ def to_environ(settings: Settings) -> dict[str, str]:
     return {**environ, "ONNX_OPS_ROOT": str(settings.root), "ONNX_OPS_PROFILE": settings.profile}
 
 
-def describe_settings(settings: Settings) -> dict[str, str]:
-    """Return every setting as text, for `doctor`."""
-    return {f.name: str(getattr(settings, f.name)) for f in fields(settings)}
-
-
 def _read_file(path: Path, chosen: str | None) -> tuple[dict[str, Any], str]:
     """Return the values of a settings file and its profile."""
     if not path.is_file():

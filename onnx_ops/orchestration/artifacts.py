@@ -42,11 +42,11 @@ def publish_tables(summary: Summary) -> None:
             "variant": row.variant,
             "target": row.target,
             "gate": row.describe_gate(),
-            "verdict": f"{row.verdict.value.upper()}{' (advisory)' if row.advisory else ''}",
+            "verdict": f"{row.result.verdict.value.upper()}{' (advisory)' if row.result.advisory else ''}",
             "figure": row.measured,
-            "limit": row.limit,
-            "n": str(row.n or ""),
-            "reason": row.reason,
+            "limit": row.result.limit,
+            "n": str(row.result.n or ""),
+            "reason": row.result.reason,
         }
         for row in result_table(summary.decisions)
     ]

@@ -12,8 +12,9 @@ from prefect import State
 from prefect.artifacts import create_markdown_artifact
 from prefect.states import Completed, Failed
 
+from onnx_ops.config.quantities import parse_option
 from onnx_ops.domain.rollout import ActionKind
-from onnx_ops.errors import ConflictError, OnnxOpsError, UserError
+from onnx_ops.errors import ConflictError, OnnxOpsError
 from onnx_ops.orchestration.tasks import failed, run_as_task
 from onnx_ops.ports import Context
 from onnx_ops.release.journal import Journal
@@ -39,8 +40,10 @@ def run_rollout(context: Context, endpoint: str, *, by: str, limit: str, interva
         NotFoundError: no such endpoint.
         UserError: a duration is invalid.
     """
-    Journal.open(context, endpoint).config  # noqa: B018 (raises NotFoundError for an unknown name)
-    pause, deadline = _seconds(interval, "interval"), context.clock.monotonic() + _seconds(limit, "limit")
+    Journal.open(ports, endpoint).config  # noqa: B018 (raises NotFoundError for an unknown name)
+    remedy = "Write a duration, such as 10 s or 2 h."
+    pause = parse_option(interval, "s", "interval", remedy)
+    deadline = ports.clock.monotonic() + parse_option(limit, "s", "limit", remedy)
     trouble, published = "", -1
     while True:
         reports, error = _reconcile(context, endpoint, by)
@@ -123,12 +126,3 @@ def _reconcile(context: Context, endpoint: str, by: str) -> tuple[list[StepRepor
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
-
-
-def _seconds(text: str, name: str) -> float:
-    from onnx_ops.config.quantities import parse_quantity
-
-    try:
-        return float(parse_quantity(text, "s"))
-    except ValueError as error:
-        raise UserError(str(error), where=name, remedy="Write a duration, such as 10 s or 2 h.") from error

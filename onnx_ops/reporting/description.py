@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from onnx_ops.domain.artifact import short_digest
-from onnx_ops.domain.decision import Decision, Verdict
+from onnx_ops.domain.decision import Decision, GateResult
 from onnx_ops.domain.release import Lineage, Provenance
 from onnx_ops.reporting.formatting import markdown, markdown_table, result_figure, result_interval
 
@@ -31,39 +31,32 @@ _ESCAPED = re.compile(r"\\([\\|`*_\[\]])")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRow:
-    """One gate of one variant on one target as texts. `figure` and `interval` include their units."""
+    """One gate of one variant on one target, and its cells in tables."""
 
     variant: str
     target: str
-    gate: str
-    metric: str
-    limit: str
-    figure: str
-    interval: str
-    n: int
-    groups: int
-    verdict: Verdict
-    reason: str
-    advisory: bool
+    result: GateResult
 
     @property
     def counted(self) -> str:
         """The counts behind the result."""
-        return f"{self.n} in {self.groups} groups" if self.groups else str(self.n or "")
+        n, groups = self.result.n, self.result.groups
+        return f"{n} in {groups} groups" if groups else str(n or "")
 
     @property
     def measured(self) -> str:
-        """The estimate and its interval."""
-        return f"{self.figure} {self.interval}".strip()
+        """The estimate and its interval, with units."""
+        return f"{result_figure(self.result)} {result_interval(self.result)}".strip()
 
     def describe_gate(self, separator: str = " ") -> str:
         """Return the gate, with its metric if that differs."""
-        return f"{self.gate}{separator}{self.metric}" if self.metric and self.metric != self.gate else self.gate
+        gate, metric = self.result.gate, self.result.metric
+        return f"{gate}{separator}{metric}" if metric and metric != gate else gate
 
     def markdown_cells(self) -> tuple[str, ...]:
         """Return gate, limit, estimate, verdict and reason for the columns of a Markdown table."""
-        verdict = f"{self.verdict.value} (advisory)" if self.advisory else self.verdict.value
-        return self.describe_gate(": "), self.limit, self.measured, verdict, self.reason
+        verdict = f"{self.result.verdict.value}{' (advisory)' if self.result.advisory else ''}"
+        return self.describe_gate(": "), self.result.limit, self.measured, verdict, self.result.reason
 
 
 def made_by(provenance: Provenance) -> str:
@@ -82,20 +75,7 @@ def made_by(provenance: Provenance) -> str:
 def result_table(decisions: Iterable[Decision]) -> tuple[ResultRow, ...]:
     """Return the rows of all decisions, in the given order."""
     return tuple(
-        ResultRow(
-            variant=decision.variant,
-            target=decision.target,
-            gate=result.gate,
-            metric=result.metric,
-            limit=result.limit,
-            figure=result_figure(result),
-            interval=result_interval(result),
-            n=result.n,
-            groups=result.groups,
-            verdict=result.verdict,
-            reason=result.reason,
-            advisory=result.advisory,
-        )
+        ResultRow(variant=decision.variant, target=decision.target, result=result)
         for decision in decisions
         for result in decision.results
     )
@@ -103,7 +83,7 @@ def result_table(decisions: Iterable[Decision]) -> tuple[ResultRow, ...]:
 
 def worst_first(rows: Iterable[ResultRow]) -> list[ResultRow]:
     """Return the binding rows, then the advisory ones, each with the worst verdict first."""
-    return sorted(rows, key=lambda row: (row.advisory, -row.verdict.rank))
+    return sorted(rows, key=lambda row: (row.result.advisory, -row.result.verdict.rank))
 
 
 def version_description(

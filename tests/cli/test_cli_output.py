@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -10,8 +11,8 @@ from rich.console import Console
 from onnx_ops.cli import common
 from onnx_ops.cli.common import KEEP, print_table, print_text
 from onnx_ops.cli.tables import gate_report
-from onnx_ops.domain.decision import Verdict
-from onnx_ops.reporting.description import ResultRow
+from onnx_ops.domain.decision import Decision, GateResult, Verdict
+from onnx_ops.reporting.description import result_table
 
 PATH = "/srv/models/.onnx-ops/endpoints/digits/deployments/v12/model.onnx"
 
@@ -25,27 +26,24 @@ def sink(width: int, monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return sink
 
 
-def row(**changes: object) -> ResultRow:
-    values = {
-        "variant": "int8-dynamic-percentile",
-        "target": "cpu-1t",
-        "gate": "metric",
-        "metric": "accuracy vs fp32",
-        "limit": "drop ≤ 2%",
-        "figure": "0.222%",
-        "interval": "[-0.0782, 0.67]%",
-        "n": 899,
-        "groups": 0,
-        "verdict": Verdict.FAIL,
-        "reason": f"see :torch: in {PATH}",
-        "advisory": False,
-    }
-    return ResultRow(**{**values, **changes})  # type: ignore[arg-type]
+RESULT = GateResult(
+    gate="metric",
+    metric="accuracy vs fp32",
+    limit="drop ≤ 2%",
+    verdict=Verdict.FAIL,
+    reason=f"see :torch: in {PATH}",
+    estimate=0.00222,
+    low=-0.000782,
+    high=0.0067,
+    unit="1",
+    n=899,
+)
 
 
 @pytest.mark.parametrize("width", [24, 40, 60, 80, 120])
 def test_gate_report_keeps_words_whole_at_any_width(sink: io.StringIO) -> None:
-    gate_report([row(), row(gate="latency", metric="ratio vs fp32")])
+    results = (RESULT, replace(RESULT, gate="latency", metric="ratio vs fp32"))
+    gate_report(result_table([Decision(variant="int8-dynamic-percentile", target="cpu-1t", results=results)]))
     words = set(sink.getvalue().split())
     assert {"int8-dynamic-percentile", "accuracy", "latency", "FAIL", PATH, ":torch:"} <= words
     assert "[-0.0782, 0.67]%" in sink.getvalue()

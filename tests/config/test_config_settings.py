@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.config.settings import FILE, Settings, describe_settings, find_root, load_settings, to_environ
+from onnx_ops.config.settings import FILE, Settings, find_root, load_settings, to_environ
 from onnx_ops.errors import UserError
 
 
@@ -118,9 +118,3 @@ def test_a_child_process_gets_the_same_settings(tmp_path: Path) -> None:
     assert load_settings(elsewhere, to_environ(settings)) == settings
     plain = load_settings(elsewhere, {})
     assert load_settings(tmp_path, to_environ(plain)) == plain
-
-
-def test_every_setting_is_described(tmp_path: Path) -> None:
-    settings = load(tmp_path)
-    assert describe_settings(settings)["store"] == settings.store
-    assert set(describe_settings(settings)) == {*Settings.__dataclass_fields__}

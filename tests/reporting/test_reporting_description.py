@@ -40,9 +40,8 @@ def _decision(target: str, *results: GateResult) -> Decision:
 
 def test_rows_carry_units_interval_and_n() -> None:
     rows = result_table([_decision("cpu-1t", SIZE, LATENCY), _decision("cuda", SIZE)])
-    assert [(row.target, row.gate) for row in rows] == [("cpu-1t", "size"), ("cpu-1t", "latency"), ("cuda", "size")]
-    assert (rows[1].figure, rows[1].interval, rows[1].n) == ("1.12×", "[1.09, 1.15]×", 40)
-    assert (rows[0].figure, rows[0].interval, rows[0].verdict) == ("1.5 MB", "", Verdict.PASS)
+    assert [(row.target, row.result) for row in rows] == [("cpu-1t", SIZE), ("cpu-1t", LATENCY), ("cuda", SIZE)]
+    assert [(row.measured, row.counted) for row in rows[:2]] == [("1.5 MB", "1"), ("1.12× [1.09, 1.15]×", "40")]
 
 
 def test_the_verdict_comes_first_and_the_worst_result_with_it(golden: Golden) -> None:
