@@ -43,7 +43,8 @@ from onnx_ops.ports import Dataset, Exporter, ExportRequest, Tensors
 from onnx_ops.statistics.rules.parity import judge_parity
 from onnx_ops.testing.fakes import FakeWorld
 from onnx_ops.testing.models import rows, write_perceptron
-from tests.support.pairs import write_changed, write_graph
+from tests.support.graphs import write_graph
+from tests.support.pairs import write_changed
 
 TARGET = Target(name="cpu")
 
