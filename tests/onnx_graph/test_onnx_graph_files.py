@@ -20,6 +20,7 @@ from onnx_ops.errors import NotFoundError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.onnx_graph import files
 from onnx_ops.onnx_graph.compatibility import check_model, explain_version_limits
 from onnx_ops.onnx_graph.files import read_model, read_structure, resolve_external_files, write_model
+from onnx_ops.onnx_graph.instrumentation import write_with_outputs
 from onnx_ops.onnx_graph.model_info import count_operators, read_lineage, read_model_info, write_lineage
 from onnx_ops.onnx_graph.rewrites import flatten_biases, renumber_names, restore_metadata
 from onnx_ops.testing.models import CLASSES, FEATURES, write_perceptron
@@ -63,6 +64,8 @@ def test_weights_outside_the_folder_are_refused(tmp_path: Path, location: str) -
     for read in (read_model_info, check_model, read_model, read_lineage):
         with pytest.raises(RefusedError, match="outside its folder"):
             read(path)
+    with pytest.raises(RefusedError, match="outside its folder"):
+        write_with_outputs(path, ["y"], path.with_name("copy.onnx"))
 
 
 def test_missing_files_are_told_apart_from_wrong_ones(tmp_path: Path) -> None:
