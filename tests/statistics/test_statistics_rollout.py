@@ -274,9 +274,6 @@ def test_effect_is_the_variance_of_the_events_share_over_that_of_single_requests
         return
     expected = ((e - rate * n) ** 2).sum() / (rate * (1 - rate) * n.sum())
     assert found == pytest.approx(max(1.0, expected))
-    assert found == pytest.approx(
-        float(design_effect.compute_design_effect(n.sum(), e.sum(), (n * n).sum(), (e * e).sum(), (n * e).sum()))
-    )
 
 
 def test_effect_of_requests_without_keys_is_one() -> None:
