@@ -114,8 +114,10 @@ class TestHodgesLehmann:
             (high, "less", -1e-9),
         )
         for bound, side, inside in sides:
-            rejected = stats.wilcoxon(x - (bound - inside), alternative=side, method="exact").pvalue
-            kept = stats.wilcoxon(x - (bound + inside), alternative=side, method="exact").pvalue
+            rejected, kept = (
+                stats.wilcoxon(x - place, alternative=side, method="exact").pvalue
+                for place in (bound - inside, bound + inside)
+            )
             assert rejected <= alpha < kept
 
     def test_normal_approximation_continues_the_exact_quantiles(self) -> None:
@@ -227,12 +229,9 @@ class TestCompare:
         assert (found.ratio, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
         assert found.rest == pytest.approx(math.exp(DRIFT * 30 / 40))
 
-    def test_one_pair_decides_nothing(self) -> None:
+    def test_one_pair_decides_nothing_and_none_is_refused(self) -> None:
         found = compare([[3.0]], tolerance=0.05)
-        assert found.verdict is Verdict.INCONCLUSIVE
-        assert (found.low, found.high) == (0.0, math.inf)
-
-    def test_no_pair_is_refused(self) -> None:
+        assert (found.verdict, found.low, found.high) == (Verdict.INCONCLUSIVE, 0.0, math.inf)
         with pytest.raises(ValueError, match="no session pair"):
             compare([[]], tolerance=0.05)
 
@@ -321,11 +320,9 @@ class TestPairsNeeded:
         assert near is not None
         assert near == pytest.approx(16 * far, rel=0.35)
 
-    def test_no_number_of_pairs_tells_what_is_at_the_limit(self) -> None:
-        assert estimate_pairs_needed([[0.01], [-0.01]] * 20, 0.0) is None
-
-    def test_it_is_never_fewer_than_those_of_a_run(self) -> None:
+    def test_it_is_never_fewer_than_those_of_a_run_and_none_tells_what_is_at_the_limit(self) -> None:
         assert estimate_pairs_needed([[0.01], [0.011], [0.009], [0.01], [0.01]], 0.05) == LOOKS[-1]
+        assert estimate_pairs_needed([[0.01], [-0.01]] * 20, 0.0) is None
 
 
 class TestWithheld:
@@ -380,22 +377,22 @@ class TestQuantileGate:
         found = tuple(compute_samples_needed(0.99, exceeding=k, confidence=confidence) for k in range(3))
         assert found == expected
 
-    def test_passes_with_exactly_as_many_runs_as_needed(self) -> None:
-        quick = [1_000_000] * 299
-        assert compare_latency_quantile(quick, 0.99, 0.002).verdict is Verdict.PASS
-        assert compare_latency_quantile(quick[1:], 0.99, 0.002).verdict is Verdict.INCONCLUSIVE
-        one_slow = [1_000_000] * 472 + [9_000_000]
-        assert compare_latency_quantile(one_slow, 0.99, 0.002).verdict is Verdict.PASS
-        assert compare_latency_quantile(one_slow[1:], 0.99, 0.002).verdict is Verdict.INCONCLUSIVE
-
-    def test_slow_models_fail_unless_there_are_too_few_runs(self) -> None:
-        assert compare_latency_quantile([1_000_000] * 380 + [9_000_000] * 20, 0.99, 0.002).verdict is Verdict.FAIL
-        found = compare_latency_quantile([9_000_000] * 100, 0.99, 0.002)
-        assert (found.verdict, found.exceeding, found.runs) == (Verdict.INCONCLUSIVE, 100, 100)
-
-    def test_nothing_measured(self) -> None:
-        found = compare_latency_quantile([], 0.5, 1.0)
-        assert (found.verdict, found.low, found.high) == (Verdict.INCONCLUSIVE, 0.0, math.inf)
+    @pytest.mark.parametrize(
+        ("quick", "slow", "verdict"),
+        [
+            (299, 0, Verdict.PASS),
+            (298, 0, Verdict.INCONCLUSIVE),
+            (472, 1, Verdict.PASS),
+            (471, 1, Verdict.INCONCLUSIVE),
+            (380, 20, Verdict.FAIL),
+            (0, 100, Verdict.INCONCLUSIVE),
+            (0, 0, Verdict.INCONCLUSIVE),
+        ],
+    )
+    def test_passes_with_exactly_as_many_runs_as_needed(self, quick: int, slow: int, verdict: Verdict) -> None:
+        found = compare_latency_quantile([1_000_000] * quick + [9_000_000] * slow, 0.99, 0.002)
+        assert (found.verdict, found.exceeding, found.runs) == (verdict, slow, quick + slow)
+        assert quick + slow or (found.low, found.high) == (0.0, math.inf)
 
     @pytest.mark.parametrize("q", [0.5, 0.99])
     def test_errs_as_rarely_as_promised(self, q: float) -> None:
