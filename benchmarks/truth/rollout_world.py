@@ -189,7 +189,7 @@ class Rollouts:
         rate = e / np.maximum(n, 1)
         expected = rate * (1 - rate) * n
         varied = e_squared - 2 * rate * products + rate**2 * n_squared
-        return np.maximum(1.0, varied / np.where(expected > 0, expected, np.inf))
+        return np.asarray(np.maximum(1.0, varied / np.where(expected > 0, expected, np.inf)))
 
     def _timed(self, canary: Ints, stable: Ints, percent: Ints) -> tuple[Ints, Ints]:
         """Return the compared requests: of the version with more traffic those of its control replica."""

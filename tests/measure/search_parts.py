@@ -32,7 +32,9 @@ def write_fragile(path: Path, *, tuning: int = 200) -> dict[str, Path]:
     """A perceptron whose node `first` cannot be quantized, rows to calibrate, to tune and to score on."""
     rng = np.random.default_rng(3)
     sizes = [16, WIDTH, WIDTH, WIDTH, CLASSES]
-    weights, nodes, last = {}, [], "x"
+    weights: dict[str, Any] = {}
+    nodes: list[str] = []
+    last = "x"
     for place, name in enumerate(LAYERS):
         weight = rng.normal(size=(sizes[place], sizes[place + 1])) / np.sqrt(sizes[place])
         if name == "first":

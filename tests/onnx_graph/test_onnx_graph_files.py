@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -173,7 +174,7 @@ def test_a_derived_model_is_brought_in_line_with_its_source(perceptron: Path) ->
 
 
 def test_biases_that_are_rows_become_vectors_unless_others_use_them() -> None:
-    rows = {name: np.ones((1, 4), np.float32) for name in ("own", "shared")}
+    rows: dict[str, Any] = {name: np.ones((1, 4), np.float32) for name in ("own", "shared")}
     nodes = "a = Gemm(x, w, own) b = Gemm(a, w, shared) y = Add(b, shared)"
     model = parse_graph(f"(float x) => (float y) {{ {nodes} }}", **rows)
     flatten_biases(model)
@@ -183,7 +184,7 @@ def test_biases_that_are_rows_become_vectors_unless_others_use_them() -> None:
 def test_weights_that_come_in_any_order_are_numbered_and_kept_as_they_are_used() -> None:
     made = []
     for first, second in (("w__7", "w__3"), ("w__3", "w__7")):
-        weights = dict(sorted({first: np.float32(1), second: np.float32(2)}.items()))
+        weights: dict[str, Any] = dict(sorted({first: np.float32(1), second: np.float32(2)}.items()))
         text = f"(float x) => (float y) {{ h = Add(x, {first}) y = Mul(h, {second}) }}"
         made.append(parse_graph(text, **weights))
         renumber_names(made[-1], r"__(\d+)")

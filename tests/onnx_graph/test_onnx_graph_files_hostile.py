@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -27,7 +28,7 @@ def own_function(model: onnx.ModelProto) -> onnx.FunctionProto:
     return model.functions.add(name="f", domain="own")
 
 
-def attribute(node: onnx.NodeProto, kind: int = AttributeProto.TENSOR) -> onnx.AttributeProto:
+def attribute(node: onnx.NodeProto, kind: Any = AttributeProto.TENSOR) -> onnx.AttributeProto:
     return node.attribute.add(name="value", type=kind)
 
 
