@@ -48,8 +48,7 @@ def test_a_perceptron_is_covered_but_for_what_is_excluded(method: str, perceptro
 
 
 def test_convolutions_are_covered(tmp_path: Path) -> None:
-    write_convolution(tmp_path / "model.onnx")
-    assert covered(tmp_path / "model.onnx", "static", images(32)).int8 == ("first", "second")
+    assert covered(write_convolution(tmp_path / "model.onnx"), "static", images(32)).int8 == ("first", "second")
 
 
 def test_an_excluded_node_that_the_runtime_quantizes_itself_is_told(perceptron: Path) -> None:
@@ -212,15 +211,12 @@ def test_what_was_excluded_on_purpose_is_no_finding_but_what_is_not_heeded_is(ma
     assert about(maker.advice(exclude=("second",)), "excluded, and yet in int8").nodes == ("second",)
 
 
-def test_convolutions_quantized_anew_in_each_run_are_slow(maker: Maker) -> None:
-    maker.convolution().make(DynamicQuantizer(), per_channel=False, op_types=["Conv"])
-    assert about(maker.advice(), "convolutions find their ranges anew").setting == "method: static"
-
-
-def test_weights_in_blocks_save_no_time_on_a_cpu(maker: Maker) -> None:
+def test_a_method_that_saves_no_time_is_told(maker: Maker) -> None:
     maker.make(WeightOnlyQuantizer())
     assert "saves memory" in about(maker.advice(), "blocks").finding
     assert not [one for one in maker.advice(Arithmetic(family="accelerator")) if "blocks" in one.finding]
+    maker.convolution().make(DynamicQuantizer(), per_channel=False, op_types=["Conv"])
+    assert about(maker.advice(), "convolutions find their ranges anew").setting == "method: static"
 
 
 @pytest.mark.parametrize(
