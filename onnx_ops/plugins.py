@@ -10,6 +10,7 @@ from importlib import metadata
 from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError, entry_points
 from typing import Any
 
+from onnx_ops.domain.execution import Environment
 from onnx_ops.errors import MissingPackageError, NotFoundError, UserError
 
 KINDS = {
@@ -210,3 +211,26 @@ def install_hint(*packages: str) -> str:
     words = [f"'onnx-ops[{','.join(sorted(extras))}]'"] if extras else []
     words += sorted({package for package in packages if not has_extra(package)})
     return f"Install {'it' if len(packages) == 1 else 'them'} with: pip install {' '.join(words)}"
+
+
+def select_environment(plugin: object, env: Environment | None) -> Environment | None:
+    """Return the environment to run an exporter or optimizer in; None for this installation.
+
+    Raises:
+        UserError: `env` requests packages in this installation, where stages cannot install any, or names none at all.
+    """
+    own: tuple[str, ...] = getattr(plugin, "requirements", ())
+    if env is not None and not env.isolated:
+        if env.requirements or env.python:
+            raise UserError(
+                "`isolated: false` runs in this installation, which is never changed",
+                where="env",
+                remedy="Leave out `requirements` and `python`, or `isolated`.",
+            )
+        return None
+    if env is None:
+        return Environment(requirements=own) if own else None
+    requirements = env.requirements or own
+    if not requirements:
+        raise UserError("the environment has no requirements", where="env", remedy="List the packages that it needs.")
+    return Environment(requirements=requirements, python=env.python, memory=env.memory, timeout=env.timeout)

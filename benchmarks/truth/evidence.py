@@ -2,30 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.target import HardwareFingerprint
+from tests.support.evidence import make_evidence
 
-_NONE = Digest("sha256:" + "0" * 64)
-_HARDWARE = HardwareFingerprint(
-    machine="", cpu_model="", cpu_flags=(), cores=0, memory_bytes=0, runtime="", runtime_version=""
-)
-
-
-def evidence(**measured: Any) -> Evidence:
-    """Evidence of a float variant `candidate` against `fp32`, with the given fields."""
-    fields: dict[str, Any] = {
-        "pipeline": "truth",
-        "variant": "candidate",
-        "target": "truth",
-        "quantized": False,
-        "release": _NONE,
-        "manifest": _NONE,
-        "target_digest": _NONE,
-        "dedicated": False,
-        "size_bytes": 0,
-        "hardware": _HARDWARE,
-    }
-    return Evidence(**fields | measured)
+evidence = partial(make_evidence, variant="candidate", quantized=False)
+"""Make evidence of a float variant against `fp32`, with the given fields."""

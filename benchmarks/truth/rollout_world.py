@@ -184,7 +184,12 @@ class Rollouts:
             return design_effect.estimate_dispersion(np.stack([rows[active, event] for rows in self._rows], axis=1))
         if self._users is None:
             return np.ones(len(active))
-        return design_effect.compute_design_effect(*self._users.sums[event, active].T)
+        # `design_effect.bound_design_effect` of one epoch, for many rollouts at once.
+        n, e, n_squared, e_squared, products = self._users.sums[event, active].T
+        rate = e / np.maximum(n, 1)
+        expected = rate * (1 - rate) * n
+        varied = e_squared - 2 * rate * products + rate**2 * n_squared
+        return np.asarray(np.maximum(1.0, varied / np.where(expected > 0, expected, np.inf)))
 
     def _timed(self, canary: Ints, stable: Ints, percent: Ints) -> tuple[Ints, Ints]:
         """Return the compared requests: of the version with more traffic those of its control replica."""

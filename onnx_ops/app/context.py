@@ -264,7 +264,7 @@ def _notifiers(settings: Settings) -> Mapping[str, Notifier]:
 def load_exporter(settings: Settings, name: str, env: Environment | None = None) -> Exporter:
     """Return an exporter. One with `requirements` runs isolated with those, unless `env` overrides it."""
     plugin: Exporter = plugins.load("exporters", name)
-    wanted = select_environment(plugin, env)
+    wanted = plugins.select_environment(plugin, env)
     if wanted is None:
         return plugin
     from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter
@@ -278,7 +278,7 @@ def load_exporter(settings: Settings, name: str, env: Environment | None = None)
 def load_optimizer(settings: Settings, name: str, env: Environment | None = None) -> Optimizer:
     """Return an optimizer, isolated like an exporter."""
     plugin: Optimizer = plugins.load("optimizers", name)
-    wanted = select_environment(plugin, env)
+    wanted = plugins.select_environment(plugin, env)
     if wanted is None:
         return plugin
     from onnx_ops.adapters.isolation.isolated_tools import IsolatedOptimizer
@@ -295,26 +295,3 @@ def _isolate(settings: Settings, wanted: Environment) -> tuple[Callable[[], Path
     environments = PythonEnvironments(folder=settings.environments, uv=find_uv())
     limits = ProcessLimits(memory=wanted.memory, timeout=wanted.timeout)
     return (lambda: environments.python(wanted)), limits
-
-
-def select_environment(plugin: Exporter | Optimizer, env: Environment | None) -> Environment | None:
-    """Return the environment to run an exporter or optimizer in; None for this installation.
-
-    Raises:
-        UserError: `env` requests packages in this installation, where stages cannot install any, or names none at all.
-    """
-    own: tuple[str, ...] = getattr(plugin, "requirements", ())
-    if env is not None and not env.isolated:
-        if env.requirements or env.python:
-            raise UserError(
-                "`isolated: false` runs in this installation, which is never changed",
-                where="env",
-                remedy="Leave out `requirements` and `python`, or `isolated`.",
-            )
-        return None
-    if env is None:
-        return Environment(requirements=own) if own else None
-    requirements = env.requirements or own
-    if not requirements:
-        raise UserError("the environment has no requirements", where="env", remedy="List the packages that it needs.")
-    return Environment(requirements=requirements, python=env.python, memory=env.memory, timeout=env.timeout)

@@ -120,15 +120,13 @@ class Preflight:
 
     def _imports(self) -> Iterator[Issue]:
         """Yield missing imports of the project's functions that are called in this installation, each once."""
-        from onnx_ops.app.context import select_environment
-
         train, export = self.draft.train, self.draft.export
         functions: list[tuple[Loc, str]] = []
         # Another check reports a framework that does not exist.
         plugin = self._plugin("exporters", export.framework) if train and export else None
         if train and export and plugin is not None:
             with contextlib.suppress(OnnxOpsError):
-                if select_environment(plugin, train.env or export.env) is None:
+                if plugins.select_environment(plugin, train.env or export.env) is None:
                     functions.append((("train", "run"), train.run))
         functions += [((*loc, "use"), g.use) for loc, g in self.draft.gates if isinstance(g, MetricGate) and g.use]
         seen: set[str] = set()

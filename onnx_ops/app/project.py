@@ -99,10 +99,10 @@ def _machine_findings(
 ) -> list[Issue]:
     """Return missing packages and credentials that a whole run needs, except those reported already."""
     from onnx_ops.app.handler import binding
-    from onnx_ops.app.probe import OutlineProbe
     from onnx_ops.config.document import Issue
     from onnx_ops.domain.pipeline import StageKind
     from onnx_ops.pipeline import plan
+    from onnx_ops.pipeline.probe import OutlineProbe
 
     probe = OutlineProbe(project.context, signing=project.settings.signing)
     try:
@@ -184,8 +184,8 @@ def prepare(
     project: Project, file: Path, *, overrides: Sequence[str] = (), until: StageKind | None = None
 ) -> PreparedPipeline:
     """Check a file and plan it."""
-    from onnx_ops.app.probe import ProjectProbe
     from onnx_ops.pipeline import plan
+    from onnx_ops.pipeline.probe import ProjectProbe
     from onnx_ops.pipeline.stage_settings import apply_default_pools
 
     checked = check(project, file, overrides)

@@ -15,9 +15,9 @@ from onnx_ops.domain.pipeline import EXPORT, PLACEABLE, Pipeline, Plan, Quantize
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.quantization import AUTO
 from onnx_ops.domain.target import Target
+from onnx_ops.pipeline.probe import ProjectProbe
 from onnx_ops.pipeline.stage_settings import (
     REQUIREMENTS,
-    Probe,
     as_json_text,
     benchmark_id,
     calibration_id,
@@ -34,7 +34,9 @@ from onnx_ops.pipeline.stage_settings import (
 from onnx_ops.pipeline.stages.data import get_source_name
 
 
-def plan(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe, *, until: StageKind | None = None) -> Plan:
+def plan(
+    pipeline: Pipeline, targets: Mapping[str, Target], probe: ProjectProbe, *, until: StageKind | None = None
+) -> Plan:
     """Return the stages of a checked pipeline, each after those it needs, up to the kind `until`."""
     stages = [*_plan_sources(pipeline, probe), *_plan_models(pipeline, targets, probe)]
     for name in pipeline.benchmark.targets:
@@ -51,7 +53,7 @@ def plan(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe, *, unt
     return Plan(pipeline=pipeline.pipeline, stages=tuple(s for s in stages if order.index(s.kind) <= last))
 
 
-def _plan_sources(pipeline: Pipeline, probe: Probe) -> list[Stage]:
+def _plan_sources(pipeline: Pipeline, probe: ProjectProbe) -> list[Stage]:
     stages = [
         make_stage(
             StageKind.DATA,
@@ -94,7 +96,7 @@ def _plan_sources(pipeline: Pipeline, probe: Probe) -> list[Stage]:
     return [*stages, train]
 
 
-def _plan_models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> list[Stage]:
+def _plan_models(pipeline: Pipeline, targets: Mapping[str, Target], probe: ProjectProbe) -> list[Stage]:
     """Plan export, validation and variants; their libraries can crash, so each has a separate process."""
     samples = pipeline.validate.samples
     scored = data_id(samples.data)
@@ -132,7 +134,6 @@ def _plan_models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe
             needs=["train", scored],
             tools=tools,
             variant=EXPORT,
-            own_process=True,
             hints=hints,
         ),
         make_stage(
@@ -143,14 +144,13 @@ def _plan_models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe
             needs=["export", "train"],
             tools=probe.tools("runtimes", "onnxruntime"),
             variant=EXPORT,
-            own_process=True,
             hints=hints,
         ),
         *plan_variants(pipeline, targets, probe),
     ]
 
 
-def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> list[Stage]:
+def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: ProjectProbe) -> list[Stage]:
     model = pipeline.register.model if pipeline.register else ""
     limits = select_gates(pipeline.gates, target.gates)
     request = derive_measurement_request(limits)
@@ -193,7 +193,6 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
             tools=tools,
             variant=variant,
             target=target.name,
-            own_process=True,
             hints=placed,
         )
         for shard in shards
@@ -216,7 +215,6 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
             tools=tools,
             variant=variant,
             target=target.name,
-            own_process=True,
             hints={
                 **placed,
                 "tolerances": codec.to_json(request)["tolerances"],
@@ -236,7 +234,7 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
     ]
 
 
-def plan_variants(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> list[Stage]:
+def plan_variants(pipeline: Pipeline, targets: Mapping[str, Target], probe: ProjectProbe) -> list[Stage]:
     """Plan the stages of every entry of `quantize`."""
     # Recipes depend on the distinct kinds of machine of a variant's targets.
     kinds = [codec.to_json(probe.arithmetic(targets[name])) for name in pipeline.benchmark.targets]
@@ -259,7 +257,6 @@ def plan_variants(pipeline: Pipeline, targets: Mapping[str, Target], probe: Prob
             section=entry,
             tools=probe.tools("optimizers", entry.method, entry.env),
             variant=entry.name,
-            own_process=True,
             hints=hints,
         )
         needs = ["export", *([data_id(entry.calibrate.data)] if entry.calibrate else [])]
@@ -280,7 +277,7 @@ def plan_variants(pipeline: Pipeline, targets: Mapping[str, Target], probe: Prob
 
 
 def _plan_search(
-    pipeline: Pipeline, entry: Quantize, targets: Mapping[str, Target], machines: Sequence[Json], probe: Probe
+    pipeline: Pipeline, entry: Quantize, targets: Mapping[str, Target], machines: Sequence[Json], probe: ProjectProbe
 ) -> list[Stage]:
     """Plan the search, and a stage for each variant that it can find, which only copies it."""
     # The search times what it tries on one machine: that of the first target, unless the entry names a pool.
@@ -307,7 +304,6 @@ def _plan_search(
         },
         needs=list(dict.fromkeys(["export", *([data_id(tuning_data.data)] if tuning_data else []), *calibration])),
         tools=tools,
-        own_process=True,
         hints={**({"pool": pool} if pool else {}), "targets": codec.to_json(here)},
     )
     roles = [
@@ -319,14 +315,13 @@ def _plan_search(
             needs=["export", search.id, *calibration],
             tools=probe.tools("optimizers", "dynamic"),
             variant=f"{entry.name}-{role}",
-            own_process=True,
         )
         for role in dict.fromkeys(entry.variants)
     ]
     return [search, *roles]
 
 
-def _write_metric(pipeline: Pipeline, probe: Probe) -> Json:
+def _write_metric(pipeline: Pipeline, probe: ProjectProbe) -> Json:
     """Return the metric that the search optimizes: that of the first metric gate, else accuracy."""
     gate = next((gate for gate in pipeline.gates if isinstance(gate, MetricGate)), None)
     definition = gate.definition() if gate else ACCURACY
@@ -338,14 +333,14 @@ def _write_metric(pipeline: Pipeline, probe: Probe) -> Json:
     }
 
 
-def digest_metric_code(pipeline: Pipeline, metric: MetricDefinition, probe: Probe) -> Digest | None:
+def digest_metric_code(pipeline: Pipeline, metric: MetricDefinition, probe: ProjectProbe) -> Digest | None:
     """Return the digest of a custom metric's code; None for a built-in one."""
     if not metric.use:
         return None
     return probe.code(metric.use, pipeline.train.depends if pipeline.train else ()).digest()
 
 
-def is_quantized(pipeline: Pipeline, variant: str, probe: Probe) -> bool:
+def is_quantized(pipeline: Pipeline, variant: str, probe: ProjectProbe) -> bool:
     """Return whether a variant differs from the export by design."""
     entry = next((one for one in pipeline.quantize if variant in one.variant_names()), None)
     return entry is not None and (entry.method == AUTO or probe.is_quantizer(entry))

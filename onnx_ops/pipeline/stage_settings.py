@@ -5,27 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Protocol
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import (
     EXPORT,
+    PLACEABLE,
     Attempts,
-    DataSection,
     Pipeline,
     PlacedAttempts,
     Plan,
-    Quantize,
     Stage,
     StageKind,
 )
 from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.domain.target import CustomOps, Target
-from onnx_ops.pipeline.user_code import UserCode
-from onnx_ops.ports import Context, Exporter
+from onnx_ops.ports import Exporter, Ports
 
 REQUIREMENTS = "requirements"
 """Key among a stage's tools that marks an isolated environment."""
@@ -42,57 +37,6 @@ REVISIONS: Mapping[StageKind, int] = {
     StageKind.REGISTER: 6,
 }
 """Version of a stage's code, increased when it changes the result of the same inputs."""
-
-
-class Probe(Protocol):
-    """Cheap queries of a plan. No answer imports a framework."""
-
-    def data(self, section: DataSection) -> str:
-        """Return the fingerprint of a data set."""
-        ...
-
-    def origin(self, section: DataSection) -> Mapping[str, str]:
-        """Return the origin of a data set, if its source knows."""
-        ...
-
-    def code(self, reference: str, depends: tuple[str, ...] = ()) -> UserCode:
-        """Return the source files and packages that a function depends on."""
-        ...
-
-    def model(self, path: str) -> Digest:
-        """Return the digest of an existing model file or folder."""
-        ...
-
-    def tools(self, kind: str, name: str, env: Environment | None = None, *, trains: bool = False) -> Mapping[str, str]:
-        """Return the distributions that shape a plugin's result, with versions.
-
-        Args:
-            kind: of plugin.
-            name: of the plugin.
-            env: the environment that the pipeline or the target defines.
-            trains: leave out what shapes the export only.
-        """
-        ...
-
-    def inline_files(self, entry: Quantize) -> Quantize:
-        """Return the entry with the content of the files that its options name."""
-        ...
-
-    def is_quantizer(self, entry: Quantize) -> bool:
-        """Return whether the entry's optimizer quantizes."""
-        ...
-
-    def hardware(self, target: Target) -> Digest:
-        """Return the digest of a target's hardware."""
-        ...
-
-    def arithmetic(self, target: Target) -> Arithmetic:
-        """Return how the machine of a target computes in low precision."""
-        ...
-
-    def signer(self) -> Digest | None:
-        """Return the key that signs decisions; None where runs stop at the gates."""
-        ...
 
 
 def data_id(name: str) -> str:
@@ -139,7 +83,10 @@ def make_stage(
     hints: Mapping[str, Json] | None = None,
     **rest: object,
 ) -> Stage:
-    """Make a stage; its attempts and its pool stay out of the settings and the key."""
+    """Make a stage; its attempts and its pool stay out of the settings and the key.
+
+    One that can be placed has its own process: its libraries can crash, and user code be edited while this one runs.
+    """
     pool = {"pool": section.pool} if isinstance(section, PlacedAttempts) and section.pool else {}
     return codec.from_json(
         {
@@ -150,6 +97,7 @@ def make_stage(
             "timeout": section.timeout if section else None,
             "memory": section.memory if section else None,
             "hints": {**pool, **(hints or {})},
+            "own_process": kind in PLACEABLE,
             **rest,
         },
         Stage,

@@ -219,7 +219,7 @@ def replicate(
     }
 
 
-def bca_interval(replicates: Replicates, confidence: float = CONFIDENCE) -> Interval | None:
+def bca_interval(replicates: Replicates) -> Interval | None:
     """Return the BCa bootstrap interval; None if too much is undefined.
 
     Efron 1987, Journal of the American Statistical Association 82:171-185, with tails of `_TAIL` times the nominal
@@ -236,7 +236,7 @@ def bca_interval(replicates: Replicates, confidence: float = CONFIDENCE) -> Inte
     influences = left_out.mean() - left_out if left_out.size else left_out
     fourth, size = float(np.sum(influences**4)), float(influences.size)
     degrees = max(1.0, float(np.sum(influences**2)) ** 2 / fourth - 1 if fourth > 0 else size)
-    far = special.stdtrit(degrees, 1 - _TAIL * (1 - confidence) / 2)
+    far = special.stdtrit(degrees, 1 - _TAIL * (1 - CONFIDENCE) / 2)
     levels = bias + np.array([-far, far])
     squares = float(np.sum(influences**2))
     acceleration = float(np.sum(influences**3)) / (6 * squares**1.5) if squares > 0 else 0.0
@@ -258,7 +258,7 @@ def _combine(operation: Any, one: Replicates, other: Replicates) -> Replicates:
         )
 
 
-def ratio_interval(mine: Losses, theirs: Losses, unseen: float, confidence: float = CONFIDENCE) -> Interval:
+def ratio_interval(mine: Losses, theirs: Losses, unseen: float) -> Interval:
     """Return an interval for the ratio of the means of two losses.
 
     A ratio `r` is tested by the sign of the mean of `u = mine - r * theirs` (Fieller 1954, Journal of the Royal
@@ -273,7 +273,7 @@ def ratio_interval(mine: Losses, theirs: Losses, unseen: float, confidence: floa
         unseen: rows of the worst kind that may be missing by chance.
     """
     estimate = float(mine.sum() / theirs.sum())
-    quantile = float(special.stdtrit(len(mine) - 1, (1 + confidence) / 2))
+    quantile = float(special.stdtrit(len(mine) - 1, (1 + CONFIDENCE) / 2))
     cut = int(_CUT * (len(mine) - 1))
 
     def beyond(side: int, distance: float) -> bool:

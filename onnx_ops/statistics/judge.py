@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import assert_never
 
@@ -64,14 +64,14 @@ def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
         return Decision(variant=evidence.variant, target=evidence.target, results=results)
     sound = replace(
         evidence,
-        parity=tuple(m for m in evidence.parity if m.mismatch or _is_finite_parity(m)),
-        export_parity=tuple(m for m in evidence.export_parity if m.mismatch or _is_finite_parity(m)),
-        weights=tuple(w for w in evidence.weights if _is_finite_weight(w)),
-        activations=tuple(a for a in evidence.activations if _is_finite_activation(a)),
-        comparisons=tuple(c for c in evidence.comparisons if _is_finite_ratios(c)),
-        ratios=tuple(r for r in evidence.ratios if _is_finite_ratios(r)),
-        throughput=tuple(t for t in evidence.throughput if _is_finite_throughput(t)),
-        starts=evidence.starts if evidence.starts and _is_finite_starts(evidence.starts) else None,
+        parity=tuple(m for m in evidence.parity if m.mismatch or _is_sound(m)),
+        export_parity=tuple(m for m in evidence.export_parity if m.mismatch or _is_sound(m)),
+        weights=tuple(w for w in evidence.weights if _is_sound(w)),
+        activations=tuple(a for a in evidence.activations if _is_sound(a)),
+        comparisons=tuple(c for c in evidence.comparisons if _is_sound(c)),
+        ratios=tuple(r for r in evidence.ratios if _is_sound(r)),
+        throughput=tuple(t for t in evidence.throughput if _is_sound(t)),
+        starts=evidence.starts if evidence.starts and _is_sound(evidence.starts) else None,
     )
     results = (
         *(result for gate in gates for result in _apply_gate(gate, sound)),
@@ -118,46 +118,43 @@ def _apply_gate(gate: Gate, evidence: Evidence) -> Iterator[GateResult]:
 def _find_non_finite(evidence: Evidence) -> Iterator[GateResult]:
     """Yield one ERROR for each kind of measurement with NaN or infinity, whether or not a gate needs it."""
     for name, measurements in (("outputs", evidence.parity), ("export", evidence.export_parity)):
-        for m in sorted((m for m in measurements if not _is_finite_parity(m)), key=lambda m: (m.output, m.group))[:1]:
+        for m in sorted((m for m in measurements if not _is_sound(m)), key=lambda m: (m.output, m.group))[:1]:
             yield _make_error("parity", f"output {m.output!r}, inputs {m.group!r}: a figure is not a number", name)
-    if bad := sorted(w.tensor for w in evidence.weights if not _is_finite_weight(w)):
+    if bad := sorted(w.tensor for w in evidence.weights if not _is_sound(w)):
         yield _make_error("parity", f"weight {bad[0]!r}: its error is not a number", "weights")
-    if bad_activations := sorted(a.tensor for a in evidence.activations if not _is_finite_activation(a)):
+    if bad_activations := sorted(a.tensor for a in evidence.activations if not _is_sound(a)):
         yield _make_error("parity", f"activation {bad_activations[0]!r}: a figure is not a number", "activations")
-    if against := sorted(c.against for c in evidence.comparisons if not _is_finite_ratios(c)):
+    if against := sorted(c.against for c in evidence.comparisons if not _is_sound(c)):
         yield _make_error("latency", f"a ratio against {against[0]} is not a number", f"ratio vs {against[0]}")
     if evidence.latency and not all(map(math.isfinite, evidence.latency.quantiles_ns.values())):
         yield _make_error("latency", "a quantile is not a number", "quantiles")
-    for r in sorted((r for r in evidence.ratios if not _is_finite_ratios(r)), key=lambda r: (r.figure, r.against)):
+    for r in sorted((r for r in evidence.ratios if not _is_sound(r)), key=lambda r: (r.figure, r.against)):
         yield _make_error(find_gate_kind(r.figure), "a ratio is not a number", f"{r.figure} vs {r.against}")
-    for t in (t for t in evidence.throughput if not _is_finite_throughput(t)):
+    for t in (t for t in evidence.throughput if not _is_sound(t)):
         yield _make_error("throughput", "a rate is not a positive number", throughput_metric_name(t.concurrency))
-    if evidence.starts and not _is_finite_starts(evidence.starts):
+    if evidence.starts and not _is_sound(evidence.starts):
         yield _make_error("cold_start", "a figure of a fresh process is not a positive number", "processes")
 
 
-def _is_finite_parity(m: ParityMeasurement) -> bool:
-    return all(map(math.isfinite, (m.error, m.noise, m.ratio)))
-
-
-def _is_finite_throughput(t: ThroughputMeasurement) -> bool:
-    return all(0 < rate < math.inf for rate in t.per_second)
-
-
-def _is_finite_starts(s: ColdStartMeasurement) -> bool:
-    return all(0 < value < math.inf for value in (*s.load_s, *s.first_s, *s.peak_bytes))
-
-
-def _is_finite_weight(w: WeightMeasurement) -> bool:
-    return all(math.isfinite(v) for v in (w.steps, w.output_error, w.stretch) if v is not None)
-
-
-def _is_finite_activation(a: ActivationMeasurement) -> bool:
-    return all(math.isfinite(v) for v in (a.noise, a.saturated, a.clipping, a.stretch) if v is not None)
-
-
-def _is_finite_ratios(c: LatencyComparison | PairedRatios) -> bool:
-    return all(math.isfinite(v) for pairs in (c.log_ratios, c.self_log_ratios) for pair in pairs for v in pair)
+def _is_sound(measured: object) -> bool:
+    """Return whether every figure of a measurement is a number; rates, times and sizes are positive, too."""
+    figures: Iterable[float | None]
+    match measured:
+        case ParityMeasurement():
+            figures = (measured.error, measured.noise, measured.ratio)
+        case WeightMeasurement():
+            figures = (measured.steps, measured.output_error, measured.stretch)
+        case ActivationMeasurement():
+            figures = (measured.noise, measured.saturated, measured.clipping, measured.stretch)
+        case LatencyComparison() | PairedRatios():
+            figures = (v for pairs in (measured.log_ratios, measured.self_log_ratios) for pair in pairs for v in pair)
+        case ThroughputMeasurement():
+            return all(0 < rate < math.inf for rate in measured.per_second)
+        case ColdStartMeasurement():
+            return all(0 < value < math.inf for value in (*measured.load_s, *measured.first_s, *measured.peak_bytes))
+        case _:
+            raise TypeError(f"no measurement: {measured!r}")
+    return all(math.isfinite(figure) for figure in figures if figure is not None)
 
 
 def _make_error(gate: str, reason: str, metric: str = "") -> GateResult:

@@ -145,15 +145,15 @@ def session_interval(log_ratios: Sequence[Sequence[float]], alpha_one_sided: flo
     return centre, centre - half, centre + half
 
 
-def run_interval(log_ratios: Sequence[Sequence[float]], alpha: float = ALPHA) -> tuple[float, float, float]:
+def run_interval(log_ratios: Sequence[Sequence[float]]) -> tuple[float, float, float]:
     """Return `session_interval` of one look for correlated pairs.
 
     With the correlation r of neighbours, n pairs are worth n (1 - r) / (1 + r) independent ones: the interval is wider
     by the root of that, and by the wider Student distribution of that many. r is estimated without the bias of small
     samples (Marriott and Pope 1954, Biometrika 41:390).
     """
-    estimate, low, high = session_interval(log_ratios, alpha / _SHARE)
-    factor = _compute_widening(_take_medians(log_ratios), alpha / _SHARE)
+    estimate, low, high = session_interval(log_ratios, ALPHA / _SHARE)
+    factor = _compute_widening(_take_medians(log_ratios), ALPHA / _SHARE)
     return estimate, estimate - factor * (estimate - low), estimate + factor * (high - estimate)
 
 
@@ -198,7 +198,7 @@ def find_trend(log_ratios: Sequence[Sequence[float]]) -> float | None:
     return slope * (n - 1) if is_significant and slope else None
 
 
-def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float, alpha: float = ALPHA) -> Comparison:
+def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float) -> Comparison:
     """Compare B with A: PASS with confidence below `1 + tolerance`, FAIL with confidence above.
 
     The bounds are those of `run_interval`. The first pairs of a run do not predict the rest: before the last look a
@@ -208,24 +208,22 @@ def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float, alpha: f
         log_ratios: of the blocks, one sequence for each session pair, in the order of measurement; at least one.
         tolerance: allowed slow-down as a fraction; 0 tests whether B is faster.
     """
-    ratio, low, high = (_exp(v) for v in run_interval(log_ratios, alpha))
+    ratio, low, high = (_exp(v) for v in run_interval(log_ratios))
     pairs = sum(1 for p in log_ratios if len(p))
     rest, limit = _exp(DRIFT * max(0.0, 1 - pairs / LOOKS[-1])), 1 + tolerance
     verdict = Verdict.PASS if high * rest < limit else Verdict.FAIL if low / rest > limit else Verdict.INCONCLUSIVE
     return Comparison(verdict=verdict, ratio=ratio, low=low, high=high, pairs=pairs, rest=rest)
 
 
-def estimate_pairs_needed(
-    log_ratios: Sequence[Sequence[float]], tolerance: float, *, alpha: float = ALPHA
-) -> int | None:
+def estimate_pairs_needed(log_ratios: Sequence[Sequence[float]], tolerance: float) -> int | None:
     """Return the pairs of one run that would decide at the same ratio.
 
     None if a hundred times the longest run would not be enough.
     """
-    estimate, low, high = session_interval(log_ratios, alpha / _SHARE)
+    estimate, low, high = session_interval(log_ratios, ALPHA / _SHARE)
     distance = math.log1p(tolerance) - estimate
     pairs = _take_medians(log_ratios)
-    half = (high - estimate if distance > 0 else estimate - low) * _compute_widening(pairs, alpha / _SHARE)
+    half = (high - estimate if distance > 0 else estimate - low) * _compute_widening(pairs, ALPHA / _SHARE)
     if not abs(distance) * 100 > half:
         return None
     needed = len(pairs) * (half / distance) ** 2
@@ -233,11 +231,7 @@ def estimate_pairs_needed(
 
 
 def explain_withheld_verdict(
-    log_ratios: Sequence[Sequence[float]],
-    self_log_ratios: Sequence[Sequence[float]],
-    tolerance: float,
-    *,
-    alpha: float = ALPHA,
+    log_ratios: Sequence[Sequence[float]], self_log_ratios: Sequence[Sequence[float]], tolerance: float
 ) -> str | None:
     """Return why no verdict may be given on this host, or None.
 
@@ -247,8 +241,8 @@ def explain_withheld_verdict(
     """
     if sum(1 for pair in self_log_ratios if len(pair)) < LOOKS[0]:
         return "the noise of the host was not measured"
-    comparison = compare(log_ratios, tolerance=tolerance, alpha=alpha)
-    self_estimate = session_interval(self_log_ratios, alpha)[0]
+    comparison = compare(log_ratios, tolerance=tolerance)
+    self_estimate = session_interval(self_log_ratios, ALPHA)[0]
     bias, limit = _exp(abs(self_estimate)), 1 + tolerance
     bias *= comparison.rest
     stands = {Verdict.PASS: comparison.high * bias < limit, Verdict.FAIL: comparison.low / bias > limit}
@@ -259,11 +253,7 @@ def explain_withheld_verdict(
 
 
 def should_continue(
-    log_ratios: Sequence[Sequence[float]],
-    self_log_ratios: Sequence[Sequence[float]],
-    tolerances: Sequence[float],
-    *,
-    alpha: float = ALPHA,
+    log_ratios: Sequence[Sequence[float]], self_log_ratios: Sequence[Sequence[float]], tolerances: Sequence[float]
 ) -> bool:
     """Return whether to measure up to the next look.
 
@@ -278,12 +268,10 @@ def should_continue(
         return False
     if pairs not in LOOKS:
         return True
-    undecided = any(
-        compare(log_ratios, tolerance=tolerance, alpha=alpha).verdict is Verdict.INCONCLUSIVE
+    return any(
+        compare(log_ratios, tolerance=tolerance).verdict is Verdict.INCONCLUSIVE
+        or (tolerance > 0 and explain_withheld_verdict(log_ratios, self_log_ratios, tolerance) is not None)
         for tolerance in tolerances
-    )
-    return undecided or any(
-        explain_withheld_verdict(log_ratios, self_log_ratios, t, alpha=alpha) is not None for t in tolerances if t > 0
     )
 
 
@@ -292,11 +280,9 @@ def get_next_look(pairs: int) -> int:
     return LOOKS[min(bisect.bisect_right(LOOKS, pairs), len(LOOKS) - 1)]
 
 
-def compare_latency_quantile(
-    samples_ns: npt.ArrayLike, q: float, limit_s: float, *, confidence: float = 0.95
-) -> QuantileComparison:
+def compare_latency_quantile(samples_ns: npt.ArrayLike, q: float, limit_s: float) -> QuantileComparison:
     """Compare a quantile of single runs in nanoseconds with a limit in seconds."""
-    return compare_quantile(np.asarray(samples_ns, dtype=np.float64) / 1e9, q, limit_s, confidence=confidence)
+    return compare_quantile(np.asarray(samples_ns, dtype=np.float64) / 1e9, q, limit_s)
 
 
 def compare_quantile(samples: npt.ArrayLike, q: float, limit: float, *, confidence: float = 0.95) -> QuantileComparison:
@@ -412,8 +398,7 @@ def _explain_by_probe(logs: Floats, usable: Flags, slowness: Floats) -> Floats |
         parts = min(PARTS, len(x) // FEWEST_PER_PART)
         if parts < 2:
             return 0.0
-        order = np.argsort(x, kind="stable")
-        pieces = np.array_split(order, parts)
+        pieces = np.array_split(np.argsort(x, kind="stable"), parts)
         nodes = [float(np.median(x[piece])) for piece in pieces]
         curves.append(np.interp(slowness, nodes, [float(np.median(y[piece])) for piece in pieces]))
     return np.asarray(np.mean(curves, axis=0), dtype=np.float64)

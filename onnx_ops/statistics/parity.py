@@ -186,13 +186,9 @@ def is_divergent(measurement: ParityMeasurement, factor: float = DIVERGENCE_FACT
 
 
 def find_first_divergence(
-    names: Iterable[str],
-    onnx: Tensors,
-    single: Tensors,
-    double: Tensors | None = None,
-    factor: float = DIVERGENCE_FACTOR,
+    names: Iterable[str], onnx: Tensors, single: Tensors, double: Tensors | None = None
 ) -> DivergentValue | None:
-    """Return the first value whose error exceeds `factor` times its own noise.
+    """Return the first value whose error exceeds `DIVERGENCE_FACTOR` times its own noise.
 
     Only floats are compared: integers and booleans change on a tie as soon as their inputs round differently, and a
     real fault shows at the next float. Values that one side lacks are skipped.
@@ -200,7 +196,6 @@ def find_first_divergence(
     Args:
         names: values in topological order.
         double: the source's values in float64, if it runs in that; otherwise fixed tolerances apply.
-        factor: largest error / noise of a value that does not diverge.
     """
     for name in names:
         if name not in onnx or name not in single or "f" not in (onnx[name].dtype.kind, single[name].dtype.kind):
@@ -209,7 +204,7 @@ def find_first_divergence(
         if exact is not None and exact.shape != single[name].shape:
             exact = None
         measurement = measure_output(group="", output=name, onnx=onnx[name], single=single[name], double=exact)
-        if is_divergent(measurement, factor):
+        if is_divergent(measurement):
             return DivergentValue(value=name, ratio=LARGEST if measurement.mismatch else measurement.ratio)
     return None
 

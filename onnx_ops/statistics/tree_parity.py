@@ -38,16 +38,16 @@ _CLOSE = 2.0**-21
 """Relative difference of a leaf's weight that another order of multiplication makes."""
 
 
-def jitter_rows(samples: Tensors, *, seed: int = 0, copies: int = COPIES) -> Tensors:
+def jitter_rows(samples: Tensors, *, seed: int = 0) -> Tensors:
     """Return copies of the rows with each float changed by up to `JITTER` of its size.
 
     Returns:
-        (copies * n, …) by name, copy by copy. Other types are repeated unchanged.
+        (COPIES * n, …) by name, copy by copy. Other types are repeated unchanged.
     """
     draw = np.random.default_rng(seed)
     jittered: dict[str, AnyArray] = {}
     for name, array in samples.items():
-        array_copies = np.concatenate([array] * copies)
+        array_copies = np.concatenate([array] * COPIES)
         if array.dtype.kind == "f":
             with np.errstate(over="ignore"):
                 factors = 1 + draw.uniform(-JITTER, JITTER, array_copies.shape)

@@ -8,7 +8,6 @@ from typing import ClassVar
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
 
 from onnx_ops.adapters.exporters.onnx import OnnxExporter
 from onnx_ops.adapters.runtimes.placement import GuardedRuntime
@@ -29,6 +28,7 @@ from tests.adapters.model_runs import reference
 from tests.support.external import write_external
 from tests.support.forks import fork_context
 from tests.support.golden import Golden
+from tests.support.graphs import write_graph
 from tests.support.operators import write_softsign
 from tests.support.zipmap import zipped
 
@@ -192,13 +192,9 @@ def test_a_source_that_is_too_new_for_the_runtime_is_still_asked(tmp_path: Path)
 
 def test_what_the_converter_cannot_do_is_told(tmp_path: Path) -> None:
     """LayerNormalization came with opset 17; nothing older says it."""
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in "xy")
-    node = helper.make_node("LayerNormalization", ["x", "scale"], ["y"], name="norm")
-    scale = helper.make_tensor("scale", TensorProto.FLOAT, [4], [1.0] * 4)
-    graph = helper.make_graph([node], "norm", [x], [y], [scale])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    onnx.save(model, tmp_path / "mine.onnx")
-    with pytest.raises(UserError) as caught:
+    text = "(float[batch,4] x) => (float[batch,4] y) { [norm] y = LayerNormalization(x, scale) }"
+    write_graph(tmp_path / "mine.onnx", text, scale=np.ones(4, np.float32))
+    with pytest.raises(UserError) as told:
         converted(tmp_path / "mine.onnx", section(13, 8))
     assert "LayerNormalization" in str(caught.value)
 

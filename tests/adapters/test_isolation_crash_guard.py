@@ -10,9 +10,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper
 
 from onnx_ops.adapters.isolation.crash_guard import ProcessCrashError, run_guarded
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
@@ -20,6 +18,7 @@ from onnx_ops.adapters.runtimes.placement import GuardedRuntime, guard_runtime
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.testing.models import rows
+from tests.support.graphs import write_graph
 
 CPU = Target(name="cpu")
 
@@ -118,19 +117,9 @@ def test_of_endless_output_the_end_is_kept() -> None:
 
 def write_endless(path: Path) -> None:
     """`y = x` after 2^62 rounds."""
-    value = helper.make_tensor_value_info
-    count, before, x, after, y = (
-        value(name, TensorProto.INT64 if name == "count" else TensorProto.FLOAT, [] if name == "count" else ["batch"])
-        for name in ("count", "before", "x", "after", "y")
-    )
-    condition, again = (value(name, TensorProto.BOOL, []) for name in ("condition", "again"))
-    same = helper.make_node("Identity", ["condition"], ["again"])
-    add = helper.make_node("Add", ["before", "before"], ["after"])
-    body = helper.make_graph([same, add], "round", [count, condition, before], [again, after])
-    loop = helper.make_node("Loop", ["most", "", "x"], ["y"], body=body)
-    most = helper.make_tensor("most", TensorProto.INT64, [], [1 << 62])
-    graph = helper.make_graph([loop], "endless", [x], [y], [most])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
+    body = """round (int64 count, bool condition, float[batch] before) => (bool again, float[batch] after)
+        { again = Identity(condition) after = Add(before, before) }"""
+    write_graph(path, f'(float[batch] x) => (float[batch] y) {{ y = Loop<body = {body}>(most, "", x) }}', most=1 << 62)
 
 
 def test_a_session_that_hangs_is_told(tmp_path: Path) -> None:

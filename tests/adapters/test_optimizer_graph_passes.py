@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops.adapters.optimizers.graph_passes import PassOptimizer, SimplifyOptimizer, SlimOptimizer
 from onnx_ops.adapters.optimizers.library import check_interface
@@ -29,6 +28,7 @@ from onnx_ops.testing.optimizers import OptimizerSuite
 from onnx_ops.tools.compare import compare
 from onnx_ops.tools.probing import generate_samples, shared_inputs
 from tests.support.forks import fork_context
+from tests.support.graphs import write_graph
 from tests.support.operators import write_softsign
 
 TOOLS = (SlimOptimizer, SimplifyOptimizer, PassOptimizer)
@@ -60,21 +60,10 @@ def request_for(source: Path, **options: object) -> OptimizeRequest:
 def write_untidy(path: Path) -> None:
     """`y = x * 2 + 1` on (batch, length, 4) with identities, a doubled subgraph, and sums of constants."""
     draw = np.random.default_rng(0)
-    weights = [
-        numpy_helper.from_array(draw.standard_normal(4).astype(np.float32), name) for name in ("a", "b", "unused")
-    ]
-    made = [
-        helper.make_node("Identity", ["x"], ["x1"], name="same"),
-        helper.make_node("Add", ["a", "b"], ["c"], name="constant"),
-        helper.make_node("Mul", ["x1", "c"], ["left"], name="left"),
-        helper.make_node("Mul", ["x1", "c"], ["right"], name="right"),
-        helper.make_node("Add", ["left", "right"], ["sum"], name="sum"),
-        helper.make_node("Cast", ["sum"], ["cast"], name="cast", to=TensorProto.FLOAT),
-        helper.make_node("Identity", ["cast"], ["y"], name="last"),
-    ]
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", "length", 4]) for name in "xy")
-    graph = helper.make_graph(made, "untidy", [x], [y], weights)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
+    weights = {name: draw.standard_normal(4).astype(np.float32) for name in ("a", "b", "unused")}
+    nodes = """[same] x1 = Identity(x) [constant] c = Add(a, b) [left] left = Mul(x1, c) [right] right = Mul(x1, c)
+        [sum] sum = Add(left, right) [cast] cast = Cast<to = 1>(sum) [last] y = Identity(cast)"""
+    write_graph(path, f"(float[batch,length,4] x) => (float[batch,length,4] y) {{ {nodes} }}", **weights)
 
 
 def answer_alike(request: OptimizeRequest, **dims: int) -> bool:

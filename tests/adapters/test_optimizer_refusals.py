@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
-from onnx import helper, numpy_helper
 
 from onnx_ops.adapters.optimizers import low_precision
 from onnx_ops.adapters.optimizers.low_precision import Fp16Optimizer, WeightOnlyQuantizer
@@ -18,6 +16,7 @@ from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import TooLargeError, UserError
 from onnx_ops.ports import Optimizer, OptimizeRequest
 from onnx_ops.testing.models import rows
+from tests.support.graphs import write_graph
 
 
 def request_for(source: Path, method: str = "dynamic", **section: Any) -> OptimizeRequest:
@@ -55,13 +54,10 @@ def test_what_builds_and_does_not_run_is_refused(file: Path, options: dict[str, 
 
 def write_products(path: Path, kind: str) -> None:
     """One product with a weight of that type, and one of two inputs."""
-    element = helper.np_dtype_to_tensor_dtype(np.dtype(kind))
-    x, y = (helper.make_tensor_value_info(name, element, [4, 4]) for name in "xy")
-    given = [helper.make_tensor_value_info(name, element, None) for name in ("mixed", "scores")]
-    weight = numpy_helper.from_array(np.random.default_rng(0).normal(size=(4, 3)).astype(kind), "w")
-    products = [helper.make_node("MatMul", ["x", "w"], ["mixed"]), helper.make_node("MatMul", ["x", "y"], ["scores"])]
-    graph = helper.make_graph(products, "products", [x, y], given, [weight])
-    onnx.save(helper.make_model(graph, ir_version=9, opset_imports=[helper.make_opsetid("", 18)]), path)
+    weight = np.random.default_rng(0).normal(size=(4, 3)).astype(kind)
+    form = {"float32": "float", "float64": "double"}.get(kind, kind)
+    nodes = "mixed = MatMul(x, w) scores = MatMul(x, y)"
+    write_graph(path, f"({form}[4,4] x, {form}[4,4] y) => ({form} mixed, {form} scores) {{ {nodes} }}", w=weight)
 
 
 @pytest.mark.parametrize(

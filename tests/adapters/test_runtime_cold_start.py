@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
 
 from onnx_ops.adapters.runtimes import cold_start
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
@@ -20,6 +19,7 @@ from onnx_ops.errors import MeasurementError
 from onnx_ops.ports import StartSchedule
 from onnx_ops.testing.models import rows
 from tests.adapters.runtime_places import write_identity
+from tests.support.graphs import write_graph
 
 CPU = Target(name="cpu-1t")
 MB = 1_000_000
@@ -28,16 +28,8 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 def write_table(path: Path, size_bytes: int) -> Path:
     """`y = table + x`: a weight of so many bytes and almost no work."""
-    table = numpy_helper.from_array(np.random.default_rng(0).random(size_bytes // 4, dtype=np.float32), "table")
-    graph = helper.make_graph(
-        [helper.make_node("Gather", ["table", "x"], ["y"])],
-        "table",
-        [helper.make_tensor_value_info("x", TensorProto.INT64, ["n"])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n"])],
-        [table],
-    )
-    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), path)
-    return path
+    table = np.random.default_rng(0).random(size_bytes // 4, dtype=np.float32)
+    return write_graph(path, "(int64[n] x) => (float[n] y) { y = Gather(table, x) }", table=table)
 
 
 @linux

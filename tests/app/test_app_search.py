@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops import codec
 from onnx_ops.app.context import Project, open_project
@@ -19,6 +17,7 @@ from onnx_ops.domain.pipeline import Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.quantization import SEARCH_FILE, SearchRecord
 from onnx_ops.pipeline import RunResult, SilentObserver
 from tests.support.checkout import copy_parts
+from tests.support.graphs import write_graph
 
 PIPELINE = """
 pipeline: searched
@@ -56,18 +55,9 @@ def write_project(root: Path) -> None:
     """A perceptron of two wide layers, and rows that it answers right."""
     rng = np.random.default_rng(0)
     first, second = (rng.normal(size=shape).astype(np.float32) / 8 for shape in ((64, 256), (256, 4)))
-    graph = helper.make_graph(
-        [
-            helper.make_node("MatMul", ["x", "first.w"], ["hidden"], name="first"),
-            helper.make_node("Relu", ["hidden"], ["active"], name="relu"),
-            helper.make_node("MatMul", ["active", "second.w"], ["scores"], name="second"),
-        ],
-        "searched",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 64])],
-        [helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["batch", 4])],
-        [numpy_helper.from_array(first, "first.w"), numpy_helper.from_array(second, "second.w")],
-    )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), root / "model.onnx")
+    text = """(float[batch,64] x) => (float[batch,4] scores) {
+        [first] hidden = MatMul(x, w) [relu] active = Relu(hidden) [second] scores = MatMul(active, v) }"""
+    write_graph(root / "model.onnx", text, w=first, v=second)
     for name, count in (("train", 64), ("tune", 200), ("test", 400)):
         x = rng.normal(size=(count, 64)).astype(np.float32)
         np.savez(root / f"{name}.npz", x=x, label=(np.maximum(x @ first, 0) @ second).argmax(axis=1))

@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops import codec
 from onnx_ops.app.champions import REQUEST, load_benchmark
@@ -19,6 +17,7 @@ from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.pipeline import RunResult
 from tests.support.checkout import copy_parts
+from tests.support.graphs import write_graph
 
 FEATURES, CLASSES = 256, 4
 ROWS = 20_000
@@ -50,15 +49,8 @@ SHARDS = tuple(f"score/{variant}@cpu-1t#{number}" for variant in ("fp32", "half"
 def project(tmp_path: Path) -> Project:
     rng = np.random.default_rng(0)
     weights = rng.normal(size=(FEATURES, CLASSES)).astype(np.float32)
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "weights"], ["scores"], name="product")],
-        "wide",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", FEATURES])],
-        [helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["batch", CLASSES])],
-        [numpy_helper.from_array(weights, "weights")],
-    )
-    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    onnx.save(made, tmp_path / "model.onnx")
+    text = f"(float[batch,{FEATURES}] x) => (float[batch,{CLASSES}] scores) {{ [product] scores = MatMul(x, weights) }}"
+    write_graph(tmp_path / "model.onnx", text, weights=weights)
     x = rng.normal(size=(ROWS, FEATURES)).astype(np.float32)
     label = (x @ weights + rng.normal(size=(ROWS, CLASSES))).argmax(axis=1)
     np.savez(tmp_path / "test.npz", x=x, label=label)

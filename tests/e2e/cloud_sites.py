@@ -18,7 +18,7 @@ from typing import Any
 from unittest.mock import patch
 from urllib.parse import urlsplit
 
-from onnx import TensorProto, helper, save_model
+import numpy as np
 
 from onnx_ops.adapters import azure
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
@@ -32,6 +32,7 @@ from onnx_ops.ports import Clock, EndpointProvider, MetricsSource
 from tests.adapters.azureml_parts import key_of
 from tests.support.clouds.azureml import AzureCloud
 from tests.support.clouds.sagemaker import SETTINGS, FakeSageMaker, client
+from tests.support.graphs import write_graph
 from tests.support.server import stop_endpoints
 
 POLICY = RetryPolicy(operation_s=60, answer_s=5, lag_s=1, pause_s=0.01, longest_s=0.1)
@@ -46,17 +47,10 @@ _PICK = 7
 
 def write_model(path: Path, *, scale: float, table: int = 8) -> Path:
     """y = x * table[pick], all of whose entries are `scale`; a request that picks beyond a short table's end fails."""
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        [helper.make_node("Gather", ["table", "pick"], ["picked"]), helper.make_node("Mul", ["x", "picked"], ["y"])],
-        "scale",
-        [value("x", TensorProto.FLOAT, ["batch", 1]), value("pick", TensorProto.INT64, ["batch"])],
-        [value("y", TensorProto.FLOAT, ["batch", 1])],
-        [helper.make_tensor("table", TensorProto.FLOAT, [table, 1], [scale] * table)],
-    )
     path.parent.mkdir(parents=True)
-    save_model(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), path)
-    return path
+    nodes = "picked = Gather(table, pick) y = Mul(x, picked)"
+    text = f"(float[batch,1] x, int64[batch] pick) => (float[batch,1] y) {{ {nodes} }}"
+    return write_graph(path, text, table=np.full((table, 1), scale, np.float32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops.app.context import build_context
 from onnx_ops.config.settings import load_settings
@@ -17,7 +16,8 @@ from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.quantization import Arithmetic, Budget
 from onnx_ops.domain.target import Target
 from onnx_ops.measure.search import SearchContext
-from onnx_ops.ports import Context, Dataset, PairedBenchmarkSamples, PairedBenchmarkSchedule, RunSamples, Tensors
+from onnx_ops.ports import Dataset, PairedBenchmarkSamples, PairedBenchmarkSchedule, Ports, RunSamples, Tensors
+from tests.support.graphs import write_graph
 
 LAYERS = ("first", "second", "third", "head")
 WIDTH, CLASSES = 32, 4
@@ -32,37 +32,29 @@ def write_fragile(path: Path, *, tuning: int = 200) -> dict[str, Path]:
     """A perceptron whose node `first` cannot be quantized, rows to calibrate, to tune and to score on."""
     rng = np.random.default_rng(3)
     sizes = [16, WIDTH, WIDTH, WIDTH, CLASSES]
-    stored, nodes, last = [], [], "x"
+    weights: dict[str, Any] = {}
+    nodes: list[str] = []
+    last = "x"
     for place, name in enumerate(LAYERS):
-        weights = rng.normal(size=(sizes[place], sizes[place + 1])) / np.sqrt(sizes[place])
+        weight = rng.normal(size=(sizes[place], sizes[place + 1])) / np.sqrt(sizes[place])
         if name == "first":
-            weights[0] = 0.0
-        stored.append(numpy_helper.from_array(weights.astype(np.float32), f"{name}.w"))
-        made = "scores" if name == "head" else f"{name}.out"
-        nodes.append(helper.make_node("MatMul", [last, f"{name}.w"], [made], name=name))
-        last = made
-        if name != "head":
-            last = f"{name}.act"
-            nodes.append(helper.make_node("Relu", [made], [last], name=f"{name}.relu"))
-    graph = helper.make_graph(
-        nodes,
-        "fragile",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 16])],
-        [helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["batch", CLASSES])],
-        stored,
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    onnx.save(model, path)
+            weight[0] = 0.0
+        weights[f"{name}_w"] = weight.astype(np.float32)
+        made = "scores" if name == "head" else f"{name}_out"
+        nodes.append(f"[{name}] {made} = MatMul({last}, {name}_w)")
+        last = f"{name}_act"
+        nodes += [] if name == "head" else [f"[{name}_relu] {last} = Relu({made})"]
+    text = f"(float[batch,16] x) => (float[batch,{CLASSES}] scores) {{ {' '.join(nodes)} }}"
+    write_graph(path, text, **weights)
     files = {}
     for name, count in (("train", 64), ("tune", tuning), ("test", 300)):
         x = rng.normal(size=(count, 16)).astype(np.float32)
         x[:, 0] *= LOUD
-        values = x
-        for tensor in stored[:-1]:
-            values = np.maximum(values @ numpy_helper.to_array(tensor), 0)
-        labels = (values @ numpy_helper.to_array(stored[-1])).argmax(axis=1)
+        values, *layers, head = x, *weights.values()
+        for weight in layers:
+            values = np.maximum(values @ weight, 0)
         files[name] = path.with_name(f"{name}.npz")
-        np.savez(files[name], x=x, label=labels)
+        np.savez(files[name], x=x, label=(values @ head).argmax(axis=1))
     return files
 
 
@@ -71,23 +63,9 @@ def write_words(path: Path) -> None:
     rng = np.random.default_rng(3)
     table = rng.normal(size=(500, WIDTH)).astype(np.float32)
     head = rng.normal(size=(WIDTH, CLASSES)).astype(np.float32)
-    graph = helper.make_graph(
-        [
-            helper.make_node("Gather", ["table.w", "x"], ["rows"], name="table"),
-            helper.make_node("ReduceMean", ["rows", "axes"], ["mean"], name="mean", keepdims=0),
-            helper.make_node("MatMul", ["mean", "head.w"], ["scores"], name="head"),
-        ],
-        "words",
-        [helper.make_tensor_value_info("x", TensorProto.INT64, ["batch", 5])],
-        [helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["batch", CLASSES])],
-        [
-            numpy_helper.from_array(table, "table.w"),
-            numpy_helper.from_array(head, "head.w"),
-            numpy_helper.from_array(np.array([1]), "axes"),
-        ],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    onnx.save(model, path)
+    text = f"""(int64[batch,5] x) => (float[batch,{CLASSES}] scores) {{ [table] rows = Gather(table_w, x)
+        [mean] mean = ReduceMean<keepdims = 0>(rows, axes) [head] scores = MatMul(mean, head_w) }}"""
+    write_graph(path, text, axes=np.array([1]), table_w=table, head_w=head)
     for name in ("train", "tune"):
         x = rng.integers(0, len(table), (200, 5))
         labels = (table[x].mean(axis=1) @ head).argmax(axis=1)

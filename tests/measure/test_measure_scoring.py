@@ -147,21 +147,16 @@ def test_f1_of_scores(model: Path, scores: Any, average: Any) -> None:
     assert estimate(found) == pytest.approx(reference.f1_score(truth, seen, average=how))
 
 
-def test_auc_reads_the_column_of_the_positive_label(model: Path, scores: Any) -> None:
+@pytest.mark.parametrize(("names", "positive"), [([0, 1, 2], 1), (["ant", "bee", "cat"], "bee")])
+def test_auc_reads_the_column_of_the_positive_label(
+    model: Path, scores: Any, names: list[Any], positive: int | str
+) -> None:
     from sklearn import metrics as reference
 
-    label = labels_of(scores)
-    found = measured({CANDIDATE: model}, label, MetricDefinition(name="auc", positive=1))
-    assert estimate(found) == pytest.approx(reference.roc_auc_score(label == 1, scores[:, 1]))
-
-
-def test_labels_that_are_texts_have_their_columns_in_order(model: Path, scores: Any) -> None:
-    from sklearn import metrics as reference
-
-    label = np.array(["ant", "bee", "cat"])[labels_of(scores)]
-    found = measured({CANDIDATE: model}, label, ACCURACY, MetricDefinition(name="auc", positive="bee"))
+    label = np.array(names)[labels_of(scores)]
+    found = measured({CANDIDATE: model}, label, ACCURACY, MetricDefinition(name="auc", positive=positive))
     assert found.counts[0].both == 90
-    assert estimate(found) == pytest.approx(reference.roc_auc_score(label == "bee", scores[:, 1]))
+    assert estimate(found) == pytest.approx(reference.roc_auc_score(label == positive, scores[:, 1]))
 
 
 def test_embeddings_without_labels_are_held_against_the_other_model(model: Path, tmp_path: Path) -> None:
@@ -271,11 +266,9 @@ class TestReading:
     def test_whole_numbers_are_columns(self, label: list[int], count: int) -> None:
         assert find_column_labels(np.array(label), count, "").tolist() == list(range(count))
 
-    def test_batches_of_other_shapes_do_not_fit_together(self) -> None:
+    def test_batches_of_other_shapes_do_not_fit_together_and_whole_fractions_are_labels(self) -> None:
         with pytest.raises(UserError, match="from batch to batch"):
             join_predictions([Prediction(values=np.ones((2, 3))), Prediction(values=np.ones((2, 4)))])
-
-    def test_labels_of_one_column_and_whole_fractions(self) -> None:
         found = prepare_label(ACCURACY, np.array([[1.0], [0.0]]))
         assert found is not None
         assert (found.dtype.kind, found.tolist()) == ("i", [1, 0])
@@ -290,7 +283,7 @@ class TestGroups:
         assert [(c.groups, c.change_effect > 1, c.value_effect > 1) for c in found.counts] == [(25, True, True)] * 2
         assert found.grouped == ()
 
-    def test_scores_resample_groups(self, model: Path, scores: Any) -> None:
+    def test_scores_resample_groups_unless_they_are_few(self, model: Path, scores: Any) -> None:
         plain, by_group = (
             alone(measured({CANDIDATE: model}, labels_of(scores), F1, data={"group": group}))
             for group in (None, np.arange(ROWS) // 4)
@@ -300,10 +293,8 @@ class TestGroups:
         assert by_group.candidate is not None
         assert by_group.candidate.estimate == plain.candidate.estimate
         assert by_group.candidate.low < plain.candidate.low
-
-    def test_few_groups_give_no_interval(self, model: Path, scores: Any) -> None:
-        found = measured({CANDIDATE: model}, labels_of(scores), F1, data={"group": np.arange(ROWS) // 10})
-        assert "10 groups are too few" in alone(found).undefined
+        few = measured({CANDIDATE: model}, labels_of(scores), F1, data={"group": np.arange(ROWS) // 10})
+        assert "10 groups are too few" in alone(few).undefined
 
     def test_an_array_of_ids_that_nothing_names_is_told(self, model: Path, scores: Any) -> None:
         both, columns = {CANDIDATE: model, "fp32": model}, {"patient": np.arange(ROWS) // 4}

@@ -95,8 +95,7 @@ def test_clip_that_became_a_range_is_put_back(tmp_path: Path, format_: str) -> N
     from onnx_ops.adapters.optimizers.library import BatchReader
     from onnx_ops.onnx_graph.model_info import read_model_info
 
-    source, derived = tmp_path / "source.onnx", tmp_path / "derived.onnx"
-    write_perceptron(source)
+    source, derived = write_perceptron(tmp_path / "source.onnx"), tmp_path / "derived.onnx"
     model = onnx.load(source)
     for node in model.graph.node:
         if node.name == "second_relu":

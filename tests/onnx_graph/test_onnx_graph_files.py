@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -19,10 +21,12 @@ from onnx_ops.errors import NotFoundError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.onnx_graph import files
 from onnx_ops.onnx_graph.compatibility import check_model, explain_version_limits
 from onnx_ops.onnx_graph.files import read_model, read_structure, resolve_external_files, write_model
-from onnx_ops.onnx_graph.model_info import read_lineage, read_model_info, write_lineage
+from onnx_ops.onnx_graph.instrumentation import write_with_outputs
+from onnx_ops.onnx_graph.model_info import count_operators, read_lineage, read_model_info, write_lineage
 from onnx_ops.onnx_graph.rewrites import flatten_biases, renumber_names, restore_metadata
 from onnx_ops.testing.models import CLASSES, FEATURES, write_perceptron
 from tests.support.external import write_external
+from tests.support.graphs import parse_graph
 
 
 def test_a_file_says_what_it_is(perceptron: Path) -> None:
@@ -61,6 +65,8 @@ def test_weights_outside_the_folder_are_refused(tmp_path: Path, location: str) -
     for read in (read_model_info, check_model, read_model, read_lineage):
         with pytest.raises(RefusedError, match="outside its folder"):
             read(path)
+    with pytest.raises(RefusedError, match="outside its folder"):
+        write_with_outputs(path, ["y"], path.with_name("copy.onnx"))
 
 
 def test_missing_files_are_told_apart_from_wrong_ones(tmp_path: Path) -> None:
@@ -88,20 +94,30 @@ def test_a_damaged_file_never_gives_a_traceback(perceptron: Path, data: st.DataO
             read(perceptron)
 
 
-def test_an_invalid_graph_is_refused_with_its_reason(perceptron: Path) -> None:
-    model = onnx.load(perceptron)
+def no_outputs(model: onnx.ModelProto) -> None:
+    model.graph.ClearField("output")
+
+
+def unknown_input(model: onnx.ModelProto) -> None:
     model.graph.node[0].input[0] = "nobody"
-    perceptron.write_bytes(model.SerializeToString())
-    with pytest.raises(UserError, match="nobody"):
-        check_model(perceptron)
 
 
-def test_shapes_that_do_not_fit_are_refused_with_their_reason(perceptron: Path) -> None:
-    model = onnx.load(perceptron)
+def unfit_shape(model: onnx.ModelProto) -> None:
     model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = FEATURES + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "why"), [(no_outputs, "no outputs"), (unknown_input, "nobody"), (unfit_shape, "ShapeInferenceError")]
+)
+def test_an_invalid_graph_is_refused_with_its_reason(
+    perceptron: Path, change: Callable[[onnx.ModelProto], None], why: str
+) -> None:
+    model = onnx.load(perceptron)
+    change(model)
     perceptron.write_bytes(model.SerializeToString())
-    with pytest.raises(UserError, match="not valid ONNX"):
+    with pytest.raises(UserError, match=f"not valid ONNX.*{why}") as caught:
         check_model(perceptron)
+    assert caught.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -109,8 +125,7 @@ def test_shapes_that_do_not_fit_are_refused_with_their_reason(perceptron: Path) 
     [(18, 10, ""), (21, 10, "set export.opset: 18"), (18, 11, "set export.ir_version: 10")],
 )
 def test_a_target_has_a_ceiling(tmp_path: Path, opset: int, ir_version: int, word: str) -> None:
-    path = tmp_path / "model.onnx"
-    write_perceptron(path, opset=opset, ir_version=ir_version)
+    path = write_perceptron(tmp_path / "model.onnx", opset=opset, ir_version=ir_version)
     reason = explain_version_limits(read_model_info(path), Target(name="old", max_opset=18, max_ir_version=10))
     assert word in reason
     assert bool(reason) is bool(word)
@@ -159,64 +174,47 @@ def test_a_derived_model_is_brought_in_line_with_its_source(perceptron: Path) ->
 
 
 def test_biases_that_are_rows_become_vectors_unless_others_use_them() -> None:
-    values = {name: numpy_helper.from_array(np.ones((1, 4), np.float32), name) for name in ("own", "shared")}
-    nodes = [
-        helper.make_node("Gemm", ["x", "w", "own"], ["a"]),
-        helper.make_node("Gemm", ["a", "w", "shared"], ["b"]),
-        helper.make_node("Add", ["b", "shared"], ["y"]),
-    ]
-    model = helper.make_model(helper.make_graph(nodes, "g", [], [], list(values.values())))
+    rows: dict[str, Any] = {name: np.ones((1, 4), np.float32) for name in ("own", "shared")}
+    nodes = "a = Gemm(x, w, own) b = Gemm(a, w, shared) y = Add(b, shared)"
+    model = parse_graph(f"(float x) => (float y) {{ {nodes} }}", **rows)
     flatten_biases(model)
     assert [list(tensor.dims) for tensor in model.graph.initializer] == [[4], [1, 4]]
 
 
 def test_weights_that_come_in_any_order_are_numbered_and_kept_as_they_are_used() -> None:
-    def model(order: tuple[str, str]) -> onnx.ModelProto:
-        weights = {
-            name: numpy_helper.from_array(np.array(value, np.float32), name)
-            for name, value in zip(order, (1, 2), strict=True)
-        }
-        nodes = [helper.make_node("Add", ["x", order[0]], ["h"]), helper.make_node("Mul", ["h", order[1]], ["y"])]
-        return helper.make_model(helper.make_graph(nodes, "g", [], [], [weights[name] for name in sorted(weights)]))
-
-    made = [model(order) for order in (("w__7", "w__3"), ("w__3", "w__7"))]
-    for one in made:
-        renumber_names(one, r"__(\d+)")
-    first, second = (one.SerializeToString(deterministic=True) for one in made)
-    assert first == second
+    made = []
+    for first, second in (("w__7", "w__3"), ("w__3", "w__7")):
+        weights: dict[str, Any] = dict(sorted({first: np.float32(1), second: np.float32(2)}.items()))
+        text = f"(float x) => (float y) {{ h = Add(x, {first}) y = Mul(h, {second}) }}"
+        made.append(parse_graph(text, **weights))
+        renumber_names(made[-1], r"__(\d+)")
+    assert made[0] == made[1]
     assert [weight.name for weight in made[0].graph.initializer] == ["w__0", "w__1"]
     assert [float(numpy_helper.to_array(weight)) for weight in made[0].graph.initializer] == [1.0, 2.0]
 
 
 def test_generated_numbers_are_counted_anew_and_stay_distinct() -> None:
-    def model(first: int) -> onnx.ModelProto:
-        inner = helper.make_graph(
-            [helper.make_node("Identity", [f"t_{first + 5}"], [f"t_{first + 9}"])], "inner", [], []
-        )
-        nodes = [
-            helper.make_node("Relu", ["x"], [f"t_{first}"], name="t"),
-            helper.make_node("Relu", [f"t_{first}"], [f"t_{first + 5}"], name=f"t_{first}_relu"),
-            helper.make_node("If", ["c"], ["y"], then_branch=inner, else_branch=inner),
-        ]
-        return helper.make_model(helper.make_graph(nodes, "g", [], []))
-
-    results = []
+    made = []
     for first in (3, 40):
-        made = model(first)
-        renumber_names(made, r"t_(\d+)")
-        results.append(made.SerializeToString(deterministic=True))
-        assert made.graph.node[0].output[0] == made.graph.node[1].input[0] != made.graph.node[1].output[0]
-        assert made.graph.node[2].attribute[0].g.node[0].input[0] == made.graph.node[1].output[0]
-    assert results[0] == results[1]
+        one, other, last = f"t_{first}", f"t_{first + 5}", f"t_{first + 9}"
+        branch = f"a () => ({last}) {{ {last} = Identity({other}) }}"
+        nodes = f"[t] {one} = Relu(x) [{one}_relu] {other} = Relu({one})"
+        text = f"{nodes} y = If<then_branch = {branch}, else_branch = {branch}>(c)"
+        made.append(parse_graph(f"(float x, bool c) => (float y) {{ {text} }}"))
+        renumber_names(made[-1], r"t_(\d+)")
+    assert made[0] == made[1]
+    nodes = made[0].graph.node
+    assert nodes[0].output[0] == nodes[1].input[0] != nodes[1].output[0]
+    assert nodes[2].attribute[0].g.node[0].input[0] == nodes[1].output[0]
 
 
-def test_a_graph_without_outputs_is_refused(perceptron: Path) -> None:
-    model = read_model(perceptron)
-    model.graph.ClearField("output")
-    perceptron.write_bytes(model.SerializeToString())
-    with pytest.raises(UserError, match="no outputs") as caught:
-        check_model(perceptron)
-    assert caught.value.remedy
+def test_count_operators_names_the_version_that_a_definition_is_of() -> None:
+    domains = {"com.microsoft": 1, "ai.onnx.ml": 3, "acme": 1}
+    nodes = "a = Relu(x) b = Relu(a) c = com.microsoft.Gelu(b) d = ai.onnx.ml.Scaler(c) y = acme.Own(d)"
+    function = '<domain: "acme", opset_import: ["" : 18]> Own (x) => (y) { y = Relu(x) }'
+    model = parse_graph(f"(float[1] x) => (float[1] y) {{ {nodes} }} {function}", opset=13, domains=domains)
+    counts = {"Relu-13": 3, "acme::Own": 1, "ai.onnx.ml::Scaler-1": 1, "com.microsoft::Gelu": 1}
+    assert count_operators(model) == counts
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops.adapters.optimizers.low_precision import WeightOnlyQuantizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
@@ -24,6 +22,7 @@ from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.onnx_graph.int8_coverage import advise, measure_int8_coverage
 from onnx_ops.ports import Optimizer, OptimizeRequest
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
+from tests.support.graphs import write_graph
 
 TARGET = Target(name="cpu")
 
@@ -49,8 +48,7 @@ def test_a_perceptron_is_covered_but_for_what_is_excluded(method: str, perceptro
 
 
 def test_convolutions_are_covered(tmp_path: Path) -> None:
-    write_convolution(tmp_path / "model.onnx")
-    assert covered(tmp_path / "model.onnx", "static", images(32)).int8 == ("first", "second")
+    assert covered(write_convolution(tmp_path / "model.onnx"), "static", images(32)).int8 == ("first", "second")
 
 
 def test_an_excluded_node_that_the_runtime_quantizes_itself_is_told(perceptron: Path) -> None:
@@ -66,54 +64,26 @@ def test_without_optimization_no_pair_is_fused(perceptron: Path) -> None:
     assert [one.name for one in found.floats] == ["first", "second", "third"]
 
 
-def graph_of(nodes: list[Any], path: Path, zero: Any) -> Path:
-    stored = {"w": np.ones((4, 4), dtype=np.float32), "s": np.float32(0.1), "z": zero, "k": np.ones((4, 4, 1, 1), "f4")}
-    graph = helper.make_graph(
-        nodes,
-        "rewritten",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(np.asarray(array), name) for name, array in stored.items()],
-    )
-    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
-    path.write_bytes(model.SerializeToString())
-    return path
-
-
-UINT8 = np.uint8(0)
-PAIR = [
-    helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
-    helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"]),
-]
-BACK = [
-    helper.make_node("QuantizeLinear", ["o", "s", "z"], ["p"]),
-    helper.make_node("DequantizeLinear", ["p", "s", "z"], ["y"]),
-]
+PAIR = "q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z)"
+BACK = "p = QuantizeLinear(o, s, z) y = DequantizeLinear(p, s, z)"
 
 
 @pytest.mark.parametrize(
     ("nodes", "zero", "reason"),
     [
-        (
-            [helper.make_node("MatMul", ["x", "w"], ["y"])],
-            np.uint8(0),
-            "not quantized: it comes in float from the model",
-        ),
-        (
-            [helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Gemm", ["r", "w"], ["y"])],
-            np.uint8(0),
-            "from Relu",
-        ),
-        ([helper.make_node("MatMul", ["x", "x"], ["y"])], UINT8, "no constant weight"),
-        ([*PAIR, helper.make_node("MatMul", ["d", "w"], ["y"])], UINT8, "the model output follows instead"),
-        ([*PAIR, helper.make_node("MatMul", ["d", "w"], ["o"]), *BACK], UINT8, "though input and output"),
-        ([*PAIR, helper.make_node("MatMul", ["d", "w"], ["y"])], np.int8(0), "activations are int8"),
-        ([*PAIR, helper.make_node("MatMul", ["d", "x"], ["y"])], UINT8, "no constant weight"),
-        ([helper.make_node("ConvTranspose", ["x", "k"], ["y"])], UINT8, "no int8 kernel"),
+        ("y = MatMul(x, w)", np.uint8(0), "not quantized: it comes in float from the model"),
+        ("r = Relu(x) y = Gemm(r, w)", np.uint8(0), "from Relu"),
+        ("y = MatMul(x, x)", np.uint8(0), "no constant weight"),
+        (f"{PAIR} y = MatMul(d, w)", np.uint8(0), "the model output follows instead"),
+        (f"{PAIR} o = MatMul(d, w) {BACK}", np.uint8(0), "though input and output"),
+        (f"{PAIR} y = MatMul(d, w)", np.int8(0), "activations are int8"),
+        (f"{PAIR} y = MatMul(d, x)", np.uint8(0), "no constant weight"),
+        ("y = ConvTranspose(x, k)", np.uint8(0), "no int8 kernel"),
     ],
 )
-def test_each_reason_is_told(nodes: list[Any], zero: Any, reason: str, tmp_path: Path) -> None:
-    path = graph_of(nodes, tmp_path / "rewritten.onnx", zero)
+def test_each_reason_is_told(nodes: str, zero: Any, reason: str, tmp_path: Path) -> None:
+    stored = {"w": np.ones((4, 4), "f4"), "k": np.ones((4, 4, 1, 1), "f4"), "s": np.float32(0.1), "z": zero}
+    path = write_graph(tmp_path / "rewritten.onnx", f"(float[batch,4] x) => (float y) {{ {nodes} }}", **stored)
     (found,) = measure_int8_coverage(path, path).floats
     assert reason in found.reason
 
@@ -200,15 +170,8 @@ def test_weights_of_eight_bits_saturate_without_vnni(maker: Maker, optimizer: Op
 
 def test_the_recipe_keeps_sums_right_on_this_machine(tmp_path: Path) -> None:
     """Products at the ends of their ranges, where a CPU without VNNI cuts sums of two of them to 16 bits."""
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"], name="product")],
-        "ends",
-        [helper.make_tensor_value_info("x", 1, ["batch", 64])],
-        [helper.make_tensor_value_info("y", 1, ["batch", 8])],
-        [numpy_helper.from_array(np.ones((64, 8), np.float32), "w")],
-    )
-    source, path = tmp_path / "ends.onnx", tmp_path / "int8.onnx"
-    write_model(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), source)
+    text = "(float[batch,64] x) => (float[batch,8] y) { [product] y = MatMul(x, w) }"
+    source, path = write_graph(tmp_path / "ends.onnx", text, w=np.ones((64, 8), np.float32)), tmp_path / "int8.onnx"
     data = {"x": np.ones((4, 64), np.float32)}
     machine = detect_arithmetic(OnnxRuntime().fingerprint(TARGET), TARGET)
     section = Quantize(name="v", method="static", calibrate=Calibrate())
@@ -248,43 +211,30 @@ def test_what_was_excluded_on_purpose_is_no_finding_but_what_is_not_heeded_is(ma
     assert about(maker.advice(exclude=("second",)), "excluded, and yet in int8").nodes == ("second",)
 
 
-def test_convolutions_quantized_anew_in_each_run_are_slow(maker: Maker) -> None:
+def test_a_method_that_saves_no_time_is_told(maker: Maker) -> None:
+    maker.make(WeightOnlyQuantizer())
+    assert "saves memory" in about(maker.advice(), "blocks").finding
+    assert not [one for one in maker.advice(Arithmetic(family="accelerator")) if "blocks" in one.finding]
     maker.convolution().make(DynamicQuantizer(), per_channel=False, op_types=["Conv"])
     assert about(maker.advice(), "convolutions find their ranges anew").setting == "method: static"
 
 
-def test_weights_in_blocks_save_no_time_on_a_cpu(maker: Maker) -> None:
-    maker.make(WeightOnlyQuantizer())
-    assert "saves memory" in about(maker.advice(), "blocks").finding
-    assert not [one for one in maker.advice(Arithmetic(family="accelerator")) if "blocks" in one.finding]
-
-
-def test_casts_within_a_graph_are_told_and_those_at_its_ends_are_not(tmp_path: Path) -> None:
-    nodes = [
-        helper.make_node("Cast", ["x"], ["a"], name="enters", to=TensorProto.FLOAT16),
-        helper.make_node("Add", ["a", "half"], ["b"]),
-        helper.make_node("Cast", ["b"], ["c"], name="up", to=TensorProto.FLOAT),
-        helper.make_node("Erf", ["c"], ["d"]),
-        helper.make_node("Cast", ["d"], ["e"], name="down", to=TensorProto.FLOAT16),
-        helper.make_node("Add", ["e", "half"], ["f"]),
-        helper.make_node("Cast", ["f"], ["y"], name="leaves", to=TensorProto.FLOAT),
-    ]
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in ("x", "y")]
-    half = numpy_helper.from_array(np.array(1, np.float16), "half")
+@pytest.mark.parametrize(
+    ("nodes", "told"),
+    [
+        ("[up] c = Cast<to = 1>(b) d = Erf(c) [down] e = Cast<to = 10>(d)", ("up", "down")),
+        ("e = Identity(b)", ()),
+    ],
+)
+def test_casts_within_a_graph_are_told_and_those_at_its_ends_are_not(
+    nodes: str, told: tuple[str, ...], tmp_path: Path
+) -> None:
+    text = f"[enters] a = Cast<to = 10>(x) b = Add(a, half) {nodes} f = Add(e, half) [leaves] y = Cast<to = 1>(f)"
     path = tmp_path / "half.onnx"
-    for chosen, expected in ((nodes, ("up", "down")), ([*nodes[:2], replaced_input(nodes[6], "b")], ())):
-        graph = helper.make_graph(chosen, "half", ends[:1], ends[1:], [half])
-        write_model(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), path)
-        found = advise(path, path, TARGET, VNNI, None)
-        assert tuple(name for one in found for name in one.nodes) == expected
-        assert all("keep:" in one.setting for one in found)
-
-
-def replaced_input(node: onnx.NodeProto, name: str) -> onnx.NodeProto:
-    changed = onnx.NodeProto()
-    changed.CopyFrom(node)
-    changed.input[0] = name
-    return changed
+    write_graph(path, f"(float[batch,4] x) => (float[batch,4] y) {{ {text} }}", half=np.float16(1))
+    found = advise(path, path, TARGET, VNNI, None)
+    assert tuple(name for one in found for name in one.nodes) == told
+    assert all("keep:" in one.setting for one in found)
 
 
 @pytest.mark.parametrize("name", ["session.x64quantprecision", "session.qdqisint8allowed"])

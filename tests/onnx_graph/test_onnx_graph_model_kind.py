@@ -9,6 +9,7 @@ import pytest
 
 from onnx_ops.onnx_graph.model_kind import read_candidate_kind
 from onnx_ops.testing.models import write_perceptron
+from tests.support.graphs import write_graph
 from tests.support.pairs import derive
 
 
@@ -34,8 +35,7 @@ def test_kind_of_the_same_file_says_so(perceptron: Path) -> None:
 
 
 def test_kind_of_another_opset_and_graph_lists_both(perceptron: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other.onnx"
-    write_perceptron(other, opset=19)
+    other = write_perceptron(tmp_path / "other.onnx", opset=19)
     assert read_candidate_kind(perceptron, other).changes == ("opset 19, was 18",)
     model = onnx.load(other)
     model.graph.node[2].op_type = "FusedRelu"
@@ -46,11 +46,7 @@ def test_kind_of_another_opset_and_graph_lists_both(perceptron: Path, tmp_path: 
 
 
 def test_graph_without_weights_is_float16_by_its_inputs(tmp_path: Path) -> None:
-    text = (
-        '<ir_version: 9, opset_import: ["" : 18]> g (float16[N,4] x) => (float16[N,4] y) '
-        "{ one = Constant<value: tensor = float {1.0}>()\n half = Cast<to: int = 10>(one)\n y = Add(x, half) }"
-    )
-    path = tmp_path / "half.onnx"
-    onnx.save(onnx.parser.parse_model(text), path)
+    text = "(float16[N,4] x) => (float16[N,4] y) { one = Constant<value_float = 1.0>() half = Cast<to = 10>(one)"
+    path = write_graph(tmp_path / "half.onnx", f"{text} y = Add(x, half) }}")
     found = read_candidate_kind(path, path)
     assert (found.candidate.precision, found.candidate.why) == ("float16", "its inputs are float16")

@@ -3,46 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import onnx
+import numpy as np
 import pytest
-from onnx import TensorProto, helper
 
-from onnx_ops.onnx_graph.model_summary import estimate_cost
-from onnx_ops.testing.models import CLASSES, FEATURES, HIDDEN, SIDE, write_convolution, write_perceptron
+from onnx_ops.onnx_graph.model_summary import ModelCost, estimate_cost
+from onnx_ops.testing.models import CLASSES, FEATURES, HIDDEN, SIDE, write_convolution
 from tests.support.external import write_external
-
-X: list[int | str] = ["batch", 4, 6]
-OPSETS = [helper.make_opsetid("", 18), helper.make_opsetid("own", 1)]
+from tests.support.graphs import write_graph
 
 
-def write(path: Path, nodes: list[onnx.NodeProto], weights: dict[str, list[int]], shape: list[int | str] = X) -> Path:
-    """A model of those nodes from `x` to `y`; weights are zeros."""
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [
-            helper.make_tensor(name, TensorProto.FLOAT, dims, bytes(4 * _size(dims)), raw=True)
-            for name, dims in weights.items()
-        ],
-    )
-    onnx.save(helper.make_model(graph, opset_imports=OPSETS, ir_version=10), path)
-    return path
-
-
-def _size(dims: list[int]) -> int:
-    total = 1
-    for size in dims:
-        total *= size
-    return total
+def cost_of(folder: Path, nodes: str, shape: str = "batch,4,6", batch: int = 1, **sizes: tuple[int, ...]) -> ModelCost:
+    """The cost of nodes from `x` to `y`; weights are zeros."""
+    stored: dict[str, Any] = {name: np.zeros(size, np.float32) for name, size in sizes.items()}
+    text = f"(float[{shape}] x) => (float y) {{ {nodes} }}"
+    if "own.F" in nodes:
+        text += ' <domain: "own", opset_import: ["" : 18]> F (a, b) => (c) { c = MatMul(a, b) }'
+    return estimate_cost(write_graph(folder / "m.onnx", text, domains={"own": 1}, **stored), batch=batch)
 
 
 @pytest.mark.parametrize("batch", [1, 5])
-def test_a_perceptron(tmp_path: Path, batch: int) -> None:
-    write_perceptron(tmp_path / "m.onnx")
-    found = estimate_cost(tmp_path / "m.onnx", batch=batch)
+def test_a_perceptron(perceptron: Path, batch: int) -> None:
+    found = estimate_cost(perceptron, batch=batch)
     assert found.macs == {"MatMul": batch * FEATURES * HIDDEN, "Gemm": batch * (HIDDEN * HIDDEN + HIDDEN * CLASSES)}
     assert found.flops == 2 * batch * (FEATURES * HIDDEN + HIDDEN * HIDDEN + HIDDEN * CLASSES)
     assert found.weight_bytes == 4 * 467
@@ -51,56 +34,33 @@ def test_a_perceptron(tmp_path: Path, batch: int) -> None:
 
 
 def test_a_convolution(tmp_path: Path) -> None:
-    write_convolution(tmp_path / "m.onnx")
     inner = SIDE - 2
-    assert estimate_cost(tmp_path / "m.onnx").macs == {"Conv": SIDE * SIDE * 4 * 9 + inner * inner * CLASSES * 4 * 9}
+    found = estimate_cost(write_convolution(tmp_path / "m.onnx"))
+    assert found.macs == {"Conv": SIDE * SIDE * 4 * 9 + inner * inner * CLASSES * 4 * 9}
 
 
 def test_other_operators_that_multiply(tmp_path: Path) -> None:
-    lstm = helper.make_node("LSTM", ["x", "w", "r"], ["y"], hidden_size=3)
-    found = estimate_cost(write(tmp_path / "lstm.onnx", [lstm], {"w": [1, 12, 6], "r": [1, 12, 3]}), batch=2)
-    assert found.macs == {"LSTM": 2 * 4 * (12 * 6 + 12 * 3)}
-    turned = helper.make_node("ConvTranspose", ["x", "w"], ["y"])
-    assert estimate_cost(write(tmp_path / "t.onnx", [turned], {"w": [4, 2, 3]})).macs == {
-        "ConvTranspose": 4 * 6 * 2 * 3
-    }
-    gemm = helper.make_node("Gemm", ["x", "w"], ["y"], transA=1)
-    assert estimate_cost(write(tmp_path / "g.onnx", [gemm], {"w": [7, 3]}, [7, 2])).macs == {"Gemm": 7 * 2 * 3}
+    lstm = cost_of(tmp_path, "y = LSTM<hidden_size = 3>(x, w, r)", batch=2, w=(1, 12, 6), r=(1, 12, 3))
+    assert lstm.macs == {"LSTM": 2 * 4 * (12 * 6 + 12 * 3)}
+    assert cost_of(tmp_path, "y = ConvTranspose(x, w)", w=(4, 2, 3)).macs == {"ConvTranspose": 4 * 6 * 2 * 3}
+    assert cost_of(tmp_path, "y = Gemm<transA = 1>(x, w)", "7,2", w=(7, 3)).macs == {"Gemm": 7 * 2 * 3}
+    in_a_function = cost_of(tmp_path, "y = own.F(x, w)", w=(6, 2))
+    assert in_a_function.macs == {"MatMul": 4 * 6 * 2}
 
 
 def test_what_is_not_counted_is_told(tmp_path: Path) -> None:
-    nodes = [
-        helper.make_node("Einsum", ["x", "x"], ["z"], equation="bij,bij->b"),
-        helper.make_node("Secret", ["z"], ["y"], domain="own"),
-    ]
-    found = estimate_cost(write(tmp_path / "m.onnx", nodes, {}))
-    assert found.uncounted == {"Einsum": 1, "Secret": 1}
-    assert (found.macs, found.unknown_values) == ({}, 1)
+    found = cost_of(tmp_path, 'z = Einsum<equation = "bij,bij->b">(x, x) y = own.Secret(z)')
+    assert (found.macs, found.uncounted, found.unknown_values) == ({}, {"Einsum": 1, "Secret": 1}, 1)
+    unfit = cost_of(tmp_path, "y = Gemm(x, w)", w=(9, 2))
+    assert (unfit.macs, unfit.uncounted) == ({}, {"Gemm": 1})
 
 
 def test_named_dimensions_have_the_size_that_is_asked_for(tmp_path: Path) -> None:
-    matmul = helper.make_node("MatMul", ["x", "w"], ["y"])
-    path = write(tmp_path / "m.onnx", [matmul], {"w": [6, 2]}, ["batch", "length", 6])
+    text = "(float[batch,length,6] x) => (float y) { y = MatMul(x, w) }"
+    path = write_graph(tmp_path / "m.onnx", text, w=np.zeros((6, 2), np.float32))
     assert estimate_cost(path).macs == {"MatMul": 8 * 6 * 2}
-    assert estimate_cost(path, dims={"length": 100}).macs == {"MatMul": 100 * 6 * 2}
-    assert estimate_cost(path, dims={"length": 100}).dims == {"batch": 1, "length": 100}
-
-
-def test_functions_are_looked_into(tmp_path: Path) -> None:
-    body = [helper.make_node("MatMul", ["a", "b"], ["c"])]
-    function = helper.make_function("own", "F", ["a", "b"], ["c"], body, [helper.make_opsetid("", 18)])
-    path = write(tmp_path / "m.onnx", [helper.make_node("F", ["x", "w"], ["y"], domain="own")], {"w": [6, 2]})
-    model = onnx.load(path)
-    model.functions.append(function)
-    onnx.save(model, path)
-    assert estimate_cost(path).macs == {"MatMul": 4 * 6 * 2}
-
-
-def test_shapes_that_do_not_fit_give_no_figures_and_a_reason(tmp_path: Path) -> None:
-    gemm = helper.make_node("Gemm", ["x", "w"], ["y"])
-    found = estimate_cost(write(tmp_path / "m.onnx", [gemm], {"w": [9, 2]}))
-    assert found.macs == {}
-    assert found.uncounted == {"Gemm": 1}
+    found = estimate_cost(path, dims={"length": 100})
+    assert (found.macs, found.dims) == ({"MatMul": 100 * 6 * 2}, {"batch": 1, "length": 100})
 
 
 def test_external_weights_are_counted_and_not_read(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -14,52 +15,45 @@ from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.python_source import write_python_source
 from onnx_ops.testing.models import write_convolution, write_perceptron
 from tests.support.external import write_external
+from tests.support.graphs import parse_graph, write_graph
 
 
-def rebuilt(source: Path, output: Path) -> onnx.ModelProto:
-    subprocess.run([sys.executable, source, output], check=True, timeout=60)
-    return onnx.load(output, load_external_data=False)
+def rebuilt(path: Path) -> tuple[list[str], onnx.ModelProto]:
+    """The files of its source, and the model that it builds."""
+    files = write_python_source(path, path.with_name("source.py"))
+    subprocess.run([sys.executable, files[0], path.with_name("n.onnx")], check=True, timeout=60)
+    return [file.name for file in files], onnx.load(path.with_name("n.onnx"), load_external_data=False)
 
 
 @pytest.mark.parametrize("write", [write_perceptron, write_convolution])
-def test_it_builds_the_same_model(write: object, tmp_path: Path) -> None:
-    assert callable(write)
-    write(tmp_path / "m.onnx")
-    files = write_python_source(tmp_path / "m.onnx", tmp_path / "source.py")
-    assert [file.name for file in files] == ["source.py", "source.py.weights"]
-    assert rebuilt(files[0], tmp_path / "n.onnx") == onnx.load(tmp_path / "m.onnx")
-    assert "op_type='Relu'" in files[0].read_text()
+def test_it_builds_the_same_model(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    path = write(tmp_path / "m.onnx")
+    assert rebuilt(path) == (["source.py", "source.py.weights"], onnx.load(path))
+    assert "op_type='Relu'" in (tmp_path / "source.py").read_text()
 
 
 def test_external_weights_stay_where_they_are(tmp_path: Path) -> None:
     write_external(tmp_path / "m.onnx", "weights.bin")
-    files = write_python_source(tmp_path / "m.onnx", tmp_path / "source.py")
-    assert [file.name for file in files] == ["source.py"]
-    assert rebuilt(files[0], tmp_path / "n.onnx") == onnx.load(tmp_path / "m.onnx", load_external_data=False)
+    assert rebuilt(tmp_path / "m.onnx") == (["source.py"], onnx.load(tmp_path / "m.onnx", load_external_data=False))
 
 
 def test_branches_functions_and_odd_numbers_survive(tmp_path: Path) -> None:
-    then = helper.make_graph([helper.make_node("Relu", ["x"], ["a"])], "then", [], [])
-    node = helper.make_node("If", ["c"], ["y"], then_branch=then, else_branch=then)
+    branches = "then_branch = a () => (a) { a = Relu(x) }, else_branch = b () => (b) { b = Neg(x) }"
+    text = f'(bool c, float x) => (float y) {{ y = If<{branches}>(c) }} <domain: "own"> F (a) => (b) {{ b = Neg(a) }}'
     odd = helper.make_tensor("odd", TensorProto.FLOAT, [4], [float("nan"), float("inf"), -float("inf"), 1e-45])
-    function = helper.make_function("own", "F", ["a"], ["b"], [helper.make_node("Neg", ["a"], ["b"])], [])
-    model = helper.make_model(helper.make_graph([node], "g", [], [], [odd]), functions=[function])
-    onnx.save(model, tmp_path / "m.onnx")
-    assert write_python_source(tmp_path / "m.onnx", tmp_path / "s.py")
-    assert rebuilt(tmp_path / "s.py", tmp_path / "n.onnx").SerializeToString() == model.SerializeToString()
+    path = write_graph(tmp_path / "m.onnx", text, odd=odd)
+    assert rebuilt(path)[1].SerializeToString() == onnx.load(path).SerializeToString()
 
 
 def test_names_are_data_and_never_code(tmp_path: Path) -> None:
     """Names of the file, of nodes and of the domain that would end a literal, were they not escaped."""
     evil = '"""\nopen("owned", "w")\n\'\'\'{0}'
-    node = helper.make_node("Relu", ["x"], ["y"], name=evil, domain=evil, doc_string=evil)
-    graph = helper.make_graph([node], evil, [], [], doc_string=evil)
-    model = helper.make_model(graph, producer_name=evil)
-    model.graph.output.add(name="y")
+    model = parse_graph("(float x) => (float y) { y = Relu(x) }")
+    node = model.graph.node[0]
+    node.name = node.domain = node.doc_string = model.graph.name = model.graph.doc_string = model.producer_name = evil
     path = tmp_path / 'm"""\nopen("owned", "w")\n.onnx'.replace("/", "")
     onnx.save(model, path)
-    write_python_source(path, tmp_path / "s.py")
-    assert rebuilt(tmp_path / "s.py", tmp_path / "n.onnx") == model
+    assert rebuilt(path)[1] == model
     assert not (tmp_path / "owned").exists()
     assert not Path("owned").exists()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 
 from onnx_ops.adapters.optimizers.library import BatchReader
@@ -21,6 +21,7 @@ from onnx_ops.onnx_graph.quantized_activations import expand_integer_operators, 
 from onnx_ops.onnx_graph.quantized_weights import read_quantized_weights
 from onnx_ops.onnx_graph.rewrites import flatten_biases
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
+from tests.support.graphs import parse_graph
 
 
 def quantized(folder: Path, write: Callable[[Path], Any], feed: Any, *, per_channel: bool = True) -> tuple[Path, Path]:
@@ -70,17 +71,13 @@ def test_a_consumer_that_reads_otherwise_than_was_written_is_another_reader(tmp_
     assert [n.input[1] for n in readers] == ["other"]
 
 
-def test_an_unknown_integer_operator_and_an_old_opset_are_not_passed_over(tmp_path: Path) -> None:
-    node = helper.make_node("QLinearReduceMean", ["x", "s", "z", "s", "z"], ["y"], domain="com.microsoft")
-    ends = [helper.make_tensor_value_info(name, TensorProto.UINT8, [1]) for name in "xy"]
-    graph = helper.make_graph([node], "g", ends[:1], ends[1:])
-    for opset, text in ((18, "QLinearReduceMean"), (12, "opset 12")):
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
-        with pytest.raises(MeasurementError, match=text):
-            expand_integer_operators(model, "model.onnx")
+def test_an_unknown_integer_operator_and_an_old_opset_are_not_passed_over() -> None:
+    text = "(uint8[1] x) => (uint8[1] y) { y = com.microsoft.QLinearReduceMean(x, s, z, s, z) }"
+    for opset, message in ((18, "QLinearReduceMean"), (12, "opset 12")):
+        with pytest.raises(MeasurementError, match=message):
+            expand_integer_operators(parse_graph(text, opset=opset, domains={"com.microsoft": 1}), "model.onnx")
 
 
-def test_a_graph_without_integer_operators_is_itself(tmp_path: Path) -> None:
-    write_perceptron(tmp_path / "source.onnx")
-    model = read_model(tmp_path / "source.onnx")
+def test_a_graph_without_integer_operators_is_itself(perceptron: Path) -> None:
+    model = read_model(perceptron)
     assert expand_integer_operators(model, "") is model

@@ -23,29 +23,18 @@ from onnx_ops.testing.models import rows, write_perceptron
 
 # Functions of the package `sklearn`, which takes long to import, and the names of data.
 ESTIMATORS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "tree, 3 classes": (lambda sk: sk.tree.DecisionTreeClassifier(max_depth=4, random_state=0), "iris"),
-    "tree, 2 classes": (lambda sk: sk.tree.DecisionTreeClassifier(max_leaf_nodes=9, random_state=0), "breast_cancer"),
-    "tree, numbers": (lambda sk: sk.tree.DecisionTreeRegressor(max_depth=4, random_state=0), "diabetes"),
-    "forest, 3 classes": (
-        lambda sk: sk.ensemble.RandomForestClassifier(5, class_weight="balanced", random_state=0),
-        "iris",
-    ),
-    "forest, 2 classes": (
-        lambda sk: sk.ensemble.RandomForestClassifier(5, max_leaf_nodes=9, random_state=0),
-        "breast_cancer",
-    ),
-    "forest, numbers": (lambda sk: sk.ensemble.RandomForestRegressor(5, max_depth=5, random_state=0), "diabetes"),
-    "extra trees": (lambda sk: sk.ensemble.ExtraTreesClassifier(5, random_state=0), "iris"),
-    "boosting, 3 classes": (lambda sk: sk.ensemble.GradientBoostingClassifier(n_estimators=5, random_state=0), "iris"),
-    "boosting, 2 classes": (
-        lambda sk: sk.ensemble.GradientBoostingClassifier(n_estimators=5, random_state=0),
-        "breast_cancer",
-    ),
-    "boosting, numbers": (lambda sk: sk.ensemble.GradientBoostingRegressor(n_estimators=5, random_state=0), "diabetes"),
+    "tree, 3 classes": (lambda sk: sk.tree.DecisionTreeClassifier(max_depth=4), "iris"),
+    "tree, 2 classes": (lambda sk: sk.tree.DecisionTreeClassifier(max_leaf_nodes=9), "breast_cancer"),
+    "tree, numbers": (lambda sk: sk.tree.DecisionTreeRegressor(max_depth=4), "diabetes"),
+    "forest, 3 classes": (lambda sk: sk.ensemble.RandomForestClassifier(5, class_weight="balanced"), "iris"),
+    "forest, 2 classes": (lambda sk: sk.ensemble.RandomForestClassifier(5, max_leaf_nodes=9), "breast_cancer"),
+    "forest, numbers": (lambda sk: sk.ensemble.RandomForestRegressor(5, max_depth=5), "diabetes"),
+    "extra trees": (lambda sk: sk.ensemble.ExtraTreesClassifier(5), "iris"),
+    "boosting, 3 classes": (lambda sk: sk.ensemble.GradientBoostingClassifier(n_estimators=5), "iris"),
+    "boosting, 2 classes": (lambda sk: sk.ensemble.GradientBoostingClassifier(n_estimators=5), "breast_cancer"),
+    "boosting, numbers": (lambda sk: sk.ensemble.GradientBoostingRegressor(n_estimators=5), "diabetes"),
     "scaled forest": (
-        lambda sk: sk.pipeline.make_pipeline(
-            sk.preprocessing.StandardScaler(), sk.ensemble.RandomForestClassifier(5, random_state=0)
-        ),
+        lambda sk: sk.pipeline.make_pipeline(sk.preprocessing.StandardScaler(), sk.ensemble.RandomForestClassifier(5)),
         "breast_cancer",
     ),
 }
@@ -57,7 +46,9 @@ def exported(make: Callable[[Any], Any], data: str, path: Path) -> tuple[Any, An
 
     x, y = getattr(sklearn.datasets, f"load_{data}")(return_X_y=True)
     x = x.astype(np.float32)
-    model = make(sklearn).fit(x, y)
+    model = make(sklearn)
+    random = {name: 0 for name in model.get_params() if name.rpartition("__")[2] == "random_state"}
+    model.set_params(**random).fit(x, y)
     request = ExportRequest(section=Export(framework="sklearn"), samples={"x": x}, path=path)
     SklearnExporter().export(model, request)
     return model, x
@@ -78,14 +69,17 @@ def attribute(model: onnx.ModelProto, name: str) -> Any:
     return next(a for node in model.graph.node for a in node.attribute if a.name == name)
 
 
+def splits_of(model: onnx.ModelProto) -> list[int]:
+    return [place for place, mode in enumerate(attribute(model, "nodes_modes").strings) if mode != b"LEAF"]
+
+
 def test_every_changed_threshold_and_leaf_is_told(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     model, _ = exported(*ESTIMATORS["forest, 3 classes"], path)
     trees = SklearnExporter().trees(model)
     assert trees is not None
     whole = onnx.load(path)
-    modes = attribute(whole, "nodes_modes").strings
-    splits = [place for place, mode in enumerate(modes) if mode != b"LEAF"]
+    splits = splits_of(whole)
     leaves = [place for place, weight in enumerate(attribute(whole, "class_weights").floats) if weight]
     for name, places in (("nodes_values", splits), ("class_weights", leaves)):
         for place in places[:: max(1, len(places) // 8)]:
@@ -196,20 +190,12 @@ def test_a_good_export_answers_every_probe_like_its_source(forest: tuple[Any, di
 def test_nearly_every_moved_threshold_is_seen(forest: tuple[Any, dict[str, Any], Path], tmp_path: Path) -> None:
     model, samples, path = forest
     probes = build_split_probes(path, samples)
-    correct = onnx.load(path)
-    places = [
-        place
-        for node in correct.graph.node
-        for attribute in node.attribute
-        if attribute.name == "nodes_modes"
-        for place, mode in enumerate(attribute.strings)
-        if mode != b"LEAF"
-    ]
+    places = splits_of(onnx.load(path))
     seen = 0
     for place in places[::4]:
         moved = onnx.load(path)
-        values = next(a for n in moved.graph.node for a in n.attribute if a.name == "nodes_values")
-        values.floats[place] += 0.05 * abs(values.floats[place]) + 0.01
+        values = attribute(moved, "nodes_values").floats
+        values[place] += 0.05 * abs(values[place]) + 0.01
         onnx.save(moved, tmp_path / "moved.onnx")
         seen += differing(model, probes, tmp_path / "moved.onnx") > 0
     assert seen >= 0.9 * len(places[::4])
@@ -233,8 +219,7 @@ def test_a_circle_and_a_feature_out_of_range_are_borne(forest: tuple[Any, dict[s
     _, samples, path = forest
     for name, value in (("nodes_truenodeids", 0), ("nodes_featureids", 99)):
         model = onnx.load(path)
-        attribute = next(a for n in model.graph.node for a in n.attribute if a.name == name)
-        attribute.ints[1] = value
+        attribute(model, name).ints[1] = value
         onnx.save(model, path.with_name("odd.onnx"))
         probes = build_split_probes(path.with_name("odd.onnx"), samples)
         assert (probes is None) == (name == "nodes_featureids")

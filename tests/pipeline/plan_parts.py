@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_json
 from onnx_ops.domain.decision import Decision
@@ -32,6 +33,7 @@ from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.pipeline import UserCode
+from onnx_ops.pipeline.probe import ProjectProbe
 from onnx_ops.ports import Work
 
 TARGETS = {name: Target(name=name) for name in ("cpu", "edge")}
@@ -59,10 +61,11 @@ PIPELINE = Pipeline(
 )
 
 
-@dataclass
-class TableProbe:
+@dataclass(frozen=True)
+class TableProbe(ProjectProbe):
     """What the world says; change a field to change the world."""
 
+    ports: Any = None
     world: dict[str, str] = field(default_factory=dict)
     key: Digest | None = field(default_factory=lambda: digest_bytes(b"key"))
 

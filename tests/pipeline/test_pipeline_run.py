@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -55,22 +57,22 @@ def test_a_second_run_executes_nothing() -> None:
     assert statuses(again) == {StageStatus.CACHED}
 
 
-def test_other_gates_run_only_gates_and_what_follows_them() -> None:
+@pytest.mark.parametrize(
+    ("some", "no_cache", "kinds"),
+    [
+        (OTHER_GATES, (), {StageKind.GATE, StageKind.REGISTER, StageKind.PROMOTE, StageKind.DEPLOY}),
+        (PLAN, (StageKind.BENCHMARK,), {StageKind.BENCHMARK}),
+    ],
+    ids=["other gates", "fresh kinds"],
+)
+def test_only_what_changed_or_is_asked_for_runs_again(
+    some: Plan, no_cache: tuple[StageKind, ...], kinds: set[StageKind]
+) -> None:
     handler = CountingHandler()
     go(handler)
     handler.calls.clear()
-    go(handler, OTHER_GATES)
-    kinds = {OTHER_GATES[name].kind for name in handler.calls}
-    assert kinds == {StageKind.GATE, StageKind.REGISTER, StageKind.PROMOTE, StageKind.DEPLOY}
-
-
-def test_fresh_kinds_run_again() -> None:
-    handler = CountingHandler()
-    go(handler)
-    handler.calls.clear()
-    go(handler, no_cache=[StageKind.BENCHMARK])
-    assert {PLAN[name].kind for name in handler.calls} == {StageKind.BENCHMARK}
-    assert len(handler.calls) == 6
+    go(handler, some, no_cache=no_cache)
+    assert sorted(handler.calls) == sorted(stage.id for stage in some.stages if stage.kind in kinds)
 
 
 def test_a_failure_stops_what_needs_it_and_nothing_else() -> None:
@@ -102,9 +104,8 @@ def test_disk_that_cannot_be_used_stops_the_run(number: int) -> None:
 
 
 def test_result_that_may_not_be_read_stops_the_run() -> None:
-    handler = CountingHandler(unreadable={"quantize/int8-static": StorageError("closed")})
     with pytest.raises(StorageError):
-        go(handler)
+        go(CountingHandler(unreadable={"quantize/int8-static": StorageError("closed")}))
 
 
 def test_what_was_tolerated_is_an_input_once_it_succeeds() -> None:
@@ -143,6 +144,7 @@ def test_a_known_result_that_cannot_be_read_fails_its_stage_only() -> None:
 @pytest.mark.parametrize("spoilt", [None, "train", "quantize/int8-dynamic", "gate/fp32@cpu", "register"])
 def test_a_preview_says_what_a_run_does(spoilt: str | None) -> None:
     handler = CountingHandler()
+    assert set(preview(PLAN, handler=handler).values()) == {None}
     first = go(handler)
     if spoilt is not None:
         key = first.outcomes[spoilt].key
@@ -154,14 +156,7 @@ def test_a_preview_says_what_a_run_does(spoilt: str | None) -> None:
     would_run = {name for name, outcome in foreseen.items() if outcome is None}
     assert set(handler.calls) <= would_run
     assert all(result.outcomes[name] == outcome for name, outcome in foreseen.items() if outcome is not None)
-    if spoilt is None:
-        assert not would_run
-    else:
-        assert spoilt in would_run
-
-
-def test_before_a_first_run_a_preview_knows_nothing() -> None:
-    assert set(preview(PLAN, handler=CountingHandler()).values()) == {None}
+    assert spoilt in would_run if spoilt else not would_run
 
 
 def test_observers_and_executors_are_told_everything() -> None:
@@ -177,25 +172,24 @@ def test_observers_and_executors_are_told_everything() -> None:
     assert again.events[1:] == [f"cached {stage.id}" for stage in PLAN.stages]
 
 
-def attempt(stage: Stage, *errors: OnnxOpsError) -> tuple[int, type[OnnxOpsError] | None]:
-    """How often the work was done, and what it came to."""
-    handler = CountingHandler(errors={stage.id: list(errors)})
-    key = stage.key({})
-    try:
-        InlineExecutor().run(stage, lambda: handler.execute(stage, key, {}), handler.decision)
-    except OnnxOpsError as error:
-        return len(handler.calls), type(error)
-    return len(handler.calls), None
-
-
-def test_only_failures_of_the_environment_are_tried_again() -> None:
-    stage = replace(PLAN["train"], retries=2)
-    assert attempt(stage, StageError("a")) == (2, None)
-    assert attempt(stage, StageError("a"), InfrastructureError("b")) == (3, None)
-    assert attempt(stage, StageError("a"), StageError("b"), InfrastructureError("c")) == (3, InfrastructureError)
-    assert attempt(stage, UserError("a")) == (1, UserError)
-    assert attempt(stage, ConflictError("a")) == (1, ConflictError)
-    assert attempt(replace(stage, retries=0), StageError("a")) == (1, StageError)
+@pytest.mark.parametrize(
+    ("retries", "errors", "calls", "raised"),
+    [
+        (2, [StageError("a")], 2, None),
+        (2, [StageError("a"), InfrastructureError("b")], 3, None),
+        (2, [StageError("a"), StageError("b"), InfrastructureError("c")], 3, InfrastructureError),
+        (2, [UserError("a")], 1, UserError),
+        (2, [ConflictError("a")], 1, ConflictError),
+        (0, [StageError("a")], 1, StageError),
+    ],
+)
+def test_only_failures_of_the_environment_are_tried_again(
+    retries: int, errors: list[OnnxOpsError | OSError], calls: int, raised: type[OnnxOpsError] | None
+) -> None:
+    stage, handler = replace(PLAN["train"], retries=retries), CountingHandler(errors={"train": list(errors)})
+    with pytest.raises(raised) if raised else nullcontext():
+        InlineExecutor().run(stage, lambda: handler.execute(stage, stage.key({}), {}), handler.decision)
+    assert len(handler.calls) == calls
 
 
 def test_what_another_run_does_meanwhile_is_taken_and_not_done_again() -> None:
@@ -303,16 +297,13 @@ def test_results_come_in_the_order_of_the_items_whatever_ends_first() -> None:
 def test_a_piece_of_work_that_raises_stops_no_other() -> None:
     done: list[int] = []
 
-    def work(number: int) -> Callable[[], None]:
-        def run_it() -> None:
-            if number == 1:
-                raise ValueError("one")
-            done.append(number)
-
-        return run_it
+    def work(number: int) -> None:
+        if number == 1:
+            raise ValueError("one")
+        done.append(number)
 
     with DaemonThreadPool[None](2) as pool:
-        given_work = [pool.submit(work(number)) for number in range(4)]
+        given_work = [pool.submit(partial(work, number)) for number in range(4)]
         with pytest.raises(ValueError, match="one"):
             given_work[1].result(TIMEOUT_S)
         for number in (0, 2, 3):

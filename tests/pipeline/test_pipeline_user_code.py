@@ -55,25 +55,21 @@ def edited(project: Path, name: str, reference: str = "model:train", depends: tu
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["model.py", "helper.py", "tools/__init__.py", "tools/shapes.py", "tools/colours.py", "tools/deep/inner.py"],
+    ("reference", "imported"),
+    [
+        ("model", {"model", "helper", "tools/__init__", "tools/shapes", "tools/colours", "tools/deep/inner"}),
+        ("tools.deep.inner", {"tools/__init__", "tools/deep/__init__"}),  # which run when it is imported
+        ("space.code", {"space/code", "helper"}),  # in a folder without __init__, within a function
+    ],
 )
-def test_what_is_imported_counts(project: Path, name: str) -> None:
-    assert edited(project, name)
+def test_what_is_imported_counts(project: Path, reference: str, imported: set[str]) -> None:
+    for name in imported:
+        assert edited(project, f"{name}.py", f"{reference}:train"), name
 
 
 @pytest.mark.parametrize("name", ["unrelated.py", "tools/unused.py", "data.txt", "space/code.py"])
 def test_what_is_not_imported_does_not_count(project: Path, name: str) -> None:
     assert not edited(project, name)
-
-
-@pytest.mark.parametrize("name", ["tools/__init__.py", "tools/deep/__init__.py"])
-def test_the_packages_around_a_module_run_when_it_is_imported(project: Path, name: str) -> None:
-    assert edited(project, name, "tools.deep.inner:train")
-
-
-def test_a_folder_without_init_is_a_package_too_and_functions_may_import(project: Path) -> None:
-    assert edited(project, "helper.py", "space.code:train")
 
 
 def test_declared_files_count(project: Path) -> None:
@@ -82,18 +78,12 @@ def test_declared_files_count(project: Path) -> None:
         collect_user_code(("model:train",), project, ("missing.txt",))
 
 
-def test_a_checkout_of_this_product_below_the_root_does_not_count(project: Path) -> None:
+@pytest.mark.parametrize("file", ["onnx_ops/__init__.py", "tools.py"], ids=["of this product", "beside a package"])
+def test_a_module_that_another_one_hides_does_not_count(project: Path, file: str) -> None:
     (project / "onnx_ops").mkdir()
-    (project / "model.py").write_text("import onnx_ops\n\ndef train(): ...\n")
+    (project / "model.py").write_text("import onnx_ops, tools\n\ndef train(): ...\n")
     before = collect_user_code(("model:train",), project)
-    (project / "onnx_ops" / "__init__.py").write_text("# edited")
-    assert collect_user_code(("model:train",), project) == before
-
-
-def test_a_package_wins_over_a_module_of_the_same_name(project: Path) -> None:
-    (project / "tools.py").write_text("")
-    before = collect_user_code(("model:train",), project)
-    (project / "tools.py").write_text("# edited")
+    (project / file).write_text("# edited")
     assert collect_user_code(("model:train",), project) == before
 
 
@@ -168,13 +158,10 @@ def test_a_name_is_found_whatever_stands_around_it(
 ) -> None:
     root = tmp_path_factory.mktemp("project")
     (root / "nets.py").touch()
+    (root / "file").touch()
+    assert find_referenced_modules(root / "file", root) == frozenset()
     (root / "file").write_bytes(before + b"\x8c\x04nets" + after)
     assert "nets" in find_referenced_modules(root / "file", root)
-
-
-def test_an_empty_file_names_nothing(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert find_referenced_modules(tmp_path / "file", tmp_path) == frozenset()
 
 
 @pytest.fixture
@@ -207,21 +194,17 @@ def test_pickle_names_classes_of_a_package_under_development(project: Path, libr
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("file", "source", "imported"),
     [
-        "import importlib\nimportlib.import_module('unrelated')\n",
-        "from importlib import import_module\nimport_module('unrelated')\n",
-        "__import__('unrelated')\n",
+        ("helper.py", "import importlib\nimportlib.import_module('unrelated')\n", "unrelated.py"),
+        ("helper.py", "from importlib import import_module\nimport_module('unrelated')\n", "unrelated.py"),
+        ("helper.py", "__import__('unrelated')\n", "unrelated.py"),
+        ("tools/shapes.py", "import importlib\nimportlib.import_module('.unused', __package__)\n", "tools/unused.py"),
     ],
 )
-def test_import_by_a_name_that_stands_there_counts(project: Path, source: str) -> None:
-    (project / "helper.py").write_text(source)
-    assert edited(project, "unrelated.py")
-
-
-def test_relative_import_by_name_counts(project: Path) -> None:
-    (project / "tools" / "shapes.py").write_text("import importlib\nimportlib.import_module('.unused', __package__)\n")
-    assert edited(project, "tools/unused.py")
+def test_import_by_a_name_that_stands_there_counts(project: Path, file: str, source: str, imported: str) -> None:
+    (project / file).write_text(source)
+    assert edited(project, imported)
 
 
 def test_installed_package_counts_with_its_version(project: Path) -> None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from onnx import TensorProto, helper
 
 from onnx_ops import codec
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
@@ -18,6 +17,7 @@ from onnx_ops.measure.reference_outputs import ReferenceGroup, put_reference
 from onnx_ops.pipeline.stages.validate import execute
 from onnx_ops.statistics.probes import REAL
 from onnx_ops.testing.fakes import FakeWorld
+from tests.support.graphs import write_graph
 
 
 def test_an_export_that_does_not_run_has_a_mismatch(tmp_path: Path) -> None:
@@ -35,15 +35,10 @@ def test_an_export_that_does_not_run_has_a_mismatch(tmp_path: Path) -> None:
 
 
 def test_a_model_that_answers_nothing_but_nan_is_a_mismatch_although_its_source_does_too(tmp_path: Path) -> None:
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 2]) for name in ("x", "y")]
-    graph = helper.make_graph([helper.make_node("Log", ["x"], ["y"])], "g", values[:1], values[1:])
-    opset = helper.make_opsetid("", 18)
-    (tmp_path / "m.onnx").write_bytes(
-        helper.make_model(graph, ir_version=10, opset_imports=[opset]).SerializeToString()
-    )
+    path = write_graph(tmp_path / "m.onnx", "(float[batch,2] x) => (float[batch,2] y) { y = Log(x) }")
     for value, mismatches in ((-1, 1), (1, 0)):
         rows = np.full((3, 2), value, np.float32)
         with np.errstate(invalid="ignore"):
             group = ReferenceGroup(name=REAL, inputs={"x": rows}, single={"y": np.log(rows)}, double=None)
-        found = measure_parity(OnnxRuntime(), tmp_path / "m.onnx", REFERENCE_TARGET, [group])
+        found = measure_parity(OnnxRuntime(), path, REFERENCE_TARGET, [group])
         assert len([one for one in found if "NaN" in one.mismatch]) == mismatches

@@ -36,21 +36,27 @@ def decision(
 FP32 = decision("fp32", Verdict.PASS)
 
 
-def test_the_export_stands_unless_a_variant_is_faster_with_confidence() -> None:
-    slower = decision("int8", Verdict.PASS, faster=False, ratio=0.9)
-    unknown = decision("fp16", Verdict.PASS)
-    assert choose([FP32, slower, unknown]).variant == "fp32"
-    faster = decision("int4", Verdict.PASS, faster=True, ratio=0.95)
-    assert choose([FP32, slower, faster, unknown]).variant == "int4"
+SLOWER, FASTER = decision("int8", Verdict.PASS, faster=False, ratio=0.9), decision("int4", Verdict.PASS, faster=True)
+UNKNOWN, FAILED = decision("fp16", Verdict.PASS), decision("fp32", Verdict.FAIL)
+FAST = [decision(n, Verdict.PASS, faster=True, ratio=r) for n, r in (("a", 0.8), ("b", 0.6), ("c", 0.6))]
 
 
-def test_the_fastest_wins_and_the_first_of_equals() -> None:
-    variants = [
-        decision(name, Verdict.PASS, faster=True, ratio=ratio) for name, ratio in [("a", 0.8), ("b", 0.6), ("c", 0.6)]
-    ]
-    found = choose([FP32, *variants])
-    assert (found.variant, found.verdict) == ("b", Verdict.PASS)
-    assert "0.6x" in found.reason
+@pytest.mark.parametrize(
+    ("decisions", "variant", "reason"),
+    [
+        ([FP32, SLOWER, UNKNOWN], "fp32", "no passing variant is faster with confidence"),
+        ([FP32, SLOWER, FASTER, UNKNOWN], "int4", ""),
+        ([FP32, *FAST], "b", "0.6x"),
+        ([FAILED, UNKNOWN, decision("b", Verdict.PASS, faster=False, ratio=1.1)], "b", "fp32 does not pass"),
+    ],
+    ids=["the export stands", "a variant is faster", "the first of the fastest", "the export does not pass"],
+)
+def test_the_export_stands_unless_a_variant_is_faster_with_confidence(
+    decisions: list[Decision], variant: str, reason: str
+) -> None:
+    found = choose(decisions)
+    assert (found.variant, found.verdict) == (variant, Verdict.PASS)
+    assert reason in found.reason
 
 
 def gated(variant: str, p_value: float | None, *, verdict: Verdict = Verdict.PASS, ratio: float = 0.5) -> Decision:
@@ -65,34 +71,33 @@ def gated(variant: str, p_value: float | None, *, verdict: Verdict = Verdict.PAS
 class TestFamily:
     """One of several variants at the limit passes by chance more often than one alone."""
 
-    def test_one_variant_passes_at_the_full_level(self) -> None:
-        assert choose([FP32, gated("a", 0.049)]).variant == "a"
+    OTHERS = tuple(gated(name, 0.5, verdict=Verdict.INCONCLUSIVE) for name in "bcdef")
+    SURE = tuple(gated(name, 1e-6, ratio=0.9) for name in "bcd")
+    BAD = tuple(gated(name, 0.999, verdict=Verdict.FAIL) for name in "ef")
+    EXPORT = replace(gated("fp32", 0.04), faster_than_export=None, latency_ratio=None)
+    UNSURE = gated("fp32", 0.2, verdict=Verdict.INCONCLUSIVE)
 
-    def test_one_of_six_needs_more(self) -> None:
-        others = [gated(name, 0.5, verdict=Verdict.INCONCLUSIVE) for name in "bcdef"]
-        found = choose([FP32, gated("a", 0.02), *others])
-        assert found.variant == "fp32"
-        assert "a passes the metric gate alone" in found.reason
-        assert choose([FP32, gated("a", 0.005), *others]).variant == "a"
+    @pytest.mark.parametrize(
+        ("decisions", "variant"),
+        [
+            pytest.param((FP32, gated("a", 0.049)), "a", id="one alone at the full level"),
+            pytest.param((FP32, gated("a", 0.02), *OTHERS), "fp32", id="one of six needs more"),
+            pytest.param((FP32, gated("a", 0.005), *OTHERS), "a", id="one of six has more"),
+            pytest.param((FP32, gated("a", 0.04), *SURE, *BAD), "a", id="sure and bad ones cost little"),
+            pytest.param((EXPORT, gated("a", 0.04)), "a", id="a passing export comes first"),
+            pytest.param((UNSURE, gated("a", 0.04)), None, id="an export that does not pass is one of them"),
+            pytest.param((FP32, gated("a", None), gated("b", None)), "a", id="old evidence is no family"),
+        ],
+    )
+    def test_a_variant_passes_as_one_of_those_that_were_tried(
+        self, decisions: tuple[Decision, ...], variant: str | None
+    ) -> None:
+        assert choose(decisions).variant == variant
 
-    def test_variants_that_surely_pass_or_surely_fail_cost_the_others_little(self) -> None:
-        sure = [gated(name, 1e-6, ratio=0.9) for name in "bcd"]
-        bad = [gated(name, 0.999, verdict=Verdict.FAIL) for name in "ef"]
-        assert choose([FP32, gated("a", 0.04), *sure, *bad]).variant == "a"
-
-    def test_nothing_left_is_inconclusive(self) -> None:
-        failing = decision("fp32", Verdict.FAIL)
-        found = choose([failing, gated("a", 0.04), gated("b", 0.04)])
+    def test_what_passes_alone_only_is_named_and_nothing_left_is_inconclusive(self) -> None:
+        assert "a passes the metric gate alone" in choose([FP32, gated("a", 0.02), *self.OTHERS]).reason
+        found = choose([FAILED, gated("a", 0.04), gated("b", 0.04)])
         assert (found.variant, found.verdict) == (None, Verdict.INCONCLUSIVE)
-
-    def test_a_passing_export_comes_first_at_the_full_level(self) -> None:
-        export = replace(gated("fp32", 0.04), faster_than_export=None, latency_ratio=None)
-        assert choose([export, gated("a", 0.04)]).variant == "a"
-        unsure = gated("fp32", 0.2, verdict=Verdict.INCONCLUSIVE)
-        assert choose([unsure, gated("a", 0.04)]).variant is None
-
-    def test_decisions_of_old_evidence_are_no_family(self) -> None:
-        assert choose([FP32, *(gated(name, None) for name in "ab")]).variant == "a"
 
     def test_prospects_of_a_good_and_a_bad_variant(self) -> None:
         result = GateResult(
@@ -108,14 +113,6 @@ class TestFamily:
             is estimate_prospects(replace(result, metric="accuracy"), 1)
             is None
         )
-
-
-def test_without_a_passing_export_the_fastest_passing_variant_serves() -> None:
-    failed = decision("fp32", Verdict.FAIL)
-    variants = [decision("a", Verdict.PASS), decision("b", Verdict.PASS, faster=False, ratio=1.1)]
-    found = choose([failed, *variants])
-    assert found.variant == "b"
-    assert "fp32 does not pass" in found.reason
 
 
 def test_nothing_passes(golden: Golden) -> None:
@@ -182,47 +179,47 @@ def measured(variant: str, verdict: Verdict, found: RankingMetrics) -> Decision:
 
 
 EXPORT_ROW = measured("fp32", Verdict.PASS, standing_of(1000))
-FAST = measured("fast", Verdict.PASS, standing_of(300, (0.4, 0.45, 0.5), (-0.03, -0.02, -0.015)))
+QUICK = measured("fast", Verdict.PASS, standing_of(300, (0.4, 0.45, 0.5), (-0.03, -0.02, -0.015)))
 ALIKE = measured("alike", Verdict.PASS, standing_of(280, (0.42, 0.47, 0.52), (-0.05, -0.04, -0.035)))
 SMALL = measured("small", Verdict.PASS, standing_of(150, (0.9, 1.1, 1.3), (-0.01, 0.0, 0.01)))
 
 
 def test_ties_within_the_noise_are_told_and_broken_by_bytes(golden: Golden) -> None:
-    found = choose([EXPORT_ROW, FAST, ALIKE, SMALL])
+    found = choose([EXPORT_ROW, QUICK, ALIKE, SMALL])
     assert (found.variant, found.tied) == ("alike", ("fast",))
     golden("reasons", found.reason)
-    equal = [replace(one, standing=replace(one.standing, size_bytes=300)) for one in (FAST, ALIKE) if one.standing]
+    equal = [replace(one, standing=replace(one.standing, size_bytes=300)) for one in (QUICK, ALIKE) if one.standing]
     found = choose([EXPORT_ROW, *equal])
     assert (found.variant, found.tied) == ("fast", ("alike",))
     golden("reasons", found.reason, "of one size")
 
 
 def test_the_smallest_serves_where_size_is_preferred_though_it_is_no_faster(golden: Golden) -> None:
-    found = choose([EXPORT_ROW, FAST, ALIKE, SMALL], TargetObjective(objective="size"))
+    found = choose([EXPORT_ROW, QUICK, ALIKE, SMALL], TargetObjective(objective="size"))
     assert (found.variant, found.tied, found.objective) == ("small", (), "size")
     golden("reasons", found.reason)
 
 
 def test_the_most_accurate_serves_where_accuracy_is_preferred(golden: Golden) -> None:
-    """fp32 and the small one do not differ in speed, and the small one has fewer bytes."""
-    found = choose([EXPORT_ROW, FAST, SMALL], TargetObjective(objective="accuracy"))
+    """fp32 and the small one cannot be told apart, and the small one has fewer bytes."""
+    found = choose([EXPORT_ROW, QUICK, SMALL], TargetObjective(objective="accuracy"))
     assert (found.variant, found.tied) == ("small", ("fp32",))
     golden("reasons", found.reason)
     better = measured("better", Verdict.PASS, standing_of(900, change=(0.02, 0.03, 0.04)))
-    found = choose([EXPORT_ROW, FAST, SMALL, better], TargetObjective(objective="accuracy"))
+    found = choose([EXPORT_ROW, QUICK, SMALL, better], TargetObjective(objective="accuracy"))
     assert (found.variant, found.tied) == ("better", ())
     assert "+3 points against fp32" in found.reason
 
 
 def test_cost_is_time_under_load_where_it_was_measured() -> None:
     policy = TargetObjective(objective="cost", price=0.36)
-    found = choose([EXPORT_ROW, FAST], policy)
+    found = choose([EXPORT_ROW, QUICK], policy)
     assert found.variant == "fast"
     assert "a million requests cost 0.45" in found.reason
     loads = ((0.010, 0.010, 0.011), (0.012, 0.013, 0.014))
     loaded = [
         replace(one, standing=replace(one.standing, load=Interval(estimate=load[1], low=load[0], high=load[2])))
-        for one, load in zip((EXPORT_ROW, FAST), loads, strict=True)
+        for one, load in zip((EXPORT_ROW, QUICK), loads, strict=True)
         if one.standing
     ]
     found = choose(loaded, policy)
@@ -256,10 +253,7 @@ preferences = st.sampled_from(["latency", "size", "accuracy", "cost"])
 def test_the_order_of_decisions_does_not_matter(judged: list[Decision], objective: Preference, random: Random) -> None:
     shuffled = list(judged)
     random.shuffle(shuffled)
-    one, other = (
-        choose(judged, TargetObjective(objective=objective)),
-        choose(shuffled, TargetObjective(objective=objective)),
-    )
+    one, other = (choose(some, TargetObjective(objective=objective)) for some in (judged, shuffled))
     assert (one.variant, set(one.tied)) == (other.variant, set(other.tied))
 
 
@@ -277,9 +271,8 @@ def test_only_what_passes_is_chosen_whatever_is_preferred(judged: list[Decision]
 def test_what_fails_has_no_say(judged: list[Decision], objective: Preference) -> None:
     passing = [d for d in judged if d.verdict is Verdict.PASS]
     if passing:
-        assert choose(judged, TargetObjective(objective=objective)) == choose(
-            passing, TargetObjective(objective=objective)
-        )
+        policy = TargetObjective(objective=objective)
+        assert choose(judged, policy) == choose(passing, policy)
 
 
 @given(contestants)

@@ -93,10 +93,8 @@ class TestNonInferiority:
         assert rates(2000, 0.0, 0.01, 0.01)[Verdict.PASS] >= 0.9
         assert rates(2000, 0.03, 0.04, 0.01)[Verdict.FAIL] >= 0.95
 
-    def test_two_hundred_rows_do_not_pass_what_is_two_points_worse(self) -> None:
+    def test_few_rows_prove_little(self) -> None:
         assert rates(200, 0.02, 0.04, 0.01)[Verdict.PASS] <= 0.05
-
-    def test_equal_answers_on_few_rows_prove_little(self) -> None:
         assert verdict(100, 0, 0, 0.01) is Verdict.INCONCLUSIVE
         assert verdict(300, 0, 0, 0.01) is Verdict.PASS
 

@@ -176,12 +176,6 @@ class TestParity:
         assert "'spikes'" in result.reason
         assert "31x" in result.reason
 
-    def test_a_mismatch_fails_whatever_the_ratio(self) -> None:
-        evidence = replace(FP32, parity=(parity(mismatch="shape (1,)"), parity(9.0)))
-        result = only(judge([ParityGate()], evidence), "parity", "outputs")
-        assert result.verdict is Verdict.FAIL
-        assert "shape (1,)" in result.reason
-
     def test_a_difference_where_callers_send_nothing_is_told_once_and_blocks_nothing(self) -> None:
         outside = [replace(parity(99.0, group=group), inside=False) for group in ("missing", "beyond_range:x1e3")]
         evidence = replace(FP32, parity=(parity(), *outside))
@@ -206,44 +200,14 @@ class TestParity:
         assert "64 of 512 rows" in row_result.reason
         assert "47%" in row_result.reason
 
-    def test_one_wrong_label_fails(self) -> None:
-        wrong = parity(error=1 / 128, noise=0.0, ratio=1e30)
-        assert judge([ParityGate(noise_factor=1000)], replace(FP32, parity=(wrong,))).verdict is Verdict.FAIL
-
-    def test_small_batches_are_judged_by_the_noise_of_real_rows(self) -> None:
-        single = parity(50.0, group="batches:1", rows=1, error=5e-7, noise=1e-8)
-        assert judge([ParityGate()], replace(FP32, parity=(parity(), single))).verdict is Verdict.PASS
-        assert judge([ParityGate()], replace(FP32, parity=(single,))).verdict is Verdict.FAIL
-
     @pytest.mark.parametrize("measured", [(), (parity(rows=0, group="empty_batch"),), (parity(inside=False),)])
     def test_nothing_measured(self, measured: tuple[ParityMeasurement, ...]) -> None:
         assert judge([ParityGate()], replace(FP32, parity=measured)).verdict is Verdict.INCONCLUSIVE
         assert judge([ParityGate()], replace(INT8, export_parity=measured)).verdict is Verdict.INCONCLUSIVE
 
-    def test_a_variant_of_a_wrong_export_fails(self) -> None:
-        result = only(judge([ParityGate()], replace(INT8, export_parity=(parity(11.0),))), "parity", "export")
-        assert result.verdict is Verdict.FAIL
-
-    def test_no_weights_prove_nothing(self) -> None:
-        decision = judge([ParityGate()], replace(INT8, weights=()))
-        assert only(decision, "parity", "weights").verdict is Verdict.INCONCLUSIVE
-
 
 class TestMetric:
     GATE = MetricGate(max_drop=0.01)
-
-    def test_a_lost_metric_fails_with_figures(self) -> None:
-        evidence = replace(INT8, metrics=(counts("fp32"), counts("champion", b=80, c=5)))
-        result = only(judge([self.GATE], evidence), "metric", "accuracy vs champion")
-        assert (result.verdict, result.estimate, result.unit) == (Verdict.FAIL, -0.0375, "1")
-        assert "limit -1%" in result.reason
-        assert "n = 2000 (80 lost, 5 won)" in result.reason
-
-    def test_few_samples_come_with_advice(self) -> None:
-        evidence = replace(INT8, baseline="fp32", metrics=(counts("fp32", n=100),))
-        result = only(judge([self.GATE], evidence), "metric", "accuracy vs fp32")
-        assert result.verdict is Verdict.INCONCLUSIVE
-        assert result.reason.endswith("below 500 samples expect inconclusive")
 
     def test_the_first_export_has_nothing_to_be_compared_with(self) -> None:
         assert judge([self.GATE, TestLatency.GATE], FP32).results == ()
@@ -291,16 +255,6 @@ class TestLatency:
         assert "limit 1.05x" in result.reason
         assert "400 runs, 5% preempted" in result.reason
 
-    def test_first_release_of_a_variant_is_held_against_the_export(self) -> None:
-        evidence = replace(INT8, baseline="fp32", comparisons=(against("fp32", 1.2),))
-        assert only(judge([self.GATE], evidence), "latency", "ratio vs fp32").verdict is Verdict.FAIL
-
-    def test_a_biased_host_blames_nobody(self) -> None:
-        biased = against("champion", 1.15, self_log_ratios=((0.1,), (0.11,)) * 20)
-        result = only(judge([self.GATE], replace(INT8, comparisons=(biased,))), "latency", "ratio vs champion")
-        assert result.verdict is Verdict.INCONCLUSIVE
-        assert "biased host" in result.reason
-
     @pytest.mark.parametrize(("ratio", "spread"), [(1.05, 0.001), (1.04, 0.1), (1.04, 0.04)])
     def test_what_is_undecided_says_what_would_decide_it(self, ratio: float, spread: float, golden: Golden) -> None:
         pairs = tuple((math.log(ratio) + spread * x,) for x in (1, -1, 0.5, -0.5) * 10)
@@ -311,12 +265,8 @@ class TestLatency:
 
     def test_a_candidate_that_slows_down_over_the_run_is_told(self, golden: Golden) -> None:
         pairs = tuple((0.002 * i + x,) for i, x in enumerate((0.001, -0.001) * 20))
-        result = only(
-            judge([self.GATE], replace(INT8, comparisons=(against("champion", 1.0, log_ratios=pairs),))),
-            "latency",
-            "ratio vs champion",
-        )
-        golden("reasons", result.reason)
+        found = replace(INT8, comparisons=(against("champion", 1.0, log_ratios=pairs),))
+        golden("reasons", only(judge([self.GATE], found), "latency", "ratio vs champion").reason)
 
     @pytest.mark.parametrize("comparisons", [(), (against("fp32", 0.5),), (against("champion", 1.0, log_ratios=()),)])
     def test_a_missing_comparison_is_inconclusive(
@@ -334,11 +284,6 @@ class TestLatency:
         assert shared.verdict is Verdict.PASS
         assert [(r.verdict, r.advisory) for r in shared.results[:4]] == [(Verdict.FAIL, True)] * 4
 
-    def test_too_few_runs_say_how_many_are_needed(self) -> None:
-        result = judge([LatencyGate(p99=0.002)], replace(FP32, latency=timed(*[1_000_000] * 100))).results[0]
-        assert result.verdict is Verdict.INCONCLUSIVE
-        assert "299 runs are needed" in result.reason
-
     def test_faster_than_the_export(self) -> None:
         assert judge(GATES, FP32).faster_than_export is None
         assert judge(GATES, INT8).faster_than_export is True
@@ -349,11 +294,49 @@ class TestLatency:
         assert judge(GATES, replace(INT8, comparisons=())).faster_than_export is None
 
 
+def one_row(**change: Any) -> ParityMeasurement:
+    return parity(50.0, group="batches:1", rows=1, error=5e-7, noise=1e-8, **change)
+
+
+FAIL, PASS, INCONCLUSIVE = Verdict.FAIL, Verdict.PASS, Verdict.INCONCLUSIVE
+SIZE, DROP, SLOWER = SizeGate(max=2_000_000), MetricGate(max_drop=0.01), LatencyGate(max_regression=0.05)
+BIASED = against("champion", 1.15, self_log_ratios=((0.1,), (0.11,)) * 20)
+
+
 @pytest.mark.parametrize(
-    ("size", "verdict"), [(2_000_000, Verdict.PASS), (2_000_001, Verdict.FAIL), (0, Verdict.INCONCLUSIVE)]
-)
-def test_size(size: int, verdict: Verdict) -> None:
-    assert judge([SizeGate(max=2_000_000)], replace(FP32, size_bytes=size)).verdict is verdict
+    ("gate", "evidence", "metric", "verdict", "reason"),
+    [
+        (ParityGate(), replace(FP32, parity=(parity(mismatch="shape (1,)"), parity(9.0))), "outputs", FAIL, "(1,)"),
+        (ParityGate(noise_factor=1000), replace(FP32, parity=(parity(1e30, noise=0.0),)), "outputs", FAIL, "no room"),
+        (ParityGate(), replace(FP32, parity=(parity(), one_row())), "outputs", PASS, ""),
+        (ParityGate(), replace(FP32, parity=(one_row(),)), "outputs", FAIL, "50x"),
+        (ParityGate(), replace(INT8, export_parity=(parity(11.0),)), "export", FAIL, "11x"),
+        (ParityGate(), replace(INT8, weights=()), "weights", INCONCLUSIVE, "not measured"),
+        (DROP, replace(INT8, metrics=(counts("champion", b=80, c=5),)), "accuracy vs champion", FAIL,
+         "changes by -3.75%…limit -1%, n = 2000 (80 lost, 5 won)"),
+        (DROP, replace(INT8, baseline="fp32", metrics=(counts("fp32", n=100),)), "accuracy vs fp32", INCONCLUSIVE,
+         "below 500 samples expect inconclusive"),
+        (SLOWER, replace(INT8, baseline="fp32", comparisons=(against("fp32", 1.2),)), "ratio vs fp32", FAIL, "1.2x"),
+        (SLOWER, replace(INT8, comparisons=(BIASED,)), "ratio vs champion", INCONCLUSIVE, "biased host"),
+        (LatencyGate(p99=0.002), replace(FP32, latency=timed(*[1_000_000] * 100)), "p99", INCONCLUSIVE,
+         "299 runs are needed"),
+        (SIZE, replace(FP32, size_bytes=2_000_000), "", PASS, "2 MB"),
+        (SIZE, replace(FP32, size_bytes=2_000_001), "", FAIL, "2 MB"),
+        (SIZE, replace(FP32, size_bytes=0), "", INCONCLUSIVE, "not measured"),
+    ],
+    ids=[
+        "a mismatch whatever its ratio", "one wrong label", "a small batch by the noise of real rows",
+        "a small batch alone", "a variant of a wrong export", "no weights", "a lost metric", "few samples",
+        "a first release against the export", "a biased host", "too few runs", "size at the limit", "size above it",
+        "no size",
+    ],
+)  # fmt: skip
+def test_verdict_of_one_gate_with_its_reason(
+    gate: Gate, evidence: Evidence, metric: str, verdict: Verdict, reason: str
+) -> None:
+    result = only(judge([gate], evidence), gate.kind, metric)
+    assert result.verdict is verdict
+    assert all(words in result.reason for words in reason.split("…"))
 
 
 GOOD = {

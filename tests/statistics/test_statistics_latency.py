@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -114,8 +114,10 @@ class TestHodgesLehmann:
             (high, "less", -1e-9),
         )
         for bound, side, inside in sides:
-            rejected = stats.wilcoxon(x - (bound - inside), alternative=side, method="exact").pvalue
-            kept = stats.wilcoxon(x - (bound + inside), alternative=side, method="exact").pvalue
+            rejected, kept = (
+                stats.wilcoxon(x - place, alternative=side, method="exact").pvalue
+                for place in (bound - inside, bound + inside)
+            )
             assert rejected <= alpha < kept
 
     def test_normal_approximation_continues_the_exact_quantiles(self) -> None:
@@ -180,44 +182,37 @@ class TestErrorRates:
 class TestUnsteadyHost:
     """A host that halves its speed for milliseconds at a time, and a probe that shows it roughly."""
 
-    TRIALS = 80
-
-    @pytest.fixture(autouse=True)
-    def _trials(self, simulation: Simulation) -> None:
-        self.number = simulation.trials(self.TRIALS)
-
-    def decisions(self, ratio: float, seed: int, *, probed: bool) -> list[tuple[Verdict, int]]:
-        rng = np.random.default_rng(seed)
-        return [decide(self._one(ratio, rng, probed=probed), 0.05) for _ in range(self.number)]
-
     @staticmethod
-    def _one(ratio: float, rng: np.random.Generator, *, probed: bool) -> Logs:
-        """The looks one by one, as the stage has them."""
-        looks = []
-        for rounds in np.diff((0, *LOOKS)):
-            shape = (int(rounds), BLOCKS, 3, 10)
-            slow = (rng.random(shape).ravel() < SPELL_ENDS).cumsum().reshape(shape) % 2
-            session = rng.normal(0, SESSION_SD / math.sqrt(2), (shape[0], 1, 3, 1))
-            times = 1e5 * np.exp(rng.normal(0, RUN_SD, shape) + math.log(SLOW_SPELL) * slow + session)
-            times[:, :, 2] *= ratio
-            probe = 2e3 * np.exp(rng.normal(0, PROBE_SD, shape) + math.log(SLOW_SPELL) * slow)
-            looks.append(compute_block_logs(times, np.zeros(shape), probe if probed else None))
-        return np.concatenate(looks)
+    def decisions(simulation: Simulation, ratio: float, seed: int, *, probed: bool) -> list[tuple[Verdict, int]]:
+        rng, decided = np.random.default_rng(seed), []
+        for _ in range(simulation.trials(80)):
+            looks = []
+            for rounds in np.diff((0, *LOOKS)):  # the looks one by one, as the stage has them
+                shape = (int(rounds), BLOCKS, 3, 10)
+                slow = (rng.random(shape).ravel() < SPELL_ENDS).cumsum().reshape(shape) % 2
+                session = rng.normal(0, SESSION_SD / math.sqrt(2), (shape[0], 1, 3, 1))
+                times = 1e5 * np.exp(rng.normal(0, RUN_SD, shape) + math.log(SLOW_SPELL) * slow + session)
+                times[:, :, 2] *= ratio
+                probe = 2e3 * np.exp(rng.normal(0, PROBE_SD, shape) + math.log(SLOW_SPELL) * slow)
+                looks.append(compute_block_logs(times, np.zeros(shape), probe if probed else None))
+            decided.append(decide(np.concatenate(looks), 0.05))
+        return decided
 
-    def test_the_probe_saves_most_of_the_work(self) -> None:
+    def test_the_probe_saves_most_of_the_work(self, simulation: Simulation) -> None:
         without, probed = (
-            np.mean([pairs for _, pairs in self.decisions(1.0, 21, probed=probed)]) for probed in (False, True)
+            np.mean([pairs for _, pairs in self.decisions(simulation, 1.0, 21, probed=probed)])
+            for probed in (False, True)
         )
         assert probed < 0.75 * without
 
-    def test_ten_percent_slower_is_caught(self) -> None:
-        verdicts = [verdict for verdict, _ in self.decisions(1.10, 22, probed=True)]
-        assert verdicts.count(Verdict.FAIL) == len(verdicts)
+    def test_ten_percent_slower_is_caught(self, simulation: Simulation) -> None:
+        assert {verdict for verdict, _ in self.decisions(simulation, 1.10, 22, probed=True)} == {Verdict.FAIL}
 
     @pytest.mark.parametrize("probed", [False, True])
     @pytest.mark.parametrize("ratio", [1.0, 1.02])
-    def test_good_models_do_not_fail(self, ratio: float, probed: bool) -> None:
-        assert Verdict.FAIL not in {verdict for verdict, _ in self.decisions(ratio, 23, probed=probed)}
+    def test_good_models_do_not_fail(self, simulation: Simulation, ratio: float, probed: bool) -> None:
+        decided = self.decisions(simulation, ratio, 23, probed=probed)
+        assert Verdict.FAIL not in {verdict for verdict, _ in decided}
 
 
 class TestCompare:
@@ -227,12 +222,9 @@ class TestCompare:
         assert (found.ratio, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
         assert found.rest == pytest.approx(math.exp(DRIFT * 30 / 40))
 
-    def test_one_pair_decides_nothing(self) -> None:
+    def test_one_pair_decides_nothing_and_none_is_refused(self) -> None:
         found = compare([[3.0]], tolerance=0.05)
-        assert found.verdict is Verdict.INCONCLUSIVE
-        assert (found.low, found.high) == (0.0, math.inf)
-
-    def test_no_pair_is_refused(self) -> None:
+        assert (found.verdict, found.low, found.high) == (Verdict.INCONCLUSIVE, 0.0, math.inf)
         with pytest.raises(ValueError, match="no session pair"):
             compare([[]], tolerance=0.05)
 
@@ -321,11 +313,9 @@ class TestPairsNeeded:
         assert near is not None
         assert near == pytest.approx(16 * far, rel=0.35)
 
-    def test_no_number_of_pairs_tells_what_is_at_the_limit(self) -> None:
-        assert estimate_pairs_needed([[0.01], [-0.01]] * 20, 0.0) is None
-
-    def test_it_is_never_fewer_than_those_of_a_run(self) -> None:
+    def test_it_is_never_fewer_than_those_of_a_run_and_none_tells_what_is_at_the_limit(self) -> None:
         assert estimate_pairs_needed([[0.01], [0.011], [0.009], [0.01], [0.01]], 0.05) == LOOKS[-1]
+        assert estimate_pairs_needed([[0.01], [-0.01]] * 20, 0.0) is None
 
 
 class TestWithheld:
@@ -380,22 +370,22 @@ class TestQuantileGate:
         found = tuple(compute_samples_needed(0.99, exceeding=k, confidence=confidence) for k in range(3))
         assert found == expected
 
-    def test_passes_with_exactly_as_many_runs_as_needed(self) -> None:
-        quick = [1_000_000] * 299
-        assert compare_latency_quantile(quick, 0.99, 0.002).verdict is Verdict.PASS
-        assert compare_latency_quantile(quick[1:], 0.99, 0.002).verdict is Verdict.INCONCLUSIVE
-        one_slow = [1_000_000] * 472 + [9_000_000]
-        assert compare_latency_quantile(one_slow, 0.99, 0.002).verdict is Verdict.PASS
-        assert compare_latency_quantile(one_slow[1:], 0.99, 0.002).verdict is Verdict.INCONCLUSIVE
-
-    def test_slow_models_fail_unless_there_are_too_few_runs(self) -> None:
-        assert compare_latency_quantile([1_000_000] * 380 + [9_000_000] * 20, 0.99, 0.002).verdict is Verdict.FAIL
-        found = compare_latency_quantile([9_000_000] * 100, 0.99, 0.002)
-        assert (found.verdict, found.exceeding, found.runs) == (Verdict.INCONCLUSIVE, 100, 100)
-
-    def test_nothing_measured(self) -> None:
-        found = compare_latency_quantile([], 0.5, 1.0)
-        assert (found.verdict, found.low, found.high) == (Verdict.INCONCLUSIVE, 0.0, math.inf)
+    @pytest.mark.parametrize(
+        ("quick", "slow", "verdict"),
+        [
+            (299, 0, Verdict.PASS),
+            (298, 0, Verdict.INCONCLUSIVE),
+            (472, 1, Verdict.PASS),
+            (471, 1, Verdict.INCONCLUSIVE),
+            (380, 20, Verdict.FAIL),
+            (0, 100, Verdict.INCONCLUSIVE),
+            (0, 0, Verdict.INCONCLUSIVE),
+        ],
+    )
+    def test_passes_with_exactly_as_many_runs_as_needed(self, quick: int, slow: int, verdict: Verdict) -> None:
+        found = compare_latency_quantile([1_000_000] * quick + [9_000_000] * slow, 0.99, 0.002)
+        assert (found.verdict, found.exceeding, found.runs) == (verdict, slow, quick + slow)
+        assert quick + slow or (found.low, found.high) == (0.0, math.inf)
 
     @pytest.mark.parametrize("q", [0.5, 0.99])
     def test_errs_as_rarely_as_promised(self, q: float) -> None:
@@ -476,12 +466,10 @@ class TestMedians:
 
 class TestProbe:
     def test_takes_off_what_the_machine_did(self) -> None:
-        spreads = {True: [], False: []}  # type: dict[bool, list[float]]
-        for seed in range(40):
-            times, probe = race(seed)
-            for probed, found in spreads.items():
-                found.append(ratio_of(compute_block_logs(times, NO_LOSS, probe if probed else None)))
-        assert np.std(spreads[True]) < 0.5 * np.std(spreads[False])
+        races = [race(seed) for seed in range(40)]
+        plain = np.std([ratio_of(compute_block_logs(times, NO_LOSS)) for times, _ in races])
+        probed = np.std([ratio_of(compute_block_logs(times, NO_LOSS, probe)) for times, probe in races])
+        assert probed < 0.5 * plain
 
     @given(seeds, st.permutations(range(3)))
     def test_knows_no_model_from_another(self, seed: int, order: list[int]) -> None:
@@ -526,19 +514,14 @@ class TestProbe:
         assert ratio_of(compute_block_logs(times, NO_LOSS, probe)) > math.log(1.12)
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -1.0])
-    def test_one_probe_that_says_nothing_leaves_the_plain_estimate(self, value: float) -> None:
+    def test_a_probe_that_says_nothing_once_or_ever_leaves_the_plain_estimate(self, value: float) -> None:
         times, probe = race(7)
         probe[1, 2, 0, 3] = value
-        np.testing.assert_array_equal(compute_block_logs(times, NO_LOSS, probe), compute_block_logs(times, NO_LOSS))
+        for one in (probe, np.full(SHAPE, value)):
+            np.testing.assert_array_equal(compute_block_logs(times, NO_LOSS, one), compute_block_logs(times, NO_LOSS))
 
-    def test_too_few_runs_for_a_curve_leave_the_plain_estimate(self) -> None:
-        times, probe = (array[:1, :1] for array in race(8))
-        few: Any = NO_LOSS[:1, :1]
-        np.testing.assert_array_equal(compute_block_logs(times, few, probe), compute_block_logs(times, few))
-
-    @given(seeds, st.sampled_from([0.0, 1.0, 2e3, math.nan]))
-    def test_a_probe_that_never_changes_leaves_the_plain_estimate(self, seed: int, value: float) -> None:
-        times, _ = race(seed)
-        np.testing.assert_array_equal(
-            compute_block_logs(times, NO_LOSS, np.full(SHAPE, value)), compute_block_logs(times, NO_LOSS)
-        )
+    def test_too_few_runs_and_a_probe_that_never_changes_leave_the_plain_estimate(self) -> None:
+        times, probe = race(8)
+        for part, one in ((np.s_[:1, :1], probe), (np.s_[:], np.full(SHAPE, 2e3))):
+            some, lost = times[part], NO_LOSS[part]
+            np.testing.assert_array_equal(compute_block_logs(some, lost, one[part]), compute_block_logs(some, lost))

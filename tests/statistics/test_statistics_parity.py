@@ -83,16 +83,16 @@ class TestFloats:
         onnx = run(wrong, x, np.float32) + np.float32(1e-4 if fault == "bias" else 0)
         assert measured(onnx, run(weights, x, np.float32), run(weights, x, float)).ratio > LIMIT
 
-    def test_noise_floor_is_two_epsilon_of_the_largest_value(self) -> None:
-        double = np.array([[1.0], [8.0]])
-        found = measured(double.astype(np.float32), double.astype(np.float32), double)
-        assert found.noise == pytest.approx(2 * 2.0**-23 * 8)
-        assert found.ratio == 0
-
-    def test_coarser_outputs_have_a_coarser_floor(self) -> None:
-        double = np.array([[1.0 + 2.0**-12]])
-        found = measured(double.astype(np.float16), double.astype(np.float32), double)
-        assert found.noise == pytest.approx(2 * 2.0**-10, rel=1e-3)
+    @pytest.mark.parametrize(
+        ("dtype", "double", "noise"),
+        [(np.float32, [1.0, 8.0], 2 * 2.0**-23 * 8), (np.float16, [1.0 + 2.0**-12], 2 * 2.0**-10)],
+    )
+    def test_noise_floor_is_two_epsilon_of_the_output_at_the_largest_value(
+        self, dtype: Any, double: list[float], noise: float
+    ) -> None:
+        exact = np.array(double)
+        found = measured(exact.astype(dtype), exact.astype(np.float32), exact)
+        assert found.noise == pytest.approx(noise, rel=1e-3)
         assert found.ratio <= LIMIT
 
     def test_shapes_must_be_equal(self) -> None:
@@ -115,18 +115,12 @@ class TestFloats:
         assert (found.mismatch, found.ratio) == ("", 0.0)
         assert measured(np.array([[np.nan, 1.0]]), single, double).mismatch
 
-    def test_zero_noise_is_written_as_a_large_number(self) -> None:
-        zeros = np.zeros((3, 2))
-        found = measured(zeros + 1e-3, zeros, zeros)
-        assert found.ratio == LARGEST
-        assert measured(zeros, zeros, zeros).ratio == 0
+    @pytest.mark.parametrize(("onnx", "source"), [([1e-3], [0.0]), ([-1.7e308, 1.7e308], [1.7e308, -1.7e308])])
+    def test_zero_noise_and_huge_values_give_large_finite_figures(self, onnx: list[float], source: list[float]) -> None:
+        found = measured(np.array(onnx), np.array(source), np.array(source))
         assert json.dumps([found.error, found.noise, found.ratio], allow_nan=False)
-
-    def test_huge_values_stay_finite(self) -> None:
-        y = np.array([[1.7e308, -1.7e308]])
-        found = measured(-y, y, y)
-        assert all(map(math.isfinite, (found.error, found.noise, found.ratio)))
-        assert found.ratio > LIMIT
+        assert LIMIT < found.ratio <= LARGEST
+        assert measured(np.zeros(3), np.zeros(3), np.zeros(3)).ratio == 0
 
     @pytest.mark.parametrize("which", ["single", "double"])
     def test_one_answer_falls_back_on_fixed_tolerances(self, which: str) -> None:
@@ -166,26 +160,24 @@ class TestLabels:
         found = measured(onnx, labels, labels)
         assert (found.error, found.noise, found.ratio) == (0.25, 0.0, LARGEST)
 
-    def test_rows_that_the_source_itself_is_unsure_of_do_not_count(self) -> None:
-        assert measured(np.array([1, 2]), np.array([1, 2]), np.array([1, 3])).error == 0
+    NONE, ZEROS, TEXT = np.empty((0,), dtype=np.int64), np.zeros((4, 5), dtype=np.int64), np.array(["no", "yes"])
 
-    def test_a_row_counts_once(self) -> None:
-        y = np.zeros((4, 5), dtype=np.int64)
-        wrong = y.copy()
-        wrong[2] = 1
-        assert measured(wrong, y, y).error == 0.25
-
-    def test_strings_come_in_several_types(self) -> None:
-        text = np.array(["no", "yes"])
-        assert measured(text.astype(object), text, text).error == 0
+    @pytest.mark.parametrize(
+        ("onnx", "single", "double", "error"),
+        [
+            pytest.param([1, 2], [1, 2], [1, 3], 0, id="a row that the source itself is unsure of"),
+            pytest.param(ZEROS + (np.arange(4) == 2)[:, None], ZEROS, ZEROS, 0.25, id="a row counts once"),
+            pytest.param(TEXT.astype(object), TEXT, TEXT, 0, id="texts of several types"),
+            pytest.param(NONE, NONE, NONE, 0, id="no rows"),
+        ],
+    )
+    def test_a_row_counts_once_and_only_where_the_source_is_sure(
+        self, onnx: Any, single: Any, double: Any, error: float
+    ) -> None:
+        assert measured(*map(np.asarray, (onnx, single, double))).error == error
 
     def test_text_is_not_a_number(self) -> None:
-        found = measured(np.array([1, 2]), np.array(["a", "b"]), np.array(["a", "b"]))
-        assert "int64" in found.mismatch
-
-    def test_no_rows_no_error(self) -> None:
-        none = np.empty((0,), dtype=np.int64)
-        assert measured(none, none, none).error == 0
+        assert "int64" in measured(np.array([1, 2]), self.TEXT, self.TEXT).mismatch
 
 
 class TestPooledNoise:
@@ -205,25 +197,27 @@ class TestPooledNoise:
 
 
 class TestWeights:
-    def test_rounding_is_half_a_step(self) -> None:
-        rng = np.random.default_rng(0)
-        weight = rng.normal(size=(16, 8)).astype(np.float32)
+    def test_rounding_is_half_a_step_and_a_zero_point_off_by_one_is_seen(self) -> None:
+        weight = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
         scale = np.abs(weight).max(axis=0, keepdims=True) / 127
         assert 0.4 < compute_weight_error(weight, np.round(weight / scale) * scale, scale) <= 0.5001
+        assert compute_weight_error(weight, (np.round(weight / scale) + 1) * scale, scale) > 0.99
 
-    def test_a_zero_point_off_by_one_is_seen(self) -> None:
-        weight = np.linspace(-1, 1, 100)
-        assert compute_weight_error(weight, (np.round(weight / 0.01) + 1) * 0.01, 0.01) > 0.99
-
-    def test_what_is_not_finite_is_as_large_as_can_be(self) -> None:
-        assert compute_weight_error([np.nan], [0.0], 1.0) == LARGEST
-        assert compute_weight_error([1.0], [0.0], 0.0) == LARGEST
-        assert compute_weight_error([1.0, 0.0], [1.0, 0.0], 0.0) == 0
-        assert compute_weight_error([], [], 1.0) == 0
-
-    def test_shapes_must_fit(self) -> None:
+    @pytest.mark.parametrize(
+        ("original", "dequantized", "scale", "steps"),
+        [
+            ([np.nan], [0.0], 1.0, LARGEST),
+            ([1.0], [0.0], 0.0, LARGEST),
+            ([1.0, 0.0], [1.0, 0.0], 0.0, 0),
+            ([], [], 1, 0),
+        ],
+    )
+    def test_what_is_not_finite_is_as_large_as_can_be(
+        self, original: list[float], dequantized: list[float], scale: float, steps: float
+    ) -> None:
+        assert compute_weight_error(original, dequantized, scale) == steps
         with pytest.raises(ValueError, match="shape"):
-            compute_weight_error(np.ones((2, 3)), np.ones((3, 2)), 1.0)
+            compute_weight_error(np.ones((2, 3)), np.ones((3, 2)), scale)
 
 
 NAMES = ["a", "b", "c", "d"]
@@ -346,24 +340,23 @@ def test_the_distance_is_in_units_of_the_noise_and_classes_are_counted() -> None
     assert found.changed == (1 / 32 if SCORES[3].argmax() != 5 else 0.0)
 
 
-def test_without_noise_the_unit_is_a_tenth_of_the_tolerance() -> None:
-    ones = np.ones((32, 10), dtype=np.float32)
-    (found,) = measure_batch_invariance({"y": ones * np.float32(1.01)}, singles(y=ones))
-    assert found.ratio == pytest.approx(10 * 1e-2 / (1e-3 + 1e-5), rel=1e-3)
+ONES = np.ones((32, 10), dtype=np.float32)
+MISSING = np.where(np.arange(320).reshape(32, 10) == 0, np.float32(np.nan), SCORES)
 
 
-def test_a_value_that_is_finite_on_one_side_only_is_as_far_as_can_be() -> None:
-    other = SCORES.copy()
-    other[0, 0] = np.nan
-    (found,) = measure_batch_invariance({"y": other}, singles(y=SCORES), NOISE)
-    assert found.ratio == LARGEST
-
-
-def test_nan_on_both_sides_is_no_difference() -> None:
-    both = SCORES.copy()
-    both[0, 0] = np.nan
-    (found,) = measure_batch_invariance({"y": both}, singles(y=both), NOISE)
-    assert (found.error, found.ratio) == (0.0, 0.0)
+@pytest.mark.parametrize(
+    ("together", "alone", "noise", "ratio"),
+    [
+        pytest.param(1.01 * ONES, ONES, None, 10 * 1e-2 / (1e-3 + 1e-5), id="a tenth of the tolerance without noise"),
+        pytest.param(MISSING, SCORES, NOISE, LARGEST, id="finite on one side only"),
+        pytest.param(MISSING, MISSING, NOISE, 0.0, id="NaN on both sides"),
+    ],
+)
+def test_without_noise_a_tolerance_is_the_unit_and_nan_on_one_side_is_far(
+    together: Array, alone: Array, noise: dict[str, float] | None, ratio: float
+) -> None:
+    (found,) = measure_batch_invariance({"y": together}, singles(y=alone), noise)
+    assert found.ratio == pytest.approx(ratio, rel=1e-3)
 
 
 def test_a_label_alone_counts_and_beside_scores_is_as_far_as_they_are() -> None:
@@ -413,27 +406,16 @@ def test_dependence_is_told_and_never_enters_a_verdict(golden: Golden) -> None:
     assert Decision(variant="v", target="t", results=(result,)).verdict is Verdict.INCONCLUSIVE
 
 
-def test_rounding_is_not_told() -> None:
-    (result,) = invariance_results(measured_in_batches(10.0))
-    assert (result.verdict, result.advisory) == (Verdict.PASS, True)
+@pytest.mark.parametrize("change", [{}, {"error": math.nan}, {"ratio": math.nan}, {"changed": math.nan}])
+def test_rounding_is_not_told_and_a_figure_that_is_no_number_never_passes(change: dict[str, Any]) -> None:
+    (result,) = told(measured_in_batches(10.0), measured_in_batches(10.0, **change))
+    assert (result.verdict, result.advisory) == (Verdict.ERROR if change else Verdict.PASS, True)
     assert "do not batch" not in result.reason
 
 
-@pytest.mark.parametrize("field", ["error", "ratio", "changed"])
-def test_a_figure_that_is_no_number_never_passes(field: str) -> None:
-    strange: dict[str, Any] = {field: math.nan}
-    (result,) = invariance_results(measured_in_batches(1.0), replace(measured_in_batches(1.0), **strange))
-    assert (result.verdict, result.advisory) == (Verdict.ERROR, True)
-
-
-def test_an_output_of_one_column_has_no_classes_that_could_change() -> None:
-    rows = np.linspace(0, 1, 6, dtype=np.float32).reshape(6, 1)
+@pytest.mark.parametrize("rows", [SCORES[:, :1], SCORES[:, 0]], ids=["one column", "numbers"])
+def test_an_output_without_classes_says_nothing_of_them(rows: Array) -> None:
     (found,) = measure_batch_invariance({"y": rows}, [{"y": row[None] + np.float32(0.1)} for row in rows])
     assert found.changed is None
-
-
-def test_numbers_that_are_no_classes_say_nothing_of_classes() -> None:
-    (found,) = measure_batch_invariance({"y": SCORES[:, 0]}, [{"y": row[None]} for row in SCORES[:, 0]])
-    assert found.changed is None
-    (result,) = invariance_results(found)
+    (result,) = told(found)
     assert "classes" not in result.reason

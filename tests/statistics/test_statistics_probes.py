@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -147,9 +148,7 @@ def test_multiples_are_of_real_rows_and_fit_the_type() -> None:
 
 def test_texts_beyond_the_rows_are_empty_or_unseen_unless_their_categories_are_declared() -> None:
     cities = {"city": np.array([["Oslo"], ["Rome"]] * 40), "age": np.ones((80, 1), np.float32)}
-
     group = groups_of(cities)["beyond_range:texts"]
-
     assert not group.inside
     assert {"", "unseen"} < set(group.inputs["city"][:, 0].tolist()) <= {"", "unseen", "Oslo", "Rome"}
     np.testing.assert_array_equal(group.inputs["age"], np.ones((32, 1)))
@@ -205,12 +204,10 @@ def test_the_same_samples_give_the_same_probes() -> None:
             np.testing.assert_array_equal(first[group].inputs[name], second[group].inputs[name])
 
 
-def test_no_samples_no_probes() -> None:
-    empty = {"x": np.empty((0, 3))}
+@pytest.mark.parametrize("make", [learn_domains, make_batch_inputs, lambda empty: make_sized_inputs(empty, {})])
+def test_no_samples_no_probes(make: Callable[[dict[str, npt.NDArray[Any]]], object]) -> None:
     with pytest.raises(ValueError, match="there are no real samples"):
-        learn_domains(empty)
-    with pytest.raises(ValueError, match="there are no real samples"):
-        make_batch_inputs(empty)
+        make({"x": np.empty((0, 3))})
 
 
 TOKEN_ROWS = np.arange(3 * 6, dtype=np.int64).reshape(3, 6)
@@ -247,8 +244,6 @@ def test_two_axes_change_alone_and_together() -> None:
 
 def test_no_free_axis_no_groups() -> None:
     assert make_sized_inputs({"image": IMAGE}, {}) == {}
-    with pytest.raises(ValueError, match="samples"):
-        make_sized_inputs({"image": IMAGE[:0]}, {"height": [("image", 2)]})
 
 
 def test_groups_that_would_fill_the_memory_are_left_out() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -162,7 +163,7 @@ def test_a_rate_is_shown_where_the_upper_bound_is_below_it(errors: int, good: in
 
 
 def test_a_rate_outside_of_0_and_1_is_refused() -> None:
-    for rate in (0.0, 1.0, float("nan")):
+    for rate in (0.0, 1.0, math.nan):
         with pytest.raises(ValueError, match="rate"):
             compute_clean_requests(rate)
 
@@ -180,25 +181,33 @@ def test_the_right_split_is_no_mismatch(n: int, percent: int) -> None:
 
 
 def test_a_wrong_split_is_a_mismatch() -> None:
-    assert guardrails.compute_mismatch_evidence(200, 1000, 10) > guardrails.MISMATCH_LIMIT
-    assert guardrails.compute_mismatch_evidence(0, 1000, 10) > guardrails.MISMATCH_LIMIT
-    assert guardrails.compute_mismatch_evidence(105, 1000, 10) < 0
+    evidence = guardrails.compute_mismatch_evidence([200, 0, 105], 1000, 10)
+    assert (evidence[:2] > guardrails.MISMATCH_LIMIT).all()
+    assert evidence[2] < 0
 
 
 @pytest.mark.parametrize(
-    ("canary", "stable", "gross"),
+    ("exceeds", "canary", "stable", "expected"),
     [
-        ((10, 20), (0, 180), True),
-        ((9, 20), (0, 180), False),
-        ((19, 19), (0, 180), False),
-        ((20, 20), (0, 0), True),
-        ((20, 20), (90, 180), False),
-        ((20, 20), (36, 180), True),
-        ((0, 0), (0, 0), False),
+        (guardrails.is_grossly_failing, (10, 20), (0, 180), True),
+        (guardrails.is_grossly_failing, (9, 20), (0, 180), False),
+        (guardrails.is_grossly_failing, (19, 19), (0, 180), False),
+        (guardrails.is_grossly_failing, (20, 20), (0, 0), True),
+        (guardrails.is_grossly_failing, (20, 20), (90, 180), False),
+        (guardrails.is_grossly_failing, (20, 20), (36, 180), True),
+        (guardrails.is_grossly_failing, (0, 0), (0, 0), False),
+        (guardrails.is_refusing, (20, 200), (10, 1000), True),
+        (guardrails.is_refusing, (20, 199), (10, 1000), False),
+        (guardrails.is_refusing, (19, 200), (0, 1000), False),
+        (guardrails.is_refusing, (40, 200), (50, 1000), False),
+        (guardrails.is_refusing, (200, 200), (0, 0), True),
+        (guardrails.is_refusing, (0, 10_000), (0, 10_000), False),
     ],
 )
-def test_gross_failure(canary: tuple[int, int], stable: tuple[int, int], gross: bool) -> None:
-    assert guardrails.is_grossly_failing(canary, stable) is gross
+def test_gross_failures_and_refusals_need_no_test_unless_the_stable_version_has_them_too(
+    exceeds: Callable[..., bool], canary: tuple[int, int], stable: tuple[int, int], expected: bool
+) -> None:
+    assert exceeds(canary, stable) is expected
 
 
 def test_thresholds_are_the_bounds_nearest_to_the_percentiles() -> None:
@@ -235,23 +244,6 @@ def test_percentiles_need_intervals_traffic_and_a_margin() -> None:
     assert guardrails.compute_sign_evidence(0, 0) == pytest.approx(0)
 
 
-@pytest.mark.parametrize(
-    ("canary", "stable", "refuses"),
-    [
-        ((20, 200), (10, 1000), True),
-        ((20, 199), (10, 1000), False),
-        ((19, 200), (0, 1000), False),
-        ((40, 200), (50, 1000), False),
-        ((200, 200), (0, 0), True),
-        ((0, 10_000), (0, 10_000), False),
-    ],
-)
-def test_what_the_stable_version_takes_the_candidate_must_take(
-    canary: tuple[int, int], stable: tuple[int, int], refuses: bool
-) -> None:
-    assert guardrails.is_refusing(canary, stable) is refuses
-
-
 users = st.lists(
     st.integers(1, 30).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), min_size=2, max_size=12
 )
@@ -274,9 +266,6 @@ def test_effect_is_the_variance_of_the_events_share_over_that_of_single_requests
         return
     expected = ((e - rate * n) ** 2).sum() / (rate * (1 - rate) * n.sum())
     assert found == pytest.approx(max(1.0, expected))
-    assert found == pytest.approx(
-        float(design_effect.compute_design_effect(n.sum(), e.sum(), (n * n).sum(), (e * e).sum(), (n * e).sum()))
-    )
 
 
 def test_effect_of_requests_without_keys_is_one() -> None:
@@ -290,6 +279,7 @@ def test_ten_errors_of_one_user_are_worth_one() -> None:
     rows = [(10, 100, 0, 900)]
     assert ev.measure_evidence(rows, 1.0) > 6
     assert ev.measure_evidence(rows, 1.0, design_effect.bound_design_effect([alone])) < 1
+    assert ev.measure_evidence(rows, 1.0, float(design_effect.estimate_dispersion(rows))) < 0.5, "nor one interval's"
 
 
 @quickly
@@ -323,11 +313,6 @@ def test_intervals_tell_bunches_and_no_dispersion_of_what_is_steadily_worse() ->
     assert float(design_effect.estimate_dispersion([(0, 5, 0, 50)])) == 1
 
 
-def test_a_bunch_of_one_interval_is_no_evidence() -> None:
-    rows = [(10, 100, 0, 900)]
-    assert ev.measure_evidence(rows, 1.0, float(design_effect.estimate_dispersion(rows))) < 0.5
-
-
 def test_a_right_split_of_a_heavy_user_is_no_mismatch() -> None:
     n = [1] * 600 + [400]
     crowded = design_effect.compute_request_effect([sums(n, n)])
@@ -355,10 +340,7 @@ def test_sums_are_kept_for_each_origin() -> None:
     first, second = sums([2], [1]), sums([3], [0])
     seen = Observations(candidate=CANDIDATE.manifest)
     for origin, found in (("a", sums([1], [0])), ("a", first), ("b", second)):
-        seen = seen.with_reading(
-            MetricsReading(origin=origin, at=1.0, units={"errors": found}),
-            stable="v1",
-            candidate="v2",
-        )
+        reading = MetricsReading(origin=origin, at=1.0, units={"errors": found})
+        seen = seen.with_reading(reading, stable="v1", candidate="v2")
     assert seen.units_of("errors") == (first, second)
     assert seen.units_of("latency_p50") == ()

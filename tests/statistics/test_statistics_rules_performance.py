@@ -7,15 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from onnx_ops import codec
 from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.evidence import (
     ColdStartMeasurement,
     Evidence,
-    Interval,
     LatencyComparison,
     PairedRatios,
-    ScoreComparison,
     ThroughputMeasurement,
 )
 from onnx_ops.domain.gate import ColdStartGate, Gate, LatencyGate, MemoryGate, MetricGate, SizeGate, ThroughputGate
@@ -178,39 +175,6 @@ class TestFasterThanTheExport:
         gate = LatencyGate(faster_than="fp32")
         assert judge([gate], replace(INT8, variant="fp32")).results == ()
         assert only(gate, INT8).verdict is Verdict.INCONCLUSIVE
-
-
-def test_all_of_it_is_judged_again_from_the_document_alone() -> None:
-    evidence = replace(
-        INT8,
-        starts=STARTS,
-        comparisons=(latency(0.8),),
-        throughput=(ThroughputMeasurement(concurrency=4, batch=1, requests=10, per_second=(200.0,) * 5),),
-        ratios=(figure("concurrency 4", 1.0), figure("load", 1.0), figure("first", 1.0), figure("peak", 1.0)),
-        scores=(
-            ScoreComparison(
-                metric="f1 macro",
-                against="fp32",
-                n=1000,
-                candidate=Interval(estimate=0.9, low=0.89, high=0.91),
-                baseline=0.91,
-                difference=Interval(estimate=-0.01, low=-0.02, high=0.0),
-            ),
-        ),
-    )
-    gates: list[Gate] = [
-        LatencyGate(faster_than="fp32"),
-        ThroughputGate(max_regression=0.05, min=100.0),
-        ColdStartGate(load=0.5, first=0.05, max_regression=0.2),
-        MemoryGate(max=10**9, max_regression=0.1),
-        MetricGate(name="f1", max_drop=0.05, min=0.5),
-    ]
-    first = judge(gates, evidence)
-    assert first.verdict is Verdict.PASS, first.results
-    read = codec.loads(codec.dumps(gates), tuple[Gate, ...])
-    again = codec.loads(codec.dumps(evidence), Evidence)
-    assert again == evidence
-    assert judge(read, again) == first
 
 
 def test_gates_without_a_limit_prove_nothing() -> None:

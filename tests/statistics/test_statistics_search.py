@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -240,14 +240,7 @@ def test_a_search_that_was_killed_goes_on_as_if_it_had_not(landscape: Landscape,
         if isinstance(after, StopSearch):
             break
         known = after
-    again = SearchState(
-        recipes=known.recipes,
-        budget=known.budget,
-        export_bytes=SIZE,
-        trials=known.trials,
-        sensitivities=known.sensitivities,
-    )
-    assert searched(landscape, known=again) == (whole, reason)
+    assert searched(landscape, known=known) == (whole, reason)
 
 
 @given(landscapes)
@@ -331,8 +324,7 @@ def test_roles_are_different_things(golden: Golden) -> None:
 
 
 def test_sizes_and_quantiles_are_budgets_too() -> None:
-    ratio = Interval(estimate=0.5, low=0.4, high=0.6)
-    trial = Trial(recipe="r", drop=0.0, size_bytes=300, ratios={"cpu": ratio}, p99={"cpu": 0.004})
+    trial = Trial(recipe="r", drop=0.0, size_bytes=300, ratios={"cpu": RATIO}, p99={"cpu": 0.004})
     assert is_eligible(trial, Budget(size=300, p99=0.005))
     assert not is_eligible(trial, Budget(size=299))
     assert not is_eligible(trial, Budget(p99=0.003))
@@ -342,10 +334,7 @@ def test_sizes_and_quantiles_are_budgets_too() -> None:
 
 def test_nodes_that_cannot_be_probed_count_as_the_worst() -> None:
     recipe = Recipe(name="static", method="static", nodes=("a", "b", "c"))
-    found: Sequence[Sensitivity] = (
-        Sensitivity(recipe="static", node="a", error=1.0),
-        Sensitivity(recipe="static", node="b", error=2.0),
-        Sensitivity(recipe="static", node="c", failure="it does not run"),
-    )
-    known = SearchState(recipes=(recipe,), budget=Budget(), export_bytes=SIZE, sensitivities=tuple(found))
+    errors = {"a": 1.0, "b": 2.0, "c": None}
+    found = tuple(Sensitivity(recipe="static", node=node, error=error) for node, error in errors.items())
+    known = SearchState(recipes=(recipe,), budget=Budget(), export_bytes=SIZE, sensitivities=found)
     assert rank_nodes(known, recipe) == ("c", "b", "a")

@@ -68,23 +68,21 @@ def test_parts_of_the_rows_join_to_the_whole() -> None:
     np.testing.assert_array_equal(found["l"], [[1, 2, 7], [3, 2, 7]])
 
 
-def test_a_row_within_the_bounds_is_explained_and_no_error() -> None:
-    found = floats([[0.2, 0.8], [0.6, 0.4], [0.9, 0.1]])
-    assert (found.explained, found.unexplained) == (1, 0)
-    assert found.ratio <= 1
-
-
-def test_a_row_beyond_its_bounds_is_told_with_what_lies_beyond() -> None:
-    found = floats([[0.2, 0.8], [0.75, 0.25], [0.9, 0.1]])
-    assert (found.explained, found.unexplained) == (0, 1)
-    assert found.error == pytest.approx(0.15, abs=1e-6)
-    assert found.ratio > 1000
-
-
-def test_bounds_of_one_row_explain_no_other() -> None:
-    found = floats([[0.4, 0.6], [0.5, 0.5], [0.9, 0.1]])
-    assert found.unexplained == 1
-    assert found.ratio > 1000
+@pytest.mark.parametrize(
+    ("first", "second", "explained", "error"),
+    [
+        pytest.param([0.2, 0.8], [0.6, 0.4], 1, 0.0, id="within its bounds"),
+        pytest.param([0.2, 0.8], [0.75, 0.25], 0, 0.15, id="beyond its bounds"),
+        pytest.param([0.4, 0.6], [0.5, 0.5], 0, 0.2, id="within the bounds of another row"),
+    ],
+)
+def test_a_row_is_explained_by_its_own_bounds_only(
+    first: list[float], second: list[float], explained: int, error: float
+) -> None:
+    found = floats([first, second, [0.9, 0.1]])
+    assert (found.explained, found.unexplained) == (explained, 1 - explained)
+    assert found.error == pytest.approx(error, abs=1e-6)
+    assert found.ratio <= 1 if explained else found.ratio > 1000
 
 
 def test_a_jump_of_the_source_in_float32_is_no_noise() -> None:

@@ -8,41 +8,25 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-import onnx
 import pytest
-from onnx import TensorProto, helper
 
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.target import CustomOps
 from onnx_ops.onnx_graph.compatibility import copy_libraries
+from tests.support.graphs import write_graph
 
 DOMAIN = "acme.ops"
 
 
 def write_softsign(path: Path, *, scale: float = 2.0, as_function: bool = False) -> None:
     """`y = scale * x / (1 + |x|)` on float32 (batch, 3), by the custom operator; or by a function of its name."""
-    shape: list[str | int | None] = ["batch", 3]
-    domain = "own" if as_function else DOMAIN
-    node = helper.make_node("ScaledSoftsign", ["x"], ["y"], domain=domain, name="sign")
-    if not as_function:
-        node.attribute.append(helper.make_attribute("scale", scale))
-    opsets = [helper.make_opsetid("", 18), helper.make_opsetid(domain, 1)]
-    functions = []
+    domain, attribute = ("own", "") if as_function else (DOMAIN, f"<scale = {float(scale)}>")
+    text = f"(float[batch,3] x) => (float[batch,3] y) {{ [sign] y = {domain}.ScaledSoftsign{attribute}(x) }}"
     if as_function:
-        body = [
-            helper.make_node("Softsign", ["a"], ["c"]),
-            helper.make_node("Constant", [], ["s"], value_float=scale),
-            helper.make_node("Mul", ["c", "s"], ["b"]),
-        ]
-        functions = [helper.make_function("own", "ScaledSoftsign", ["a"], ["b"], body, opsets[:1])]
-    graph = helper.make_graph(
-        [node],
-        "softsign",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
-    )
-    onnx.save(helper.make_model(graph, functions=functions, opset_imports=opsets, ir_version=10), path)
+        body = f"c = Softsign(a) s = Constant<value_float = {float(scale)}>() b = Mul(c, s)"
+        text += f' <domain: "own", opset_import: ["" : 18]> ScaledSoftsign (a) => (b) {{ {body} }}'
+    write_graph(path, text, domains={domain: 1})
 
 
 def build_library(source: Path, path: Path) -> CustomOps:

@@ -1,4 +1,4 @@
-"""Variants and faulty copies of models, and small graphs from their text."""
+"""Variants and faulty copies of models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import numpy_helper, parser
+from onnx import numpy_helper
 
 from onnx_ops.adapters.optimizers.low_precision import Fp16Optimizer, WeightOnlyQuantizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
@@ -45,11 +45,3 @@ def write_changed(model: Path, tensor: str, change: Callable[[Any], Any], name: 
     stored.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(after), tensor))
     onnx.save(proto, model.with_name(name))
     return model.with_name(name)
-
-
-def write_graph(path: Path, text: str, /, **constants: Any) -> Path:
-    """Write the graph of a text such as `(float[N,2] x) => (float[N,2] y) { y = Relu(x) }`, with its constants."""
-    model = parser.parse_model(f'<ir_version: 9, opset_import: ["" : 18]> g {text}')
-    model.graph.initializer.extend(numpy_helper.from_array(np.asarray(v), name) for name, v in constants.items())
-    onnx.save(model, path)
-    return path

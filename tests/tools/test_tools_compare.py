@@ -27,7 +27,7 @@ from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.tools.compare import ParityResult, compare
 from onnx_ops.tools.probing import generate_samples, shared_inputs
 from tests.support.backend_models import Outcome, hold_against_itself, look, outcomes, write_models
-from tests.support.pairs import write_graph
+from tests.support.graphs import write_graph
 from tests.support.suite import Sweep
 from tests.support.zipmap import zipped
 

@@ -30,7 +30,8 @@ from onnx_ops.tools.compare import ParityResult, compare
 from onnx_ops.tools.probing import build_groups, check_samples, generate_samples, shared_inputs
 from tests.measure.scripted import Scripted
 from tests.support.golden import Golden
-from tests.support.pairs import write_changed, write_graph
+from tests.support.graphs import write_graph
+from tests.support.pairs import write_changed
 
 CPU = load_profile("cpu-1t")
 RUNTIME = OnnxRuntime()

@@ -1,4 +1,4 @@
-"""Quantize: derive a variant, and measure its quantization error."""
+"""Quantize: derive a variant, and measure its quantization error. Calibrate: read ranges from a part of the rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
-from onnx_ops.domain.pipeline import Quantize, Stage
+from onnx_ops.domain.pipeline import Quantize, Stage, StageKind
 from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, SearchRecord, Trial
 from onnx_ops.measure.files import MODEL, RANGES, checkout_files, get_dataset, put_document, put_folder
 from onnx_ops.measure.quantization import ACTIVATION_ROWS, AS_WRITTEN, measure_activations, measure_weights
@@ -20,15 +20,17 @@ from onnx_ops.ports import Context, Dataset, OptimizeRequest, Tensors
 from onnx_ops.scratch import Scratch
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
-    """Derive a variant, or take the one that the search found."""
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+    """Derive a variant, or take the one that the search found; or read ranges, as `_calibrate` does."""
     del key
+    if stage.kind is StageKind.CALIBRATE:
+        return _calibrate(stage, inputs, ports)
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Quantize, where=stage.id)
     calibrate = section.calibrate
     searched: dict[str, Digest] = {}
     with Scratch() as folder:
-        request, dataset = build_request(stage, inputs, context, folder)
+        request, dataset = _build_request(stage, inputs, ports, folder)
         source = request.source
         if "search" in settings:  # which found the variant of the role
             manifest, role = inputs[settings["search"]], settings["role"]
@@ -60,8 +62,19 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
         )
 
 
-def build_request(
-    stage: Stage, inputs: Mapping[str, Manifest], context: Context, folder: Path
+def _calibrate(stage: Stage, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+    """Store the ranges of a shard of the batches; nothing if it has none."""
+    settings: Mapping[str, Any] = stage.settings
+    with Scratch() as folder:
+        request, _ = _build_request(stage, inputs, ports, folder)
+        path = folder / "ranges"
+        optimizer = ports.optimizer(request.section.method, read_environment(stage))
+        optimizer.read_ranges(request, path, (settings["shard"] - 1, settings["shards"]))
+        return Manifest(files={RANGES: ports.store.put_file(path)} if path.exists() else {})
+
+
+def _build_request(
+    stage: Stage, inputs: Mapping[str, Manifest], ports: Ports, folder: Path
 ) -> tuple[OptimizeRequest, Dataset | None]:
     """Return what the optimizer gets, with the source in `folder`, and the whole calibration set."""
     settings: Mapping[str, Any] = stage.settings

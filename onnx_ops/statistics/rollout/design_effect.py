@@ -29,28 +29,11 @@ _ADDED_ERRORS = 0.5
 """Errors that a service level adds to the observed ones, each in a burst as large as its user's requests."""
 
 
-def compute_design_effect(
-    requests: npt.ArrayLike,
-    events: npt.ArrayLike,
-    requests_squared: npt.ArrayLike,
-    events_squared: npt.ArrayLike,
-    products: npt.ArrayLike,
-) -> Array:
-    """Return the design effect of events among requests; at least 1.
-
-    With x = e - R n for each unit and the pooled rate R, it is the sum of x squared over its expectation if each
-    request is a unit.
-    """
-    n, e = np.asarray(requests, dtype=np.float64), np.asarray(events, dtype=np.float64)
-    rate = e / np.maximum(n, 1)
-    varied = np.asarray(events_squared) - 2 * rate * np.asarray(products) + rate**2 * np.asarray(requests_squared)
-    expected = rate * (1 - rate) * n
-    return np.asarray(np.maximum(1.0, varied / np.where(expected > 0, expected, np.inf)))
-
-
 def bound_design_effect(epochs: Sequence[UnitSums]) -> float:
-    """Return the design effect of events counted by user in each epoch.
+    """Return the design effect of events counted by user in each epoch; at least 1.
 
+    With x = e - R n for each user and the pooled rate R, it is the sum of x squared over its expectation if each
+    request is a unit.
     The identity of users across epochs is unknown. The root of the sum of squares of a user's total is at most the sum
     of the roots (Minkowski), so the bound holds even if all users returned.
     """

@@ -7,21 +7,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from onnx_ops import plugins
-from onnx_ops.app.context import select_environment
 from onnx_ops.domain.artifact import Digest, digest_json
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import DataSection, Quantize
 from onnx_ops.domain.quantization import Arithmetic, detect_arithmetic
 from onnx_ops.domain.target import HardwareFingerprint, Target
-from onnx_ops.pipeline import UserCode, collect_user_code
 from onnx_ops.pipeline.stage_settings import REQUIREMENTS
 from onnx_ops.pipeline.stages.data import get_source_name
-from onnx_ops.ports import Context
+from onnx_ops.pipeline.user_code import UserCode, collect_user_code
+from onnx_ops.ports import Ports
 
 
 @dataclass(frozen=True)
 class ProjectProbe:
-    """The inputs of a plan, read from the project without importing a framework."""
+    """Cheap queries of a plan about the project. No answer imports a framework."""
 
     context: Context
 
@@ -30,8 +29,8 @@ class ProjectProbe:
         return self.context.source(get_source_name(section)).fingerprint(section, self.context.root)
 
     def origin(self, section: DataSection) -> Mapping[str, str]:
-        """Return the origin of a data set."""
-        return self.context.source(get_source_name(section)).origin(section, self.context.root)
+        """Return the origin of a data set, if its source knows."""
+        return self.ports.source(get_source_name(section)).origin(section, self.ports.root)
 
     def code(self, reference: str, depends: tuple[str, ...] = ()) -> UserCode:
         """Return the project's code that a function runs."""
@@ -42,7 +41,7 @@ class ProjectProbe:
         return self.context.models.digest(path)
 
     def tools(self, kind: str, name: str, env: Environment | None = None, *, trains: bool = False) -> Mapping[str, str]:
-        """Return the versions of the packages that shape a plugin's results."""
+        """Return the versions of the packages that shape a plugin's results; `trains` leaves out those of an export."""
         versions = {"onnx-ops": plugins.version("onnx-ops"), "python": ".".join(platform.python_version_tuple()[:2])}
         if (offered := plugins.distribution(kind, name)) is not None:
             versions[offered] = plugins.version(offered)
@@ -51,7 +50,7 @@ class ProjectProbe:
         if kind == "runtimes":
             # For a runtime in a separate environment, the target's digest covers its build.
             return versions | ({} if env is not None and env.isolated else _versions(shaping))
-        if kind != "data" and (wanted := select_environment(plugin, env)) is not None:
+        if kind != "data" and (wanted := plugins.select_environment(plugin, env)) is not None:
             return versions | {
                 "python": wanted.python or versions["python"],
                 REQUIREMENTS: ", ".join(wanted.requirements),
