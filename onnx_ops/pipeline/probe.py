@@ -15,7 +15,7 @@ from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.pipeline.stage_settings import REQUIREMENTS
 from onnx_ops.pipeline.stages.data import get_source_name
 from onnx_ops.pipeline.user_code import UserCode, collect_user_code
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ProjectProbe:
 
     def origin(self, section: DataSection) -> Mapping[str, str]:
         """Return the origin of a data set, if its source knows."""
-        return self.ports.source(get_source_name(section)).origin(section, self.ports.root)
+        return self.context.source(get_source_name(section)).origin(section, self.context.root)
 
     def code(self, reference: str, depends: tuple[str, ...] = ()) -> UserCode:
         """Return the project's code that a function runs."""

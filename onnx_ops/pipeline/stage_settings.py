@@ -20,7 +20,7 @@ from onnx_ops.domain.pipeline import (
 )
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import CustomOps, Target
-from onnx_ops.ports import Exporter, Ports
+from onnx_ops.ports import Context, Exporter
 
 REQUIREMENTS = "requirements"
 """Key among a stage's tools that marks an isolated environment."""

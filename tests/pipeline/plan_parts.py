@@ -65,7 +65,7 @@ PIPELINE = Pipeline(
 class TableProbe(ProjectProbe):
     """What the world says; change a field to change the world."""
 
-    ports: Any = None
+    context: Any = None
     world: dict[str, str] = field(default_factory=dict)
     key: Digest | None = field(default_factory=lambda: digest_bytes(b"key"))
 

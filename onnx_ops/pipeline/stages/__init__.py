@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import Stage, StageKind
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Context
 
 Execute = Callable[[Stage, Digest, Mapping[str, Manifest], Context], Manifest]
 
@@ -17,4 +17,4 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
     # Imported by name, so that a stage loads only what it needs.
     name = "quantize" if stage.kind is StageKind.CALIBRATE else stage.kind.value
     run: Execute = importlib.import_module(f"onnx_ops.pipeline.stages.{name}").execute
-    return run(stage, key, inputs, ports)
+    return run(stage, key, inputs, context)

@@ -20,17 +20,17 @@ from onnx_ops.ports import Context, Dataset, OptimizeRequest, Tensors
 from onnx_ops.scratch import Scratch
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
     """Derive a variant, or take the one that the search found; or read ranges, as `_calibrate` does."""
     del key
     if stage.kind is StageKind.CALIBRATE:
-        return _calibrate(stage, inputs, ports)
+        return _calibrate(stage, inputs, context)
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Quantize, where=stage.id)
     calibrate = section.calibrate
     searched: dict[str, Digest] = {}
     with Scratch() as folder:
-        request, dataset = _build_request(stage, inputs, ports, folder)
+        request, dataset = _build_request(stage, inputs, context, folder)
         source = request.source
         if "search" in settings:  # which found the variant of the role
             manifest, role = inputs[settings["search"]], settings["role"]
@@ -62,19 +62,19 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         )
 
 
-def _calibrate(stage: Stage, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+def _calibrate(stage: Stage, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
     """Store the ranges of a shard of the batches; nothing if it has none."""
     settings: Mapping[str, Any] = stage.settings
     with Scratch() as folder:
-        request, _ = _build_request(stage, inputs, ports, folder)
+        request, _ = _build_request(stage, inputs, context, folder)
         path = folder / "ranges"
-        optimizer = ports.optimizer(request.section.method, read_environment(stage))
+        optimizer = context.optimizer(request.section.method, read_environment(stage))
         optimizer.read_ranges(request, path, (settings["shard"] - 1, settings["shards"]))
-        return Manifest(files={RANGES: ports.store.put_file(path)} if path.exists() else {})
+        return Manifest(files={RANGES: context.store.put_file(path)} if path.exists() else {})
 
 
 def _build_request(
-    stage: Stage, inputs: Mapping[str, Manifest], ports: Ports, folder: Path
+    stage: Stage, inputs: Mapping[str, Manifest], context: Context, folder: Path
 ) -> tuple[OptimizeRequest, Dataset | None]:
     """Return what the optimizer gets, with the source in `folder`, and the whole calibration set."""
     settings: Mapping[str, Any] = stage.settings
