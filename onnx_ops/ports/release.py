@@ -1,4 +1,4 @@
-"""Ports of release operations: registry, ledger, endpoints, metrics source and model files."""
+"""Context of release operations: registry, ledger, endpoints, metrics source and model files."""
 
 from __future__ import annotations
 
@@ -169,8 +169,7 @@ class EndpointProvider(ABC):
     def place(self, config: EndpointConfig) -> str:
         """Return the endpoint's location, for people, without network. Configs of one place are the same endpoint."""
 
-    @abstractmethod
-    def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
+    def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:  # noqa: B027 (accepts all)
         """Validate a change of the settings of an existing endpoint that stays in its place.
 
         Raises:
@@ -186,9 +185,12 @@ class EndpointProvider(ABC):
         """Bring the endpoint to this state, with its settings. Idempotent. No request is dropped.
 
         Raises:
-            ConflictError: a later generation was applied already.
+            ConflictError: a later generation, or another state of this one, was applied already.
+            NotFoundError, DigestMismatchError: a deployment's files are lost, or not those of its manifest.
+            RefusedError: the provider does not permit it, or a resource of that name is not ours.
             AlarmRollbackError: alarms guard the endpoint, and one reverted this state.
             ServiceUnavailableError: the endpoint could not be reached or started.
+            InfrastructureError: a model cannot be loaded, or the provider failed or took the change back.
         """
 
     @abstractmethod
@@ -213,16 +215,17 @@ class EndpointProvider(ABC):
     def metrics(self) -> MetricsSource:
         """Return the default metrics source of this provider's endpoints."""
 
-    @abstractmethod
     def list_orphans(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[OrphanedResource]:
         """Return resources of this endpoint that neither its deployments nor a manifest in `needed` uses.
 
         Raises:
             ServiceUnavailableError: the provider does not answer.
         """
+        return ()
 
-    @abstractmethod
-    def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
+    def delete_orphan(  # noqa: B027 (without orphans there is nothing to do)
+        self, config: EndpointConfig, orphan: OrphanedResource
+    ) -> None:
         """Delete an orphaned resource. No error if it is gone.
 
         Raises:
@@ -270,7 +273,6 @@ class MetricsSource(ABC):
         """Return what it can report: `exceedances` (requests over a latency) or `quantiles`; `shadow`, `feedback`,
         `cold_starts`."""
 
-    @abstractmethod
     def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
         """Return a deployment's latency histogram: ascending upper bounds in seconds, and one count more than bounds.
 
@@ -279,6 +281,7 @@ class MetricsSource(ABC):
         Raises:
             ServiceUnavailableError: the source does not answer.
         """
+        return None
 
     @abstractmethod
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:

@@ -93,15 +93,7 @@ class AzureEndpoints(CloudEndpoints):
             return None
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Bring the endpoint to a state, and delete what the state does not need.
-
-        Raises:
-            ConflictError: a later generation, or another state of this one, was applied already.
-            DigestMismatchError: a deployment's files are not those of its manifest.
-            NotFoundError: a deployment's files are not there.
-            RefusedError: Azure does not permit it, or a resource of that name is not ours.
-            InfrastructureError: a deployment does not start, or there is no quota for it.
-        """
+        """Bring the endpoint to a state, and delete what the state does not need."""
         endpoint = self._connect(config)
         name = endpoint.deployments.name
         endpoint.apply(plan_traffic(state, generation=generation, name=name, where=config.endpoint))

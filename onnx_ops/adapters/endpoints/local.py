@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,11 +28,9 @@ from onnx_ops.adapters.files import durable_file, exclusive_lock, try_lock, wait
 from onnx_ops.adapters.server_metrics import ServerMetrics
 from onnx_ops.config.binding import bind_settings, file_fields
 from onnx_ops.config.server_options import format_flags
-from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import (
     EndpointConfig,
     EndpointState,
-    OrphanedResource,
     build_rollback_state,
     drop_idle_deployments,
 )
@@ -72,7 +70,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 _PORT_FILE = "port"
 _KEPT_FILES = frozenset({AUDIT_FILE, LOG_FILE, _PORT_FILE, APPLY_LOCK})
 _FIRST_PORT = 18_000
-"""Chosen ports lie below those that systems give to outgoing connections, so that a restart finds its port free."""
+"""Chosen context lie below those that systems give to outgoing connections, so that a restart finds its port free."""
 _PORTS = 10_000
 _OBSERVE_S = 5.0
 _DEATH_S = 2.0
@@ -161,9 +159,6 @@ class LocalEndpoints(EndpointProvider):
         """Return where the endpoint runs."""
         return f"the server of {config.endpoint} on this machine"
 
-    def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
-        """Accept every change of settings."""
-
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """Return the running server's state; None if a deployment is lost."""
         server = self._server(config)
@@ -193,14 +188,7 @@ class LocalEndpoints(EndpointProvider):
         return port is not None and server.is_orphaned() and bool(server.is_ready(port, timeout_s=_OBSERVE_S))
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Start the server if needed, publish the state, and wait until it is served.
-
-        Raises:
-            ConflictError: a later generation, or another state of this generation, was applied already.
-            DigestMismatchError, NotFoundError: a deployment's files are not those of its manifest, or not there.
-            ServiceUnavailableError: the port is taken, or the server cannot be started or does not answer.
-            InfrastructureError: a model cannot be loaded.
-        """
+        """Start the server if needed, publish the state, and wait until it is served."""
         server = self._server(config)
         body = codec.dumps(replace(state, generation=generation))
         with server.lock():
@@ -257,13 +245,6 @@ class LocalEndpoints(EndpointProvider):
                     shutil.rmtree(path)
                 elif path.name not in _KEPT_FILES:
                     path.unlink()
-
-    def list_orphans(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[OrphanedResource]:
-        """Return nothing: a server holds only the deployments of its state."""
-        return ()
-
-    def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
-        """Do nothing: there are no orphans."""
 
     @staticmethod
     def _publish_rollback(server: LocalServer, state: EndpointState) -> bool:
@@ -372,7 +353,7 @@ class LocalServer:
         return exclusive_lock(self.folder / APPLY_LOCK, timeout_s, where=self.folder.name)
 
     def record(self) -> ServerRecord | None:
-        """Return the server's ports and options; None if none runs, or it is not ready."""
+        """Return the server's context and options; None if none runs, or it is not ready."""
         pid = self._pid()
         if pid is None:
             return None

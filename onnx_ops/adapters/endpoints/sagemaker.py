@@ -83,9 +83,6 @@ class SageMakerEndpoints(CloudEndpoints):
         stored = f"s3://{client.settings.bucket}/{client.folder}"
         return f"SageMaker's endpoint {config.endpoint} in {region}{profile}, with {stored}"
 
-    def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
-        """Accept every change: an update of the endpoint applies all settings."""
-
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
         """Return the error of missing credentials, without a request to AWS."""
         return find_missing_credentials(read_access(config.settings), where=config.endpoint)
@@ -119,12 +116,7 @@ class SageMakerEndpoints(CloudEndpoints):
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Upload archives, create models and config, and update the endpoint to them.
 
-        Raises:
-            ConflictError: a later generation, or another state of this generation, was started already.
-            DigestMismatchError: a deployment's files are not those of its manifest.
-            NotFoundError: a deployment's files are needed and missing, or an alarm does not exist.
-            AlarmRollbackError: an alarm rolled it back, now or in an earlier attempt.
-            InfrastructureError: SageMaker failed, or rolled it back; the message has its reason.
+        An alarm that rolled a state back, now or in an earlier attempt, raises AlarmRollbackError.
         """
         self._apply(self._connect(config), replace(state, generation=generation))
 

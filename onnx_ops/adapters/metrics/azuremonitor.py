@@ -32,7 +32,7 @@ _P50, _P99 = "RequestLatency_P50", "RequestLatency_P99"
 
 
 class AzureMonitorMetrics(MetricsSource):
-    """Counts and percentiles of deployments. All settings are those of the endpoint.
+    """Counts and percentiles of deployments, without a histogram. All settings are those of the endpoint.
 
     Counts restart with each day (UTC), which is their origin. `MetricsReading.at` is the end of the last minute
     whose numbers do not change any more, about three minutes ago.
@@ -50,10 +50,6 @@ class AzureMonitorMetrics(MetricsSource):
     def capabilities(self) -> frozenset[str]:
         """Return `quantiles`."""
         return frozenset({"quantiles"})
-
-    def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
-        """Return None: Azure Monitor has no histogram."""
-        return None
 
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
         """Return the counts of the day, by the deployments' names in Azure."""
