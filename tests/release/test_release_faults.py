@@ -45,32 +45,20 @@ MOST_MOMENTS = 1000
 
 @dataclass(frozen=True)
 class Scenario:
-    """`act` is done in a process that may be killed; then again, if a person sees that it is not `done`."""
+    """`ask` for something and reconcile, in a process that may be killed; again if a person sees that it is not `done`.
+    Without an `ask`, the reconciler finds something to do by itself."""
 
     setup: Callable[[], Scene]
-    act: Callable[[Scene], object]
+    ask: Callable[[Scene], object] = lambda scene: None
     done: Callable[[Scene], bool] = lambda scene: False
 
-
-def promoting(version: str, **options: bool | str) -> Callable[[Scene], None]:
-    def act(scene: Scene) -> None:
-        scene.promote(version, **options)  # type: ignore[arg-type]
+    def act(self, scene: Scene) -> None:
+        self.ask(scene)
         scene.settle_all()
 
-    return act
 
-
-def aborting(scene: Scene) -> None:
-    scene.abort()
-    scene.settle()
-
-
-def saying(word: OperatorCommand) -> Callable[[Scene], None]:
-    def act(scene: Scene) -> None:
-        scene.say(word)
-        scene.settle()
-
-    return act
+def advance(scene: Scene) -> None:
+    scene.say(OperatorCommand.ADVANCE)
 
 
 def said(scene: Scene) -> bool:
@@ -94,44 +82,40 @@ def overridden_in_registry() -> Scene:
     return scene
 
 
-def rolling_back(scene: Scene) -> None:
-    scene.roll_back()
-    scene.settle_all()
-
-
 SCENARIOS: Mapping[str, Scenario] = {
-    "first deployment": Scenario(lambda: with_candidate(serving()), promoting("1")),
-    "all at once": Scenario(lambda: with_candidate(serving("a")), promoting("2")),
+    "first deployment": Scenario(lambda: with_candidate(serving()), lambda scene: scene.promote("1")),
+    "all at once": Scenario(lambda: with_candidate(serving("a")), lambda scene: scene.promote("2")),
     "start": Scenario(
-        lambda: with_candidate(on_trial(OperatorCommand.ADVANCE, OperatorCommand.ADVANCE)), promoting("4")
+        lambda: with_candidate(on_trial(OperatorCommand.ADVANCE, OperatorCommand.ADVANCE)),
+        lambda scene: scene.promote("4"),
     ),
-    "advance": Scenario(on_trial, saying(OperatorCommand.ADVANCE), said),
+    "advance": Scenario(on_trial, advance, said),
     "finish": Scenario(
         lambda: on_trial(OperatorCommand.ADVANCE),
-        saying(OperatorCommand.ADVANCE),
+        advance,
         lambda scene: sum(isinstance(e.body, OperatorCommandSent) for e in scene.world.ledger.read("digits")) == 2,
     ),
-    "abort by word": Scenario(on_trial, aborting, went_back),
-    "abort by alias": Scenario(withdrawn, Scene.settle_all),
-    "replace a candidate": Scenario(lambda: with_candidate(on_trial()), promoting("4")),
-    "refuse a challenger": Scenario(lambda: misled(CHALLENGER), Scene.settle_all),
-    "refuse a champion": Scenario(lambda: misled(CHAMPION), Scene.settle_all),
-    "champion by hand": Scenario(moved_by_hand, Scene.settle_all),
-    "restore": Scenario(lost, Scene.settle_all),
-    "retire": Scenario(past_its_time, Scene.settle_all),
-    "rollback": Scenario(lambda: serving("a", "b"), rolling_back, went_back),
-    "rollback of a candidate": Scenario(on_trial, rolling_back, went_back),
-    "aliases after a rollback": Scenario(rolled_back_alone, Scene.settle_all),
-    "the last of two endpoints": Scenario(pair, Scene.settle_all),
-    "a judged start": Scenario(asked_for, Scene.settle_all),
-    "a judged step": Scenario(lambda: counted_out(bad=False), Scene.settle_all),
-    "a judged way back": Scenario(lambda: counted_out(bad=True), Scene.settle_all),
+    "abort by word": Scenario(on_trial, Scene.abort, went_back),
+    "abort by alias": Scenario(withdrawn),
+    "replace a candidate": Scenario(lambda: with_candidate(on_trial()), lambda scene: scene.promote("4")),
+    "refuse a challenger": Scenario(lambda: misled(CHALLENGER)),
+    "refuse a champion": Scenario(lambda: misled(CHAMPION)),
+    "champion by hand": Scenario(moved_by_hand),
+    "restore": Scenario(lost),
+    "retire": Scenario(past_its_time),
+    "rollback": Scenario(lambda: serving("a", "b"), Scene.roll_back, went_back),
+    "rollback of a candidate": Scenario(on_trial, Scene.roll_back, went_back),
+    "aliases after a rollback": Scenario(rolled_back_alone),
+    "the last of two endpoints": Scenario(pair),
+    "a judged start": Scenario(asked_for),
+    "a judged step": Scenario(lambda: counted_out(bad=False)),
+    "a judged way back": Scenario(lambda: counted_out(bad=True)),
     "override": Scenario(
         lambda: with_candidate(serving("a"), verdict=Verdict.FAIL),
-        promoting("2", override=True, reason="sure", actor="operator"),
+        lambda scene: scene.promote("2", override=True, reason="sure", actor="operator"),
         overridden,
     ),
-    "override in the registry": Scenario(overridden_in_registry, Scene.settle_all),
+    "override in the registry": Scenario(overridden_in_registry),
     "without endpoint": Scenario(lambda: with_candidate(with_candidate(Scene())), lambda scene: scene.promote("1")),
 }
 
