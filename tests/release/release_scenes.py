@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.domain.rollout_policy import DAY, Guardrail, RolloutPolicy
-from onnx_ops.errors import ConflictError
+from onnx_ops.errors import ConflictError, StillPendingError
 from onnx_ops.ports import Ports
-from onnx_ops.testing.endpoints import scaling_deployment
 from onnx_ops.testing.fakes import FakeWorld
-from tests.release.release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, Scene, effects, publish_file
+from tests.release.release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, Scene, effects
 
 GUARDED = RolloutPolicy(
     steps=(0.1, 0.5, 1.0),
@@ -51,6 +48,14 @@ def interrupted(scene: Scene, call: Callable[[], object], *, reaches: bool = Fal
         patched.setattr(provider, "roll_back", die)
         with pytest.raises(KeyboardInterrupt):
             call()
+
+
+def owe(scene: Scene, ask: Callable[[Scene], object] = Scene.roll_back) -> None:
+    """Ask for something while the endpoint cannot be reached."""
+    scene.world.provider.down = True
+    with pytest.raises(StillPendingError):
+        ask(scene)
+    scene.world.provider.down = False
 
 
 def refused_while_at_work(scene: Scene, call: Callable[[Ports], object]) -> None:
@@ -186,9 +191,3 @@ def end_of(scene: Scene) -> dict[str, object]:
         "traffic": {name: scene.traffic(name) for name in names},
         "changes": [(name, state.split.weights) for name, state in scene.world.provider.applied],
     }
-
-
-def publish_scaling(scene: Scene, folder: Path, factor: float) -> str:
-    """Register a version that passed and that multiplies by `factor`, for endpoints that really answer."""
-    scaling_deployment(folder, name="v", version="", scale=factor)
-    return publish_file(scene.world, folder / "model.onnx", digest_bytes(str(factor).encode()))

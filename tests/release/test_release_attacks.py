@@ -33,7 +33,6 @@ from onnx_ops.domain.ledger import (
     EndpointBound,
     EntryBody,
     Intent,
-    LedgerEntry,
     OperatorCommandSent,
     OverrideRecorded,
     ReleaseState,
@@ -44,12 +43,14 @@ from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Roles, 
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import OnnxOpsError, RefusedError
 from onnx_ops.ports import Ports
+from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.serving.inference.integrity import TrustPolicy, verify_files
 from onnx_ops.testing.endpoints import scaling_deployment
 from onnx_ops.testing.fakes import FakeProvider, FakeSigner, FakeWorld
-from tests.release.release_parts import CHALLENGER, CHAMPION, TARGET_DIGEST, Scene, publish_file, roll_back
+from tests.release.release_parts import CHALLENGER, CHAMPION, TARGET_DIGEST, publish_file, roll_back
+from tests.release.release_scenes import serving
 
 ENDPOINT, MODEL, OTHER, TARGET, GPU = "digits", "digits", "faces", "cpu", "gpu"
 THIEF = FakeSigner(b"has no trusted key")
@@ -171,10 +172,9 @@ class Site:
 
     def append(self, *bodies: EntryBody) -> None:
         """The ledger's storage gets further entries."""
-        ledger = self.ledger()
+        journal = Journal.open(self.ports, ENDPOINT, actor="alice")
         for body in bodies:
-            head = ledger.state(ENDPOINT).head
-            ledger.append(LedgerEntry(endpoint=ENDPOINT, sequence=head + 1, at=1e9, actor="alice", body=body))
+            journal.append(body)
 
     def rewrite(self, change: Callable[[Any], Any]) -> None:
         """Every document of the ledger is replaced by what `change` makes of it."""
@@ -517,14 +517,9 @@ def test_nor_does_a_real_server_load_it(attack: Callable[[Site], None], tmp_path
 
 def test_an_entry_of_the_ledger_that_nobody_approved_never_reaches_the_provider() -> None:
     """Before the server refuses it: not every provider has one that verifies."""
-    scene = Scene()
-    scene.bind()
-    scene.serve(scene.publish("a"))
+    scene = serving("a")
     forged = replace(scene.state().known["1"], name="v9", authority=None)
-    entry = LedgerEntry(
-        endpoint=ENDPOINT, sequence=scene.state().head + 1, at=1e9, actor="alice", body=begun(bringing(forged))
-    )
-    scene.world.ledger.append(entry)
+    Journal.open(scene.ports, ENDPOINT).append(begun(bringing(forged)))
     with pytest.raises(RefusedError, match="no signed decision names its files"):
         reconcile_until_stable(scene.ports, ENDPOINT)
     assert scene.traffic() == {"v1": 100}

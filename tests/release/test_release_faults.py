@@ -36,7 +36,6 @@ from tests.release.release_scenes import (
     withdrawn,
 )
 from tests.support.faults import Faults, Killed
-from tests.support.golden import Golden
 from tests.support.suite import PARTS, Sweep
 
 MOST_MOMENTS = 1000
@@ -227,24 +226,6 @@ def test_two_drivers_at_once_do_everything_once(name: str, sweep: Sweep) -> None
             scenario.act(scene)
         scene.settle_all()
         assert end_of(scene) == expected, f"at moment {moment} of {counted.moments}"
-
-
-def test_while_one_driver_acts_another_reports_and_touches_nothing(golden: Golden) -> None:
-    scene = with_candidate(serving("a"))
-    scene.promote("2")
-    reports: list[str] = []
-    provider = scene.world.provider
-    apply = provider.apply
-
-    def look(*arguments: object, **options: object) -> None:
-        (report,) = reconcile_until_stable(scene.world.ports("another driver"), "digits")
-        reports.append(report.why)
-        apply(*arguments, **options)  # type: ignore[arg-type]
-
-    provider.apply = look  # type: ignore[method-assign]
-    scene.settle()
-    golden("reasons", "\n".join(reports))
-    assert effects(scene.world.ledger.read("digits")) == ["first-deployment", "finish"]
 
 
 @pytest.mark.parametrize("candidate", ["c", "b"], ids=["another release", "the same release"])

@@ -211,27 +211,6 @@ def test_a_bell_wakes_the_endpoints_of_its_model_only() -> None:
     assert scene.traffic() == {"v2": 100, "v1": 0}
 
 
-def test_what_a_wake_up_says_is_never_believed() -> None:
-    """Deliveries that come late, twice or in the wrong order all do the same: the registry is read as it is now."""
-    scene = with_candidate(with_candidate(serving("a")))
-    watch = Watch(scene)
-    for version in ("2", "1", "2"):
-        scene.set_alias(CHALLENGER, version)
-    scene.world.registry.delete_alias("digits", CHALLENGER)
-    for _ in range(5):
-        watch.watcher.reconcile_models(frozenset({"digits"}))
-    assert scene.traffic() == {"v1": 100}
-
-
-def test_with_every_wake_up_lost_the_next_pass_finds_it() -> None:
-    scene = with_candidate(serving("a"))
-    watch = Watch(scene)
-    watch.look()
-    scene.set_alias(CHALLENGER, "2")
-    watch.look()
-    assert scene.traffic() == {"v2": 100, "v1": 0}
-
-
 def test_it_stops_between_two_effects() -> None:
     scene = with_candidate(serving("a"))
     scene.promote("2")
