@@ -11,13 +11,9 @@ from hypothesis import strategies as st
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.ledger import (
     ActionOutcome,
-    EntryBody,
     Intent,
-    LedgerEntry,
     MetricsRecorded,
-    ReleaseState,
     ThresholdsFixed,
-    fold,
 )
 from onnx_ops.domain.rollout import Action, ActionKind, GuardrailResult, Roles, build_split_state
 from onnx_ops.domain.rollout_observations import (
@@ -29,7 +25,7 @@ from onnx_ops.domain.rollout_observations import (
     ShadowCounts,
     diff_readings,
 )
-from tests.domain.test_domain_ledger import version
+from tests.domain.test_domain_ledger import folded, version
 from tests.support.golden import Golden
 
 V1, V2, V3 = version(1), version(2), version(3)
@@ -121,21 +117,6 @@ def action(kind: ActionKind, candidate: Deployment | None, percent: int, step: i
 
 START, ADVANCE = action(ActionKind.START, V2, 10), action(ActionKind.ADVANCE, V2, 50, 1)
 ABORT, NEXT = action(ActionKind.ABORT, None, 0), action(ActionKind.START, V3, 10)
-
-
-def folded(*bodies: EntryBody | Action) -> ReleaseState:
-    """Actions stand for an intent and its good outcome; entry n is written at n."""
-    flat: list[EntryBody] = []
-    for body in bodies:
-        if isinstance(body, Action):
-            flat.append(Intent(action=body, holder="h", expires_at=1e9))
-            flat.append(ActionOutcome(of=len(flat), ok=True))
-        else:
-            flat.append(body)
-    entries = [
-        LedgerEntry(endpoint="e", sequence=n, at=float(n), actor="a", body=body) for n, body in enumerate(flat, start=1)
-    ]
-    return fold("e", entries)
 
 
 FROZEN = ThresholdsFixed(candidate=V2.manifest, thresholds=LIMITS)
