@@ -37,6 +37,7 @@ from onnx_ops.domain.rollout import (
 )
 from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
 from tests.domain.test_domain_ledger import version
+from tests.support.must import must
 
 POLICIES = (
     RolloutPolicy(),
@@ -157,8 +158,7 @@ class Rollouts(RuleBasedStateMachine):
     @precondition(lambda self: self.state.pending_rollback is not None)
     @rule()
     def withdraw_what_is_owed(self) -> None:
-        pending = self.state.pending_rollback
-        assert pending is not None
+        pending = must(self.state.pending_rollback)
         self.append(RequestWithdrawn(reason="wrong endpoint"))
         assert self.state.rejected == pending.rejected_before
         self.wanted = self.state.roles.stable

@@ -18,7 +18,7 @@ from typing import Any
 from unittest.mock import patch
 from urllib.parse import urlsplit
 
-from onnx import TensorProto, helper, save_model
+import onnx.parser
 
 from onnx_ops.adapters import azure
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
@@ -32,6 +32,7 @@ from onnx_ops.ports import Clock, EndpointProvider, MetricsSource
 from tests.adapters.azureml_parts import key_of
 from tests.support.clouds.azureml import AzureCloud
 from tests.support.clouds.sagemaker import SETTINGS, FakeSageMaker, client
+from tests.support.must import must
 from tests.support.server import stop_endpoints
 
 POLICY = RetryPolicy(operation_s=60, answer_s=5, lag_s=1, pause_s=0.01, longest_s=0.1)
@@ -46,16 +47,13 @@ _PICK = 7
 
 def write_model(path: Path, *, scale: float, table: int = 8) -> Path:
     """y = x * table[pick], all of whose entries are `scale`; a request that picks beyond a short table's end fails."""
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        [helper.make_node("Gather", ["table", "pick"], ["picked"]), helper.make_node("Mul", ["x", "picked"], ["y"])],
-        "scale",
-        [value("x", TensorProto.FLOAT, ["batch", 1]), value("pick", TensorProto.INT64, ["batch"])],
-        [value("y", TensorProto.FLOAT, ["batch", 1])],
-        [helper.make_tensor("table", TensorProto.FLOAT, [table, 1], [scale] * table)],
-    )
+    model = onnx.parser.parse_model(f"""
+        <ir_version: 10, opset_import: ["": 18]>
+        scale (float[batch, 1] x, int64[batch] pick) => (float[batch, 1] y)
+        <float[{table}, 1] table = {{{", ".join([str(float(scale))] * table)}}}>
+        {{ picked = Gather(table, pick) y = Mul(x, picked) }}""")
     path.parent.mkdir(parents=True)
-    save_model(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), path)
+    onnx.save(model, path)
     return path
 
 
@@ -119,8 +117,7 @@ class Local(Site):
         self._folder = folder
 
     def ask(self, config: EndpointConfig, body: bytes) -> Answered:
-        address = self.provider.address(config)
-        assert address is not None
+        address = must(self.provider.address(config))
         answer, document = post(self.kept, address, "/invocations", body, {})
         return Answered(deployment=answer.headers["x-onnx-ops-deployment"], **read(answer.status, document))
 
@@ -166,8 +163,7 @@ class AzureMl(Site):
 
     def ask(self, config: EndpointConfig, body: bytes) -> Answered:
         if config.endpoint not in self._known:
-            address = self.provider.address(config)
-            assert address is not None
+            address = must(self.provider.address(config))
             self._known[config.endpoint] = (f"{address}/invocations", key_of(config))
         address, key = self._known[config.endpoint]
         answer, document = post(self.kept, address, urlsplit(address).path, body, {"authorization": key})

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.e2e_project import MLP, ONLY_FP32, SECOND, Project
+from tests.e2e.e2e_project import MLP, SECOND, Project
 
 pytestmark = [pytest.mark.services, pytest.mark.in_order]
 
@@ -114,26 +114,6 @@ def test_a_tampered_file_in_the_store_is_made_again(first: Any, project: Project
     mended = project.run()
     assert mended["executed"], "the stage that made the file must run again"
     assert project.run()["executed"] == []
-
-
-@pytest.mark.nightly
-def test_the_second_release_replaces_the_first_and_rollback_brings_it_back(first: Any, project: Project) -> None:
-    before = project.status()["roles"]["stable"]
-    second = project.run(ONLY_FP32, SECOND)
-    assert second["registration"]["release"] != first["registration"]["release"]
-    after = project.status()
-    assert after["roles"]["stable"]["version"] != before["version"]
-    assert after["roles"]["previous"]["version"] == before["version"]
-    rolled = project.document("rollback", "digits", "--wait", "--reason", "wrong on sevens")
-    assert (rolled["moved_from"], rolled["moved_to"]) == (after["roles"]["stable"]["name"], before["name"])
-    assert rolled["registry_pending"] is False
-    history = project.document("history", "digits")
-    line = next(entry for entry in history if entry["what"].startswith("rollback"))
-    assert line["actor"] == "tester"
-    assert "wrong on sevens" in line["why"]
-    refused = project.run(ONLY_FP32, SECOND, code=5)
-    assert any("rolled this release back" in error["what"] for error in refused["errors"].values())
-    assert project.status()["roles"]["stable"]["version"] == before["version"]
 
 
 def test_doctor_finds_everything_in_order(first: Any, project: Project) -> None:

@@ -81,7 +81,8 @@ def disk_copies_of(setup: Callable[[], Scene], root: Path) -> Callable[[], Scene
         shutil.rmtree(root)
         shutil.copytree(aside, root)
         scene: Scene = pickle.loads(kept)  # noqa: S301 (our own)
-        return replace(scene, world=replace(scene.world, ledger=ledger_of(root), files=models_of(root)))
+        world = replace(scene.world, ledger=ledger_of(root), files=models_of(root))  # type: ignore[arg-type]
+        return replace(scene, world=world)
 
     return copy
 

@@ -68,11 +68,7 @@ def publish_file(world: FakeWorld, file: Path, release: Digest, *, variant: str 
         variant=variant,
         files={"model.onnx": file},
         manifest=manifest,
-        evidence={},
-        metrics={},
-        decisions={},
         signed={decided.target: sign_record(decided, world.signer)},
-        description="",
     )
     lineage = Lineage(pipeline="p", release=release)
     return world.registry.publish(Publication(model=decided.model, lineage=lineage, variants=(record,)))[variant]

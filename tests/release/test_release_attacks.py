@@ -51,6 +51,7 @@ from onnx_ops.testing.endpoints import scaling_deployment
 from onnx_ops.testing.fakes import FakeProvider, FakeSigner, FakeWorld
 from tests.release.release_parts import CHALLENGER, CHAMPION, TARGET_DIGEST, publish_file, roll_back
 from tests.release.release_scenes import serving
+from tests.support.must import must
 
 ENDPOINT, MODEL, OTHER, TARGET, GPU = "digits", "digits", "faces", "cpu", "gpu"
 THIEF = FakeSigner(b"has no trusted key")
@@ -205,8 +206,7 @@ class Site:
 
     def serving(self) -> dict[str, int]:
         provider = self.local if self.real else self.fake
-        seen = provider.observe(self.config)
-        assert seen is not None
+        seen = must(provider.observe(self.config))
         return {name: weight for name, weight in seen.split.weights.items() if weight}
 
     def held(self) -> set[Digest]:

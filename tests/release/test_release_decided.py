@@ -23,6 +23,7 @@ from onnx_ops.errors import InvalidSignatureError, RefusedError
 from onnx_ops.release.decision_policy import build_override, is_valid_for, read_override, require_passing_decision
 from onnx_ops.testing.fakes import FakeSigner
 from tests.release.release_parts import TARGET, decision_record
+from tests.support.must import must
 
 SIGNER, STRANGER = FakeSigner(), FakeSigner(b"somebody else")
 digests = st.sampled_from([digest_bytes(bytes([n])) for n in range(3)])
@@ -151,8 +152,7 @@ def tags(value: str) -> dict[str, str]:
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(json_values.map(json.dumps) | st.text(max_size=60))
 def test_no_tag_that_was_not_signed_lets_it_serve(value: str) -> None:
-    read = read_record("digits", "1", tags(value))
-    assert read is not None
+    read = must(read_record("digits", "1", tags(value)))
     with pytest.raises(RefusedError):
         require_passing_decision(read, TARGET, SIGNER)
 
@@ -205,15 +205,13 @@ def changed(old: str, new: str) -> str:
     ],
 )
 def test_odd_documents_are_refused_not_tripped_over(value: str) -> None:
-    read = read_record("digits", "1", tags(value))
-    assert read is not None
+    read = must(read_record("digits", "1", tags(value)))
     with pytest.raises(RefusedError):
         require_passing_decision(read, TARGET, SIGNER)
 
 
 def test_a_genuine_tag_is_read_back() -> None:
-    read = read_record("digits", "1", tags(HUGE))
-    assert read is not None
+    read = must(read_record("digits", "1", tags(HUGE)))
     assert require_passing_decision(read, TARGET, SIGNER).record == record()
     assert is_valid_for(read_decisions(tags(HUGE))[TARGET], read, TARGET, SIGNER)
 

@@ -15,6 +15,7 @@ from onnx_ops.release.prune import Orphan, OrphanSurvey, PrunePlan, find_orphans
 from tests.release.release_parts import CANARY, MODEL, Scene
 from tests.release.release_scenes import interrupted, serving
 from tests.support.golden import Golden
+from tests.support.must import must
 
 
 def versions(plan: PrunePlan) -> list[str]:
@@ -126,8 +127,7 @@ def test_whatever_happened_before_nothing_in_use_goes(happened: list[str], keep:
 
 
 def test_what_providers_hold_for_nobody_is_told_and_removed(scene: Scene) -> None:
-    served = scene.state().roles.stable
-    assert served is not None
+    served = must(scene.state().roles.stable)
     mine, theirs = (
         OrphanedResource(kind="model", name=name, why="no state names it", paid=True)
         for name in (served.manifest, "other")

@@ -44,6 +44,7 @@ from tests.release.release_parts import (
 )
 from tests.release.release_scenes import interrupted, owe, serving
 from tests.support.faults import Faults
+from tests.support.must import must
 
 
 @pytest.fixture
@@ -116,8 +117,7 @@ def test_asking_again_lets_whoever_is_at_work_get_on_with_it(scene: Scene, monke
     """A slow endpoint would else never get there, however often it is asked."""
     monkeypatch.setattr(rollback, "COMMAND_TIMEOUT_S", 0.01)
     owe(scene)
-    pending = scene.state().pending_rollback
-    assert pending is not None
+    pending = must(scene.state().pending_rollback)
     other = Journal.open(scene.world.ports("other"), "digits")
     expires = scene.world.clock.now() + 120
     other.append(Intent(action=pending.action, holder="other", expires_at=expires))
@@ -154,8 +154,7 @@ def test_looking_at_an_endpoint_that_hangs_does_not_hold_the_command_up(
 
 def test_asking_again_repairs_an_endpoint_that_somebody_has_changed(scene: Scene) -> None:
     scene.roll_back()
-    serving = scene.world.provider.observe(config_of("digits"))
-    assert serving is not None
+    serving = must(scene.world.provider.observe(config_of("digits")))
     scene.world.provider.interfere("digits", replace(serving, split=TrafficSplit(weights={"v3": 100, "v2": 0})))
     assert not scene.roll_back(to="2").already
     assert scene.traffic()["v2"] == 100

@@ -21,6 +21,7 @@ from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchLoop
 from onnx_ops.testing.endpoints import scaling_deployment
 from tests.release.release_parts import AT_ONCE, CHALLENGER, MODEL, TARGET, TARGET_DIGEST, Scene, publish_file
 from tests.support.clouds.sagemaker import SETTINGS, FakeSageMaker, client, fake_sagemaker
+from tests.support.must import must
 
 pytestmark = [pytest.mark.services, pytest.mark.nightly]
 
@@ -84,8 +85,7 @@ class SageMaker(Scene):
         return told
 
     def serving(self) -> list[str]:
-        observed = self.provider.observe(self.config)
-        assert observed is not None
+        observed = must(self.provider.observe(self.config))
         return [name for name, weight in observed.split.weights.items() if weight]
 
 
