@@ -36,6 +36,7 @@ from onnx_ops.testing.fakes import FakeWorld
 from tests.release.release_parts import TARGET_DIGEST, publish_file, roll_back
 from tests.support.load import LoadPlan, LoadProcess, Payload, Records
 from tests.support.must import must
+from tests.support.processes import until
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -305,10 +306,8 @@ def test_an_endpoint_that_lost_its_supervisor_is_shown_as_what_it_is_and_gets_an
     with site.load() as load:
         time.sleep(1)
         os.kill(record.pid, signal.SIGKILL)
-        deadline = time.monotonic() + PATIENCE_S
-        while not (seen := read_status(site.ports, ENDPOINT)).unsupervised:
-            assert time.monotonic() < deadline, seen
-        assert seen.actual is None
+        until(lambda: read_status(site.ports, ENDPOINT).unsupervised, "workers without a supervisor")
+        assert read_status(site.ports, ENDPOINT).actual is None
         time.sleep(0.5)
         reports = reconcile_until_stable(site.ports, ENDPOINT)
         assert [report.did for report in reports] == ["restore", ""]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -81,22 +83,30 @@ def intent(action: Action) -> Intent:
     return Intent(action=action, holder="h", expires_at=1000.0)
 
 
-def planned(
-    wanted: Deployment | None, roles: Roles, policy: RolloutPolicy = POLICY, command: OperatorCommand | None = None
-) -> Action:
-    """The action for an endpoint that is what its roles say."""
-    asked = {"desired": wanted, "roles": roles, "policy": policy, "target": "cpu", "command": command, "now": 100.0}
-    believed = choose_next_action(**{**asked, "command": None}, observed=None)  # type: ignore[arg-type]
-    actual = believed.state if isinstance(believed, Action) else None
-    action = choose_next_action(**asked, observed=actual)  # type: ignore[arg-type]
+def at_rest(
+    roles: Roles,
+    policy: RolloutPolicy,
+    wanted: Deployment | None,
+    *,
+    now: float = 100.0,
+    command: OperatorCommand | None = None,
+) -> Any:
+    """What is due at an endpoint that is what its roles say."""
+    ask = partial(choose_next_action, desired=wanted, roles=roles, policy=policy, target="cpu", now=now)
+    restored = ask(observed=None, command=None)
+    return ask(observed=restored.state if isinstance(restored, Action) else None, command=command)
+
+
+def planned(wanted: Deployment, roles: Roles, command: OperatorCommand | None = None) -> Action:
+    action = at_rest(roles, POLICY, wanted, command=command)
     assert isinstance(action, Action), action
     return action
 
 
 FIRST = planned(version(1), Roles())
 START = planned(version(2), FIRST.roles)
-ADVANCE = planned(version(2), START.roles, command=OperatorCommand.ADVANCE)
-FINISH = planned(version(2), ADVANCE.roles, command=OperatorCommand.ADVANCE)
+ADVANCE = planned(version(2), START.roles, OperatorCommand.ADVANCE)
+FINISH = planned(version(2), ADVANCE.roles, OperatorCommand.ADVANCE)
 CONFIGURED = EndpointBound(config=CONFIG, policy=POLICY)
 SERVING = (CONFIGURED, FIRST)
 
@@ -247,8 +257,6 @@ def test_what_is_bound_again_after_a_deletion_counts_its_generations_on() -> Non
 
 
 def test_nothing_is_wanted_of_an_endpoint_without_versions() -> None:
-    asked = choose_next_action(
-        desired=None, observed=None, roles=Roles(), policy=POLICY, target="cpu", command=None, now=0.0
-    )
+    asked = at_rest(Roles(), POLICY, None)
     assert isinstance(asked, Wait)
     assert "challenger-cpu" in asked.why

@@ -24,7 +24,7 @@ from onnx_ops.adapters.ledgers.log import SNAPSHOT_EVERY, ObjectLedger
 from onnx_ops.adapters.store import ModelFolders
 from onnx_ops.attestation import TrustedKeys, sign_record
 from onnx_ops.domain.artifact import Digest, digest_bytes, digest_file
-from onnx_ops.domain.attestation import Envelope, OverrideRecord, override_reason_tag, override_record_tag
+from onnx_ops.domain.attestation import Envelope, override_reason_tag, override_record_tag
 from onnx_ops.domain.decision import SignedDecision, Verdict
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.domain.execution import Execution
@@ -49,7 +49,15 @@ from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.serving.inference.integrity import TrustPolicy, verify_files
 from onnx_ops.testing.endpoints import scaling_deployment
 from onnx_ops.testing.fakes import FakeProvider, FakeSigner, FakeWorld
-from tests.release.release_parts import CHALLENGER, CHAMPION, TARGET_DIGEST, publish_file, roll_back
+from tests.release.release_parts import (
+    CHALLENGER,
+    CHAMPION,
+    TARGET_DIGEST,
+    override_record,
+    override_tags,
+    publish_file,
+    roll_back,
+)
 from tests.release.release_scenes import serving
 from tests.support.must import must
 
@@ -236,20 +244,9 @@ def stolen(site: Site, version: str) -> SignedDecision:
     return sign_record(record, THIEF)
 
 
-def override_of(site: Site, version: str, **changes: Any) -> Envelope:
-    record = site.record(version)
-    about = OverrideRecord(
-        model=MODEL,
-        version=version,
-        release=record.release,
-        variant=record.variant,
-        manifest=record.manifest,
-        target=TARGET,
-        reason="sure",
-        by="alice",
-        at="2030-01-01T00:00:00+00:00",
-    )
-    return sign_record(replace(about, **changes), THIEF).envelope
+def override_of(site: Site, version: str) -> Envelope:
+    """An override that a stranger has signed."""
+    return sign_record(override_record(site.record(version)), THIEF).envelope
 
 
 def past_override(site: Site) -> OverrideRecorded:
@@ -318,8 +315,7 @@ def replaced_artifact(site: Site) -> None:
 
 
 def self_signed_override(site: Site) -> None:
-    envelope = codec.dumps(override_of(site, "3")).decode()
-    site.forge("3", tags={override_reason_tag(TARGET): "sure", override_record_tag(TARGET): envelope})
+    site.forge("3", tags=override_tags(override_of(site, "3")))
     site.ask_for("3")
 
 

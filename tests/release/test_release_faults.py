@@ -125,16 +125,29 @@ def prepared(name: str) -> Scenario:
     return replace(scenario, setup=copies_of(scenario.setup))
 
 
+def finish(scenario: Scenario, scene: Scene) -> Scene:
+    """What a person and the reconciler do next."""
+    scene.faults = None
+    if not scenario.done(scene):
+        scenario.act(scene)
+    scene.settle_all()
+    return scene
+
+
 def play(scenario: Scenario, faults: Faults) -> dict[str, object]:
+    """The end of a scenario whose process is killed, or loses a call or its answer, and what follows it."""
     scene = scenario.setup()
     scene.faults = faults
     try:
         scenario.act(scene)
     except Killed:
         scene.restart()
-        if not scenario.done(scene):
-            scenario.act(scene)
-    scene.faults = None
+        return end_of(finish(scenario, scene))
+    except ServiceUnavailableError:
+        return end_of(finish(scenario, scene))
+    except StillPendingError:
+        assert scene.state().pending_rollback is not None or went_back(scene)
+    scene.restart()
     scene.settle_all()
     return end_of(scene)
 
@@ -154,21 +167,10 @@ def test_any_call_may_fail(name: str, sweep: Sweep) -> None:
     """Each call of each port, or its answer, is lost once. What was asked for, or is owed, is done by what follows."""
     scenario = prepared(name)
     counted = Faults()
-    expected = play(scenario, counted)
+    expected = without_clean_ups(play(scenario, counted))
     for moment in sweep(range(counted.moments)):
-        scene = scenario.setup()
-        scene.faults = Faults(at=moment, error=ServiceUnavailableError("injected", where=name))
-        try:
-            scenario.act(scene)
-        except ServiceUnavailableError:
-            scene.faults = None
-            if not scenario.done(scene):
-                scenario.act(scene)
-        except StillPendingError:
-            assert scene.state().pending_rollback is not None or went_back(scene)
-        scene.restart()
-        scene.settle_all()
-        assert without_clean_ups(end_of(scene)) == without_clean_ups(expected), f"moment {moment} of {counted.moments}"
+        end = play(scenario, Faults(at=moment, error=ServiceUnavailableError("injected", where=name)))
+        assert without_clean_ups(end) == expected, f"moment {moment} of {counted.moments}"
 
 
 def without_clean_ups(end: dict[str, object]) -> dict[str, object]:
@@ -194,10 +196,7 @@ def test_killed_twice(name: str, sweep: Sweep) -> None:
                     scenario.act(scene)
                 scene.settle_all()
             scene.restart()
-        if not scenario.done(scene):
-            scenario.act(scene)
-        scene.settle_all()
-        assert end_of(scene) == expected, f"killed at moments {first} and {second}"
+        assert end_of(finish(scenario, scene)) == expected, f"killed at moments {first} and {second}"
 
 
 DRIVEN = [name for name, scenario in SCENARIOS.items() if name not in ("without endpoint", "override")]
@@ -221,11 +220,7 @@ def test_two_drivers_at_once_do_everything_once(name: str, sweep: Sweep) -> None
         scene.faults = Faults(between=drive)
         with contextlib.suppress(ConflictError):
             scenario.act(scene)
-        scene.faults = None
-        if not scenario.done(scene):
-            scenario.act(scene)
-        scene.settle_all()
-        assert end_of(scene) == expected, f"at moment {moment} of {counted.moments}"
+        assert end_of(finish(scenario, scene)) == expected, f"at moment {moment} of {counted.moments}"
 
 
 @pytest.mark.parametrize("candidate", ["c", "b"], ids=["another release", "the same release"])

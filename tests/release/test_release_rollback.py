@@ -486,62 +486,56 @@ def test_without_a_pin_the_champion_follows_once_all_have_gone_back(pair: Scene)
     assert [(pair.traffic(name)["v1"], pair.state(name).pending_aliases) for name in PAIR] == [(100, {})] * 2
 
 
-def test_a_pinned_endpoint_follows_the_next_release(pair: Scene) -> None:
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_pinned_endpoint_follows_the_next_release(pair: Scene, moved: bool) -> None:
+    """Also after a person moved the champion to what it serves."""
     pair.roll_back(PAIR[1])
     pair.settle_all()
-    pair.promote(pair.publish("c"))
-    pair.settle_all()
-    assert [pair.traffic(name)["v3"] for name in PAIR] == [100, 100]
-    assert pair.aliases()[CHAMPION] == "3"
-
-
-def test_a_pinned_endpoint_follows_although_a_person_moved_the_champion_to_what_it_serves(pair: Scene) -> None:
-    pair.roll_back(PAIR[1])
-    pair.settle_all()
-    pair.set_alias(CHAMPION, "1")
-    pair.settle_all()
-    assert [pair.traffic(name)["v1"] for name in PAIR] == [100, 100]
-    pair.promote(pair.publish("c"))
-    for order in (PAIR, PAIR[::-1]):
-        for name in order:
-            pair.settle(name)
-    assert [pair.traffic(name)["v3"] for name in PAIR] == [100, 100]
-    assert pair.aliases()[CHAMPION] == "3"
-
-
-@pytest.mark.parametrize("by_word", [True, False])
-def test_a_trial_that_ends_on_one_endpoint_goes_on_at_the_other(pair: Scene, by_word: bool) -> None:
-    for name in PAIR:
-        pair.bind(name, CANARY)
-    pair.promote(pair.publish("c"))
-    pair.settle_all()
-    assert [pair.traffic(name)["v3"] for name in PAIR] == [10, 10]
-    if by_word:
-        pair.abort(PAIR[1])
-        pair.settle(PAIR[1])
-    else:
-        pair.roll_back(PAIR[1])
-    pair.settle_all()
-    assert pair.traffic(PAIR[1]) == {"v2": 100}
-    assert pair.traffic(PAIR[0]) == {"v3": 10, "v2": 90}
-    for _ in range(2):
-        pair.say(OperatorCommand.ADVANCE, PAIR[0])
+    if moved:
+        pair.set_alias(CHAMPION, "1")
         pair.settle_all()
-    assert pair.traffic(PAIR[0]) == {"v3": 100, "v2": 0}
-    assert pair.traffic(PAIR[1])["v2"] == 100
-    assert pair.aliases()[CHAMPION] == "2"
+        assert [pair.traffic(name)["v1"] for name in PAIR] == [100, 100]
+    pair.promote(pair.publish("c"))
+    for name in (*PAIR, *PAIR[::-1]):
+        pair.settle(name)
+    assert [pair.traffic(name)["v3"] for name in PAIR] == [100, 100]
+    assert pair.aliases()[CHAMPION] == "3"
 
 
-def test_a_rollback_of_one_while_its_driver_is_at_work_leaves_the_others_trial_alone(pair: Scene) -> None:
+@pytest.fixture
+def trials(pair: Scene) -> Scene:
+    """Version 3 is wanted by steps on both."""
     for name in PAIR:
         pair.bind(name, CANARY)
     pair.promote(pair.publish("c"))
-    pair.settle(PAIR[0])
-    interrupted(pair, lambda: reconcile_until_stable(pair.ports, PAIR[1]), reaches=True)
-    pair.roll_back(PAIR[1])
-    pair.settle_all()
-    assert pair.traffic(PAIR[1]) == {"v2": 100}
-    assert pair.traffic(PAIR[0]) == {"v3": 10, "v2": 90}
+    return pair
+
+
+@pytest.mark.parametrize("take_back", [Scene.abort, Scene.roll_back])
+def test_a_trial_that_ends_on_one_endpoint_goes_on_at_the_other(
+    trials: Scene, take_back: Callable[[Scene, str], object]
+) -> None:
+    trials.settle_all()
+    assert [trials.traffic(name)["v3"] for name in PAIR] == [10, 10]
+    take_back(trials, PAIR[1])
+    trials.settle_all()
+    assert trials.traffic(PAIR[1]) == {"v2": 100}
+    assert trials.traffic(PAIR[0]) == {"v3": 10, "v2": 90}
+    for _ in range(2):
+        trials.say(OperatorCommand.ADVANCE, PAIR[0])
+        trials.settle_all()
+    assert trials.traffic(PAIR[0]) == {"v3": 100, "v2": 0}
+    assert trials.traffic(PAIR[1])["v2"] == 100
+    assert trials.aliases()[CHAMPION] == "2"
+
+
+def test_a_rollback_of_one_while_its_driver_is_at_work_leaves_the_others_trial_alone(trials: Scene) -> None:
+    trials.settle(PAIR[0])
+    interrupted(trials, lambda: reconcile_until_stable(trials.ports, PAIR[1]), reaches=True)
+    trials.roll_back(PAIR[1])
+    trials.settle_all()
+    assert trials.traffic(PAIR[1]) == {"v2": 100}
+    assert trials.traffic(PAIR[0]) == {"v3": 10, "v2": 90}
 
 
 class CountedObjects(LocalObjects):
