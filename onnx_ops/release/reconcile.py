@@ -267,29 +267,21 @@ def choose_action(
     journal: Journal, desired: DesiredState, observed: EndpointState | None, snapshot: MetricsSnapshot
 ) -> Action | Wait:
     """Return the next action. Without counts only a rollback can follow."""
-    state, target, now = journal.state, journal.config.target, journal.ports.clock.now()
+    state, analysis = journal.state, None
     if snapshot.observations is not None:
         # The statistics take longer to import than a rollback takes, and most steps need none.
-        from onnx_ops.statistics.rollout import decide
+        from onnx_ops.statistics.rollout import analyze
 
-        return decide(
-            desired=desired.deployment,
-            observed=observed,
-            roles=state.roles,
-            observations=snapshot.observations,
-            policy=state.policy,
-            target=target,
-            command=state.command,
-            now=now,
-        )
+        analysis = analyze(snapshot.observations, state.roles, state.policy)
     action = choose_next_action(
         desired=desired.deployment,
         observed=observed,
         roles=state.roles,
         policy=state.policy,
-        target=target,
+        target=journal.config.target,
         command=state.command,
-        now=now,
+        now=journal.ports.clock.now(),
+        analysis=analysis,
     )
     if not isinstance(action, Wait):
         return action
