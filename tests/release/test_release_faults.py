@@ -142,9 +142,9 @@ def play(scenario: Scenario, faults: Faults) -> dict[str, object]:
         scenario.act(scene)
     except Killed:
         scene.restart()
-        return end_of(finish(scenario, scene))
+        finish(scenario, scene)
     except ServiceUnavailableError:
-        return end_of(finish(scenario, scene))
+        finish(scenario, scene)
     except StillPendingError:
         assert scene.state().pending_rollback is not None or went_back(scene)
     scene.restart()
