@@ -45,7 +45,7 @@ from onnx_ops.protocol.server_process import LocalHost
 if TYPE_CHECKING:
     from onnx_ops.adapters.isolation.process import ProcessLimits
     from onnx_ops.adapters.registries.mlflow_connection import MlflowModels
-    from onnx_ops.app.execution import MeasurementLock, RunningStages, StageDurations
+    from onnx_ops.app.execution import RunningStages, StageDurations
     from onnx_ops.app.handler import StageHandler
     from onnx_ops.config.targets import TargetFiles
     from onnx_ops.domain.pipeline import StageKind
@@ -55,11 +55,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Project:
-    """Settings and context of one project, and the locks of its pipelines that run side by side."""
+    """Settings and context of one project, and what its pipelines that run side by side share."""
 
     settings: Settings
     context: Context
-    lock: Callable[[], MeasurementLock] = field(default_factory=lambda: _once(_make_lock))
     releasing: AbstractContextManager[object] = field(default_factory=threading.RLock)
     running: Callable[[], RunningStages] = field(default_factory=lambda: _once(_make_running))
 
@@ -104,8 +103,7 @@ class Project:
                 settings=self.settings,
                 context=self.context,
                 no_cache=no_cache,
-                report_progress=report_progress,
-                lock=self.lock(),
+                tell=tell,
                 running=self.running(),
                 durations=durations,
             ),
@@ -121,12 +119,6 @@ def open_project(start: Path | None = None) -> Project:
     """Return the project around a folder. Raise UserError for a bad settings file."""
     settings = load_settings(start)
     return Project(settings=settings, context=build_context(settings))
-
-
-def _make_lock() -> MeasurementLock:
-    from onnx_ops.app.execution import MeasurementLock
-
-    return MeasurementLock()
 
 
 def _make_running() -> RunningStages:

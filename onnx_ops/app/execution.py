@@ -85,9 +85,10 @@ class MeasurementLock:
 
 
 class RunningStages:
-    """The child processes and pools of running stages, so that a cancelled run can end them."""
+    """The child processes and pools of running stages, so that a cancelled run can end them, and their lock."""
 
     def __init__(self) -> None:
+        self.lock = MeasurementLock()
         self.processes: set[subprocess.Popen[bytes]] = set()
         self.ended = False
         self._pools: Pools | None = None
@@ -200,15 +201,14 @@ def _silent(stage: Stage, line: str) -> None:
 class StageExecutor:
     """Executes stages: here, in a child if the stage requests it or has a time-out, or by a pool's worker.
 
-    Executors with the same `lock` can run side by side.
+    Executors with the same `running` can run side by side.
     """
 
     settings: Settings
     context: Context
     no_cache: Collection[StageKind] = ()
     """Kinds of stages whose result is computed anew, even if a pool's worker has it."""
-    report_progress: ReportProgress = _silent
-    lock: MeasurementLock = field(default_factory=MeasurementLock)
+    tell: ReportProgress = _silent
     running: RunningStages = field(default_factory=RunningStages)
     durations: StageDurations = field(default_factory=StageDurations)
 
@@ -227,11 +227,11 @@ class StageExecutor:
             with self.durations.measure(stage):
                 return execute(stage, key, inputs, self.context)
         if stage.kind not in _TIMED:
-            with self.lock.work(), self.durations.measure(stage):
-                return run_in_subprocess(self.settings, stage, key, inputs, self.report_progress, self.running)
+            with self.running.lock.work(), self.durations.measure(stage):
+                return run_in_subprocess(self.settings, stage, key, inputs, self.tell, self.running)
         prepared = attach_champion(stage, self.context) if stage.kind is StageKind.BENCHMARK else stage
-        with self.lock.measure(), machine_lock(), self.durations.measure(stage):
-            return run_in_subprocess(self.settings, prepared, key, inputs, self.report_progress, self.running)
+        with self.running.lock.measure(), machine_lock(), self.durations.measure(stage):
+            return run_in_subprocess(self.settings, prepared, key, inputs, self.tell, self.running)
 
 
 def run_in_subprocess(

@@ -206,6 +206,7 @@ def choose_next_action(
     candidate, stable = roles.candidate, roles.stable
     if stable is None:
         return _deploy_first(desired, target)
+    rollout = _Rollout(stable, roles, policy, target, command, now, analysis)
     idle = [roles.previous] if roles.previous is not None and roles.finished_at else []
     expected = build_split_state(stable, None, 0, *idle)
     if candidate is not None:
@@ -214,20 +215,20 @@ def choose_next_action(
         if failure or not is_wanted:
             why = failure if is_wanted else "no longer wanted by the registry"
             return plan_abort(roles, target, why=why, reject=is_wanted)
-        expected = _build_trial_state(stable, candidate, _find_step(policy, roles.step), policy, *idle)
+        expected = rollout.build_state(candidate, _find_step(policy, roles.step), *idle)
     if observed is None or not observed.covers(expected):
         why = "the endpoint differs from its expected state"
         return Action(kind=ActionKind.RESTORE, state=expected, roles=roles, why=why)
     if candidate is not None:
-        return _continue(roles, stable, candidate, policy, target, command, now, analysis)
+        return rollout.proceed(candidate)
     if command is OperatorCommand.PAUSE:
         return Wait(why="paused by an operator")
     if observed.drift:  # before a rollout starts, so that both of its versions run alike
         why = f"it does not match its settings: {'; '.join(observed.drift)}"
         return Action(kind=ActionKind.RECONFIGURE, state=expected, roles=roles, why=why)
     if desired is not None and desired.manifest != stable.manifest:
-        return _move_to_step(0, roles, stable, desired, policy, target, now)
-    return _tidy(roles, stable, observed, expected, policy, now)
+        return rollout.move_to_step(0, desired)
+    return rollout.tidy(observed, expected)
 
 
 def plan_abort(roles: Roles, target: str, *, why: str, reject: bool) -> Action:
@@ -325,139 +326,118 @@ def _deploy_first(desired: Deployment | None, target: str) -> Action | Wait:
     )
 
 
-def _build_trial_state(
-    stable: Deployment, candidate: Deployment, step: PlannedStep, policy: RolloutPolicy, *idle: Deployment
-) -> EndpointState:
-    tolerance = None if policy.shadow is None else policy.shadow.tolerance
-    return build_split_state(
-        stable, candidate, step.percent, *idle, mirror_percent=step.mirror_percent, tolerance=tolerance
-    )
-
-
 def _find_step(policy: RolloutPolicy, index: int) -> PlannedStep:
     """Return the candidate's step, never 100 %; if the policy was shortened, its last one before."""
     before = policy.planned()[:-1] or (_NO_TRAFFIC,)
     return before[min(index, len(before) - 1)]
 
 
-def _continue(
-    roles: Roles,
-    stable: Deployment,
-    candidate: Deployment,
-    policy: RolloutPolicy,
-    target: str,
-    command: OperatorCommand | None,
-    now: float,
-    analysis: AnalysisResult | None,
-) -> Action | Wait:
-    if command is OperatorCommand.PAUSE:
-        return Wait(why="paused by an operator", kind=WaitKind.PAUSED)
-    step = _find_step(policy, roles.step)
-    because = ""
-    if command is not OperatorCommand.ADVANCE:
-        if not policy.is_analyzed:
-            return Wait(why=f"{candidate.name} holds {step.percent} % and waits for approval", kind=WaitKind.APPROVAL)
-        outcome = _evaluate_step(roles, candidate, step, policy, target, now, analysis)
-        if not isinstance(outcome, str):
-            return outcome
-        because = f"; {outcome}"
-    return _move_to_step(roles.step + 1, roles, stable, candidate, policy, target, now, because)
+@dataclass(frozen=True, slots=True)
+class _Rollout:
+    """The rollout of an endpoint that has a stable version, as `choose_next_action` is asked about it."""
 
+    stable: Deployment
+    roles: Roles
+    policy: RolloutPolicy
+    target: str
+    command: OperatorCommand | None
+    now: float
+    analysis: AnalysisResult | None
 
-def _evaluate_step(
-    roles: Roles,
-    candidate: Deployment,
-    step: PlannedStep,
-    policy: RolloutPolicy,
-    target: str,
-    now: float,
-    analysis: AnalysisResult | None,
-) -> Action | Wait | str:
-    """Return why the rollout may leave the step, else what to do. Without metrics nothing moves."""
-    name = candidate.name
-    share = (
-        f"{name} holds {step.percent} %" if step.kind != "shadow" else f"{name} gets a copy of {step.mirror_percent} %"
-    )
-    if analysis is None:
-        return Wait(why=f"{share}; nothing was counted yet", kind=WaitKind.ANALYZING)
-    if why := analysis.split_mismatch or analysis.hold_reason:
-        return Wait(why=f"{share} and is paused: {why}", kind=WaitKind.PAUSED)
-    elapsed = now - analysis.started_at
-    missing, is_late = _find_missing(step, policy, analysis, elapsed), elapsed >= policy.step_timeout
-    if step.kind == "ab_test" and policy.ab_test is not None and analysis.ab_outcome != "better":
-        summary = analysis.ab_summary or "no feedback was reported"
-        if elapsed >= policy.ab_test.duration:
-            why = f"the A/B test is over and undecided: {summary}"
-            if policy.ab_test.on_inconclusive == "abort":
-                return plan_abort(roles, target, why=why, reject=True)
-            if policy.ab_test.on_inconclusive == "finish" and analysis.ab_summary and not missing:
-                return why
-            return Wait(why=f"{share} and needs an operator: {why}", kind=WaitKind.INCONCLUSIVE)
-        missing, is_late = missing or summary, False
-    if missing:
-        why = f" and needs an operator: step_timeout is over and {missing}" if is_late else f": {missing}"
-        return Wait(why=share + why, kind=WaitKind.INCONCLUSIVE if is_late else WaitKind.ANALYZING)
-    if step.approval:
-        return Wait(why=f"{share}, no regression is detected, and it waits for approval", kind=WaitKind.APPROVAL)
-    shown = analysis.guardrails[-1].summary if step.kind == "cold" else analysis.ab_summary
-    return shown or f"no regression detected in {analysis.requests} requests"
-
-
-def _move_to_step(
-    index: int,
-    roles: Roles,
-    stable: Deployment,
-    candidate: Deployment,
-    policy: RolloutPolicy,
-    target: str,
-    now: float,
-    because: str = "",
-) -> Action:
-    """Start the rollout, advance it, or finish it at its last step."""
-    count, is_start = len(policy.planned()), roles.candidate is None
-    if index < count - 1:
-        step = _find_step(policy, index)
-        share = f"a copy of {step.mirror_percent} %" if step.kind == "shadow" else f"{step.percent} %"
-        return Action(
-            kind=ActionKind.START if is_start else ActionKind.ADVANCE,
-            state=_build_trial_state(stable, candidate, step, policy),
-            roles=replace(roles, candidate=candidate, step=index, finished_at=0.0),
-            why=f"step {index + 1} of {count}: {share} to {candidate.name}{because}",
+    def build_state(self, candidate: Deployment, step: PlannedStep, *idle: Deployment) -> EndpointState:
+        """Return the state of the endpoint in a step."""
+        tolerance = None if self.policy.shadow is None else self.policy.shadow.tolerance
+        return build_split_state(
+            self.stable, candidate, step.percent, *idle, mirror_percent=step.mirror_percent, tolerance=tolerance
         )
-    why = "all at once" if is_start else f"step {count} of {count}"
-    return Action(
-        kind=ActionKind.FINISH,
-        state=build_split_state(candidate, None, 0, stable),
-        roles=Roles(stable=candidate, previous=stable, finished_at=now),
-        why=f"{why}: 100 % to {candidate.name}{because}",
-        aliases={
-            format_alias("champion", target): candidate.version,
-            format_alias("previous", target): stable.version,
-            format_alias("challenger", target): None,
-        },
-    )
 
+    def proceed(self, candidate: Deployment) -> Action | Wait:
+        """Advance the rollout in progress, or wait."""
+        if self.command is OperatorCommand.PAUSE:
+            return Wait(why="paused by an operator", kind=WaitKind.PAUSED)
+        because = ""
+        if self.command is not OperatorCommand.ADVANCE:
+            step = _find_step(self.policy, self.roles.step)
+            if not self.policy.is_analyzed:
+                why = f"{candidate.name} holds {step.percent} % and waits for approval"
+                return Wait(why=why, kind=WaitKind.APPROVAL)
+            outcome = self._evaluate_step(candidate, step)
+            if not isinstance(outcome, str):
+                return outcome
+            because = f"; {outcome}"
+        return self.move_to_step(self.roles.step + 1, candidate, because)
 
-def _tidy(
-    roles: Roles,
-    stable: Deployment,
-    observed: EndpointState,
-    expected: EndpointState,
-    policy: RolloutPolicy,
-    now: float,
-) -> Action | Wait:
-    """Unload deployments that are no longer needed, if no other action is due."""
-    if roles.previous is not None and roles.finished_at and now >= roles.finished_at + policy.scale_down_delay:
-        return Action(
-            kind=ActionKind.RETIRE,
-            state=build_split_state(stable, None, 0),
-            roles=replace(roles, finished_at=0.0),
-            why="scale_down_delay is over",
+    def _evaluate_step(self, candidate: Deployment, step: PlannedStep) -> Action | Wait | str:
+        """Return why the rollout may leave the step, else what to do. Without metrics nothing moves."""
+        name, policy, analysis = candidate.name, self.policy, self.analysis
+        share = (
+            f"{name} holds {step.percent} %"
+            if step.kind != "shadow"
+            else f"{name} gets a copy of {step.mirror_percent} %"
         )
-    if not observed.is_equivalent(expected):
-        why = "the endpoint holds deployments without traffic"
-        return Action(kind=ActionKind.CLEAN_UP, state=expected, roles=roles, why=why)
-    return Wait(why=f"{stable.name} serves all traffic")
+        if analysis is None:
+            return Wait(why=f"{share}; nothing was counted yet", kind=WaitKind.ANALYZING)
+        if why := analysis.split_mismatch or analysis.hold_reason:
+            return Wait(why=f"{share} and is paused: {why}", kind=WaitKind.PAUSED)
+        elapsed = self.now - analysis.started_at
+        missing, is_late = _find_missing(step, policy, analysis, elapsed), elapsed >= policy.step_timeout
+        if step.kind == "ab_test" and policy.ab_test is not None and analysis.ab_outcome != "better":
+            summary = analysis.ab_summary or "no outcome was reported"
+            if elapsed >= policy.ab_test.duration:
+                why = f"the A/B test is over and undecided: {summary}"
+                if policy.ab_test.on_inconclusive == "abort":
+                    return plan_abort(self.roles, self.target, why=why, reject=True)
+                if policy.ab_test.on_inconclusive == "finish" and analysis.ab_summary and not missing:
+                    return why
+                return Wait(why=f"{share} and needs an operator: {why}", kind=WaitKind.INCONCLUSIVE)
+            missing, is_late = missing or summary, False
+        if missing:
+            why = f" and needs an operator: step_timeout is over and {missing}" if is_late else f": {missing}"
+            return Wait(why=share + why, kind=WaitKind.INCONCLUSIVE if is_late else WaitKind.ANALYZING)
+        if step.approval:
+            return Wait(why=f"{share}, no regression is detected, and it waits for approval", kind=WaitKind.APPROVAL)
+        shown = analysis.guardrails[-1].summary if step.kind == "cold" else analysis.ab_summary
+        return shown or f"no regression detected in {analysis.requests} requests"
+
+    def move_to_step(self, index: int, candidate: Deployment, because: str = "") -> Action:
+        """Start the rollout, advance it, or finish it at its last step."""
+        count, is_start = len(self.policy.planned()), self.roles.candidate is None
+        if index < count - 1:
+            step = _find_step(self.policy, index)
+            share = f"a copy of {step.mirror_percent} %" if step.kind == "shadow" else f"{step.percent} %"
+            return Action(
+                kind=ActionKind.START if is_start else ActionKind.ADVANCE,
+                state=self.build_state(candidate, step),
+                roles=replace(self.roles, candidate=candidate, step=index, finished_at=0.0),
+                why=f"step {index + 1} of {count}: {share} to {candidate.name}{because}",
+            )
+        why = "all at once" if is_start else f"step {count} of {count}"
+        return Action(
+            kind=ActionKind.FINISH,
+            state=build_split_state(candidate, None, 0, self.stable),
+            roles=Roles(stable=candidate, previous=self.stable, finished_at=self.now),
+            why=f"{why}: 100 % to {candidate.name}{because}",
+            aliases={
+                format_alias("champion", self.target): candidate.version,
+                format_alias("previous", self.target): self.stable.version,
+                format_alias("challenger", self.target): None,
+            },
+        )
+
+    def tidy(self, observed: EndpointState, expected: EndpointState) -> Action | Wait:
+        """Unload deployments that are no longer needed, if no other action is due."""
+        roles, is_kept = self.roles, self.roles.previous is not None and bool(self.roles.finished_at)
+        if is_kept and self.now >= roles.finished_at + self.policy.scale_down_delay:
+            return Action(
+                kind=ActionKind.RETIRE,
+                state=build_split_state(self.stable, None, 0),
+                roles=replace(roles, finished_at=0.0),
+                why="scale_down_delay is over",
+            )
+        if not observed.is_equivalent(expected):
+            why = "the endpoint holds deployments without traffic"
+            return Action(kind=ActionKind.CLEAN_UP, state=expected, roles=roles, why=why)
+        return Wait(why=f"{self.stable.name} serves all traffic")
 
 
 def _find_missing(step: PlannedStep, policy: RolloutPolicy, analysis: AnalysisResult, elapsed: float) -> str:

@@ -1,7 +1,7 @@
 """Move an endpoint toward its desired state, one recorded action at a time, as its metrics allow.
 
 `reconcile_step` is level-triggered and idempotent: it reads desired and observed state, does at most one thing, and can
-be killed anywhere; the next call continues or undoes. `DryRun` makes the same decision over ports that only read, so
+be killed anywhere; the next call continues or undoes. `DryRun` makes the same decision over context that only read, so
 that an endpoint with nothing to do costs the registry no request.
 """
 
@@ -267,29 +267,21 @@ def choose_action(
     journal: Journal, desired: DesiredState, observed: EndpointState | None, snapshot: MetricsSnapshot
 ) -> Action | Wait:
     """Return the next action. Without counts only a rollback can follow."""
-    state, target, now = journal.state, journal.config.target, journal.context.clock.now()
+    state, analysis = journal.state, None
     if snapshot.observations is not None:
         # The statistics take longer to import than a rollback takes, and most steps need none.
-        from onnx_ops.statistics.rollout import decide
+        from onnx_ops.statistics.rollout import analyze
 
-        return decide(
-            desired=desired.deployment,
-            observed=observed,
-            roles=state.roles,
-            observations=snapshot.observations,
-            policy=state.policy,
-            target=target,
-            command=state.command,
-            now=now,
-        )
+        analysis = analyze(snapshot.observations, state.roles, state.policy)
     action = choose_next_action(
         desired=desired.deployment,
         observed=observed,
         roles=state.roles,
         policy=state.policy,
-        target=target,
+        target=journal.config.target,
         command=state.command,
-        now=now,
+        now=journal.context.clock.now(),
+        analysis=analysis,
     )
     if not isinstance(action, Wait):
         return action
@@ -392,7 +384,7 @@ class DryRun:
         on_step: Callable[[StepReport], None] = lambda _: None,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> list[StepReport]:
-        """Call `reconcile_until_stable`, over the real ports only if there is something to do.
+        """Call `reconcile_until_stable`, over the real context only if there is something to do.
 
         Raises:
             OnnxOpsError: as `reconcile_step` does.

@@ -80,6 +80,7 @@ class FakeSigner:
         from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, derive_private_key
         from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+        self._seed = seed
         self._private = derive_private_key(int.from_bytes(seed[:31], "big"), SECP256R1())
         public = self._private.public_key()
         self.key = compute_key_digest(public)
@@ -88,6 +89,9 @@ class FakeSigner:
         ).decode()
         """The key as the option of a server."""
         self._trusted = TrustedKeys((), encoded=self.trusted_keys)
+
+    def __reduce__(self) -> tuple[type[FakeSigner], tuple[bytes]]:
+        return type(self), (self._seed,)
 
     def sign(self, data: bytes) -> str:
         from cryptography.hazmat.primitives.asymmetric.ec import ECDSA

@@ -10,14 +10,12 @@ from pathlib import Path
 
 from onnx_ops import codec
 from onnx_ops.app.champions import save_benchmark
-from onnx_ops.attestation import sign_record
-from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_file
+from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import Stage, StageKind
-from onnx_ops.domain.release import Lineage, Publication, VariantRecord
 from onnx_ops.ports import Context
 from onnx_ops.testing.fakes import FakeWorld
-from tests.release.release_parts import CHAMPION, MODEL, TARGET, decision_record
+from tests.release.release_parts import CHAMPION, MODEL, TARGET, publish_file
 from tests.statistics.test_statistics_judge import GATES, INT8, counts
 from tests.statistics.test_statistics_judge import against as compared
 
@@ -54,17 +52,8 @@ class Throne:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "model.onnx"
             file.write_text("int8")
-            manifest = Manifest(files={"model.onnx": digest_file(file)})
-            decided = decision_record(digest_bytes(b"a"), "int8", manifest.digest())
-            decided = replace(decided, evidence=self.evidence, gates_digest=gates)
-            record = VariantRecord(
-                variant="int8",
-                files={"model.onnx": file},
-                manifest=manifest,
-                signed={TARGET: sign_record(decided, self.world.signer)},
-            )
-            lineage = Lineage(pipeline="p", release=digest_bytes(b"a"))
-            self.world.registry.publish(Publication(model=MODEL, lineage=lineage, variants=(record,)))
+            decided = {"evidence": self.evidence, "gates_digest": gates}
+            publish_file(self.world, file, digest_bytes(b"a"), variant="int8", **decided)
         self.world.registry.set_alias(MODEL, CHAMPION, "1")
 
     def remembered(self) -> Throne:

@@ -20,6 +20,7 @@ from onnx_ops.app.batch import run_files, worst_exit_code
 from onnx_ops.app.context import Project, open_project
 from onnx_ops.cli.main import app
 from onnx_ops.domain.pipeline import StageKind
+from tests.support.processes import is_alive, until
 
 TRAINING = """
 import pathlib, time
@@ -162,14 +163,7 @@ def test_interrupted_it_leaves_at_once_and_so_do_its_stages(project: Project) ->
     assert done.returncode == 130, done.stderr
     assert "interrupted" in done.stderr
     trainer = int((project.settings.root / "pid").read_text())
-    for _ in range(600):
-        try:
-            if "zombie" in Path(f"/proc/{trainer}/status").read_text():
-                return
-        except FileNotFoundError:
-            return
-        subprocess.run(["sleep", "0.05"], check=True)
-    pytest.fail("the training lives on")
+    until(lambda: not is_alive(trainer), "the end of the training")
 
 
 @given(codes=st.lists(st.sampled_from([0, 1, 2, 3, 4, 5])))

@@ -16,7 +16,6 @@ from typing import Any
 from unittest.mock import create_autospec
 
 import numpy as np
-import psutil
 import pytest
 
 from onnx_ops import codec
@@ -31,7 +30,7 @@ from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import NotFoundError, RefusedError, StageError, StorageError, UserError, from_document
 from onnx_ops.pipeline.stages import execute
 from onnx_ops.ports import Context, Pools
-from tests.support.processes import until
+from tests.support.processes import is_alive, until
 
 KEY = digest_bytes(b"key")
 
@@ -115,13 +114,6 @@ def train_stage(function: str, **options: object) -> Stage:
     return Stage(id="train", kind=StageKind.TRAIN, settings=settings, own_process=True, **options)  # type: ignore[arg-type]
 
 
-def gone(process: int) -> bool:
-    try:
-        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 def noted(project: Settings, name: str) -> int:
     return int((project.root / name).read_text())
 
@@ -197,9 +189,7 @@ def test_a_time_out_ends_the_stage_and_all_its_processes(project: Settings, scra
             break
     assert why == "about to hang"
     assert list(scratch.iterdir()) == []
-    for name in ("trainer", "grandchild"):
-        process = noted(project, name)
-        until(lambda process=process: gone(process))  # type: ignore[misc]
+    until(lambda: not any(is_alive(noted(project, name)) for name in ("trainer", "grandchild")))
 
 
 PARENT = """
@@ -219,12 +209,10 @@ def test_a_child_does_not_outlive_a_parent_that_was_killed(project: Settings, sc
     environ = {**os.environ, **to_environ(project), "TMPDIR": str(scratch)}
     with subprocess.Popen([sys.executable, "-c", PARENT, stage], env=environ) as parent:
         until((project.root / "trainer").exists)
-        trainer = noted(project, "trainer")
-        assert not gone(trainer)
+        assert is_alive(noted(project, "trainer"))
         assert list(scratch.rglob("left-behind-*"))
         parent.send_signal(signal.SIGKILL)
-    until(lambda: gone(trainer))
-    until(lambda: gone(noted(project, "grandchild")))
+    until(lambda: not any(is_alive(noted(project, name)) for name in ("trainer", "grandchild")))
     assert list(scratch.iterdir()) == []
 
 
@@ -246,9 +234,7 @@ def test_an_interrupted_run_ends_its_stages_on_every_machine(
         with pytest.raises(KeyboardInterrupt):
             interrupt()
     assert isinstance(begun.exception(), StageError)
-    for name in ("trainer", "grandchild"):
-        process = noted(project, name)
-        until(lambda process=process: gone(process))  # type: ignore[misc]
+    until(lambda: not any(is_alive(noted(project, name)) for name in ("trainer", "grandchild")))
     elsewhere.cancel.assert_called_once_with()
     assert executor.running.processes == set()
     with pytest.raises(StageError, match="its run was cancelled"):

@@ -109,17 +109,16 @@ def worker(tmp_path: Path) -> Project:
     return project(tmp_path / "worker")
 
 
+def placed(kind: StageKind, *, hints: Mapping[str, Json] | None = None, **settings: Json) -> Stage:
+    """A stage for workers of the pool `gpu`."""
+    settings = {"revision": REVISIONS[kind], **settings}
+    return Stage(id=kind.value, kind=kind, settings=settings, hints={"pool": "gpu", **(hints or {})}, own_process=True)
+
+
 def train_stage(asker: Project, function: str = "train") -> Stage:
-    code = collect_user_code(("training",), asker.settings.root, ("seed.txt",))
-    settings: dict[str, Json] = {
-        "run": f"training:{function}",
-        "with_": {},
-        "framework": "sklearn",
-        "revision": REVISIONS[StageKind.TRAIN],
-        "code": digest_of(code.files),
-    }
-    hints: dict[str, Any] = {"pool": "gpu", "depends": ["seed.txt"]}
-    return Stage(id="train", kind=StageKind.TRAIN, settings=settings, hints=hints, own_process=True)
+    code = digest_of(collect_user_code(("training",), asker.settings.root, ("seed.txt",)).files)
+    settings: dict[str, Json] = {"run": f"training:{function}", "with_": {}, "framework": "sklearn", "code": code}
+    return placed(StageKind.TRAIN, hints={"depends": ["seed.txt"]}, **settings)
 
 
 def digest_of(files: Mapping[str, Digest]) -> Digest:
@@ -153,13 +152,12 @@ def test_a_result_that_is_known_is_taken_and_a_renewed_one_is_not(
     pools = Nearby(worker)
     known = Manifest(files={"known": worker.context.store.put_bytes(b"earlier")})
     worker.context.store.record(KEY, known)
-    stage = replace(train_stage(asker), kind=StageKind.EXPORT)
-    stage = replace(stage, settings={**stage.settings, "revision": REVISIONS[StageKind.EXPORT]})
+    stage = placed(StageKind.EXPORT)
     assert asked(pools, asker, stage) == known
     assert executed == []
     assert asked(pools, asker, stage, renew=True) != known
-    assert executed == ["train"]
-    keys = [placed.key for placed in pools.asked]
+    assert executed == ["export"]
+    keys = [sent.key for sent in pools.asked]
     assert keys[0] == KEY
     assert keys[1] not in (KEY, "")
 
@@ -236,9 +234,8 @@ def test_libraries_travel_by_digest_to_the_place_that_the_stage_finds(
         return Manifest(files={"evidence.json": worker.context.store.put_bytes(b"{}")})
 
     monkeypatch.setattr("onnx_ops.app.execution.execute", execute)
-    hints = {"pool": "gpu", "target": {"custom_ops": [one]}, "custom_ops": {"board": [one]}}
-    settings = {"revision": REVISIONS[StageKind.EXPORT]}
-    stage = Stage(id="export", kind=StageKind.EXPORT, settings=settings, hints=hints)  # type: ignore[arg-type]
+    hints = {"target": {"custom_ops": [one]}, "custom_ops": {"board": [one]}}
+    stage = replace(placed(StageKind.EXPORT, hints=hints), own_process=False)  # type: ignore[arg-type]
     ask(Nearby(worker), asker.context, stage, KEY, {}, place="")
     assert seen["pool"] == ""
 
@@ -260,13 +257,8 @@ def test_the_champion_travels_with_every_file_of_its_folder(
         raise MeasurementError("enough")
 
     monkeypatch.setattr("onnx_ops.app.execution.run_in_subprocess", execute)
-    stage = Stage(
-        id="benchmark",
-        kind=StageKind.BENCHMARK,
-        settings={"revision": REVISIONS[StageKind.BENCHMARK], "model": "m"},
-        hints={"pool": "gpu", "target": {"name": "board", "pool": "gpu"}, "champion": champion},
-        own_process=True,
-    )
+    hints: dict[str, Json] = {"target": {"name": "board", "pool": "gpu"}, "champion": champion}
+    stage = placed(StageKind.BENCHMARK, hints=hints, model="m")
     with pytest.raises(MeasurementError, match="enough"):
         asked(Nearby(worker), asker, stage)
     assert seen == [b"model.onnx", b"custom_ops/board/lib.so"]
@@ -280,12 +272,7 @@ def test_a_measurement_by_a_machine_that_the_target_does_not_accept_is_not_taken
     worker.context.store.record(KEY, Manifest(files={"evidence.json": digest}))
     for cores, runs in ((evidence.hardware.cores, list[str]()), (evidence.hardware.cores + 1, ["benchmark"])):
         target: Json = {"name": "board", "pool": "gpu", "requires": {"cores": cores}}
-        stage = Stage(
-            id="benchmark",
-            kind=StageKind.BENCHMARK,
-            settings={"revision": REVISIONS[StageKind.BENCHMARK], "model": ""},
-            hints={"pool": "gpu", "target": target, "champion": None},
-        )
+        stage = placed(StageKind.BENCHMARK, hints={"target": target, "champion": None}, model="")
         if runs:
             with pytest.raises(MeasurementError, match="its result is not in the store"):
                 asked(Nearby(worker), asker, stage)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx.parser
 import pytest
+from onnx import numpy_helper
 
 from onnx_ops import codec
 from onnx_ops.app.context import Project, open_project
@@ -17,7 +19,7 @@ from onnx_ops.domain.pipeline import Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.quantization import SEARCH_FILE, SearchRecord
 from onnx_ops.pipeline import RunResult, SilentObserver
 from tests.support.checkout import copy_parts
-from tests.support.graphs import write_graph
+from tests.support.must import must
 
 PIPELINE = """
 pipeline: searched
@@ -55,9 +57,17 @@ def write_project(root: Path) -> None:
     """A perceptron of two wide layers, and rows that it answers right."""
     rng = np.random.default_rng(0)
     first, second = (rng.normal(size=shape).astype(np.float32) / 8 for shape in ((64, 256), (256, 4)))
-    text = """(float[batch,64] x) => (float[batch,4] scores) {
-        [first] hidden = MatMul(x, w) [relu] active = Relu(hidden) [second] scores = MatMul(active, v) }"""
-    write_graph(root / "model.onnx", text, w=first, v=second)
+    model = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["": 18]>
+        searched (float[batch, 64] x) => (float[batch, 4] scores) {
+            [first] hidden = MatMul(x, first_w)
+            [relu] active = Relu(hidden)
+            [second] scores = MatMul(active, second_w)
+        }""")
+    model.graph.initializer.extend(
+        [numpy_helper.from_array(first, "first_w"), numpy_helper.from_array(second, "second_w")]
+    )
+    onnx.save(model, root / "model.onnx")
     for name, count in (("train", 64), ("tune", 200), ("test", 400)):
         x = rng.normal(size=(count, 64)).astype(np.float32)
         np.savez(root / f"{name}.npz", x=x, label=(np.maximum(x @ first, 0) @ second).argmax(axis=1))
@@ -90,8 +100,7 @@ def test_a_search_from_the_file_to_the_registry(project: Project) -> None:
     failed = [(o.stage, o.reason) for o in result.outcomes.values() if o.status is StageStatus.FAILED]
     assert failed == []
     read = project.context.store.read
-    manifest = result.outcomes["search/best"].manifest
-    assert manifest is not None
+    manifest = must(result.outcomes["search/best"].manifest)
     record = codec.loads(read(manifest[SEARCH_FILE]), SearchRecord)
     assert {t.recipe for t in record.trials} >= {"static", "dynamic", "weights-8", "weights-4"}
     assert (record.metric, record.rows, record.targets) == ("accuracy", 200, ("cpu-1t",))
@@ -108,8 +117,7 @@ def test_a_search_from_the_file_to_the_registry(project: Project) -> None:
             continue
         assert outcome.manifest is not None
         assert gate.status is StageStatus.DONE
-        measured = result.outcomes[f"benchmark/best-{slot.role}@cpu-1t"].manifest
-        assert measured is not None
+        measured = must(result.outcomes[f"benchmark/best-{slot.role}@cpu-1t"].manifest)
         evidence = codec.loads(read(measured["evidence.json"]), Evidence)
         assert evidence.recipe[0].startswith("found by search best among")
         assert evidence.weights
@@ -123,8 +131,7 @@ def test_a_search_from_the_file_to_the_registry(project: Project) -> None:
     assert (choice.verdict, choice.objective) == (Verdict.PASS, "size")
     assert choice.variant != "fp32"
     assert "smallest" in choice.reason
-    registration = summary.registration
-    assert registration is not None
+    registration = must(summary.registration)
     assert choice.variant is not None
     assert set(registration.versions) == names
     registry = project.context.registry()

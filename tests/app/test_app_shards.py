@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import numpy as np
+import onnx.parser
 import pytest
+from onnx import numpy_helper
 
 from onnx_ops import codec
 from onnx_ops.app.champions import REQUEST, load_benchmark
@@ -17,7 +19,7 @@ from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.pipeline import RunResult
 from tests.support.checkout import copy_parts
-from tests.support.graphs import write_graph
+from tests.support.must import must
 
 FEATURES, CLASSES = 256, 4
 ROWS = 20_000
@@ -49,8 +51,13 @@ SHARDS = tuple(f"score/{variant}@cpu-1t#{number}" for variant in ("fp32", "half"
 def project(tmp_path: Path) -> Project:
     rng = np.random.default_rng(0)
     weights = rng.normal(size=(FEATURES, CLASSES)).astype(np.float32)
-    text = f"(float[batch,{FEATURES}] x) => (float[batch,{CLASSES}] scores) {{ [product] scores = MatMul(x, weights) }}"
-    write_graph(tmp_path / "model.onnx", text, weights=weights)
+    model = onnx.parser.parse_model(f"""
+        <ir_version: 10, opset_import: ["": 18]>
+        wide (float[batch, {FEATURES}] x) => (float[batch, {CLASSES}] scores)
+        {{ [product] scores = MatMul(x, weights) }}
+    """)
+    model.graph.initializer.append(numpy_helper.from_array(weights, "weights"))
+    onnx.save(model, tmp_path / "model.onnx")
     x = rng.normal(size=(ROWS, FEATURES)).astype(np.float32)
     label = (x @ weights + rng.normal(size=(ROWS, CLASSES))).argmax(axis=1)
     np.savez(tmp_path / "test.npz", x=x, label=label)
@@ -69,8 +76,7 @@ def run(project: Project, *overrides: str) -> RunResult:
 
 
 def evidence(project: Project, result: RunResult, variant: str) -> Evidence:
-    manifest = result.outcomes[f"benchmark/{variant}@cpu-1t"].manifest
-    assert manifest is not None
+    manifest = must(result.outcomes[f"benchmark/{variant}@cpu-1t"].manifest)
     return codec.loads(project.context.store.read(manifest["evidence.json"]), Evidence)
 
 
@@ -88,11 +94,9 @@ def test_shards_give_the_metrics_of_all_rows_to_the_last_digit(project: Project)
         assert {score.metric for score in one.scores} == {"f1 macro"}
         assert (one.scored_on, joined.scored_on) == ((), (joined.hardware,))
 
-    measured = sharded.outcomes["benchmark/half@cpu-1t"].manifest
-    assert measured is not None
+    measured = must(sharded.outcomes["benchmark/half@cpu-1t"].manifest)
     store = project.context.store
-    memory = load_benchmark(store, measured["evidence.json"])
-    assert memory is not None
+    memory = must(load_benchmark(store, measured["evidence.json"]))
     stage, _, inputs = parse_request(json.loads(store.read(memory[REQUEST])))
     assert "shards" not in stage.settings, "a repetition would take the scores of then"
     assert not set(SHARDS) & set(inputs)
@@ -103,7 +107,6 @@ def test_shards_give_the_metrics_of_all_rows_to_the_last_digit(project: Project)
     assert made[0] is not None
     assert made[0] == made[1]
 
-    lost = sharded.outcomes[SHARDS[1]].manifest
-    assert lost is not None
+    lost = must(sharded.outcomes[SHARDS[1]].manifest)
     project.context.store.path(lost["predictions.npz"]).unlink()
     assert run(project, "benchmark.shards=3").executed() == (SHARDS[1],)

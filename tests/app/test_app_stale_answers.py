@@ -15,6 +15,7 @@ from onnx_ops.app.project import execute, prepare
 from onnx_ops.domain.artifact import MODEL_FILE
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.measure.files import MODEL, checkout_files
+from tests.support.must import must
 
 TORCH = """
 import torch
@@ -107,16 +108,14 @@ def answers(model, x):
 """
 ONNX = """
 import pathlib, tempfile
-import onnx
+import onnx.parser
 from .constants import FACTOR
 
 def made(x, y):
-    value = lambda name: onnx.helper.make_tensor_value_info(name, 1, ["batch", 3])
-    factor = onnx.numpy_helper.from_array(x.dtype.type(FACTOR).reshape(1), "factor")
-    node = onnx.helper.make_node("Mul", ["x", "factor"], ["y"])
-    graph = onnx.helper.make_graph([node], "g", [value("x")], [value("y")], [factor])
     path = pathlib.Path(tempfile.mkdtemp()) / "model.onnx"
-    onnx.save(onnx.helper.make_model(graph, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", 18)]), path)
+    onnx.save(onnx.parser.parse_model('''
+        <ir_version: 10, opset_import: ["": 18]>
+        g (float[batch, 3] x) => (float[batch, 3] y) <float factor = {%d}> { y = Mul(x, factor) }''' % FACTOR), path)
     return path
 
 def answers(model, x):
@@ -186,8 +185,7 @@ def run(project: Project, folder: str) -> tuple[set[str], np.ndarray]:
     root = project.settings.root
     result = execute(project, prepare(project, root / "stale.yaml", until=StageKind.EXPORT))
     assert not result.errors
-    exported = result.outcomes["export"].manifest
-    assert exported is not None
+    exported = must(result.outcomes["export"].manifest)
     path = checkout_files(project.context.store, exported, MODEL, root / folder) / MODEL_FILE
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     (given,) = session.get_inputs()

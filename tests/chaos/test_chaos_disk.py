@@ -16,6 +16,7 @@ from onnx_ops.protocol.routing_table import TableFile
 from onnx_ops.protocol.server_process import AUDIT_FILE
 from onnx_ops.testing.endpoints import state_of
 from tests.chaos.chaos_parts import Make, Patient
+from tests.support.must import must
 from tests.support.server import ServerFamily
 
 
@@ -25,8 +26,7 @@ def refuses_until_room_is_made(server: ServerFamily, blue: Deployment, green: De
     answer = server.publish(both, 2)
     assert answer.status == 503, answer
     assert "written" in answer.json()["what"]
-    state = server.state()
-    assert state is not None
+    state = must(server.state())
     assert state.generation == 1
     Patient(server).is_well()
     assert [p for p in server.folder.glob(".tmp-*") if p.stat().st_size] == []
@@ -34,8 +34,7 @@ def refuses_until_room_is_made(server: ServerFamily, blue: Deployment, green: De
 
 def is_healed(server: ServerFamily, blue: Deployment, green: Deployment) -> None:
     assert server.publish(state_of(blue, green, blue=30, green=70), 2).status == 200
-    stored = TableFile(server.folder).read()
-    assert stored is not None
+    stored = must(TableFile(server.folder).read())
     assert stored.state.generation == 2
 
 
@@ -102,6 +101,5 @@ def test_a_start_on_a_full_disk_serves_or_says_why(family: Make, small_disk: Pat
     filler.unlink()
     server.start()
     Patient(server).is_well()
-    state = server.state()
-    assert state is not None
+    state = must(server.state())
     assert state.generation == 1

@@ -15,6 +15,7 @@ from onnx_ops.testing.endpoints import state_of
 from tests.chaos.chaos_parts import Make, Patient
 from tests.support.chaos import Victim, count_moments, publish_and_kill
 from tests.support.load import LoadPlan, LoadProcess
+from tests.support.processes import until
 from tests.support.server import ServerFamily, scaled
 
 Plan = Callable[..., LoadPlan]
@@ -27,14 +28,6 @@ def server(family: Make, blue: Deployment) -> ServerFamily:
     return server
 
 
-def eventually(condition: Callable[[], bool], what: str) -> None:
-    for _ in range(1500):
-        if condition():
-            return
-        time.sleep(0.02)
-    raise AssertionError(what)
-
-
 def test_a_killed_worker_costs_only_what_it_was_at_and_is_replaced(server: ServerFamily, plan: Plan) -> None:
     connections = 8
     with LoadProcess(plan(server, connections=connections)) as load:
@@ -42,8 +35,8 @@ def test_a_killed_worker_costs_only_what_it_was_at_and_is_replaced(server: Serve
             before = server.workers()
             assert len(before) == 2
             os.kill(before[0], signal.SIGKILL)
-            eventually(lambda: len(set(server.workers()) - {before[0]}) == 2, "the worker was not replaced")  # noqa: B023
-            eventually(lambda: server.call("GET", "/v2/health/ready").status == 200, f"not ready after kill {turn}")
+            until(lambda: len(set(server.workers()) - {before[0]}) == 2, "another worker")  # noqa: B023
+            until(lambda: server.call("GET", "/v2/health/ready").status == 200, f"readiness after kill {turn}")
         records = load.stop()
     failures = records.failures()
     assert set(failures) <= {"reset", "closed"}, failures
@@ -56,7 +49,7 @@ def test_every_worker_killed_at_once_comes_back(server: ServerFamily) -> None:
     for pid in server.workers():
         os.kill(pid, signal.SIGKILL)
     Patient(server).is_well()  # the listening socket holds the request until a worker is there
-    eventually(lambda: len(server.workers()) == 2, "the workers were not replaced")
+    until(lambda: len(server.workers()) == 2, "two workers")
 
 
 def test_workers_outlive_their_supervisor_and_give_way_to_the_next(
@@ -71,7 +64,7 @@ def test_workers_outlive_their_supervisor_and_give_way_to_the_next(
         assert set(orphans) <= set(server.processes())
         server.start()
         assert server.port == port
-        eventually(lambda: not set(orphans) & set(server.processes()), "the orphans stay")
+        until(lambda: not set(orphans) & set(server.processes()), "the end of the orphans")
         assert server.publish(state_of(blue, green, blue=0, green=100), 2).status == 200
         for _ in range(50):
             assert server.call("POST", "/invocations", b'{"inputs": {"x": [[1, 2]]}}').json() == {
@@ -87,7 +80,7 @@ def test_a_supervisor_killed_twice_leaves_no_process_behind(server: ServerFamily
     for _ in range(2):
         server.kill()
         server.start()
-    eventually(lambda: len(server.processes()) == 3, f"there are {len(server.processes())} processes")
+    until(lambda: len(server.processes()) == 3, "three processes")
     Patient(server).is_well()
     assert server.stop() == 0
     assert server.processes() == []
@@ -95,8 +88,8 @@ def test_a_supervisor_killed_twice_leaves_no_process_behind(server: ServerFamily
 
 def test_sigterm_under_load_ends_everything_and_fails_nothing_that_was_begun(server: ServerFamily, plan: Plan) -> None:
     with LoadProcess(plan(server)) as load:
-        eventually(lambda: _answered(server) > 50, "no load")
-        reported_at = time.monotonic_ns()
+        until(lambda: _answered(server) > 50, "load")
+        told = time.monotonic_ns()
         assert server.stop() == 0
         assert server.processes() == []
         records = load.stop()

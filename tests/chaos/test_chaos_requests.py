@@ -66,16 +66,11 @@ BAD_BODIES = {
 }
 
 
+@pytest.mark.parametrize("path", [INFER, "/invocations"])
 @pytest.mark.parametrize("body", BAD_BODIES.values(), ids=BAD_BODIES)
-def test_a_bad_body_is_refused(patient: Patient, body: bytes) -> None:
+def test_a_bad_body_is_refused(patient: Patient, body: bytes, path: str) -> None:
     with patient.bounded(64 * MB):
-        assert patient.sent(post(body)) == 400
-
-
-@pytest.mark.parametrize("body", BAD_BODIES.values(), ids=BAD_BODIES)
-def test_a_bad_body_is_refused_by_invocations_too(patient: Patient, body: bytes) -> None:
-    with patient.bounded(64 * MB):
-        assert patient.sent(post(body, path="/invocations")) == 400
+        assert patient.sent(post(body, path=path)) == 400
 
 
 @pytest.mark.parametrize(

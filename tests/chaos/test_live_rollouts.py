@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import onnx
+import onnx.parser
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 
 from onnx_ops import codec
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.store import ModelFolders
-from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
+from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.execution import Execution
 from onnx_ops.domain.ledger import Intent, MetricsRecorded, ReleaseState, fold
-from onnx_ops.domain.release import Lineage, Publication, VariantRecord
 from onnx_ops.domain.rollout import ActionKind
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ShadowTrial
 from onnx_ops.ports import Context
@@ -33,8 +33,10 @@ from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.release.status import read_status
 from onnx_ops.serving.inference.request_queue import INLINE_S
 from onnx_ops.testing.fakes import FakeWorld
-from tests.release.release_parts import roll_back
+from tests.release.release_parts import TARGET_DIGEST, publish_file, roll_back
 from tests.support.load import LoadPlan, LoadProcess, Payload, Records
+from tests.support.must import must
+from tests.support.processes import until
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -68,53 +70,32 @@ def write_model(
     at every run if there are `weights_mb`.
     """
     draw = np.random.default_rng(0)
-    matrix = (draw.standard_normal((WIDTH, WIDTH)) / np.sqrt(WIDTH)).astype(np.float32)
-    value = helper.make_tensor_value_info
-    layer = helper.make_graph(
-        [
-            helper.make_node("MatMul", ["before", "w"], ["product"]),
-            helper.make_node("Tanh", ["product"], ["after"]),
-            helper.make_node("Identity", ["go_on"], ["going_on"]),
-        ],
-        "layer",
-        [
-            value("number", TensorProto.INT64, []),
-            value("go_on", TensorProto.BOOL, []),
-            value("before", TensorProto.FLOAT, ["batch", WIDTH]),
-        ],
-        [value("going_on", TensorProto.BOOL, []), value("after", TensorProto.FLOAT, ["batch", WIDTH])],
-        [numpy_helper.from_array(matrix, "w")],
-    )
     wide = 2**20 * weights_mb // (4 * WIDTH)
-    much = [
-        helper.make_node("MatMul", ["last", "there"], ["wide"]),
-        helper.make_node("ReduceMean", ["wide"], ["mean"]),
-        helper.make_node("Mul", ["mean", "nothing"], ["zero"]),
-        helper.make_node("Add", ["last", "zero"], ["end"]),
-    ]
-    graph = helper.make_graph(
-        [
-            helper.make_node("Loop", ["layers", "", "x"], ["last"], body=layer),
-            *(much if wide else [helper.make_node("Identity", ["last"], ["end"])]),
-            helper.make_node("Gather", ["table", "pick"], ["picked"]),
-            helper.make_node("Mul", ["end", "picked"], ["y"]),
-        ],
-        name,
-        [value("x", TensorProto.FLOAT, ["batch", WIDTH]), value("pick", TensorProto.INT64, ["batch"])],
-        [value("y", TensorProto.FLOAT, ["batch", WIDTH])],
-        [
-            numpy_helper.from_array(np.array(layers, np.int64), "layers"),
-            numpy_helper.from_array(np.full((table, 1), scale, np.float32), "table"),
-            *(
-                [numpy_helper.from_array(draw.standard_normal((WIDTH, wide)).astype(np.float32), "there")]
-                if wide
-                else []
-            ),
-            *([numpy_helper.from_array(np.zeros(1, np.float32), "nothing")] if wide else []),
-        ],
-    )
+    arrays = {
+        "w": (draw.standard_normal((WIDTH, WIDTH)) / np.sqrt(WIDTH)).astype(np.float32),
+        "layers": np.array(layers, np.int64),
+        "table": np.full((table, 1), scale, np.float32),
+    }
+    end = "end = Identity(last)"
+    if wide:
+        arrays |= {"there": draw.standard_normal((WIDTH, wide)).astype(np.float32), "nothing": np.zeros(1, np.float32)}
+        end = "wide = MatMul(last, there) mean = ReduceMean(wide) zero = Mul(mean, nothing) end = Add(last, zero)"
+    model = onnx.parser.parse_model(f"""
+        <ir_version: 10, opset_import: ["": 18]>
+        {name} (float[batch, {WIDTH}] x, int64[batch] pick) => (float[batch, {WIDTH}] y) {{
+            last = Loop <body = layer (int64 number, bool go_on, float[batch, {WIDTH}] before)
+                => (bool going_on, float[batch, {WIDTH}] after) {{
+                    product = MatMul(before, w)
+                    after = Tanh(product)
+                    going_on = Identity(go_on)
+                }}> (layers, "", x)
+            {end}
+            picked = Gather(table, pick)
+            y = Mul(end, picked)
+        }}""")
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in arrays.items())
     path.parent.mkdir(parents=True)
-    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), path)
+    onnx.save(model, path)
     return path
 
 
@@ -145,7 +126,7 @@ class Site:
             provider="local",
             model=MODEL,
             target=TARGET,
-            target_digest=digest_bytes(b"t"),
+            target_digest=TARGET_DIGEST,
             pipeline="p",
         )
         self.context: Context = replace(
@@ -159,21 +140,10 @@ class Site:
     def release(self, seed: str, **model: float) -> str:
         """Register a model and ask for it; the first one serves at once."""
         path = write_model(self.folder / seed / "model.onnx", seed, **model)  # type: ignore[arg-type]
-        record = VariantRecord(
-            variant="fp32",
-            files={"model.onnx": path},
-            manifest=Manifest(files={"model.onnx": digest_file(path)}),
-            evidence={},
-            metrics={},
-            decisions={},
-            signed={},
-            description="",
-        )
-        lineage = Lineage(pipeline="p", release=digest_bytes(seed.encode()))
-        published = self.world.registry.publish(Publication(model=MODEL, lineage=lineage, variants=(record,)))
-        promote(self.context, MODEL, published["fp32"], TARGET, override=True, reason="its gates are not what is tried")
+        version = publish_file(self.world, path, digest_bytes(seed.encode()), model=MODEL, execution=Execution())
+        promote(self.context, MODEL, version, TARGET)
         reconcile_until_stable(self.context, ENDPOINT)
-        return f"v{published['fp32']}"
+        return f"v{version}"
 
     def load(self, connections: int = 1) -> LoadProcess:
         address = self.local.address(self.config)
@@ -200,8 +170,7 @@ class Site:
         return fold(ENDPOINT, self.world.ledger.read(ENDPOINT))
 
     def traffic(self) -> dict[str, int]:
-        state = self.local.observe(self.config)
-        assert state is not None
+        state = must(self.local.observe(self.config))
         return {name: weight for name, weight in state.split.weights.items() if weight}
 
 
@@ -337,10 +306,8 @@ def test_an_endpoint_that_lost_its_supervisor_is_shown_as_what_it_is_and_gets_an
     with site.load() as load:
         time.sleep(1)
         os.kill(record.pid, signal.SIGKILL)
-        deadline = time.monotonic() + TIMEOUT_S
-        while not (seen := read_status(site.context, ENDPOINT)).unsupervised:
-            assert time.monotonic() < deadline, seen
-        assert seen.actual is None
+        until(lambda: read_status(site.context, ENDPOINT).unsupervised, "workers without a supervisor")
+        assert read_status(site.context, ENDPOINT).actual is None
         time.sleep(0.5)
         reports = reconcile_until_stable(site.context, ENDPOINT)
         assert [report.did for report in reports] == ["restore", ""]

@@ -8,7 +8,6 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.domain.ledger import ActionOutcome
 from onnx_ops.domain.notification import (
     EVENT_NAMES,
     Notification,
@@ -18,8 +17,8 @@ from onnx_ops.domain.notification import (
     list_pending_notifications,
 )
 from onnx_ops.domain.rollout import ActionKind, plan_rollback
-from tests.domain.test_domain_ledger import CONFIGURED, FINISH, START, intent, log, version
-from tests.domain.test_domain_notification import ALARM, ON_TRIAL, derive
+from tests.domain.test_domain_ledger import CONFIGURED, FINISH, START, log, version
+from tests.domain.test_domain_notification import ALARM, ON_TRIAL, told
 
 
 def followed(*bodies: object) -> list[Notification]:
@@ -28,7 +27,7 @@ def followed(*bodies: object) -> list[Notification]:
 
 def test_a_whole_rollout_is_followed_step_by_step() -> None:
     step = replace(START, kind=ActionKind.ADVANCE, roles=replace(START.roles, step=1))
-    bodies = (*ON_TRIAL, intent(step), ActionOutcome(of=6, ok=True), intent(FINISH), ActionOutcome(of=8, ok=True))
+    bodies = (*ON_TRIAL, step, FINISH)
     found = [build_event(notice) for notice in followed(*bodies)]
     assert [event.event for event in found] == [
         "onnx-ops.rollout.finished",
@@ -50,31 +49,22 @@ def test_a_whole_rollout_is_followed_step_by_step() -> None:
 
 
 def test_what_is_taken_back_says_which_version_and_why() -> None:
-    *_, found = followed(*ON_TRIAL, intent(ALARM), ActionOutcome(of=6, ok=True))
+    *_, found = followed(*ON_TRIAL, ALARM)
     event = build_event(found)
     assert event.event == "onnx-ops.rollout.rolled-back"
     assert (event.payload["version"], event.payload["serving"]) == ("2", "1")
     assert event.payload["why"] == ALARM.why
     assert event.labels == {"onnx-ops.severity": "critical"}
     back = plan_rollback(FINISH.roles, version(1), "cpu", why="wrong on sevens")
-    *_, found = followed(
-        CONFIGURED, intent(FINISH), ActionOutcome(of=2, ok=True), intent(back), ActionOutcome(of=4, ok=True)
-    )
+    *_, found = followed(CONFIGURED, FINISH, back)
     event = build_event(found)
     assert event.event == "onnx-ops.rolled-back"
     assert (event.payload["version"], event.payload["serving"]) == ("2", "1")
 
 
 def test_a_version_that_finishes_twice_within_the_hour_is_told_twice() -> None:
-    once = (intent(ALARM), ActionOutcome(of=6, ok=True), intent(START), ActionOutcome(of=8, ok=True))
-    bodies = (
-        *ON_TRIAL,
-        *once,
-        intent(ALARM),
-        ActionOutcome(of=10, ok=True),
-        intent(START),
-        ActionOutcome(of=12, ok=True),
-    )
+    once = (ALARM, START)
+    bodies = (*ON_TRIAL, *once, ALARM, START)
     found = [build_event(notice) for notice in followed(*bodies)]
     assert [event.event.rpartition(".")[2] for event in found[1:]] == ["started", "rolled-back"] * 2 + ["started"]
     assert len({event.key for event in found}) == len(found)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -58,14 +60,22 @@ def version(number: int, *, release: str = "") -> Deployment:
     )
 
 
-def log(*bodies: EntryBody) -> list[LedgerEntry]:
+def log(*bodies: EntryBody | Action) -> list[LedgerEntry]:
+    """Actions stand for an intent and its good outcome; entry n is written at n."""
+    flat: list[EntryBody] = []
+    for body in bodies:
+        if isinstance(body, Action):
+            flat.append(intent(body))
+            flat.append(ActionOutcome(of=len(flat), ok=True))
+        else:
+            flat.append(body)
     return [
         LedgerEntry(endpoint="digits", sequence=n, at=float(n), actor="a", body=body)
-        for n, body in enumerate(bodies, start=1)
+        for n, body in enumerate(flat, start=1)
     ]
 
 
-def folded(*bodies: EntryBody) -> ReleaseState:
+def folded(*bodies: EntryBody | Action) -> ReleaseState:
     return fold("digits", log(*bodies))
 
 
@@ -73,24 +83,32 @@ def intent(action: Action) -> Intent:
     return Intent(action=action, holder="h", expires_at=1000.0)
 
 
-def planned(
-    wanted: Deployment | None, roles: Roles, policy: RolloutPolicy = POLICY, command: OperatorCommand | None = None
-) -> Action:
-    """The action for an endpoint that is what its roles say."""
-    asked = {"desired": wanted, "roles": roles, "policy": policy, "target": "cpu", "command": command, "now": 100.0}
-    believed = choose_next_action(**{**asked, "command": None}, observed=None)  # type: ignore[arg-type]
-    actual = believed.state if isinstance(believed, Action) else None
-    action = choose_next_action(**asked, observed=actual)  # type: ignore[arg-type]
+def at_rest(
+    roles: Roles,
+    policy: RolloutPolicy,
+    wanted: Deployment | None,
+    *,
+    now: float = 100.0,
+    command: OperatorCommand | None = None,
+) -> Any:
+    """What is due at an endpoint that is what its roles say."""
+    ask = partial(choose_next_action, desired=wanted, roles=roles, policy=policy, target="cpu", now=now)
+    restored = ask(observed=None, command=None)
+    return ask(observed=restored.state if isinstance(restored, Action) else None, command=command)
+
+
+def planned(wanted: Deployment, roles: Roles, command: OperatorCommand | None = None) -> Action:
+    action = at_rest(roles, POLICY, wanted, command=command)
     assert isinstance(action, Action), action
     return action
 
 
 FIRST = planned(version(1), Roles())
 START = planned(version(2), FIRST.roles)
-ADVANCE = planned(version(2), START.roles, command=OperatorCommand.ADVANCE)
-FINISH = planned(version(2), ADVANCE.roles, command=OperatorCommand.ADVANCE)
+ADVANCE = planned(version(2), START.roles, OperatorCommand.ADVANCE)
+FINISH = planned(version(2), ADVANCE.roles, OperatorCommand.ADVANCE)
 CONFIGURED = EndpointBound(config=CONFIG, policy=POLICY)
-SERVING = (CONFIGURED, intent(FIRST), ActionOutcome(of=2, ok=True))
+SERVING = (CONFIGURED, FIRST)
 
 
 def test_the_scenario_is_what_it_says() -> None:
@@ -99,9 +117,7 @@ def test_the_scenario_is_what_it_says() -> None:
 
 
 def test_the_same_entries_give_the_same_state() -> None:
-    entries = log(
-        *SERVING, intent(START), ActionOutcome(of=4, ok=True), OperatorCommandSent(command=OperatorCommand.PAUSE)
-    )
+    entries = log(*SERVING, START, OperatorCommandSent(command=OperatorCommand.PAUSE))
     assert fold("digits", entries) == fold("digits", entries)
     step_by_step = ReleaseState(endpoint="digits")
     for entry in entries:
@@ -129,9 +145,7 @@ def test_an_outcome_closes_only_the_intent_it_names() -> None:
     overtaken = folded(*SERVING, intent(START), intent(FINISH), ActionOutcome(of=4, ok=True))
     assert overtaken.open_intent == intent(FINISH)
     assert overtaken.roles == FIRST.roles
-    closed = folded(
-        *SERVING, intent(START), intent(FINISH), ActionOutcome(of=5, ok=True), ActionOutcome(of=5, ok=False)
-    )
+    closed = folded(*SERVING, intent(START), FINISH, ActionOutcome(of=5, ok=False))
     assert closed.open_intent is None
     assert closed.roles == FINISH.roles
 
@@ -145,7 +159,7 @@ def test_a_failed_effect_leaves_roles_aliases_and_rejections_alone() -> None:
 
 def test_what_an_overtaken_intent_may_have_started_is_known() -> None:
     back = plan_abort(START.roles, "cpu", why="bad", reject=True)
-    state = folded(*SERVING, intent(START), intent(back), ActionOutcome(of=5, ok=True))
+    state = folded(*SERVING, intent(START), back)
     assert set(state.known) == {"1", "2"}
     assert set(state.rejected) == {version(2).release}
 
@@ -159,24 +173,23 @@ def test_aliases_stay_owed_until_they_were_mirrored() -> None:
 
 
 def test_a_word_is_spent_by_the_effect_that_obeys_it() -> None:
-    said = (*SERVING, intent(START), ActionOutcome(of=4, ok=True), OperatorCommandSent(command=OperatorCommand.ADVANCE))
+    said = (*SERVING, START, OperatorCommandSent(command=OperatorCommand.ADVANCE))
     assert folded(*said).command is OperatorCommand.ADVANCE
     assert folded(*said, intent(ADVANCE)).command is OperatorCommand.ADVANCE
     assert folded(*said, intent(ADVANCE), ActionOutcome(of=7, ok=False)).command is OperatorCommand.ADVANCE
-    assert folded(*said, intent(ADVANCE), ActionOutcome(of=7, ok=True)).command is None
+    assert folded(*said, ADVANCE).command is None
 
 
 def test_a_repair_does_not_spend_a_word() -> None:
     repair = Action(kind=ActionKind.RESTORE, state=START.state, roles=START.roles, why="lost")
-    said = (*SERVING, intent(START), ActionOutcome(of=4, ok=True), OperatorCommandSent(command=OperatorCommand.ADVANCE))
-    assert folded(*said, intent(repair), ActionOutcome(of=7, ok=True)).command is OperatorCommand.ADVANCE
+    said = (*SERVING, START, OperatorCommandSent(command=OperatorCommand.ADVANCE))
+    assert folded(*said, repair).command is OperatorCommand.ADVANCE
 
 
 def test_a_word_said_while_an_effect_is_under_way_is_not_lost() -> None:
     state = folded(
         *SERVING,
-        intent(START),
-        ActionOutcome(of=4, ok=True),
+        START,
         OperatorCommandSent(command=OperatorCommand.ADVANCE),
         intent(ADVANCE),
         OperatorCommandSent(command=OperatorCommand.PAUSE),
@@ -188,8 +201,7 @@ def test_a_word_said_while_an_effect_is_under_way_is_not_lost() -> None:
 def test_no_word_outlives_the_rollout_it_was_about() -> None:
     state = folded(
         *SERVING,
-        intent(START),
-        ActionOutcome(of=4, ok=True),
+        START,
         intent(FINISH),
         OperatorCommandSent(command=OperatorCommand.PAUSE),
         ActionOutcome(of=6, ok=True),
@@ -207,15 +219,15 @@ def given(what: Deployment, reason: str) -> OverrideRecorded:
 
 def test_an_override_stands_beside_what_is_rejected_until_the_next_rollback_and_counts_once() -> None:
     back = plan_rollback(FINISH.roles, version(1), "cpu", why="slow")
-    rolled = (*SERVING, intent(FINISH), ActionOutcome(of=4, ok=True), intent(back), ActionOutcome(of=6, ok=True))
+    rolled = (*SERVING, FINISH, back)
     assert folded(*rolled).rejected == {version(2).release: "slow"}
     override = given(version(2), "it was the network")
     assert folded(*rolled, override).rejected == {version(2).release: "slow"}
     assert folded(*rolled, override).overrides == {version(2).manifest: override}
-    again = folded(*rolled, override, intent(back), ActionOutcome(of=9, ok=True))
+    again = folded(*rolled, override, back)
     assert again.rejected == {version(2).release: "slow"}
     assert again.overrides == {}
-    replayed = folded(*rolled, override, intent(back), ActionOutcome(of=9, ok=True), override)
+    replayed = folded(*rolled, override, back, override)
     assert replayed.overrides == {}
 
 
@@ -226,9 +238,7 @@ def test_of_two_versions_of_one_release_only_the_bad_one_is_rejected() -> None:
         plan_abort(started.roles, "cpu", why="bad", reject=True),
         plan_rollback(Roles(stable=bad, previous=good), good, "cpu", why="bad"),
     ):
-        state = folded(
-            *SERVING, intent(started), ActionOutcome(of=4, ok=True), intent(back), ActionOutcome(of=6, ok=True)
-        )
+        state = folded(*SERVING, started, back)
         assert state.find_rejection(good) is None
         assert state.find_rejection(bad) == "bad"
 
@@ -236,29 +246,17 @@ def test_of_two_versions_of_one_release_only_the_bad_one_is_rejected() -> None:
 def test_a_version_that_serves_again_is_no_longer_rejected() -> None:
     back = plan_rollback(FINISH.roles, version(1), "cpu", why="slow")
     forth = plan_rollback(back.roles, version(2), "cpu", why="it was the network")
-    state = folded(
-        *SERVING,
-        intent(FINISH),
-        ActionOutcome(of=4, ok=True),
-        intent(back),
-        ActionOutcome(of=6, ok=True),
-        intent(forth),
-        ActionOutcome(of=8, ok=True),
-    )
+    state = folded(*SERVING, FINISH, back, forth)
     assert state.roles.stable == version(2)
     assert state.rejected == {version(1).release: "it was the network"}
 
 
 def test_what_is_bound_again_after_a_deletion_counts_its_generations_on() -> None:
-    gone = folded(
-        *SERVING, intent(START), ActionOutcome(of=4, ok=True), EndpointDeleted(done=False), EndpointDeleted(done=True)
-    )
+    gone = folded(*SERVING, START, EndpointDeleted(done=False), EndpointDeleted(done=True))
     assert (gone.generation, gone.config, gone.roles) == (4, None, Roles())
 
 
 def test_nothing_is_wanted_of_an_endpoint_without_versions() -> None:
-    asked = choose_next_action(
-        desired=None, observed=None, roles=Roles(), policy=POLICY, target="cpu", command=None, now=0.0
-    )
+    asked = at_rest(Roles(), POLICY, None)
     assert isinstance(asked, Wait)
     assert "challenger-cpu" in asked.why

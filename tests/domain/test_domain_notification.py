@@ -15,34 +15,28 @@ from onnx_ops.domain.notification import (
     build_test_notification,
     list_pending_notifications,
 )
-from onnx_ops.domain.rollout import ActionKind, WaitKind, plan_abort, plan_rollback
+from onnx_ops.domain.rollout import Action, ActionKind, WaitKind, plan_abort, plan_rollback
 from tests.domain.test_domain_ledger import CONFIGURED, FINISH, FIRST, START, intent, log, version
 from tests.support.golden import Golden
 
 LINE = "errors: canary 28/800 (3.50%) vs stable 67/7200 (0.93%); evidence 346211:1 (limit 60:1) -> ROLL BACK"
 ALARM = plan_abort(START.roles, "cpu", why=LINE, reject=True)
-ON_TRIAL: tuple[EntryBody, ...] = (
-    CONFIGURED,
-    intent(FIRST),
-    ActionOutcome(of=2, ok=True),
-    intent(START),
-    ActionOutcome(of=4, ok=True),
-)
+ON_TRIAL: tuple[EntryBody | Action, ...] = (CONFIGURED, FIRST, START)
 """Five entries: version 1 serves, version 2 is on trial."""
 
 
-def derive(*bodies: EntryBody, after: int = 0) -> list[Notification]:
+def told(*bodies: EntryBody | Action, after: int = 0) -> list[Notification]:
     return list(list_pending_notifications("digits", log(*bodies), after=after))
 
 
-def only(*bodies: EntryBody) -> Notification:
+def only(*bodies: EntryBody | Action) -> Notification:
     """What the bodies after `ON_TRIAL` are news of."""
-    (found,) = derive(*ON_TRIAL, *bodies, after=len(ON_TRIAL))
+    (found,) = told(*ON_TRIAL, *bodies, after=5)
     return found
 
 
 def test_an_automatic_rollback_says_all_that_is_needed_at_night(golden: Golden) -> None:
-    found = only(intent(ALARM), ActionOutcome(of=6, ok=True))
+    found = only(ALARM)
     assert (found.what, found.severity, found.sequence) == (NotificationKind.ROLLED_BACK, Severity.CRITICAL, 7)
     assert found.why == LINE
     assert found.commands == {"Undo": 'onnx-ops promote digits 2 --target cpu --override --reason "..."'}
@@ -52,12 +46,12 @@ def test_an_automatic_rollback_says_all_that_is_needed_at_night(golden: Golden) 
 @pytest.mark.parametrize(
     "bodies",
     [
-        (RollbackRequested(action=ALARM, by_operator=True), intent(ALARM), ActionOutcome(of=7, ok=True)),
-        (RollbackRequested(action=ALARM, by_operator=True), intent(ALARM), intent(ALARM), ActionOutcome(of=8, ok=True)),
+        (RollbackRequested(action=ALARM, by_operator=True), ALARM),
+        (RollbackRequested(action=ALARM, by_operator=True), intent(ALARM), ALARM),
     ],
     ids=["at once", "finished by a driver"],
 )
-def test_what_an_operator_took_back_wakes_nobody(bodies: tuple[EntryBody, ...]) -> None:
+def test_what_an_operator_took_back_wakes_nobody(bodies: tuple[EntryBody | Action, ...]) -> None:
     found = only(*bodies)
     assert (found.what, found.severity) == (NotificationKind.OPERATOR, Severity.WARNING)
     assert "by an operator" in found.headline
@@ -65,27 +59,18 @@ def test_what_an_operator_took_back_wakes_nobody(bodies: tuple[EntryBody, ...]) 
 
 def test_an_operators_rollback_says_how_to_undo_it() -> None:
     back = plan_rollback(FINISH.roles, version(1), "cpu", why="wrong on sevens")
-    bodies = (
-        CONFIGURED,
-        intent(FINISH),
-        ActionOutcome(of=2, ok=True),
-        RollbackRequested(action=back, by_operator=True),
-        intent(back),
-    )
-    *_, found = derive(*bodies, ActionOutcome(of=5, ok=True))
+    *_, found = told(CONFIGURED, FINISH, RollbackRequested(action=back, by_operator=True), back)
     assert found.what is NotificationKind.OPERATOR
     assert found.commands == {"Undo": "onnx-ops rollback digits --to 2 --force"}
 
 
 def test_a_candidate_that_nobody_wants_any_more() -> None:
-    found = only(
-        intent(plan_abort(START.roles, "cpu", why="no longer wanted", reject=False)), ActionOutcome(of=6, ok=True)
-    )
+    found = only(plan_abort(START.roles, "cpu", why="no longer wanted", reject=False))
     assert (found.what, found.severity) == (NotificationKind.WITHDRAWN, Severity.INFO)
 
 
 def test_a_rollout_that_ends_well() -> None:
-    found = only(intent(FINISH), ActionOutcome(of=6, ok=True))
+    found = only(FINISH)
     assert (found.what, found.commands) == (NotificationKind.FINISHED, {"Undo": "onnx-ops rollback digits"})
     assert derive(*ON_TRIAL)[0].headline == "first deployment: v1"
     assert len(derive(*ON_TRIAL)) == 1, "a start is no news"
@@ -123,7 +108,7 @@ def test_a_rollback_that_fails_is_the_worst() -> None:
 
 def test_an_endpoint_that_was_not_what_it_should_be() -> None:
     repair = replace(START, kind=ActionKind.RESTORE, why="the endpoint differs from its expected state")
-    assert only(intent(repair), ActionOutcome(of=6, ok=True)).what is NotificationKind.TROUBLE
+    assert only(repair).what is NotificationKind.TROUBLE
 
 
 def test_an_outcome_of_what_was_overtaken_is_no_news() -> None:
@@ -138,8 +123,8 @@ def test_the_same_trouble_is_told_once_an_hour_and_a_rollback_every_time() -> No
     entries = log(*ON_TRIAL, *failing)
     late = [replace(e, at=e.at + (REPEAT_INTERVAL_S if e.sequence > 9 else 0)) for e in entries]
     assert [found.sequence for found in list_pending_notifications("digits", late, after=5)] == [7, 11]
-    again = (intent(ALARM), ActionOutcome(of=6, ok=True), intent(START), ActionOutcome(of=8, ok=True))
-    assert len(derive(*ON_TRIAL, *again, intent(ALARM), ActionOutcome(of=10, ok=True), after=5)) == 2
+    again = (ALARM, START)
+    assert len(told(*ON_TRIAL, *again, ALARM, after=5)) == 2
 
 
 def test_what_was_told_before_counts_too() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -36,7 +35,8 @@ from onnx_ops.domain.rollout import (
     plan_rollback,
 )
 from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
-from tests.domain.test_domain_ledger import version
+from tests.domain.test_domain_ledger import at_rest, version
+from tests.support.must import must
 
 POLICIES = (
     RolloutPolicy(),
@@ -157,8 +157,7 @@ class Rollouts(RuleBasedStateMachine):
     @precondition(lambda self: self.state.pending_rollback is not None)
     @rule()
     def withdraw_what_is_owed(self) -> None:
-        pending = self.state.pending_rollback
-        assert pending is not None
+        pending = must(self.state.pending_rollback)
         self.append(RequestWithdrawn(reason="wrong endpoint"))
         assert self.state.rejected == pending.rejected_before
         self.wanted = self.state.roles.stable
@@ -229,24 +228,6 @@ TestRollouts = Rollouts.TestCase
 TestRollouts.settings = settings(
     max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-
-
-def at_rest(
-    roles: Roles,
-    policy: RolloutPolicy,
-    wanted: Deployment | None,
-    *,
-    now: float,
-    command: OperatorCommand | None = None,
-) -> Any:
-    """What is due at an endpoint that is what its roles say."""
-    restored = choose_next_action(
-        desired=wanted, observed=None, roles=roles, policy=policy, target="cpu", command=None, now=now
-    )
-    actual = restored.state if isinstance(restored, Action) else None
-    return choose_next_action(
-        desired=wanted, observed=actual, roles=roles, policy=policy, target="cpu", command=command, now=now
-    )
 
 
 def test_a_first_deployment_goes_straight_to_100() -> None:

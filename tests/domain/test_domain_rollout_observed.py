@@ -11,13 +11,9 @@ from hypothesis import strategies as st
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.ledger import (
     ActionOutcome,
-    EntryBody,
     Intent,
-    LedgerEntry,
     MetricsRecorded,
-    ReleaseState,
     ThresholdsFixed,
-    fold,
 )
 from onnx_ops.domain.rollout import Action, ActionKind, GuardrailResult, Roles, build_split_state
 from onnx_ops.domain.rollout_observations import (
@@ -29,8 +25,9 @@ from onnx_ops.domain.rollout_observations import (
     ShadowCounts,
     diff_readings,
 )
-from tests.domain.test_domain_ledger import version
+from tests.domain.test_domain_ledger import folded, version
 from tests.support.golden import Golden
+from tests.support.must import must
 
 V1, V2, V3 = version(1), version(2), version(3)
 LIMITS = LatencyThresholds(p50_s=0.001, p99_s=0.01, requests=500)
@@ -73,8 +70,7 @@ def test_readings_that_do_not_follow_each_other_make_no_interval(
 def test_shadow_counts_must_grow_too() -> None:
     more, fewer = (replace(reading(0, 10), shadow=ShadowCounts(compared=n)) for n in (20, 10))
     assert between(more, fewer) is None
-    found = between(fewer, more)
-    assert found is not None
+    found = must(between(fewer, more))
     assert found.shadow == ShadowCounts(compared=10)
 
 
@@ -92,13 +88,11 @@ def test_a_deployment_that_appears_began_at_nothing() -> None:
     later = MetricsReading(
         origin="a", at=1.0, tallies={"v2": RequestCounts(requests=5, over_p50=2), "v1": RequestCounts(requests=9)}
     )
-    found = between(MetricsReading(origin="a", at=0.0, tallies={"v1": RequestCounts(requests=4)}), later)
-    assert found is not None
+    found = must(between(MetricsReading(origin="a", at=0.0, tallies={"v1": RequestCounts(requests=4)}), later))
     assert found.canary == RequestCounts(requests=5, over_p50=2)
     assert found.stable == RequestCounts(requests=5)
     timed = replace(later, tallies={**later.tallies, "v2": RequestCounts(requests=5, over_p50=2, timed=3)})
-    found = between(MetricsReading(origin="a", at=0.0, tallies={"v1": RequestCounts(requests=4)}), timed)
-    assert found is not None
+    found = must(between(MetricsReading(origin="a", at=0.0, tallies={"v1": RequestCounts(requests=4)}), timed))
     assert found.canary == RequestCounts(requests=5, over_p50=2, timed=3)
 
 
@@ -123,21 +117,6 @@ START, ADVANCE = action(ActionKind.START, V2, 10), action(ActionKind.ADVANCE, V2
 ABORT, NEXT = action(ActionKind.ABORT, None, 0), action(ActionKind.START, V3, 10)
 
 
-def folded(*bodies: EntryBody | Action) -> ReleaseState:
-    """Actions stand for an intent and its good outcome; entry n is written at n."""
-    flat: list[EntryBody] = []
-    for body in bodies:
-        if isinstance(body, Action):
-            flat.append(Intent(action=body, holder="h", expires_at=1e9))
-            flat.append(ActionOutcome(of=len(flat), ok=True))
-        else:
-            flat.append(body)
-    entries = [
-        LedgerEntry(endpoint="e", sequence=n, at=float(n), actor="a", body=body) for n, body in enumerate(flat, start=1)
-    ]
-    return fold("e", entries)
-
-
 FROZEN = ThresholdsFixed(candidate=V2.manifest, thresholds=LIMITS)
 
 
@@ -147,15 +126,13 @@ def test_a_rollout_begins_with_the_thresholds_that_were_frozen_for_it() -> None:
     assert folded(replace(FROZEN, slower=raised), START).observations == replace(begun, slower=raised)
     assert folded(FROZEN, START).observations == replace(begun, slower=LIMITS), "ledgers of before had one pair"
     assert folded(START).observations == Observations(candidate=V2.manifest, started_at=2.0, split_at=2.0)
-    other = folded(FROZEN, NEXT).observations
-    assert other is not None
+    other = must(folded(FROZEN, NEXT).observations)
     assert other.thresholds is None
 
 
 def test_thresholds_do_not_change_under_a_rollout() -> None:
     later = ThresholdsFixed(candidate=V2.manifest, thresholds=replace(LIMITS, p50_s=9.0))
-    trial = folded(FROZEN, START, later, MetricsRecorded(reading=reading(1, 9)), ADVANCE).observations
-    assert trial is not None
+    trial = must(folded(FROZEN, START, later, MetricsRecorded(reading=reading(1, 9)), ADVANCE).observations)
     assert trial.thresholds == LIMITS
 
 
@@ -180,12 +157,10 @@ def test_counts_of_earlier_steps_are_kept_and_a_new_step_begins_a_new_interval()
 def test_no_interval_spans_an_effect() -> None:
     first, late = MetricsRecorded(reading=reading(0, 0)), MetricsRecorded(reading=reading(20, 180))
     intent = Intent(action=ADVANCE, holder="h", expires_at=1e9)
-    during = folded(START, first, intent, late).observations
-    assert during is not None
+    during = must(folded(START, first, intent, late).observations)
     assert during.intervals == ()
     assert during.reading is None
-    failed = folded(START, first, intent, ActionOutcome(of=4, ok=False), late).observations
-    assert failed is not None
+    failed = must(folded(START, first, intent, ActionOutcome(of=4, ok=False), late).observations)
     assert failed.intervals == ()
     assert (failed.step, failed.started_at) == (0, 2.0)
 
@@ -193,8 +168,7 @@ def test_no_interval_spans_an_effect() -> None:
 def test_a_reading_from_before_the_split_was_changed_counts_for_nothing() -> None:
     """A monitor reports late: entry 2 is the outcome that changed the split."""
     early, first, later = (reading(n, 9 * n, at=at) for n, at in ((10, 1.0), (20, 3.0), (30, 4.0)))
-    trial = folded(START, *(MetricsRecorded(reading=one) for one in (early, first, later))).observations
-    assert trial is not None
+    trial = must(folded(START, *(MetricsRecorded(reading=one) for one in (early, first, later))).observations)
     assert [one.canary.requests for one in trial.intervals] == [10]
     assert folded(START, MetricsRecorded(reading=early)).observations == folded(START).observations
 
@@ -204,8 +178,7 @@ def test_counts_end_with_the_rollout() -> None:
     assert folded(START, first, ABORT).observations is None
     assert folded(START, first, ABORT, first).observations is None
     assert folded(first).observations is None
-    new = folded(START, first, MetricsRecorded(reading=reading(9, 9)), NEXT).observations
-    assert new is not None
+    new = must(folded(START, first, MetricsRecorded(reading=reading(9, 9)), NEXT).observations)
     assert (new.candidate, new.intervals) == (V3.manifest, ())
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from unittest.mock import patch
 from urllib.parse import urlsplit
 
-import numpy as np
+import onnx.parser
 
 from onnx_ops.adapters import azure
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
@@ -32,7 +32,7 @@ from onnx_ops.ports import Clock, EndpointProvider, MetricsSource
 from tests.adapters.azureml_parts import key_of
 from tests.support.clouds.azureml import AzureCloud
 from tests.support.clouds.sagemaker import SETTINGS, FakeSageMaker, client
-from tests.support.graphs import write_graph
+from tests.support.must import must
 from tests.support.server import stop_endpoints
 
 POLICY = RetryPolicy(operation_s=60, answer_s=5, lag_s=1, pause_s=0.01, longest_s=0.1)
@@ -47,10 +47,14 @@ _PICK = 7
 
 def write_model(path: Path, *, scale: float, table: int = 8) -> Path:
     """y = x * table[pick], all of whose entries are `scale`; a request that picks beyond a short table's end fails."""
+    model = onnx.parser.parse_model(f"""
+        <ir_version: 10, opset_import: ["": 18]>
+        scale (float[batch, 1] x, int64[batch] pick) => (float[batch, 1] y)
+        <float[{table}, 1] table = {{{", ".join([str(float(scale))] * table)}}}>
+        {{ picked = Gather(table, pick) y = Mul(x, picked) }}""")
     path.parent.mkdir(parents=True)
-    nodes = "picked = Gather(table, pick) y = Mul(x, picked)"
-    text = f"(float[batch,1] x, int64[batch] pick) => (float[batch,1] y) {{ {nodes} }}"
-    return write_graph(path, text, table=np.full((table, 1), scale, np.float32))
+    onnx.save(model, path)
+    return path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +67,7 @@ class Answered:
 
 
 class Wound:
-    """Fulfils `ports.Clock`: the machine's time, some hours ago, put forward by hand."""
+    """Fulfils `context.Clock`: the machine's time, some hours ago, put forward by hand."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -113,8 +117,7 @@ class Local(Site):
         self._folder = folder
 
     def ask(self, config: EndpointConfig, body: bytes) -> Answered:
-        address = self.provider.address(config)
-        assert address is not None
+        address = must(self.provider.address(config))
         answer, document = post(self.kept, address, "/invocations", body, {})
         return Answered(deployment=answer.headers["x-onnx-ops-deployment"], **read(answer.status, document))
 
@@ -160,8 +163,7 @@ class AzureMl(Site):
 
     def ask(self, config: EndpointConfig, body: bytes) -> Answered:
         if config.endpoint not in self._known:
-            address = self.provider.address(config)
-            assert address is not None
+            address = must(self.provider.address(config))
             self._known[config.endpoint] = (f"{address}/invocations", key_of(config))
         address, key = self._known[config.endpoint]
         answer, document = post(self.kept, address, urlsplit(address).path, body, {"authorization": key})

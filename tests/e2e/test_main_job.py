@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.e2e_project import MLP, ONLY_FP32, SECOND, Project
+from tests.e2e.e2e_project import MLP, SECOND, Project
 
-pytestmark = [pytest.mark.services, pytest.mark.in_order]
+pytestmark = [pytest.mark.services, pytest.mark.in_order, pytest.mark.usefixtures("first")]
 
 VARIANTS = ("fp32", "int8-dynamic", "int8-static")
 
@@ -30,10 +30,9 @@ def test_every_variant_is_judged_and_the_target_has_a_release(first: Any) -> Non
     assert all(r["verdict"] == "pass" for r in fp32["results"] if not r["advisory"])
 
 
-def test_the_endpoint_answers_both_protocols(first: Any, project: Project) -> None:
+def test_the_endpoint_answers_both_protocols(project: Project) -> None:
     from sklearn.datasets import load_digits
 
-    del first
     status = project.status()
     assert status["traffic"] == {status["roles"]["stable"]["name"]: 100}
     digits = load_digits()
@@ -65,9 +64,8 @@ def test_the_registry_holds_a_version_per_variant_and_the_champion(first: Any, p
     assert evidence["runtime"]["used"] == ["CPUExecutionProvider"]
 
 
-def test_a_second_run_executes_no_stage(first: Any, project: Project) -> None:
+def test_a_second_run_executes_no_stage(project: Project) -> None:
     """It asks the registry whether its versions are still there, and loads nothing else that takes long."""
-    del first
     done = project.process("run", MLP, environ={"PYTHONPROFILEIMPORTTIME": "1"})
     assert done.code == 0
     assert "no stage was executed" in done.stdout
@@ -94,16 +92,14 @@ def test_explain_judges_again_from_what_is_stored(first: Any, project: Project) 
     assert explained["decision"]["results"] == next(d["results"] for d in first["decisions"] if d["variant"] == "fp32")
 
 
-def test_plan_shows_what_would_run(first: Any, project: Project) -> None:
-    del first
+def test_plan_shows_what_would_run(project: Project) -> None:
     planned = project.document("plan", MLP, "--set", SECOND)
     would = {stage["stage"]: stage["would"] for stage in planned["stages"]}
     assert would["data/train"] == "unchanged"
     assert would["train"] == would["register"] == "run"
 
 
-def test_a_tampered_file_in_the_store_is_made_again(first: Any, project: Project) -> None:
-    del first
+def test_a_tampered_file_in_the_store_is_made_again(project: Project) -> None:
     blobs = [p for p in (project.root / ".onnx-ops" / "store" / "blobs").rglob("*") if p.is_file()]
     model = max(blobs, key=lambda p: p.stat().st_size if p.read_bytes()[:4] == b"\x08\x0a\x12\x08" else 0)
     victim = model if model.read_bytes()[:2] == b"\x08\x0a" else blobs[0]
@@ -116,28 +112,7 @@ def test_a_tampered_file_in_the_store_is_made_again(first: Any, project: Project
     assert project.run()["executed"] == []
 
 
-@pytest.mark.nightly
-def test_the_second_release_replaces_the_first_and_rollback_brings_it_back(first: Any, project: Project) -> None:
-    before = project.status()["roles"]["stable"]
-    second = project.run(ONLY_FP32, SECOND)
-    assert second["registration"]["release"] != first["registration"]["release"]
-    after = project.status()
-    assert after["roles"]["stable"]["version"] != before["version"]
-    assert after["roles"]["previous"]["version"] == before["version"]
-    rolled = project.document("rollback", "digits", "--wait", "--reason", "wrong on sevens")
-    assert (rolled["moved_from"], rolled["moved_to"]) == (after["roles"]["stable"]["name"], before["name"])
-    assert rolled["registry_pending"] is False
-    history = project.document("history", "digits")
-    line = next(entry for entry in history if entry["what"].startswith("rollback"))
-    assert line["actor"] == "tester"
-    assert "wrong on sevens" in line["why"]
-    refused = project.run(ONLY_FP32, SECOND, code=5)
-    assert any("rolled this release back" in error["what"] for error in refused["errors"].values())
-    assert project.status()["roles"]["stable"]["version"] == before["version"]
-
-
-def test_doctor_finds_everything_in_order(first: Any, project: Project) -> None:
-    del first
+def test_doctor_finds_everything_in_order(project: Project) -> None:
     findings = project.document("doctor")
     assert all(finding["ok"] for finding in findings)
     assert any(f["check"] == "endpoint digits" and "answers at" in f["found"] for f in findings)

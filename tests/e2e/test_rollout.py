@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
-from collections import Counter
-from urllib.parse import urlsplit
-
 import numpy as np
 import pytest
 
@@ -30,23 +25,6 @@ def candidate(once: Project) -> Project:
     return once
 
 
-def who_answers(address: str, users: int = 300) -> Counter[str]:
-    """Deployments that answer for so many user keys, each of which always has the same one."""
-    place = urlsplit(address)
-    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=30)
-    body = json.dumps({"inputs": [{"name": "x", "shape": [1, 64], "datatype": "FP32", "data": [0.5] * 64}]})
-    found: Counter[str] = Counter()
-    for user in range(users):
-        headers = {"content-type": "application/json", "x-user-key": f"user-{user}"}
-        connection.request("POST", "/v2/models/digits-mlp/infer", body, headers)
-        response = connection.getresponse()
-        response.read()
-        assert response.status == 200
-        found[response.headers["x-onnx-ops-deployment"]] += 1
-    connection.close()
-    return found
-
-
 @pytest.mark.nightly
 def test_the_release_of_a_torch_model_is_right_and_takes_all_traffic(fresh_project: Project) -> None:
     from sklearn.datasets import load_digits
@@ -62,20 +40,9 @@ def test_the_release_of_a_torch_model_is_right_and_takes_all_traffic(fresh_proje
     assert np.mean(scores.argmax(axis=1) == digits.target[:40]) >= 0.85
 
 
-@pytest.mark.nightly
-def test_the_second_release_moves_in_by_steps(candidate: Project) -> None:
-    answered = who_answers(candidate.status()["address"])
-    assert 0 < answered["v2"] < answered["v1"]
-    candidate.document("rollout", "resume", "digits")
-    assert candidate.status()["traffic"] == {"v2": 50, "v1": 50}
+def test_a_rollout_goes_on_by_word_and_once_aborted_gives_all_traffic_back_for_good(candidate: Project) -> None:
     candidate.document("rollout", "resume", "digits", "--reason", "looks good")
-    now = candidate.status()
-    assert now["traffic"] == {"v2": 100, "v1": 0}
-    assert now["roles"]["previous"]["name"] == "v1"
-    assert set(who_answers(now["address"])) == {"v2"}
-
-
-def test_an_aborted_rollout_gives_all_traffic_back_and_does_not_start_again(candidate: Project) -> None:
+    assert candidate.status()["traffic"] == {"v2": 50, "v1": 50}
     candidate.document("rollout", "abort", "digits", "--reason", "worse on eights")
     assert candidate.status()["traffic"] == {"v1": 100}
     candidate.run(ONLY_FP32, SECOND, code=5)

@@ -41,6 +41,7 @@ from tests.e2e.e2e_project import Project
 from tests.support.clouds.azureml import AzureCloud
 from tests.support.clouds.sagemaker import fake_sagemaker
 from tests.support.extras import require
+from tests.support.must import must
 
 require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so no cloud is tested end to end")
 
@@ -99,8 +100,7 @@ class World:
         return fold(config.endpoint, self.context.ledger.read(config.endpoint))
 
     def traffic(self, config: EndpointConfig) -> dict[str, int]:
-        observed = self.sites[config.provider].provider.observe(config)
-        assert observed is not None
+        observed = must(self.sites[config.provider].provider.observe(config))
         assert sum(observed.split.weights.values()) == 100
         return {name: weight for name, weight in observed.split.weights.items() if weight}
 

@@ -71,8 +71,8 @@ def disk_copies_of(setup: Callable[[], Scene], root: Path) -> Callable[[], Scene
     """Return what `setup` returns, as it was: each call of the result puts the files below `root` back."""
     with on_disk(root):
         first = setup()
-    world = first.world
-    kept = pickle.dumps((world.registry, world.provider, world.clock, world.dead, world.notifiers))
+    assert isinstance(first.world, DiskWorld)
+    kept = pickle.dumps(replace(first, world=replace(first.world, alive={})))
     aside = root.with_name(f"{root.name}-kept")
     root.mkdir(exist_ok=True)
     shutil.copytree(root, aside)
@@ -80,11 +80,9 @@ def disk_copies_of(setup: Callable[[], Scene], root: Path) -> Callable[[], Scene
     def copy() -> Scene:
         shutil.rmtree(root)
         shutil.copytree(aside, root)
-        registry, provider, clock, dead, notifiers = pickle.loads(kept)  # noqa: S301 (our own)
-        again = replace(
-            disk_world(root), registry=registry, provider=provider, clock=clock, dead=dead, notifiers=notifiers
-        )
-        return Scene(world=again, processes=first.processes)
+        scene: Scene = pickle.loads(kept)  # noqa: S301 (our own)
+        world = replace(scene.world, ledger=ledger_of(root), files=models_of(root))  # type: ignore[arg-type]
+        return replace(scene, world=world)
 
     return copy
 

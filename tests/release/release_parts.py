@@ -12,7 +12,7 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_file
-from onnx_ops.domain.attestation import OverrideRecord, override_reason_tag, override_record_tag
+from onnx_ops.domain.attestation import Envelope, OverrideRecord, override_reason_tag, override_record_tag
 from onnx_ops.domain.decision import DecisionRecord, Verdict
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.execution import Execution, SessionSettings
@@ -68,14 +68,22 @@ def publish_file(world: FakeWorld, file: Path, release: Digest, *, variant: str 
         variant=variant,
         files={"model.onnx": file},
         manifest=manifest,
-        evidence={},
-        metrics={},
-        decisions={},
         signed={decided.target: sign_record(decided, world.signer)},
-        description="",
     )
     lineage = Lineage(pipeline="p", release=release)
     return world.registry.publish(Publication(model=decided.model, lineage=lineage, variants=(record,)))[variant]
+
+
+def override_record(record: VersionRecord, **changes: Any) -> OverrideRecord:
+    """An override of exactly this version by alice, in which `changes` stand in place of the defaults."""
+    about = {name: getattr(record, name) for name in ("model", "version", "release", "variant", "manifest")}
+    given = {"target": TARGET, "reason": "sure", "by": "alice", "at": "2026-01-01T00:00:00+00:00"}
+    return OverrideRecord(**{**about, **given, **changes})
+
+
+def override_tags(envelope: Envelope, reason: str = "sure") -> dict[str, str]:
+    """The tags of a version that hold an override."""
+    return {override_reason_tag(TARGET): reason, override_record_tag(TARGET): codec.dumps(envelope).decode()}
 
 
 new_world: ContextVar[Callable[[], FakeWorld]] = ContextVar("new_world", default=FakeWorld)
@@ -180,21 +188,8 @@ class Scene:
 
     def give_override(self, version: str, reason: str, *, by: str = "alice", signer: FakeSigner | None = None) -> None:
         """What the registry's own server writes when a person who may override sets the tag."""
-        signer, record = signer or self.world.signer, self.record(version)
-        about = OverrideRecord(
-            model=MODEL,
-            version=version,
-            release=record.release,
-            variant=record.variant,
-            manifest=record.manifest,
-            target=TARGET,
-            reason=reason,
-            by=by,
-            at="2026-01-01T00:00:00+00:00",
-        )
-        signed = sign_record(about, signer)
-        tags = {override_reason_tag(TARGET): reason, override_record_tag(TARGET): codec.dumps(signed.envelope).decode()}
-        self.world.registry.annotate(MODEL, version, tags)
+        signed = sign_record(override_record(self.record(version), reason=reason, by=by), signer or self.world.signer)
+        self.world.registry.annotate(MODEL, version, override_tags(signed.envelope, reason))
 
     def set_alias(self, alias: str, version: str) -> None:
         """What a person does in the registry's own pages."""

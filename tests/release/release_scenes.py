@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.domain.rollout_policy import DAY, Guardrail, RolloutPolicy
-from onnx_ops.errors import ConflictError
+from onnx_ops.errors import ConflictError, StillPendingError
 from onnx_ops.ports import Context
-from onnx_ops.testing.endpoints import scaling_deployment
 from onnx_ops.testing.fakes import FakeWorld
-from tests.release.release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, Scene, effects, publish_file
+from tests.release.release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, Scene, effects
 
 GUARDED = RolloutPolicy(
     steps=(0.1, 0.5, 1.0),
@@ -29,26 +25,11 @@ GUARDED = RolloutPolicy(
 
 def copies_of(setup: Callable[[], Scene]) -> Callable[[], Scene]:
     """Return what `setup` returns, which is done once: each call of the result makes an equal scene of its own."""
-    first = setup()
-    assert first.faults is None
-    world = first.world
-    kept = pickle.dumps(
-        (world.registry, world.provider, world.ledger, world.files, world.clock, world.dead, world.notifiers)
-    )
+    kept = pickle.dumps(setup())
 
     def copy() -> Scene:
-        registry, provider, ledger, files, clock, dead, notifiers = pickle.loads(kept)  # noqa: S301 (our own)
-        again = replace(
-            world,
-            registry=registry,
-            provider=provider,
-            ledger=ledger,
-            files=files,
-            clock=clock,
-            dead=dead,
-            notifiers=notifiers,
-        )
-        return Scene(world=again, processes=first.processes)
+        scene: Scene = pickle.loads(kept)  # noqa: S301 (our own)
+        return scene
 
     return copy
 
@@ -67,6 +48,14 @@ def interrupted(scene: Scene, call: Callable[[], object], *, reaches: bool = Fal
         patched.setattr(provider, "roll_back", die)
         with pytest.raises(KeyboardInterrupt):
             call()
+
+
+def owe(scene: Scene, ask: Callable[[Scene], object] = Scene.roll_back) -> None:
+    """Ask for something while the endpoint cannot be reached."""
+    scene.world.provider.down = True
+    with pytest.raises(StillPendingError):
+        ask(scene)
+    scene.world.provider.down = False
 
 
 def refused_while_at_work(scene: Scene, call: Callable[[Context], object]) -> None:
@@ -202,9 +191,3 @@ def end_of(scene: Scene) -> dict[str, object]:
         "traffic": {name: scene.traffic(name) for name in names},
         "changes": [(name, state.split.weights) for name, state in scene.world.provider.applied],
     }
-
-
-def publish_scaling(scene: Scene, folder: Path, factor: float) -> str:
-    """Register a version that passed and that multiplies by `factor`, for endpoints that really answer."""
-    scaling_deployment(folder, name="v", version="", scale=factor)
-    return publish_file(scene.world, folder / "model.onnx", digest_bytes(str(factor).encode()))

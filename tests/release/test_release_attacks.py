@@ -24,7 +24,7 @@ from onnx_ops.adapters.ledgers.log import SNAPSHOT_EVERY, ObjectLedger
 from onnx_ops.adapters.store import ModelFolders
 from onnx_ops.attestation import TrustedKeys, sign_record
 from onnx_ops.domain.artifact import Digest, digest_bytes, digest_file
-from onnx_ops.domain.attestation import Envelope, OverrideRecord, override_reason_tag, override_record_tag
+from onnx_ops.domain.attestation import Envelope, override_reason_tag, override_record_tag
 from onnx_ops.domain.decision import SignedDecision, Verdict
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.domain.execution import Execution
@@ -33,7 +33,6 @@ from onnx_ops.domain.ledger import (
     EndpointBound,
     EntryBody,
     Intent,
-    LedgerEntry,
     OperatorCommandSent,
     OverrideRecorded,
     ReleaseState,
@@ -44,12 +43,23 @@ from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Roles, 
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import OnnxOpsError, RefusedError
 from onnx_ops.ports import Context
+from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.serving.inference.integrity import TrustPolicy, verify_files
 from onnx_ops.testing.endpoints import scaling_deployment
 from onnx_ops.testing.fakes import FakeProvider, FakeSigner, FakeWorld
-from tests.release.release_parts import CHALLENGER, CHAMPION, TARGET_DIGEST, Scene, publish_file, roll_back
+from tests.release.release_parts import (
+    CHALLENGER,
+    CHAMPION,
+    TARGET_DIGEST,
+    override_record,
+    override_tags,
+    publish_file,
+    roll_back,
+)
+from tests.release.release_scenes import serving
+from tests.support.must import must
 
 ENDPOINT, MODEL, OTHER, TARGET, GPU = "digits", "digits", "faces", "cpu", "gpu"
 THIEF = FakeSigner(b"has no trusted key")
@@ -171,10 +181,9 @@ class Site:
 
     def append(self, *bodies: EntryBody) -> None:
         """The ledger's storage gets further entries."""
-        ledger = self.ledger()
+        journal = Journal.open(self.context, ENDPOINT, actor="alice")
         for body in bodies:
-            head = ledger.state(ENDPOINT).head
-            ledger.append(LedgerEntry(endpoint=ENDPOINT, sequence=head + 1, at=1e9, actor="alice", body=body))
+            journal.append(body)
 
     def rewrite(self, change: Callable[[Any], Any]) -> None:
         """Every document of the ledger is replaced by what `change` makes of it."""
@@ -205,8 +214,7 @@ class Site:
 
     def serving(self) -> dict[str, int]:
         provider = self.local if self.real else self.fake
-        seen = provider.observe(self.config)
-        assert seen is not None
+        seen = must(provider.observe(self.config))
         return {name: weight for name, weight in seen.split.weights.items() if weight}
 
     def held(self) -> set[Digest]:
@@ -236,20 +244,9 @@ def stolen(site: Site, version: str) -> SignedDecision:
     return sign_record(record, THIEF)
 
 
-def override_of(site: Site, version: str, **changes: Any) -> Envelope:
-    record = site.record(version)
-    about = OverrideRecord(
-        model=MODEL,
-        version=version,
-        release=record.release,
-        variant=record.variant,
-        manifest=record.manifest,
-        target=TARGET,
-        reason="sure",
-        by="alice",
-        at="2030-01-01T00:00:00+00:00",
-    )
-    return sign_record(replace(about, **changes), THIEF).envelope
+def override_of(site: Site, version: str) -> Envelope:
+    """An override that a stranger has signed."""
+    return sign_record(override_record(site.record(version)), THIEF).envelope
 
 
 def past_override(site: Site) -> OverrideRecorded:
@@ -318,8 +315,7 @@ def replaced_artifact(site: Site) -> None:
 
 
 def self_signed_override(site: Site) -> None:
-    envelope = codec.dumps(override_of(site, "3")).decode()
-    site.forge("3", tags={override_reason_tag(TARGET): "sure", override_record_tag(TARGET): envelope})
+    site.forge("3", tags=override_tags(override_of(site, "3")))
     site.ask_for("3")
 
 
@@ -517,14 +513,9 @@ def test_nor_does_a_real_server_load_it(attack: Callable[[Site], None], tmp_path
 
 def test_an_entry_of_the_ledger_that_nobody_approved_never_reaches_the_provider() -> None:
     """Before the server refuses it: not every provider has one that verifies."""
-    scene = Scene()
-    scene.bind()
-    scene.serve(scene.publish("a"))
+    scene = serving("a")
     forged = replace(scene.state().known["1"], name="v9", authority=None)
-    entry = LedgerEntry(
-        endpoint=ENDPOINT, sequence=scene.state().head + 1, at=1e9, actor="alice", body=begun(bringing(forged))
-    )
-    scene.world.ledger.append(entry)
+    Journal.open(scene.context, ENDPOINT).append(begun(bringing(forged)))
     with pytest.raises(RefusedError, match="no signed decision names its files"):
         reconcile_until_stable(scene.context, ENDPOINT)
     assert scene.traffic() == {"v1": 100}

@@ -14,10 +14,11 @@ from onnx_ops.adapters.files import LocalObjects
 from onnx_ops.adapters.store import ContentStore
 from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_bytes, hex_digits
-from onnx_ops.domain.ledger import LedgerEntry, ThresholdsFixed
+from onnx_ops.domain.ledger import ThresholdsFixed
 from onnx_ops.domain.rollout_policy import DAY
 from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.ports import Context
+from onnx_ops.release.journal import Journal
 from onnx_ops.release.prune import (
     delete_unreferenced,
     find_digests,
@@ -27,18 +28,21 @@ from onnx_ops.release.prune import (
     prune,
 )
 from tests.release.release_parts import MODEL, TARGET, Scene, decision_record
+from tests.release.release_scenes import serving
 
 MONTH = 30 * DAY
 
 
+def collectable(context: Context) -> list[Digest | None]:
+    return [one.digest for one in find_unreferenced(context, older_than_s=MONTH)]
+
+
 @pytest.fixture(params=["folder", "objects"])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Scene, Context]:
-    """An endpoint that serves, and a context with the machine's clock, by which the age of objects is computed."""
-    scene = Scene()
+    """An endpoint that serves, and context whose clock is that of the machine: it tells the age of what is stored."""
+    scene = serving("a")
     (tmp_path / "now").touch()
     scene.world.clock.advance((tmp_path / "now").stat().st_mtime - scene.world.clock.now())
-    scene.bind()
-    scene.serve(scene.publish("a"))
     local = ContentStore(LocalObjects(tmp_path / "store"), tmp_path)
     context = scene.world.context(root=tmp_path)
     return scene, replace(context, open_store=lambda: local) if request.param == "folder" else context
@@ -54,7 +58,7 @@ def test_what_nothing_names_goes_and_only_when_it_is_told_to(world: tuple[Scene,
     assert [one.digest for one in found] == [unused]
     assert context.store.read(unused) == b"unused"
     assert delete_unreferenced(context, found) == found
-    assert find_unreferenced(context, older_than_s=MONTH) == ()
+    assert collectable(context) == []
     assert context.store.lookup(key) == Manifest(files={"file": used})
 
 
@@ -66,7 +70,7 @@ def test_what_is_young_stays_whatever_is_asked_for(world: tuple[Scene, Context])
     assert find_unreferenced(context, older_than_s=0) == ()
     scene.world.clock.advance(2 * 3600)
     assert len(find_unreferenced(context, older_than_s=0)) == 1
-    assert find_unreferenced(context, older_than_s=MONTH) == ()
+    assert collectable(context) == []
 
 
 def test_what_is_named_by_what_is_needed_stays(world: tuple[Scene, Context]) -> None:
@@ -78,21 +82,19 @@ def test_what_is_named_by_what_is_needed_stays(world: tuple[Scene, Context]) -> 
     context.store.record(digest_bytes(b"key"), Manifest(files={"request.json": request}))
     gone = put(canonical_json({"raw": samples}) + b" ")
     scene.world.clock.advance(MONTH + 60)
-    assert [one.digest for one in find_unreferenced(context, older_than_s=MONTH)] == [gone]
+    assert collectable(context) == [gone]
 
 
 def test_what_the_ledger_and_a_decision_behind_an_alias_name_stays(world: tuple[Scene, Context]) -> None:
     scene, context = world
     put = context.store.put_bytes
     by_ledger, by_decision, by_nobody = put(b"in the ledger"), put(b"evidence"), put(b"nobody's")
-    head = len(scene.world.ledger.read("digits"))
-    body = ThresholdsFixed(candidate=by_ledger, thresholds=None)
-    scene.world.ledger.append(LedgerEntry(endpoint="digits", sequence=head + 1, at=1.0, actor="a", body=body))
+    Journal.open(context, "digits").append(ThresholdsFixed(candidate=by_ledger, thresholds=None))
     record = scene.record("1")
     decided = replace(decision_record(record.release, record.variant, record.manifest), evidence=by_decision)
     scene.forge("1", decisions={TARGET: sign_record(decided, scene.world.signer)})
     scene.world.clock.advance(MONTH + 60)
-    assert [one.digest for one in find_unreferenced(context, older_than_s=MONTH)] == [by_nobody]
+    assert collectable(context) == [by_nobody]
 
 
 def test_while_the_registry_is_down_nothing_is_collected(world: tuple[Scene, Context]) -> None:
@@ -126,7 +128,7 @@ def test_a_digest_of_damaged_content_is_no_hindrance(world: tuple[Scene, Context
         path.chmod(0o600)
         path.write_bytes(b"spoilt")
     scene.world.clock.advance(MONTH + 60)
-    assert find_unreferenced(context, older_than_s=MONTH) == ()
+    assert collectable(context) == []
 
 
 nodes = st.integers(0, 12).map(lambda n: digest_bytes(b"%d" % n))

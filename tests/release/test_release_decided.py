@@ -15,14 +15,15 @@ from onnx_ops import codec
 from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, read_decisions, read_record
 from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.attestation import EnvelopeSignature, OverrideRecord, override_reason_tag, override_record_tag
+from onnx_ops.domain.attestation import EnvelopeSignature, override_reason_tag, override_record_tag
 from onnx_ops.domain.decision import DecisionRecord, SignedDecision, Verdict
 from onnx_ops.domain.execution import Execution, SessionSettings
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import InvalidSignatureError, RefusedError
 from onnx_ops.release.decision_policy import build_override, is_valid_for, read_override, require_passing_decision
 from onnx_ops.testing.fakes import FakeSigner
-from tests.release.release_parts import TARGET, decision_record
+from tests.release.release_parts import TARGET, decision_record, override_record, override_tags
+from tests.support.must import must
 
 SIGNER, STRANGER = FakeSigner(), FakeSigner(b"somebody else")
 digests = st.sampled_from([digest_bytes(bytes([n])) for n in range(3)])
@@ -151,8 +152,7 @@ def tags(value: str) -> dict[str, str]:
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(json_values.map(json.dumps) | st.text(max_size=60))
 def test_no_tag_that_was_not_signed_lets_it_serve(value: str) -> None:
-    read = read_record("digits", "1", tags(value))
-    assert read is not None
+    read = must(read_record("digits", "1", tags(value)))
     with pytest.raises(RefusedError):
         require_passing_decision(read, TARGET, SIGNER)
 
@@ -169,80 +169,49 @@ def changed(old: str, new: str) -> str:
     return codec.dumps(replace(envelope, payload=base64.b64encode(text).decode())).decode()
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        changed('"sequence":10', '"sequence":NaN'),
-        changed('"sequence":10', '"sequence":1e999'),
-        changed('"sequence":10', '"sequence":' + "9" * 5000),
-        changed('"sequence":10', '"sequence":10,"sequence":11'),
-        changed('"fp32"', r'"fp32\ud800"'),
-        changed('"fp32"', '"fp32\ud800"'),
-        changed('{"latency":"pass"}', "[" * 60_000),
-        changed('"latency"', '"' + "x" * 2_000_000 + '"'),
-        HUGE.replace("payloadType", "payload"),
-        HUGE.replace("in-toto", "in\ud800toto"),
-        codec.dumps(replace(signed(record()).envelope, signatures=())).decode(),
-        codec.dumps(replace(signed(record()).envelope, payloadType="text/plain")).decode(),
-        codec.dumps(replace(signed(record()).envelope, payload="no base64")).decode(),
-        HUGE + HUGE,
-    ],
-    ids=[
-        "nan",
-        "infinite",
-        "long",
-        "twice",
-        "escaped half",
-        "half",
-        "deep",
-        "huge",
-        "fields",
-        "half type",
-        "unsigned",
-        "type",
-        "payload",
-        "two",
-    ],
-)
+ODD = {
+    "nan": changed('"sequence":10', '"sequence":NaN'),
+    "infinite": changed('"sequence":10', '"sequence":1e999'),
+    "long": changed('"sequence":10', '"sequence":' + "9" * 5000),
+    "twice": changed('"sequence":10', '"sequence":10,"sequence":11'),
+    "escaped half": changed('"fp32"', r'"fp32\ud800"'),
+    "half": changed('"fp32"', '"fp32\ud800"'),
+    "deep": changed('{"latency":"pass"}', "[" * 60_000),
+    "huge": changed('"latency"', '"' + "x" * 2_000_000 + '"'),
+    "fields": HUGE.replace("payloadType", "payload"),
+    "half type": HUGE.replace("in-toto", "in\ud800toto"),
+    "unsigned": codec.dumps(replace(signed(record()).envelope, signatures=())).decode(),
+    "type": codec.dumps(replace(signed(record()).envelope, payloadType="text/plain")).decode(),
+    "payload": codec.dumps(replace(signed(record()).envelope, payload="no base64")).decode(),
+    "two": HUGE + HUGE,
+}
+
+
+@pytest.mark.parametrize("value", ODD.values(), ids=ODD)
 def test_odd_documents_are_refused_not_tripped_over(value: str) -> None:
-    read = read_record("digits", "1", tags(value))
-    assert read is not None
+    read = must(read_record("digits", "1", tags(value)))
     with pytest.raises(RefusedError):
         require_passing_decision(read, TARGET, SIGNER)
 
 
 def test_a_genuine_tag_is_read_back() -> None:
-    read = read_record("digits", "1", tags(HUGE))
-    assert read is not None
+    read = must(read_record("digits", "1", tags(HUGE)))
     assert require_passing_decision(read, TARGET, SIGNER).record == record()
     assert is_valid_for(read_decisions(tags(HUGE))[TARGET], read, TARGET, SIGNER)
 
 
-def override_tags(signer: FakeSigner = SIGNER, **changes: Any) -> dict[str, str]:
-    given_ = OverrideRecord(
-        model="digits",
-        version="1",
-        release=record().release,
-        variant="fp32",
-        manifest=record().manifest,
-        target=TARGET,
-        reason="sure",
-        by="alice",
-        at="2026-01-01T00:00:00+00:00",
-    )
-    about = replace(given_, **changes)
-    one = sign_record(about, signer)
-    return {override_reason_tag(TARGET): "sure", override_record_tag(TARGET): codec.dumps(one.envelope).decode()}
+def given_override(signer: FakeSigner = SIGNER, **changes: Any) -> dict[str, str]:
+    return override_tags(sign_record(override_record(version(), **changes), signer).envelope)
 
 
 def test_an_override_stands_for_exactly_what_it_names() -> None:
-    assert read_override(version(tags=override_tags()), TARGET, SIGNER) is not None
-    assert read_override(version(tags=override_tags()), "cuda", SIGNER) is None
-    assert read_override(version(tags=override_tags(STRANGER)), TARGET, SIGNER) is None
+    assert read_override(version(tags=given_override()), TARGET, SIGNER) is not None
+    assert read_override(version(tags=given_override()), "cuda", SIGNER) is None
+    assert read_override(version(tags=given_override(STRANGER)), TARGET, SIGNER) is None
     others = {"version": "2", "model": "faces", "target": "cuda", "reason": "other", "variant": "int8"}
     for name, value in others.items():
         changes: dict[str, Any] = {name: value}
-        assert read_override(version(tags=override_tags(**changes)), TARGET, SIGNER) is None
+        assert read_override(version(tags=given_override(**changes)), TARGET, SIGNER) is None
 
 
 @pytest.mark.parametrize(("verifier", "judged"), [(SIGNER, True), (STRANGER, False), (None, False)])

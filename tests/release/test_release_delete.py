@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from onnx_ops.domain.ledger import EndpointDeleted
-from onnx_ops.errors import NotFoundError, RefusedError, StillPendingError
-from onnx_ops.release.journal import Journal, list_bound_endpoints
+from onnx_ops.errors import NotFoundError, RefusedError
+from onnx_ops.release.journal import list_bound_endpoints
 from onnx_ops.release.promote import delete_endpoint
 from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.release.rollback import withdraw_request
 from tests.release.release_parts import CHAMPION, Scene, config_of
-from tests.release.release_scenes import refused_while_at_work, serving
+from tests.release.release_scenes import copies_of, owe, refused_while_at_work, serving
 from tests.support.faults import Faults, Killed
 
 
@@ -35,29 +37,30 @@ def test_it_is_gone_and_its_history_stays(scene: Scene) -> None:
         delete_endpoint(scene.context, "digits")
 
 
-def test_killed_anywhere_it_is_completed() -> None:
-    whole, counted = serving("a"), Faults()
-    whole.faults = counted
-    delete_endpoint(whole.context, "digits")
+def delete(scene: Scene) -> None:
+    delete_endpoint(scene.context, "digits")
+
+
+@pytest.mark.parametrize("finish", [Scene.reconcile_some, delete, Scene.bind])
+def test_killed_anywhere_it_is_completed(finish: Callable[[Scene], object]) -> None:
+    copies = copies_of(lambda: serving("a"))
+    whole = copies()
+    whole.faults = counted = Faults()
+    delete(whole)
     assert counted.moments > 6
     for at in range(counted.moments):
-        for finish in (
-            lambda s: reconcile_until_stable(s.context, "digits"),
-            lambda s: delete_endpoint(s.context, "digits"),
-            lambda s: s.bind(),
-        ):
-            scene = serving("a")
-            scene.faults = Faults(at=at)
-            with pytest.raises(Killed):
-                delete_endpoint(scene.context, "digits")
-            scene.restart()
-            if scene.state().config is None or not scene.state().deleting:
-                continue
-            finish(scene)
-            assert scene.traffic() == {}
-            assert not scene.state().deleting
-            done = [e for e in scene.world.ledger.read("digits") if e.body == EndpointDeleted(done=True)]
-            assert len(done) == 1
+        scene = copies()
+        scene.faults = Faults(at=at)
+        with pytest.raises(Killed):
+            delete(scene)
+        scene.restart()
+        if scene.state().config is None or not scene.state().deleting:
+            continue
+        finish(scene)
+        assert scene.traffic() == {}
+        assert not scene.state().deleting
+        done = [e for e in scene.world.ledger.read("digits") if e.body == EndpointDeleted(done=True)]
+        assert len(done) == 1
 
 
 def test_the_name_can_be_bound_again_but_what_failed_stays_refused(scene: Scene) -> None:
@@ -83,10 +86,7 @@ def test_not_while_somebody_is_at_work(scene: Scene) -> None:
 
 
 def test_a_deletion_that_is_owed_can_be_withdrawn(scene: Scene) -> None:
-    scene.world.provider.down = True
-    with pytest.raises(StillPendingError):
-        delete_endpoint(scene.context, "digits")
-    scene.world.provider.down = False
+    owe(scene, delete)
     withdraw_request(scene.context, "digits", reason="it is needed")
     scene.reconcile()
     assert scene.world.provider.observe(config_of("digits")) is not None
@@ -94,23 +94,17 @@ def test_a_deletion_that_is_owed_can_be_withdrawn(scene: Scene) -> None:
 
 def test_a_rollback_outlives_a_deletion_that_is_withdrawn(scene: Scene) -> None:
     served = next(name for name, weight in scene.traffic().items() if weight)
-    scene.world.provider.down = True
-    for command in (scene.roll_back, lambda: delete_endpoint(scene.context, "digits")):
-        with pytest.raises(StillPendingError):
-            command()
-    scene.world.provider.down = False
+    owe(scene)
+    owe(scene, delete)
     withdraw_request(scene.context, "digits", reason="it is needed")
     assert scene.reconcile()[0].did == "rollback"
     assert scene.traffic().get(served, 0) == 0
 
 
 def test_an_endpoint_that_cannot_be_reached_stays_to_be_deleted(scene: Scene) -> None:
-    scene.world.provider.down = True
-    with pytest.raises(StillPendingError):
-        delete_endpoint(scene.context, "digits")
+    owe(scene, delete)
     with pytest.raises(RefusedError, match="being deleted"):
         scene.roll_back()
-    scene.world.provider.down = False
     assert reconcile_until_stable(scene.context, "digits")[-1].did == "deleted"
-    assert Journal.open(scene.context, "digits").state.config is None
+    assert scene.state().config is None
     assert scene.world.provider.observe(config_of("digits")) is None

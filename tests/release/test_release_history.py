@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from onnx_ops.domain.ledger import ActionOutcome, EntryBody, Intent, LedgerEntry
+from onnx_ops.domain.ledger import ActionOutcome, Intent
 from onnx_ops.domain.rollout_policy import DAY
 from onnx_ops.errors import NotFoundError
 from onnx_ops.ports import Context
+from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import delete_endpoint, promote
-from onnx_ops.release.status import HistoryFilter, HistoryLine, filter_endpoints
-from onnx_ops.release.status import read_history as read_entries
+from onnx_ops.release.status import HistoryFilter, HistoryLine, filter_endpoints, read_history
 from tests.release.release_parts import MODEL, TARGET, Scene
 
 
-def history(context: Context, wanted: HistoryFilter) -> tuple[HistoryLine, ...]:
-    lines, errors = read_entries(context, wanted)
+def history(context: Context, *endpoints: str, **selection: Any) -> tuple[HistoryLine, ...]:
+    lines, errors = read_history(context, HistoryFilter(endpoints=endpoints, **selection))
     assert errors == {}
     return lines
 
@@ -31,18 +33,14 @@ def scene() -> Scene:
 
 
 def test_several_endpoints_in_one_order(scene: Scene) -> None:
-    lines = history(scene.context, HistoryFilter())
+    lines = history(scene.context)
     assert {line.endpoint for line in lines} == {"digits", "digits-eu"}
     assert lines == tuple(sorted(lines, key=lambda line: (line.at, line.endpoint, line.sequence)))
-    assert history(scene.context, HistoryFilter(endpoints=("digits-eu",))) == tuple(
-        line for line in lines if line.endpoint == "digits-eu"
-    )
+    assert history(scene.context, "digits-eu") == tuple(line for line in lines if line.endpoint == "digits-eu")
 
 
 def test_a_change_names_what_serves_after_it(scene: Scene) -> None:
-    (first,) = (
-        line for line in history(scene.context, HistoryFilter(endpoints=("digits",))) if line.kind == "first-deployment"
-    )
+    (first,) = (line for line in history(scene.context, "digits") if line.kind == "first-deployment")
     stable = first.versions["stable"]
     record = scene.record("1")
     assert (stable.version, stable.release, stable.manifest) == ("1", record.release, record.manifest)
@@ -51,20 +49,17 @@ def test_a_change_names_what_serves_after_it(scene: Scene) -> None:
 def test_what_moved_traffic(scene: Scene) -> None:
     promote(scene.context, MODEL, scene.publish("b"), TARGET)
     scene.reconcile_all()
-    moves = history(scene.context, HistoryFilter(endpoints=("digits",), traffic=True))
-    assert moves == tuple(line for line in history(scene.context, HistoryFilter(endpoints=("digits",))) if line.traffic)
+    moves = history(scene.context, "digits", traffic=True)
+    assert moves == tuple(line for line in history(scene.context, "digits") if line.traffic)
     assert [dict(line.traffic) for line in moves] == [{"v1": 100}, {"v1": 0, "v2": 100}]
 
 
 def test_a_move_that_failed_moved_no_traffic(scene: Scene) -> None:
-    ledger = scene.context.ledger
-    entries = ledger.read("digits")
-    (begun,) = (entry.body for entry in entries if isinstance(entry.body, Intent))
-    again = len(entries) + 1
-    bodies: tuple[EntryBody, ...] = (begun, ActionOutcome(of=again, ok=False, detail="refused"))
-    for at, body in enumerate(bodies, start=again):
-        ledger.append(LedgerEntry(endpoint="digits", sequence=at, at=scene.world.clock.now(), actor="alice", body=body))
-    lines = history(scene.context, HistoryFilter(endpoints=("digits",)))
+    journal = Journal.open(scene.context, "digits")
+    (begun,) = (entry.body for entry in scene.world.ledger.read("digits") if isinstance(entry.body, Intent))
+    again = journal.append(begun)
+    journal.append(ActionOutcome(of=again, ok=False, detail="refused"))
+    lines = history(scene.context, "digits")
     assert [(line.sequence == again, dict(line.traffic)) for line in lines if line.kind == "first-deployment"] == [
         (False, {"v1": 100}),
         (True, {}),
@@ -76,16 +71,16 @@ def test_who_and_when_and_how_many(scene: Scene) -> None:
     promote(scene.context, MODEL, scene.publish("b"), TARGET, actor="alice")
     scene.reconcile_all()
     moment = scene.world.clock.now()
-    late = history(scene.context, HistoryFilter(since=moment))
+    late = history(scene.context, since=moment)
     assert late
-    assert len(late) < len(history(scene.context, HistoryFilter()))
-    assert history(scene.context, HistoryFilter(limit=2)) == history(scene.context, HistoryFilter())[-2:]
-    assert history(scene.context, HistoryFilter(actor="nobody")) == ()
+    assert len(late) < len(history(scene.context))
+    assert history(scene.context, limit=2) == history(scene.context)[-2:]
+    assert history(scene.context, actor="nobody") == ()
 
 
 def test_models_and_targets(scene: Scene) -> None:
-    assert history(scene.context, HistoryFilter(model=MODEL, target=TARGET)) == history(scene.context, HistoryFilter())
-    assert history(scene.context, HistoryFilter(model="other")) == ()
+    assert history(scene.context, model=MODEL, target=TARGET) == history(scene.context)
+    assert history(scene.context, model="other") == ()
     assert filter_endpoints(scene.context, HistoryFilter(target=TARGET)) == ("digits", "digits-eu")
     assert filter_endpoints(scene.context, HistoryFilter(target="other")) == ()
 
@@ -93,15 +88,13 @@ def test_models_and_targets(scene: Scene) -> None:
 def test_a_model_without_endpoints_has_a_history_too() -> None:
     scene = Scene()
     scene.promote(scene.publish("a"))
-    assert [line.kind for line in history(scene.context, HistoryFilter(model=MODEL, target=TARGET))] == [
-        "aliases-written"
-    ]
-    assert history(scene.context, HistoryFilter(target="other")) == ()
+    assert [line.kind for line in history(scene.context, model=MODEL, target=TARGET)] == ["aliases-written"]
+    assert history(scene.context, target="other") == ()
 
 
 def test_a_deleted_endpoint_keeps_its_history(scene: Scene) -> None:
     delete_endpoint(scene.context, "digits", reason="moved")
-    lines = history(scene.context, HistoryFilter(endpoints=("digits",), model=MODEL))
+    lines = history(scene.context, "digits", model=MODEL)
     assert [(line.kind, line.why) for line in lines][-2:] == [
         ("endpoint-deleted", "moved"),
         ("endpoint-deleted", "moved"),
@@ -109,4 +102,4 @@ def test_a_deleted_endpoint_keeps_its_history(scene: Scene) -> None:
     with pytest.raises(NotFoundError):
         filter_endpoints(scene.context, HistoryFilter(endpoints=("digits",)))
     with pytest.raises(NotFoundError):
-        history(scene.context, HistoryFilter(endpoints=("nothing",)))
+        history(scene.context, "nothing")

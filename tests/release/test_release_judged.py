@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from onnx_ops.domain.ledger import MetricsRecorded, ThresholdsFixed
+from onnx_ops.domain.ledger import MetricsRecorded
 from onnx_ops.domain.rollout_observations import RequestCounts, ShadowCounts
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ShadowTrial
 from onnx_ops.errors import RefusedError, ServiceUnavailableError
 from onnx_ops.release.decision_policy import read_published_rollback
 from onnx_ops.release.reconcile import RECORD_INTERVAL_S
 from tests.release.release_parts import CHALLENGER, CHAMPION, Scene, effects
-from tests.release.release_scenes import GUARDED, begun, copies_of, counted_out
-from tests.support.faults import Faults, Killed
+from tests.release.release_scenes import GUARDED, begun
 from tests.support.golden import Golden
-from tests.support.suite import Sweep
+from tests.support.must import must
 
 SHADOWED = RolloutPolicy(steps=(0.5, 1.0), shadow=ShadowTrial(min_requests=100), min_requests=(200,))
 
@@ -69,9 +68,8 @@ def test_a_bad_candidate_is_rolled_back_by_itself_and_does_not_come_back(fault: 
     assert judged.reading.tallies["v2"] == scene.world.provider.counted.tallies["v2"]
     assert asked.action.why.endswith("-> ROLL BACK")
     assert not asked.by_operator
-    rollback_record = read_published_rollback(scene.record("2"), "digits")
-    assert rollback_record is not None
-    assert rollback_record.why == asked.action.why[:400]
+    told = must(read_published_rollback(scene.record("2"), "digits"))
+    assert told.why == asked.action.why[:400]
     traffic(scene, 1000)
     assert scene.traffic() == {"v1": 100}
     with pytest.raises(RefusedError):
@@ -150,32 +148,3 @@ def test_a_shadow_that_answers_alike_goes_on() -> None:
     scene.world.provider.counted.shadow = ShadowCounts(compared=1000)
     scene.reconcile()
     assert scene.traffic() == {"v1": 50, "v2": 50}
-
-
-@pytest.mark.parametrize("bad", [False, True])
-def test_killed_at_every_moment_it_ends_as_if_nothing_had_happened(bad: bool, sweep: Sweep) -> None:
-    """Of a step forward, and of the way back: one action each, and the split is always whole."""
-    moments = _at_the_decision(bad).moments
-    assert moments > 8
-    copies = copies_of(lambda: counted_out(bad))
-    for at in sweep(range(moments)):
-        faults = Faults(at=at)
-        scene = copies()
-        scene.faults = faults
-        with pytest.raises(Killed):
-            scene.reconcile()
-        assert sum(scene.traffic().values()) == 100
-        scene.restart()
-        scene.reconcile()
-        assert scene.traffic() == ({"v1": 100} if bad else {"v1": 50, "v2": 50})
-        done = effects(scene.world.ledger.read("digits"))
-        assert done[2:] == (["abort", "clean-up"] if bad else ["advance"]), at
-        frozen = [e for e in scene.world.ledger.read("digits") if isinstance(e.body, ThresholdsFixed)]
-        assert len(frozen) == 1
-
-
-def _at_the_decision(bad: bool) -> Faults:
-    scene = counted_out(bad)
-    scene.faults = Faults()
-    scene.reconcile()
-    return scene.faults

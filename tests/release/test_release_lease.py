@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +15,9 @@ from onnx_ops.release.reconcile import reconcile_until_stable
 from tests.release.release_parts import Scene, effects, roll_back
 from tests.release.release_scenes import serving, with_candidate
 from tests.support.golden import Golden
+from tests.support.processes import until
 
 UPDATE_S = 20 * 60
-TIMEOUT_S = 30.0
-"""How long the machine may take for what takes no time."""
 
 
 @pytest.fixture
@@ -35,18 +33,8 @@ def renewals(scene: Scene) -> list[LedgerEntry]:
     return [entry for entry in scene.world.ledger.read("digits") if isinstance(entry.body, LeaseRenewed)]
 
 
-def soon(condition: Callable[[], bool]) -> bool:
-    """Whether it comes true; the thread that renews has its own pace."""
-    waiting = threading.Event()
-    for _ in range(int(TIMEOUT_S / 0.002)):
-        if condition():
-            return True
-        waiting.wait(0.002)
-    return False
-
-
-def during_an_update(scene: Scene, every_half_lease: Callable[[int], None]) -> None:
-    """The next change of the endpoint takes as long as a cloud's; time advances by half a lease at once."""
+def during_an_update(scene: Scene, every_half_lease: Callable[[int], object]) -> None:
+    """The next change of the endpoint takes as long as a cloud's; time goes on by half a lease at once."""
     provider = scene.world.provider
     apply = provider.apply
 
@@ -64,7 +52,7 @@ def test_the_lease_is_kept_for_as_long_as_an_update_takes(scene: Scene, golden: 
     reports: list[str] = []
 
     def look(turn: int) -> None:
-        assert soon(lambda: len(renewals(scene)) > turn)
+        until(lambda: len(renewals(scene)) > turn)
         (report,) = reconcile_until_stable(scene.world.context("another driver"), "digits")
         reports.append(report.why)
 
@@ -84,15 +72,13 @@ def test_a_holder_that_stands_still_loses_its_lease(
 ) -> None:
     """A process that was stopped does not renew; it is overtaken, and what it does then is refused."""
     monkeypatch.setattr(lease, "LEASE_CHECK_INTERVAL_S", 3600.0)
-    taken: list[str] = []
 
     def look(turn: int) -> None:
         if turn == 2:
-            taken.append(reconcile_until_stable(scene.world.context("another driver"), "digits")[0].why)
+            golden("reasons", reconcile_until_stable(scene.world.context("another driver"), "digits")[0].why)
 
     during_an_update(scene, look)
     scene.reconcile()
-    golden("reasons", "\n".join(taken))
     assert effects(scene.world.ledger.read("digits")) == ["first-deployment", "finish"]
     assert scene.traffic() == {"v2": 100, "v1": 0}
 
@@ -102,7 +88,7 @@ def test_who_was_overtaken_renews_no_more(scene: Scene) -> None:
 
     def look(turn: int) -> None:
         if turn == 0:
-            assert soon(lambda: len(renewals(scene)) == 1)
+            until(lambda: len(renewals(scene)) == 1)
             roll_back(scene.world.context("operator"), "digits", to="1")
 
     during_an_update(scene, look)
@@ -123,14 +109,10 @@ def test_a_ledger_that_is_out_of_reach_for_a_while_costs_nothing(scene: Scene) -
         append(entry)
 
     ledger.append = unreachable  # type: ignore[method-assign]
-    during_an_update(scene, lambda turn: None if turn else assert_soon(lambda: len(renewals(scene)) > 0))
+    during_an_update(scene, lambda turn: turn or until(lambda: renewals(scene)))
     scene.reconcile()
     assert len(failed) == 3
     assert scene.traffic() == {"v2": 100, "v1": 0}
-
-
-def assert_soon(condition: Callable[[], bool]) -> None:
-    assert soon(condition)
 
 
 def test_only_the_open_intent_can_be_renewed() -> None:

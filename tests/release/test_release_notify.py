@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +19,7 @@ from onnx_ops.release.notify import DeliveryResult, NotificationLoop, send_pendi
 from onnx_ops.release.reconcile import reconcile_until_stable, record_pause
 from onnx_ops.release.rollback import request_and_carry_out
 from onnx_ops.testing.fakes import FakeNotifier
-from tests.release.release_parts import CANARY, CHAMPION, Scene
+from tests.release.release_parts import CHAMPION, Scene
 from tests.release.release_scenes import copies_of, misled, on_trial, serving
 from tests.support.faults import Faults, Killed
 from tests.support.golden import Golden
@@ -132,14 +131,6 @@ def test_a_refusal_is_told_once_though_it_is_set_again() -> None:
     assert whats(chat).count(NotificationKind.REFUSED) == 1
 
 
-def moments(act: Callable[[Scene], None], scene: Callable[[], Scene]) -> int:
-    counted = Faults()
-    whole = scene()
-    whole.faults = counted
-    act(whole)
-    return counted.moments
-
-
 def drive(scene: Scene) -> None:
     """What a driver with a notifier does in a pass, with an alarm in it."""
     if scene.state().roles.candidate is not None:
@@ -149,22 +140,21 @@ def drive(scene: Scene) -> None:
 
 
 def test_killed_at_any_moment_a_rollback_is_told_at_least_once() -> None:
-    def scene() -> Scene:
-        return with_chat(on_trial())[0]
-
-    count = moments(drive, scene)
-    assert count > 20
+    copies = copies_of(lambda: with_chat(on_trial())[0])
+    whole = copies()
+    whole.faults = counted = Faults()
+    drive(whole)
+    assert counted.moments > 20
     twice = 0
-    copies = copies_of(on_trial)
-    for moment in range(count):
-        one, chat = with_chat(copies())
-        one.faults = Faults(at=moment)
+    for moment in range(counted.moments):
+        scene = copies()
+        scene.faults = Faults(at=moment)
         with contextlib.suppress(Killed):
-            drive(one)
-        one.restart()
-        drive(one)
-        rolled = whats(chat).count(NotificationKind.ROLLED_BACK)
-        assert 1 <= rolled <= 2, f"killed at moment {moment} of {count}"
+            drive(scene)
+        scene.restart()
+        drive(scene)
+        rolled = whats(scene.world.notifiers[CHAT]).count(NotificationKind.ROLLED_BACK)
+        assert 1 <= rolled <= 2, f"killed at moment {moment} of {counted.moments}"
         twice += rolled == 2
     assert 1 <= twice <= 6, "only a kill between sending and writing it down may repeat a message"
 
@@ -275,14 +265,15 @@ def test_a_writer_in_between_is_no_hindrance() -> None:
     assert chat.received
 
 
-def test_a_wait_for_a_person_is_written_once_for_each_step() -> None:
+def test_a_wait_for_a_person_is_written_once_for_each_step(golden: Golden) -> None:
     scene, chat = with_chat(on_trial())
     send_pending(scene.context, "digits")
-    wait = Wait(why="v3 holds 10 %: waits", kind=WaitKind.APPROVAL)
+    golden("reasons", chat.received[-1].headline)
     for n in range(3):
-        record_pause(Journal.open(scene.context, "digits"), Wait(why=f"{wait.why} {n}", kind=wait.kind))
+        wait = Wait(why=f"v3 holds 10 %: waits {n}", kind=WaitKind.APPROVAL)
+        record_pause(Journal.open(scene.context, "digits"), wait)
         send_pending(scene.context, "digits")
-    assert whats(chat).count(NotificationKind.WAITING) == 1
+    assert whats(chat).count(NotificationKind.HELD) == 1
     scene.say(OperatorCommand.ADVANCE)
     scene.reconcile_some()
     send_pending(scene.context, "digits")
@@ -390,15 +381,3 @@ def test_a_herald_outlives_a_bug_and_says_its_last_words(monkeypatch: pytest.Mon
     thread.join(30)
     assert not thread.is_alive()
     assert whats(chat)[-1] is NotificationKind.ROLLED_BACK
-
-
-def test_a_canary_that_waits_is_told_of_by_whoever_drives(golden: Golden) -> None:
-    """The hook that a driver calls with what it decided."""
-    scene, chat = with_chat(serving("a"))
-    scene.bind(policy=CANARY)
-    scene.promote(scene.publish("b"))
-    reconcile_until_stable(scene.context, "digits")
-    journal = Journal.open(scene.context, "digits")
-    record_pause(journal, Wait(why="v2 holds 10 % and waits", kind=WaitKind.APPROVAL))
-    send_pending(scene.context, "digits")
-    golden("reasons", chat.received[-1].headline)

@@ -13,8 +13,9 @@ from onnx_ops.domain.endpoint import OrphanedResource
 from onnx_ops.domain.rollout_policy import DAY
 from onnx_ops.release.prune import Orphan, OrphanSurvey, PrunePlan, find_orphans, plan_pruning, prune
 from tests.release.release_parts import CANARY, MODEL, Scene
-from tests.support.faults import Killed
+from tests.release.release_scenes import interrupted, serving
 from tests.support.golden import Golden
+from tests.support.must import must
 
 
 def versions(plan: PrunePlan) -> list[str]:
@@ -28,10 +29,7 @@ def plan(scene: Scene, *, keep: int = 1, older_than_s: float = DAY) -> PrunePlan
 @pytest.fixture
 def scene() -> Scene:
     """Version 1 to 5, of which 3 serves, 2 is the one before, and 5 is the newest; all are two days old."""
-    scene = Scene()
-    scene.bind()
-    for seed in "abc":
-        scene.serve(scene.publish(seed))
+    scene = serving("a", "b", "c")
     scene.publish("d")
     scene.publish("e")
     scene.world.clock.advance(2 * DAY)
@@ -44,6 +42,7 @@ def test_what_is_served_or_newest_stays(scene: Scene, golden: Golden) -> None:
     golden("reasons", "\n".join(sorted(f"{kept.version.version}: {kept.why}" for kept in found.retained)))
     assert versions(plan(scene, older_than_s=3 * DAY)) == []
     assert versions(plan(scene, keep=2)) == ["1"]
+    assert plan_pruning(scene.context, ["nothing"], older_than_s=0.0).remove == {"nothing": ()}
 
 
 def test_pruning_removes_the_versions_and_their_folders(scene: Scene) -> None:
@@ -84,22 +83,13 @@ def test_an_endpoint_that_does_not_answer_keeps_all_it_ever_served(scene: Scene)
     assert versions(plan(scene)) == ["4"]
 
 
-def test_a_version_promoted_after_the_plan_stays(scene: Scene) -> None:
+def test_versions_that_are_needed_since_the_plan_stay(scene: Scene) -> None:
     before = plan(scene)
+    assert versions(before) == ["1", "4"]
     scene.set_alias("somebody-elses", "4")
-    removed = prune(scene.context, before)
-    assert versions(removed) == ["1"]
-    assert scene.world.registry.version(MODEL, "4").version == "4"
-
-
-def test_a_version_that_came_into_service_after_the_plan_stays(scene: Scene) -> None:
-    before = plan(scene)
     scene.roll_back(to="1", force=True)
-    assert versions(prune(scene.context, before)) == ["4"]
-
-
-def test_a_model_that_is_not_there_is_empty(scene: Scene) -> None:
-    assert plan_pruning(scene.context, ["nothing"], older_than_s=0.0).remove == {"nothing": ()}
+    assert versions(prune(scene.context, before)) == []
+    assert [entry.version for entry in scene.world.registry.versions(MODEL)] == ["1", "2", "3", "4", "5"]
 
 
 @settings(max_examples=40, deadline=None)
@@ -139,8 +129,7 @@ def test_whatever_happened_before_nothing_in_use_goes(happened: list[str], keep:
 
 
 def test_what_providers_hold_for_nobody_is_told_and_removed(scene: Scene) -> None:
-    served = scene.state().roles.stable
-    assert served is not None
+    served = must(scene.state().roles.stable)
     mine, theirs = (
         OrphanedResource(kind="model", name=name, why="no state names it", paid=True)
         for name in (served.manifest, "other")
@@ -161,13 +150,7 @@ def test_what_an_open_intent_is_about_to_serve_is_needed(scene: Scene) -> None:
     ]
     assert [orphan.leftover.name for orphan in find_orphans(scene.context, ["digits"]).orphans] == [manifest]
     scene.promote(candidate)
-
-    def die(*_: object, **__: object) -> None:
-        raise Killed
-
-    scene.world.provider.apply = die  # type: ignore[method-assign]
-    with pytest.raises(Killed):
-        scene.reconcile()
+    interrupted(scene, scene.reconcile)
     assert scene.state().open_intent is not None
     assert f"v{candidate}" not in scene.traffic()
     assert find_orphans(scene.context, ["digits"]) == OrphanSurvey()

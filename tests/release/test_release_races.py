@@ -12,6 +12,7 @@ import pytest
 
 from onnx_ops.adapters.files import LocalObjects
 from onnx_ops.adapters.ledgers.log import ObjectLedger
+from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.ledger import (
     AliasesWritten,
@@ -25,38 +26,56 @@ from onnx_ops.domain.ledger import (
 from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.errors import LedgerConflictError
 from onnx_ops.ports import Context
-from onnx_ops.release.journal import MAX_CONFLICT_ATTEMPTS, Journal
+from onnx_ops.release.journal import MAX_CONFLICT_ATTEMPTS, Journal, list_bound_endpoints
 from onnx_ops.release.promote import delete_endpoint
 from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.testing.fakes import FakeWorld
-from tests.release.release_parts import AT_ONCE, CHAMPION, PREVIOUS, Scene, effects
+from tests.release.release_parts import AT_ONCE, CHAMPION, PREVIOUS, Scene
 from tests.release.release_scenes import end_of, on_trial, rolled_back_alone, serving, with_candidate
 from tests.support.faults import Faults
 
 DRIVERS = 4
 
 
+def beside(
+    prepare: Callable[[], Scene], other: Callable[[Context], object], command: Callable[[Scene], object]
+) -> list[Scene]:
+    """What a command leaves when another process does something once meanwhile, for every moment of the command."""
+    scenes: list[Scene] = []
+    counted = Faults()
+    while not scenes or len(scenes) < counted.moments:
+        scene, moment = prepare(), len(scenes)
+        process = scene.world.context("other")
+
+        def act(at: int, moment: int = moment, process: Context = process) -> None:
+            if at == moment:
+                other(process)
+
+        scene.faults = counted = Faults(between=act)
+        command(scene)
+        scene.faults = None
+        scenes.append(scene)
+    return scenes
+
+
+def drive(context: Context) -> None:
+    if list_bound_endpoints(context):
+        reconcile_until_stable(context, "digits")
+
+
+def writing(body: EntryBody, stream: str = "digits") -> Callable[[Context], object]:
+    return lambda context: Journal.open(context, stream).append(body)
+
+
+SPEAK = writing(OperatorCommandSent(command=OperatorCommand.PAUSE, reason="let me look"))
+
+
 def test_reconciling_beside_the_background_job_of_a_rollback() -> None:
-    """The job writes all pending aliases at one moment of the command, for every moment."""
     alone = rolled_back_alone()
     alone.reconcile()
-    counted, moment = Faults(), 0
-    while moment == 0 or moment < counted.moments:
-        scene = rolled_back_alone()
-        job = scene.world.context("background job")
-
-        def between(at: int, job: Context = job, moment: int = moment) -> None:
-            if at == moment:
-                reconcile_until_stable(job, "digits")
-
-        counted = Faults(between=between)
-        scene.faults = counted
-        assert scene.reconcile()[-1].stable
-        assert scene.aliases() == alone.aliases()
-        assert end_of(scene)["changes"] == end_of(alone)["changes"]
-        assert effects(scene.world.ledger.read("digits")) == effects(alone.world.ledger.read("digits"))
-        moment += 1
-    assert moment > 10
+    scenes = beside(rolled_back_alone, drive, Scene.reconcile)
+    assert len(scenes) > 10
+    assert [end_of(scene) for scene in scenes] == [end_of(alone)] * len(scenes)
 
 
 def test_several_drivers_on_one_folder(tmp_path: Path) -> None:
@@ -101,63 +120,25 @@ def test_who_never_gets_an_entry_gives_up(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(asked) >= MAX_CONFLICT_ATTEMPTS
 
 
-def test_an_operators_word_is_heard_beside_a_driver() -> None:
-    scene = on_trial()
-    interrupted: list[int] = []
-
-    def write(moment: int) -> None:
-        if moment == 1:  # the ledger was read
-            interrupted.append(moment)
-            other = Journal.open(scene.world.context("other"), "digits")
-            other.append(ThresholdsFixed(candidate=scene.record("1").manifest, thresholds=None))
-
-    scene.faults = Faults(between=write)
-    scene.say(OperatorCommand.PAUSE)
-    scene.faults = None
-    assert interrupted == [1]
-    assert scene.state().command is OperatorCommand.PAUSE
+def test_an_operators_word_is_heard_beside_a_writer() -> None:
+    write = writing(ThresholdsFixed(candidate=digest_bytes(b"1"), thresholds=None))
+    scenes = beside(on_trial, write, lambda scene: scene.say(OperatorCommand.PAUSE))
+    assert {scene.state().command for scene in scenes} == {OperatorCommand.PAUSE}
 
 
-def beside_a_driver(
-    prepare: Callable[[], Scene], stream: str, body: EntryBody, command: Callable[[Scene], object]
-) -> list[Scene]:
-    """What a command leaves when another process writes once while it is at work, for every moment of it."""
-    scenes: list[Scene] = []
-    counted, moment = Faults(), 0
-    while moment == 0 or moment < counted.moments:
-        scene = prepare()
-        other = scene.world.context("driver")
-
-        def write(at: int, moment: int = moment, other: Context = other) -> None:
-            if at == moment:
-                Journal.open(other, stream).append(body)
-
-        scene.faults = counted = Faults(between=write)
-        command(scene)
-        scene.faults = None
-        scenes.append(scene)
-        moment += 1
-    return scenes
-
-
-SPOKEN = OperatorCommandSent(command=OperatorCommand.PAUSE, reason="let me look")
-
-
-def test_an_endpoint_is_bound_anew_beside_a_driver() -> None:
-    scenes = beside_a_driver(on_trial, "digits", SPOKEN, lambda scene: scene.bind(policy=AT_ONCE))
+def test_an_endpoint_is_bound_anew_beside_an_operator() -> None:
+    scenes = beside(on_trial, SPEAK, lambda scene: scene.bind(policy=AT_ONCE))
     assert len(scenes) > 3
     for scene in scenes:
         assert (scene.state().policy, scene.state().command) == (AT_ONCE, OperatorCommand.PAUSE)
 
 
-def test_an_override_is_given_beside_a_driver() -> None:
-    def give(scene: Scene) -> None:
-        scene.promote("2", override=True, reason="by hand")
-
-    def prepare() -> Scene:
-        return with_candidate(on_trial(), verdict=Verdict.FAIL)
-
-    scenes = beside_a_driver(prepare, "digits", SPOKEN, give)
+def test_an_override_is_given_beside_an_operator() -> None:
+    scenes = beside(
+        lambda: with_candidate(on_trial(), verdict=Verdict.FAIL),
+        SPEAK,
+        lambda scene: scene.promote("2", override=True, reason="by hand"),
+    )
     assert len(scenes) > 6
     for scene in scenes:
         given = [entry.body for entry in scene.world.ledger.read("digits") if isinstance(entry.body, OverrideRecorded)]
@@ -165,65 +146,23 @@ def test_an_override_is_given_beside_a_driver() -> None:
 
 
 def test_a_champion_that_nothing_serves_is_told_beside_another() -> None:
-    def prepare() -> Scene:
-        scene = Scene()
-        scene.publish("a")
-        return scene
-
-    scenes = beside_a_driver(
-        prepare, "digits@cpu", AliasesWritten(aliases={"x": "1"}), lambda scene: scene.promote("1")
-    )
+    write = writing(AliasesWritten(aliases={"x": "1"}), "digits@cpu")
+    scenes = beside(lambda: with_candidate(Scene()), write, lambda scene: scene.promote("1"))
     assert len(scenes) > 6
     for scene in scenes:
         assert scene.aliases()[CHAMPION] == "1"
         assert scene.state("digits@cpu").aliases == {CHAMPION: "1", PREVIOUS: None, "x": "1"}
 
 
-def test_an_endpoint_is_deleted_beside_a_driver() -> None:
-    scenes = beside_a_driver(
-        lambda: serving("a", "b"),
-        "digits",
-        SPOKEN,
-        lambda scene: delete_endpoint(scene.context, "digits", reason="old"),
-    )
+@pytest.mark.parametrize("other", [SPEAK, drive], ids=["operator", "driver"])
+def test_an_endpoint_is_deleted_beside_an_operator_or_a_driver(other: Callable[[Context], object]) -> None:
+    def delete(scene: Scene) -> None:
+        delete_endpoint(scene.context, "digits", reason="old")
+
+    scenes = beside(lambda: with_candidate(serving("a", "b")), other, delete)
     assert len(scenes) > 6
     for scene in scenes:
-        assert scene.traffic() == {}
-        assert scene.state().config is None
-        assert [e.body.reason for e in scene.world.ledger.read("digits") if isinstance(e.body, EndpointDeleted)] == [
-            "old"
-        ] * 2
-
-
-def test_a_deletion_that_a_driver_completes_is_done() -> None:
-    counted, moment = Faults(), 0
-    while moment == 0 or moment < counted.moments:
-        scene = serving("a", "b")
-
-        def drive(at: int, moment: int = moment, scene: Scene = scene) -> None:
-            if at == moment and scene.state().config is not None:
-                reconcile_until_stable(scene.world.context("driver"), "digits")
-
-        scene.faults = counted = Faults(between=drive)
-        delete_endpoint(scene.context, "digits")
-        assert scene.traffic() == {}
-        assert scene.state().config is None
-        moment += 1
-    assert moment > 6
-
-
-def test_an_overtaken_driver_does_not_repeat_what_was_rolled_back() -> None:
-    """The fence holds: to look again is to see the rollback, not to do the old thing again."""
-    scene = serving("a", "b")
-    scene.promote(scene.publish("c"))
-    apply = scene.world.provider.apply
-
-    def overtaken(*arguments: object, **options: object) -> None:
-        scene.world.provider.apply = apply  # type: ignore[method-assign]
-        scene.roll_back(to="1")
-        apply(*arguments, **options)  # type: ignore[arg-type]
-
-    scene.world.provider.apply = overtaken  # type: ignore[method-assign]
-    scene.reconcile()
-    assert scene.traffic()["v1"] == 100
-    assert scene.aliases()[CHAMPION] == "1"
+        assert (scene.traffic(), scene.state().config) == ({}, None)
+        bodies = [entry.body for entry in scene.world.ledger.read("digits")]
+        reasons = [body.reason for body in bodies if isinstance(body, EndpointDeleted) and not body.done]
+        assert reasons == ["old"]

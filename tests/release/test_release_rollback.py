@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -12,7 +13,7 @@ import pytest
 from onnx_ops.adapters.files import LocalObjects
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, TrafficSplit
-from onnx_ops.domain.ledger import Intent, LedgerEntry, OperatorCommandSent
+from onnx_ops.domain.ledger import Intent, OperatorCommandSent
 from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
 from onnx_ops.errors import (
@@ -41,8 +42,9 @@ from tests.release.release_parts import (
     effects,
     roll_back,
 )
-from tests.release.release_scenes import interrupted, serving
+from tests.release.release_scenes import interrupted, owe, serving
 from tests.support.faults import Faults
+from tests.support.must import must
 
 
 @pytest.fixture
@@ -94,19 +96,17 @@ def test_asking_again_for_what_was_done_changes_nothing(scene: Scene, to: str | 
     assert not scene.roll_back().already
 
 
-@pytest.mark.parametrize("aborted", [False, True])
-def test_asking_again_goes_no_further_back_while_the_endpoint_does_not_answer(scene: Scene, aborted: bool) -> None:
-    if aborted:
-        scene.bind(policy=CANARY)
+@pytest.mark.parametrize(("policy", "goal"), [(CANARY, "v3"), (None, "v2")])
+def test_asking_again_goes_no_further_back_while_the_endpoint_does_not_answer(
+    scene: Scene, policy: RolloutPolicy | None, goal: str
+) -> None:
+    if policy is not None:
+        scene.bind(policy=policy)
         scene.promote(scene.publish("d"))
         scene.reconcile()
     scene.roll_back()
-    goal = "v3" if aborted else "v2"
-    scene.world.provider.down = True
     for _ in range(2):
-        with pytest.raises(StillPendingError):
-            scene.roll_back()
-    scene.world.provider.down = False
+        owe(scene)
     scene.reconcile()
     assert scene.traffic()[goal] == 100
     assert scene.state().find_rejection(scene.state().known[goal.removeprefix("v")]) is None
@@ -116,12 +116,8 @@ def test_asking_again_goes_no_further_back_while_the_endpoint_does_not_answer(sc
 def test_asking_again_lets_whoever_is_at_work_get_on_with_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow endpoint would else never get there, however often it is asked."""
     monkeypatch.setattr(rollback, "COMMAND_TIMEOUT_S", 0.01)
-    scene.world.provider.down = True
-    with pytest.raises(StillPendingError):
-        scene.roll_back()
-    scene.world.provider.down = False
-    pending = scene.state().pending_rollback
-    assert pending is not None
+    owe(scene)
+    pending = must(scene.state().pending_rollback)
     other = Journal.open(scene.world.context("other"), "digits")
     expires = scene.world.clock.now() + 120
     other.append(Intent(action=pending.action, holder="other", expires_at=expires))
@@ -158,8 +154,7 @@ def test_looking_at_an_endpoint_that_hangs_does_not_hold_the_command_up(
 
 def test_asking_again_repairs_an_endpoint_that_somebody_has_changed(scene: Scene) -> None:
     scene.roll_back()
-    serving = scene.world.provider.observe(config_of("digits"))
-    assert serving is not None
+    serving = must(scene.world.provider.observe(config_of("digits")))
     scene.world.provider.interfere("digits", replace(serving, split=TrafficSplit(weights={"v3": 100, "v2": 0})))
     assert not scene.roll_back(to="2").already
     assert scene.traffic()["v2"] == 100
@@ -237,12 +232,14 @@ def test_a_version_that_was_deleted_in_the_registry_does_not_stop_the_reconciler
     assert scene.aliases()[CHAMPION] == "4"
 
 
-def test_a_person_who_moves_the_alias_later_outranks_it(scene: Scene) -> None:
+@pytest.mark.parametrize("alias", [CHAMPION, CHALLENGER])
+def test_a_person_who_moves_an_alias_later_outranks_it(scene: Scene, alias: str) -> None:
+    """The writes that a rollback owes are about the versions that took part in it."""
     version = scene.publish("d")
     scene.world.registry.down = True
     scene.roll_back()
     scene.world.registry.down = False
-    scene.set_alias(CHAMPION, version)
+    scene.set_alias(alias, version)
     scene.reconcile()
     assert scene.traffic()["v4"] == 100
     assert scene.aliases()[CHAMPION] == "4"
@@ -295,16 +292,17 @@ def test_what_cannot_be_done_yet_is_owed_and_outranks_everything(scene: Scene) -
     ]
 
 
-def test_an_effect_whose_answer_was_lost_is_seen_and_no_more_is_owed(scene: Scene) -> None:
+def test_an_effect_whose_answer_was_lost_is_seen_and_no_more_is_owed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     provider, roll_back = scene.world.provider, scene.world.provider.roll_back
 
     def lose(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         roll_back(config, state, generation=generation)
         raise ServiceUnavailableError("the answer was lost")
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(provider, "roll_back", lose)
-        assert scene.roll_back().moved_to == "v2"
+    monkeypatch.setattr(provider, "roll_back", lose)
+    assert scene.roll_back().moved_to == "v2"
     assert scene.state().pending_rollback is None
 
 
@@ -339,10 +337,7 @@ def test_lost_files_of_the_way_back_are_fetched_again(scene: Scene) -> None:
 
 
 def test_what_is_owed_is_withdrawn_by_a_person_with_a_reason(scene: Scene) -> None:
-    scene.world.provider.down = True
-    with pytest.raises(StillPendingError):
-        scene.roll_back()
-    scene.world.provider.down = False
+    owe(scene)
     with pytest.raises(UserError):
         withdraw_request(scene.context, "digits", reason=" ")
     withdraw_request(scene.context, "digits", reason="wrong endpoint")
@@ -404,33 +399,27 @@ def test_an_abort_of_the_reconciler_that_was_cut_short_becomes_a_rollback(trial:
         trial.promote("4")
 
 
-def test_the_reconciler_finishes_a_rollback_that_was_cut_short(scene: Scene) -> None:
-    interrupted(scene, scene.roll_back, reaches=False)
+@pytest.mark.parametrize("end", [Scene.restart, lambda scene: scene.world.clock.advance(121.0)], ids=["death", "time"])
+def test_the_reconciler_finishes_a_rollback_once_the_lease_has_ended(
+    scene: Scene, end: Callable[[Scene], object]
+) -> None:
+    interrupted(scene, scene.roll_back)
     assert "is changing it" in reconcile_step(scene.context, "digits").why
-    scene.restart()
+    end(scene)
     assert scene.reconcile()[0].did == "rollback"
     assert scene.traffic() == {"v2": 100}
 
 
-def test_a_lease_ends_with_its_time_too(scene: Scene) -> None:
-    interrupted(scene, scene.roll_back, reaches=False)
-    scene.world.clock.advance(121.0)
-    assert scene.reconcile()[0].did == "rollback"
-
-
-def test_what_others_write_meanwhile_does_not_turn_it_around(scene: Scene) -> None:
+def test_what_others_write_meanwhile_does_not_turn_it_around(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A deployment of the pipeline changes the policy between the effect and its outcome."""
-    provider, apply = scene.world.provider, scene.world.provider.apply
+    apply = scene.world.provider.apply
 
     def and_configure(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         apply(config, state, generation=generation)
-        bind_endpoint(
-            scene.world.context("process-9"), config_of("digits"), RolloutPolicy(scale_down_delay=60.0 * generation)
-        )
+        bind_endpoint(scene.world.context("process-9"), config_of("digits"), RolloutPolicy(scale_down_delay=60.0))
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(provider, "roll_back", and_configure)
-        assert scene.roll_back().moved_to == "v2"
+    monkeypatch.setattr(scene.world.provider, "roll_back", and_configure)
+    assert scene.roll_back().moved_to == "v2"
     scene.reconcile()
     assert scene.traffic() == {"v2": 100}
     assert effects(scene.world.ledger.read("digits"))[-2:] == ["rollback", "clean-up"]
@@ -497,74 +486,56 @@ def test_without_a_pin_the_champion_follows_once_all_have_gone_back(pair: Scene)
     assert [(pair.traffic(name)["v1"], pair.state(name).pending_aliases) for name in PAIR] == [(100, {})] * 2
 
 
-def test_a_pinned_endpoint_follows_the_next_release(pair: Scene) -> None:
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_pinned_endpoint_follows_the_next_release(pair: Scene, moved: bool) -> None:
+    """Also after a person moved the champion to what it serves."""
     pair.roll_back(PAIR[1])
     pair.reconcile_all()
-    pair.promote(pair.publish("c"))
-    pair.reconcile_all()
-    assert [pair.traffic(name)["v3"] for name in PAIR] == [100, 100]
-    assert pair.aliases()[CHAMPION] == "3"
-
-
-def test_a_pinned_endpoint_follows_although_a_person_moved_the_champion_to_what_it_serves(pair: Scene) -> None:
-    pair.roll_back(PAIR[1])
-    pair.reconcile_all()
-    pair.set_alias(CHAMPION, "1")
-    pair.reconcile_all()
-    assert [pair.traffic(name)["v1"] for name in PAIR] == [100, 100]
-    pair.promote(pair.publish("c"))
-    for order in (PAIR, PAIR[::-1]):
-        for name in order:
-            pair.reconcile(name)
-    assert [pair.traffic(name)["v3"] for name in PAIR] == [100, 100]
-    assert pair.aliases()[CHAMPION] == "3"
-
-
-@pytest.mark.parametrize("by_word", [True, False])
-def test_a_trial_that_ends_on_one_endpoint_goes_on_at_the_other(pair: Scene, by_word: bool) -> None:
-    for name in PAIR:
-        pair.bind(name, CANARY)
-    pair.promote(pair.publish("c"))
-    pair.reconcile_all()
-    assert [pair.traffic(name)["v3"] for name in PAIR] == [10, 10]
-    if by_word:
-        pair.abort(PAIR[1])
-        pair.reconcile(PAIR[1])
-    else:
-        pair.roll_back(PAIR[1])
-    pair.reconcile_all()
-    assert pair.traffic(PAIR[1]) == {"v2": 100}
-    assert pair.traffic(PAIR[0]) == {"v3": 10, "v2": 90}
-    for _ in range(2):
-        pair.say(OperatorCommand.ADVANCE, PAIR[0])
+    if moved:
+        pair.set_alias(CHAMPION, "1")
         pair.reconcile_all()
-    assert pair.traffic(PAIR[0]) == {"v3": 100, "v2": 0}
-    assert pair.traffic(PAIR[1])["v2"] == 100
-    assert pair.aliases()[CHAMPION] == "2"
+        assert [pair.traffic(name)["v1"] for name in PAIR] == [100, 100]
+    pair.promote(pair.publish("c"))
+    for name in (*PAIR, *PAIR[::-1]):
+        pair.reconcile(name)
+    assert [pair.traffic(name)["v3"] for name in PAIR] == [100, 100]
+    assert pair.aliases()[CHAMPION] == "3"
 
 
-def test_a_rollback_of_one_while_its_driver_is_at_work_leaves_the_others_trial_alone(pair: Scene) -> None:
+@pytest.fixture
+def trials(pair: Scene) -> Scene:
+    """Version 3 is wanted by steps on both."""
     for name in PAIR:
         pair.bind(name, CANARY)
     pair.promote(pair.publish("c"))
-    pair.reconcile(PAIR[0])
-    interrupted(pair, lambda: reconcile_until_stable(pair.context, PAIR[1]), reaches=True)
-    pair.roll_back(PAIR[1])
-    pair.reconcile_all()
-    assert pair.traffic(PAIR[1]) == {"v2": 100}
-    assert pair.traffic(PAIR[0]) == {"v3": 10, "v2": 90}
+    return pair
 
 
-def test_a_challenger_that_a_person_set_meanwhile_is_not_swept_away(scene: Scene) -> None:
-    """The deletion that a finished rollout owes is about the version that took part in it."""
-    version = scene.publish("d")
-    scene.world.registry.down = True
-    scene.roll_back()
-    scene.world.registry.down = False
-    scene.set_alias(CHALLENGER, version)
-    scene.reconcile()
-    assert scene.traffic()["v4"] == 100
-    assert scene.aliases()[CHAMPION] == "4"
+@pytest.mark.parametrize("take_back", [Scene.abort, Scene.roll_back])
+def test_a_trial_that_ends_on_one_endpoint_goes_on_at_the_other(
+    trials: Scene, take_back: Callable[[Scene, str], object]
+) -> None:
+    trials.reconcile_all()
+    assert [trials.traffic(name)["v3"] for name in PAIR] == [10, 10]
+    take_back(trials, PAIR[1])
+    trials.reconcile_all()
+    assert trials.traffic(PAIR[1]) == {"v2": 100}
+    assert trials.traffic(PAIR[0]) == {"v3": 10, "v2": 90}
+    for _ in range(2):
+        trials.say(OperatorCommand.ADVANCE, PAIR[0])
+        trials.reconcile_all()
+    assert trials.traffic(PAIR[0]) == {"v3": 100, "v2": 0}
+    assert trials.traffic(PAIR[1])["v2"] == 100
+    assert trials.aliases()[CHAMPION] == "2"
+
+
+def test_a_rollback_of_one_while_its_driver_is_at_work_leaves_the_others_trial_alone(trials: Scene) -> None:
+    trials.reconcile(PAIR[0])
+    interrupted(trials, lambda: reconcile_until_stable(trials.context, PAIR[1]), reaches=True)
+    trials.roll_back(PAIR[1])
+    trials.reconcile_all()
+    assert trials.traffic(PAIR[1]) == {"v2": 100}
+    assert trials.traffic(PAIR[0]) == {"v3": 10, "v2": 90}
 
 
 class CountedObjects(LocalObjects):
@@ -599,15 +570,7 @@ def test_a_rollback_after_10_000_entries_takes_ten_reads_at_most() -> None:
     writer._states["digits"] = replace(scene.state(), head=9_995)
     objects.data.clear()
     for sequence in range(9_996, 10_005):
-        writer.append(
-            LedgerEntry(
-                endpoint="digits",
-                sequence=sequence,
-                at=0.0,
-                actor="a",
-                body=OperatorCommandSent(command=OperatorCommand.PAUSE),
-            )
-        )
+        Journal.open(scene.context, "digits").append(OperatorCommandSent(command=OperatorCommand.PAUSE))
         if sequence >= 10_000:
             counted = CountedObjects(dict(objects.data))
             roll_back(replace(scene.context, ledger=ObjectLedger(counted)), "digits")

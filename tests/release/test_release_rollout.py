@@ -34,6 +34,7 @@ from tests.release.release_parts import (
 )
 from tests.release.release_scenes import interrupted, serving
 from tests.support.golden import Golden
+from tests.support.must import must
 
 
 @pytest.fixture
@@ -60,8 +61,7 @@ def test_a_first_deployment(scene: Scene) -> None:
 @pytest.mark.parametrize("batchable", [True, False])
 def test_requests_are_run_as_the_signed_decision_says(scene: Scene, batchable: bool) -> None:
     scene.serve(scene.publish("a", batchable=batchable))
-    state = scene.world.provider.observe(config_of("digits"))
-    assert state is not None
+    state = must(scene.world.provider.observe(config_of("digits")))
     assert [(d.batchable, d.execution) for d in state.deployments] == [(batchable, EXECUTION)]
 
 
@@ -157,8 +157,7 @@ def test_a_lost_endpoint_is_restored(trial: Scene) -> None:
     trial.world.provider.interfere("digits", None)
     trial.reconcile()
     assert trial.traffic() == {"v2": 10, "v1": 90}
-    stable = trial.state().roles.stable
-    assert stable is not None
+    stable = must(trial.state().roles.stable)
     trial.world.provider.interfere("digits", build_split_state(stable, None, 0))
     trial.reconcile()
     assert trial.traffic() == {"v2": 10, "v1": 90}
@@ -380,8 +379,7 @@ def test_status_and_history(trial: Scene, golden: Golden) -> None:
 
 
 def test_a_strangers_state_with_the_right_generation_is_replaced(trial: Scene) -> None:
-    stable = trial.state().roles.stable
-    assert stable is not None
+    stable = must(trial.state().roles.stable)
     foreign = EndpointState(
         deployments=(stable,), split=TrafficSplit(weights={"v1": 100}), generation=trial.state().generation
     )

@@ -11,15 +11,17 @@ import pytest
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.store import ModelFolders
+from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import InfrastructureError, RefusedError
 from onnx_ops.ports import Context
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.release.reconcile import StepReport
 from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchLoop
-from tests.release.release_parts import AT_ONCE, CHALLENGER, MODEL, TARGET, TARGET_DIGEST, Scene
-from tests.release.release_scenes import publish_scaling
+from onnx_ops.testing.endpoints import scaling_deployment
+from tests.release.release_parts import AT_ONCE, CHALLENGER, MODEL, TARGET, TARGET_DIGEST, Scene, publish_file
 from tests.support.clouds.sagemaker import SETTINGS, FakeSageMaker, client, fake_sagemaker
+from tests.support.must import must
 
 pytestmark = [pytest.mark.services, pytest.mark.nightly]
 
@@ -53,7 +55,9 @@ class SageMaker(Scene):
 
     def release(self, factor: float) -> str:
         """A version that multiplies."""
-        return publish_scaling(self, self.folder / f"made-{factor}", factor)
+        folder = self.folder / f"made-{factor}"
+        scaling_deployment(folder, name="v", version="", scale=factor)
+        return publish_file(self.world, folder / "model.onnx", digest_bytes(str(factor).encode()))
 
     def alarm(self, state: str) -> None:
         client(self.fake, "cloudwatch").set_alarm_state(AlarmName="failing", StateValue=state, StateReason="test")
@@ -81,8 +85,7 @@ class SageMaker(Scene):
         return events
 
     def serving(self) -> list[str]:
-        observed = self.provider.observe(self.config)
-        assert observed is not None
+        observed = must(self.provider.observe(self.config))
         return [name for name, weight in observed.split.weights.items() if weight]
 
 

@@ -11,36 +11,20 @@ from onnx_ops.app.context import Project
 from onnx_ops.cli.diagnosis import diagnose
 from onnx_ops.cli.endpoints import history_table, status_document, status_report
 from onnx_ops.config.settings import load_settings
-from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import StillPendingError
-from onnx_ops.ports import EndpointProvider
 from onnx_ops.release.promote import bind_endpoint, delete_endpoint
 from onnx_ops.release.status import EndpointStatus, HistoryFilter, read_history, read_status, render_pending_metrics
-from onnx_ops.testing.fakes import FakeProvider
 from tests.release.release_parts import AT_ONCE, config_of
 from tests.release.release_scenes import serving
 from tests.support.golden import Golden
 
 
-class Outlived(FakeProvider):
-    """Its endpoints answer although nothing manages them."""
-
-    def is_unsupervised(self, config: EndpointConfig) -> bool:
-        return config.endpoint in self._states
-
-
 def seen(*, outlived: bool) -> EndpointStatus:
+    """An endpoint whose manager does not answer; its clients get answers all the same if it is `outlived`."""
     scene = serving("a")
-    provider: EndpointProvider = scene.world.provider
-    if outlived:
-        provider = Outlived()
-        provider._states = scene.world.provider._states
     scene.world.provider.down = True
-    context = replace(scene.context, provider=lambda _: provider)
-    if outlived:
-        assert isinstance(provider, Outlived)
-        provider.down = True
-    return read_status(context, "digits")
+    scene.world.provider.is_unsupervised = lambda config: outlived  # type: ignore[method-assign]
+    return read_status(scene.context, "digits")
 
 
 def test_an_endpoint_that_nobody_supervises_is_not_called_silent(

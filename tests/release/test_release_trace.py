@@ -16,6 +16,7 @@ from onnx_ops.reporting.plots import as_data_url, evidence_svg
 from onnx_ops.statistics.rollout.judge import trace_guardrails
 from tests.release.release_parts import Scene
 from tests.release.release_scenes import on_trial, serving
+from tests.support.must import must
 
 
 def traced(scene: Scene) -> RolloutTimeline | None:
@@ -32,16 +33,14 @@ def test_an_endpoint_that_never_had_steps_has_no_trace() -> None:
 
 def test_a_rollout_is_told_from_its_start_to_its_end() -> None:
     scene = on_trial(OperatorCommand.ADVANCE)
-    found = traced(scene)
-    assert found is not None
+    found = must(traced(scene))
     assert (found.candidate.name, found.stable and found.stable.name, found.end) == ("v3", "v2", None)
     waits = "waiting-for-approval"
     assert whats(found) == ["start", waits, "operator command advance", "advance", waits]
     assert [step.percent for step in found.steps if step.percent is not None] == [10, 50]
     scene.say(OperatorCommand.ADVANCE)
     scene.reconcile()
-    found = traced(scene)
-    assert found is not None
+    found = must(traced(scene))
     assert found.end is ActionKind.FINISH
     assert whats(found)[-1] == "finish"
     scene.roll_back()
@@ -53,8 +52,7 @@ def test_one_that_was_taken_back_keeps_its_counts() -> None:
     bind_judged(scene)
     count(scene)
     scene.roll_back()
-    found = traced(scene)
-    assert found is not None
+    found = must(traced(scene))
     assert (found.end, found.steps[-1].why) == (ActionKind.ABORT, "it is slow")
     assert found.observations is not None
     assert len(found.observations.intervals) == 2
@@ -80,16 +78,14 @@ def test_the_evidence_is_a_picture_that_stands_alone() -> None:
     bind_judged(scene)
     assert evidence_svg([]) == ""
     count(scene)
-    found = traced(scene)
-    assert found is not None
+    found = must(traced(scene))
     assert found.observations is not None
     svg = evidence_svg(trace_guardrails(found.observations, found.policy))
     root = ET.fromstring(svg)  # noqa: S314 (we made it)
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert "errors" in svg
     assert "rolled back" in svg
-    shown = re.fullmatch(r"data:image/svg\+xml;base64,(.*)", as_data_url(svg))
-    assert shown is not None
+    shown = must(re.fullmatch(r"data:image/svg\+xml;base64,(.*)", as_data_url(svg)))
     assert base64.b64decode(shown[1]).decode() == svg
 
 

@@ -10,7 +10,16 @@ import pytest
 
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Roles, Wait, WaitKind, build_split_state
+from onnx_ops.domain.rollout import (
+    Action,
+    ActionKind,
+    OperatorCommand,
+    Roles,
+    Wait,
+    WaitKind,
+    build_split_state,
+    choose_next_action,
+)
 from onnx_ops.domain.rollout_observations import (
     LatencyQuantiles,
     MetricsReading,
@@ -28,7 +37,7 @@ from onnx_ops.domain.rollout_policy import (
     ShadowTrial,
     SplitTest,
 )
-from onnx_ops.statistics.rollout import decide, judge
+from onnx_ops.statistics.rollout import analyze, judge
 from onnx_ops.statistics.rollout.guardrails import evaluate_cold_start
 from onnx_ops.statistics.rollout.judge import compute_firing_limit, count_events, trace_guardrails
 
@@ -93,16 +102,17 @@ def due(
 ) -> Action | Wait:
     step = 0 if observations is None else observations.step
     planned = policy.planned()[step]
-    return decide(
+    roles = roles or Roles(stable=STABLE, candidate=CANDIDATE, step=step)
+    return choose_next_action(
         desired=CANDIDATE,
         observed=observed
         or build_split_state(STABLE, CANDIDATE, planned.percent, mirror_percent=planned.mirror_percent),
-        roles=roles or Roles(stable=STABLE, candidate=CANDIDATE, step=step),
-        observations=observations,
+        roles=roles,
         policy=policy,
         target="t",
         command=command,
         now=now,
+        analysis=analyze(observations, roles, policy),
     )
 
 

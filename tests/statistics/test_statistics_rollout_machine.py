@@ -27,10 +27,10 @@ from onnx_ops.domain.ledger import (
     apply_entry,
     fold,
 )
-from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Wait
+from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Wait, choose_next_action
 from onnx_ops.domain.rollout_observations import LatencyThresholds, MetricsReading, RequestCounts, ShadowCounts
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ServiceLevel, ShadowTrial, SplitTest
-from onnx_ops.statistics.rollout import decide, judge
+from onnx_ops.statistics.rollout import analyze, judge
 from tests.statistics.test_statistics_rollout_judge import version
 
 RAILS = (Guardrail(name="errors"), Guardrail(name="latency_p99", odds_ratio=1.5))
@@ -109,15 +109,15 @@ class JudgedRollouts(RuleBasedStateMachine):
 
     def due(self) -> Action | Wait:
         state = self.state
-        return decide(
+        return choose_next_action(
             desired=self.wanted,
             observed=self.actual,
             roles=state.roles,
-            observations=state.observations,
             policy=state.policy,
             target="cpu",
             command=state.command,
             now=self.now,
+            analysis=analyze(state.observations, state.roles, state.policy),
         )
 
     @precondition(lambda self: self.state.roles.candidate is None)

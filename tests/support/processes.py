@@ -47,6 +47,13 @@ def children_of(pid: int) -> list[int]:
     return _with(_PARENT, pid)
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process lives; a zombie does not."""
+    with suppress(OSError):
+        return _stat(pid)[_STATE] not in "ZX"
+    return False
+
+
 def cpu_seconds(pids: Iterable[int]) -> float:
     """User and system time of processes that live, in steps of the kernel's clock tick (usually 10 ms)."""
     ticks = 0

@@ -31,7 +31,6 @@ SHARED: dict[str, str] = {
     "tests/adapters/test_endpoint_azureml_faults.py": "azure",
     "tests/adapters/test_endpoint_azureml_registry.py": "azure",
     "tests/adapters/test_metrics_azuremonitor.py": "azure",
-    "tests/release/test_release_azureml.py": "azure",
     "tests/adapters/test_endpoint_sagemaker.py": "sagemaker",
     "tests/adapters/test_endpoint_sagemaker_faults.py": "sagemaker",
     "tests/adapters/test_endpoint_sagemaker_settings.py": "sagemaker",

@@ -1,4 +1,4 @@
-"""From the counts of a rollout to their evaluation, and to the next action."""
+"""From the counts of a rollout to their evaluation."""
 
 from __future__ import annotations
 
@@ -7,16 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.domain.rollout import (
-    Action,
-    AnalysisResult,
-    GuardrailResult,
-    OperatorCommand,
-    Roles,
-    Wait,
-    choose_next_action,
-)
+from onnx_ops.domain.rollout import AnalysisResult, GuardrailResult, Roles
 from onnx_ops.domain.rollout_observations import (
     EvidencePath,
     ObservationInterval,
@@ -33,35 +24,12 @@ from onnx_ops.statistics.rollout.guardrails import evaluate_cold_start
 Row = tuple[int, int, int, int]
 
 
-def decide(
-    *,
-    desired: Deployment | None,
-    observed: EndpointState | None,
-    roles: Roles,
-    observations: Observations | None,
-    policy: RolloutPolicy,
-    target: str,
-    command: OperatorCommand | None,
-    now: float,
-) -> Action | Wait:
-    """Return the next action, as `choose_next_action` does, from observations.
-
-    Observations of another candidate or step than that of `roles` are ignored.
-    """
-    analysis = None
-    if observations is not None and roles.candidate is not None and policy.is_analyzed:
-        ours = observations.candidate == roles.candidate.manifest and observations.step == roles.step
-        analysis = judge(observations, policy) if ours else None
-    return choose_next_action(
-        desired=desired,
-        observed=observed,
-        roles=roles,
-        policy=policy,
-        target=target,
-        command=command,
-        now=now,
-        analysis=analysis,
-    )
+def analyze(observations: Observations | None, roles: Roles, policy: RolloutPolicy) -> AnalysisResult | None:
+    """Judge the counts of the rollout in progress; None where there are none of its candidate and step."""
+    if observations is None or roles.candidate is None or not policy.is_analyzed:
+        return None
+    ours = observations.candidate == roles.candidate.manifest and observations.step == roles.step
+    return judge(observations, policy) if ours else None
 
 
 def judge(observations: Observations, policy: RolloutPolicy) -> AnalysisResult:

@@ -1,0 +1,12 @@
+"""What must be there, for tests that read it."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def must(value: T | None) -> T:
+    assert value is not None
+    return value
