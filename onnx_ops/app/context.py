@@ -103,7 +103,7 @@ class Project:
                 settings=self.settings,
                 context=self.context,
                 no_cache=no_cache,
-                tell=tell,
+                report_progress=report_progress,
                 running=self.running(),
                 durations=durations,
             ),

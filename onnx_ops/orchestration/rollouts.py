@@ -40,10 +40,10 @@ def run_rollout(context: Context, endpoint: str, *, by: str, limit: str, interva
         NotFoundError: no such endpoint.
         UserError: a duration is invalid.
     """
-    Journal.open(ports, endpoint).config  # noqa: B018 (raises NotFoundError for an unknown name)
+    Journal.open(context, endpoint).config  # noqa: B018 (raises NotFoundError for an unknown name)
     remedy = "Write a duration, such as 10 s or 2 h."
     pause = parse_option(interval, "s", "interval", remedy)
-    deadline = ports.clock.monotonic() + parse_option(limit, "s", "limit", remedy)
+    deadline = context.clock.monotonic() + parse_option(limit, "s", "limit", remedy)
     trouble, published = "", -1
     while True:
         reports, error = _reconcile(context, endpoint, by)

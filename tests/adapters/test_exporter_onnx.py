@@ -194,7 +194,7 @@ def test_what_the_converter_cannot_do_is_told(tmp_path: Path) -> None:
     """LayerNormalization came with opset 17; nothing older says it."""
     text = "(float[batch,4] x) => (float[batch,4] y) { [norm] y = LayerNormalization(x, scale) }"
     write_graph(tmp_path / "mine.onnx", text, scale=np.ones(4, np.float32))
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         converted(tmp_path / "mine.onnx", section(13, 8))
     assert "LayerNormalization" in str(caught.value)
 

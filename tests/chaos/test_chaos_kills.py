@@ -89,7 +89,7 @@ def test_a_supervisor_killed_twice_leaves_no_process_behind(server: ServerFamily
 def test_sigterm_under_load_ends_everything_and_fails_nothing_that_was_begun(server: ServerFamily, plan: Plan) -> None:
     with LoadProcess(plan(server)) as load:
         until(lambda: _answered(server) > 50, "load")
-        told = time.monotonic_ns()
+        reported_at = time.monotonic_ns()
         assert server.stop() == 0
         assert server.processes() == []
         records = load.stop()

@@ -18,7 +18,7 @@ from onnx_ops.domain.notification import (
 )
 from onnx_ops.domain.rollout import ActionKind, plan_rollback
 from tests.domain.test_domain_ledger import CONFIGURED, FINISH, START, log, version
-from tests.domain.test_domain_notification import ALARM, ON_TRIAL, told
+from tests.domain.test_domain_notification import ALARM, ON_TRIAL, derive
 
 
 def followed(*bodies: object) -> list[Notification]:

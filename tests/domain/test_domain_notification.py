@@ -25,7 +25,7 @@ ON_TRIAL: tuple[EntryBody | Action, ...] = (CONFIGURED, FIRST, START)
 """Five entries: version 1 serves, version 2 is on trial."""
 
 
-def told(*bodies: EntryBody | Action, after: int = 0) -> list[Notification]:
+def derive(*bodies: EntryBody | Action, after: int = 0) -> list[Notification]:
     return list(list_pending_notifications("digits", log(*bodies), after=after))
 
 

@@ -55,7 +55,7 @@ def test_the_module_is_the_last_one_around_the_node(perceptron: Path, scopes: st
     model.graph.node[0].name = ""
     onnx.save(model, perceptron)
     first = list_computed_values(perceptron)[0]
-    assert (first.scope, first.node) == (told, "first.product")
+    assert (first.scope, first.node) == (expected, "first.product")
 
 
 def test_the_copy_gives_the_values_after_the_same_outputs(perceptron: Path) -> None:

@@ -408,7 +408,7 @@ def test_dependence_is_told_and_never_enters_a_verdict(golden: Golden) -> None:
 
 @pytest.mark.parametrize("change", [{}, {"error": math.nan}, {"ratio": math.nan}, {"changed": math.nan}])
 def test_rounding_is_not_told_and_a_figure_that_is_no_number_never_passes(change: dict[str, Any]) -> None:
-    (result,) = told(measured_in_batches(10.0), measured_in_batches(10.0, **change))
+    (result,) = invariance_results(measured_in_batches(10.0), measured_in_batches(10.0, **change))
     assert (result.verdict, result.advisory) == (Verdict.ERROR if change else Verdict.PASS, True)
     assert "do not batch" not in result.reason
 
@@ -417,5 +417,5 @@ def test_rounding_is_not_told_and_a_figure_that_is_no_number_never_passes(change
 def test_an_output_without_classes_says_nothing_of_them(rows: Array) -> None:
     (found,) = measure_batch_invariance({"y": rows}, [{"y": row[None] + np.float32(0.1)} for row in rows])
     assert found.changed is None
-    (result,) = told(found)
+    (result,) = invariance_results(found)
     assert "classes" not in result.reason
