@@ -37,7 +37,7 @@ class Optimizer(ABC):
 
     tools: tuple[str, ...]
     quantized: bool
-    needs_calibration: bool
+    needs_calibration: bool = False
 
     @abstractmethod
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.adapters.data.dvc import DvcSource
-from onnx_ops.domain.pipeline import DataSection, FileData
+from onnx_ops.domain.pipeline import FileData
 from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.testing.data import DataSourceSuite
 from tests.adapters.dvc_parts import Repository, archive, expected, first, md5, section
+from tests.support.fixtures import fixed
 
 
 class TestDvc(DataSourceSuite):
@@ -19,9 +20,7 @@ class TestDvc(DataSourceSuite):
     def source(self, reads: DvcSource) -> DvcSource:
         return reads
 
-    @pytest.fixture
-    def section(self) -> DataSection:
-        return section(rev="v1")
+    section = fixed(section(rev="v1"))
 
     @pytest.fixture
     def root(self, repository: Repository) -> Path:

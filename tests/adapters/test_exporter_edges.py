@@ -23,7 +23,7 @@ from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports.export import Exporter
 from onnx_ops.testing.models import rows, write_perceptron
 from tests.adapters import model_runs
-from tests.adapters.model_runs import reference
+from tests.adapters.model_runs import reference, sk
 
 SAMPLES = rows(60)
 X = SAMPLES["x"]
@@ -38,43 +38,33 @@ def export(exporter: Exporter, model: object, folder: Path, **section: Any) -> d
 
 
 def test_boosted_trees_are_exported(tmp_path: Path) -> None:
-    from sklearn import ensemble
-
-    model = ensemble.GradientBoostingRegressor(n_estimators=4, random_state=0).fit(X, TARGETS[:, 0])
+    model = sk("ensemble.GradientBoostingRegressor", n_estimators=4, random_state=0).fit(X, TARGETS[:, 0])
     answers = export(SklearnExporter(), model, tmp_path)
     np.testing.assert_allclose(answers[VARIABLE][:, 0], model.predict(X), atol=1e-5)
 
 
 def test_an_ensemble_declares_as_many_targets_as_it_has(tmp_path: Path) -> None:
-    from sklearn import ensemble
-
-    model = ensemble.RandomForestRegressor(3, random_state=0).fit(X, TARGETS)
+    model = sk("ensemble.RandomForestRegressor", 3, random_state=0).fit(X, TARGETS)
     answers = export(SklearnExporter(), model, tmp_path)
     assert read_model_info(tmp_path / "model.onnx").outputs[0].shape == ("batch", 2)
     np.testing.assert_allclose(answers[VARIABLE], model.predict(X), atol=1e-5)
 
 
 def test_labels_held_as_objects_become_text(tmp_path: Path) -> None:
-    from sklearn.linear_model import LogisticRegression
-
-    model = LogisticRegression().fit(X, np.array(["ant", "bee", "cow"], dtype=object)[CLASS])
+    model = sk("linear_model.LogisticRegression").fit(X, np.array(["ant", "bee", "cow"], dtype=object)[CLASS])
     labels = reference(SklearnExporter(), model, SAMPLES, "float64")[LABEL]
     assert labels.dtype.kind == "U"
     np.testing.assert_array_equal(export(SklearnExporter(), model, tmp_path)[LABEL].astype(str), labels)
 
 
 def test_several_labels_at_once_are_refused(tmp_path: Path) -> None:
-    from sklearn import ensemble
-
-    model = ensemble.RandomForestClassifier(2, random_state=0).fit(X, np.stack([CLASS > 0, CLASS > 1], axis=1))
+    model = sk("ensemble.RandomForestClassifier", 2, random_state=0).fit(X, np.stack([CLASS > 0, CLASS > 1], axis=1))
     with pytest.raises(UserError, match="several labels"):
         export(SklearnExporter(), model, tmp_path)
 
 
 def test_boolean_labels_agree_as_numbers(tmp_path: Path) -> None:
-    from sklearn.linear_model import LogisticRegression
-
-    model = LogisticRegression().fit(X, CLASS > 0)
+    model = sk("linear_model.LogisticRegression").fit(X, CLASS > 0)
     answers = export(SklearnExporter(), model, tmp_path)
     np.testing.assert_array_equal(answers[LABEL], model.predict(X))
     assert answers[PROBABILITIES].shape == (60, 2)
@@ -93,10 +83,13 @@ def test_boolean_labels_agree_as_numbers(tmp_path: Path) -> None:
 def test_an_entry_without_effect_is_refused(
     exporter: Exporter, section: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    from sklearn.linear_model import LogisticRegression
     from torch import nn
 
-    model: object = LogisticRegression().fit(X, CLASS) if isinstance(exporter, SklearnExporter) else nn.Linear(8, 2)
+    model: object = (
+        sk("linear_model.LogisticRegression").fit(X, CLASS)
+        if isinstance(exporter, SklearnExporter)
+        else nn.Linear(8, 2)
+    )
     with pytest.raises(UserError, match=message):
         export(exporter, model, tmp_path, **section)
 
@@ -169,12 +162,11 @@ def test_branches_hold_no_stack_traces_either(tmp_path: Path) -> None:
 def exported(folder: Path) -> list[str]:
     """Digests of what exporters write into the folder."""
     import torch
-    from sklearn.neighbors import KNeighborsClassifier
 
     samples = rows(40)
     torch.manual_seed(0)
     models: dict[Exporter, object] = {
-        SklearnExporter(): KNeighborsClassifier().fit(samples["x"], (samples["x"][:, 0] > 0).astype(int)),
+        SklearnExporter(): sk("neighbors.KNeighborsClassifier").fit(samples["x"], (samples["x"][:, 0] > 0).astype(int)),
         TorchExporter(): torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)),
     }
     found: list[str] = []

@@ -20,13 +20,14 @@ from onnx_ops.errors import NotFoundError, RefusedError, UserError
 from onnx_ops.measure.reference_outputs import collect_reference_outputs
 from onnx_ops.onnx_graph.compatibility import check_model, list_user_model_notes, list_user_model_problems
 from onnx_ops.onnx_graph.model_info import read_lineage, read_model_info
-from onnx_ops.ports import ExportRequest, Tensors
+from onnx_ops.ports import ExportRequest
 from onnx_ops.testing.exporters import ExporterSuite
 from onnx_ops.testing.models import rows, write_convolution, write_perceptron
 from onnx_ops.tools.compare import compare
 from onnx_ops.tools.probing import generate_samples, shared_inputs
 from tests.adapters.model_runs import reference
 from tests.support.external import write_external
+from tests.support.fixtures import fixed
 from tests.support.forks import fork_context
 from tests.support.golden import Golden
 from tests.support.operators import write_softsign
@@ -38,22 +39,15 @@ SECTION = Export(framework="onnx")
 class TestReadyFile(ExporterSuite):
     versions: ClassVar[dict[str, int]] = {}
 
-    @pytest.fixture
-    def exporter(self) -> OnnxExporter:
-        return OnnxExporter()
+    exporter = fixed(OnnxExporter())
 
     @pytest.fixture
     def model(self, tmp_path: Path) -> object:
         write_perceptron(tmp_path / "mine.onnx", **self.versions)
         return tmp_path / "mine.onnx"
 
-    @pytest.fixture
-    def section(self) -> Export:
-        return SECTION
-
-    @pytest.fixture
-    def samples(self) -> Tensors:
-        return rows(17)
+    section = fixed(SECTION)
+    samples = fixed(rows(17))
 
 
 def test_external_weights_come_along(tmp_path: Path) -> None:
@@ -151,9 +145,7 @@ class TestConverted(TestReadyFile):
 
     versions: ClassVar[dict[str, int]] = {"opset": 28, "ir_version": 14}
 
-    @pytest.fixture
-    def section(self) -> Export:
-        return section()
+    section = fixed(section())
 
 
 @pytest.mark.parametrize(("was", "asked"), [((21, 10), (18, 9)), ((13, 7), (21, 10)), ((18, 10), (18, 8))])

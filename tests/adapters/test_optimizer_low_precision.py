@@ -23,6 +23,7 @@ from onnx_ops.ports import OptimizeRequest
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
 from onnx_ops.testing.optimizers import OptimizerSuite
 from tests.adapters.model_runs import run
+from tests.support.fixtures import fixed
 
 X86 = Arithmetic(family="x86", wide=True)
 NARROW_X86 = Arithmetic(family="x86", saturates=True)
@@ -34,19 +35,12 @@ class TestGraph(OptimizerSuite):
     def section(self, request: pytest.FixtureRequest) -> Quantize:
         return Quantize(name="graph", method="graph", options={"level": request.param})
 
-    @pytest.fixture
-    def optimizer(self) -> GraphOptimizer:
-        return GraphOptimizer()
+    optimizer = fixed(GraphOptimizer())
 
 
 class TestHalf(OptimizerSuite):
-    @pytest.fixture
-    def section(self) -> Quantize:
-        return Quantize(name="fp16", method="fp16")
-
-    @pytest.fixture
-    def optimizer(self) -> Fp16Optimizer:
-        return Fp16Optimizer()
+    section = fixed(Quantize(name="fp16", method="fp16"))
+    optimizer = fixed(Fp16Optimizer())
 
 
 class TestWeightOnly(OptimizerSuite):
@@ -54,9 +48,7 @@ class TestWeightOnly(OptimizerSuite):
     def section(self, request: pytest.FixtureRequest) -> Quantize:
         return Quantize(name="w8", method="weight-only", options=request.param)
 
-    @pytest.fixture
-    def optimizer(self) -> WeightOnlyQuantizer:
-        return WeightOnlyQuantizer()
+    optimizer = fixed(WeightOnlyQuantizer())
 
 
 @pytest.fixture

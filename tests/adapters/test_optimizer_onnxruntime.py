@@ -33,6 +33,7 @@ from onnx_ops.ports import OptimizeRequest
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
 from onnx_ops.testing.optimizers import HALF_A_STEP, OptimizerSuite
 from tests.adapters.model_runs import run
+from tests.support.fixtures import fixed
 
 STATIC = Quantize(name="int8-static", method="static", calibrate=Calibrate(samples=40))
 DYNAMIC = Quantize(name="int8-dynamic", method="dynamic")
@@ -44,13 +45,8 @@ SATURATES = platform.machine() == "x86_64" and not FLAGS & {"avx512_vnni", "avx_
 
 
 class TestDynamic(OptimizerSuite):
-    @pytest.fixture
-    def section(self) -> Quantize:
-        return replace(DYNAMIC, options={"reduce_range": SATURATES})
-
-    @pytest.fixture
-    def optimizer(self) -> DynamicQuantizer:
-        return DynamicQuantizer()
+    section = fixed(replace(DYNAMIC, options={"reduce_range": SATURATES}))
+    optimizer = fixed(DynamicQuantizer())
 
 
 class TestStatic(OptimizerSuite):
@@ -59,9 +55,7 @@ class TestStatic(OptimizerSuite):
         options = {"reduce_range": SATURATES or not request.param}
         return replace(STATIC, per_channel=request.param, options=options)
 
-    @pytest.fixture
-    def optimizer(self) -> StaticQuantizer:
-        return StaticQuantizer()
+    optimizer = fixed(StaticQuantizer())
 
 
 @pytest.fixture

@@ -28,18 +28,14 @@ from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.testing.runtimes import RuntimeSuite
 from tests.adapters.model_runs import run
 from tests.support.external import write_external
+from tests.support.fixtures import fixed
 
 CPU = Target(name="cpu-1t")
 
 
 class TestOnnxRuntime(RuntimeSuite):
-    @pytest.fixture
-    def runtime(self) -> OnnxRuntime:
-        return OnnxRuntime()
-
-    @pytest.fixture
-    def target(self) -> Target:
-        return CPU
+    runtime = fixed(OnnxRuntime())
+    target = fixed(CPU)
 
 
 def test_the_fingerprint_needs_no_runtime() -> None:

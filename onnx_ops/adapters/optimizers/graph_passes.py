@@ -67,7 +67,6 @@ class GraphOptimizer(Optimizer):
     tools: tuple[str, ...] = _TOOLS
     options: type = GraphOptions
     quantized = False
-    needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         """Save the graph after ONNX Runtime's optimizations."""
@@ -111,7 +110,6 @@ class FusionOptimizer(Optimizer):
     tools: tuple[str, ...] = _TOOLS
     options = FusionOptions
     quantized = False
-    needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         """Fuse transformer patterns into single operators."""
@@ -153,7 +151,6 @@ class ShapeOptimizer(Optimizer):
     tools: tuple[str, ...] = _TOOLS
     options = ShapeOptions
     quantized = False
-    needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         """Replace symbolic dimensions by fixed sizes."""
@@ -209,7 +206,6 @@ class _CleanupOptimizer(Optimizer):
     """Writes to the second path the tool's result for the model at the first."""
     tools: tuple[str, ...]
     quantized = False
-    needs_calibration = False
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT_S, memory: int | None = None) -> None:
         self._timeout = timeout
