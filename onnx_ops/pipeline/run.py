@@ -93,23 +93,18 @@ class Handler(Protocol):
 
     def cached(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest | None:
         """Return the stage's result if it is cached and intact, or applied."""
-        ...
 
     def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
         """Return why the stage has nothing to do (no variant passed); empty if it has."""
-        ...
 
     def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
         """Hold a lock on the same work of other runs."""
-        ...
 
     def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         """Compute and store the result."""
-        ...
 
     def decision(self, manifest: Manifest) -> Decision | None:
         """Return the decision in a gate stage's result."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

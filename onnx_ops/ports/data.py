@@ -143,8 +143,6 @@ class ModelSource(Protocol):
             NotFoundError: there is no such model.
             ServiceUnavailableError: its server does not answer.
         """
-        ...
 
     def path(self, place: str, scratch: Path) -> Path:
         """Return the model as a local file or folder; `scratch` does not exist yet and takes downloads."""
-        ...

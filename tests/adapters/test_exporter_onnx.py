@@ -105,6 +105,7 @@ def test_maps_become_a_matrix_and_the_pipeline_is_told(tmp_path: Path) -> None:
     onnx.save(zipped([0, 1, 2]), tmp_path / "mine.onnx")
     (note,) = list_user_model_notes(tmp_path / "mine.onnx")
     assert note.startswith("probabilities is a sequence of maps (ZipMap)")
+    assert list_user_model_problems(tmp_path / "mine.onnx", section(18, 10, convert=False), (CPU,)) == []
     OnnxExporter().save(tmp_path / "mine.onnx", tmp_path / "saved")
     answers = reference(OnnxExporter(), tmp_path / "saved/model.onnx", {"x": np.zeros((2, 3), np.float32)})
     np.testing.assert_allclose(np.float32(answers["probabilities"]), np.full((2, 3), 1 / 3), atol=1e-6)
@@ -217,23 +218,3 @@ def test_what_is_wrong_with_a_brought_file_is_known_before_any_work(tmp_path: Pa
     write_softsign(source)
     found += list_user_model_problems(source, section(), (CPU,))
     golden("errors", "\n".join(found))
-
-
-def test_maps_of_a_classifier_become_a_tensor(tmp_path: Path) -> None:
-    """skl2onnx gives probabilities as a sequence of maps unless it is told otherwise."""
-    import skl2onnx
-    from sklearn.datasets import load_iris
-    from sklearn.linear_model import LogisticRegression
-
-    data = load_iris()
-    model = LogisticRegression(max_iter=500).fit(data.data, data.target)
-    made = skl2onnx.to_onnx(model, data.data[:1].astype(np.float32), target_opset={"": 18, "ai.onnx.ml": 3})
-    made.ir_version = 10
-    source = tmp_path / "mine.onnx"
-    source.write_bytes(made.SerializeToString())
-    rows = data.data[:20].astype(np.float32)
-    assert list_user_model_problems(source, section(18, 10, convert=False), (CPU,)) == []
-    (tmp_path / "saved").mkdir()
-    OnnxExporter().save(source, tmp_path / "saved")
-    answers = reference(OnnxExporter(), OnnxExporter().load(tmp_path / "saved"), {"X": rows})
-    np.testing.assert_allclose(answers["output_probability"].astype(np.float64), model.predict_proba(rows), atol=1e-5)

@@ -143,22 +143,6 @@ def test_operator_types_may_be_chosen(convolution: OptimizeRequest) -> None:
     assert is_rounded(convolution)
 
 
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"reduce-range": True}, "reduce_range"),
-        ({"reduce_range": "yes"}, "true or false"),
-        ({"op_types": "Conv"}, "list"),
-        ({"op_types": []}, "at least one"),
-        ({"nonsense": 1}, "op_types"),
-    ],
-)
-def test_wrong_options_are_refused(perceptron: OptimizeRequest, options: dict[str, object], word: str) -> None:
-    for optimizer, section in ((DynamicQuantizer(), DYNAMIC), (StaticQuantizer(), STATIC)):
-        with pytest.raises(UserError, match=word):
-            optimizer.optimize(replace(perceptron, section=replace(section, options=options)))  # type: ignore[arg-type]
-
-
 def test_inferred_shapes_in_the_source_do_not_stop_the_quantizer(perceptron: OptimizeRequest) -> None:
     """Exports of PyTorch bring shapes of their weights, which a quantizer that transposes a weight stumbles over."""
     model = read_model(perceptron.source)

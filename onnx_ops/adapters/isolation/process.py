@@ -59,7 +59,6 @@ class IsolatedProcess:
 
     def __init__(self, command: Command, limits: ProcessLimits, where: str) -> None:
         self._where = where
-        self._limits = limits
         self._memory = limits.memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self._scratch = Scratch()
         answers, inner = os.pipe()

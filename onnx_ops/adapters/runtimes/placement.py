@@ -125,19 +125,18 @@ def _is_isolated(target: Target) -> bool:
 
 
 class GuardedRuntime(OnnxRuntime):
-    """Runs each call of `run` in a separate process, limited to `timeout` seconds and `memory` bytes."""
+    """Runs each call of `run` in a separate process, limited to `timeout` seconds."""
 
-    def __init__(self, timeout: float = DEFAULT_TIMEOUT_S, memory: int | None = None) -> None:
+    def __init__(self, timeout: float = DEFAULT_TIMEOUT_S) -> None:
         super().__init__()
         self._timeout = timeout
-        self._memory = memory
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
         """Run each batch in a forked process and return its outputs by name."""
         loaded = prepare_model_file(model, target)  # a shielded process starts no other
         try:
             run = OnnxRuntime().run
-            return run_guarded(run, loaded, target, batches, timeout=self._timeout, memory=self._memory)
+            return run_guarded(run, loaded, target, batches, timeout=self._timeout)
         except ProcessCrashError as crash:
             what, remedy = "ONNX Runtime crashed", "Export the model with other operators or shapes."
             if crash.timed_out:
