@@ -2,37 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
-
-from typing_extensions import TypeForm
+from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from onnx_ops import codec
 from onnx_ops.adapters.isolation.crash_guard import DEFAULT_TIMEOUT_S, ProcessCrashError, run_guarded
 from onnx_ops.adapters.runtimes.hardware import read_hardware
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.runtimes.ort_format import prepare_model_file
-from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.ports import Runtime
 from onnx_ops.ports.data import Array, Tensors
-from onnx_ops.ports.runtime import (
-    LoadSamples,
-    LoadSchedule,
-    PairedBenchmarkSamples,
-    PairedBenchmarkSchedule,
-    RunSamples,
-    StartSamples,
-    StartSchedule,
-)
 
 if TYPE_CHECKING:
     from onnx_ops.adapters.runtimes.isolated import IsolatedRuntimes
 
-T = TypeVar("T")
+
+def _place(method: Callable[..., Any]) -> Any:
+    """Return the method of OnnxRuntime for a runtime that calls it where the target places it."""
+    signature, hints = inspect.signature(method), get_type_hints(method)
+
+    @functools.wraps(method)
+    def call(self: TargetedRuntime, *positional: Any, **named: Any) -> Any:
+        arguments = dict(signature.bind(self, *positional, **named).arguments)
+        del arguments["self"]
+        target = arguments["target"]
+        if not _is_isolated(target):
+            return getattr(self.here, method.__name__)(**arguments)
+        for name, value in arguments.items():
+            if hints[name] is Path:
+                arguments[name] = value.resolve()
+            elif hints[name] == Sequence[Path]:
+                arguments[name] = [path.resolve() for path in value]
+        answer = self.isolated(target).call(method.__name__, **arguments)
+        return None if answer is None else codec.from_json(answer, hints["return"])
+
+    return call
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,45 +70,17 @@ class TargetedRuntime(Runtime):
         name, version = read_runtime_build(target)
         return read_hardware(target.runtime, f"{version} ({name})")
 
-    def facts(self, model: Path, target: Target) -> RuntimeFacts:
-        """Build a session and report its providers and which nodes they run."""
-        return self._call("facts", RuntimeFacts, target, model=model)
+    facts = _place(OnnxRuntime.facts)
+    rewritten = _place(OnnxRuntime.rewritten)
+    package = _place(OnnxRuntime.package)
+    run = _place(OnnxRuntime.run)
+    sample = _place(OnnxRuntime.sample)
+    race = _place(OnnxRuntime.race)
+    under_load = _place(OnnxRuntime.under_load)
+    starts = _place(OnnxRuntime.starts)
 
-    def rewritten(self, model: Path, target: Target, copy: Path) -> None:
-        """Write the graph as the runtime has optimized it."""
-        self._call("rewritten", Any, target, model=model, copy=copy)
-
-    def package(self, model: Path, target: Target, folder: Path) -> None:
-        """Write what a device needs to run the model into a folder."""
-        self._call("package", Any, target, model=model, folder=folder)
-
-    def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
-        """Run each batch and return its outputs by name."""
-        return self._call("run", tuple[Mapping[str, Any], ...], target, model=model, batches=batches)
-
-    def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
-        """Time `runs` runs of one feed after `warmup` runs that are not timed."""
-        return self._call("sample", RunSamples, target, model=model, feed=feed, runs=runs, warmup=warmup)
-
-    def race(
-        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
-    ) -> PairedBenchmarkSamples:
-        """Time several models in alternating order by the schedule."""
-        return self._call("race", PairedBenchmarkSamples, target, models=models, feed=feed, schedule=schedule)
-
-    def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
-        """Time windows of concurrent requests to each model."""
-        return self._call("under_load", LoadSamples, target, models=models, feed=feed, schedule=schedule)
-
-    def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
-        """Measure cold starts of each model in fresh processes."""
-        return self._call("starts", StartSamples, target, models=models, feed=feed, schedule=schedule)
-
-    def _call(self, method: str, kind: TypeForm[T], target: Target, **arguments: Any) -> T:
-        """Call a method of OnnxRuntime where the target places it."""
-        if not _is_isolated(target):
-            result: T = getattr(self.here, method)(target=target, **arguments)
-            return result
+    def isolated(self, target: Target) -> IsolatedRuntimes:
+        """Return the runtimes of isolated environments, for one of this target."""
         if self.elsewhere is None:
             # Most runs have no such target, and need not import the code that starts processes.
             from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv
@@ -107,11 +89,7 @@ class TargetedRuntime(Runtime):
             if self.folder is None:
                 raise UserError("there is no folder for its environment here", where=f"target {target.name}: env")
             self.elsewhere = IsolatedRuntimes(python=PythonEnvironments(folder=self.folder, uv=find_uv()).python)
-        for name in {"model", "copy", "folder"} & arguments.keys():
-            arguments[name] = arguments[name].resolve()
-        if "models" in arguments:
-            arguments["models"] = [model.resolve() for model in arguments["models"]]
-        return codec.from_json(self.elsewhere.call(method, target, **arguments), kind)
+        return self.elsewhere
 
 
 def _is_isolated(target: Target) -> bool:
