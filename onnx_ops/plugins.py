@@ -64,7 +64,6 @@ MISSING = "not installed"
 @functools.lru_cache(maxsize=4)
 def _points(path: tuple[str, ...]) -> Mapping[str, EntryPoints]:
     """Return entry points by kind. Reading them parses the metadata of every distribution on the path."""
-    del path
     found = entry_points()
     return {kind: found.select(group=f"onnx_ops.{kind}") for kind in KINDS}
 
@@ -123,7 +122,6 @@ def distribution(kind: str, name: str) -> str | None:
 @functools.lru_cache(maxsize=256)
 def _distribution(path: tuple[str, ...], kind: str, name: str) -> str | None:
     """Read the distribution once: each access parses its metadata, and a plan needs it for each stage."""
-    del path
     found = find(kind, name).dist
     return None if found is None else found.name
 

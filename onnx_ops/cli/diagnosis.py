@@ -86,14 +86,12 @@ def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> lis
 
 @_named("python")
 def _python(project: Project) -> Iterator[Diagnosis]:
-    del project
     python = ".".join(str(part) for part in sys.version_info[:3])
     yield Diagnosis(check="python", ok=sys.version_info >= (3, 11), found=python, remedy="Use Python 3.11 or newer.")
 
 
 @_named("packages")
 def _packages(project: Project) -> Iterator[Diagnosis]:
-    del project
     for name, (wanted, breaks) in PINS.items():
         try:
             installed = version(name)
@@ -108,7 +106,6 @@ def _packages(project: Project) -> Iterator[Diagnosis]:
 
 @_named("plugins")
 def _plugins(project: Project) -> Iterator[Diagnosis]:
-    del project
     for kind in ("exporters", "optimizers", "runtimes", "data"):
         for name in plugins.names(kind):
             plugin = plugins.load(kind, name)
@@ -126,7 +123,6 @@ def _optional(check: str, missing: Sequence[str], text: str) -> Diagnosis:
 
 @_named("execution providers")
 def _providers(project: Project) -> Iterator[Diagnosis]:
-    del project
     from onnx_ops.adapters.runtimes.onnxruntime_session import list_devices, list_providers
 
     providers = list_providers()

@@ -126,19 +126,15 @@ class SilentObserver:
 
     def planned(self, plan: Plan) -> None:
         """Ignore the plan."""
-        del plan
 
     def started(self, stage: Stage) -> None:
         """Ignore the start of a stage."""
-        del stage
 
     def progressed(self, stage: Stage, line: str) -> None:
         """Ignore a progress message."""
-        del stage, line
 
     def finished(self, stage: Stage, outcome: StageOutcome) -> None:
         """Ignore the end of a stage."""
-        del stage, outcome
 
 
 class InlineExecutor:
@@ -146,7 +142,6 @@ class InlineExecutor:
 
     def run(self, stage: Stage, work: Work, decide: Callable[[Manifest], Decision | None]) -> Manifest:
         """Run the work of a stage."""
-        del decide
         for attempt in range(stage.retries + 1):
             try:
                 return work()
@@ -157,7 +152,6 @@ class InlineExecutor:
 
     def show(self, stage: Stage, outcome: StageOutcome, decide: Callable[[Manifest], Decision | None]) -> None:
         """Ignore an outcome that needed no work."""
-        del stage, outcome, decide
 
 
 def run(

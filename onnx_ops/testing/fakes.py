@@ -123,7 +123,6 @@ class FakeProvider(EndpointProvider):
 
     def explain_unservable(self, target: Target) -> str:
         """Return empty: every target is servable."""
-        del target
         return ""
 
     def place(self, config: EndpointConfig) -> str:
@@ -207,7 +206,6 @@ class FakeMetrics(MetricsSource):
         return frozenset({"exceedances", "shadow", "outcomes"})
 
     def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
-        del deployment
         self._answer(config)
         return self.histogram
 
@@ -325,7 +323,6 @@ class FakeRegistry:
         return documents[name]
 
     def mirror(self, entry: LedgerEntry, model: str) -> None:
-        del model
         self._answer()
         if entry not in self.mirrored:
             self.mirrored.append(entry)
@@ -473,5 +470,4 @@ class FakeWorld:
 
 
 def _missing(name: str, env: object = None, /) -> NoReturn:
-    del env
     raise MissingPackageError(f"there is no fake called {name}")

@@ -110,7 +110,6 @@ class World(EndpointSite):
         first = len(self.cloud.calls)
 
         def decide(number: int, call: Call) -> Trouble | None:
-            del call
             if number - first != at or trouble is None:
                 return None
             also()

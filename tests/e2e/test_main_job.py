@@ -67,7 +67,6 @@ def test_the_registry_holds_a_version_per_variant_and_the_champion(first: Any, p
 
 def test_a_second_run_executes_no_stage(first: Any, project: Project) -> None:
     """It asks the registry whether its versions are still there, and loads nothing else that takes long."""
-    del first
     done = project.process("run", MLP, environ={"PYTHONPROFILEIMPORTTIME": "1"})
     assert done.code == 0
     assert "no stage was executed" in done.stdout
@@ -95,7 +94,6 @@ def test_explain_judges_again_from_what_is_stored(first: Any, project: Project) 
 
 
 def test_plan_shows_what_would_run(first: Any, project: Project) -> None:
-    del first
     planned = project.document("plan", MLP, "--set", SECOND)
     would = {stage["stage"]: stage["would"] for stage in planned["stages"]}
     assert would["data/train"] == "unchanged"
@@ -103,7 +101,6 @@ def test_plan_shows_what_would_run(first: Any, project: Project) -> None:
 
 
 def test_a_tampered_file_in_the_store_is_made_again(first: Any, project: Project) -> None:
-    del first
     blobs = [p for p in (project.root / ".onnx-ops" / "store" / "blobs").rglob("*") if p.is_file()]
     model = max(blobs, key=lambda p: p.stat().st_size if p.read_bytes()[:4] == b"\x08\x0a\x12\x08" else 0)
     victim = model if model.read_bytes()[:2] == b"\x08\x0a" else blobs[0]
@@ -137,7 +134,6 @@ def test_the_second_release_replaces_the_first_and_rollback_brings_it_back(first
 
 
 def test_doctor_finds_everything_in_order(first: Any, project: Project) -> None:
-    del first
     findings = project.document("doctor")
     assert all(finding["ok"] for finding in findings)
     assert any(f["check"] == "endpoint digits" and "answers at" in f["found"] for f in findings)

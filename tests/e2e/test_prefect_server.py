@@ -59,7 +59,6 @@ def test_tables_are_found_through_the_api(first: dict[str, Any], site: PrefectSi
 
 
 def test_a_scheduled_run_fires_by_itself(first: dict[str, Any], site: PrefectSite) -> None:
-    del first
     site.done("deployment", "schedule", "create", "pipeline/digits-mlp", "--interval", "10", "--replace", "-y")
 
     def fired() -> dict[str, Any] | None:
@@ -74,7 +73,6 @@ def test_a_scheduled_run_fires_by_itself(first: dict[str, Any], site: PrefectSit
 
 
 def test_a_failed_gate_fails_its_task_run_and_the_run(first: dict[str, Any], site: PrefectSite) -> None:
-    del first
     run = site.flow_run("pipeline/digits-mlp", ends="FAILED", overrides=["gates[5].max=1 kB"])
     assert run["state_name"] == "GateFailed"
     assert "size" in run["state"]["message"]
@@ -86,7 +84,6 @@ def test_a_failed_gate_fails_its_task_run_and_the_run(first: dict[str, Any], sit
 
 
 def test_a_rollback_by_deployment_is_in_the_ledger(first: dict[str, Any], site: PrefectSite) -> None:
-    del first
     before = site.project.status()
     site.project.run(ONLY_FP32, SECOND)
     between = site.project.status()
@@ -101,7 +98,6 @@ def test_a_rollback_by_deployment_is_in_the_ledger(first: dict[str, Any], site: 
 
 
 def test_reconcile_by_deployment_tells_each_endpoint(first: dict[str, Any], site: PrefectSite) -> None:
-    del first
     run = site.flow_run("reconcile/reconcile")
     assert run["state"]["message"].startswith("digits: ")
     assert site.task_runs(run, {"reconcile digits"}).keys() == {"reconcile digits"}

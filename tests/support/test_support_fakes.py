@@ -64,7 +64,6 @@ class TestFakeProvider(EndpointProviderSuite):
     @contextmanager
     def disturbed(self, fault: Disturbance, at: int = 0) -> Iterator[Sized]:
         """Nothing is asked but one change."""
-        del at
         apply, asked = self.fake.apply, list[str]()
 
         def faulty(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:

@@ -137,7 +137,6 @@ class TorchExporter(TracingExporter):
 
     def _module(self, model: Any, names: tuple[str, ...]) -> Any:
         """Return the module that takes inputs of these names in order."""
-        del names
         return model
 
 

@@ -16,7 +16,6 @@ from onnx_ops.scratch import Scratch
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
     """Store the ranges of a shard of the batches; nothing if it has none."""
-    del key
     settings: Mapping[str, Any] = stage.settings
     with Scratch() as folder:
         request, _ = build_request(stage, inputs, ports, folder)

@@ -22,7 +22,6 @@ from onnx_ops.scratch import Scratch
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
     """Derive a variant, or take the one that the search found."""
-    del key
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Quantize, where=stage.id)
     calibrate = section.calibrate

@@ -185,7 +185,6 @@ class NodeRuntime(Runtime):
         packages = NpmPackages(folder=self.folder).installed(self._requirements(target))
 
         def command(scratch: Path, answers: int, memory: int) -> list[str]:
-            del scratch, memory
             worker = [str(WORKER.resolve()), self.kind, str(packages.resolve()), str(answers), program]
             return [node, "--expose-gc", "--no-warnings", *worker]
 
@@ -221,7 +220,6 @@ class NodeRuntime(Runtime):
         return f"Node {read_program_version(NODE)}"
 
     def _program(self, target: Target) -> str:
-        del target
         return ""
 
 
@@ -236,7 +234,6 @@ class BrowserRuntime(NodeRuntime):
         return diagnose_programs("runtimes browser", (NODE, ("npm",), BROWSER))
 
     def _defaults(self, target: Target) -> tuple[str, ...]:
-        del target
         return WEB, DRIVER
 
     def _engine(self) -> str:
