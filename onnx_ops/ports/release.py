@@ -251,16 +251,6 @@ class MetricsSource(ABC):
         `cold_starts`."""
 
     @abstractmethod
-    def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
-        """Return a deployment's latency histogram: ascending upper bounds in seconds, and one count more than bounds.
-
-        It covers what the source still knows, at most the last day. None if it has no histogram.
-
-        Raises:
-            ServiceUnavailableError: the source does not answer.
-        """
-
-    @abstractmethod
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
         """Return the counts of these deployments until now, all at the same moment, each against its thresholds.
 
@@ -270,6 +260,16 @@ class MetricsSource(ABC):
         Raises:
             ServiceUnavailableError: the source does not answer; a driver then waits.
         """
+
+    def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
+        """Return a deployment's latency histogram: ascending upper bounds in seconds, and one count more than bounds.
+
+        It covers what the source still knows, at most the last day. None if it has no histogram.
+
+        Raises:
+            ServiceUnavailableError: the source does not answer.
+        """
+        return None
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
         """Return what this machine lacks for the endpoint, as far as known without network."""

@@ -51,10 +51,6 @@ class AzureMonitorMetrics(MetricsSource):
         """Return `quantiles`."""
         return frozenset({"quantiles"})
 
-    def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
-        """Return None: Azure Monitor has no histogram."""
-        return None
-
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
         """Return the counts of the day, by the deployments' names in Azure."""
         until = (self._clock.now() - _SETTLED) // _MINUTE * _MINUTE

@@ -5,7 +5,7 @@ A reading ends with the last complete minute and starts with the endpoint's last
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
@@ -65,10 +65,6 @@ class CloudWatchMetrics(MetricsSource):
     def capabilities(self) -> frozenset[str]:
         """Return `quantiles`."""
         return frozenset({"quantiles"})
-
-    def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
-        """Return None: CloudWatch has no histogram that can be read."""
-        return None
 
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
         """Return the counts since the last change; none of a guarded endpoint."""
