@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,22 +31,26 @@ def export(model: Any, rows: Any, path: Path, section: Export = SECTION) -> dict
     return model_runs.export(SklearnExporter(), model, {"x": rows}, path, section)
 
 
-def load(name: str) -> tuple[Any, Any]:
+def bundled(name: str) -> tuple[Any, Any]:
     """Rows and labels of a bundled set."""
-    from sklearn import datasets
+    rows, target = getattr(importlib.import_module("sklearn.datasets"), f"load_{name}")(return_X_y=True)
+    return rows, target
 
-    data = getattr(datasets, f"load_{name}")()
-    return data.data.astype(np.float32), data.target
+
+def load(name: str) -> tuple[Any, Any]:
+    rows, target = bundled(name)
+    return rows.astype(np.float32), target
+
+
+def scaled(*steps: Any) -> Any:
+    return piped(sk("preprocessing.StandardScaler"), *steps)
 
 
 @functools.cache
 def digits() -> object:
     """A perceptron behind a scaler, trained once."""
-    from sklearn import datasets
-
-    data = datasets.load_digits()
     network = sk("neural_network.MLPClassifier", (16,), max_iter=60, tol=1e-2, random_state=0)
-    return scaled(network).fit(data.data, data.target)
+    return scaled(network).fit(*bundled("digits"))
 
 
 class TestClassifier(ExporterSuite):
@@ -56,18 +61,8 @@ class TestClassifier(ExporterSuite):
 
 
 class TestRegressor(TestClassifier):
-    @pytest.fixture
-    def model(self) -> object:
-        from sklearn import datasets
-
-        data = datasets.load_diabetes()
-        return sk("linear_model.Ridge").fit(data.data, data.target)
-
+    model = made(lambda: sk("linear_model.Ridge").fit(*bundled("diabetes")))
     samples = made(lambda: {"x": load("diabetes")[0][:32]})
-
-
-def scaled(*steps: Any) -> Any:
-    return piped(sk("preprocessing.StandardScaler"), *steps)
 
 
 def tumours() -> tuple[Any, Any]:
@@ -166,11 +161,9 @@ def test_precisions_differ_by_rounding_of_weights_and_arithmetic() -> None:
 
 
 def test_a_precision_that_an_estimator_does_not_know_is_none_and_refused_rows_are_an_error() -> None:
-    from sklearn import datasets
-
-    data = datasets.load_diabetes()
-    estimator = sk("svm.SVR").fit(data.data, data.target)
-    rows = {"x": data.data[:5].astype(np.float32)}
+    data, target = bundled("diabetes")
+    estimator = sk("svm.SVR").fit(data, target)
+    rows = {"x": data[:5].astype(np.float32)}
     assert SklearnExporter().reference(estimator, rows, "float32") is None
     assert SklearnExporter().reference(estimator, rows, "float64") is not None
     with pytest.raises(ValueError, match="NaN"):

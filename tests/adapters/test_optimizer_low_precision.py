@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -271,7 +272,7 @@ def write_gelu(path: Path) -> None:
 
 
 DYNAMIC, STATIC, WEIGHTS = DynamicQuantizer(), StaticQuantizer(), WeightOnlyQuantizer()
-WRONG: list[tuple[Optimizer, dict[str, object], str]] = [
+WRONG: list[tuple[Optimizer, Mapping[str, object], str]] = [
     *((optimizer, {"reduce-range": True}, "reduce_range") for optimizer in (DYNAMIC, STATIC)),
     *((optimizer, {"reduce_range": "yes"}, "true or false") for optimizer in (DYNAMIC, STATIC)),
     *((optimizer, {"op_types": "Conv"}, "list") for optimizer in (DYNAMIC, STATIC)),
@@ -295,7 +296,7 @@ WRONG: list[tuple[Optimizer, dict[str, object], str]] = [
 
 @pytest.mark.parametrize(("optimizer", "options", "said"), WRONG)
 def test_options_that_cannot_work_are_refused(
-    perceptron: OptimizeRequest, optimizer: Optimizer, options: dict[str, object], said: str
+    perceptron: OptimizeRequest, optimizer: Optimizer, options: Mapping[str, object], said: str
 ) -> None:
     section = replace(perceptron.section, calibrate=Calibrate())
     request = replace(perceptron, section=section, calibration=None if optimizer is WEIGHTS else rows(32))

@@ -80,10 +80,7 @@ def _answer(
     except Exception as error:  # a framework raises many types of exceptions
         if isinstance(error, ValueError) and do in refusing:
             return {"refused": str(error)}
-        what, lines = (
-            f"{type(error).__name__}: {quoted(error)}",
-            "".join(traceback.format_exception(error)).splitlines(),
-        )
+        what, lines = f"{type(error).__name__}: {quoted(error)}", traceback.format_exc().splitlines()
         return {"error": StageError(what, where=where, why="\n".join(lines[-15:])).as_document()}
     finally:
         faulthandler.cancel_dump_traceback_later()
