@@ -65,9 +65,8 @@ MISSING = "not installed"
 @functools.lru_cache(maxsize=4)
 def _points(path: tuple[str, ...]) -> Mapping[str, EntryPoints]:
     """Return entry points by kind. Reading them parses the metadata of every distribution on the path."""
-    del path
-    installed = entry_points()
-    return {kind: installed.select(group=f"onnx_ops.{kind}") for kind in KINDS}
+    found = entry_points()
+    return {kind: found.select(group=f"onnx_ops.{kind}") for kind in KINDS}
 
 
 def names(kind: str) -> tuple[str, ...]:
@@ -124,9 +123,8 @@ def distribution(kind: str, name: str) -> str | None:
 @functools.lru_cache(maxsize=256)
 def _distribution(path: tuple[str, ...], kind: str, name: str) -> str | None:
     """Read the distribution once: each access parses its metadata, and a plan needs it for each stage."""
-    del path
-    distribution = find(kind, name).dist
-    return None if distribution is None else distribution.name
+    found = find(kind, name).dist
+    return None if found is None else found.name
 
 
 @functools.cache

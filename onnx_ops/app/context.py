@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from onnx_ops import plugins
 from onnx_ops.adapters.external_model import UserSuppliedModels
@@ -43,7 +43,6 @@ from onnx_ops.ports import (
 from onnx_ops.protocol.server_process import LocalHost
 
 if TYPE_CHECKING:
-    from onnx_ops.adapters.isolation.process import ProcessLimits
     from onnx_ops.adapters.registries.mlflow_connection import MlflowModels
     from onnx_ops.app.execution import RunningStages, StageDurations
     from onnx_ops.app.handler import StageHandler
@@ -147,8 +146,8 @@ def build_context(settings: Settings) -> Context:
         signer=_once(lambda: _signer(settings)),
         provider=provider,
         metrics=lambda config: _metrics(config, provider),
-        exporter=functools.partial(load_exporter, settings),
-        optimizer=functools.partial(load_optimizer, settings),
+        exporter=functools.partial(load_tool, settings, "exporters"),
+        optimizer=functools.partial(load_tool, settings, "optimizers"),
         runtime=functools.cache(lambda name: _runtime(settings, name)),
         source=functools.cache(lambda name: _source(settings, name)),
         notifiers=_once(lambda: _notifiers(settings)),
@@ -253,37 +252,45 @@ def _notifiers(settings: Settings) -> Mapping[str, Notifier]:
 
 
 @functools.cache
-def load_exporter(settings: Settings, name: str, env: Environment | None = None) -> Exporter:
-    """Return an exporter. One with `requirements` runs isolated with those, unless `env` overrides it."""
-    plugin: Exporter = plugins.load("exporters", name)
-    wanted = plugins.select_environment(plugin, env)
+def load_tool(settings: Settings, group: str, name: str, env: Environment | None = None) -> Any:
+    """Return an exporter or optimizer. One with `requirements` runs isolated with those, unless `env` overrides it."""
+    plugin = plugins.load(group, name)
+    wanted = select_environment(plugin, env)
     if wanted is None:
         return plugin
-    from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter
-
-    python, limits = _isolate(settings, wanted)
-    entry_point = plugins.find("exporters", name).value
-    return IsolatedExporter(exporter=entry_point, python=python, root=settings.root, limits=limits)
-
-
-@functools.cache
-def load_optimizer(settings: Settings, name: str, env: Environment | None = None) -> Optimizer:
-    """Return an optimizer, isolated like an exporter."""
-    plugin: Optimizer = plugins.load("optimizers", name)
-    wanted = plugins.select_environment(plugin, env)
-    if wanted is None:
-        return plugin
-    from onnx_ops.adapters.isolation.isolated_tools import IsolatedOptimizer
-
-    python, limits = _isolate(settings, wanted)
-    return IsolatedOptimizer(here=plugin, place=plugins.find("optimizers", name).value, python=python, limits=limits)
-
-
-def _isolate(settings: Settings, wanted: Environment) -> tuple[Callable[[], Path], ProcessLimits]:
-    """Return a function for the interpreter of an environment, and the limits of its processes."""
     from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv
+    from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter, IsolatedOptimizer
     from onnx_ops.adapters.isolation.process import ProcessLimits
 
     environments = PythonEnvironments(folder=settings.environments, uv=find_uv())
-    limits = ProcessLimits(memory=wanted.memory, timeout=wanted.timeout)
-    return (lambda: environments.python(wanted)), limits
+    place, limits = plugins.find(group, name).value, ProcessLimits(memory=wanted.memory, timeout=wanted.timeout)
+
+    def python() -> Path:
+        return environments.python(wanted)
+
+    if group == "exporters":
+        return IsolatedExporter(place=place, python=python, limits=limits, root=settings.root)
+    return IsolatedOptimizer(place=place, python=python, limits=limits, here=plugin)
+
+
+def select_environment(plugin: Exporter | Optimizer, env: Environment | None) -> Environment | None:
+    """Return the environment to run an exporter or optimizer in; None for this installation.
+
+    Raises:
+        UserError: `env` requests packages in this installation, where stages cannot install any, or names none at all.
+    """
+    own: tuple[str, ...] = getattr(plugin, "requirements", ())
+    if env is not None and not env.isolated:
+        if env.requirements or env.python:
+            raise UserError(
+                "`isolated: false` runs in this installation, which is never changed",
+                where="env",
+                remedy="Leave out `requirements` and `python`, or `isolated`.",
+            )
+        return None
+    if env is None:
+        return Environment(requirements=own) if own else None
+    requirements = env.requirements or own
+    if not requirements:
+        raise UserError("the environment has no requirements", where="env", remedy="List the packages that it needs.")
+    return Environment(requirements=requirements, python=env.python, memory=env.memory, timeout=env.timeout)

@@ -194,7 +194,7 @@ _TIMED = (StageKind.SEARCH, StageKind.BENCHMARK)
 
 
 def _silent(stage: Stage, line: str) -> None:
-    del stage, line
+    pass
 
 
 @dataclass(frozen=True)

@@ -88,14 +88,12 @@ def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> lis
 
 @_named("python")
 def _python(project: Project) -> Iterator[Diagnosis]:
-    del project
     python = ".".join(str(part) for part in sys.version_info[:3])
     yield _finding("python", python, ok=sys.version_info >= (3, 11), remedy="Use Python 3.11 or newer.")
 
 
 @_named("packages")
 def _packages(project: Project) -> Iterator[Diagnosis]:
-    del project
     for name, (wanted, breaks) in PINS.items():
         try:
             installed = version(name)
@@ -110,7 +108,6 @@ def _packages(project: Project) -> Iterator[Diagnosis]:
 
 @_named("plugins")
 def _plugins(project: Project) -> Iterator[Diagnosis]:
-    del project
     for kind in ("exporters", "optimizers", "runtimes", "data"):
         for name in plugins.names(kind):
             plugin = plugins.load(kind, name)
@@ -128,7 +125,6 @@ def _optional(check: str, missing: Sequence[str], text: str) -> Diagnosis:
 
 @_named("execution providers")
 def _providers(project: Project) -> Iterator[Diagnosis]:
-    del project
     from onnx_ops.adapters.runtimes.onnxruntime_session import list_devices, list_providers
 
     providers = list_providers()
@@ -219,7 +215,7 @@ def _registry(project: Project) -> Iterator[Diagnosis]:
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
         yield _finding("registry", "a new MLflow database; the first run makes it")
         return
-    project.ports.registry().aliases("onnx-ops-doctor")
+    project.context.registry().aliases("onnx-ops-doctor")
     yield _finding("registry", "answers")
 
 
@@ -285,7 +281,7 @@ def _pending_rollbacks(project: Project) -> Iterator[Diagnosis]:
     for name in list_bound_endpoints(project.context):
         pending = read_readable_state(project.context, name).pending_rollback
         if pending is not None:
-            found = f"owed {describe_pending(pending, project.ports.clock.now())}"
+            found = f"owed {describe_pending(pending, project.context.clock.now())}"
             yield _finding(f"rollback of {name}", found, ok=False, remedy=f"onnx-ops reconcile {name} tries again")
 
 

@@ -70,7 +70,6 @@ def _stopped_by_signals(wakeups: ReconcileQueue) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def stop(number: int, frame: FrameType | None) -> None:
-        del number, frame
         for name, handler in before.items():
             signal.signal(name, handler)
         wakeups.close()

@@ -124,7 +124,6 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         endpoint: str | None = None,
     ) -> dict[str, str]:
         """Bind a new endpoint and serve the version there; a version that is refused binds nothing."""
-        del endpoint
         _check_flavor(flavor)
         if name in list_bound_endpoints(self._context):
             raise UserError(f"deployment {name} exists", remedy="Change it with `mlflow deployments update`.")
@@ -161,7 +160,6 @@ class OnnxOpsDeployments(BaseDeploymentClient):
     ) -> dict[str, str]:
         """Promote another version for the endpoint's target; steps of its rollout that wait for a person stay to be
         taken."""
-        del endpoint
         _check_flavor(flavor)
         journal = Journal.open(self._context, name)
         bound, given = journal.config, dict(config or {})
@@ -192,15 +190,13 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         self, name: str, config: Mapping[str, str] | None = None, endpoint: str | None = None
     ) -> None:
         """End the endpoint. Deleting one that is not there is no error."""
-        del endpoint
         if name in list_bound_endpoints(self._context):
             delete_endpoint(self._context, name, reason=dict(config or {}).get("reason", "mlflow deployments delete"))
 
     @_translated
     def list_deployments(self, endpoint: str | None = None) -> list[dict[str, Any]]:
         """List all endpoints."""
-        del endpoint
-        endpoints = []
+        found = []
         for name in list_bound_endpoints(self._context):
             try:
                 endpoints.append(self._described(name))
@@ -211,7 +207,6 @@ class OnnxOpsDeployments(BaseDeploymentClient):
     @_translated
     def get_deployment(self, name: str, endpoint: str | None = None) -> dict[str, Any]:
         """Return the state of an endpoint."""
-        del endpoint
         return self._described(name)
 
     @_translated

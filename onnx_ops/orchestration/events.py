@@ -50,7 +50,6 @@ class PrefectEvents(Notifier):
     tools = EXTRAS["prefect"]
 
     def __init__(self, place: str = "", state: Path = Path()) -> None:
-        del state
         if place:
             raise UserError(f"{NAME} takes no place, not {place!r}", where="notify", remedy=f"Write {NAME} alone.")
 

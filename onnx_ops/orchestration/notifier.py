@@ -25,7 +25,6 @@ class PrefectNotifier(Notifier):
     tools = EXTRAS["prefect"]
 
     def __init__(self, place: str, state: Path) -> None:
-        del state
         kind, _, name = place.partition("/")
         if not (kind and name) or "/" in name:
             raise UserError(

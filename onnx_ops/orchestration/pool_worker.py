@@ -75,7 +75,6 @@ def work(request: str, store: str, asker: str) -> State[Any]:
         store: The store of who asked.
         asker: Identifies who asked first.
     """
-    del asker
     run = runtime.flow_run.id
     with project_of(()) as project, _watched(project, UUID(run)):
         error = answer(project, request, place=store, run=run, observer=_Log(get_run_logger()))
@@ -212,7 +211,6 @@ class PoolWorker:
         return name
 
     def _stop(self, number: int, frame: object) -> None:
-        del number, frame
         if self._stopping:
             for pid in self.stages:
                 _end(pid)

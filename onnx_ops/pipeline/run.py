@@ -93,23 +93,18 @@ class Handler(Protocol):
 
     def cached(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest | None:
         """Return the stage's result if it is cached and intact, or applied."""
-        ...
 
     def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
         """Return why the stage has nothing to do (no variant passed); empty if it has."""
-        ...
 
     def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
         """Hold a lock on the same work of other runs."""
-        ...
 
     def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         """Compute and store the result."""
-        ...
 
     def decision(self, manifest: Manifest) -> Decision | None:
         """Return the decision in a gate stage's result."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,19 +126,15 @@ class SilentObserver:
 
     def planned(self, plan: Plan) -> None:
         """Ignore the plan."""
-        del plan
 
     def started(self, stage: Stage) -> None:
         """Ignore the start of a stage."""
-        del stage
 
     def progressed(self, stage: Stage, line: str) -> None:
         """Ignore a progress message."""
-        del stage, line
 
     def finished(self, stage: Stage, outcome: StageOutcome) -> None:
         """Ignore the end of a stage."""
-        del stage, outcome
 
 
 class InlineExecutor:
@@ -151,7 +142,6 @@ class InlineExecutor:
 
     def run(self, stage: Stage, work: Work, decide: Callable[[Manifest], Decision | None]) -> Manifest:
         """Run the work of a stage."""
-        del decide
         for attempt in range(stage.retries + 1):
             try:
                 return work()
@@ -162,7 +152,6 @@ class InlineExecutor:
 
     def show(self, stage: Stage, outcome: StageOutcome, decide: Callable[[Manifest], Decision | None]) -> None:
         """Ignore an outcome that needed no work."""
-        del stage, outcome, decide
 
 
 def run(

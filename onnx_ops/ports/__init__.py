@@ -2,100 +2,44 @@
 
 from __future__ import annotations
 
-from onnx_ops.ports.context import Context
-from onnx_ops.ports.data import (
-    Dataset,
-    DataSource,
-    ModelSource,
-    Sample,
-    Tensors,
-)
-from onnx_ops.ports.export import (
-    Exporter,
-    ExportRequest,
-    Tracer,
-    TracingExporter,
-    TrainingExporter,
-    Tree,
-    TreeExporter,
-)
-from onnx_ops.ports.notify import Notifier
-from onnx_ops.ports.optimize import Optimizer, OptimizeRequest
-from onnx_ops.ports.release import (
-    EndpointProvider,
-    Ledger,
-    MetricsSource,
-    ModelFiles,
-    Registry,
-)
-from onnx_ops.ports.run import (
-    Clock,
-    EndedRun,
-    Executor,
-    Host,
-    Observer,
-    PlacedRun,
-    PlacedStage,
-    Pools,
-    PoolStatus,
-    Work,
-    WorkerStatus,
-)
-from onnx_ops.ports.runtime import (
-    LoadSamples,
-    LoadSchedule,
-    PairedBenchmarkSamples,
-    PairedBenchmarkSchedule,
-    RunSamples,
-    Runtime,
-    StartSamples,
-    StartSchedule,
-)
-from onnx_ops.ports.store import Signer, StageJournal, Store, Verifier
-
-__all__ = [
-    "Clock",
-    "Context",
-    "DataSource",
-    "Dataset",
-    "EndedRun",
-    "EndpointProvider",
-    "Executor",
-    "ExportRequest",
-    "Exporter",
-    "Host",
-    "Ledger",
-    "LoadSamples",
-    "LoadSchedule",
-    "MetricsSource",
-    "ModelFiles",
-    "ModelSource",
-    "Notifier",
-    "Observer",
-    "OptimizeRequest",
-    "Optimizer",
-    "PairedBenchmarkSamples",
-    "PairedBenchmarkSchedule",
-    "PlacedRun",
-    "PlacedStage",
-    "PoolStatus",
-    "Pools",
-    "Registry",
-    "RunSamples",
-    "Runtime",
-    "Sample",
-    "Signer",
-    "StageJournal",
-    "StartSamples",
-    "StartSchedule",
-    "Store",
-    "Tensors",
-    "Tracer",
-    "TracingExporter",
-    "TrainingExporter",
-    "Tree",
-    "TreeExporter",
-    "Verifier",
-    "Work",
-    "WorkerStatus",
-]
+from onnx_ops.ports.data import Dataset as Dataset
+from onnx_ops.ports.data import DataSource as DataSource
+from onnx_ops.ports.data import Tensors as Tensors
+from onnx_ops.ports.export import Exporter as Exporter
+from onnx_ops.ports.export import ExportRequest as ExportRequest
+from onnx_ops.ports.export import Tracer as Tracer
+from onnx_ops.ports.export import TracingExporter as TracingExporter
+from onnx_ops.ports.export import TrainingExporter as TrainingExporter
+from onnx_ops.ports.export import Tree as Tree
+from onnx_ops.ports.export import TreeExporter as TreeExporter
+from onnx_ops.ports.notify import Notifier as Notifier
+from onnx_ops.ports.optimize import Optimizer as Optimizer
+from onnx_ops.ports.optimize import OptimizeRequest as OptimizeRequest
+from onnx_ops.ports.release import EndpointProvider as EndpointProvider
+from onnx_ops.ports.release import Ledger as Ledger
+from onnx_ops.ports.release import MetricsSource as MetricsSource
+from onnx_ops.ports.release import ModelFiles as ModelFiles
+from onnx_ops.ports.release import Registry as Registry
+from onnx_ops.ports.run import Clock as Clock
+from onnx_ops.ports.run import EndedRun as EndedRun
+from onnx_ops.ports.run import Executor as Executor
+from onnx_ops.ports.run import Observer as Observer
+from onnx_ops.ports.run import PlacedRun as PlacedRun
+from onnx_ops.ports.run import PlacedStage as PlacedStage
+from onnx_ops.ports.run import Pools as Pools
+from onnx_ops.ports.run import PoolStatus as PoolStatus
+from onnx_ops.ports.run import Work as Work
+from onnx_ops.ports.run import WorkerStatus as WorkerStatus
+from onnx_ops.ports.runtime import LoadSamples as LoadSamples
+from onnx_ops.ports.runtime import LoadSchedule as LoadSchedule
+from onnx_ops.ports.runtime import PairedBenchmarkSamples as PairedBenchmarkSamples
+from onnx_ops.ports.runtime import PairedBenchmarkSchedule as PairedBenchmarkSchedule
+from onnx_ops.ports.runtime import RunSamples as RunSamples
+from onnx_ops.ports.runtime import Runtime as Runtime
+from onnx_ops.ports.runtime import StartSamples as StartSamples
+from onnx_ops.ports.runtime import StartSchedule as StartSchedule
+from onnx_ops.ports.store import Signer as Signer
+from onnx_ops.ports.store import StageJournal as StageJournal
+from onnx_ops.ports.store import Store as Store
+from onnx_ops.ports.store import Verifier as Verifier
+from onnx_ops.ports.toolbox import Context as Context

@@ -1,4 +1,4 @@
-"""Ports of data sets and existing models, and the array types that all rooms share."""
+"""Context of data sets and existing models, and the array types that all rooms share."""
 
 from __future__ import annotations
 
@@ -143,8 +143,6 @@ class ModelSource(Protocol):
             NotFoundError: there is no such model.
             ServiceUnavailableError: its server does not answer.
         """
-        ...
 
     def path(self, place: str, scratch: Path) -> Path:
         """Return the model as a local file or folder; `scratch` does not exist yet and takes downloads."""
-        ...

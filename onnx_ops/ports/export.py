@@ -1,4 +1,4 @@
-"""Ports that export a trained model to ONNX."""
+"""Context that export a trained model to ONNX."""
 
 from __future__ import annotations
 
@@ -31,8 +31,13 @@ class Exporter(ABC):
     """Turns a framework's model into an ONNX file and runs the original for comparison."""
 
     tools: tuple[str, ...]
-    """Distributions whose versions shape the trained model and its answers; an exporter may name further ones, which
-    shape the export only, as `converters`."""
+    """Distributions whose versions shape the trained model and its answers."""
+
+    converters: tuple[str, ...] = ()
+    """Further distributions, which shape the export only."""
+
+    requirements: tuple[str, ...] = ()
+    """Packages of the isolated environment that the exporter runs in by default; none for this installation."""
 
     @abstractmethod
     def save(self, model: object, folder: Path) -> None:

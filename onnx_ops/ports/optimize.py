@@ -1,4 +1,4 @@
-"""Ports that make a variant of an ONNX model."""
+"""Context that make a variant of an ONNX model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Optimizer(ABC):
 
     tools: tuple[str, ...]
     quantized: bool
-    needs_calibration: bool
+    needs_calibration: bool = False
 
     @abstractmethod
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:

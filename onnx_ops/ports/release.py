@@ -26,15 +26,12 @@ class Registry(Protocol):
         Raises:
             ServiceUnavailableError: the registry does not answer.
         """
-        ...
 
     def version(self, model: str, version: str) -> VersionRecord:
         """Return a version. Raises NotFoundError or ServiceUnavailableError."""
-        ...
 
     def versions(self, model: str) -> tuple[ListedVersion, ...]:
         """Return all versions that onnx-ops registered, oldest first; empty if the model does not exist."""
-        ...
 
     def delete_version(self, model: str, version: str) -> None:
         """Delete a version and the objects stored for it alone. Deleting a missing version is no error.
@@ -42,11 +39,9 @@ class Registry(Protocol):
         Raises:
             RefusedError: an alias points at it.
         """
-        ...
 
     def aliases(self, model: str) -> Mapping[str, str]:
         """Return versions by alias; empty if the model does not exist."""
-        ...
 
     def all_aliases(self) -> Mapping[str, Mapping[str, str]]:
         """Return versions by alias, by model. Requested in pages of models, regardless of the number of versions.
@@ -54,19 +49,15 @@ class Registry(Protocol):
         Raises:
             ServiceUnavailableError: the registry does not answer.
         """
-        ...
 
     def set_alias(self, model: str, alias: str, version: str) -> None:
         """Point an alias at a version."""
-        ...
 
     def delete_alias(self, model: str, alias: str) -> None:
         """Delete an alias. No error if it does not exist."""
-        ...
 
     def annotate(self, model: str, version: str, tags: Mapping[str, str]) -> None:
         """Set tags of a version."""
-        ...
 
     def fetch(self, record: VersionRecord, folder: Path) -> Manifest:
         """Download the version's model files into an empty folder and return their digests.
@@ -74,7 +65,6 @@ class Registry(Protocol):
         Raises:
             ServiceUnavailableError: the registry does not answer.
         """
-        ...
 
     def document(self, record: VersionRecord, name: str) -> bytes:
         """Return an evidence document of the version, by the path it was published under.
@@ -82,15 +72,12 @@ class Registry(Protocol):
         Raises:
             NotFoundError: the version has no such document.
         """
-        ...
 
     def mirror(self, entry: LedgerEntry, model: str) -> None:
         """Show a ledger entry to users of the registry. It is allowed to fail; nothing depends on it."""
-        ...
 
     def where(self, model: str) -> str:
         """Return how a person opens this registry."""
-        ...
 
     def page(self, model: str, version: str, name: str) -> str:
         """Return the address of an evidence document of the version; empty if the registry has no pages for them.
@@ -99,7 +86,6 @@ class Registry(Protocol):
             NotFoundError: there is no such version.
             ServiceUnavailableError: the registry does not answer.
         """
-        ...
 
 
 class Ledger(Protocol):
@@ -108,11 +94,9 @@ class Ledger(Protocol):
     @property
     def place(self) -> str:
         """Path or URL, without credentials."""
-        ...
 
     def endpoints(self) -> tuple[str, ...]:
         """Return the names of all ledgers."""
-        ...
 
     def state(self, endpoint: str) -> ReleaseState:
         """Return the fold of all entries, in a handful of reads regardless of their number.
@@ -120,7 +104,6 @@ class Ledger(Protocol):
         Raises:
             CorruptStateError: an entry that it needs cannot be read.
         """
-        ...
 
     def read(self, endpoint: str, *, after: int = 0) -> tuple[LedgerEntry, ...]:
         """Return the entries after a sequence, in order; all of them by default.
@@ -128,11 +111,9 @@ class Ledger(Protocol):
         Raises:
             CorruptStateError: an entry cannot be read.
         """
-        ...
 
     def read_intact(self, endpoint: str) -> tuple[LedgerEntry, ...]:
         """Return the entries before the first one that cannot be read."""
-        ...
 
     def append(self, entry: LedgerEntry) -> None:
         """Write the entry durably if its sequence is free.
@@ -140,7 +121,6 @@ class Ledger(Protocol):
         Raises:
             LedgerConflictError: another process wrote that sequence first.
         """
-        ...
 
 
 class EndpointProvider(ABC):
@@ -273,16 +253,6 @@ class MetricsSource(ABC):
         """Return what it can report: `exceedances` (requests over a latency) or `quantiles`; `shadow`, `feedback`,
         `cold_starts`."""
 
-    def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
-        """Return a deployment's latency histogram: ascending upper bounds in seconds, and one count more than bounds.
-
-        It covers what the source still knows, at most the last day. None if it has no histogram.
-
-        Raises:
-            ServiceUnavailableError: the source does not answer.
-        """
-        return None
-
     @abstractmethod
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
         """Return the counts of these deployments until now, all at the same moment, each against its thresholds.
@@ -294,6 +264,16 @@ class MetricsSource(ABC):
             ServiceUnavailableError: the source does not answer; a driver then waits.
         """
 
+    def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
+        """Return a deployment's latency histogram: ascending upper bounds in seconds, and one count more than bounds.
+
+        It covers what the source still knows, at most the last day. None if it has no histogram.
+
+        Raises:
+            ServiceUnavailableError: the source does not answer.
+        """
+        return None
+
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
         """Return what this machine lacks for the endpoint, as far as known without network."""
         return None
@@ -304,7 +284,6 @@ class ModelFiles(Protocol):
 
     def location(self, manifest: Digest) -> str | None:
         """Return the folder's path, if it exists and is intact."""
-        ...
 
     def admit(self, folder: Path, manifest: Manifest) -> str:
         """Verify every file against the manifest and store the folder; return its location.
@@ -313,12 +292,9 @@ class ModelFiles(Protocol):
             DigestMismatchError: a file is not what the manifest declares.
             RefusedError: the model references weights outside its folder.
         """
-        ...
 
     def list_folders(self) -> Sequence[StoredObject]:
         """Return every stored folder, by its manifest's digest; `at` is when it was admitted."""
-        ...
 
     def forget(self, manifest: Digest) -> None:
         """Remove a folder; no error if it does not exist."""
-        ...

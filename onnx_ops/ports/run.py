@@ -1,4 +1,4 @@
-"""Ports of a run: executor, observer, clock, pools and host."""
+"""Context of a run: executor, observer, clock, pools and host."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ class Clock(Protocol):
     """The time."""
 
     def now(self) -> float:
-        """Return seconds since the epoch."""
-        ...
+        """Seconds since the epoch."""
 
     def monotonic(self) -> float:
-        """Return seconds from an arbitrary start, for durations."""
-        ...
+        """Seconds from an arbitrary start, for durations."""
 
 
 class Executor(Protocol):
@@ -39,11 +37,9 @@ class Executor(Protocol):
         Raises:
             OnnxOpsError: the last attempt's error.
         """
-        ...
 
     def show(self, stage: Stage, outcome: StageOutcome, decide: Callable[[Manifest], Decision | None]) -> None:
         """Show the outcome of a stage that needed no work (cached, skipped); an earlier failed gate shows as failed."""
-        ...
 
 
 class Observer(Protocol):
@@ -51,19 +47,15 @@ class Observer(Protocol):
 
     def planned(self, plan: Plan) -> None:
         """Report the plan."""
-        ...
 
     def started(self, stage: Stage) -> None:
         """Report that a stage started."""
-        ...
 
     def progressed(self, stage: Stage, line: str) -> None:
         """Report the progress of a long stage."""
-        ...
 
     def finished(self, stage: Stage, outcome: StageOutcome) -> None:
         """Report that a stage ended."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,12 +202,9 @@ class Host(Protocol):
 
     def holder(self) -> str:
         """Return an identifier of this process that `alive` understands on the same machine."""
-        ...
 
     def alive(self, holder: str) -> bool:
         """Return whether that holder may still be running; True if unknown."""
-        ...
 
     def actor(self) -> str:
         """Return the person or service on whose behalf this process runs."""
-        ...

@@ -1,4 +1,4 @@
-"""Ports that store content and sign or verify it."""
+"""Context that store content and sign or verify it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ class Store(Protocol):
 
     def put_bytes(self, data: bytes) -> Digest:
         """Store bytes, and return their digest."""
-        ...
 
     def put_file(self, path: Path) -> Digest:
         """Store a file, and return its digest."""
-        ...
 
     def path(self, digest: Digest) -> Path:
         """Return a read-only local file with exactly that content, verified now.
@@ -26,31 +24,24 @@ class Store(Protocol):
         Raises:
             CorruptStateError: the content is missing or does not match its digest.
         """
-        ...
 
     def read(self, digest: Digest) -> bytes:
         """Return the content. Raises CorruptStateError as `path` does."""
-        ...
 
     def record(self, key: Digest, manifest: Manifest) -> None:
         """Record the result of the stage with that key."""
-        ...
 
     def lookup(self, key: Digest) -> Manifest | None:
         """Return the result of a key if the record and all its files are intact, else None."""
-        ...
 
     def results(self) -> Iterator[Manifest]:
         """Return every recorded result, including those with missing files."""
-        ...
 
     def contents(self) -> tuple[StoredObject, ...]:
         """Return all stored content and the leftovers of killed writers, without records."""
-        ...
 
     def forget(self, stored: StoredObject) -> bool:
         """Remove the object, unless it was put again since; return whether it was removed. No error if it is gone."""
-        ...
 
 
 class Signer(Protocol):
@@ -59,11 +50,9 @@ class Signer(Protocol):
     @property
     def key(self) -> Digest:
         """Digest of the public key."""
-        ...
 
     def sign(self, data: bytes) -> str:
         """Return the signature in base64."""
-        ...
 
 
 class Verifier(Protocol):
@@ -71,7 +60,6 @@ class Verifier(Protocol):
 
     def verify(self, data: bytes, signature: str, key: Digest) -> None:
         """Verify a signature. Raises InvalidSignatureError if the key is not trusted or it does not match."""
-        ...
 
 
 class StageJournal(Protocol):
@@ -79,12 +67,9 @@ class StageJournal(Protocol):
 
     def read(self) -> tuple[Any, ...]:
         """Return the documents so far; those after a torn or altered one are dropped permanently."""
-        ...
 
     def append(self, document: Any) -> None:
         """Add a JSON document. It is on the disk when this returns."""
-        ...
 
     def clear(self) -> None:
         """Remove all documents."""
-        ...

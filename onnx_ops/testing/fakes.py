@@ -127,7 +127,6 @@ class FakeProvider(EndpointProvider):
 
     def explain_unservable(self, target: Target) -> str:
         """Return empty: every target is servable."""
-        del target
         return ""
 
     def place(self, config: EndpointConfig) -> str:
@@ -211,7 +210,6 @@ class FakeMetrics(MetricsSource):
         return frozenset({"exceedances", "shadow", "feedback"})
 
     def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
-        del deployment
         self._answer(config)
         return self.histogram
 
@@ -329,7 +327,6 @@ class FakeRegistry:
         return documents[name]
 
     def mirror(self, entry: LedgerEntry, model: str) -> None:
-        del model
         self._answer()
         if entry not in self.mirrored:
             self.mirrored.append(entry)
@@ -477,5 +474,4 @@ class FakeWorld:
 
 
 def _missing(name: str, env: object = None, /) -> NoReturn:
-    del env
     raise MissingPackageError(f"there is no fake called {name}")

@@ -49,7 +49,6 @@ class NotifierSuite:
 
     def usual(self, letter: ReceivedRequest) -> Reply:
         """Return the reply of the service to an accepted message."""
-        del letter
         return Reply()
 
     def test_a_message_holds_what_a_person_needs(self, notifier: Notifier, inbox: WebhookSink) -> None:

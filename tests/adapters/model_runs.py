@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,16 @@ from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.export import Exporter, ExportRequest
 
 CPU = Target(name="cpu")
+
+
+def sk(place: str, *arguments: object, **settings: object) -> Any:
+    """An estimator of scikit-learn by its module and class; the package is slow to import."""
+    module, _, name = place.rpartition(".")
+    return getattr(importlib.import_module(f"sklearn.{module}"), name)(*arguments, **settings)
+
+
+def piped(*steps: object) -> Any:
+    return importlib.import_module("sklearn.pipeline").make_pipeline(*steps)
 
 
 def run(path: Path, feed: Tensors, target: Target = CPU, runtime: Runtime | None = None) -> dict[str, Any]:

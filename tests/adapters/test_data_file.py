@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 
 from onnx_ops.adapters.data.file import FileSource
 from onnx_ops.adapters.data.sklearn import SklearnSource
-from onnx_ops.domain.pipeline import DataSection, FileData, SklearnData
+from onnx_ops.domain.pipeline import FileData, SklearnData
 from onnx_ops.errors import MissingPackageError, NotFoundError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.testing.data import DataSourceSuite
 from tests.support.extras import hide
+from tests.support.fixtures import fixed
 
 FILE = FileData(file="data/set.npz", inputs={"x": "rows"}, label="target")
 
@@ -35,23 +36,13 @@ def root(tmp_path: Path) -> Path:
 
 
 class TestFile(DataSourceSuite):
-    @pytest.fixture
-    def source(self) -> FileSource:
-        return FileSource()
-
-    @pytest.fixture
-    def section(self) -> DataSection:
-        return FILE
+    source = fixed(FileSource())
+    section = fixed(FILE)
 
 
 class TestSklearn(DataSourceSuite):
-    @pytest.fixture
-    def source(self) -> SklearnSource:
-        return SklearnSource()
-
-    @pytest.fixture
-    def section(self) -> DataSection:
-        return SklearnData(sklearn="iris", split="test")
+    source = fixed(SklearnSource())
+    section = fixed(SklearnData(sklearn="iris", split="test"))
 
 
 def test_a_file_is_known_by_its_content(root: Path) -> None:

@@ -56,7 +56,6 @@ class TestAzureEndpoints(EndpointProviderSuite):
 
     def scale(self, address: str, *, user: str | None = None) -> float:
         """Azure wants a key."""
-        del user
         body = json.dumps({"inputs": {"x": [[1.0, 1.0]]}}).encode()
         headers = {"content-type": "application/json", "authorization": "Bearer key-of-scaling"}
         request = urllib.request.Request(f"{address}/invocations", body, headers)

@@ -15,7 +15,8 @@ from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import UserError
 from onnx_ops.ports import Tensors
 from onnx_ops.testing.exporters import ExporterSuite
-from tests.adapters.model_runs import export
+from tests.adapters.model_runs import export, piped, sk
+from tests.support.fixtures import fixed
 
 SECTION = Export(framework="xgboost")
 EXPORTERS = {"xgboost": XgboostExporter(), "lightgbm": LightgbmExporter()}
@@ -46,21 +47,16 @@ class TestBoosted(ExporterSuite):
 
     @pytest.fixture
     def trained(self, package: str, data: str) -> tuple[Any, Any]:
-        from sklearn.pipeline import make_pipeline
-        from sklearn.preprocessing import StandardScaler
-
         if data == "breast_cancer":  # two classes, in a pipeline
             settings: dict[str, Any] = {"max_depth": 3} if package == "xgboost" else {}
-            return fit(make_pipeline(StandardScaler(), boosted(package, **settings)), data)
+            return fit(piped(sk("preprocessing.StandardScaler"), boosted(package, **settings)), data)
         return fit(boosted(package, "Regressor" if data == "diabetes" else "Classifier"), data)
 
     @pytest.fixture
     def model(self, trained: tuple[Any, Any]) -> object:
         return trained[0]
 
-    @pytest.fixture
-    def section(self) -> Export:
-        return SECTION
+    section = fixed(SECTION)
 
     @pytest.fixture
     def samples(self, trained: tuple[Any, Any]) -> Tensors:
@@ -70,10 +66,7 @@ class TestBoosted(ExporterSuite):
 @by_package
 @pytest.mark.parametrize("opset", [15, 18, 21])
 def test_a_scaler_before_the_trees_moves_no_row_to_another_leaf(tmp_path: Path, package: str, opset: int) -> None:
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
-    model, rows = fit(make_pipeline(StandardScaler(), boosted(package)), "breast_cancer")
+    model, rows = fit(piped(sk("preprocessing.StandardScaler"), boosted(package)), "breast_cancer")
     section = Export(framework="x", opset=opset)
     answers = export(EXPORTERS[package], model, {"x": rows}, tmp_path / "m.onnx", section)
     np.testing.assert_array_equal(answers["label"], model.predict(rows))
@@ -103,10 +96,7 @@ def test_a_booster_is_refused_with_the_way_to_bring_it(tmp_path: Path, package: 
 
 @pytest.mark.parametrize(("kind", "settings"), [("RFClassifier", {}), ("Classifier", {"num_parallel_tree": 3})])
 def test_a_forest_that_the_converter_gets_wrong_is_refused(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
-    from sklearn.impute import SimpleImputer
-    from sklearn.pipeline import make_pipeline
-
-    model, rows = fit(make_pipeline(SimpleImputer(), boosted("xgboost", kind, **settings)), "iris")
+    model, rows = fit(piped(sk("impute.SimpleImputer"), boosted("xgboost", kind, **settings)), "iris")
     with pytest.raises(UserError) as refused:
         export(XgboostExporter(), model, {"x": rows}, tmp_path / "m.onnx", SECTION)
     assert refused.value.remedy
@@ -114,13 +104,11 @@ def test_a_forest_that_the_converter_gets_wrong_is_refused(tmp_path: Path, kind:
 
 def test_the_sklearn_exporter_names_the_one_that_can(tmp_path: Path) -> None:
     import xgboost
-    from sklearn.impute import SimpleImputer
-    from sklearn.pipeline import make_pipeline
 
     class Mine(xgboost.XGBClassifier):
         """A class that nothing has registered."""
 
     Mine.__module__ = "xgboost.sklearn"
-    model, rows = fit(make_pipeline(SimpleImputer(), Mine(n_estimators=2)), "iris")
+    model, rows = fit(piped(sk("impute.SimpleImputer"), Mine(n_estimators=2)), "iris")
     with pytest.raises(UserError, match=r"skl2onnx cannot convert .* Set export.framework: xgboost"):
         export(SklearnExporter(), model, {"x": rows}, tmp_path / "m.onnx", SECTION)

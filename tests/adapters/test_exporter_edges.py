@@ -1,34 +1,34 @@
-"""Exporters at the edges: estimators, modules and settings that once went wrong, and bytes across processes."""
+"""Exporters at the edges: settings and modules that once went wrong, names of axes, and bytes across processes."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from onnx import TensorProto, ValueInfoProto, helper
 
-from onnx_ops.adapters.exporters.onnx import OnnxExporter
-from onnx_ops.adapters.exporters.signature import OUTPUT
-from onnx_ops.adapters.exporters.sklearn import LABEL, PROBABILITIES, VARIABLE, SklearnExporter
+from onnx_ops.adapters.exporters.signature import OUTPUT, check_opset, name_axes
+from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.files import iterate_nodes, read_structure
-from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports.export import Exporter
-from onnx_ops.testing.models import rows, write_perceptron
+from onnx_ops.testing.models import rows
 from tests.adapters import model_runs
-from tests.adapters.model_runs import reference
+from tests.adapters.model_runs import reference, sk
 
 SAMPLES = rows(60)
 X = SAMPLES["x"]
 CLASS = (X[:, 0] > 0).astype(np.int64) + (X[:, 1] > 0)
-TARGETS = np.stack([X[:, 0] + X[:, 1], X[:, 2] * 2.0], axis=1)
 
 
 def export(exporter: Exporter, model: object, folder: Path, **section: Any) -> dict[str, Any]:
@@ -37,144 +37,86 @@ def export(exporter: Exporter, model: object, folder: Path, **section: Any) -> d
     return model_runs.export(exporter, model, SAMPLES, path, Export(framework=framework, **section))
 
 
-def test_boosted_trees_are_exported(tmp_path: Path) -> None:
-    from sklearn import ensemble
-
-    model = ensemble.GradientBoostingRegressor(n_estimators=4, random_state=0).fit(X, TARGETS[:, 0])
-    answers = export(SklearnExporter(), model, tmp_path)
-    np.testing.assert_allclose(answers[VARIABLE][:, 0], model.predict(X), atol=1e-5)
+def linear() -> Any:
+    return importlib.import_module("torch").nn.Linear(8, 2)
 
 
-def test_an_ensemble_declares_as_many_targets_as_it_has(tmp_path: Path) -> None:
-    from sklearn import ensemble
-
-    model = ensemble.RandomForestRegressor(3, random_state=0).fit(X, TARGETS)
-    answers = export(SklearnExporter(), model, tmp_path)
-    assert read_model_info(tmp_path / "model.onnx").outputs[0].shape == ("batch", 2)
-    np.testing.assert_allclose(answers[VARIABLE], model.predict(X), atol=1e-5)
+def module(name: str, *arguments: object) -> Any:
+    return getattr(importlib.import_module("tests.support.torch_modules"), name)(*arguments)
 
 
-def test_labels_held_as_objects_become_text(tmp_path: Path) -> None:
-    from sklearn.linear_model import LogisticRegression
-
-    model = LogisticRegression().fit(X, np.array(["ant", "bee", "cow"], dtype=object)[CLASS])
-    labels = reference(SklearnExporter(), model, SAMPLES, "float64")[LABEL]
-    assert labels.dtype.kind == "U"
-    np.testing.assert_array_equal(export(SklearnExporter(), model, tmp_path)[LABEL].astype(str), labels)
-
-
-def test_several_labels_at_once_are_refused(tmp_path: Path) -> None:
-    from sklearn import ensemble
-
-    model = ensemble.RandomForestClassifier(2, random_state=0).fit(X, np.stack([CLASS > 0, CLASS > 1], axis=1))
-    with pytest.raises(UserError, match="several labels"):
-        export(SklearnExporter(), model, tmp_path)
+SK, TORCH = SklearnExporter(), TorchExporter()
+MODELS: dict[Exporter, Callable[[], object]] = {
+    SK: lambda: sk("linear_model.LogisticRegression").fit(X, CLASS),
+    TORCH: linear,
+}
+SECTIONS: dict[str, dict[str, Any]] = {
+    "Did you mean 'x'": {"dynamic": {"xx": {0: "batch"}}},
+    "axes 0 to 1, not 2": {"dynamic": {"x": {2: "batch"}}},
+    "no name of a dimension": {"dynamic": {"x": {0: "my batch"}}},
+    "no option 'fast'": {"options": {"fast": True}},
+}
 
 
-def test_boolean_labels_agree_as_numbers(tmp_path: Path) -> None:
-    from sklearn.linear_model import LogisticRegression
-
-    model = LogisticRegression().fit(X, CLASS > 0)
-    answers = export(SklearnExporter(), model, tmp_path)
-    np.testing.assert_array_equal(answers[LABEL], model.predict(X))
-    assert answers[PROBABILITIES].shape == (60, 2)
+@pytest.mark.parametrize("exporter", [SK, TORCH])
+@pytest.mark.parametrize("message", SECTIONS)
+def test_an_entry_without_effect_is_refused(exporter: Exporter, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        export(exporter, MODELS[exporter](), tmp_path, **SECTIONS[message])
 
 
 @pytest.mark.parametrize(
-    ("section", "message"),
+    ("exporter", "model", "message"),
     [
-        ({"dynamic": {"xx": {0: "batch"}}}, "Did you mean 'x'"),
-        ({"dynamic": {"x": {2: "batch"}}}, "axes 0 to 1, not 2"),
-        ({"dynamic": {"x": {0: "my batch"}}}, "not the name of a dimension"),
-        ({"options": {"fast": True}}, "no option 'fast'"),
+        (SK, lambda: sk("ensemble.RandomForestClassifier", 2).fit(X, np.eye(3)[CLASS]), "several labels"),
+        (TORCH, lambda: importlib.import_module("torch").nn.Linear(3, 2), r"forward.*in this order: x"),
+        (TORCH, lambda: module("Nested"), "other things than tensors"),
+        (TORCH, lambda: module("Casting", "complex64"), "'output' is of type complex64.*Return torch.view_as_real"),
+        (TORCH, lambda: module("Casting", "bfloat16"), "'output' is of type bfloat16.*Return output.float"),
     ],
 )
-@pytest.mark.parametrize("exporter", [SklearnExporter(), TorchExporter()])
-def test_an_entry_without_effect_is_refused(
-    exporter: Exporter, section: dict[str, Any], message: str, tmp_path: Path
+def test_a_model_whose_answers_are_no_tensors_for_clients_is_refused(
+    exporter: Exporter, model: Callable[[], object], message: str, tmp_path: Path
 ) -> None:
-    from sklearn.linear_model import LogisticRegression
-    from torch import nn
-
-    model: object = LogisticRegression().fit(X, CLASS) if isinstance(exporter, SklearnExporter) else nn.Linear(8, 2)
     with pytest.raises(UserError, match=message):
-        export(exporter, model, tmp_path, **section)
-
-
-def test_a_ready_file_takes_no_options(tmp_path: Path) -> None:
-    path = tmp_path / "ready.onnx"
-    write_perceptron(path)
-    with pytest.raises(UserError, match="no option 'fast'"):
-        export(OnnxExporter(), path, tmp_path, options={"fast": True})
-
-
-def test_outputs_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
-    from tests.support.torch_modules import Nested
-
-    with pytest.raises(UserError, match="other things than tensors"):
-        export(TorchExporter(), Nested(), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("kind", "remedy"), [("complex64", "Return torch.view_as_real"), ("bfloat16", "Return output.float")]
-)
-def test_an_output_that_the_exporter_writes_as_another_type_is_refused(tmp_path: Path, kind: str, remedy: str) -> None:
-    from tests.support.torch_modules import Casting
-
-    with pytest.raises(UserError, match=f"output 'output' is of type {kind}") as caught:
-        export(TorchExporter(), Casting(kind), tmp_path)
-    assert caught.value.remedy.startswith(remedy)
-
-
-def test_a_module_that_refuses_the_samples_is_told_what_it_was_given(tmp_path: Path) -> None:
-    from torch import nn
-
-    with pytest.raises(UserError, match=r"forward.*in this order: x"):
-        export(TorchExporter(), nn.Linear(3, 2), tmp_path)
+        export(exporter, model(), tmp_path)
 
 
 def test_a_module_that_does_not_run_in_float64_has_no_such_answers() -> None:
-    from tests.support.torch_modules import Single
-
-    exporter = TorchExporter()
-    assert exporter.reference(Single(), SAMPLES, "float64") is None
-    assert exporter.reference(Single(), SAMPLES, "float32") is not None
+    exporter = TORCH
+    assert exporter.reference(module("Single"), SAMPLES, "float64") is None
+    assert exporter.reference(module("Single"), SAMPLES, "float32") is not None
     with pytest.raises(ValueError, match="refuses these inputs"):
-        exporter.reference(Single(), {"x": X[:, :3]}, "float64")
+        exporter.reference(module("Single"), {"x": X[:, :3]}, "float64")
 
 
 def test_a_failed_export_says_why_and_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from tests.support.torch_modules import Branching
-
     with pytest.raises(UserError, match="Could not guard on data-dependent expression") as caught:
-        export(TorchExporter(), Branching(), tmp_path, dynamic={"x": {0: "batch"}})
+        export(TorchExporter(), module("Branching"), tmp_path, dynamic={"x": {0: "batch"}})
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
 
 
 def test_branches_hold_no_stack_traces_either(tmp_path: Path) -> None:
-    from tests.support.torch_modules import Conditional
-
-    answers = export(TorchExporter(), Conditional(), tmp_path, dynamic={"x": {0: "batch"}})
+    answers = export(TorchExporter(), module("Conditional"), tmp_path, dynamic={"x": {0: "batch"}})
     path = tmp_path / "model.onnx"
     model = read_structure(path)
     inner = list(iterate_nodes(model))
     assert len(inner) > len(model.graph.node)
     assert not [p.key for node in inner for p in node.metadata_props if "stack" in p.key]
     assert b".py" not in path.read_bytes()
-    expected = reference(TorchExporter(), Conditional(), SAMPLES)[OUTPUT]
+    expected = reference(TorchExporter(), module("Conditional"), SAMPLES)[OUTPUT]
     np.testing.assert_allclose(answers[OUTPUT], expected, atol=1e-6)
 
 
 def exported(folder: Path) -> list[str]:
     """Digests of what exporters write into the folder."""
     import torch
-    from sklearn.neighbors import KNeighborsClassifier
 
     samples = rows(40)
     torch.manual_seed(0)
     models: dict[Exporter, object] = {
-        SklearnExporter(): KNeighborsClassifier().fit(samples["x"], (samples["x"][:, 0] > 0).astype(int)),
+        SklearnExporter(): sk("neighbors.KNeighborsClassifier").fit(samples["x"], (samples["x"][:, 0] > 0).astype(int)),
         TorchExporter(): torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)),
     }
     found: list[str] = []
@@ -200,3 +142,39 @@ def test_two_processes_in_two_folders_write_the_same_bytes(tmp_path: Path) -> No
         command, cwd=there, env=environment, stdout=subprocess.PIPE, text=True, timeout=120, check=True
     )
     assert ast.literal_eval(done.stdout) == exported(here)
+
+
+def axes(values: Iterable[ValueInfoProto]) -> list[list[str | int]]:
+    """Names of the free axes of each value, and sizes of the others; 0 for a free axis without a name."""
+    return [[axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim] for value in values]
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "inputs", "output"),
+    [
+        ({}, [["batch", 0], ["batch", 4]], ["batch", 0]),
+        ({"a": {0: "rows", 1: "words"}, "b": {0: "rows"}}, [["rows", "words"], ["rows", 4]], ["rows", 0]),
+        ({"a": {0: "rows"}}, [["rows", 0], ["batch", 4]], [0, 0]),
+    ],
+    ids=["by default", "as the pipeline says", "inputs of two batches"],
+)
+def test_the_first_axis_of_outputs_is_the_batch_that_all_inputs_share(
+    dynamic: dict[str, dict[int, str]], inputs: list[list[str | int]], output: list[str | int]
+) -> None:
+    shapes: dict[str, list[str | int]] = {"a": ["unk_1", "unk_2"], "b": ["unk_3", 4], "y": ["unk_4", "unk_5"]}
+    a, b, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items())
+    model = helper.make_model(helper.make_graph([], "g", [a, b], [y]))
+    name_axes(model, Export(framework="keras", dynamic=dynamic))
+    assert axes(model.graph.input) == inputs
+    assert axes(model.graph.output) == [output]
+
+
+@pytest.mark.parametrize(("opset", "nearest"), [(8, 9), (9, 9), (17, 17), (18, 17)])
+def test_an_opset_that_the_converter_does_not_write_is_refused(opset: int, nearest: int) -> None:
+    section = Export(framework="keras", opset=opset)
+    if opset == nearest:
+        check_opset(section, 9, 17, "tool")
+    else:
+        with pytest.raises(UserError) as refused:
+            check_opset(section, 9, 17, "tool")
+        assert str(nearest) in refused.value.remedy

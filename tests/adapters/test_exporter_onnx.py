@@ -19,13 +19,14 @@ from onnx_ops.errors import NotFoundError, RefusedError, UserError
 from onnx_ops.measure.reference_outputs import collect_reference_outputs
 from onnx_ops.onnx_graph.compatibility import check_model, list_user_model_notes, list_user_model_problems
 from onnx_ops.onnx_graph.model_info import read_lineage, read_model_info
-from onnx_ops.ports import ExportRequest, Tensors
+from onnx_ops.ports import ExportRequest
 from onnx_ops.testing.exporters import ExporterSuite
 from onnx_ops.testing.models import rows, write_convolution, write_perceptron
 from onnx_ops.tools.compare import compare
 from onnx_ops.tools.probing import generate_samples, shared_inputs
 from tests.adapters.model_runs import reference
 from tests.support.external import write_external
+from tests.support.fixtures import fixed
 from tests.support.forks import fork_context
 from tests.support.golden import Golden
 from tests.support.graphs import write_graph
@@ -38,22 +39,15 @@ SECTION = Export(framework="onnx")
 class TestReadyFile(ExporterSuite):
     versions: ClassVar[dict[str, int]] = {}
 
-    @pytest.fixture
-    def exporter(self) -> OnnxExporter:
-        return OnnxExporter()
+    exporter = fixed(OnnxExporter())
 
     @pytest.fixture
     def model(self, tmp_path: Path) -> object:
         write_perceptron(tmp_path / "mine.onnx", **self.versions)
         return tmp_path / "mine.onnx"
 
-    @pytest.fixture
-    def section(self) -> Export:
-        return SECTION
-
-    @pytest.fixture
-    def samples(self) -> Tensors:
-        return rows(17)
+    section = fixed(SECTION)
+    samples = fixed(rows(17))
 
 
 def test_external_weights_come_along(tmp_path: Path) -> None:
@@ -111,6 +105,7 @@ def test_maps_become_a_matrix_and_the_pipeline_is_told(tmp_path: Path) -> None:
     onnx.save(zipped([0, 1, 2]), tmp_path / "mine.onnx")
     (note,) = list_user_model_notes(tmp_path / "mine.onnx")
     assert note.startswith("probabilities is a sequence of maps (ZipMap)")
+    assert list_user_model_problems(tmp_path / "mine.onnx", section(18, 10, convert=False), (CPU,)) == []
     OnnxExporter().save(tmp_path / "mine.onnx", tmp_path / "saved")
     answers = reference(OnnxExporter(), tmp_path / "saved/model.onnx", {"x": np.zeros((2, 3), np.float32)})
     np.testing.assert_allclose(np.float32(answers["probabilities"]), np.full((2, 3), 1 / 3), atol=1e-6)
@@ -151,9 +146,7 @@ class TestConverted(TestReadyFile):
 
     versions: ClassVar[dict[str, int]] = {"opset": 28, "ir_version": 14}
 
-    @pytest.fixture
-    def section(self) -> Export:
-        return section()
+    section = fixed(section())
 
 
 @pytest.mark.parametrize(("was", "asked"), [((21, 10), (18, 9)), ((13, 7), (21, 10)), ((18, 10), (18, 8))])
@@ -221,23 +214,3 @@ def test_what_is_wrong_with_a_brought_file_is_known_before_any_work(tmp_path: Pa
     write_softsign(source)
     found += list_user_model_problems(source, section(), (CPU,))
     golden("errors", "\n".join(found))
-
-
-def test_maps_of_a_classifier_become_a_tensor(tmp_path: Path) -> None:
-    """skl2onnx gives probabilities as a sequence of maps unless it is configured otherwise."""
-    import skl2onnx
-    from sklearn.datasets import load_iris
-    from sklearn.linear_model import LogisticRegression
-
-    data = load_iris()
-    model = LogisticRegression(max_iter=500).fit(data.data, data.target)
-    made = skl2onnx.to_onnx(model, data.data[:1].astype(np.float32), target_opset={"": 18, "ai.onnx.ml": 3})
-    made.ir_version = 10
-    source = tmp_path / "mine.onnx"
-    source.write_bytes(made.SerializeToString())
-    rows = data.data[:20].astype(np.float32)
-    assert list_user_model_problems(source, section(18, 10, convert=False), (CPU,)) == []
-    (tmp_path / "saved").mkdir()
-    OnnxExporter().save(source, tmp_path / "saved")
-    answers = reference(OnnxExporter(), OnnxExporter().load(tmp_path / "saved"), {"X": rows})
-    np.testing.assert_allclose(answers["output_probability"].astype(np.float64), model.predict_proba(rows), atol=1e-5)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.adapters.exporters.sklearn import LABEL, PROBABILITIES, VARIABLE, SklearnExporter
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import NotFoundError, UserError
 from onnx_ops.onnx_graph.compatibility import check_model
 from onnx_ops.onnx_graph.model_info import read_model_info
-from onnx_ops.ports import Tensors
 from onnx_ops.testing.exporters import ExporterSuite
 from tests.adapters import model_runs
-from tests.adapters.model_runs import reference
+from tests.adapters.model_runs import piped, reference, sk
+from tests.support.fixtures import fixed, made
 
 SECTION = Export(framework="sklearn", opset=17, ir_version=9)
 
@@ -29,146 +31,116 @@ def export(model: Any, rows: Any, path: Path, section: Export = SECTION) -> dict
     return model_runs.export(SklearnExporter(), model, {"x": rows}, path, section)
 
 
-def load(name: str) -> tuple[Any, Any]:
+def bundled(name: str) -> tuple[Any, Any]:
     """Rows and labels of a bundled set."""
-    from sklearn import datasets
+    rows, target = getattr(importlib.import_module("sklearn.datasets"), f"load_{name}")(return_X_y=True)
+    return rows, target
 
-    data = getattr(datasets, f"load_{name}")()
-    return data.data.astype(np.float32), data.target
+
+def load(name: str) -> tuple[Any, Any]:
+    rows, target = bundled(name)
+    return rows.astype(np.float32), target
+
+
+def scaled(*steps: Any) -> Any:
+    return piped(sk("preprocessing.StandardScaler"), *steps)
 
 
 @functools.cache
 def digits() -> object:
     """A perceptron behind a scaler, trained once."""
-    from sklearn import datasets
-    from sklearn.neural_network import MLPClassifier
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
-    data = datasets.load_digits()
-    network = MLPClassifier((16,), max_iter=60, tol=1e-2, random_state=0)
-    return make_pipeline(StandardScaler(), network).fit(data.data, data.target)
+    network = sk("neural_network.MLPClassifier", (16,), max_iter=60, tol=1e-2, random_state=0)
+    return scaled(network).fit(*bundled("digits"))
 
 
 class TestClassifier(ExporterSuite):
-    @pytest.fixture
-    def exporter(self) -> SklearnExporter:
-        return SklearnExporter()
-
-    @pytest.fixture
-    def model(self) -> object:
-        return digits()
-
-    @pytest.fixture
-    def section(self) -> Export:
-        return SECTION
-
-    @pytest.fixture
-    def samples(self) -> Tensors:
-        return {"x": load("digits")[0][:32]}
+    exporter = fixed(SklearnExporter())
+    model = made(digits)
+    section = fixed(SECTION)
+    samples = made(lambda: {"x": load("digits")[0][:32]})
 
 
 class TestRegressor(TestClassifier):
-    @pytest.fixture
-    def model(self) -> object:
-        from sklearn import datasets
-        from sklearn.linear_model import Ridge
-
-        data = datasets.load_diabetes()
-        return Ridge().fit(data.data, data.target)
-
-    @pytest.fixture
-    def samples(self) -> Tensors:
-        return {"x": load("diabetes")[0][:32]}
+    model = made(lambda: sk("linear_model.Ridge").fit(*bundled("diabetes")))
+    samples = made(lambda: {"x": load("diabetes")[0][:32]})
 
 
-def test_outputs_have_the_same_names_for_every_estimator(tmp_path: Path) -> None:
-    from sklearn.decomposition import PCA
-    from sklearn.linear_model import LogisticRegression, Ridge
-    from sklearn.pipeline import make_pipeline
+def tumours() -> tuple[Any, Any]:
+    rows, labels = load("breast_cancer")
+    return rows / rows.std(axis=0), labels
 
+
+def holed() -> tuple[Any, Any]:
+    rows, target = load("diabetes")
+    rows[::7, 2] = np.nan
+    return rows, target
+
+
+def twice() -> tuple[Any, Any]:
+    rows, target = load("diabetes")
+    return rows, np.stack([target, -target], axis=1)
+
+
+def named(kind: type = str) -> tuple[Any, Any]:
     rows, labels = load("iris")
-    names = np.array(["setosa", "versicolor", "virginica"])[labels]
-    pipeline = make_pipeline(PCA(2), LogisticRegression()).fit(rows, names)
-    answers = export(pipeline, rows, tmp_path / "p.onnx")
-    assert list(answers) == ["label", "probabilities"]
-    np.testing.assert_array_equal(answers["label"].astype(str), pipeline.predict(rows))
-    assert answers["probabilities"].shape == (150, 3)
-    two = np.stack([labels, -labels], axis=1).astype(float)
-    regressor = export(Ridge().fit(rows, two), rows, tmp_path / "r.onnx")
-    assert {name: array.shape for name, array in regressor.items()} == {"variable": (150, 2)}
+    return rows, np.array(["setosa", "versicolor", "virginica"], kind)[labels]
 
 
-@pytest.mark.parametrize(
-    ("kind", "data"),
-    [("neighbors", "diabetes"), ("one vs one", "iris"), ("discriminant", "iris"), ("Gaussian process", "diabetes")],
-)
-def test_answers_have_the_names_and_shapes_of_scikit_learn_s(tmp_path: Path, kind: str, data: str) -> None:
-    """skl2onnx gives labels as a row or a column, and calls a variable GPmean, or calls a value inside so."""
-    from sklearn.discriminant_analysis import QuadraticDiscriminantAnalysis
-    from sklearn.gaussian_process import GaussianProcessRegressor
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.multiclass import OneVsOneClassifier
-    from sklearn.neighbors import KNeighborsRegressor
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
+IRIS, DIABETES = functools.partial(load, "iris"), functools.partial(load, "diabetes")
+SOURCES: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, Any]]]] = {
+    "texts": (lambda: piped(sk("decomposition.PCA", 2), sk("linear_model.LogisticRegression")), named),
+    "texts as objects": (lambda: sk("linear_model.LogisticRegression", max_iter=500), lambda: named(object)),
+    "truth values": (lambda: sk("linear_model.LogisticRegression"), lambda: (load("iris")[0], load("iris")[1] > 0)),
+    "two targets": (lambda: sk("linear_model.Ridge"), twice),
+    "two targets of trees": (lambda: sk("ensemble.RandomForestRegressor", 3, random_state=0), twice),
+    "boosted trees": (lambda: sk("ensemble.GradientBoostingRegressor", n_estimators=4, random_state=0), DIABETES),
+    # The converter writes truth values where the file holds integers, which protobuf 7 refuses.
+    "histograms": (lambda: sk("ensemble.HistGradientBoostingRegressor", max_iter=20, random_state=0), holed),
+    # skl2onnx gives labels as a row or a column, and calls a variable GPmean, or calls a value inside so.
+    "neighbors": (lambda: scaled(sk("neighbors.KNeighborsRegressor")), DIABETES),
+    "one vs one": (lambda: sk("multiclass.OneVsOneClassifier", sk("linear_model.LogisticRegression")), IRIS),
+    "discriminant": (lambda: scaled(sk("discriminant_analysis.QuadraticDiscriminantAnalysis")), IRIS),
+    "Gaussian process": (lambda: sk("gaussian_process.GaussianProcessRegressor", alpha=0.1, optimizer=None), DIABETES),
+    "no probabilities": (lambda: sk("linear_model.RidgeClassifier"), tumours),
+    "no probabilities in a pipeline": (lambda: scaled(sk("linear_model.RidgeClassifier")), tumours),
+    "a margin": (lambda: sk("svm.LinearSVC"), tumours),
+    "a margin in a pipeline": (lambda: scaled(sk("svm.LinearSVC")), tumours),
+}
 
-    estimators = {
-        "neighbors": make_pipeline(StandardScaler(), KNeighborsRegressor()),
-        "one vs one": OneVsOneClassifier(LogisticRegression()),
-        "discriminant": make_pipeline(StandardScaler(), QuadraticDiscriminantAnalysis()),
-        "Gaussian process": GaussianProcessRegressor(alpha=0.1, optimizer=None),
-    }
-    rows, target = load(data)
-    estimator = estimators[kind]
-    answers = export(estimator.fit(rows, target), rows, tmp_path / "m.onnx")
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_answers_have_the_names_shapes_and_values_of_the_source(tmp_path: Path, source: str) -> None:
+    make, read = SOURCES[source]
+    rows, target = read()
+    estimator = make().fit(rows, target)
+    answers = export(estimator, rows, tmp_path / "m.onnx")
     expected = reference(SklearnExporter(), estimator, {"x": rows}, "float64")
-    assert {n: a.shape for n, a in answers.items()} == {n: a.shape for n, a in expected.items()}
+    outputs = [(VARIABLE,), (LABEL,), (LABEL, PROBABILITIES)]
+    assert tuple(answers) == tuple(expected)
+    assert tuple(expected) == outputs[target.dtype.kind != "f" and 1 + hasattr(estimator, "predict_proba")]
+    declared = {spec.name: spec.shape for spec in read_model_info(tmp_path / "m.onnx").outputs}
     for name, array in expected.items():
-        np.testing.assert_allclose(answers[name], array, rtol=1e-3, atol=1e-3)
+        assert answers[name].shape == array.shape
+        assert declared[name] == ("batch", *array.shape[1:])
+        if array.dtype.kind == "f":
+            np.testing.assert_allclose(answers[name], array, rtol=1e-3, atol=1e-3)
+        else:
+            assert array.dtype.kind != "O"
+            np.testing.assert_array_equal(answers[name].astype(array.dtype), array)
     check_model(tmp_path / "m.onnx")
 
 
 def test_an_estimator_whose_conversion_does_not_run_is_refused_with_another(tmp_path: Path) -> None:
-    from sklearn.neighbors import RadiusNeighborsClassifier
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
     rows, labels = load("iris")
-    model = make_pipeline(StandardScaler(), RadiusNeighborsClassifier(5.0)).fit(rows, labels)
-    with pytest.raises(UserError, match="does not run") as caught:
+    model = scaled(sk("neighbors.RadiusNeighborsClassifier", 5.0)).fit(rows, labels)
+    with pytest.raises(UserError, match="does not run") as told:
         export(model, rows, tmp_path / "m.onnx")
     assert caught.value.remedy == "Use KNeighborsClassifier."
 
 
-@pytest.mark.parametrize("is_ridge", [False, True])
-@pytest.mark.parametrize("in_pipeline", [False, True])
-def test_a_classifier_without_probabilities_gives_its_label_alone(
-    tmp_path: Path, *, is_ridge: bool, in_pipeline: bool
-) -> None:
-    from sklearn import datasets
-    from sklearn.linear_model import RidgeClassifier
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-    from sklearn.svm import LinearSVC
-
-    classifier = RidgeClassifier() if is_ridge else LinearSVC()
-    estimator = make_pipeline(StandardScaler(), classifier) if in_pipeline else classifier
-    data = datasets.load_breast_cancer()
-    rows = (data.data / data.data.std(axis=0)).astype(np.float32)
-    answers = export(estimator.fit(rows, data.target), rows, tmp_path / "m.onnx")
-    expected = reference(SklearnExporter(), estimator, {"x": rows}, "float64")
-    assert list(answers) == list(expected) == ["label"]
-    np.testing.assert_array_equal(answers["label"], expected["label"])
-
-
 def test_a_scaler_before_trees_divides_as_its_source_does(tmp_path: Path) -> None:
-    from sklearn.ensemble import RandomForestClassifier
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
     rows, labels = load("iris")
-    forest = make_pipeline(StandardScaler(), RandomForestClassifier(30, random_state=0)).fit(rows, labels)
+    forest = scaled(sk("ensemble.RandomForestClassifier", 30, random_state=0)).fit(rows, labels)
     answers = export(forest, rows, tmp_path / "m.onnx")
     single = reference(SklearnExporter(), forest, {"x": rows})["probabilities"]
     double = reference(SklearnExporter(), forest, {"x": rows}, "float64")["probabilities"]
@@ -178,12 +150,8 @@ def test_a_scaler_before_trees_divides_as_its_source_does(tmp_path: Path) -> Non
 
 
 def test_precisions_differ_by_rounding_of_weights_and_arithmetic() -> None:
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
     rows, labels = load("iris")
-    pipeline = make_pipeline(StandardScaler(), LogisticRegression()).fit(rows.astype(np.float64) * 1.1, labels)
+    pipeline = scaled(sk("linear_model.LogisticRegression")).fit(rows.astype(np.float64) * 1.1, labels)
     rounded = reference(SklearnExporter(), pipeline, {"x": rows})["probabilities"]
     exact = reference(SklearnExporter(), pipeline, {"x": rows}, "float64")["probabilities"]
     assert (rounded.dtype, exact.dtype) == (np.float32, np.float64)
@@ -193,12 +161,9 @@ def test_precisions_differ_by_rounding_of_weights_and_arithmetic() -> None:
 
 
 def test_a_precision_that_an_estimator_does_not_know_is_none_and_refused_rows_are_an_error() -> None:
-    from sklearn import datasets
-    from sklearn.svm import SVR
-
-    data = datasets.load_diabetes()
-    estimator = SVR().fit(data.data, data.target)
-    rows = {"x": data.data[:5].astype(np.float32)}
+    data, target = bundled("diabetes")
+    estimator = sk("svm.SVR").fit(data, target)
+    rows = {"x": data[:5].astype(np.float32)}
     assert SklearnExporter().reference(estimator, rows, "float32") is None
     assert SklearnExporter().reference(estimator, rows, "float64") is not None
     with pytest.raises(ValueError, match="NaN"):
@@ -206,10 +171,8 @@ def test_a_precision_that_an_estimator_does_not_know_is_none_and_refused_rows_ar
 
 
 def test_names_that_the_converter_counts_per_process_are_counted_per_file(tmp_path: Path) -> None:
-    from sklearn.neighbors import KNeighborsClassifier
-
     rows, labels = load("iris")
-    neighbours = KNeighborsClassifier().fit(rows, labels)
+    neighbours = sk("neighbors.KNeighborsClassifier").fit(rows, labels)
     digests = set()
     for index in range(2):
         answers = export(neighbours, rows, tmp_path / f"{index}.onnx")
@@ -219,25 +182,20 @@ def test_names_that_the_converter_counts_per_process_are_counted_per_file(tmp_pa
 
 
 def test_a_named_batch_axis(tmp_path: Path) -> None:
-    from sklearn.linear_model import LogisticRegression
-
     rows, labels = load("iris")
     section = Export(framework="sklearn", dynamic={"x": {0: "rows"}})
-    export(LogisticRegression(max_iter=500).fit(rows, labels), rows, tmp_path / "m.onnx", section)
+    export(sk("linear_model.LogisticRegression", max_iter=500).fit(rows, labels), rows, tmp_path / "m.onnx", section)
     found = read_model_info(tmp_path / "m.onnx")
     assert found.inputs[0].shape == ("rows", 4)
     assert {spec.shape[0] for spec in found.outputs} == {"rows"}
 
 
 def test_what_does_not_fit_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.preprocessing import StandardScaler
-
     rows, labels = load("iris")
-    estimator = LogisticRegression(max_iter=500).fit(rows, labels)
+    estimator = sk("linear_model.LogisticRegression", max_iter=500).fit(rows, labels)
     newer, neither = replace(SECTION, opset=28), "neither a classifier nor a regressor"
     for model, samples, section, message in (
-        (StandardScaler().fit(rows), {"x": rows}, SECTION, neither),
+        (sk("preprocessing.StandardScaler").fit(rows), {"x": rows}, SECTION, neither),
         (object(), {"x": rows}, SECTION, neither),
         (None, {"x": rows}, SECTION, neither),
         (estimator, {"x": rows, "y": rows}, SECTION, "one input"),
@@ -249,10 +207,8 @@ def test_what_does_not_fit_is_refused_with_a_remedy(tmp_path: Path) -> None:
 
 
 def test_a_model_may_be_brought_as_a_pickle_and_damage_is_told(tmp_path: Path) -> None:
-    from sklearn.linear_model import LogisticRegression
-
     rows, labels = load("iris")
-    estimator = LogisticRegression(max_iter=500).fit(rows, labels)
+    estimator = sk("linear_model.LogisticRegression", max_iter=500).fit(rows, labels)
     (tmp_path / "mine.pkl").write_bytes(pickle.dumps(estimator))
     loaded: Any = SklearnExporter().load(tmp_path)
     np.testing.assert_array_equal(loaded.coef_, estimator.coef_)
@@ -262,14 +218,3 @@ def test_a_model_may_be_brought_as_a_pickle_and_damage_is_told(tmp_path: Path) -
     (tmp_path / "second.pkl").write_bytes(b"")
     with pytest.raises(NotFoundError):
         SklearnExporter().load(tmp_path)
-
-
-def test_histograms_of_gradient_boosting_are_converted_with_protobuf_7(tmp_path: Path) -> None:
-    """The converter writes truth values where the file holds integers."""
-    from sklearn.ensemble import HistGradientBoostingRegressor
-
-    rows, target = load("diabetes")
-    rows[::7, 2] = np.nan
-    model = HistGradientBoostingRegressor(max_iter=20, random_state=0).fit(rows, target)
-    answers = export(model, rows, tmp_path / "m.onnx")
-    assert np.abs(answers["variable"].ravel() - model.predict(rows)).max() < 1e-3

@@ -17,6 +17,7 @@ from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import ExportRequest
 from onnx_ops.ports.data import Dataset, Tensors
+from tests.adapters.model_runs import piped, sk
 
 _DRAW = np.random.default_rng(0)
 COLUMNS: dict[str, Any] = {
@@ -31,18 +32,12 @@ NUMBERS = {name: COLUMNS[name] for name in ("age", "visits")}
 
 
 def pipeline(last: Any) -> Any:
-    from sklearn.compose import ColumnTransformer
-    from sklearn.feature_extraction.text import TfidfVectorizer
-    from sklearn.impute import SimpleImputer
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import OneHotEncoder, StandardScaler
-
     steps = [
-        ("numbers", make_pipeline(SimpleImputer(), StandardScaler()), ["age", "visits"]),
-        ("texts", OneHotEncoder(handle_unknown="ignore"), ["member", "city"]),
-        ("words", TfidfVectorizer(), "note"),
+        ("numbers", piped(sk("impute.SimpleImputer"), sk("preprocessing.StandardScaler")), ["age", "visits"]),
+        ("texts", sk("preprocessing.OneHotEncoder", handle_unknown="ignore"), ["member", "city"]),
+        ("words", sk("feature_extraction.text.TfidfVectorizer"), "note"),
     ]
-    return make_pipeline(ColumnTransformer(steps), last)
+    return piped(sk("compose.ColumnTransformer", steps), last)
 
 
 def check_same(exporter: SklearnExporter, model: object, samples: Tensors, folder: Path) -> None:
@@ -55,9 +50,7 @@ def check_same(exporter: SklearnExporter, model: object, samples: Tensors, folde
 
 
 def test_export_of_mixed_columns_takes_one_input_a_column(tmp_path: Path) -> None:
-    from sklearn.linear_model import LogisticRegression
-
-    model = pipeline(LogisticRegression()).fit(Dataset(inputs=COLUMNS).frame(), LABEL)
+    model = pipeline(sk("linear_model.LogisticRegression")).fit(Dataset(inputs=COLUMNS).frame(), LABEL)
     check_same(SklearnExporter(), model, COLUMNS, tmp_path)
     found = {spec.name: (spec.dtype, spec.shape) for spec in read_model_info(tmp_path / "model.onnx").inputs}
     assert found == {
@@ -67,23 +60,18 @@ def test_export_of_mixed_columns_takes_one_input_a_column(tmp_path: Path) -> Non
 
 
 def test_export_of_a_data_frame_without_transformer_joins_its_columns(tmp_path: Path) -> None:
-    from sklearn.impute import SimpleImputer
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
-
-    model = make_pipeline(SimpleImputer(), LogisticRegression()).fit(Dataset(inputs=NUMBERS).frame(), LABEL)
+    model = piped(sk("impute.SimpleImputer"), sk("linear_model.LogisticRegression")).fit(
+        Dataset(inputs=NUMBERS).frame(), LABEL
+    )
     check_same(SklearnExporter(), model, NUMBERS, tmp_path)
 
 
 def test_export_of_a_matrix_is_split_for_a_transformer_by_name(tmp_path: Path) -> None:
-    from sklearn.compose import ColumnTransformer
-    from sklearn.impute import SimpleImputer
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
-    steps = [("scaled", StandardScaler(), ["visits"]), ("filled", SimpleImputer(), ["age"])]
-    model = make_pipeline(ColumnTransformer(steps), LogisticRegression())
+    steps = [
+        ("scaled", sk("preprocessing.StandardScaler"), ["visits"]),
+        ("filled", sk("impute.SimpleImputer"), ["age"]),
+    ]
+    model = piped(sk("compose.ColumnTransformer", steps), sk("linear_model.LogisticRegression"))
     model.fit(Dataset(inputs=NUMBERS).frame(), LABEL)
     check_same(SklearnExporter(), model, {"x": np.hstack(list(NUMBERS.values())).astype(np.float32)}, tmp_path)
 
@@ -97,18 +85,14 @@ def test_export_of_boosting_on_a_data_frame_answers_like_it(tmp_path: Path, kind
 
 
 def test_export_without_a_fitted_column_is_refused(tmp_path: Path) -> None:
-    from sklearn.linear_model import LogisticRegression
-
-    model = LogisticRegression().fit(Dataset(inputs={"visits": COLUMNS["visits"]}).frame(), LABEL)
+    model = sk("linear_model.LogisticRegression").fit(Dataset(inputs={"visits": COLUMNS["visits"]}).frame(), LABEL)
     request = ExportRequest(section=Export(framework="sklearn"), samples=NUMBERS, path=tmp_path / "model.onnx")
     with pytest.raises(UserError, match="also has 'age'"):
         SklearnExporter().export(model, request)
 
 
 def test_export_known_to_be_wrong_is_refused_by_name(tmp_path: Path) -> None:
-    from sklearn.linear_model import SGDClassifier
-
-    model = SGDClassifier(loss="modified_huber").fit(COLUMNS["visits"], np.arange(120) % 3)
+    model = sk("linear_model.SGDClassifier", loss="modified_huber").fit(COLUMNS["visits"], np.arange(120) % 3)
     samples = {"x": COLUMNS["visits"]}
     request = ExportRequest(section=Export(framework="sklearn"), samples=samples, path=tmp_path / "model.onnx")
     with pytest.raises(UserError, match="modified_huber and 3 classes"):
@@ -116,16 +100,13 @@ def test_export_known_to_be_wrong_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_export_that_fails_on_unseen_categories_is_refused_unless_its_source_fails_too(tmp_path: Path) -> None:
-    from sklearn.compose import ColumnTransformer
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import OneHotEncoder
-
     samples = {"city": COLUMNS["city"]}
     request = ExportRequest(section=Export(framework="sklearn"), samples=samples, path=tmp_path / "model.onnx")
     for unseen in ("error", "infrequent_if_exist"):
-        encoder = ColumnTransformer([("texts", OneHotEncoder(handle_unknown=unseen), ["city"])])
-        model = make_pipeline(encoder, LogisticRegression()).fit(Dataset(inputs=samples).frame(), LABEL)
+        encoder = sk(
+            "compose.ColumnTransformer", [("texts", sk("preprocessing.OneHotEncoder", handle_unknown=unseen), ["city"])]
+        )
+        model = piped(encoder, sk("linear_model.LogisticRegression")).fit(Dataset(inputs=samples).frame(), LABEL)
         if unseen == "error":
             check_same(SklearnExporter(), model, samples, tmp_path)
         else:

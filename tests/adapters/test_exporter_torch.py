@@ -22,6 +22,7 @@ from onnx_ops.testing.exporters import ExporterSuite
 from onnx_ops.testing.models import images
 from tests.adapters import model_runs
 from tests.adapters.model_runs import reference
+from tests.support.fixtures import fixed
 
 SECTION = Export(framework="torch", opset=18, ir_version=9, dynamic={"image": {0: "batch"}})
 
@@ -34,21 +35,14 @@ def modules() -> Any:
 
 @pytest.mark.nightly
 class TestConvolution(ExporterSuite):
-    @pytest.fixture
-    def exporter(self) -> TorchExporter:
-        return TorchExporter()
+    exporter = fixed(TorchExporter())
 
     @pytest.fixture
     def model(self, modules: Any) -> object:
         return modules.Convolution()
 
-    @pytest.fixture
-    def section(self) -> Export:
-        return SECTION
-
-    @pytest.fixture
-    def samples(self) -> Tensors:
-        return images(17)
+    section = fixed(SECTION)
+    samples = fixed(images(17))
 
 
 def export(model: object, samples: Tensors, path: Path, section: Export = SECTION) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Environments of their own: made whole or not at all, once, and used again without a network."""
+"""Environments of Python and JavaScript packages: made whole or not at all, once, and used again without a network."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters.isolation.environments import BASE, MARKER, PythonEnvironments, find_uv
+from onnx_ops.adapters.isolation.environments import BASE, MARKER, NpmPackages, PythonEnvironments, find_uv, parse_pins
 from onnx_ops.adapters.isolation.process import build_clean_environ
 from onnx_ops.domain.execution import Environment
-from onnx_ops.errors import NotFoundError, StageError, UserError
+from onnx_ops.errors import MeasurementError, NotFoundError, StageError, UserError
+from tests.adapters.runtime_places import require
 
 UNREACHABLE = {
     "PIP_NO_INDEX": "1",
@@ -179,3 +180,44 @@ def test_a_python_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"no python3\.99 here") as missing:
         PythonEnvironments(folder=tmp_path, base=()).python(Environment(requirements=("a",), python="3.99"))
     assert "uv" in missing.value.remedy
+
+
+SMALL = "long@5.3.2"
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> NpmPackages:
+    require("npm")
+    return NpmPackages(folder=tmp_path / "environments")
+
+
+def test_they_are_made_once_whole_and_used_again_without_npm(
+    packages: NpmPackages, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = packages.installed((SMALL,))
+    assert json.loads((place / "node_modules/long/package.json").read_text())["version"] == "5.3.2"
+    assert json.loads((place / MARKER).read_text())["installed"] == {"node_modules/long": "5.3.2"}
+    made = (place / MARKER).stat().st_mtime_ns
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert packages.installed((SMALL,)) == place
+    assert (place / MARKER).stat().st_mtime_ns == made
+    (place / MARKER).unlink()  # as if its maker had died
+    with pytest.raises(MeasurementError, match="no npm") as missing:
+        packages.installed((SMALL,))
+    assert "apt-get install" in missing.value.remedy
+
+
+def test_a_version_that_is_not_there_is_told_with_npm_s_words(packages: NpmPackages) -> None:
+    with pytest.raises(StageError, match="cannot be made") as failure:
+        packages.installed(("long@999.0.0",))
+    assert "999.0.0" in failure.value.why
+    assert not list(packages.folder.glob(f"*/{MARKER}"))
+
+
+def test_exact_versions_are_told_apart_from_everything_else() -> None:
+    exact = ("onnxruntime-web@1.30.0", "@scope/name@1.2.3-rc.1")
+    assert parse_pins(exact) == {"onnxruntime-web": "1.30.0", "@scope/name": "1.2.3-rc.1"}
+    others = "name name@latest name@^1.2.3 name@1.2 ./name@1.2.3 --flag@1.2.3 git+ssh://x@1.2.3"
+    for other in ("", *others.split()):
+        with pytest.raises(UserError, match="exact version"):
+            parse_pins((other,))

@@ -113,7 +113,7 @@ def make(root: Path, limits: ProcessLimits | None = None) -> IsolatedExporter:
     (root / "converter_of_mine.py").write_text(CONVERTER)
     (root / "training_of_mine.py").write_text(TRAINING)
     return IsolatedExporter(
-        exporter="converter_of_mine:Converter",
+        place="converter_of_mine:Converter",
         python=lambda: Path(sys.executable),
         root=root,
         limits=limits or ProcessLimits(timeout=60.0),
@@ -256,7 +256,7 @@ from pathlib import Path
 sys.path.insert(0, {str(tmp_path)!r})
 from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter
 root, python = Path({str(tmp_path)!r}), Path(sys.executable)
-exporter = IsolatedExporter(exporter="converter_of_mine:Converter", python=lambda: python, root=root)
+exporter = IsolatedExporter(place="converter_of_mine:Converter", python=lambda: python, root=root)
 model = exporter.load(Path({str(tmp_path / "m")!r}))
 Path({str(tmp_path / "pid")!r}).write_text(str(model.process._process.pid))
 os.kill(os.getpid(), signal.SIGKILL)

@@ -27,6 +27,7 @@ from onnx_ops.testing.models import write_convolution
 from onnx_ops.testing.optimizers import OptimizerSuite
 from onnx_ops.tools.compare import compare
 from onnx_ops.tools.probing import generate_samples, shared_inputs
+from tests.support.fixtures import fixed
 from tests.support.forks import fork_context
 from tests.support.graphs import write_graph
 from tests.support.operators import write_softsign
@@ -42,9 +43,7 @@ def loaded_tools() -> None:
 
 
 class TestCleanup(OptimizerSuite):
-    @pytest.fixture
-    def section(self) -> Quantize:
-        return Quantize(name="tidy", method="onnxslim")
+    section = fixed(Quantize(name="tidy", method="onnxslim"))
 
     @pytest.fixture(params=TOOLS)
     def optimizer(self, request: pytest.FixtureRequest) -> Optimizer:

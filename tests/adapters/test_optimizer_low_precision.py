@@ -1,28 +1,32 @@
-"""Float graphs, half precision and weights in blocks: the suite, and the traps of each."""
+"""Float graphs, half precision and weights in blocks: the suite, the traps of each, and recipes that are refused."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from onnx import helper, numpy_helper
 
+from onnx_ops.adapters.optimizers import low_precision
 from onnx_ops.adapters.optimizers.graph_passes import FusionOptimizer, GraphOptimizer, ShapeOptimizer
 from onnx_ops.adapters.optimizers.low_precision import Fp16Optimizer, WeightOnlyQuantizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.quantization import Arithmetic
-from onnx_ops.errors import StageError, UserError
+from onnx_ops.errors import StageError, TooLargeError, UserError
 from onnx_ops.onnx_graph.files import read_model, read_structure, write_model
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.quantized_weights import read_quantized_weights
-from onnx_ops.ports import OptimizeRequest
+from onnx_ops.ports import Optimizer, OptimizeRequest
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
 from onnx_ops.testing.optimizers import OptimizerSuite
 from tests.adapters.model_runs import run
+from tests.support.fixtures import fixed
 
 X86 = Arithmetic(family="x86", wide=True)
 NARROW_X86 = Arithmetic(family="x86", saturates=True)
@@ -34,19 +38,12 @@ class TestGraph(OptimizerSuite):
     def section(self, request: pytest.FixtureRequest) -> Quantize:
         return Quantize(name="graph", method="graph", options={"level": request.param})
 
-    @pytest.fixture
-    def optimizer(self) -> GraphOptimizer:
-        return GraphOptimizer()
+    optimizer = fixed(GraphOptimizer())
 
 
 class TestHalf(OptimizerSuite):
-    @pytest.fixture
-    def section(self) -> Quantize:
-        return Quantize(name="fp16", method="fp16")
-
-    @pytest.fixture
-    def optimizer(self) -> Fp16Optimizer:
-        return Fp16Optimizer()
+    section = fixed(Quantize(name="fp16", method="fp16"))
+    optimizer = fixed(Fp16Optimizer())
 
 
 class TestWeightOnly(OptimizerSuite):
@@ -54,9 +51,7 @@ class TestWeightOnly(OptimizerSuite):
     def section(self, request: pytest.FixtureRequest) -> Quantize:
         return Quantize(name="w8", method="weight-only", options=request.param)
 
-    @pytest.fixture
-    def optimizer(self) -> WeightOnlyQuantizer:
-        return WeightOnlyQuantizer()
+    optimizer = fixed(WeightOnlyQuantizer())
 
 
 @pytest.fixture
@@ -209,31 +204,6 @@ def test_four_bits_are_an_eighth_and_a_convolution_has_nothing_to_narrow(percept
     assert not perceptron.path.exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"bits": 3}, "one of '4', '8'"),
-        ({"bits": True}, "one of '4', '8'"),
-        ({"block": 24}, "block"),
-        ({"algorithm": "awq"}, "'rtn', 'hqq', 'gptq'"),
-        ({"algorithm": "gptq"}, "calibration rows"),
-        ({"blocks": 32}, "did you mean 'block'"),
-    ],
-)
-def test_wrong_options_of_narrow_weights_are_refused(
-    perceptron: OptimizeRequest, options: dict[str, object], word: str
-) -> None:
-    with pytest.raises(UserError, match=word):
-        WeightOnlyQuantizer().optimize(with_options(perceptron, **options))
-
-
-@pytest.mark.parametrize("algorithm", ["gptq", "hqq"])
-def test_what_moves_weights_has_four_bits_only(perceptron: OptimizeRequest, algorithm: str) -> None:
-    request = replace(with_options(perceptron, algorithm=algorithm, bits=8), calibration=rows(8))
-    with pytest.raises(UserError, match="bits: 4"):
-        WeightOnlyQuantizer().optimize(request)
-
-
 def test_a_matrix_that_two_nodes_share_is_left_as_it_is(perceptron: OptimizeRequest) -> None:
     model = read_model(perceptron.source)
     for node in model.graph.node:
@@ -299,3 +269,89 @@ def write_gelu(path: Path) -> None:
     for index, node in enumerate(written_out):
         model.graph.node.insert(2 + index, node)
     write_model(model, path)
+
+
+DYNAMIC, STATIC, WEIGHTS = DynamicQuantizer(), StaticQuantizer(), WeightOnlyQuantizer()
+WRONG: list[tuple[Optimizer, Mapping[str, object], str]] = [
+    *((optimizer, {"reduce-range": True}, "reduce_range") for optimizer in (DYNAMIC, STATIC)),
+    *((optimizer, {"reduce_range": "yes"}, "true or false") for optimizer in (DYNAMIC, STATIC)),
+    *((optimizer, {"op_types": "Conv"}, "list") for optimizer in (DYNAMIC, STATIC)),
+    *((optimizer, {"op_types": []}, "at least one") for optimizer in (DYNAMIC, STATIC)),
+    *((optimizer, {"nonsense": 1}, "op_types") for optimizer in (DYNAMIC, STATIC)),
+    # What the library builds, and what then does not load, has no kernels, or needs a module that is not there.
+    (STATIC, {"activations": "float8e4m3fn"}, "activations: expected one of 'uint8', 'int8', 'uint16'"),
+    (STATIC, {"weights": "float8e4m3fn"}, "weights: expected one of 'int8', 'uint8'"),
+    (STATIC, {"activations": "bfloat16"}, "activations: expected one of"),
+    (STATIC, {"smooth": True}, "unknown key 'smooth'"),
+    (STATIC, {"format": "QOperator"}, "unknown key 'format'"),
+    (WEIGHTS, {"bits": 3}, "one of '4', '8'"),
+    (WEIGHTS, {"bits": True}, "one of '4', '8'"),
+    (WEIGHTS, {"block": 24}, "block"),
+    (WEIGHTS, {"algorithm": "awq"}, "'rtn', 'hqq', 'gptq'"),
+    (WEIGHTS, {"algorithm": "gptq"}, "calibration rows"),
+    (WEIGHTS, {"algorithm": "hqq", "bits": 8}, "bits: 4"),
+    (WEIGHTS, {"blocks": 32}, "did you mean 'block'"),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "options", "said"), WRONG)
+def test_options_that_cannot_work_are_refused(
+    perceptron: OptimizeRequest, optimizer: Optimizer, options: Mapping[str, object], said: str
+) -> None:
+    section = replace(perceptron.section, calibrate=Calibrate())
+    request = replace(perceptron, section=section, calibration=None if optimizer is WEIGHTS else rows(32))
+    with pytest.raises(UserError, match=said):
+        optimizer.optimize(with_options(request, **options))
+    assert not request.path.exists()
+
+
+def test_calibrated_weights_have_four_bits_only(perceptron: OptimizeRequest) -> None:
+    with pytest.raises(UserError, match="bits: 4"):
+        WEIGHTS.optimize(replace(with_options(perceptron, algorithm="gptq", bits=8), calibration=rows(8)))
+
+
+def write_products(path: Path, kind: str) -> None:
+    """One product with a weight of that type, and one of two inputs."""
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(kind))
+    x, y = (helper.make_tensor_value_info(name, element, [4, 4]) for name in "xy")
+    given = [helper.make_tensor_value_info(name, element, None) for name in ("mixed", "scores")]
+    weight = numpy_helper.from_array(np.random.default_rng(0).normal(size=(4, 3)).astype(kind), "w")
+    products = [helper.make_node("MatMul", ["x", "w"], ["mixed"]), helper.make_node("MatMul", ["x", "y"], ["scores"])]
+    graph = helper.make_graph(products, "products", [x, y], given, [weight])
+    onnx.save(helper.make_model(graph, ir_version=9, opset_imports=[helper.make_opsetid("", 18)]), path)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kind"),
+    [
+        (DYNAMIC, "float16"),
+        (DYNAMIC, "float64"),
+        (Fp16Optimizer(), "float16"),
+        (Fp16Optimizer(), "float64"),
+        (WEIGHTS, "float64"),
+    ],
+)
+def test_weights_of_another_precision_are_named(perceptron: OptimizeRequest, optimizer: Optimizer, kind: str) -> None:
+    write_products(perceptron.source, kind)
+    with pytest.raises(UserError, match=r"nothing was (quantized|converted)") as caught:
+        optimizer.optimize(perceptron)
+    assert f"1 MatMul: weights in {kind}, and only float32 is quantized" in caught.value.why
+    assert "1 MatMul: no constant weights" in caught.value.why
+    assert "in float32" in caught.value.remedy
+    assert not perceptron.path.exists()
+
+
+def test_a_quantized_model_is_not_quantized_again(perceptron: OptimizeRequest) -> None:
+    DYNAMIC.optimize(perceptron)
+    with pytest.raises(UserError, match="quantized already") as caught:
+        DYNAMIC.optimize(replace(perceptron, source=perceptron.path, path=perceptron.path.with_name("again.onnx")))
+    assert caught.value.remedy == "Give the float model that it was made from."
+
+
+def test_a_model_that_no_protobuf_holds_is_not_halved(
+    perceptron: OptimizeRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(low_precision, "PROTOBUF_LIMIT", 100)
+    with pytest.raises(TooLargeError, match="more than 2 GiB") as caught:
+        Fp16Optimizer().optimize(perceptron)
+    assert caught.value.remedy

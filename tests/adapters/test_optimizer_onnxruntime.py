@@ -33,6 +33,7 @@ from onnx_ops.ports import OptimizeRequest
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
 from onnx_ops.testing.optimizers import HALF_A_STEP, OptimizerSuite
 from tests.adapters.model_runs import run
+from tests.support.fixtures import fixed
 
 STATIC = Quantize(name="int8-static", method="static", calibrate=Calibrate(samples=40))
 DYNAMIC = Quantize(name="int8-dynamic", method="dynamic")
@@ -44,13 +45,8 @@ SATURATES = platform.machine() == "x86_64" and not FLAGS & {"avx512_vnni", "avx_
 
 
 class TestDynamic(OptimizerSuite):
-    @pytest.fixture
-    def section(self) -> Quantize:
-        return replace(DYNAMIC, options={"reduce_range": SATURATES})
-
-    @pytest.fixture
-    def optimizer(self) -> DynamicQuantizer:
-        return DynamicQuantizer()
+    section = fixed(replace(DYNAMIC, options={"reduce_range": SATURATES}))
+    optimizer = fixed(DynamicQuantizer())
 
 
 class TestStatic(OptimizerSuite):
@@ -59,9 +55,7 @@ class TestStatic(OptimizerSuite):
         options = {"reduce_range": SATURATES or not request.param}
         return replace(STATIC, per_channel=request.param, options=options)
 
-    @pytest.fixture
-    def optimizer(self) -> StaticQuantizer:
-        return StaticQuantizer()
+    optimizer = fixed(StaticQuantizer())
 
 
 @pytest.fixture
@@ -147,22 +141,6 @@ def test_operator_types_may_be_chosen(convolution: OptimizeRequest) -> None:
     weights = read_quantized_weights(convolution.source, convolution.path)
     assert [weight.name for weight in weights] == ["first.weight", "second.weight"]
     assert is_rounded(convolution)
-
-
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"reduce-range": True}, "reduce_range"),
-        ({"reduce_range": "yes"}, "true or false"),
-        ({"op_types": "Conv"}, "list"),
-        ({"op_types": []}, "at least one"),
-        ({"nonsense": 1}, "op_types"),
-    ],
-)
-def test_wrong_options_are_refused(perceptron: OptimizeRequest, options: dict[str, object], word: str) -> None:
-    for optimizer, section in ((DynamicQuantizer(), DYNAMIC), (StaticQuantizer(), STATIC)):
-        with pytest.raises(UserError, match=word):
-            optimizer.optimize(replace(perceptron, section=replace(section, options=options)))  # type: ignore[arg-type]
 
 
 def test_inferred_shapes_in_the_source_do_not_stop_the_quantizer(perceptron: OptimizeRequest) -> None:

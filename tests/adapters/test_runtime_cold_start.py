@@ -57,7 +57,7 @@ def measure_child(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str) ->
     (folder / "child.py").write_text(module, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(folder))
     monkeypatch.setattr(cold_start, "CHILD", "child")
-    cold_start.measure_start(folder / "m.onnx", CPU, folder / "feed.npz", 1)
+    cold_start.measure_start(folder / "m.onnx", CPU, {}, 1)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_a_process_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_what_the_fresh_process_raises_keeps_its_words(file: Path) -> None:
     target = replace(CPU, session=SessionSettings(config={"": "1"}))
-    with pytest.raises(MeasurementError, match="cannot run the model"), cold_start.store_feed(rows(1)) as feed:
-        cold_start.measure_start(file, target, feed, 1)
+    with pytest.raises(MeasurementError, match="cannot run the model"):
+        cold_start.measure_start(file, target, rows(1), 1)
 
 
 def test_axis_1_is_the_models_in_order_and_any_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from onnx import TensorProto
 
-from onnx_ops.adapters.runtimes.isolated import IsolatedRuntime, read_runtime_build
+from onnx_ops.adapters.isolation.process import IsolatedProcess
+from onnx_ops.adapters.runtimes.isolated import IsolatedRuntimes, read_runtime_build
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.runtimes.placement import GuardedRuntime, TargetedRuntime, guard_runtime
 from onnx_ops.domain.execution import Environment
@@ -21,33 +22,38 @@ from onnx_ops.errors import MeasurementError, StageError, UserError
 from onnx_ops.testing.models import rows
 from onnx_ops.testing.runtimes import RuntimeSuite
 from tests.adapters.runtime_places import ended_in_the_middle, write_identity
+from tests.support.fixtures import fixed
 
 PINNED = Environment(requirements=("onnxruntime==1.31.1",))
 APART = Target(name="apart", env=PINNED)
 
 
 @pytest.fixture
-def runtime() -> IsolatedRuntime:
+def runtime() -> TargetedRuntime:
     """With this interpreter: what is tested here is the process, not the installation of packages."""
-    return IsolatedRuntime(python=lambda _: Path(sys.executable))
+    return TargetedRuntime(elsewhere=IsolatedRuntimes(python=lambda _: Path(sys.executable)))
 
 
 @pytest.fixture(scope="module")
-def kept() -> IsolatedRuntime:
-    return IsolatedRuntime(python=lambda _: Path(sys.executable))
+def kept() -> TargetedRuntime:
+    return TargetedRuntime(elsewhere=IsolatedRuntimes(python=lambda _: Path(sys.executable)))
+
+
+def process_of(runtime: TargetedRuntime) -> IsolatedProcess | None:
+    assert runtime.elsewhere is not None
+    kept = runtime.elsewhere.held._kept
+    return None if kept is None else kept[1]
 
 
 class TestIsolatedRuntime(RuntimeSuite):
     @pytest.fixture
-    def runtime(self, kept: IsolatedRuntime) -> IsolatedRuntime:
+    def runtime(self, kept: TargetedRuntime) -> TargetedRuntime:
         return kept
 
-    @pytest.fixture
-    def target(self) -> Target:
-        return APART
+    target = fixed(APART)
 
 
-def test_it_answers_to_the_bit_what_this_process_answers(runtime: IsolatedRuntime, file: Path, tmp_path: Path) -> None:
+def test_it_answers_to_the_bit_what_this_process_answers(runtime: TargetedRuntime, file: Path, tmp_path: Path) -> None:
     batches = (rows(1), rows(0), rows(9, seed=2))
     here = OnnxRuntime().run(file, replace(APART, env=None), batches)
     for a, b in zip(here, runtime.run(file, APART, batches), strict=True):
@@ -60,9 +66,9 @@ def test_it_answers_to_the_bit_what_this_process_answers(runtime: IsolatedRuntim
 
 @pytest.mark.parametrize("do", ["benchmark", "sample", "under_load"])
 def test_killed_in_the_middle_it_says_so_and_the_next_request_is_answered(
-    runtime: IsolatedRuntime, file: Path, do: str
+    runtime: TargetedRuntime, file: Path, do: str
 ) -> None:
-    with ended_in_the_middle(lambda: os.kill(runtime._held._kept[1]._process.pid, signal.SIGKILL)) as measure:  # type: ignore[index]
+    with ended_in_the_middle(lambda: os.kill(process_of(runtime)._process.pid, signal.SIGKILL)) as measure:  # type: ignore[union-attr]
         runtime.run(file, APART, (rows(1),))
         with pytest.raises(StageError, match=f"signal SIGKILL while it was to {do}") as killed:
             measure(runtime, do, file, APART)
@@ -71,24 +77,24 @@ def test_killed_in_the_middle_it_says_so_and_the_next_request_is_answered(
     assert runtime.run(file, APART, (rows(2),))[0]["scores"].shape[0] == 2
 
 
-def test_a_hang_is_stopped(runtime: IsolatedRuntime, file: Path) -> None:
+def test_a_hang_is_stopped(runtime: TargetedRuntime, file: Path) -> None:
     hasty = replace(APART, env=replace(PINNED, timeout=2.0))
     with pytest.raises(StageError, match="longer than 2 s to sample") as late:
         runtime.sample(file, hasty, rows(1), runs=100_000_000, warmup=0)
     assert "env.timeout" in late.value.remedy
 
 
-def test_its_fingerprint_names_the_build_and_starts_nothing(runtime: IsolatedRuntime) -> None:
+def test_its_fingerprint_names_the_build_and_starts_nothing(runtime: TargetedRuntime) -> None:
     openvino = replace(APART, env=Environment(requirements=("numpy==2.4.6", "onnxruntime-openvino == 1.24.1")))
     assert read_runtime_build(openvino) == ("onnxruntime-openvino", "1.24.1")
     assert runtime.fingerprint(openvino).runtime_version == "1.24.1 (onnxruntime-openvino)"
-    assert runtime._held._kept is None
+    assert process_of(runtime) is None
     assert openvino.digest() != APART.digest() != replace(APART, env=None).digest()
 
 
 @pytest.mark.parametrize("requirements", [(), ("onnxruntime",), ("onnxruntime>=1.24",), ("numpy==2.4.6",)])
-def test_a_target_must_say_which_build_it_measures(runtime: IsolatedRuntime, requirements: tuple[str, ...]) -> None:
-    with pytest.raises(UserError, match="which build") as caught:
+def test_a_target_must_say_which_build_it_measures(runtime: TargetedRuntime, requirements: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match="which build") as told:
         runtime.fingerprint(replace(APART, env=Environment(requirements=requirements)))
     assert "==" in caught.value.remedy
 
@@ -110,7 +116,7 @@ def test_each_target_says_where_it_runs(tmp_path: Path, file: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [1, 2])
-def test_texts_come_back_as_they_went(runtime: IsolatedRuntime, tmp_path: Path, code: int) -> None:
+def test_texts_come_back_as_they_went(runtime: TargetedRuntime, tmp_path: Path, code: int) -> None:
     path = write_identity(tmp_path / "texts.onnx", TensorProto.STRING)
     texts = np.array(["", "größe"] * code, dtype=object)
     answer = runtime.run(path, APART, ({"x": texts},))[0]["y"]

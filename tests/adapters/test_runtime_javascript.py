@@ -26,6 +26,7 @@ from onnx_ops.testing.runtimes import RuntimeSuite
 from tests.adapters.model_runs import run
 from tests.adapters.runtime_places import ended_in_the_middle, environments, require, write_identity
 from tests.support.external import write_external
+from tests.support.fixtures import fixed
 
 NODE = Target(name="node", runtime="node", providers=(Provider(name="cpu"),))
 NODE_WASM = Target(name="node-wasm", runtime="node", providers=(Provider(name="wasm"),))
@@ -81,9 +82,7 @@ class TestNode(RuntimeSuite):
     def runtime(self, node: NodeRuntime) -> NodeRuntime:
         return node
 
-    @pytest.fixture
-    def target(self) -> Target:
-        return NODE
+    target = fixed(NODE)
 
 
 @pytest.mark.sweep
@@ -92,9 +91,7 @@ class TestNodeWasm(RuntimeSuite):
     def runtime(self, wasm: NodeRuntime) -> NodeRuntime:
         return wasm
 
-    @pytest.fixture
-    def target(self) -> Target:
-        return NODE_WASM
+    target = fixed(NODE_WASM)
 
     @pytest.mark.nightly
     def test_fresh_processes_return_durations_and_memory(self, runtime: Runtime, target: Target, file: Path) -> None:
@@ -115,9 +112,7 @@ class TestBrowser(RuntimeSuite):
     def runtime(self, browser: BrowserRuntime) -> BrowserRuntime:
         return browser
 
-    @pytest.fixture
-    def target(self) -> Target:
-        return WASM
+    target = fixed(WASM)
 
     @pytest.mark.nightly
     def test_fresh_processes_return_durations_and_memory(self, runtime: Runtime, target: Target, file: Path) -> None:

@@ -1,4 +1,4 @@
-"""ONNX Runtime as a runtime of targets."""
+"""ONNX Runtime as a runtime of targets, its plug-ins, and the folder that `{cache}` stands for."""
 
 from __future__ import annotations
 
@@ -8,38 +8,41 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from onnx import numpy_helper
 
 from onnx_ops.adapters.runtimes import onnxruntime as adapter
 from onnx_ops.adapters.runtimes.hardware import read_conditions
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime, run_load_window
-from onnx_ops.adapters.runtimes.onnxruntime_session import build_session, list_providers
+from onnx_ops.adapters.runtimes.onnxruntime_session import (
+    build_session,
+    list_devices,
+    list_providers,
+    resolve_provider_options,
+)
 from onnx_ops.domain.execution import Provider, SessionSettings
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError
 from onnx_ops.ports import LoadSchedule, PairedBenchmarkSchedule
 from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.testing.runtimes import RuntimeSuite
-from tests.adapters.model_runs import run
-from tests.support.external import write_external
+from tests.support.fixtures import fixed
+from tests.support.golden import Golden
 
 CPU = Target(name="cpu-1t")
 
 
 class TestOnnxRuntime(RuntimeSuite):
-    @pytest.fixture
-    def runtime(self) -> OnnxRuntime:
-        return OnnxRuntime()
-
-    @pytest.fixture
-    def target(self) -> Target:
-        return CPU
+    runtime = fixed(OnnxRuntime())
+    target = fixed(CPU)
 
 
 def test_the_fingerprint_needs_no_runtime() -> None:
@@ -119,12 +122,6 @@ def test_a_model_newer_than_the_runtime_is_a_failure_to_measure(tmp_path: Path) 
     write_perceptron(path, opset=18, ir_version=99)
     with pytest.raises(MeasurementError, match=r"future\.onnx"):
         OnnxRuntime().facts(path, CPU)
-
-
-def test_external_weights_are_found_beside_the_file(tmp_path: Path) -> None:
-    write_external(tmp_path / "model.onnx", "weights.bin")
-    answer = run(tmp_path / "model.onnx", {"x": np.ones((1, 2), np.float32)})
-    np.testing.assert_array_equal(answer["y"], [[2, 3]])
 
 
 @pytest.mark.nightly
@@ -306,14 +303,107 @@ def test_sides_are_kept_apart_sessions_are_fresh_and_orders_follow_the_seed(
     assert {runs[0][1][i] for i in range(0, 30, 2)} == set(times), "either side comes first now and then"
 
 
-TARGET = Target(name="cpu-1t")
-
-
 def test_a_provider_that_fails_is_not_replaced_in_silence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """ONNX Runtime's own fallback prints, and continues with other providers."""
     path = tmp_path / "model.onnx"
     path.write_bytes(b"not a model")
     with pytest.raises(MeasurementError) as caught:
-        OnnxRuntime().facts(path, TARGET)
+        OnnxRuntime().facts(path, CPU)
     assert "\n" not in str(caught.value)
     assert "Falling back" not in "".join(capfd.readouterr())
+
+
+TENSORRT = Provider(name="TensorrtExecutionProvider", options={"device_id": "1", "trt_engine_cache_path": "{cache}"})
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Target]:
+    """A target whose provider is brought by a package with this source."""
+
+    def write(source: str) -> Target:
+        (tmp_path / "acme_provider.py").write_text(source, encoding="utf-8")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "acme_provider", raising=False)
+        return Target(name="acme", providers=(Provider(name="AcmeExecutionProvider", package="acme_provider"),))
+
+    return write
+
+
+def refused(file: Path, target: Target) -> MeasurementError:
+    with pytest.raises(MeasurementError) as caught:
+        OnnxRuntime().facts(file, target)
+    assert caught.value.where == "target acme"
+    return caught.value
+
+
+def test_a_plug_in_that_is_not_there_is_told(file: Path) -> None:
+    error = refused(file, Target(name="acme", providers=(Provider(name="Acme", package="no_such_provider"),)))
+    assert error.what == "package no_such_provider is not installed"
+    assert error.remedy.startswith("pip install no-such-provider ")
+
+
+def test_a_package_that_is_no_plug_in_is_told(file: Path, package: Callable[[str], Target], golden: Golden) -> None:
+    golden("errors", refused(file, package("")).what)
+
+
+@pytest.mark.parametrize("library", ["/nowhere/libacme.so", onnx.__file__])
+def test_a_library_that_cannot_be_loaded_is_told(file: Path, package: Callable[[str], Target], library: str) -> None:
+    error = refused(file, package(f"def get_library_path():\n    return {library!r}\n"))
+    assert "AcmeExecutionProvider cannot be loaded" in error.what
+    assert library in error.why
+
+
+def test_the_version_of_a_plug_in_is_part_of_the_machine() -> None:
+    plain = OnnxRuntime().fingerprint(Target(name="cpu-1t"))
+    plugged = OnnxRuntime().fingerprint(Target(name="x", providers=(Provider(name="X", package="numpy"),)))
+    assert plugged.runtime_version.startswith(f"{plain.runtime_version}, numpy ")
+    assert plugged.digest() != plain.digest()
+
+
+def test_the_cpu_is_a_device_of_the_build() -> None:
+    assert "CPUExecutionProvider" in list_providers()
+    assert any(device.startswith("CPUExecutionProvider on CPU (") for device in list_devices())
+
+
+class TestCache:
+    @pytest.fixture(autouse=True)
+    def home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def folder(self, file: Path, machine: HardwareFingerprint, provider: Provider = TENSORRT) -> Path:
+        values = resolve_provider_options(provider, file, lambda: machine)
+        assert values["device_id"] == provider.options["device_id"]
+        return Path(values["trt_engine_cache_path"])
+
+    def test_it_is_of_the_model_the_machine_the_version_and_the_options(self, file: Path) -> None:
+        here = OnnxRuntime().fingerprint(Target(name="cpu-1t"))
+        first = self.folder(file, here)
+        assert first.is_dir()
+        assert self.folder(file, here) == first
+        others = {
+            self.folder(file, replace(here, runtime_version="0")),
+            self.folder(file, replace(here, accelerators=("H100",), driver="550.54")),
+            self.folder(file, here, replace(TENSORRT, options={**TENSORRT.options, "device_id": "0"})),
+        }
+        proto = onnx.load(file)
+        weight = proto.graph.initializer[0]
+        weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * 2, weight.name))
+        onnx.save(proto, file)
+        others.add(self.folder(file, here))
+        assert len(others | {first}) == 5
+
+    def test_weights_beside_the_file_count(self, tmp_path: Path, file: Path) -> None:
+        here = OnnxRuntime().fingerprint(Target(name="cpu-1t"))
+        proto = onnx.load(file)
+        path = tmp_path / "large" / "model.onnx"
+        path.parent.mkdir()
+        onnx.save(proto, path, save_as_external_data=True, location="weights", size_threshold=0)
+        first = self.folder(path, here)
+        weights = path.with_name("weights")
+        weights.write_bytes(bytes(len(weights.read_bytes())))
+        assert self.folder(path, here) != first
+
+    def test_without_the_word_nothing_is_made(self, tmp_path: Path, file: Path) -> None:
+        provider = Provider(name="X", options={"a": "b"})
+        assert resolve_provider_options(provider, file, lambda: pytest.fail("not needed")) == {"a": "b"}
+        assert not (tmp_path / "cache").exists()

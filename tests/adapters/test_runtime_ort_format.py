@@ -28,6 +28,7 @@ from onnx_ops.ports import StartSchedule
 from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.testing.runtimes import RuntimeSuite
 from tests.adapters.model_runs import run
+from tests.support.fixtures import fixed
 
 PHONE = Target(name="phone", ort_format=OrtFormat())
 COMPILED = Target(name="compiled", ort_format=OrtFormat(platform="amd64", style="runtime"))
@@ -35,13 +36,8 @@ COMPILED = Target(name="compiled", ort_format=OrtFormat(platform="amd64", style=
 
 @pytest.mark.nightly
 class TestOrtFormat(RuntimeSuite):
-    @pytest.fixture
-    def runtime(self) -> OnnxRuntime:
-        return OnnxRuntime()
-
-    @pytest.fixture
-    def target(self) -> Target:
-        return PHONE
+    runtime = fixed(OnnxRuntime())
+    target = fixed(PHONE)
 
 
 @pytest.mark.parametrize("target", [PHONE, COMPILED], ids=lambda target: target.name)

@@ -9,7 +9,7 @@ import pytest
 from onnx_ops.adapters.exporters.paddle import PaddleExporter
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter
-from onnx_ops.app.context import load_exporter, open_project
+from onnx_ops.app.context import load_tool, open_project, select_environment
 from onnx_ops.app.project import prepare
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.execution import Environment
@@ -54,11 +54,11 @@ def test_an_environment_that_says_nothing_or_two_things_is_refused(env: Environm
 
 def test_an_isolated_exporter_trains_and_shows_nothing_of_its_inside(tmp_path: Path) -> None:
     settings = load_settings(tmp_path, {})
-    found = load_exporter(settings, "tensorflow")
+    found = load_tool(settings, "exporters", "tensorflow")
     assert isinstance(found, IsolatedExporter)
     assert isinstance(found, TrainingExporter)
     assert not isinstance(found, TracingExporter | TreeExporter)
-    assert isinstance(load_exporter(settings, "sklearn"), SklearnExporter)
+    assert isinstance(load_tool(settings, "exporters", "sklearn"), SklearnExporter)
     assert not (tmp_path / ".onnx-ops").exists()  # nothing is made before it is needed
 
 

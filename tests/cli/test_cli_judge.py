@@ -19,7 +19,6 @@ from tests.support.pairs import derive
 @pytest.fixture
 def folder(tmp_path: Path, scripted: None) -> Path:
     """Files of `write_models` and a static int8 variant, on a machine whose figures are always the same."""
-    del scripted
     write_models(tmp_path)
     derive(tmp_path / "good.onnx", "static").rename(tmp_path / "int8.onnx")
     return tmp_path

@@ -31,7 +31,7 @@ def derive(*bodies: EntryBody | Action, after: int = 0) -> list[Notification]:
 
 def only(*bodies: EntryBody | Action) -> Notification:
     """What the bodies after `ON_TRIAL` are news of."""
-    (found,) = told(*ON_TRIAL, *bodies, after=5)
+    (found,) = derive(*ON_TRIAL, *bodies, after=5)
     return found
 
 
@@ -59,7 +59,7 @@ def test_what_an_operator_took_back_wakes_nobody(bodies: tuple[EntryBody | Actio
 
 def test_an_operators_rollback_says_how_to_undo_it() -> None:
     back = plan_rollback(FINISH.roles, version(1), "cpu", why="wrong on sevens")
-    *_, found = told(CONFIGURED, FINISH, RollbackRequested(action=back, by_operator=True), back)
+    *_, found = derive(CONFIGURED, FINISH, RollbackRequested(action=back, by_operator=True), back)
     assert found.what is NotificationKind.OPERATOR
     assert found.commands == {"Undo": "onnx-ops rollback digits --to 2 --force"}
 
@@ -124,7 +124,7 @@ def test_the_same_trouble_is_told_once_an_hour_and_a_rollback_every_time() -> No
     late = [replace(e, at=e.at + (REPEAT_INTERVAL_S if e.sequence > 9 else 0)) for e in entries]
     assert [found.sequence for found in list_pending_notifications("digits", late, after=5)] == [7, 11]
     again = (ALARM, START)
-    assert len(told(*ON_TRIAL, *again, ALARM, after=5)) == 2
+    assert len(derive(*ON_TRIAL, *again, ALARM, after=5)) == 2
 
 
 def test_what_was_told_before_counts_too() -> None:

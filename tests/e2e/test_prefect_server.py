@@ -58,7 +58,7 @@ def test_tables_are_found_through_the_api(first: dict[str, Any], site: PrefectSi
     assert (choice["target"], choice["verdict"]) == ("cpu-1t", "PASS")
 
 
-def test_a_scheduled_run_fires_by_itself(site: PrefectSite) -> None:
+def test_a_scheduled_run_fires_by_itself(first: dict[str, Any], site: PrefectSite) -> None:
     site.done("deployment", "schedule", "create", "pipeline/digits-mlp", "--interval", "10", "--replace", "-y")
 
     def fired() -> dict[str, Any] | None:
@@ -72,7 +72,7 @@ def test_a_scheduled_run_fires_by_itself(site: PrefectSite) -> None:
     assert "nothing changed" in run["state"]["message"]
 
 
-def test_a_failed_gate_fails_its_task_run_and_the_run(site: PrefectSite) -> None:
+def test_a_failed_gate_fails_its_task_run_and_the_run(first: dict[str, Any], site: PrefectSite) -> None:
     run = site.flow_run("pipeline/digits-mlp", ends="FAILED", overrides=["gates[5].max=1 kB"])
     assert run["state_name"] == "GateFailed"
     assert "size" in run["state"]["message"]
@@ -83,7 +83,7 @@ def test_a_failed_gate_fails_its_task_run_and_the_run(site: PrefectSite) -> None
     assert runs["deploy digits @ cpu-1t"]["state_name"] == "Skipped"
 
 
-def test_a_rollback_by_deployment_is_in_the_ledger(site: PrefectSite) -> None:
+def test_a_rollback_by_deployment_is_in_the_ledger(first: dict[str, Any], site: PrefectSite) -> None:
     before = site.project.status()
     site.project.run(ONLY_FP32, SECOND)
     between = site.project.status()
@@ -97,7 +97,7 @@ def test_a_rollback_by_deployment_is_in_the_ledger(site: PrefectSite) -> None:
     assert f"tester via prefect flow run {run['id']}" in actors
 
 
-def test_reconcile_by_deployment_tells_each_endpoint(site: PrefectSite) -> None:
+def test_reconcile_by_deployment_tells_each_endpoint(first: dict[str, Any], site: PrefectSite) -> None:
     run = site.flow_run("reconcile/reconcile")
     assert run["state"]["message"].startswith("digits: ")
     assert site.task_runs(run, {"reconcile digits"}).keys() == {"reconcile digits"}

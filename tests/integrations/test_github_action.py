@@ -8,7 +8,7 @@ import os
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,11 +88,23 @@ class Runner:
     def event(self, document: dict[str, Any]) -> None:
         Path(os.environ["GITHUB_EVENT_PATH"]).write_text(json.dumps(document), encoding="utf-8")
 
-    def pull_request(self, base: str, head: str) -> None:
-        self.event({"pull_request": {"number": 7, "head": {"sha": head}, "base": {"sha": base}}})
+    def write(self, name: str, text: str) -> None:
+        (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / name).write_text(text, encoding="utf-8")
+
+    def propose(self, files: Mapping[str, str]) -> None:
+        """A pull request against the first commit that writes these files."""
+        for name, text in files.items():
+            self.write(name, text)
+        head, base = {"sha": self.commit()}, {"sha": os.environ["GITHUB_SHA"]}
+        self.event({"pull_request": {"number": 7, "head": head, "base": base}})
 
     def step(self, name: str, *arguments: str) -> int:
         return main([name, "--folder", str(self.root.parent / "out"), *arguments])
+
+    def judge(self, *arguments: str) -> tuple[int, int]:
+        """Exit codes of both steps."""
+        return self.step("run"), self.step("publish", *arguments)
 
     def results(self) -> tuple[Checked, ...]:
         return codec.loads((self.root.parent / "out" / RESULTS).read_bytes(), tuple[Checked, ...])
@@ -104,16 +116,16 @@ class Runner:
 @pytest.fixture
 def runner(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
     root = tmp_path / "checkout"
-    write(root, "configs/pipelines/iris.yaml", pipeline_text(TRAIN))
-    write(root, "configs/targets/cpu-1t.yaml", (ROOT / "configs/targets/cpu-1t.yaml").read_text(encoding="utf-8"))
-    write(root, "code/__init__.py", "")
-    write(root, "code/model.py", MODEL.format(module="rounds"))
-    write(root, "code/rounds.py", "ROUNDS = 200\n")
-    write(root, "onnx-ops.toml", f"store = '{store}'\n")
-    write(root, ".gitignore", ".onnx-ops/\n__pycache__/\n")
     github = GitHub()
     with WebhookSink(github).open() as inbox:
         made = Runner(root, github)
+        made.write("configs/pipelines/iris.yaml", pipeline_text(TRAIN))
+        made.write("configs/targets/cpu-1t.yaml", (ROOT / "configs/targets/cpu-1t.yaml").read_text(encoding="utf-8"))
+        made.write("code/__init__.py", "")
+        made.write("code/model.py", MODEL.format(module="rounds"))
+        made.write("code/rounds.py", "ROUNDS = 200\n")
+        made.write("onnx-ops.toml", f"store = '{store}'\n")
+        made.write(".gitignore", ".onnx-ops/\n__pycache__/\n")
         environ = {
             "GITHUB_API_URL": inbox.url,
             "GITHUB_TOKEN": TOKEN,
@@ -130,22 +142,14 @@ def runner(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         yield made
 
 
-def write(root: Path, name: str, text: str) -> None:
-    (root / name).parent.mkdir(parents=True, exist_ok=True)
-    (root / name).write_text(text, encoding="utf-8")
-
-
 def test_code_that_a_pipeline_reaches_is_judged_and_told_once(runner: Runner) -> None:
-    base = os.environ["GITHUB_SHA"]
-    write(runner.root, "code/rounds.py", "ROUNDS = 300\n")
-    runner.pull_request(base, runner.commit())
-    assert (runner.step("run"), runner.step("publish", "--reports", "https://example.org/r")) == (0, 0)
+    runner.propose({"code/rounds.py": "ROUNDS = 300\n"})
+    assert runner.judge("--reports", "https://example.org/r") == (0, 0)
     (check,) = runner.github.checks
     assert (check["conclusion"], check["output"]["title"]) == ("success", "1 passed")
     assert (runner.root.parent / "out" / "iris.html").read_text(encoding="utf-8").startswith("<!doctype html>")
-    write(runner.root, "configs/pipelines/iris.yaml", pipeline_text(TRAIN, "1 B"))
-    runner.pull_request(base, runner.commit())
-    assert (runner.step("run"), runner.step("publish")) == (0, 1)
+    runner.propose({"configs/pipelines/iris.yaml": pipeline_text(TRAIN, "1 B")})
+    assert runner.judge() == (0, 1)
     assert runner.github.checks[1]["conclusion"] == "failure"
     (comment,) = runner.github.comments
     assert comment["body"].startswith(MARK)
@@ -155,37 +159,35 @@ def test_code_that_a_pipeline_reaches_is_judged_and_told_once(runner: Runner) ->
 
 
 def test_what_no_pipeline_rests_on_is_no_news(runner: Runner) -> None:
-    base = os.environ["GITHUB_SHA"]
-    write(runner.root, "README.md", "words")
-    runner.pull_request(base, runner.commit())
-    assert (runner.step("run"), runner.step("publish")) == (0, 0)
+    runner.propose({"README.md": "words"})
+    assert runner.judge() == (0, 0)
     assert [check["conclusion"] for check in runner.github.checks] == ["skipped"]
     assert runner.github.comments == []
 
 
 def test_what_cannot_be_measured_has_not_failed(runner: Runner) -> None:
-    base = os.environ["GITHUB_SHA"]
     target = (runner.root / "configs/targets/cpu-1t.yaml").read_text(encoding="utf-8")
-    write(runner.root, "configs/targets/cpu-1t.yaml", target.replace("CPUExecution", "CUDAExecution"))
-    write(runner.root, "code/rounds.py", "ROUNDS = 300\n")  # as in other tests, so that one training does
-    runner.pull_request(base, runner.commit())
-    assert (runner.step("run"), runner.step("publish")) == (0, 1)
+    runner.propose(
+        {
+            "configs/targets/cpu-1t.yaml": target.replace("CPUExecution", "CUDAExecution"),
+            "code/rounds.py": "ROUNDS = 300\n",
+        }
+    )
+    assert runner.judge() == (0, 1)
     (check,) = runner.github.checks
     assert (check["conclusion"], check["output"]["title"]) == ("action_required", "1 could not be measured")
     assert "CUDAExecutionProvider" in check["output"]["summary"]
 
 
 def test_a_file_that_is_wrong_is_told_with_its_place(runner: Runner) -> None:
-    base = os.environ["GITHUB_SHA"]
-    write(runner.root, "configs/pipelines/iris.yaml", "pipelin: iris\n")
-    runner.pull_request(base, runner.commit())
+    runner.propose({"configs/pipelines/iris.yaml": "pipelin: iris\n"})
     assert runner.step("run") == 0
     (one,) = runner.results()
     assert (one.verdict, "iris.yaml:1:1" in one.error) == (Verdict.ERROR, True)
 
 
 def test_an_inconclusive_commit_is_no_success_and_comments_of_people_stay(runner: Runner) -> None:
-    runner.pull_request(os.environ["GITHUB_SHA"], runner.commit())
+    runner.propose({})
     unsure = Checked(file="configs/pipelines/iris.yaml", because=(), verdict=Verdict.INCONCLUSIVE)
     (runner.root.parent / "out").mkdir()
     (runner.root.parent / "out" / RESULTS).write_bytes(codec.dumps((unsure,)))
@@ -201,11 +203,9 @@ def test_an_inconclusive_commit_is_no_success_and_comments_of_people_stay(runner
 def test_a_token_that_may_only_read_costs_the_comment_and_nothing_else(
     runner: Runner, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = os.environ["GITHUB_SHA"]
     runner.github.read_only = True
-    write(runner.root, "code/rounds.py", "ROUNDS = 300\n")
-    runner.pull_request(base, runner.commit())
-    assert (runner.step("run"), runner.step("publish")) == (0, 0)
+    runner.propose({"code/rounds.py": "ROUNDS = 300\n"})
+    assert runner.judge() == (0, 0)
     assert "comment could not" in runner.summary()
     assert "::warning title=onnx-ops::The check could not" in capsys.readouterr().out
     assert TOKEN not in runner.summary()
@@ -213,10 +213,10 @@ def test_a_token_that_may_only_read_costs_the_comment_and_nothing_else(
 
 def test_a_push_is_compared_with_the_commit_before(runner: Runner) -> None:
     before = os.environ["GITHUB_SHA"]
-    write(runner.root, "README.md", "words")
+    runner.write("README.md", "words")
     os.environ["GITHUB_SHA"] = runner.commit()
     runner.event({"before": before, "head_commit": {"message": "@everyone `${{ }}`"}})
-    assert (runner.step("run"), runner.step("publish")) == (0, 0)
+    assert runner.judge() == (0, 0)
     assert runner.github.checks[0]["head_sha"] == os.environ["GITHUB_SHA"]
 
 
@@ -234,10 +234,10 @@ def test_a_push_that_would_release_onto_the_job_s_disk_stops_at_the_gates(
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("RUNNER_ENVIRONMENT", environment)
     monkeypatch.delenv("ONNX_OPS_SIGNING")
-    write(runner.root, "configs/pipelines/iris.yaml", f"{pipeline_text(TRAIN)}{RELEASED}")
+    runner.write("configs/pipelines/iris.yaml", f"{pipeline_text(TRAIN)}{RELEASED}")
     runner.event({"before": os.environ["GITHUB_SHA"]})
     os.environ["GITHUB_SHA"] = runner.commit()
-    assert (runner.step("run"), runner.step("publish")) == (0, 0)
+    assert runner.judge() == (0, 0)
     (one,) = runner.results()
     assert (one.verdict, bool(one.choices), bool(one.withheld)) == (Verdict.PASS, True, True)
     assert one.withheld.splitlines()[0] in capsys.readouterr().out
@@ -252,9 +252,9 @@ def test_a_push_that_would_release_onto_the_job_s_disk_stops_at_the_gates(
 def test_without_a_token_the_summary_is_written_and_the_log_says_so(
     runner: Runner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runner.pull_request(os.environ["GITHUB_SHA"], runner.commit())
+    runner.propose({})
     monkeypatch.setenv("GITHUB_TOKEN", "")
-    assert (runner.step("run"), runner.step("publish")) == (0, 0)
+    assert runner.judge() == (0, 0)
     output = capsys.readouterr().out
     for what in ("check", "comment"):
         assert f"::warning title=onnx-ops::The {what} could not be written: GITHUB_TOKEN: no token was given" in output

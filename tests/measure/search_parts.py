@@ -84,13 +84,11 @@ class Steady:
     def benchmark(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
-        del feed
         times = np.empty((schedule.rounds, schedule.blocks, len(models), schedule.runs))
         times[:] = np.array([_time(model, target) for model in models])[:, np.newaxis]
         return PairedBenchmarkSamples(nanoseconds=times, preempted=np.zeros(times.shape, dtype=bool))
 
     def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
-        del feed, warmup
         return RunSamples(nanoseconds=np.full(runs, _time(model, target)), preempted=np.zeros(runs, dtype=bool))
 
 

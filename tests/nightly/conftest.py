@@ -31,7 +31,7 @@ def isolated(environments: PythonEnvironments) -> Callable[[str], IsolatedExport
     def make(framework: str) -> IsolatedExporter:
         wanted = Environment(requirements=plugins.load("exporters", framework).requirements)
         return IsolatedExporter(
-            exporter=plugins.find("exporters", framework).value,
+            place=plugins.find("exporters", framework).value,
             python=lambda: environments.python(wanted),
             root=ROOT,
             limits=ProcessLimits(timeout=600.0),

@@ -7,12 +7,10 @@ from typing import Any
 
 
 def train(data: Any) -> int:
-    del data
     return 7
 
 
 def abort_at_opset_23(data: Any) -> None:
-    del data
     import paddle
     import paddle2onnx
     from paddle.static import InputSpec

@@ -84,7 +84,6 @@ class TableProbe(ProjectProbe):
         return digest_bytes(path.encode())
 
     def tools(self, kind: str, name: str, env: Environment | None = None, *, trains: bool = False) -> Mapping[str, str]:
-        del env
         return {name: self.world.get(f"{kind}/{name}", "1.0"), "trains": str(trains)}
 
     def inline_files(self, entry: Quantize) -> Quantize:
@@ -115,13 +114,11 @@ class CountingHandler:
     elsewhere: dict[str, Manifest] = field(default_factory=dict)
 
     def cached(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest | None:
-        del inputs
         if stage.id in self.unreadable:
             raise self.unreadable[stage.id]
         return self.results.get(key)
 
     def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
-        del inputs
         return self.refusals.get(stage.id, "")
 
     def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
@@ -131,7 +128,6 @@ class CountingHandler:
         return nullcontext()
 
     def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
-        del inputs
         self.calls.append(stage.id)
         if waiting := self.errors.get(stage.id):
             raise waiting.pop(0)
@@ -139,7 +135,6 @@ class CountingHandler:
         return self.results[key]
 
     def decision(self, manifest: Manifest) -> Decision | None:
-        del manifest
         return None
 
 
@@ -151,11 +146,9 @@ class Watching:
         self.events: list[str] = []
 
     def run(self, stage: Stage, work: Work, decide: Callable[[Manifest], Decision | None]) -> Manifest:
-        del stage, decide
         return work()
 
     def show(self, stage: Stage, outcome: StageOutcome, decide: Callable[[Manifest], Decision | None]) -> None:
-        del decide
         self.shown.append(f"{stage.id} {outcome.status.value}")
 
     def planned(self, plan: object) -> None:

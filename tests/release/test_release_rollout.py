@@ -179,7 +179,6 @@ def test_a_version_of_the_same_release_that_was_aborted_does_not_condemn_the_oth
 
 
 def unsigned(scene: Scene, record: VersionRecord) -> dict[str, object]:
-    del scene, record
     return {"decisions": {}}
 
 

@@ -29,7 +29,7 @@ WIDTH = "80"
 
 _SETTINGS = ("ONNX_OPS_", "MLFLOW_", "PREFECT_")
 _MADE_ONCE = {
-    "onnx_ops.app.context": ("load_exporter", "load_optimizer"),
+    "onnx_ops.app.context": ("load_tool",),
     "onnx_ops.adapters.azure": ("get_credential",),
     "onnx_ops.adapters.endpoints.azureml_client": ("_ml_client",),
 }

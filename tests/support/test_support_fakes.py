@@ -1,4 +1,4 @@
-"""The fakes keep the promises of their ports, by the same suites as the real ones."""
+"""The fakes keep the promises of their context, by the same suites as the real ones."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ class TestFakeProvider(EndpointProviderSuite):
     @contextmanager
     def disturbed(self, fault: Disturbance, at: int = 0) -> Iterator[Sized]:
         """Nothing is asked but one change."""
-        del at
         apply, asked = self.fake.apply, list[str]()
 
         def faulty(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:

@@ -27,9 +27,6 @@ from onnx_ops.errors import (
 class DvcWorker:
     """Serves DVC."""
 
-    where = "data"
-    refusing: tuple[str, ...] = ()
-
     def find(self, repo: str, rev: str, path: str, remote: str) -> list[dict[str, Any]]:
         """Return the outputs that are or hold `path`, relative to git's top folder.
 
@@ -104,7 +101,7 @@ class DvcWorker:
 def run_dvc() -> None:
     """Serve DVC, which keeps its own state below this process's temporary folder."""
     os.environ["DVC_SITE_CACHE_DIR"] = tempfile.gettempdir()
-    serve(DvcWorker())
+    serve(DvcWorker(), "data")
 
 
 @contextmanager

@@ -33,14 +33,12 @@ class SklearnSource(DataSource):
 
     def fingerprint(self, section: DataSection, root: Path) -> str:
         """Return the scikit-learn version, the data set and its split."""
-        del root
         wanted = _section(section)
         brought = f"scikit-learn {version('scikit-learn')}"
         return f"{brought}: {wanted.sklearn} {wanted.split} {wanted.test_size!r} seed {wanted.seed}"
 
     def sample(self, section: DataSection, root: Path) -> Sample:
         """Return a row of zeros for each class, without importing scikit-learn."""
-        del root
         import numpy as np
 
         wanted = _section(section)
@@ -53,7 +51,6 @@ class SklearnSource(DataSource):
 
     def load(self, section: DataSection, root: Path) -> Mapping[str, Array]:
         """Load the data set, or one side of its split."""
-        del root
         wanted = _section(section)
         require(*self.tools, where=f"data `sklearn: {wanted.sklearn}`")
         import numpy as np

@@ -61,7 +61,6 @@ class SageMakerEndpoints(CloudEndpoints):
     def __init__(
         self, folder: Path | None = None, trusted: Path | None = None, *, part_bytes: int = PART_BYTES
     ) -> None:
-        del folder
         super().__init__(trusted)
         self._part_bytes = part_bytes
         self._clients: dict[AwsAccess, Clients] = {}

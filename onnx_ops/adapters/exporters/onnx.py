@@ -42,7 +42,7 @@ class OnnxExporter(Exporter):
 
     tools: tuple[str, ...] = ("onnx",)
     options: tuple[str, ...] = (CONVERT,)
-    converters: tuple[str, ...] = ("onnxruntime",)
+    converters = ("onnxruntime",)
 
     def __init__(self, custom_ops: tuple[CustomOps, ...] = ()) -> None:
         self._custom_ops = custom_ops

@@ -10,10 +10,10 @@ from onnx_ops.adapters.exporters.signature import (
     Precision,
     check_opset,
     check_section,
+    convert_failures,
     find_file_with_suffix,
-    name_axes,
     name_outputs,
-    rename_outputs,
+    tidy_converted,
 )
 from onnx_ops.errors import UserError, quoted
 from onnx_ops.onnx_graph.files import read_model, write_model
@@ -76,23 +76,12 @@ class PaddleExporter(Exporter):
         answer = _call(model, {name: array[:2] for name, array in request.samples.items()})
         with Scratch() as folder:
             path = folder / "converted.onnx"
-            try:
+            with convert_failures("paddle2onnx cannot convert the layer"):
                 importlib.import_module("paddle2onnx").export(
                     str(source), str(source.with_suffix(".pdiparams")), str(path), opset_version=section.opset
                 )
                 converted = read_model(path)
-            except Exception as error:  # the converter raises many types of exceptions
-                raise UserError(
-                    "paddle2onnx cannot convert the layer",
-                    where="export",
-                    why=f"{type(error).__name__}: {quoted(error)}",
-                    remedy="Look for the operator that it names; another opset may be convertible.",
-                ) from error
-        rename_outputs(converted, list(name_outputs(answer)))
-        name_axes(converted, section)
-        converted.ir_version = section.ir_version
-        converted.producer_version = ""
-        del converted.graph.value_info[:]
+        tidy_converted(converted, list(name_outputs(answer)), section)
         write_model(converted, request.path)
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:

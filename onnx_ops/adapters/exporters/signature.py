@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from onnx_ops.domain.pipeline import Export
-from onnx_ops.errors import NotFoundError, UserError
+from onnx_ops.errors import NotFoundError, UserError, quoted
 from onnx_ops.ports.data import Tensors
 
 Precision = Literal["float32", "float64"]
@@ -67,12 +68,16 @@ def name_axes(model: Any, section: Export) -> None:
             _rename_axis(dimension, next(iter(batch)) if axis == 0 and len(batch) == 1 else "")
 
 
-def rename_outputs(model: Any, names: Sequence[str]) -> None:
-    """Give the outputs these names, in order, wherever the graph uses them."""
+def tidy_converted(model: Any, names: Sequence[str], section: Export) -> None:
+    """Give a converted model the section's axes and IR version, and its outputs these names, wherever they are used."""
     renamed = {value.name: name for value, name in zip(model.graph.output, names, strict=True)}
     for value in (*model.graph.output, *model.graph.value_info, *model.graph.initializer):
         value.name = renamed.get(value.name, value.name)
     rename_values(model.graph, renamed)
+    name_axes(model, section)
+    model.ir_version = section.ir_version
+    model.producer_version = ""
+    del model.graph.value_info[:]
 
 
 def rename_values(graph: Any, names: Mapping[str, str]) -> None:
@@ -80,6 +85,18 @@ def rename_values(graph: Any, names: Mapping[str, str]) -> None:
     for node in graph.node:
         node.input[:] = [names.get(name, name) for name in node.input]
         node.output[:] = [names.get(name, name) for name in node.output]
+
+
+@contextmanager
+def convert_failures(
+    what: str, remedy: str = "Look for the operator that it names; another opset, or other layers, may be convertible."
+) -> Iterator[None]:
+    """Raise any exception of a converter as UserError, with the converter's own message."""
+    try:
+        yield
+    except Exception as error:  # converters raise many types of exceptions
+        why = f"{type(error).__name__}: {quoted(error)}"
+        raise UserError(what, where="export", why=why, remedy=remedy) from error
 
 
 def check_opset(section: Export, lowest: int, highest: int, tool: str) -> None:

@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.exporters.known_defects import check_convertible
-from onnx_ops.adapters.exporters.signature import Precision, check_section, find_file
+from onnx_ops.adapters.exporters.signature import Precision, check_section, convert_failures, find_file
 from onnx_ops.adapters.exporters.sklearn_signature import (
     InputLayout,
     build_rows,
     check_runnable,
     choose_layout,
     connect_inputs,
+    get_last_step,
     tidy_outputs,
 )
-from onnx_ops.errors import UserError, quoted
+from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.files import write_model
 from onnx_ops.onnx_graph.rewrites import renumber_names
 from onnx_ops.ports import TreeExporter
@@ -163,8 +164,7 @@ def _check_estimator(model: object) -> None:
 def _is_regressor(model: object) -> bool:
     from sklearn.base import is_regressor
 
-    last = model.steps[-1][1] if hasattr(model, "steps") else model
-    return bool(is_regressor(model)) or type(last).__name__ in RANKERS
+    return bool(is_regressor(model)) or type(get_last_step(model)).__name__ in RANKERS
 
 
 def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
@@ -178,27 +178,26 @@ def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
         "U": data_types.StringTensorType,
     }
     options = _options(model)
-    try:
-        with warnings.catch_warnings(), _whole_numbers():
-            warnings.simplefilter("ignore", FutureWarning)  # skl2onnx reads attributes that scikit-learn deprecates
-            warnings.simplefilter("ignore", RuntimeWarning)  # and casts NaN, which an imputer of integers looks for
-            return skl2onnx.to_onnx(
-                model,
-                initial_types=[(name, kinds[kind]([None, columns])) for name, kind, columns in layout.types],
-                # The newest version of `ai.onnx.ml` that every runtime build in the field accepts is 3.
-                target_opset={"": opset, "ai.onnx.ml": 3},
-                options=options,
-                name="model",
-            )
-    except Exception as error:  # the converter raises many types of exceptions
-        remedy = "See https://onnx.ai/sklearn-onnx/supported.html for what it converts."
-        for part in list_estimators(model):
-            package = type(part).__module__.partition(".")[0]
-            if package in ("xgboost", "lightgbm") and package != own and "RF" not in type(part).__name__:
-                remedy = f"Set export.framework: {package}, which converts pipelines with its estimators too."
-                break
-        what = f"skl2onnx cannot convert {type(model).__name__}"
-        raise UserError(what, where="export", why=f"{type(error).__name__}: {quoted(error)}", remedy=remedy) from error
+    packages = {
+        type(part).__module__.partition(".")[0]: None
+        for part in list_estimators(model)
+        if "RF" not in type(part).__name__
+    }
+    remedy = "See https://onnx.ai/sklearn-onnx/supported.html for what it converts."
+    if others := [package for package in packages if package in ("xgboost", "lightgbm") and package != own]:
+        remedy = f"Set export.framework: {others[0]}, which converts pipelines with its estimators too."
+    what = f"skl2onnx cannot convert {type(model).__name__}"
+    with convert_failures(what, remedy), warnings.catch_warnings(), _whole_numbers():
+        warnings.simplefilter("ignore", FutureWarning)  # skl2onnx reads attributes that scikit-learn deprecates
+        warnings.simplefilter("ignore", RuntimeWarning)  # and casts NaN, which an imputer of integers looks for
+        return skl2onnx.to_onnx(
+            model,
+            initial_types=[(name, kinds[kind]([None, columns])) for name, kind, columns in layout.types],
+            # The newest version of `ai.onnx.ml` that every runtime build in the field accepts is 3.
+            target_opset={"": opset, "ai.onnx.ml": 3},
+            options=options,
+            name="model",
+        )
 
 
 @contextmanager

@@ -208,10 +208,12 @@ def _as_precision(array: Any, precision: str) -> Any:
 _NOT_RUN = {"RadiusNeighborsClassifier": "Use KNeighborsClassifier."}
 """Estimators whose export ONNX Runtime refuses to run, with an alternative."""
 
+_LABELS_AS_MATRIX = ("OneVsOneClassifier", "QuadraticDiscriminantAnalysis")
+
 
 def check_runnable(model: object) -> None:
     """Refuse an estimator whose conversion does not run."""
-    name = type(_last(model)).__name__
+    name = type(get_last_step(model)).__name__
     if name in _NOT_RUN:
         raise UserError(f"the conversion of {name} by skl2onnx does not run", where="export", remedy=_NOT_RUN[name])
 
@@ -225,8 +227,8 @@ def tidy_outputs(converted: Any, model: object, *, label: str, variable: str, re
         # skl2onnx may have given the new name to a value inside.
         rename_values(graph, {graph.output[0].name: variable, variable: f"{variable}_inside"})
         graph.output[0].name = variable
-    elif not regressor and type(_last(model)).__name__ in ("OneVsOneClassifier", "QuadraticDiscriminantAnalysis"):
-        inner, shape = f"{label}_rows", f"{label}_shape"  # their labels come as a matrix of one row or column
+    elif not regressor and type(get_last_step(model)).__name__ in _LABELS_AS_MATRIX:
+        inner, shape = f"{label}_rows", f"{label}_shape"
         rename_values(graph, {label: inner})
         graph.initializer.append(helper.make_tensor(shape, TensorProto.INT64, [1], [-1]))
         graph.node.append(helper.make_node("Reshape", [inner, shape], [label], name=label))
@@ -235,6 +237,7 @@ def tidy_outputs(converted: Any, model: object, *, label: str, variable: str, re
         declared.dim.add()
 
 
-def _last(model: object) -> object:
+def get_last_step(model: object) -> Any:
+    """Return the model, or the last step of a pipeline."""
     steps = getattr(model, "steps", None)
     return steps[-1][1] if steps else model

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from onnx_ops.adapters.exporters.sklearn_signature import get_last_step
 from onnx_ops.onnx_graph.tree_ensembles import ENSEMBLES, order_nodes
 from onnx_ops.ports.export import Tree
 
@@ -22,7 +23,7 @@ def read_source_trees(model: object) -> tuple[Tree, ...] | None:
     A forest averages its trees: each leaf weighs 1/n. Boosting adds them up, each times the learning rate; with k
     classes tree i belongs to class i modulo k. Of two classes a file holds the weights of the second only.
     """
-    last, grown = _last(model), _estimators(model)
+    last, grown = get_last_step(model), _estimators(model)
     if not grown:
         return None
     if _is_one_of(last, _BOOSTED):
@@ -34,14 +35,9 @@ def read_source_trees(model: object) -> tuple[Tree, ...] | None:
     return tuple(_tree(estimator, 1.0 / len(grown)) for estimator in grown)
 
 
-def _last(model: object) -> Any:
-    """Return the model, or the last step of a pipeline."""
-    return model[-1] if isinstance(model, importlib.import_module("sklearn.pipeline").Pipeline) else model
-
-
 def _estimators(model: object) -> list[Any]:
     """Return the trees that a model ends in, in the order of the export; none for other models."""
-    last = _last(model)
+    last = get_last_step(model)
     if isinstance(last, importlib.import_module("sklearn.tree").BaseDecisionTree):
         return [last]
     if _is_one_of(last, _FORESTS):

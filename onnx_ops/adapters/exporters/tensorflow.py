@@ -13,12 +13,12 @@ from onnx_ops.adapters.exporters.signature import (
     Precision,
     check_opset,
     check_section,
+    convert_failures,
     find_file_with_suffix,
     get_free_axes,
-    name_axes,
     name_outputs,
-    rename_outputs,
     rename_values,
+    tidy_converted,
 )
 from onnx_ops.adapters.exporters.torch import import_classes
 from onnx_ops.errors import NotFoundError, UserError, quoted
@@ -37,6 +37,7 @@ REQUIREMENTS = ("numpy==2.4.6", "onnx==1.23.2", "tensorflow-cpu==2.21.0", "tf2on
 OPSETS = (13, 18)
 """Opsets that tf2onnx 1.17 writes."""
 
+_FAILED = "tf2onnx cannot convert the model"
 _GENERATED = r"__(\d+)"
 """Ends of names that tf2onnx numbers through all conversions of a process."""
 
@@ -101,13 +102,11 @@ class TensorflowExporter(Exporter):
             names[:] = outputs
             return list(outputs.values())
 
-        try:
+        with convert_failures(_FAILED):
             converted, _ = importlib.import_module("tf2onnx").convert.from_function(
                 tf.function(answer, input_signature=specs), input_signature=specs, opset=section.opset
             )
-        except Exception as error:  # the converter raises many types of exceptions
-            raise build_conversion_error("tf2onnx", error) from error
-        write_converted(converted, names, request)
+        _write_converted(converted, names, request)
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
         """Run the model; None in float64, as layers fix their precision."""
@@ -146,10 +145,8 @@ class TfliteExporter(Exporter):
         check_section(section, request.samples)
         check_opset(section, *OPSETS, "tf2onnx")
         import_tensorflow()
-        try:
+        with convert_failures(_FAILED):
             converted, _ = importlib.import_module("tf2onnx").convert.from_tflite(str(model), opset=section.opset)
-        except Exception as error:  # the converter raises many types of exceptions
-            raise build_conversion_error("tf2onnx", error) from error
         inputs = converted.graph.input
         if len(inputs) != len(request.samples):
             what = f"the file has {len(inputs)} inputs, not {len(request.samples)}"
@@ -157,7 +154,7 @@ class TfliteExporter(Exporter):
         rename_values(converted.graph, {value.name: name for value, name in zip(inputs, request.samples, strict=True)})
         for value, name in zip(inputs, request.samples, strict=True):
             value.name = name
-        write_converted(converted, list(name_outputs([None] * len(converted.graph.output))), request)
+        _write_converted(converted, list(name_outputs([None] * len(converted.graph.output))), request)
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
         """Run the interpreter without its accelerated kernels.
@@ -194,26 +191,13 @@ def import_tensorflow() -> Any:
     return importlib.import_module("tensorflow")
 
 
-def write_converted(converted: Any, names: list[str], request: ExportRequest) -> None:
+def _write_converted(converted: Any, names: list[str], request: ExportRequest) -> None:
     """Write a converted model under the pipeline's names, without local traces."""
-    rename_outputs(converted, names)
-    name_axes(converted, request.section)
-    converted.ir_version = request.section.ir_version
-    converted.producer_version = converted.doc_string = ""
-    converted.graph.name, converted.graph.doc_string = "model", ""
-    del converted.graph.value_info[:]
+    tidy_converted(converted, names, request.section)
+    converted.doc_string = converted.graph.doc_string = ""
+    converted.graph.name = "model"
     renumber_names(converted, _GENERATED)
     write_model(converted, request.path)
-
-
-def build_conversion_error(tool: str, error: Exception) -> UserError:
-    """Return the error of a converter that failed, with the converter's own message."""
-    return UserError(
-        f"{tool} cannot convert the model",
-        where="export",
-        why=f"{type(error).__name__}: {quoted(error)}",
-        remedy="Look for the operator that it names; another opset, or other layers, may be convertible.",
-    )
 
 
 def _call(model: Any, tensors: Mapping[str, Any]) -> Any:

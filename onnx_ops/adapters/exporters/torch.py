@@ -51,7 +51,7 @@ class TorchExporter(TracingExporter):
 
     tools: tuple[str, ...] = ("torch", "numpy")
     options: tuple[str, ...] = (TRANSLATIONS,)
-    converters: tuple[str, ...] = ("onnxscript", "onnx-ir", "onnx")
+    converters = ("onnxscript", "onnx-ir", "onnx")
 
     def save(self, model: object, folder: Path) -> None:
         """Write the whole module with `torch.save`."""
@@ -74,7 +74,8 @@ class TorchExporter(TracingExporter):
     def export(self, model: object, request: ExportRequest) -> None:
         """Export the module and remove from the file what depends on this machine."""
         section = request.section
-        proto = _export(importlib.import_module("torch"), model, request).model_proto
+        module = self._module(model, tuple(request.samples))
+        proto = _export(importlib.import_module("torch"), module, request).model_proto
         # Below its own lowest opset the exporter converts the file, and keeps the newer one if that fails.
         written = max(entry.version for entry in proto.opset_import if entry.domain in DEFAULT_DOMAINS)
         if written != section.opset:
@@ -111,7 +112,7 @@ class TorchExporter(TracingExporter):
     def tracer(self, model: object, request: ExportRequest) -> Tracer:
         """Return a tracer of the exported program, whose names the file keeps."""
         torch = importlib.import_module("torch")
-        program = _export(torch, model, request).exported_program
+        program = _export(torch, self._module(model, tuple(request.samples)), request).exported_program
 
         def trace(inputs: Tensors, names: Collection[str]) -> tuple[Tensors, Tensors | None]:
             single = _traced(torch, program, inputs, names, None)
@@ -123,8 +124,7 @@ class TorchExporter(TracingExporter):
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
         """Run the module; None in float64 if it creates float32 tensors."""
-        torch = importlib.import_module("torch")
-        module: Any = model
+        torch, module = importlib.import_module("torch"), self._module(model, tuple(inputs))
         single = {name: _tensor(torch, array, None) for name, array in inputs.items()}
         if precision == "float32":
             return _answers(torch, module, single)
@@ -134,6 +134,10 @@ class TorchExporter(TracingExporter):
         except ValueError:
             _answers(torch, module, single)
             return None
+
+    def _module(self, model: Any, names: tuple[str, ...]) -> Any:
+        """Return the module that takes inputs of these names in order."""
+        return model
 
 
 def _export(torch: Any, model: object, request: ExportRequest) -> Any:
@@ -396,32 +400,19 @@ class HuggingfaceExporter(TorchExporter):
         model_class = getattr(transformers, names[0])
         return model_class.from_pretrained(folder, local_files_only=True, attn_implementation="eager").eval()
 
-    def export(self, model: object, request: ExportRequest) -> None:
-        """Export the model with its inputs in the order of the data."""
-        super().export(_named(model, tuple(request.samples)), request)
+    def _module(self, model: Any, names: tuple[str, ...]) -> Any:
+        """Wrap the model as a module that takes its inputs in order and returns tensors only."""
+        torch: Any = importlib.import_module("torch")
 
-    def tracer(self, model: object, request: ExportRequest) -> Tracer:
-        """Return a tracer of the model with its inputs in the order of the data."""
-        return super().tracer(_named(model, tuple(request.samples)), request)
+        class Named(torch.nn.Module):  # type: ignore[misc,name-defined,unused-ignore]
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = model
 
-    def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
-        """Run the model with inputs by name; raises as for PyTorch modules."""
-        return super().reference(_named(model, tuple(inputs)), inputs, precision)
+            def forward(self, *tensors: Any) -> dict[str, Any]:
+                given = dict(zip(names, tensors, strict=True))
+                extra = {"use_cache": False} if "use_cache" in vars(self.inner.config) else {}
+                answer = self.inner(**given, **extra, return_dict=True)
+                return {name: value for name, value in answer.items() if isinstance(value, torch.Tensor)}
 
-
-def _named(model: Any, names: tuple[str, ...]) -> object:
-    """Wrap the model as a module that takes its inputs in order and returns tensors only."""
-    torch: Any = importlib.import_module("torch")
-
-    class Named(torch.nn.Module):  # type: ignore[misc,name-defined,unused-ignore]
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = model
-
-        def forward(self, *tensors: Any) -> dict[str, Any]:
-            given = dict(zip(names, tensors, strict=True))
-            extra = {"use_cache": False} if "use_cache" in vars(self.inner.config) else {}
-            answer = self.inner(**given, **extra, return_dict=True)
-            return {name: value for name, value in answer.items() if isinstance(value, torch.Tensor)}
-
-    return Named().eval()
+        return Named().eval()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import select
 import shutil
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from onnx_ops.adapters.isolation.worker_main import dump, load
 from onnx_ops.errors import NotFoundError, StageError, from_document
 from onnx_ops.scratch import Scratch
 
@@ -59,7 +59,6 @@ class IsolatedProcess:
 
     def __init__(self, command: Command, limits: ProcessLimits, where: str) -> None:
         self._where = where
-        self._limits = limits
         self._memory = limits.memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self._scratch = Scratch()
         answers, inner = os.pipe()
@@ -97,13 +96,22 @@ class IsolatedProcess:
             yield Path(folder)
 
     def ask(self, do: str, *, timeout: float | None = None, **arguments: object) -> Any:
-        """Send one request and return the answer.
+        """Send one request and return the answer, this package's own values as plain ones.
 
         Raises:
             ValueError: the callee refuses its inputs.
             OnnxOpsError: the callee's error; StageError if the process crashed, or took longer than `timeout`.
         """
-        request = json.dumps({"do": do, "timeout": timeout, **arguments}).encode("utf-8")
+        with self.shared_folder() as folder:
+            request = dump({"do": do, "timeout": timeout, "scratch": str(folder), **arguments}, folder)
+            answer = load(self._exchange(request.encode(), do, timeout))
+        if "refused" in answer:
+            raise ValueError(answer["refused"])
+        if "error" in answer:
+            raise from_document(answer["error"])
+        return answer["done"]
+
+    def _exchange(self, request: bytes, do: str, timeout: float | None) -> bytes:
         deadline = None if timeout is None else time.monotonic() + timeout
         with contextlib.suppress(BrokenPipeError):  # it has ended, which reading its answer reports
             self._process.stdin.write(request + b"\n")  # type: ignore[union-attr]
@@ -116,12 +124,7 @@ class IsolatedProcess:
             if not part:
                 self._fail(do, timeout if deadline is not None and time.monotonic() >= deadline else None)
             received += part
-        answer = json.loads(received)
-        if "refused" in answer:
-            raise ValueError(answer["refused"])
-        if "error" in answer:
-            raise from_document(answer["error"])
-        return answer["done"]
+        return received
 
     def stop(self) -> None:
         """End the process and its children."""

@@ -1,4 +1,7 @@
-"""Answer requests inside an isolated environment. Needs the standard library only, and numpy where arrays travel."""
+"""Answer requests inside an isolated environment: both sides' form of values, and the inner side's loop.
+
+Needs the standard library only, and numpy, annotated-types and cattrs where arrays and this package's values travel.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +12,28 @@ import queue
 import resource
 import signal
 import sys
+import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, get_type_hints
 
 from onnx_ops.errors import MeasurementError, OnnxOpsError, StageError, quoted
 
-if TYPE_CHECKING:
-    from onnx_ops.ports.data import Array
+_ARRAY = "onnx-ops.npy"
+_PLAIN = (str, int, float, bool)
 
 
-class RequestHandler(Protocol):
-    """Handles requests by methods of their names, with JSON values.
-
-    `where` is what errors name; `refusing` are the methods that refuse inputs by ValueError.
-    """
-
-    where: str
-    refusing: tuple[str, ...]
-
-
-def serve(worker: RequestHandler) -> None:
-    """Answer requests until standard input is closed.
+def serve(worker: object, where: str, refusing: Collection[str] = ()) -> None:
+    """Answer requests by the worker's methods of their names until standard input is closed.
 
     Arguments of the process: folder of visible packages, file descriptor for answers, bytes of memory.
+
+    Args:
+        worker: its methods' annotations give the types of their arguments.
+        where: what errors name.
+        refusing: the methods that refuse inputs by ValueError.
     """
     faulthandler.enable(all_threads=False)
     limit = int(sys.argv[3])
@@ -43,7 +42,9 @@ def serve(worker: RequestHandler) -> None:
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
     with os.fdopen(int(sys.argv[2]), "w", encoding="utf-8") as answers:
         while True:
-            answers.write(json.dumps(_answer(worker, json.loads(requests.get()), limit)) + "\n")
+            request = load(requests.get())
+            scratch = Path(request.pop("scratch"))
+            answers.write(dump(_answer(worker, request, where, refusing, limit), scratch) + "\n")
             answers.flush()
 
 
@@ -54,7 +55,9 @@ def _listen(requests: queue.SimpleQueue[str]) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def _answer(worker: RequestHandler, request: dict[str, Any], limit: int) -> dict[str, Any]:
+def _answer(
+    worker: object, request: dict[str, Any], where: str, refusing: Collection[str], limit: int
+) -> dict[str, Any]:
     do = request.pop("do")
     work: Callable[..., Any] = getattr(worker, do)
     timeout = request.pop("timeout")
@@ -62,51 +65,75 @@ def _answer(worker: RequestHandler, request: dict[str, Any], limit: int) -> dict
         # A thread of C: it speaks and ends the process even where a converter never gives the interpreter back.
         faulthandler.dump_traceback_later(timeout, exit=True)
     try:
-        return {"done": work(**request)}
+        kinds = get_type_hints(work)
+        return {"done": work(**{name: _structure(value, kinds[name]) for name, value in request.items()})}
     except OnnxOpsError as error:
         return {"error": error.as_document()}
     except MemoryError:
         traceback.print_exc()
         failure = StageError(
             f"it needs more memory than its limit of {limit / 1e9:.1f} GB",
-            where=worker.where,
+            where=where,
             remedy="Raise `env.memory` if the machine has more.",
         )
         return {"error": failure.as_document()}
     except Exception as error:  # a framework raises many types of exceptions
-        if isinstance(error, ValueError) and do in worker.refusing:
+        if isinstance(error, ValueError) and do in refusing:
             return {"refused": str(error)}
-        what, lines = (
-            f"{type(error).__name__}: {quoted(error)}",
-            "".join(traceback.format_exception(error)).splitlines(),
-        )
-        return {"error": StageError(what, where=worker.where, why="\n".join(lines[-15:])).as_document()}
+        what, lines = f"{type(error).__name__}: {quoted(error)}", traceback.format_exc().splitlines()
+        return {"error": StageError(what, where=where, why="\n".join(lines[-15:])).as_document()}
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
-PREFIX = "input/"
-"""Prefix of each name in a file: a tensor's name could be that of an argument of savez."""
+def _structure(value: Any, kind: Any) -> Any:
+    if kind in _PLAIN:
+        return value
+    from onnx_ops import codec  # not available to workers that take plain values only
+
+    return codec.from_json(value, kind)
 
 
-def save_arrays(tensors: Mapping[str, Any], path: Path) -> Path:
-    """Write named tensors to an `.npz` file; texts without pickle."""
-    import numpy as np
+def dump(value: object, folder: Path) -> str:
+    """Return a value as JSON on one line; arrays go to files of the folder, texts without pickle."""
 
-    arrays: dict[str, Any] = {}
-    for name, array in tensors.items():
-        if not isinstance(array, np.ndarray):
+    def encode(part: object) -> Any:
+        if type(part).__module__ != "numpy":
+            from onnx_ops import codec
+
+            return codec.to_json(part)
+        import numpy as np
+
+        array = np.asarray(part)
+        handle, file = tempfile.mkstemp(suffix=".npy", dir=folder)
+        with os.fdopen(handle, "wb") as stream:
+            np.save(stream, array.astype(str) if array.dtype == object else array, allow_pickle=False)
+        return {_ARRAY: file}
+
+    return json.dumps(value, default=encode)
+
+
+def load(text: str | bytes) -> Any:
+    """Return the value of `dump`, this package's own values as plain ones; texts become objects again."""
+
+    def decode(entry: dict[str, Any]) -> Any:
+        if entry.keys() != {_ARRAY}:
+            return entry
+        import numpy as np
+
+        array = np.load(entry[_ARRAY], allow_pickle=False)
+        return array.astype(object) if array.dtype.kind == "U" else array
+
+    return json.loads(text, object_hook=decode)
+
+
+def require_tensors(answers: Mapping[str, Any]) -> None:
+    """Refuse answers that are no arrays.
+
+    Raises:
+        MeasurementError: one is a map or a sequence.
+    """
+    for name, array in answers.items():
+        if type(array).__module__ != "numpy":
             remedy = "Export the model with tensors, for example without ZipMap."
-            raise MeasurementError(f"{name} is not a tensor, and only tensors can be compared", remedy=remedy)
-        arrays[PREFIX + name] = array.astype(str) if array.dtype == object else array
-    np.savez(path, **arrays)
-    return path
-
-
-def load_arrays(path: Path) -> Mapping[str, Array]:
-    """Read a file of `save_arrays`; texts become objects again."""
-    import numpy as np
-
-    with np.load(path, allow_pickle=False) as archive:
-        arrays = {name.removeprefix(PREFIX): archive[name] for name in archive.files}
-    return {name: array.astype(object) if array.dtype.kind == "U" else array for name, array in arrays.items()}
+            raise MeasurementError(f"{name} is no tensor, and only tensors can be compared", remedy=remedy)

@@ -67,7 +67,6 @@ class GraphOptimizer(Optimizer):
     tools: tuple[str, ...] = _TOOLS
     options: type = GraphOptions
     quantized = False
-    needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         """Save the graph after ONNX Runtime's optimizations."""
@@ -111,7 +110,6 @@ class FusionOptimizer(Optimizer):
     tools: tuple[str, ...] = _TOOLS
     options = FusionOptions
     quantized = False
-    needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         """Fuse transformer patterns into single operators."""
@@ -153,7 +151,6 @@ class ShapeOptimizer(Optimizer):
     tools: tuple[str, ...] = _TOOLS
     options = ShapeOptions
     quantized = False
-    needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         """Replace symbolic dimensions by fixed sizes."""
@@ -199,7 +196,7 @@ class SkipOptions:
 class _CleanupOptimizer(Optimizer):
     """One tool behind the port. Option `passes` names those of its passes to run, or `skip` those to leave out.
 
-    Limits are `timeout` seconds and `memory` bytes, by default the machine's.
+    The limit is `timeout` seconds.
     """
 
     tool: str
@@ -209,11 +206,9 @@ class _CleanupOptimizer(Optimizer):
     """Writes to the second path the tool's result for the model at the first."""
     tools: tuple[str, ...]
     quantized = False
-    needs_calibration = False
 
-    def __init__(self, timeout: float = DEFAULT_TIMEOUT_S, memory: int | None = None) -> None:
+    def __init__(self, timeout: float = DEFAULT_TIMEOUT_S) -> None:
         self._timeout = timeout
-        self._memory = memory
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         """Run the tool in a forked process."""
@@ -224,9 +219,7 @@ class _CleanupOptimizer(Optimizer):
         with Scratch() as folder:
             result = folder / "result.onnx"
             try:
-                run_guarded(
-                    type(self).clean, request.source, result, chosen, timeout=self._timeout, memory=self._memory
-                )
+                run_guarded(type(self).clean, request.source, result, chosen, timeout=self._timeout)
             except ProcessCrashError as crash:
                 remedy = f"Leave this variant out of `quantize`, or give other passes with options.{self.option}."
                 raise StageError(f"{self.tool} failed", where=where, why=crash.explanation, remedy=remedy) from None

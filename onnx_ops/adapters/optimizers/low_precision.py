@@ -51,7 +51,6 @@ class WeightOnlyQuantizer(Optimizer):
     tools: tuple[str, ...] = ("onnxruntime", "onnx", "numpy")
     options = WeightOnlyOptions
     quantized = True
-    needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         """Store constant matrices in blocks of 4 or 8 bits."""
@@ -152,7 +151,6 @@ class Fp16Optimizer(Optimizer):
     tools: tuple[str, ...] = ("onnxruntime", "onnx", "numpy")
     options = Fp16Options
     quantized = True
-    needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         """Convert weights and arithmetic to float16."""

@@ -65,7 +65,6 @@ class OliveOptimizer(Optimizer):
     tools: tuple[str, ...] = ()
     options = OliveOptions
     quantized = True
-    needs_calibration = False
 
     def files(self, section: Quantize) -> tuple[str, ...]:
         """Return the configuration file that the section names, if it names one."""

@@ -102,7 +102,6 @@ class DynamicQuantizer(Optimizer):
     tools: tuple[str, ...] = TOOLS
     options = DynamicOptions
     quantized = True
-    needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         """Quantize weights; activations are quantized in each run."""

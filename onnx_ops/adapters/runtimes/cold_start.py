@@ -9,19 +9,19 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.adapters.isolation.process import describe_exit
-from onnx_ops.adapters.isolation.worker_main import load_arrays, save_arrays
+from onnx_ops.adapters.isolation.worker_main import dump, load
 from onnx_ops.adapters.runtimes.onnxruntime_session import build_session, check_machine, convert_runtime_errors
 from onnx_ops.adapters.runtimes.ort_format import prepare_model_file
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, OnnxOpsError, from_document
 from onnx_ops.ports.data import Tensors
+from onnx_ops.ports.runtime import StartSamples, StartSchedule
 from onnx_ops.scratch import Scratch
 
 CHILD = "onnx_ops.adapters.runtimes.cold_start"
@@ -29,42 +29,50 @@ TIMEOUT_S = 600.0
 """A process that takes longer hangs."""
 
 
-@contextmanager
-def store_feed(feed: Tensors) -> Iterator[Path]:
-    """Store one request as a file for fresh processes."""
-    with Scratch() as folder:
-        yield save_arrays(feed, folder / "feed.npz")
+def collect_starts(
+    models: Sequence[Path], schedule: StartSchedule, measure: Callable[[Path], tuple[int, int, int]]
+) -> StartSamples:
+    """Measure a start of each model in every round, in random order."""
+    import numpy as np
+
+    order = np.random.default_rng(schedule.seed)
+    figures = np.zeros((3, schedule.rounds, len(models)), dtype=np.int64)
+    for round_number in range(schedule.rounds):
+        for turn in order.permutation(len(models)):
+            figures[:, round_number, turn] = measure(models[turn])
+    return StartSamples(load_ns=figures[0], first_ns=figures[1], peak_bytes=figures[2])
 
 
-def measure_start(model: Path, target: Target, feed: Path, requests: int) -> tuple[int, int, int]:
+def measure_start(model: Path, target: Target, feed: Tensors, requests: int) -> tuple[int, int, int]:
     """Load a model in a fresh process.
 
     Args:
         model: ONNX file.
         target: how to run it.
-        feed: one request, as `store_feed` writes it.
+        feed: one request.
         requests: inferences before the peak of memory is read, the first included; at least 1.
 
     Returns:
-        Nanoseconds to build the session and of the first inference, and peak bytes, as in `ports.StartSamples`.
+        Nanoseconds to build the session and of the first inference, and peak bytes, as in `context.StartSamples`.
     """
     check_machine(target)
     loaded = prepare_model_file(model, target)
-    request = {"model": str(loaded), "target": codec.to_json(target), "feed": str(feed), "requests": requests}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", CHILD],
-            input=json.dumps(request) + "\n",
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise MeasurementError(
-            f"a fresh process did not answer within {TIMEOUT_S:g} s and was stopped", where=model.name
-        ) from error
+    request = {"model": str(loaded), "target": target, "feed": feed, "requests": requests}
+    with Scratch() as folder:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-P", "-m", CHILD],
+                input=dump(request, folder) + "\n",
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise MeasurementError(
+                f"a fresh process did not answer within {TIMEOUT_S:g} s and was stopped", where=model.name
+            ) from error
     answer: Any = {}
     with contextlib.suppress(ValueError, IndexError):
         answer = json.loads(done.stdout.splitlines()[-1])
@@ -90,7 +98,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:
-        document = measure_in_this_process(json.loads(sys.stdin.readline()))
+        document = measure_in_this_process(load(sys.stdin.readline()))
     except OnnxOpsError as error:
         document = {"error": error.as_document()}
     answers.write(json.dumps(document) + "\n")
@@ -100,7 +108,6 @@ def main() -> None:
 def measure_in_this_process(request: dict[str, Any]) -> dict[str, Any]:
     """Measure nanoseconds of load and first inference, and bytes added."""
     model, target = Path(request["model"]), codec.from_json(request["target"], Target)
-    feed = dict(load_arrays(Path(request["feed"])))
     check_machine(target)  # imports the runtime
     resident, mark = mark_memory()
     begun = time.perf_counter_ns()
@@ -109,10 +116,10 @@ def measure_in_this_process(request: dict[str, Any]) -> dict[str, Any]:
     names = [output.name for output in session.get_outputs()]
     with convert_runtime_errors(model):
         sent = time.perf_counter_ns()
-        session.run(names, feed)
+        session.run(names, request["feed"])
         answered = time.perf_counter_ns()
         for _ in range(request["requests"] - 1):
-            session.run(names, feed)
+            session.run(names, request["feed"])
     return {"load_ns": loaded - begun, "first_ns": answered - sent, "peak_bytes": compute_added_memory(resident, mark)}
 
 

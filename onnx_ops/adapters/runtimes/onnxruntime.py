@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Barrier
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from onnx_ops.adapters.runtimes.cold_start import measure_start, store_feed
+from onnx_ops.adapters.runtimes.cold_start import collect_starts, measure_start
 from onnx_ops.adapters.runtimes.onnxruntime_session import build_session, convert_runtime_errors, fingerprint_target
 from onnx_ops.adapters.runtimes.ort_format import write_package
 from onnx_ops.domain.evidence import RuntimeFacts
@@ -149,15 +149,7 @@ class OnnxRuntime(Runtime):
 
     def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
         """Measure cold starts of each model in fresh processes."""
-        import numpy as np
-
-        order = np.random.default_rng(schedule.seed)
-        figures = np.zeros((3, schedule.rounds, len(models)), dtype=np.int64)
-        with store_feed(feed) as stored:
-            for round_number in range(schedule.rounds):
-                for turn in order.permutation(len(models)):
-                    figures[:, round_number, turn] = measure_start(models[turn], target, stored, schedule.requests)
-        return StartSamples(load_ns=figures[0], first_ns=figures[1], peak_bytes=figures[2])
+        return collect_starts(models, schedule, lambda model: measure_start(model, target, feed, schedule.requests))
 
 
 def _fresh(models: Sequence[Path], order: Generator, make: Callable[[Path], _T]) -> list[_T]:

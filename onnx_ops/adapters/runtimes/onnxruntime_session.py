@@ -50,8 +50,14 @@ _QUIET = 4
 
 
 def fingerprint_target(target: Target) -> HardwareFingerprint:
-    """Return the hardware and runtime that measurements on the target are bound to."""
-    return read_hardware(target.runtime, describe_runtime_version(target, plugins.version(DISTRIBUTION)))
+    """Return the hardware and runtime, with the target's plug-ins, that measurements on it are bound to."""
+    versions = [plugins.version(DISTRIBUTION)]
+    for package in (provider.package for provider in target.providers if provider.package):
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            versions.append(f"{package} not installed")
+    return read_hardware(target.runtime, ", ".join(versions))
 
 
 def check_machine(target: Target) -> None:
@@ -74,7 +80,10 @@ def check_machine(target: Target) -> None:
     for provider in target.providers:
         if provider.package:
             register_plugin(provider, target)
-            check_devices(provider, target)
+            if not any(device.ep_name == provider.name for device in _ort().get_ep_devices()):
+                remedy = "Measure this target where its hardware is; it is not measured here."
+                what = f"{provider.name} finds no device here"
+                raise MeasurementError(what, where=f"target {target.name}", remedy=remedy)
 
 
 def build_session(model: Path, target: Target, *, record_assignment: bool = False, write_to: Path | None = None) -> Any:
@@ -116,8 +125,13 @@ def build_session(model: Path, target: Target, *, record_assignment: bool = Fals
         if not any(provider.package for provider in target.providers):
             providers = [(provider.name, dict(values)) for provider, values in wanted]
             return ort.InferenceSession(str(loaded), options, providers=providers, enable_fallback=0)
+        # ONNX Runtime 1.31 silently ignores plug-ins in a session's `providers`; only devices add them.
         for provider, values in wanted:
-            append_provider(options, provider, values)
+            if provider.package:
+                devices = [device for device in ort.get_ep_devices() if device.ep_name == provider.name]
+                options.add_provider_for_devices(devices, dict(values))
+            else:
+                options.add_provider(provider.name, dict(values))
         return ort.InferenceSession(str(loaded), options, enable_fallback=0)
 
 
@@ -193,36 +207,6 @@ def register_plugin(provider: Provider, target: Target) -> None:
             f"the library of {provider.name} cannot be loaded", where=where, why=quoted(error)
         ) from error
     _PLUGGED[provider.name] = library
-
-
-def append_provider(options: Any, provider: Provider, values: Mapping[str, str]) -> None:
-    """Add a provider to session options.
-
-    ONNX Runtime 1.31 silently ignores plug-ins in a session's `providers`; only devices add them.
-    """
-    if provider.package:
-        devices = [device for device in _ort().get_ep_devices() if device.ep_name == provider.name]
-        options.add_provider_for_devices(devices, dict(values))
-    else:
-        options.add_provider(provider.name, dict(values))
-
-
-def check_devices(provider: Provider, target: Target) -> None:
-    """Check that a plug-in detects a device."""
-    if not any(device.ep_name == provider.name for device in _ort().get_ep_devices()):
-        remedy = "Measure this target where its hardware is; it is not measured here."
-        raise MeasurementError(f"{provider.name} finds no device here", where=f"target {target.name}", remedy=remedy)
-
-
-def describe_runtime_version(target: Target, own: str) -> str:
-    """Return the runtime's version with the versions of the target's plug-ins."""
-    versions = [own]
-    for package in (provider.package for provider in target.providers if provider.package):
-        try:
-            versions.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            versions.append(f"{package} not installed")
-    return ", ".join(versions)
 
 
 def resolve_provider_options(

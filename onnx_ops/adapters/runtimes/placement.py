@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
+from onnx_ops import codec
 from onnx_ops.adapters.isolation.crash_guard import DEFAULT_TIMEOUT_S, ProcessCrashError, run_guarded
+from onnx_ops.adapters.runtimes.hardware import read_hardware
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.runtimes.ort_format import prepare_model_file
-from onnx_ops.domain.evidence import RuntimeFacts
-from onnx_ops.domain.target import Diagnosis, HardwareFingerprint, Target
+from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.ports import Runtime
 from onnx_ops.ports.data import Array, Tensors
-from onnx_ops.ports.runtime import (
-    LoadSamples,
-    LoadSchedule,
-    PairedBenchmarkSamples,
-    PairedBenchmarkSchedule,
-    RunSamples,
-    StartSamples,
-    StartSchedule,
-)
 
 if TYPE_CHECKING:
-    from onnx_ops.adapters.runtimes.isolated import IsolatedRuntime
+    from onnx_ops.adapters.runtimes.isolated import IsolatedRuntimes
+
+
+def _place(method: Callable[..., Any]) -> Any:
+    """Return the method of OnnxRuntime for a runtime that calls it where the target places it."""
+    signature, hints = inspect.signature(method), get_type_hints(method)
+
+    @functools.wraps(method)
+    def call(self: TargetedRuntime, *positional: Any, **named: Any) -> Any:
+        arguments = dict(signature.bind(self, *positional, **named).arguments)
+        del arguments["self"]
+        target = arguments["target"]
+        if not _is_isolated(target):
+            return getattr(self.here, method.__name__)(**arguments)
+        for name, value in arguments.items():
+            if hints[name] is Path:
+                arguments[name] = value.resolve()
+            elif hints[name] == Sequence[Path]:
+                arguments[name] = [path.resolve() for path in value]
+        answer = self.isolated(target).call(method.__name__, **arguments)
+        return None if answer is None else codec.from_json(answer, hints["return"])
+
+    return call
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,88 +55,66 @@ class TargetedRuntime(Runtime):
     folder: Path | None = None
     """Folder of environments; None where there are none."""
 
-    _elsewhere: IsolatedRuntime | None = None
+    elsewhere: IsolatedRuntimes | None = None
 
     def with_environments(self, folder: Path) -> TargetedRuntime:
         """Return the same runtime with its environments below `folder`."""
         return TargetedRuntime(here=self.here, folder=folder)
 
-    def diagnose(self) -> Iterable[Diagnosis]:
-        """Report nothing: ONNX Runtime is part of the installation."""
-        return ()
-
     def fingerprint(self, target: Target) -> HardwareFingerprint:
         """Return the hardware and runtime that measurements on the target are bound to."""
-        return self._of(target).fingerprint(target)
+        if not _is_isolated(target):
+            return self.here.fingerprint(target)
+        from onnx_ops.adapters.runtimes.isolated import read_runtime_build
 
-    def facts(self, model: Path, target: Target) -> RuntimeFacts:
-        """Build a session and report its providers and which nodes they run."""
-        return self._of(target).facts(model, target)
+        name, version = read_runtime_build(target)
+        return read_hardware(target.runtime, f"{version} ({name})")
 
-    def rewritten(self, model: Path, target: Target, copy: Path) -> None:
-        """Write the graph as the runtime has optimized it."""
-        self._of(target).rewritten(model, target, copy)
+    facts = _place(OnnxRuntime.facts)
+    rewritten = _place(OnnxRuntime.rewritten)
+    package = _place(OnnxRuntime.package)
+    run = _place(OnnxRuntime.run)
+    sample = _place(OnnxRuntime.sample)
+    race = _place(OnnxRuntime.race)
+    under_load = _place(OnnxRuntime.under_load)
+    starts = _place(OnnxRuntime.starts)
 
-    def package(self, model: Path, target: Target, folder: Path) -> None:
-        """Write what a device needs to run the model into a folder."""
-        self._of(target).package(model, target, folder)
-
-    def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
-        """Run each batch and return its outputs by name."""
-        return self._of(target).run(model, target, batches)
-
-    def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
-        """Time `runs` runs of one feed after `warmup` runs that are not timed."""
-        return self._of(target).sample(model, target, feed, runs=runs, warmup=warmup)
-
-    def benchmark(
-        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
-    ) -> PairedBenchmarkSamples:
-        """Time several models in alternating order by the schedule."""
-        return self._of(target).benchmark(models, target, feed, schedule)
-
-    def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
-        """Time windows of concurrent requests to each model."""
-        return self._of(target).under_load(models, target, feed, schedule)
-
-    def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
-        """Measure cold starts of each model in fresh processes."""
-        return self._of(target).starts(models, target, feed, schedule)
-
-    def _of(self, target: Target) -> OnnxRuntime | IsolatedRuntime:
-        if target.env is None or not target.env.isolated:
-            if target.env is not None and (target.env.requirements or target.env.python):
-                raise UserError(
-                    "`isolated: false` runs in this installation, which is never changed",
-                    where=f"target {target.name}: env",
-                    remedy="Leave out `requirements` and `python`, or `isolated`.",
-                )
-            return self.here
-        if self._elsewhere is None:
+    def isolated(self, target: Target) -> IsolatedRuntimes:
+        """Return the runtimes of isolated environments, for one of this target."""
+        if self.elsewhere is None:
             # Most runs have no such target, and need not import the code that starts processes.
             from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv
-            from onnx_ops.adapters.runtimes.isolated import IsolatedRuntime
+            from onnx_ops.adapters.runtimes.isolated import IsolatedRuntimes
 
             if self.folder is None:
                 raise UserError("there is no folder for its environment here", where=f"target {target.name}: env")
-            self._elsewhere = IsolatedRuntime(python=PythonEnvironments(folder=self.folder, uv=find_uv()).python)
-        return self._elsewhere
+            self.elsewhere = IsolatedRuntimes(python=PythonEnvironments(folder=self.folder, uv=find_uv()).python)
+        return self.elsewhere
+
+
+def _is_isolated(target: Target) -> bool:
+    if target.env is not None and not target.env.isolated and (target.env.requirements or target.env.python):
+        raise UserError(
+            "`isolated: false` runs in this installation, which is never changed",
+            where=f"target {target.name}: env",
+            remedy="Leave out `requirements` and `python`, or `isolated`.",
+        )
+    return target.env is not None and target.env.isolated
 
 
 class GuardedRuntime(OnnxRuntime):
-    """Runs each call of `run` in a separate process, limited to `timeout` seconds and `memory` bytes."""
+    """Runs each call of `run` in a separate process, limited to `timeout` seconds."""
 
-    def __init__(self, timeout: float = DEFAULT_TIMEOUT_S, memory: int | None = None) -> None:
+    def __init__(self, timeout: float = DEFAULT_TIMEOUT_S) -> None:
         super().__init__()
         self._timeout = timeout
-        self._memory = memory
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
         """Run each batch in a forked process and return its outputs by name."""
         loaded = prepare_model_file(model, target)  # a guarded process starts no other
         try:
             run = OnnxRuntime().run
-            return run_guarded(run, loaded, target, batches, timeout=self._timeout, memory=self._memory)
+            return run_guarded(run, loaded, target, batches, timeout=self._timeout)
         except ProcessCrashError as crash:
             what, remedy = "ONNX Runtime crashed", "Export the model with other operators or shapes."
             if crash.timed_out:

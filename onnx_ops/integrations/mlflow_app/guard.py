@@ -21,9 +21,9 @@ from onnx_ops.integrations.mlflow_app.configuration import OVERRIDE_KEY, POLICY,
 from onnx_ops.integrations.mlflow_app.store import ServerStore, StoredVersion
 from onnx_ops.ports import Clock
 from onnx_ops.release.decision_policy import build_override, is_valid_for, read_override, require_passing_decision
-from onnx_ops.reporting.description import parse_reason
 
 _IDENTITY = (RELEASE, VARIANT, DIGEST)
+_REASON = re.compile(rf"{re.escape(OVERRIDE_TAG_PREFIX)}({NAME_PATTERN})")
 
 
 class Guard:
@@ -32,7 +32,7 @@ class Guard:
     def __init__(self, configuration: Configuration, versions: ServerStore, clock: Clock) -> None:
         self._configuration = configuration
         self._versions = versions
-        self._overrides = Overrides(configuration, versions, clock)
+        self._clock = clock
 
     def set_alias(self, user: str, model: str, alias: str, version: str) -> None:
         """Check a request to set an alias."""
@@ -64,10 +64,8 @@ class Guard:
     def set_tag(self, user: str, model: str, version: str, key: str, value: str) -> None:
         """Check a request to set a tag of a version."""
         plain = folded(key)
-        if not (plain.startswith((DECISION, OVERRIDE_TAG_PREFIX)) or plain in _IDENTITY):
-            return
-        stored, record = self._read(model, version)
-        if stored is None or record is None:
+        found, record = self._read(model, version) if is_guarded_tag(plain) else (None, None)
+        if found is None or record is None:
             return
         with _prefix_refusals(f"tag {key} was not set on version {stored.version} of {stored.model}"):
             if plain in _IDENTITY and record.tags.get(plain) != value:
@@ -77,21 +75,19 @@ class Guard:
             if plain.startswith(DECISION):
                 self._no_older_decision(record, key, value)
             if plain.startswith(OVERRIDE_TAG_PREFIX):
-                self._overrides.record_override(user, stored, record, key, value)
+                self._sign_override(user, found, record, key, value)
 
     def delete_tag(self, user: str, model: str, version: str, key: str) -> None:
         """Check a request to delete a tag of a version."""
         plain = folded(key)
-        if not (plain.startswith((DECISION, OVERRIDE_TAG_PREFIX)) or plain in _IDENTITY):
-            return
-        stored, record = self._read(model, version)
-        if stored is None or record is None:
+        found, record = self._read(model, version) if is_guarded_tag(plain) else (None, None)
+        if found is None or record is None:
             return
         with _prefix_refusals(f"tag {key} of version {stored.version} of {stored.model} was not deleted"):
             if plain in _IDENTITY:
                 raise RefusedError("a version keeps what it was registered as")
             if plain.startswith(OVERRIDE_TAG_PREFIX):
-                self._overrides.permit(user, key)
+                self._permit_override(user, key)
             target = plain.removeprefix(DECISION)
             signed = record.decisions.get(target)
             if signed is not None and self._counts(record, target) and signed.record.verdict is not Verdict.PASS:
@@ -166,8 +162,8 @@ class Guard:
             if read_override(record, target.target, keys) is not None:
                 return
             judged = error.why != "" and not isinstance(error, InvalidSignatureError)
-            why = (parse_reason(stored.description, target.target) if judged else "") or error.why
-            remedy = f"{error.remedy.rstrip('.')}. {self._overrides.advice(user, target.target)}"
+            why = (told_reason(found.description, target.target) if judged else "") or error.why
+            remedy = f"{error.remedy.rstrip('.')}. {self._advise_override(user, target.target)}"
             raise RefusedError(error.what, why=why, remedy=remedy) from error
 
     def _counts(self, record: VersionRecord, target: str) -> bool:
@@ -191,6 +187,49 @@ class Guard:
                 remedy="Judge again with `onnx-ops run FILE --no-cache gate`.",
             )
 
+    def _sign_override(self, user: str, found: StoredVersion, record: VersionRecord, key: str, reason: str) -> None:
+        """Sign the user's override before the tag with the reason is set; the record alone allows nothing."""
+        target = self._permit_override(user, key)
+        signer, keys = self._configuration.signer, self._configuration.keys
+        if signer is None:
+            raise RefusedError("this server signs no overrides", remedy=f"Its operator names a key in {OVERRIDE_KEY}.")
+        if not reason.strip():
+            raise RefusedError("an override needs a reason", remedy="Write it as the tag's value.")
+        if len(reason) > MAX_REASON_LENGTH:
+            raise RefusedError(f"the reason has {len(reason)} characters, of at most {MAX_REASON_LENGTH}")
+        about = build_override(record, target, keys, reason=reason, by=user, now=self._clock.now())
+        envelope = sign_record(about, signer).envelope
+        self._versions.annotate(found, override_record_tag(target), codec.dumps(envelope).decode())
+
+    def _advise_override(self, user: str, target: str) -> str:
+        """Return how this user can get the version to serve nevertheless."""
+        located = self._configuration.policy
+        if self._configuration.signer is None or located is None or not located.policy.overrides:
+            return "Or promote a version that passed."
+        if is_among(user, located.policy.overrides):
+            return f"Or override it: set tag {override_reason_tag(target)} with the reason, then this alias again."
+        return f"Or ask {' or '.join(located.policy.overrides)} to override it, with a reason."
+
+    def _permit_override(self, user: str, key: str) -> str:
+        """Return the target of a reason tag that the user is allowed to set and delete; the signed record stays.
+
+        Raises:
+            RefusedError: the user is not allowed to override, or the tag is no reason tag.
+        """
+        located = self._configuration.policy
+        if located is None:
+            raise RefusedError(
+                "no promotion policy says who may override", remedy=f"Its operator names one in {POLICY}."
+            )
+        users = located.policy.overrides
+        if not is_among(user, users):
+            lets = f"lets only {', '.join(users)} override" if users else "lets nobody override"
+            raise RefusedError(f"{located.overrides_at} {lets}, and you are {user or 'not known'}")
+        if (match := _REASON.fullmatch(key)) is None:
+            remedy = f"The reason of an override is {override_reason_tag('TARGET')}."
+            raise RefusedError("only the server itself writes it", remedy=remedy)
+        return match[1]
+
 
 @contextmanager
 def _prefix_refusals(done: str) -> Iterator[None]:
@@ -199,6 +238,11 @@ def _prefix_refusals(done: str) -> Iterator[None]:
         yield
     except OnnxOpsError as error:
         raise RefusedError(f"{done}: {error.what}", why=error.why, remedy=error.remedy) from error
+
+
+def is_guarded_tag(folded_key: str) -> bool:
+    """Return whether a tag is a decision, an override, or part of what a version was registered as."""
+    return folded_key.startswith((DECISION, OVERRIDE_TAG_PREFIX)) or folded_key in _IDENTITY
 
 
 PREVIOUS = "previous"
@@ -225,62 +269,3 @@ def folded(text: str) -> str:
     """Return text without case, accents, compatibility forms and surrounding white space."""
     plain = unicodedata.normalize("NFKD", text)
     return "".join(c for c in plain if not unicodedata.combining(c)).casefold().strip()
-
-
-_REASON = re.compile(rf"{re.escape(OVERRIDE_TAG_PREFIX)}({NAME_PATTERN})")
-
-
-class Overrides:
-    """The permission to override, and the record of overrides."""
-
-    def __init__(self, configuration: Configuration, versions: ServerStore, clock: Clock) -> None:
-        self._configuration = configuration
-        self._versions = versions
-        self._clock = clock
-
-    def record_override(self, user: str, stored: StoredVersion, record: VersionRecord, key: str, reason: str) -> None:
-        """Sign the user's override before the tag with the reason is set; the record alone allows nothing.
-
-        Raises:
-            RefusedError: with the reason.
-        """
-        target = self.permit(user, key)
-        signer, keys = self._configuration.signer, self._configuration.keys
-        if signer is None:
-            raise RefusedError("this server signs no overrides", remedy=f"Its operator names a key in {OVERRIDE_KEY}.")
-        if not reason.strip():
-            raise RefusedError("an override needs a reason", remedy="Write it as the tag's value.")
-        if len(reason) > MAX_REASON_LENGTH:
-            raise RefusedError(f"the reason has {len(reason)} characters, of at most {MAX_REASON_LENGTH}")
-        about = build_override(record, target, keys, reason=reason, by=user, now=self._clock.now())
-        envelope = sign_record(about, signer).envelope
-        self._versions.annotate(stored, override_record_tag(target), codec.dumps(envelope).decode())
-
-    def advice(self, user: str, target: str) -> str:
-        """Return how this user can get the version to serve nevertheless."""
-        located = self._configuration.policy
-        if self._configuration.signer is None or located is None or not located.policy.overrides:
-            return "Or promote a version that passed."
-        if is_among(user, located.policy.overrides):
-            return f"Or override it: set tag {override_reason_tag(target)} with the reason, then this alias again."
-        return f"Or ask {' or '.join(located.policy.overrides)} to override it, with a reason."
-
-    def permit(self, user: str, key: str) -> str:
-        """Return the target of a reason tag that the user is allowed to set and delete; the signed record stays.
-
-        Raises:
-            RefusedError: the user is not allowed to override, or the tag is no reason tag.
-        """
-        located = self._configuration.policy
-        if located is None:
-            raise RefusedError(
-                "no promotion policy says who may override", remedy=f"Its operator names one in {POLICY}."
-            )
-        users = located.policy.overrides
-        if not is_among(user, users):
-            lets = f"lets only {', '.join(users)} override" if users else "lets no user override"
-            raise RefusedError(f"{located.overrides_at} {lets}, and you are {user or 'not known'}")
-        if (match := _REASON.fullmatch(key)) is None:
-            remedy = f"The reason of an override is {override_reason_tag('TARGET')}."
-            raise RefusedError("only the server itself writes it", remedy=remedy)
-        return match[1]

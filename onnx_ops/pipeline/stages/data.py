@@ -30,7 +30,6 @@ def get_source_name(section: DataSection) -> str:
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
     """Load the arrays and store the data set."""
-    del key, inputs
     section = codec.from_json(stage.settings["section"], DataSection, where=stage.id)
     source = context.source(get_source_name(section))
     arrays = source.load(section, context.root)

@@ -24,7 +24,6 @@ from onnx_ops.statistics.rules.parity import METRIC as BATCH_INVARIANCE
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
     """Judge the evidence, and store the gates for judging it again."""
-    del key
     settings: Mapping[str, Any] = stage.settings
     source = inputs[f"benchmark/{stage.variant}@{stage.target}"]["evidence.json"]
     evidence = codec.loads(context.store.read(source), Evidence, where=stage.id)

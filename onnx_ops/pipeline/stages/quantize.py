@@ -8,7 +8,7 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
-from onnx_ops.domain.pipeline import Quantize, Stage, StageKind
+from onnx_ops.domain.pipeline import Quantize, Stage
 from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, SearchRecord, Trial
 from onnx_ops.measure.files import MODEL, RANGES, checkout_files, get_dataset, put_document, put_folder
 from onnx_ops.measure.quantization import ACTIVATION_ROWS, AS_WRITTEN, measure_activations, measure_weights
@@ -21,10 +21,7 @@ from onnx_ops.scratch import Scratch
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
-    """Derive a variant, or take the one that the search found; or read ranges, as `_calibrate` does."""
-    del key
-    if stage.kind is StageKind.CALIBRATE:
-        return _calibrate(stage, inputs, context)
+    """Derive a variant, or take the one that the search found."""
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Quantize, where=stage.id)
     calibrate = section.calibrate

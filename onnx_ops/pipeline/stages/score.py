@@ -35,7 +35,6 @@ _PREDICTIONS, _ARRAYS = "predictions.json", "predictions.npz"
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
     """Store what the metrics read from the answers to a shard of the batches."""
-    del key
     settings: Mapping[str, Any] = stage.settings
     target = codec.from_json(stage.hints["target"], Target, where=stage.id)
     data = get_dataset(context.store, inputs[f"data/{settings['data']}"], inputs["export"]).head(settings["limit"])

@@ -26,7 +26,6 @@ from onnx_ops.scratch import Scratch
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
     """Train or copy the model, and store its files."""
-    del key
     settings: Mapping[str, Any] = stage.settings
     exporter = get_exporter(stage, context, settings["framework"])
     files: dict[str, Digest] = {}

@@ -34,7 +34,6 @@ from onnx_ops.statistics.tree_parity import compare_trees
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
     """Measure parity; locate the node of a failure, and compare trees."""
-    del key
     export = inputs["export"]
     target = replace(REFERENCE_TARGET, custom_ops=read_reference_operators(stage))
     divergence: tuple[Divergence, ...] = ()

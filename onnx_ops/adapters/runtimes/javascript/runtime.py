@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from onnx_ops import codec
 from onnx_ops.adapters.isolation.environments import NpmPackages, parse_pins
 from onnx_ops.adapters.isolation.process import IsolatedProcess, ProcessLimits, RetainedProcess
+from onnx_ops.adapters.runtimes.cold_start import collect_starts
 from onnx_ops.adapters.runtimes.hardware import read_hardware
 from onnx_ops.adapters.runtimes.ort_format import prepare_model_file, write_package
 from onnx_ops.domain.evidence import RuntimeFacts
@@ -149,29 +150,26 @@ class NodeRuntime(Runtime):
 
     def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
         """Measure cold starts of each model in fresh processes."""
-        import numpy as np
 
-        order = np.random.default_rng(schedule.seed)
-        figures = np.zeros((3, schedule.rounds, len(models)), dtype=np.int64)
-        for round_number in range(schedule.rounds):
-            for turn in order.permutation(len(models)):
-                request = {"model": _loaded(models[turn], target), "requests": schedule.requests}
-                previous, self._held = self._held, RetainedProcess()
-                try:
-                    answer = self._measure("start", target, feed, **request)
-                finally:
-                    self._held.stop()
-                    self._held = previous
-                figures[:, round_number, turn] = answer["load_ns"], answer["first_ns"], answer["peak_bytes"]
-        return StartSamples(load_ns=figures[0], first_ns=figures[1], peak_bytes=figures[2])
+        def start(model: Path) -> tuple[int, int, int]:
+            previous, self._held = self._held, RetainedProcess()
+            try:
+                request = {"model": _loaded(model, target), "requests": schedule.requests}
+                answer = self._measure("start", target, feed, **request)
+            finally:
+                self._held.stop()
+                self._held = previous
+            return answer["load_ns"], answer["first_ns"], answer["peak_bytes"]
+
+        return collect_starts(models, schedule, start)
 
     def _measure(self, do: str, target: Target, feed: Tensors, **arguments: object) -> Any:
         with self._process(target).shared_folder() as folder:
             return self._ask(do, target, feed=write_tensors(feed, folder / "feed"), **arguments)
 
     def _ask(self, do: str, target: Target, **arguments: object) -> Any:
-        document = codec.to_json(replace(target, env=None))
-        return self._process(target).ask(do, timeout=_limits(target).timeout, target=document, **arguments)
+        timeout = _limits(target).timeout
+        return self._process(target).ask(do, timeout=timeout, target=replace(target, env=None), **arguments)
 
     def _process(self, target: Target) -> IsolatedProcess:
         return self._held.get(target.digest(), lambda: self._start(target))
@@ -187,7 +185,6 @@ class NodeRuntime(Runtime):
         packages = NpmPackages(folder=self.folder).installed(self._requirements(target))
 
         def command(scratch: Path, answers: int, memory: int) -> list[str]:
-            del scratch, memory
             worker = [str(WORKER.resolve()), self.kind, str(packages.resolve()), str(answers), program]
             return [node, "--expose-gc", "--no-warnings", *worker]
 
@@ -223,7 +220,6 @@ class NodeRuntime(Runtime):
         return f"Node {read_program_version(NODE)}"
 
     def _program(self, target: Target) -> str:
-        del target
         return ""
 
 
@@ -238,7 +234,6 @@ class BrowserRuntime(NodeRuntime):
         return diagnose_programs("runtimes browser", (NODE, ("npm",), BROWSER))
 
     def _defaults(self, target: Target) -> tuple[str, ...]:
-        del target
         return WEB, DRIVER
 
     def _engine(self) -> str:
