@@ -196,7 +196,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
     @_translated
     def list_deployments(self, endpoint: str | None = None) -> list[dict[str, Any]]:
         """List all endpoints."""
-        found = []
+        endpoints = []
         for name in list_bound_endpoints(self._context):
             try:
                 endpoints.append(self._described(name))

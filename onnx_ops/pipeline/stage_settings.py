@@ -39,47 +39,6 @@ REVISIONS: Mapping[StageKind, int] = {
 """Version of a stage's code, increased when it changes the result of the same inputs."""
 
 
-class Probe(Protocol):
-    """Cheap queries of a plan. No answer imports a framework."""
-
-    def data(self, section: DataSection) -> str:
-        """Return the fingerprint of a data set."""
-
-    def origin(self, section: DataSection) -> Mapping[str, str]:
-        """Return the origin of a data set, if its source knows."""
-
-    def code(self, reference: str, depends: tuple[str, ...] = ()) -> UserCode:
-        """Return the source files and packages that a function depends on."""
-
-    def model(self, path: str) -> Digest:
-        """Return the digest of an existing model file or folder."""
-
-    def tools(self, kind: str, name: str, env: Environment | None = None, *, trains: bool = False) -> Mapping[str, str]:
-        """Return the distributions that shape a plugin's result, with versions.
-
-        Args:
-            kind: of plugin.
-            name: of the plugin.
-            env: the environment that the pipeline or the target defines.
-            trains: leave out what shapes the export only.
-        """
-
-    def settled(self, entry: Quantize) -> Quantize:
-        """Return the entry with the content of the files that its options name."""
-
-    def is_quantizer(self, entry: Quantize) -> bool:
-        """Return whether the entry's optimizer quantizes."""
-
-    def hardware(self, target: Target) -> Digest:
-        """Return the digest of a target's hardware."""
-
-    def arithmetic(self, target: Target) -> Arithmetic:
-        """Return how the machine of a target computes in low precision."""
-
-    def signer(self) -> Digest | None:
-        """Return the key that signs decisions; None where runs stop at the gates."""
-
-
 def data_id(name: str) -> str:
     """Return the id of a data stage."""
     return f"data/{name}"

@@ -109,8 +109,8 @@ class World(EndpointSite):
         """Disturb the request of that number from now on, once."""
         first = len(self.cloud.calls)
 
-        def decide(number: int, call: Call) -> Trouble | None:
-            if number - first != at or trouble is None:
+        def decide(number: int, call: Call) -> FaultRule | None:
+            if number - first != at or fault_rule is None:
                 return None
             also()
             return fault_rule

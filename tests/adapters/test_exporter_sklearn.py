@@ -133,7 +133,7 @@ def test_answers_have_the_names_shapes_and_values_of_the_source(tmp_path: Path, 
 def test_an_estimator_whose_conversion_does_not_run_is_refused_with_another(tmp_path: Path) -> None:
     rows, labels = load("iris")
     model = scaled(sk("neighbors.RadiusNeighborsClassifier", 5.0)).fit(rows, labels)
-    with pytest.raises(UserError, match="does not run") as told:
+    with pytest.raises(UserError, match="does not run") as caught:
         export(model, rows, tmp_path / "m.onnx")
     assert caught.value.remedy == "Use KNeighborsClassifier."
 

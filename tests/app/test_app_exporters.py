@@ -9,7 +9,7 @@ import pytest
 from onnx_ops.adapters.exporters.paddle import PaddleExporter
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter
-from onnx_ops.app.context import load_tool, open_project, select_environment
+from onnx_ops.app.context import load_tool, open_project
 from onnx_ops.app.project import prepare
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.execution import Environment

@@ -64,8 +64,8 @@ class Guard:
     def set_tag(self, user: str, model: str, version: str, key: str, value: str) -> None:
         """Check a request to set a tag of a version."""
         plain = folded(key)
-        found, record = self._read(model, version) if is_guarded_tag(plain) else (None, None)
-        if found is None or record is None:
+        stored, record = self._read(model, version) if is_guarded_tag(plain) else (None, None)
+        if stored is None or record is None:
             return
         with _prefix_refusals(f"tag {key} was not set on version {stored.version} of {stored.model}"):
             if plain in _IDENTITY and record.tags.get(plain) != value:
@@ -75,13 +75,13 @@ class Guard:
             if plain.startswith(DECISION):
                 self._no_older_decision(record, key, value)
             if plain.startswith(OVERRIDE_TAG_PREFIX):
-                self._sign_override(user, found, record, key, value)
+                self._sign_override(user, stored, record, key, value)
 
     def delete_tag(self, user: str, model: str, version: str, key: str) -> None:
         """Check a request to delete a tag of a version."""
         plain = folded(key)
-        found, record = self._read(model, version) if is_guarded_tag(plain) else (None, None)
-        if found is None or record is None:
+        stored, record = self._read(model, version) if is_guarded_tag(plain) else (None, None)
+        if stored is None or record is None:
             return
         with _prefix_refusals(f"tag {key} of version {stored.version} of {stored.model} was not deleted"):
             if plain in _IDENTITY:
@@ -162,7 +162,7 @@ class Guard:
             if read_override(record, target.target, keys) is not None:
                 return
             judged = error.why != "" and not isinstance(error, InvalidSignatureError)
-            why = (told_reason(found.description, target.target) if judged else "") or error.why
+            why = (parse_reason(stored.description, target.target) if judged else "") or error.why
             remedy = f"{error.remedy.rstrip('.')}. {self._advise_override(user, target.target)}"
             raise RefusedError(error.what, why=why, remedy=remedy) from error
 
