@@ -208,7 +208,7 @@ class StageExecutor:
     context: Context
     no_cache: Collection[StageKind] = ()
     """Kinds of stages whose result is computed anew, even if a pool's worker has it."""
-    tell: ReportProgress = _silent
+    report_progress: ReportProgress = _silent
     running: RunningStages = field(default_factory=RunningStages)
     durations: StageDurations = field(default_factory=StageDurations)
 
@@ -228,10 +228,10 @@ class StageExecutor:
                 return execute(stage, key, inputs, self.context)
         if stage.kind not in _TIMED:
             with self.running.lock.work(), self.durations.measure(stage):
-                return run_in_subprocess(self.settings, stage, key, inputs, self.tell, self.running)
+                return run_in_subprocess(self.settings, stage, key, inputs, self.report_progress, self.running)
         prepared = attach_champion(stage, self.context) if stage.kind is StageKind.BENCHMARK else stage
         with self.running.lock.measure(), machine_lock(), self.durations.measure(stage):
-            return run_in_subprocess(self.settings, prepared, key, inputs, self.tell, self.running)
+            return run_in_subprocess(self.settings, prepared, key, inputs, self.report_progress, self.running)
 
 
 def run_in_subprocess(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from onnx_ops.ports.context import Context as Context
 from onnx_ops.ports.data import Dataset as Dataset
 from onnx_ops.ports.data import DataSource as DataSource
 from onnx_ops.ports.data import Tensors as Tensors
@@ -42,4 +43,3 @@ from onnx_ops.ports.store import Signer as Signer
 from onnx_ops.ports.store import StageJournal as StageJournal
 from onnx_ops.ports.store import Store as Store
 from onnx_ops.ports.store import Verifier as Verifier
-from onnx_ops.ports.toolbox import Context as Context

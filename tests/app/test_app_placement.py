@@ -235,7 +235,7 @@ def test_libraries_travel_by_digest_to_the_place_that_the_stage_finds(
 
     monkeypatch.setattr("onnx_ops.app.execution.execute", execute)
     hints = {"target": {"custom_ops": [one]}, "custom_ops": {"board": [one]}}
-    stage = replace(placed(StageKind.EXPORT, hints=hints), own_process=False)  # type: ignore[arg-type]
+    stage = replace(placed(StageKind.EXPORT, hints=hints), own_process=False)
     ask(Nearby(worker), asker.context, stage, KEY, {}, place="")
     assert seen["pool"] == ""
 

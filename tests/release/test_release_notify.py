@@ -273,7 +273,7 @@ def test_a_wait_for_a_person_is_written_once_for_each_step(golden: Golden) -> No
         wait = Wait(why=f"v3 holds 10 %: waits {n}", kind=WaitKind.APPROVAL)
         record_pause(Journal.open(scene.context, "digits"), wait)
         send_pending(scene.context, "digits")
-    assert whats(chat).count(NotificationKind.HELD) == 1
+    assert whats(chat).count(NotificationKind.WAITING) == 1
     scene.say(OperatorCommand.ADVANCE)
     scene.reconcile_some()
     send_pending(scene.context, "digits")

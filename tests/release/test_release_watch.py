@@ -169,7 +169,7 @@ def test_an_endpoint_that_died_is_restored_although_the_registry_takes_no_alias(
     scene.world.provider.interfere("digits", None)
     watch.look()
     assert scene.traffic() == {"v2": 100, "v1": 0}
-    troubles = {report.why for report in watch.told if report.kind is WatchEventKind.TROUBLE}
+    troubles = {report.why for report in watch.events if report.kind is WatchEventKind.TROUBLE}
     assert troubles == {f"{PREVIOUS}: MLflow refused"}
     monkeypatch.undo()
     watch.look()

@@ -75,7 +75,7 @@ class TargetedRuntime(Runtime):
     package = _place(OnnxRuntime.package)
     run = _place(OnnxRuntime.run)
     sample = _place(OnnxRuntime.sample)
-    race = _place(OnnxRuntime.race)
+    benchmark = _place(OnnxRuntime.benchmark)
     under_load = _place(OnnxRuntime.under_load)
     starts = _place(OnnxRuntime.starts)
 

@@ -21,6 +21,7 @@ from onnx_ops.integrations.mlflow_app.configuration import OVERRIDE_KEY, POLICY,
 from onnx_ops.integrations.mlflow_app.store import ServerStore, StoredVersion
 from onnx_ops.ports import Clock
 from onnx_ops.release.decision_policy import build_override, is_valid_for, read_override, require_passing_decision
+from onnx_ops.reporting.description import parse_reason
 
 _IDENTITY = (RELEASE, VARIANT, DIGEST)
 _REASON = re.compile(rf"{re.escape(OVERRIDE_TAG_PREFIX)}({NAME_PATTERN})")
