@@ -34,7 +34,6 @@ _log = logging.getLogger(__name__)
 
 _BINARY_LENGTH = BINARY_LENGTH_HEADER.encode()
 _PINS = tuple(name.encode() for name in PIN_HEADERS)
-_HAS_NO_PIN = frozenset(_PINS).isdisjoint
 _MASK = 0xFFFFFFFF
 _MAX_INLINE_TEXT = 1 << 16
 """Longer text is read on a thread: on the event loop it would delay other requests."""
@@ -145,8 +144,6 @@ class TrafficRouter:
 
     def get_pinned(self, head: RequestHead) -> str | None:
         """Return the deployment that the headers of a request select, if any."""
-        if _HAS_NO_PIN(head):
-            return None
         for header in _PINS:
             if (value := head.get(header)) is not None:
                 name = value.decode("latin-1")
@@ -260,13 +257,13 @@ class TableSnapshot:
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """An inference request that was received completely.
+    """An inference request that is queued.
 
     Attributes:
-        started_at, deadline: on the clock of `time.perf_counter`. A request that runs inline has no deadline.
+        started_at, deadline: on the clock of `time.perf_counter`.
+        comparable: whether its latency may be compared with other deployments (see `ControlReplica`).
         queue_seconds: time in the queue.
         service_seconds: run time, if the request ran alone.
-        comparable: whether its latency may be compared with other deployments (see `ControlReplica`).
         abandoned: the client is gone.
     """
 
@@ -275,18 +272,13 @@ class PendingRequest:
     body: bytes
     respond: Callable[[RawResponse], None]
     started_at: float
-    snapshot: TableSnapshot | None = None
-    loaded: LoadedDeployment | None = None
-    deadline: float = 0.0
+    snapshot: TableSnapshot
+    loaded: LoadedDeployment
+    deadline: float
+    comparable: bool
     queue_seconds: float = 0.0
     service_seconds: float = 0.0
-    comparable: bool = True
     abandoned: bool = False
-
-    @property
-    def header_lines(self) -> bytes:
-        """Header lines that name the deployment, if one is chosen."""
-        return b"" if self.loaded is None else self.loaded.header_lines
 
 
 Load = Callable[[Deployment, MetricsRow, bool], LoadedDeployment]

@@ -31,8 +31,8 @@ HeaderPairs = tuple[tuple[bytes, bytes], ...]
 _INFER = ResponseFormat.INFER
 _JSON_PAIRS: HeaderPairs = ((b"content-type", b"application/json"),)
 _JSON_LINE = b"content-type: application/json\r\n"
-_ECHOED = (messages.REQUEST_ID_HEADER.encode(), messages.TRACE_PARENT_HEADER.encode())
-_HAS_NO_ECHOED = frozenset(_ECHOED).isdisjoint
+_ECHOED = tuple((n.encode(), f"{n}: ".encode()) for n in (messages.REQUEST_ID_HEADER, messages.TRACE_PARENT_HEADER))
+_TAB = ord("\t")
 _MAX_ECHO_BYTES = 256
 
 
@@ -82,11 +82,6 @@ class RawResponse:
     lines: bytes
     body: bytes
 
-    def list_headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers one by one, content-length last."""
-        listed = [line.partition(b": ")[::2] for line in self.lines.split(b"\r\n") if line]
-        return [*listed, (b"content-length", str(len(self.body)).encode())]
-
 
 def build_error(status: int, message: str, lines: bytes = b"") -> RawResponse:
     """Return an error as the Open Inference Protocol defines it: `{"error": message}`."""
@@ -118,14 +113,15 @@ def format_deployment_headers(deployment: str) -> bytes:
 
 
 def format_echoed_headers(head: RequestHead) -> bytes:
-    """Return the header lines of request id and trace context."""
+    """Return the header lines of request id and trace context.
+
+    The parser accepts no other control character than the tab in a value.
+    """
     lines = b""
-    if _HAS_NO_ECHOED(head):
-        return lines
-    for name in _ECHOED:
+    for name, start in _ECHOED:
         value = head.get(name)
-        if value is not None and len(value) <= _MAX_ECHO_BYTES and value.isascii() and value.decode().isprintable():
-            lines += b"%s: %s\r\n" % (name, value)
+        if value is not None and len(value) <= _MAX_ECHO_BYTES and value.isascii() and _TAB not in value:
+            lines += start + value + b"\r\n"
     return lines
 
 
