@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +143,7 @@ json_bodies_, binary_bodies_ = json_bodies(), binary_bodies()
 def connections(folder: Path) -> Iterator[Mapping[str, Callable[[], Any]]]:
     """Yield what makes a connection of each server, between two deployments in ours."""
     write_all(folder)
-    request_queue._LEAVE_INLINE_S = math.inf  # a busy machine must not move the model to a thread
+    request_queue._LEAVE_INLINE_S = math.inf  # noqa: SLF001 (a busy machine must not move the model to a thread)
     location = MLP.path(folder).parent
     blue, green = (deploy(location, name=name, version=name, model=MLP.name) for name in ("blue", "green"))
     worker = Worker(state_of(blue, green, blue=80, green=20))

@@ -44,7 +44,7 @@ class Worker:
     """
 
     state: EndpointState
-    wrap: Wrap = field(default=lambda run: run)
+    wrap: Wrap | None = None
     slow: bool = False
     queue: int = 64
     threads: int = 1
@@ -122,7 +122,8 @@ class Worker:
         return LoadedDeployment(
             deployment=deployment,
             signature=model.signature,
-            run=self.wrap(model.run),
+            run=self.wrap(model.run) if self.wrap else model.run,
+            bind=None if self.wrap else model.bind,
             row=row,
             queue=queue,
             latency=latency,

@@ -36,6 +36,8 @@ _UNIQUE_HEADERS = (b"host", b"origin")
 """Headers that may occur once at most, as they decide whether a request is allowed."""
 _LIST_HEADERS = (b"connection", b"transfer-encoding", b"expect")
 """Headers whose values are joined, as all of them decide how the request is read (RFC 9110, 5.3)."""
+_LENGTH_LINES = b"content-length: %d\r\n\r\n"
+_LAST_LINES = b"content-length: %d\r\nconnection: close\r\n\r\n"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _STATUS_LINE = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 _METHOD = b":method"
@@ -92,7 +94,7 @@ class HttpProtocol(asyncio.Protocol):
         self._pending: PendingRequest | None = None
         self._pending_keep_alive = True
         self._held_bytes = 0
-        self._blocked = self._write_paused = False
+        self._blocked = self._write_paused = self._read_paused = False
         self._backlog: deque[tuple[Answer, dict[bytes, bytes], bytes | bytearray, bool]] = deque()
         self._reset_parser()
 
@@ -124,8 +126,7 @@ class HttpProtocol(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """Answer no further request until the client has read enough."""
-        self._write_paused = True
-        self._block()
+        self._write_paused = self._blocked = True
 
     def resume_writing(self) -> None:
         """Answer what waits."""
@@ -261,10 +262,9 @@ class HttpProtocol(asyncio.Protocol):
 
     def _check_head(self, head: dict[bytes, bytes], length: bytes | None) -> None:
         """Check a head and find who answers. Raises RequestRejectedError."""
-        if self._head_bytes + self._packet_bytes > _MAX_HEAD_BYTES:
-            parsed = len(self._url) + sum(len(name) + len(value) for name, value in head.items())
-            if parsed > _MAX_HEAD_BYTES:
-                raise _build_head_error()
+        size = self._head_bytes + self._packet_bytes  # with bytes that are no part of the head
+        if size > _MAX_HEAD_BYTES and len(self._url) + sum(map(len, (*head, *head.values()))) > _MAX_HEAD_BYTES:
+            raise _build_head_error()
         method, version = self._parser.get_method(), self._parser.get_http_version()
         if version not in ("1.1", "1.0"):
             raise RequestRejectedError(505, f"HTTP/{version} is not supported: use HTTP/1.1")
@@ -287,6 +287,10 @@ class HttpProtocol(asyncio.Protocol):
             self._upgrade_offered = True  # `data_received` feeds the head again, without the offer
             return
         self._keep_alive = version == "1.1" and self._parser.should_keep_alive()
+        self._find_answer(method, head, length, expects=expects)
+
+    def _find_answer(self, method: bytes, head: dict[bytes, bytes], length: bytes | None, *, expects: bool) -> None:
+        """Find who answers; respond at once if the body does not matter."""
         answer = self._app.find(method, self._url)
         if method == b"HEAD":
             head[_METHOD] = method
@@ -297,7 +301,7 @@ class HttpProtocol(asyncio.Protocol):
         if type(answer) is RawResponse:
             self._answer, self._is_sized, self._discarded_bytes = None, False, 0
             if self._blocked:
-                self._backlog.append((answer, head, b"", self._keep_alive))
+                self._enqueue(answer, head, b"", self._keep_alive)
             else:
                 self._respond_to(answer, head, b"", self._keep_alive)
             return
@@ -334,7 +338,7 @@ class HttpProtocol(asyncio.Protocol):
             if self.stage is READING:
                 self.stage, self.since = IDLE, self._limits.now
         elif self._blocked:
-            self._backlog.append((answer, self._head, self._body, self._keep_alive))
+            self._enqueue(answer, self._head, self._body, self._keep_alive)
             self._must_continue = False
         else:
             self._respond_to(answer, self._head, self._body, self._keep_alive)
@@ -351,7 +355,7 @@ class HttpProtocol(asyncio.Protocol):
                 self._pending_keep_alive = keep_alive
                 self.stage = ANSWERING
                 self._hold(0)
-                self._block()
+                self._blocked = True
                 return
         elif type(answer) is RawResponse:
             response = answer
@@ -376,21 +380,20 @@ class HttpProtocol(asyncio.Protocol):
             self._resume()
 
     def _send(self, response: RawResponse, head: RequestHead, *, last: bool = False) -> None:
-        body = response.body
-        self.transport.write(
-            b"%b%b%b%bcontent-length: %d\r\n%b\r\n%b"
-            % (
-                _STATUS_LINE[response.status],
-                self._limits.date_line,
-                response.lines,
-                format_echoed_headers(head),
-                len(body),
-                b"connection: close\r\n" if last else b"",
-                b"" if _METHOD in head else body,
-            )
+        limits, body = self._limits, response.body
+        parts = (
+            _STATUS_LINE[response.status],
+            limits.date_line,
+            response.lines,
+            format_echoed_headers(head),
+            b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+            if last
+            else b"content-length: %d\r\n\r\n" % len(body),
+            b"" if _METHOD in head else body,
         )
+        self.transport.write(b"".join(parts))
         self.stage = IDLE
-        self.since = self._limits.now
+        self.since = limits.now
 
     def _end(self, *, linger: bool = False) -> None:
         """End the connection behind the last response; with `linger`, once the client could read it.
@@ -403,15 +406,18 @@ class HttpProtocol(asyncio.Protocol):
         if not linger:
             self.transport.close()
         else:
-            if self._blocked:
-                self.transport.resume_reading()
+            self._resume_reading()
             self.transport.write_eof()
         self._blocked = True
 
-    def _block(self) -> None:
-        """Keep further requests waiting, and their data in the socket."""
-        if not self._blocked:
-            self._blocked = True
+    def _enqueue(self, answer: Answer, head: dict[bytes, bytes], body: bytes | bytearray, keep_alive: bool) -> None:
+        """Keep a request waiting, and further data in the socket.
+
+        Before, the client is read, so that its end is noticed while its request is queued.
+        """
+        self._backlog.append((answer, head, body, keep_alive))
+        if not self._read_paused:
+            self._read_paused = True
             self.transport.pause_reading()
 
     def _resume(self) -> None:
@@ -428,7 +434,12 @@ class HttpProtocol(asyncio.Protocol):
             self.transport.write(_CONTINUE)
         if self._place is not _BETWEEN:
             self.stage = READING
-        self.transport.resume_reading()
+        self._resume_reading()
+
+    def _resume_reading(self) -> None:
+        if self._read_paused:
+            self._read_paused = False
+            self.transport.resume_reading()
 
     # Errors
 
@@ -472,7 +483,7 @@ class HttpProtocol(asyncio.Protocol):
         if is_answered:
             self._backlog.append((*self._backlog.pop()[:3], False))
         else:
-            self._backlog.append((error, {}, b"", False))
+            self._enqueue(error, {}, b"", False)
 
     def _reject_overload(self) -> None:
         self._reject(503, "the server is receiving too many bytes at the same time")
@@ -502,4 +513,6 @@ async def serve_connections(
         async with asyncio.timeout(drain_s):
             while limits.open:
                 await asyncio.sleep(_DRAIN_PAUSE_S)
+    for connection in tuple(limits.open):
+        connection.transport.abort()
     watch.cancel()

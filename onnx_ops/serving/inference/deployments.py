@@ -13,13 +13,13 @@ from typing import Any
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import NotFoundError, OnnxOpsError, ServiceUnavailableError
 from onnx_ops.ports.data import Array
-from onnx_ops.protocol.messages import BINARY_LENGTH_HEADER, KEYLESS_CELL, PIN_HEADERS, USER_BUCKETS
+from onnx_ops.protocol.messages import BINARY_LENGTH_HEADER, PIN_HEADERS, USER_BUCKETS
 from onnx_ops.protocol.routing_table import RoutingTable
-from onnx_ops.serving.inference.models import measure_folder
+from onnx_ops.serving.inference.models import RUNTIME_ERRORS, measure_folder
 from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQueue
 from onnx_ops.serving.inference.requests import parse_header_length, read_infer, read_invocation
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead, encode_outputs, format_deployment_headers
-from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
+from onnx_ops.serving.inference.signature import BoundRun, InferenceRequest, ModelSignature, RequestTemplate
 from onnx_ops.serving.metrics import (
     COLUMNS,
     LOAD_FAILURES,
@@ -39,8 +39,6 @@ _MAX_INLINE_TEXT = 1 << 16
 """Longer text is read on a thread: on the event loop it would delay other requests."""
 _MAX_INLINE_BODY = 1 << 20
 """So are larger bodies in the binary form, of which only the header is text."""
-_MAX_CACHED_HEADERS = 16
-"""The header length of a binary response varies; not every one is worth caching."""
 _MAX_REPLICA_BYTES = 64 << 20
 """Larger models are out of the processor's caches at any share of the traffic, and memory may be short."""
 
@@ -53,6 +51,7 @@ class LoadedDeployment:
 
     Args:
         run: returns outputs by name for a feed; thread-safe.
+        bind: returns a `BoundRun` for requests like this one, which had these outputs.
         row: where its counters are kept, in slot `slot`.
         queue: of requests that do not run inline.
         latency: estimate of the duration of `run`.
@@ -69,7 +68,7 @@ class LoadedDeployment:
     warm_up: int = WARM_UP_REQUESTS
     header_lines: bytes = field(init=False)
     """Header lines that name the deployment."""
-    _header_cache: dict[object, bytes] = field(default_factory=dict)
+    bind: Callable[[InferenceRequest, Sequence[Array]], BoundRun | None] | None = None
 
     def __post_init__(self) -> None:
         self.header_lines = format_deployment_headers(self.deployment.name)
@@ -88,7 +87,7 @@ class LoadedDeployment:
     def decode(self, invocation: bool, head: RequestHead, body: bytes) -> InferenceRequest:
         """Decode a request. Raises UserError if it does not fit the model."""
         value = head.get(_BINARY_LENGTH)
-        length = None if value is None else parse_header_length(value.decode("latin-1"))
+        length = None if value is None else parse_header_length(value)
         if not invocation:
             return read_infer(body, length, self.signature)
         kind = head.get(b"content-type", b"application/json").decode("latin-1")
@@ -101,15 +100,47 @@ class LoadedDeployment:
         self.latency.observe(time.perf_counter() - started_at)
         return self.encode(request, arrays)
 
+    def answer_inline(self, invocation: bool, head: RequestHead, body: bytes) -> RawResponse:
+        """Decode and run one request on the event loop. Raises OnnxOpsError."""
+        template: RequestTemplate | None = None
+        is_loaded = False
+        if not invocation:
+            length = head.get(_BINARY_LENGTH)
+            if length is not None:
+                at = parse_header_length(length)
+                template = self.signature.templates.find_binary(body, at)
+                is_loaded = template is not None and template.bound is not None and template.bound.load_binary(body, at)
+            elif (known := self.signature.templates.find_json(body)) is not None:
+                template, data = known
+                is_loaded = template.bound is not None and template.bound.load_json(data)
+        if template is None:
+            return self.answer(self.decode(invocation, head, body))
+        if is_loaded and (response := self._answer_bound(template)) is not None:
+            return response
+        request = self.decode(invocation, head, body)
+        arrays = self.run(request.outputs, request.feed)
+        if self.bind is not None and template.may_bind:
+            template.may_bind = False
+            template.bound = self.bind(request, arrays)
+        return self.encode(request, arrays)
+
+    def _answer_bound(self, template: RequestTemplate) -> RawResponse | None:
+        """Run a template on its own memory; return None if it cannot."""
+        bound = template.bound
+        if bound is None:
+            return None
+        started_at = time.perf_counter()
+        try:
+            bound.run()
+        except RUNTIME_ERRORS:  # the outputs depend on the data, or the model rejects it
+            return None
+        self.latency.observe(time.perf_counter() - started_at)
+        return self.encode(template.request, bound.outputs)
+
     def encode(self, request: InferenceRequest, arrays: Sequence[Array]) -> RawResponse:
         """Return the response with the outputs of a request."""
-        body, pairs = encode_outputs(request, self.signature, arrays)
-        lines = self._header_cache.get(pairs)
-        if lines is None:
-            lines = b"".join(b"%s: %s\r\n" % pair for pair in pairs) + self.header_lines
-            if len(self._header_cache) < _MAX_CACHED_HEADERS:
-                self._header_cache[pairs] = lines
-        return RawResponse(200, lines, body)
+        body, lines = encode_outputs(request, self.signature, arrays)
+        return RawResponse(200, lines + self.header_lines, body)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,13 +161,17 @@ class TrafficRouter:
         salt = zlib.crc32("\0".join(table.get_experiment()).encode())
         return cls(slots=table.list_slots(), names=frozenset(table.layout), salt=salt)
 
-    def route_key(self, key: bytes) -> str:
-        """Return the deployment of a user: always the same for the same key and split."""
-        return self.slots[mix_bits(zlib.crc32(key) ^ self.salt) * 100 >> 32]
+    def hash_key(self, key: bytes) -> int:
+        """Return 32 bits of a user, which depend on the experiment."""
+        return mix_bits(zlib.crc32(key) ^ self.salt)
 
-    def get_bucket(self, key: bytes | None) -> int:
-        """Return the bucket in which a user is counted."""
-        return KEYLESS_CELL if key is None else mix_bits(zlib.crc32(key) ^ self.salt) * USER_BUCKETS >> 32
+    def route_user(self, user: int) -> str:
+        """Return the deployment of a user's `hash_key`: always the same for the same key and split."""
+        return self.slots[user * 100 >> 32]
+
+    def get_bucket(self, user: int) -> int:
+        """Return the bucket in which a user's `hash_key` is counted."""
+        return user * USER_BUCKETS >> 32
 
     def route_draw(self, draw: float) -> str:
         """Return the deployment of a draw from [0, 1)."""
@@ -261,6 +296,7 @@ class PendingRequest:
 
     Attributes:
         started_at, deadline: on the clock of `time.perf_counter`.
+        user: the user's `TrafficRouter.hash_key`, if there is a key.
         comparable: whether its latency may be compared with other deployments (see `ControlReplica`).
         queue_seconds: time in the queue.
         service_seconds: run time, if the request ran alone.
@@ -274,6 +310,7 @@ class PendingRequest:
     started_at: float
     snapshot: TableSnapshot
     loaded: LoadedDeployment
+    user: int | None
     deadline: float
     comparable: bool
     queue_seconds: float = 0.0
@@ -342,7 +379,9 @@ class LoadedDeployments:
     def find_user(self, key: bytes) -> tuple[int, int]:
         """Return a user's slot and bucket; raises ServiceUnavailableError."""
         snapshot = self.get_current()
-        return snapshot.get_deployment(snapshot.router.route_key(key)).slot, snapshot.router.get_bucket(key)
+        router = snapshot.router
+        user = router.hash_key(key)
+        return snapshot.get_deployment(router.route_user(user)).slot, router.get_bucket(user)
 
     def restore(self, revision: TableRevision, refusal: str = "") -> Mapping[str, str]:
         """Load a table after a restart; return failed deployments with the reason.

@@ -26,12 +26,12 @@ from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignatur
 
 RequestHead = Mapping[bytes, bytes]
 """Headers of a request by lower-case name; the first of several with one name."""
-HeaderPairs = tuple[tuple[bytes, bytes], ...]
 
 _INFER = ResponseFormat.INFER
-_JSON_PAIRS: HeaderPairs = ((b"content-type", b"application/json"),)
 _JSON_LINE = b"content-type: application/json\r\n"
-_ECHOED = tuple((n.encode(), f"{n}: ".encode()) for n in (messages.REQUEST_ID_HEADER, messages.TRACE_PARENT_HEADER))
+_BINARY_LINES = f"content-type: application/octet-stream\r\n{messages.BINARY_LENGTH_HEADER}: %d\r\n".encode()
+_SAGEMAKER_LINES = f"content-type: {SAGEMAKER_TYPE};json-header-size=%d\r\n".encode()
+_REQUEST_ID, _TRACE_PARENT = messages.REQUEST_ID_HEADER.encode(), messages.TRACE_PARENT_HEADER.encode()
 _TAB = ord("\t")
 _MAX_ECHO_BYTES = 256
 
@@ -113,32 +113,35 @@ def format_deployment_headers(deployment: str) -> bytes:
 
 
 def format_echoed_headers(head: RequestHead) -> bytes:
-    """Return the header lines of request id and trace context.
-
-    The parser accepts no other control character than the tab in a value.
-    """
+    """Return the header lines of request id and trace context."""
+    request_id, trace_parent = head.get(_REQUEST_ID), head.get(_TRACE_PARENT)
     lines = b""
-    for name, start in _ECHOED:
-        value = head.get(name)
-        if value is not None and len(value) <= _MAX_ECHO_BYTES and value.isascii() and _TAB not in value:
-            lines += start + value + b"\r\n"
+    if request_id is not None and _is_echoed(request_id):
+        lines = b"%b: %b\r\n" % (_REQUEST_ID, request_id)
+    if trace_parent is not None and _is_echoed(trace_parent):
+        lines += b"%b: %b\r\n" % (_TRACE_PARENT, trace_parent)
     return lines
+
+
+def _is_echoed(value: bytes) -> bool:
+    """Return whether a value is printable. The parser accepts no other control character than the tab."""
+    return len(value) <= _MAX_ECHO_BYTES and value.isascii() and _TAB not in value
 
 
 def encode_outputs(
     request: InferenceRequest, signature: ModelSignature, arrays: Sequence[Array]
-) -> tuple[bytes, HeaderPairs]:
-    """Return the body of a response, and the headers that describe it.
+) -> tuple[bytes, bytes]:
+    """Return the body of a response, and the header lines that describe it.
 
     JSON has no NaN and no infinities: they are written as null. The binary form keeps them. Raises UserError if a table
     was requested, and the outputs do not fit one.
     """
     if request.response_format is not _INFER:
-        return _encode_predictions(request, arrays), _JSON_PAIRS
+        return _encode_predictions(request, arrays), _JSON_LINE
     writers = signature.writers
     if len(arrays) == 1 and not request.binary and request.request_id is None:  # most requests
         (name,), (array,) = request.outputs, arrays
-        return b'%b,"outputs":[%b]}' % (signature.response_prefix, writers[name].write_json(array)), _JSON_PAIRS
+        return b"".join((signature.outputs_prefix, writers[name].write_json(array), b"]}")), _JSON_LINE
     tail: list[bytes] = []
     items = []
     for name, array, as_bytes in zip(request.outputs, arrays, request.binary or (False,) * len(arrays), strict=True):
@@ -151,14 +154,9 @@ def encode_outputs(
     request_id = b"" if request.request_id is None else b',"id":' + orjson.dumps(request.request_id)
     header = b'%b%b,"outputs":[%b]}' % (signature.response_prefix, request_id, b",".join(items))
     if not request.binary:
-        return header, _JSON_PAIRS
-    pairs: HeaderPairs = (
-        (b"content-type", b"application/octet-stream"),
-        (messages.BINARY_LENGTH_HEADER.encode(), b"%d" % len(header)),
-    )
-    if request.is_sagemaker:
-        pairs = ((b"content-type", b"%b;json-header-size=%d" % (SAGEMAKER_TYPE.encode(), len(header))),)
-    return b"".join((header, *tail)), pairs
+        return header, _JSON_LINE
+    lines = _SAGEMAKER_LINES if request.is_sagemaker else _BINARY_LINES
+    return b"".join((header, *tail)), lines % len(header)
 
 
 def _encode_predictions(request: InferenceRequest, arrays: Sequence[Array]) -> bytes:

@@ -171,10 +171,14 @@ class InferenceService:
         started_at = time.perf_counter()
         snapshot: TableSnapshot | None = None
         loaded: LoadedDeployment | None = None
+        user: int | None = None
         is_inline = comparable = True
         try:
             snapshot = self.deployments.get_current()
-            loaded = self._choose(snapshot, route, head)
+            key = head.get(_USER_KEY)
+            if key is not None:
+                user = snapshot.router.hash_key(key)
+            loaded = self._choose(snapshot, route, head, user)
             if (control := snapshot.control) is not None and loaded is control.loaded:
                 comparable = self._draw() < control.share
                 if comparable:
@@ -182,10 +186,12 @@ class InferenceService:
             if not loaded.should_run_inline(self.deployments.leader, head, body):
                 is_inline = False
                 deadline = started_at + self._read_timeout_s(head)
-                request = PendingRequest(route, head, body, respond, started_at, snapshot, loaded, deadline, comparable)
+                request = PendingRequest(
+                    route, head, body, respond, started_at, snapshot, loaded, user, deadline, comparable
+                )
                 loaded.queue.put(request)
                 return request
-            response = loaded.answer(loaded.decode(route.invocation, head, body))
+            response = loaded.answer_inline(route.invocation, head, body)
             loaded.row[RUNS] += 1
         except OnnxOpsError as error:
             lines = b"" if loaded is None else loaded.header_lines
@@ -198,7 +204,8 @@ class InferenceService:
         if loaded is None or snapshot is None:
             count_request(self._unrouted, status, seconds)
         else:
-            self._count(snapshot, loaded, head, status, seconds, seconds if comparable and is_inline else 0.0, is_inline)
+            service_s = seconds if comparable and is_inline else 0.0
+            self._count(snapshot, loaded, head, user, status, seconds, service_s, is_inline)
             if snapshot.shadow:
                 self._mirror(snapshot, loaded, route, head, body, response)
         if self._access_log is not None:
@@ -216,7 +223,10 @@ class InferenceService:
 
     def choose(self, model: str, version: str | None, head: RequestHead) -> LoadedDeployment:
         """Return the deployment that would answer a request; raises NotFoundError or ServiceUnavailableError."""
-        return self._choose(self.deployments.get_current(), InferenceRoute(model=model, version=version), head)
+        snapshot = self.deployments.get_current()
+        key = head.get(_USER_KEY)
+        user = None if key is None else snapshot.router.hash_key(key)
+        return self._choose(snapshot, InferenceRoute(model=model, version=version), head, user)
 
     def count_rejected(self, status: int) -> None:
         """Count a request that was rejected before it could reach a deployment."""
@@ -262,7 +272,8 @@ class InferenceService:
             seconds = time.perf_counter() - request.started_at
             status = _CLIENT_GONE if request.abandoned else response.status
             head, snapshot, service_s = request.head, request.snapshot, request.service_seconds
-            self._count(snapshot, loaded, head, status, seconds, service_s if request.comparable else 0.0, False)
+            service_s = service_s if request.comparable else 0.0
+            self._count(snapshot, loaded, head, request.user, status, seconds, service_s, False)
             if snapshot.shadow and not request.abandoned:
                 self._mirror(snapshot, loaded, request.route, head, request.body, response)
             if self._access_log is not None:
@@ -274,6 +285,7 @@ class InferenceService:
         snapshot: TableSnapshot,
         loaded: LoadedDeployment,
         head: RequestHead,
+        user: int | None,
         status: int,
         seconds: float,
         service_seconds: float,
@@ -288,9 +300,11 @@ class InferenceService:
         else:
             count_queued_request(loaded.row, status, seconds, service_seconds)
         request_id = head.get(_REQUEST_ID)
-        if request_id is not None or self._users.is_watching:
-            bucket = snapshot.router.get_bucket(head.get(_USER_KEY))
-            self._users.count_request(loaded.slot, bucket, status, service_seconds)
+        is_watching = self._users.is_watching
+        if request_id is not None or is_watching:
+            bucket = messages.KEYLESS_CELL if user is None else snapshot.router.get_bucket(user)
+            if is_watching:
+                self._users.count_request(loaded.slot, bucket, status, service_seconds)
             if request_id is not None:
                 self._outcomes.remember(request_id, loaded.slot, bucket)
 
@@ -308,7 +322,9 @@ class InferenceService:
                 tolerance = snapshot.table.state.split.shadow_tolerance
                 self._shadow.put(shadow, route.invocation, head, body, response, tolerance)
 
-    def _choose(self, snapshot: TableSnapshot, route: InferenceRoute, head: RequestHead) -> LoadedDeployment:
+    def _choose(
+        self, snapshot: TableSnapshot, route: InferenceRoute, head: RequestHead, user: int | None
+    ) -> LoadedDeployment:
         if route.model is not None and route.model != snapshot.model:
             raise NotFoundError(f"no model is named {route.model!r}; this endpoint serves {snapshot.model!r}")
         if route.version is not None:
@@ -316,8 +332,7 @@ class InferenceService:
         router = snapshot.router
         name = router.get_pinned(head)
         if name is None:
-            key = head.get(_USER_KEY)
-            name = router.route_draw(self._draw()) if key is None else router.route_key(key)
+            name = router.route_draw(self._draw()) if user is None else router.route_user(user)
         return snapshot.deployments.get(name) or snapshot.get_deployment(name)
 
 

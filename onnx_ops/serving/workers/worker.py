@@ -263,6 +263,7 @@ class _Worker:
             deployment=deployment,
             signature=model.signature,
             run=model.run,
+            bind=model.bind,
             row=row,
             queue=queue,
             latency=latency,

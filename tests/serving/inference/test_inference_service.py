@@ -155,7 +155,7 @@ def test_who_went_away_is_not_run(gate: Gate, blue: Deployment) -> None:
     with behind(gate, blue) as worker:
         first, gone = queue_up(worker, gate, REQUEST, REQUEST)
         gone.close()
-        wait_until(lambda: len(worker.server.server_state.connections) == 1)
+        wait_until(lambda: len(worker.connections.open) == 1)
         assert status(*answers_to(gate, [first])) == 200
         wait_until(lambda: worker.shared.sum_slot(1)[metrics.get_column(499)] == 1)
     assert len(gate.rows) == 1
@@ -178,8 +178,8 @@ def test_a_drain_finishes_what_runs_and_what_is_being_read(gate: Gate, blue: Dep
         worker.publish(state_of(green, green=100))  # drops the deployment that runs
         reads, idle = worker.connect(), worker.connect()
         reads.sendall(REQUEST[:-5])
-        wait_until(lambda: len(worker.server.server_state.connections) == 3)
-        worker.loop.call_soon_threadsafe(worker._stop)
+        wait_until(lambda: len(worker.connections.open) == 3)
+        worker.loop.call_soon_threadsafe(worker.stop.set)
         assert idle.recv(1) == b""
         idle.close()
         reads.sendall(REQUEST[-5:])
