@@ -18,6 +18,7 @@ from onnx_ops.protocol.routing_table import RoutingTable, build_next_table
 from onnx_ops.serving.http.app import PublicApp
 from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
 from onnx_ops.serving.http.protocol import HttpProtocol, serve_connections
+from onnx_ops.serving.inference.bound_runs import BoundRuns
 from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeployments, TableRevision
 from onnx_ops.serving.inference.models import load_model
 from onnx_ops.serving.inference.request_queue import MAX_BATCH, LatencyEstimator, RequestQueue, WorkerThreads
@@ -123,7 +124,7 @@ class Worker:
             deployment=deployment,
             signature=model.signature,
             run=self.wrap(model.run) if self.wrap else model.run,
-            bind=None if self.wrap else model.bind,
+            bound_runs=None if self.wrap else BoundRuns(model.signature, model.bind),
             row=row,
             queue=queue,
             latency=latency,

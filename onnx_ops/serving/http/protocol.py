@@ -298,7 +298,7 @@ class HttpProtocol(asyncio.Protocol):
             if type(answer) is InferenceRoute:
                 self._app.service.count_rejected(415)
             answer = build_error(415, "compressed bodies are not supported")
-        if type(answer) is RawResponse:
+        if isinstance(answer, RawResponse):
             self._answer, self._is_sized, self._discarded_bytes = None, False, 0
             if self._blocked:
                 self._enqueue(answer, head, b"", self._keep_alive)
@@ -347,24 +347,23 @@ class HttpProtocol(asyncio.Protocol):
 
     def _respond_to(self, answer: Answer, head: dict[bytes, bytes], body: bytes | bytearray, keep_alive: bool) -> None:
         """Answer a request. Its response is the next of this connection."""
-        response: RawResponse | PendingRequest
-        if type(answer) is InferenceRoute:
+        if isinstance(answer, InferenceRoute):
             response = self._handle_inference(answer, head, bytes(body), self._deliver)
-            if type(response) is PendingRequest:
+            if isinstance(response, PendingRequest):
                 self._pending = response
                 self._pending_keep_alive = keep_alive
                 self.stage = ANSWERING
                 self._hold(0)
                 self._blocked = True
                 return
-        elif type(answer) is RawResponse:
+        elif isinstance(answer, RawResponse):
             response = answer
         else:
             response = self._app.respond(answer, head, bytes(body))
         is_last = not keep_alive or self._limits.draining
         self._send(response, head, last=is_last)
         if is_last:
-            self._end(linger=type(answer) is RawResponse)
+            self._end(linger=isinstance(answer, RawResponse))
 
     def _deliver(self, response: RawResponse) -> None:
         """Send the response to the queued request, and answer those behind it."""

@@ -15,11 +15,12 @@ from onnx_ops.errors import NotFoundError, OnnxOpsError, ServiceUnavailableError
 from onnx_ops.ports.data import Array
 from onnx_ops.protocol.messages import BINARY_LENGTH_HEADER, PIN_HEADERS, USER_BUCKETS
 from onnx_ops.protocol.routing_table import RoutingTable
+from onnx_ops.serving.inference.bound_runs import BoundRuns
 from onnx_ops.serving.inference.models import RUNTIME_ERRORS, measure_folder
 from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQueue
 from onnx_ops.serving.inference.requests import parse_header_length, read_infer, read_invocation
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead, encode_outputs, format_deployment_headers
-from onnx_ops.serving.inference.signature import BoundRun, InferenceRequest, ModelSignature, RequestTemplate
+from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
 from onnx_ops.serving.metrics import (
     COLUMNS,
     LOAD_FAILURES,
@@ -51,7 +52,7 @@ class LoadedDeployment:
 
     Args:
         run: returns outputs by name for a feed; thread-safe.
-        bind: returns a `BoundRun` for requests like this one, which had these outputs.
+        bound_runs: for requests that run inline.
         row: where its counters are kept, in slot `slot`.
         queue: of requests that do not run inline.
         latency: estimate of the duration of `run`.
@@ -68,7 +69,7 @@ class LoadedDeployment:
     warm_up: int = WARM_UP_REQUESTS
     header_lines: bytes = field(init=False)
     """Header lines that name the deployment."""
-    bind: Callable[[InferenceRequest, Sequence[Array]], BoundRun | None] | None = None
+    bound_runs: BoundRuns | None = None
 
     def __post_init__(self) -> None:
         self.header_lines = format_deployment_headers(self.deployment.name)
@@ -102,40 +103,26 @@ class LoadedDeployment:
 
     def answer_inline(self, invocation: bool, head: RequestHead, body: bytes) -> RawResponse:
         """Decode and run one request on the event loop. Raises OnnxOpsError."""
-        template: RequestTemplate | None = None
-        is_loaded = False
-        if not invocation:
-            length = head.get(_BINARY_LENGTH)
-            if length is not None:
-                at = parse_header_length(length)
-                template = self.signature.templates.find_binary(body, at)
-                is_loaded = template is not None and template.bound is not None and template.bound.load_binary(body, at)
-            elif (known := self.signature.templates.find_json(body)) is not None:
-                template, data = known
-                is_loaded = template.bound is not None and template.bound.load_json(data)
-        if template is None:
+        if invocation or self.bound_runs is None:
             return self.answer(self.decode(invocation, head, body))
-        if is_loaded and (response := self._answer_bound(template)) is not None:
-            return response
-        request = self.decode(invocation, head, body)
-        arrays = self.run(request.outputs, request.feed)
-        if self.bind is not None and template.may_bind:
-            template.may_bind = False
-            template.bound = self.bind(request, arrays)
-        return self.encode(request, arrays)
-
-    def _answer_bound(self, template: RequestTemplate) -> RawResponse | None:
-        """Run a template on its own memory; return None if it cannot."""
-        bound = template.bound
-        if bound is None:
-            return None
+        value = head.get(_BINARY_LENGTH)
+        length = None if value is None else parse_header_length(value)
         started_at = time.perf_counter()
-        try:
-            bound.run()
-        except RUNTIME_ERRORS:  # the outputs depend on the data, or the model rejects it
-            return None
+        bound = self.bound_runs.load(body, length)
+        if bound is not None:
+            try:
+                bound.run()
+                self.latency.observe(time.perf_counter() - started_at)
+                return self.encode(bound.request, bound.outputs)
+            except RUNTIME_ERRORS:  # the shape of an output depends on the data, or the model rejects it
+                pass
+        request = read_infer(body, length, self.signature)
+        started_at = time.perf_counter()
+        arrays = self.run(request.outputs, request.feed)
         self.latency.observe(time.perf_counter() - started_at)
-        return self.encode(template.request, bound.outputs)
+        if bound is None:
+            self.bound_runs.learn(body, length, request, arrays)
+        return self.encode(request, arrays)
 
     def encode(self, request: InferenceRequest, arrays: Sequence[Array]) -> RawResponse:
         """Return the response with the outputs of a request."""

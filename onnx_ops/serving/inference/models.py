@@ -29,9 +29,10 @@ from onnx_ops.domain.execution import CPU, Execution
 from onnx_ops.errors import InfrastructureError, NotFoundError, UserError, quoted
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.protocol.routing_table import sync_path
+from onnx_ops.serving.inference.bound_runs import BoundRun
 from onnx_ops.serving.inference.integrity import TrustPolicy, verify_files
 from onnx_ops.serving.inference.responses import InputsRejectedError
-from onnx_ops.serving.inference.signature import BoundRun, InferenceRequest, ModelSignature
+from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
 from onnx_ops.serving.inference.tensors import DTYPE_OF_ONNX, get_numpy_dtype
 
 _log = logging.getLogger(__name__)
@@ -64,8 +65,6 @@ _MAX_ENTRIES = 8
 _LOOP_OPERATORS = (b'"\x04Loop', b'"\x04Scan')
 """The type of a node in a file: field 4, its length, its name."""
 _WARM_UP_RUNS = 3
-_MAX_BOUND_BYTES = 1 << 16
-"""Larger tensors are not copied into memory of their own."""
 _SEED = 20_240_229
 _BFLOAT16 = 16
 """Number of the element type in ONNX (TensorProto.BFLOAT16)."""
@@ -316,33 +315,22 @@ class LoadedModel:
         return arrays
 
     def bind(self, request: InferenceRequest, arrays: Sequence[Array]) -> BoundRun | None:
-        """Return a run on its own memory for requests like this one, which had these outputs; None if it cannot be.
-
-        It must return the same bits.
-        """
-        tensors = (*request.feed.values(), *arrays)
+        """Return a bound run for requests like this one, which had these outputs; None if it returns other bits."""
         # What `session.run_with_iobinding` calls after it looked for a graph of WebGPU, for ten times a small run.
         native = getattr(getattr(self.session, "_sess", None), "run_with_iobinding", None)
-        if (
-            native is None
-            or self.session.get_providers() != [CPU]
-            or self.signature.has_bfloat16
-            or any(tensor.dtype.kind not in "fiu" or not tensor.size for tensor in tensors)
-            or sum(tensor.nbytes for tensor in tensors) > _MAX_BOUND_BYTES
-        ):
+        if native is None or self.session.get_providers() != [CPU]:
             return None
         binding = self.session.io_binding()
-        inputs = [array.copy() for array in request.feed.values()]
+        feed = {name: array.copy() for name, array in request.feed.items()}
         outputs = [np.empty(array.shape, array.dtype) for array in arrays]
-        for name, array in zip(request.feed, inputs, strict=True):
+        for name, array in feed.items():
             binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
         for name, array in zip(request.outputs, outputs, strict=True):
             binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
-        code = self.signature.readers[next(iter(request.feed))].code if len(inputs) == 1 else ""
         run = partial(native, binding._iobinding, self.options)  # noqa: SLF001 (as above)
-        bound = BoundRun(run, inputs, outputs, code)
+        bound = BoundRun(run, replace(request, feed=feed), outputs, self.signature.readers[next(iter(feed))].code)
         try:
-            bound.run()
+            run()
         except RUNTIME_ERRORS:
             return None
         same = all(own.tobytes() == array.tobytes() for own, array in zip(outputs, arrays, strict=True))

@@ -49,18 +49,8 @@ def read_infer(body: bytes, header_length: int | None, signature: ModelSignature
     `header_length` is the bytes of JSON at its start. None: all. 0: the body is the raw data of the only input.
     """
     if header_length is None:
-        if (known := signature.templates.find_json(body)) is not None:
-            template, data = known
-            if (feed := template.read_json(data)) is not None:
-                return template.request.with_feed(feed)
         document, literals = parse_document(body)
-        request = _read_document(document, signature, literals=literals)
-        if len(request.feed) == 1:
-            (name,) = request.feed
-            signature.templates.learn_json(body, document, request, signature.readers[name])
-        return request
-    if (template := signature.templates.find_binary(body, header_length)) is not None:
-        return template.request.with_feed(template.read_binary(body, header_length))
+        return _read_document(document, signature, literals=literals)
     if header_length > len(body):
         raise UserError(f"inference-header-content-length is {header_length}, but the body has {len(body)} bytes")
     if header_length == 0:
@@ -68,11 +58,8 @@ def read_infer(body: bytes, header_length: int | None, signature: ModelSignature
         feed = {name: signature.readers[name].read_raw(body)}
         names = signature.output_names
         return InferenceRequest(feed, names, signature.check_feed(feed), _INFER, None, (True,) * len(names))
-    header = body[:header_length]
-    document, literals = parse_document(header)
-    request = _read_document(document, signature, literals=literals, tail=_BinaryTail(body, header_length))
-    signature.templates.learn_binary(header, document, request, signature)
-    return request
+    document, literals = parse_document(body[:header_length])
+    return _read_document(document, signature, literals=literals, tail=_BinaryTail(body, header_length))
 
 
 class _BinaryTail:

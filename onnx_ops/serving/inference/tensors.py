@@ -216,19 +216,7 @@ def _count_lists(value: Any) -> int:
 class TensorReader:
     """Makes arrays for one input of a model. All methods raise UserError."""
 
-    __slots__ = (
-        "_item_bytes",
-        "_pack",
-        "code",
-        "datatype",
-        "dims",
-        "dtype",
-        "elements",
-        "has_free_rows",
-        "is_any_byte_valid",
-        "name",
-        "spec",
-    )
+    __slots__ = ("_pack", "code", "datatype", "dims", "dtype", "elements", "has_free_rows", "name", "spec")
 
     def __init__(self, spec: TensorSpec) -> None:
         self.spec = spec
@@ -236,8 +224,6 @@ class TensorReader:
         self.datatype = DATATYPE_OF[spec.dtype]
         self.dtype = np.dtype(get_numpy_dtype(spec.dtype))
         self.dims = tuple(d if isinstance(d, int) else None for d in spec.shape)
-        self._item_bytes = self.dtype.itemsize
-        self.is_any_byte_valid = spec.dtype not in ("string", "bool")
         self.has_free_rows = bool(self.dims) and self.dims[0] is None
         # The struct module packs numbers strictly, and faster than numpy converts a list.
         has_code = self.dtype.kind in "fiu" and spec.dtype != "bfloat16"
@@ -336,17 +322,13 @@ class TensorReader:
         count = math.prod(shape)
         if self.spec.dtype == "string":
             return _build_text_array(self._split_text(body, start, size, count), shape)
-        if size != count * self._item_bytes:
+        if size != count * self.dtype.itemsize:
             raise self.error(
-                f": shape {list(shape)} of {self.datatype} needs {count * self._item_bytes} bytes, not {size}"
+                f": shape {list(shape)} of {self.datatype} needs {count * self.dtype.itemsize} bytes, not {size}"
             )
         if self.dtype.kind == "b" and count and np.frombuffer(body, np.uint8, count, start).max() > 1:
             raise self.error(": a byte of BOOL must be 0 or 1")
-        return self.view(shape, body, start, size)
-
-    def view(self, shape: tuple[int, ...], body: bytes, start: int, size: int) -> Array:
-        """Return an array over `size` bytes at `start`, which must fit."""
-        if start % self._item_bytes:  # the runtime reads whole elements, and the memory of a slice is aligned
+        if start % self.dtype.itemsize:  # the runtime reads whole elements, and the memory of a slice is aligned
             return np.ndarray(shape, self.dtype, body[start : start + size])
         return np.ndarray(shape, self.dtype, body, start)
 

@@ -28,6 +28,7 @@ from onnx_ops.protocol.server_process import ServerOptions, register_worker
 from onnx_ops.serving.http.app import PublicApp
 from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
 from onnx_ops.serving.http.protocol import HttpProtocol, serve_connections
+from onnx_ops.serving.inference.bound_runs import BoundRuns
 from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeployments, TableRevision
 from onnx_ops.serving.inference.integrity import TrustPolicy
 from onnx_ops.serving.inference.models import LoadedModel, PackedModelCache, load_model
@@ -263,7 +264,7 @@ class _Worker:
             deployment=deployment,
             signature=model.signature,
             run=model.run,
-            bind=model.bind,
+            bound_runs=BoundRuns(model.signature, model.bind),
             row=row,
             queue=queue,
             latency=latency,
