@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -48,7 +48,7 @@ def next_good_request_is_answered(worker: Worker) -> Iterator[None]:
     assert worker.connections.body_bytes == 0
 
 
-CORPUS = {
+CORPUS: Mapping[str, tuple[str, bytes, dict[str, str]]] = {
     "infer": (INFER, BODY, {}),
     "version": ("/v2/models/m/versions/2/infer", BODY, {}),
     "no such version": ("/v2/models/m/versions/9/infer", BODY, {}),
@@ -70,7 +70,7 @@ CORPUS = {
 }
 
 
-FORMS = {
+FORMS: Mapping[str, Callable[[str, bytes, dict[str, str]], bytes]] = {
     "repeated header": lambda path, body, headers: post(path, body, {**headers, **ODD}),
     "chunked": lambda path, body, headers: (
         post(path, b"", {**headers, "transfer-encoding": "chunked"}).replace(b"content-length: 0\r\n", b"")
