@@ -17,6 +17,7 @@ import orjson
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Array
 from onnx_ops.serving.inference.requests import read_infer
+from onnx_ops.serving.inference.responses import RawResponse
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
 from onnx_ops.serving.inference.tensors import may_contain_literals
 
@@ -40,7 +41,10 @@ class BoundRun:
         code: type of the elements of the only input in the struct module; empty if JSON cannot be packed into it.
     """
 
-    __slots__ = ("_memory", "_pack", "outputs", "request", "run", "size")
+    __slots__ = (
+        *("_end", "_flat", "_is_binary", "_lines", "_memory", "_pack", "_start"),
+        *("is_fit", "outputs", "request", "run", "size"),
+    )
 
     def __init__(self, run: Callable[[], None], request: InferenceRequest, outputs: Sequence[Array], code: str) -> None:
         self.run = run
@@ -49,6 +53,24 @@ class BoundRun:
         self._memory = [array.reshape(-1).view(np.uint8).data for array in request.feed.values()]
         self._pack = struct.Struct(f"<{next(iter(request.feed.values())).size}{code}").pack_into
         self.size = sum(map(len, self._memory))
+        self._flat = outputs[0].reshape(-1)
+        self._is_binary = bool(request.binary)
+        self.is_fit = True
+        """Whether the model returned outputs of these shapes until now."""
+        self._start = self._end = self._lines = b""
+
+    def learn_response(self, response: RawResponse) -> None:
+        """Learn what is before and after the data in the response with the present outputs."""
+        if len(self.outputs) == 1:
+            self._start, _, self._end = response.body.rpartition(self._encode())
+            self._lines = response.lines
+
+    def build_response(self) -> RawResponse | None:
+        """Return the response with the present outputs; None if it has several."""
+        return RawResponse(200, self._lines, self._start + self._encode() + self._end) if self._lines else None
+
+    def _encode(self) -> bytes:
+        return self._flat.tobytes() if self._is_binary else orjson.dumps(self._flat, None, orjson.OPT_SERIALIZE_NUMPY)
 
     def load_json(self, data: bytes) -> bool:
         """Take the numbers of JSON; return whether all fit, as flat list or as the only row."""
@@ -86,19 +108,24 @@ class BoundRuns:
         """Return the run of a known text, with the data of this body; else None."""
         if header_length is not None:
             run = self._known.get(body[:header_length])
-            if run is None or len(body) - header_length != run.size:
+            if run is None or not run.is_fit or len(body) - header_length != run.size:
                 return None
             run.load_binary(body, header_length)
             return run
         start = body.find(_DATA) + len(_DATA)
         end = body.find(b"}", start)
         run = self._known.get((body[:start], body[end:]))
-        return run if run is not None and run.load_json(body[start:end]) else None
+        return run if run is not None and run.is_fit and run.load_json(body[start:end]) else None
 
     def learn(
-        self, body: bytes, header_length: int | None, request: InferenceRequest, outputs: Sequence[Array]
+        self,
+        body: bytes,
+        header_length: int | None,
+        request: InferenceRequest,
+        outputs: Sequence[Array],
+        response: RawResponse,
     ) -> None:
-        """Learn the text of a request that was answered with these outputs."""
+        """Learn the text of a request that had these outputs and this response."""
         start = body.find(_DATA) + len(_DATA)
         end = body.find(b"}", start)
         key: object = (body[:start], body[end:]) if header_length is None else body[:header_length]
@@ -121,7 +148,9 @@ class BoundRuns:
             is_known = self._is_data(body[:start], body[end:], request)
         else:  # else some data is in the header
             is_known = sum(array.nbytes for array in request.feed.values()) == len(body) - header_length
-        self._known[key] = self._bind(request, outputs) if is_known else None
+        self._known[key] = run = self._bind(request, outputs) if is_known else None
+        if run is not None:
+            run.learn_response(response)
 
     def _is_data(self, start: bytes, end: bytes, request: InferenceRequest) -> bool:
         """Return whether the data of the only input, and nothing else, stands between two texts.

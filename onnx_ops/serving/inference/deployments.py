@@ -16,7 +16,7 @@ from onnx_ops.ports.data import Array
 from onnx_ops.protocol.messages import BINARY_LENGTH_HEADER, PIN_HEADERS, USER_BUCKETS
 from onnx_ops.protocol.routing_table import RoutingTable
 from onnx_ops.serving.inference.bound_runs import BoundRuns
-from onnx_ops.serving.inference.models import RUNTIME_ERRORS, measure_folder
+from onnx_ops.serving.inference.models import BOUND_ERRORS, measure_folder
 from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQueue
 from onnx_ops.serving.inference.requests import parse_header_length, read_infer, read_invocation
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead, encode_outputs, format_deployment_headers
@@ -113,16 +113,19 @@ class LoadedDeployment:
             try:
                 bound.run()
                 self.latency.observe(time.perf_counter() - started_at)
-                return self.encode(bound.request, bound.outputs)
-            except RUNTIME_ERRORS:  # the shape of an output depends on the data, or the model rejects it
+                return bound.build_response() or self.encode(bound.request, bound.outputs)
+            except BOUND_ERRORS:  # the shape of an output depends on the data, or the model rejects it
                 pass
         request = read_infer(body, length, self.signature)
         started_at = time.perf_counter()
         arrays = self.run(request.outputs, request.feed)
         self.latency.observe(time.perf_counter() - started_at)
+        response = self.encode(request, arrays)
         if bound is None:
-            self.bound_runs.learn(body, length, request, arrays)
-        return self.encode(request, arrays)
+            self.bound_runs.learn(body, length, request, arrays, response)
+        else:
+            bound.is_fit = False
+        return response
 
     def encode(self, request: InferenceRequest, arrays: Sequence[Array]) -> RawResponse:
         """Return the response with the outputs of a request."""

@@ -49,6 +49,9 @@ RUNTIME_ERRORS = (
     ort_errors.RuntimeException,
 )
 
+BOUND_ERRORS = (RuntimeError, *RUNTIME_ERRORS)
+"""Errors of a bound run, which the runtime does not always convert."""
+
 _LEVELS = {
     "disabled": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
     "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
@@ -331,7 +334,7 @@ class LoadedModel:
         bound = BoundRun(run, replace(request, feed=feed), outputs, self.signature.readers[next(iter(feed))].code)
         try:
             run()
-        except RUNTIME_ERRORS:
+        except BOUND_ERRORS:
             return None
         same = all(own.tobytes() == array.tobytes() for own, array in zip(outputs, arrays, strict=True))
         return bound if same else None

@@ -31,7 +31,7 @@ _INFER = ResponseFormat.INFER
 _JSON_LINE = b"content-type: application/json\r\n"
 _BINARY_LINES = f"content-type: application/octet-stream\r\n{messages.BINARY_LENGTH_HEADER}: %d\r\n".encode()
 _SAGEMAKER_LINES = f"content-type: {SAGEMAKER_TYPE};json-header-size=%d\r\n".encode()
-_REQUEST_ID, _TRACE_PARENT = messages.REQUEST_ID_HEADER.encode(), messages.TRACE_PARENT_HEADER.encode()
+_ECHOED = (messages.REQUEST_ID_HEADER.encode(), messages.TRACE_PARENT_HEADER.encode())
 _TAB = ord("\t")
 _MAX_ECHO_BYTES = 256
 
@@ -114,18 +114,13 @@ def format_deployment_headers(deployment: str) -> bytes:
 
 def format_echoed_headers(head: RequestHead) -> bytes:
     """Return the header lines of request id and trace context."""
-    request_id, trace_parent = head.get(_REQUEST_ID), head.get(_TRACE_PARENT)
     lines = b""
-    if request_id is not None and _is_echoed(request_id):
-        lines = b"%b: %b\r\n" % (_REQUEST_ID, request_id)
-    if trace_parent is not None and _is_echoed(trace_parent):
-        lines += b"%b: %b\r\n" % (_TRACE_PARENT, trace_parent)
+    for name in _ECHOED:
+        value = head.get(name)
+        # It is printable, as the parser accepts no other control character than the tab.
+        if value is not None and len(value) <= _MAX_ECHO_BYTES and value.isascii() and _TAB not in value:
+            lines += b"%b: %b\r\n" % (name, value)
     return lines
-
-
-def _is_echoed(value: bytes) -> bool:
-    """Return whether a value is printable. The parser accepts no other control character than the tab."""
-    return len(value) <= _MAX_ECHO_BYTES and value.isascii() and _TAB not in value
 
 
 def encode_outputs(

@@ -79,7 +79,7 @@ class AccessLog:
         head: RequestHead,
         loaded: LoadedDeployment | None,
         status: int,
-        queue_seconds: float,
+        queue_s: float,
         seconds: float,
     ) -> None:
         """Add a line. `seconds` is the whole time until the response was ready."""
@@ -89,7 +89,7 @@ class AccessLog:
         now = time.time()  # noqa: TID251 (the time of a response, for people)
         name = "" if loaded is None else loaded.deployment.name
         ids = head.get(_REQUEST_ID), head.get(_TRACE_PARENT)
-        self._records.append((now, *ids, route, name, status, queue_seconds, seconds))
+        self._records.append((now, *ids, route, name, status, queue_s, seconds))
 
     def close(self) -> None:
         """Write the rest of the buffer."""
@@ -199,17 +199,9 @@ class InferenceService:
         except Exception:
             _log.exception("a request failed unexpectedly")
             response = responses.build_internal_error(b"" if loaded is None else loaded.header_lines)
-        status = response.status
         seconds = time.perf_counter() - started_at
-        if loaded is None or snapshot is None:
-            count_request(self._unrouted, status, seconds)
-        else:
-            service_s = seconds if comparable and is_inline else 0.0
-            self._count(snapshot, loaded, head, user, status, seconds, service_s, is_inline)
-            if snapshot.shadow:
-                self._mirror(snapshot, loaded, route, head, body, response)
-        if self._access_log is not None:
-            self._access_log.put(route, head, loaded, status, 0.0, seconds)
+        service_s = seconds if comparable and is_inline else 0.0
+        self._finish(snapshot, loaded, route, head, body, user, response, seconds, service_s)
         return response
 
     def _read_timeout_s(self, head: RequestHead) -> float:
@@ -268,59 +260,57 @@ class InferenceService:
             else:
                 invocation = request.route.invocation
                 response = responses.build_error_from(result, request.loaded.header_lines, invocation=invocation)
-            # Counted before it is sent: what a client has seen is counted, even if this process is killed then.
             seconds = time.perf_counter() - request.started_at
-            status = _CLIENT_GONE if request.abandoned else response.status
-            head, snapshot, service_s = request.head, request.snapshot, request.service_seconds
-            service_s = service_s if request.comparable else 0.0
-            self._count(snapshot, loaded, head, request.user, status, seconds, service_s, False)
-            if snapshot.shadow and not request.abandoned:
-                self._mirror(snapshot, loaded, request.route, head, request.body, response)
-            if self._access_log is not None:
-                self._access_log.put(request.route, head, loaded, status, request.queue_seconds, seconds)
+            if request.abandoned:
+                response = RawResponse(_CLIENT_GONE, b"", b"")
+            self._finish(
+                *(request.snapshot, loaded, request.route, request.head, request.body, request.user, response, seconds),
+                *(request.service_seconds if request.comparable else 0.0, request.queue_seconds),
+            )
             request.respond(response)
 
-    def _count(
+    def _finish(
         self,
-        snapshot: TableSnapshot,
-        loaded: LoadedDeployment,
-        head: RequestHead,
-        user: int | None,
-        status: int,
-        seconds: float,
-        service_seconds: float,
-        is_inline: bool,
-    ) -> None:
-        """Count a request whose response is ready. `service_seconds` is 0 if its latency is not comparable."""
-        if loaded.warm_up:
-            loaded.warm_up -= 1
-            service_seconds = 0.0
-        if is_inline and service_seconds:
-            count_request(loaded.row, status, seconds)
-        else:
-            count_queued_request(loaded.row, status, seconds, service_seconds)
-        request_id = head.get(_REQUEST_ID)
-        is_watching = self._users.is_watching
-        if request_id is not None or is_watching:
-            bucket = messages.KEYLESS_CELL if user is None else snapshot.router.get_bucket(user)
-            if is_watching:
-                self._users.count_request(loaded.slot, bucket, status, service_seconds)
-            if request_id is not None:
-                self._outcomes.remember(request_id, loaded.slot, bucket)
-
-    def _mirror(
-        self,
-        snapshot: TableSnapshot,
-        loaded: LoadedDeployment,
+        snapshot: TableSnapshot | None,
+        loaded: LoadedDeployment | None,
         route: InferenceRoute,
         head: RequestHead,
         body: bytes,
+        user: int | None,
         response: RawResponse,
+        seconds: float,
+        service_s: float,
+        queue_s: float = 0.0,
     ) -> None:
-        for shadow, percent in snapshot.shadow if response.status == 200 else ():
-            if shadow is not loaded and self._draw() * 100 < percent:
-                tolerance = snapshot.table.state.split.shadow_tolerance
-                self._shadow.put(shadow, route.invocation, head, body, response, tolerance)
+        """Count a request whose response is ready, and mirror it. `service_s` is 0 if its latency is not comparable.
+
+        It is counted before it is sent: what a client has seen is counted, even if this process is killed then.
+        """
+        status = response.status
+        if loaded is None or snapshot is None:
+            count_request(self._unrouted, status, seconds)
+        else:
+            if loaded.warm_up:
+                loaded.warm_up -= 1
+                service_s = 0.0
+            if service_s == seconds:  # it ran inline
+                count_request(loaded.row, status, seconds)
+            else:
+                count_queued_request(loaded.row, status, seconds, service_s)
+            request_id = head.get(_REQUEST_ID)
+            is_watching = self._users.is_watching
+            if request_id is not None or is_watching:
+                bucket = messages.KEYLESS_CELL if user is None else snapshot.router.get_bucket(user)
+                if is_watching:
+                    self._users.count_request(loaded.slot, bucket, status, service_s)
+                if request_id is not None:
+                    self._outcomes.remember(request_id, loaded.slot, bucket)
+            for shadow, percent in snapshot.shadow if status == 200 else ():
+                if shadow is not loaded and self._draw() * 100 < percent:
+                    tolerance = snapshot.table.state.split.shadow_tolerance
+                    self._shadow.put(shadow, route.invocation, head, body, response, tolerance)
+        if self._access_log is not None:
+            self._access_log.put(route, head, loaded, status, queue_s, seconds)
 
     def _choose(
         self, snapshot: TableSnapshot, route: InferenceRoute, head: RequestHead, user: int | None

@@ -192,6 +192,31 @@ def test_a_drain_finishes_what_runs_and_what_is_being_read(gate: Gate, blue: Dep
             client.close()
 
 
+def test_a_known_request_whose_output_has_another_shape_is_answered(build: Callable[..., Deployment]) -> None:
+    """The model leaves out rows that occur twice, so the memory that is bound for its output does not always fit."""
+    unique = helper.make_node("Unique", ["x"], ["y"], axis=0)
+    model = build([unique], [("x", TensorProto.FLOAT, ["b", 2])], [("y", TensorProto.FLOAT, ["c", 2])])
+    with Worker(state_of(model, blue=100)).running() as worker:
+        for rows, data in (
+            *[(([5, 5], [5, 5]), [5.0, 5.0])] * 4,
+            (([1, 2], [3, 4]), [1.0, 2.0, 3.0, 4.0]),
+            (([6, 6], [6, 6]), [6.0, 6.0]),
+        ):
+            assert data_of(worker.send(post(INFER, infer_body(*rows)))) == data
+
+
+def test_a_known_request_that_the_model_refuses_is_refused(build: Callable[..., Deployment]) -> None:
+    constant = helper.make_node("Constant", [], ["t"], value=helper.make_tensor("t", TensorProto.FLOAT, [2], [7, 8]))
+    gather = helper.make_node("Gather", ["t", "x"], ["y"])
+    model = build([constant, gather], [("x", TensorProto.INT64, ["b"])], [("y", TensorProto.FLOAT, ["b"])])
+    with Worker(state_of(model, blue=100)).running() as worker:
+        for place, code in ((0, 200), (1, 200), (1, 200), (9, 422), (1, 200)):
+            tensor = {"name": "x", "datatype": "INT64", "shape": [1], "data": [place]}
+            answer = worker.send(post(INFER, json.dumps({"inputs": [tensor]}).encode()))
+            assert status(answer) == code
+            assert code != 200 or data_of(answer) == [7.0 + place]
+
+
 def shadowed(serving: Deployment, shadow: Deployment, **more: Any) -> EndpointState:
     """Everything to one deployment, and all of it mirrored to the other."""
     split = TrafficSplit(weights={serving.name: 100}, shadow={shadow.name: 100}, **more)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from onnx_ops.errors import UserError
 from onnx_ops.serving.inference.bound_runs import BoundRun, BoundRuns
 from onnx_ops.serving.inference.requests import read_infer
+from onnx_ops.serving.inference.responses import RawResponse
 from onnx_ops.serving.inference.signature import InferenceRequest
 from tests.serving.inference.tensor_cases import binary, encode, signature, spec
 
@@ -93,7 +94,8 @@ class Served:
         except UserError as error:
             return str(error)
         if bound is None:
-            self.runs.learn(body, length, request, list(request.feed.values()))
+            outputs = list(request.feed.values())
+            self.runs.learn(body, length, request, outputs, RawResponse(200, b"", b""))
         feed = {name: (array.dtype, array.shape, array.tolist()) for name, array in request.feed.items()}
         return feed, request.outputs, request.rows, request.request_id, request.binary
 
