@@ -41,7 +41,7 @@ _LAST_LINES = b"content-length: %d\r\nconnection: close\r\n\r\n"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _STATUS_LINE = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 _METHOD = b":method"
-"""Key of the method in a head, if it is HEAD. No header can have this name."""
+"""Key of the method in a head, if it is HEAD."""
 _BETWEEN, _IN_HEAD, _IN_BODY = range(3)
 """Where the parser is. Plain numbers, as the lookup of an enumeration's member takes longer."""
 
@@ -161,7 +161,9 @@ class HttpProtocol(asyncio.Protocol):
                 self._upgrade_offered = False
                 version = self._parser.get_http_version().encode()
                 start = b"%b %b HTTP/%b" % (self._parser.get_method(), self._url, version)
-                lines = [b"%b: %b" % pair for pair in self._head.items() if pair[0] != b"upgrade"]
+                lines = [
+                    b"%b: %b" % pair for pair in self._head.items() if pair[0] != b"upgrade" and pair[0][:1] != b":"
+                ]
                 self._reset_parser()
                 self._feed(b"\r\n".join((start, *lines, b"", b"")))
         except httptools.HttpParserError as error:
@@ -232,6 +234,8 @@ class HttpProtocol(asyncio.Protocol):
             head[name] += b", " + value
         elif name in _UNIQUE_HEADERS:
             self._repeated = name
+        else:
+            head[b":%d" % len(head)] = name + value  # only to count its bytes: no header can have this name
 
     def on_headers_complete(self) -> None:
         """Find who answers the request, and check what is unusual about it."""
@@ -421,7 +425,7 @@ class HttpProtocol(asyncio.Protocol):
 
     def _resume(self) -> None:
         """Answer the requests that wait, and read on."""
-        if self._pending is not None or self._write_paused:
+        if self._pending is not None or self._write_paused or self.stage is REJECTED:
             return
         self._blocked = False
         while self._backlog and not self._blocked:

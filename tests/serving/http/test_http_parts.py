@@ -101,6 +101,21 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
         yield worker
 
 
+def test_a_client_that_does_not_read_gets_its_responses_later_and_none_behind_the_last(worker: Worker) -> None:
+    connection, transport = worker.build_connection(), Transport()
+    connection.connection_made(transport)  # type: ignore[arg-type]
+    connection.pause_writing()
+    connection.data_received(post(INFER, BODY) + post(INFER, BODY, {"connection": "close"}) + post(INFER, BODY))
+    assert transport.written == b""
+    connection.resume_writing()
+    assert transport.written.count(b"200 OK") == 2
+    connection.pause_writing()
+    connection.resume_writing()
+    assert transport.written.count(b"200 OK") == 2
+    assert not transport.is_open
+    connection.connection_lost(None)
+
+
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.sampled_from(MESSAGES), min_size=1, max_size=4), EDITS, st.lists(st.integers(0, 1500), max_size=4))
 def test_responses_do_not_depend_on_the_cuts(
