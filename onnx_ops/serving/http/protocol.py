@@ -225,7 +225,9 @@ class HttpProtocol(asyncio.Protocol):
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Add a header; the first of several with one name counts."""
+        """Add a header; the first of several with one name counts, and what follows the body is ignored."""
+        if self._place is _IN_BODY:
+            return
         name = name.lower()
         head = self._head
         if name not in head:

@@ -77,6 +77,11 @@ FORMS: Mapping[str, Callable[[str, bytes, dict[str, str]], bytes]] = {
         + (b"%x\r\n%b\r\n" % (len(body), body) if body else b"")
         + b"0\r\n\r\n"
     ),
+    "trailers": lambda path, body, headers: (
+        post(path, b"", {**headers, "transfer-encoding": "chunked"}).replace(b"content-length: 0\r\n", b"")
+        + (b"%x\r\n%b\r\n" % (len(body), body) if body else b"")
+        + b"0\r\nhost: y\r\nx-request-id: forged\r\nazureml-model-deployment: none\r\n\r\n"
+    ),
     "query": lambda path, body, headers: post(f"{path}?a=b", body, headers),
     "escaped": lambda path, body, headers: post(path.replace("n", "%6e"), body, headers),
     "absolute": lambda path, body, headers: post(f"http://x{path}", body, headers),
