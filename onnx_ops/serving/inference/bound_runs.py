@@ -1,4 +1,4 @@
-"""Runs of small models on memory of their own, for requests of which all but the data is known.
+"""Runs of small models on dedicated memory, for requests of which all but the data is known.
 
 A client writes the same text around its data each time: in JSON before and after the data of the only input, in the
 binary form the whole header. Such a text determines names, types, shapes and outputs. A text that came twice gets
@@ -24,7 +24,7 @@ from onnx_ops.serving.inference.tensors import may_contain_literals
 _MAX_TEXTS = 256
 _MAX_TEXT_BYTES = 8192
 _MAX_TENSOR_BYTES = 1 << 16
-"""Larger tensors are not copied into memory of their own."""
+"""Larger tensors get no dedicated memory."""
 _DATA = b'"data":'
 
 Bind = Callable[[InferenceRequest, Sequence[Array]], "BoundRun | None"]
@@ -32,17 +32,17 @@ Bind = Callable[[InferenceRequest, Sequence[Array]], "BoundRun | None"]
 
 
 class BoundRun:
-    """A run of a model on memory of its own, for one thread.
+    """A run of a model on dedicated memory, for one thread.
 
     Args:
         run: runs the model.
-        request: what is known of each request; its feed is the memory.
+        request: all but the data of each request; its feed is the memory.
         outputs: the memory of the outputs, in the order of the request.
         code: type of the elements of the only input in the struct module; empty if JSON cannot be packed into it.
     """
 
     __slots__ = (
-        *("_end", "_flat", "_is_binary", "_lines", "_memory", "_pack", "_start"),
+        *("_end", "_flat", "_is_binary", "_is_row", "_lines", "_memory", "_pack", "_start"),
         *("is_fit", "outputs", "request", "run", "size"),
     )
 
@@ -51,7 +51,9 @@ class BoundRun:
         self.request = request
         self.outputs = outputs
         self._memory = [array.reshape(-1).view(np.uint8).data for array in request.feed.values()]
-        self._pack = struct.Struct(f"<{next(iter(request.feed.values())).size}{code}").pack_into
+        first = next(iter(request.feed.values()))
+        self._is_row = first.ndim == 2 and len(first) == 1
+        self._pack = struct.Struct(f"<{first.size}{code}").pack_into
         self.size = sum(map(len, self._memory))
         self._flat = outputs[0].reshape(-1)
         self._is_binary = bool(request.binary)
@@ -78,7 +80,7 @@ class BoundRun:
             return False
         try:
             values = orjson.loads(data)
-            if type(values) is list and len(values) == 1 and type(values[0]) is list:
+            if self._is_row and type(values) is list and len(values) == 1 and type(values[0]) is list:
                 values = values[0]
             self._pack(self._memory[0], 0, *values)
         except (TypeError, OverflowError, struct.error, orjson.JSONDecodeError):

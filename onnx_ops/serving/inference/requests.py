@@ -17,14 +17,7 @@ from typing import Any
 from onnx_ops.errors import TooLargeError, UserError
 from onnx_ops.ports.data import Array
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature, ResponseFormat
-from onnx_ops.serving.inference.tensors import (
-    MAX_VALUES,
-    LazyArray,
-    TensorReader,
-    parse_document,
-    shorten,
-    to_plain,
-)
+from onnx_ops.serving.inference.tensors import MAX_VALUES, LazyArray, TensorReader, parse_document, shorten, to_plain
 
 MLFLOW_FORMS = ("inputs", "instances", "dataframe_split", "dataframe_records")
 SAGEMAKER_TYPE = "application/vnd.sagemaker-triton.binary+json"

@@ -12,12 +12,7 @@ import orjson
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Array
-from onnx_ops.serving.inference.tensors import (
-    DATATYPE_OF,
-    TensorReader,
-    join_text,
-    shorten,
-)
+from onnx_ops.serving.inference.tensors import DATATYPE_OF, TensorReader, join_text, shorten
 
 _NUMPY = orjson.OPT_SERIALIZE_NUMPY
 

@@ -1,4 +1,4 @@
-"""HTTP as clients speak it, well and badly: the two ways to an answer, and the bounds."""
+"""HTTP as clients speak it, well and badly, and the bounds."""
 
 from __future__ import annotations
 

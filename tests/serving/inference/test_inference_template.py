@@ -141,6 +141,14 @@ def test_clients_that_number_their_requests_displace_nobody() -> None:
     assert len(served.bound) == 1
 
 
+def test_a_known_text_takes_no_nesting_that_does_not_fit_its_shape() -> None:
+    bodies = [body_of(*data).replace(b'[1, 2], "data', b'[2, 2], "data') for data in ((1, 2, 3, 4), ([1, 2, 3, 4],))]
+    served = after(bodies[0], bodies[0])
+    assert served.knows(bodies[0])
+    assert served.read(bodies[1]) == Served().read(bodies[1]) == served.read(bodies[1])
+    assert "nesting" in str(served.read(bodies[1]))
+
+
 def test_several_inputs_and_long_bodies_are_left_alone() -> None:
     two = Served(inputs=2)
     tensors = [{"name": name, "datatype": "FP32", "shape": [1, 2], "data": [1, 2]} for name in ("x", "z")]
