@@ -27,7 +27,7 @@ def main() -> int:
 
     def by_user(key: bytes) -> None:
         if users.is_watching:
-            users.count_request(1, router.get_bucket(key), 200, 3.1e-5)
+            users.count_request(1, router.get_bucket(router.hash_key(key)), 200, 3.1e-5)
 
     count = _least(lambda _: count_request(row, 200, 3.1e-5), keys)
     idle = _least(by_user, keys)

@@ -101,7 +101,7 @@ def publish_progress() -> Iterator[Observer]:
 
 
 class _Progress(SilentObserver):
-    """Sends through a thread of its own: no stage waits for the server."""
+    """Sends through a separate thread: no stage waits for the server."""
 
     def __init__(self, submit: Callable[[Callable[[], None]], Future[None]]) -> None:
         self._submit = submit

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from onnx_ops import codec
@@ -40,7 +40,7 @@ from onnx_ops.protocol.messages import (
 )
 from onnx_ops.protocol.routing_table import write_durably
 from onnx_ops.protocol.server_process import AUDIT_FILE, TOKEN_FILE
-from onnx_ops.serving.http.app import build_app, read_body
+from onnx_ops.serving.inference.responses import get_status
 
 if TYPE_CHECKING:
     from onnx_ops.serving.workers.supervisor import Supervisor
@@ -80,7 +80,8 @@ class AdminApp:
             Route(COUNTS_PATH, self.get_counts),
             Route(COUNTS_PATH, self.post_counts, methods=["POST"]),
         ]
-        return build_app(routes)
+        handlers = dict.fromkeys((HTTPException, OnnxOpsError, Exception), _respond_to_error)
+        return Starlette(routes=routes, exception_handlers=handlers)
 
     async def get_state(self, request: Request) -> Response:
         """Return the published state."""
@@ -127,6 +128,29 @@ class AdminApp:
 
     def _build_state(self) -> Response:
         return Response(codec.dumps(self._supervisor.get_state()), media_type="application/json")
+
+
+async def _respond_to_error(_: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+    if isinstance(error, OnnxOpsError):
+        return JSONResponse({"error": str(error)}, get_status(error))
+    return JSONResponse({"error": "internal error"}, 500)  # the details are in the server's log
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Return the body of a request; 413 as soon as more than `limit` bytes are announced or received."""
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise HTTPException(415, "compressed bodies are not supported")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > limit:
+        raise HTTPException(413, f"the body must not be larger than {limit} bytes")
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise HTTPException(413, f"the body must not be larger than {limit} bytes")
+    return bytes(body)
 
 
 def _build_error(error: OnnxOpsError, status: int) -> Response:

@@ -8,7 +8,6 @@ resets the counts. Users are grouped by buckets of the hash that also splits the
 from __future__ import annotations
 
 import base64
-import hashlib
 import time
 import zlib
 from bisect import bisect_left
@@ -52,6 +51,7 @@ _FAILURE_COLUMNS = frozenset({get_column(int(s)) for s in FAILURE_STATUSES if s 
 _NO_BOUND = len(BOUNDS_S)
 _SLOT_BITS = (SLOTS - 1).bit_length()
 _VALUE_BITS = _SLOT_BITS + (USER_CELLS - 1).bit_length()
+_HASH_MASK = (1 << 64) - 1
 _SUBJECTS = ("request_id", "key", "deployment")
 """What an entry of feedback is about: exactly one of these."""
 
@@ -255,5 +255,5 @@ class FeedbackCounter:
 
 
 def _hash_id(request_id: bytes) -> int:
-    """Return 43 bits, never 0."""
-    return int.from_bytes(hashlib.blake2b(request_id, digest_size=8).digest(), "big") >> _VALUE_BITS or 1
+    """Return 43 bits, never 0. Python's hash is the same in all processes that were forked from one."""
+    return (hash(request_id) & _HASH_MASK) >> _VALUE_BITS or 1

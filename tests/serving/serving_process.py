@@ -45,12 +45,12 @@ def save_graph(
     return folder / "model.onnx"
 
 
-def deploy(folder: Path, *, name: str = "blue", version: str = "1") -> Deployment:
+def deploy(folder: Path, *, name: str = "blue", version: str = "1", model: str = "m") -> Deployment:
     """The deployment of whatever files a folder holds."""
     files = {p.relative_to(folder).as_posix(): digest_file(p) for p in folder.rglob("*") if p.is_file()}
     return Deployment(
         name=name,
-        model="m",
+        model=model,
         version=version,
         variant="fp32",
         release=digest_bytes(b"release"),

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import uvloop
@@ -16,8 +17,9 @@ from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.protocol.routing_table import RoutingTable, build_next_table
 from onnx_ops.serving.http.app import PublicApp
 from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
-from onnx_ops.serving.http.protocol import build_protocol
-from onnx_ops.serving.inference.deployments import InferenceRoute, LoadedDeployment, LoadedDeployments, TableRevision
+from onnx_ops.serving.http.protocol import HttpProtocol, serve_connections
+from onnx_ops.serving.inference.bound_runs import BoundRuns
+from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeployments, TableRevision
 from onnx_ops.serving.inference.models import load_model
 from onnx_ops.serving.inference.request_queue import MAX_BATCH, LatencyEstimator, RequestQueue, WorkerThreads
 from onnx_ops.serving.inference.service import InferenceService
@@ -25,7 +27,6 @@ from onnx_ops.serving.inference.shadow import ShadowQueue
 from onnx_ops.serving.metrics import MetricsPage, MetricsRow, SharedMetrics, SlotAllocator
 from onnx_ops.serving.rollout_counts import FeedbackCounter, UserCounts
 from onnx_ops.serving.workers.listeners import listen_tcp
-from onnx_ops.serving.workers.worker import SignalFreeServer, build_uvicorn_config
 
 Wrap = Callable[[Any], Any]
 
@@ -44,15 +45,13 @@ class Worker:
     """
 
     state: EndpointState
-    wrap: Wrap = field(default=lambda run: run)
+    wrap: Wrap | None = None
     slow: bool = False
     queue: int = 64
     threads: int = 1
     deadline: float = 30.0
     bounds: Mapping[str, Any] = field(default_factory=dict)
     hosts: HostPolicy = field(default_factory=HostPolicy)
-    slowly: list[str] = field(default_factory=list)
-    """Paths of the inference requests that went to the Starlette app."""
     table: RoutingTable | None = field(default=None, init=False)
 
     def publish(self, state: EndpointState) -> None:
@@ -76,14 +75,11 @@ class Worker:
             yield self
         finally:
             with contextlib.suppress(RuntimeError):  # the test has stopped it, and its loop is closed
-                self.loop.call_soon_threadsafe(self._stop)
+                self.loop.call_soon_threadsafe(self.stop.set)
             thread.join()
 
-    def _stop(self) -> None:
-        self.connections.draining = True
-        self.server.should_exit = True
-
-    async def _serve(self, started: threading.Event) -> None:
+    def assemble(self) -> None:
+        """Make all parts. Needs an event loop."""
         self.loop = asyncio.get_running_loop()
         self.shared = SharedMetrics(1)
         self.slots = SlotAllocator(self.shared)
@@ -101,22 +97,16 @@ class Worker:
         self.publish(self.state)
         usual = {"max_connections": 1000, "max_body": 1 << 20, "read_timeout_s": 60.0, "keep_alive_s": 60.0}
         self.connections = ConnectionLimits(**{**usual, **self.bounds}, row=unrouted)
-        app = _SpiedApp(self.inference, MetricsPage(self.shared, "e"), feedback, max_body=self.connections.max_body)
-        app.slowly = self.slowly
-        protocol = build_protocol(self.inference, self.connections, self.hosts)
-        self.server = SignalFreeServer(build_uvicorn_config(app.build(), protocol=protocol, drain_s=20))
+        app = PublicApp(self.inference, MetricsPage(self.shared, "e"), feedback)
+        self.build_connection = partial(HttpProtocol, app, self.connections, self.hosts)
+
+    async def _serve(self, started: threading.Event) -> None:
+        self.assemble()
+        self.stop = asyncio.Event()
         with listen_tcp("127.0.0.1", 0) as listener:
             self.port = listener.getsockname()[1]
-            watch = self.loop.create_task(self.connections.watch())
-            self.loop.call_soon(self._tell, started)
-            await self.server.serve(sockets=[listener])
-            watch.cancel()
-
-    def _tell(self, started: threading.Event) -> None:
-        if self.server.started:
-            started.set()
-        else:
-            self.loop.call_later(0.001, self._tell, started)
+            self.loop.call_soon(started.set)
+            await serve_connections(self.build_connection, listener, self.connections, self.stop, drain_s=20)
 
     def _load(self, deployment: Deployment, row: MetricsRow, control: bool) -> LoadedDeployment:
         model = load_model(deployment)
@@ -133,7 +123,8 @@ class Worker:
         return LoadedDeployment(
             deployment=deployment,
             signature=model.signature,
-            run=self.wrap(model.run),
+            run=self.wrap(model.run) if self.wrap else model.run,
+            bound_runs=None if self.wrap else BoundRuns(model.signature, model.bind),
             row=row,
             queue=queue,
             latency=latency,
@@ -148,14 +139,6 @@ class Worker:
             for piece in pieces:
                 client.sendall(piece)
             return received(client)
-
-
-class _SpiedApp(PublicApp):
-    slowly: list[str]
-
-    async def _answer(self, request: Any, route: InferenceRoute) -> Any:
-        self.slowly.append(request.url.path)
-        return await super()._answer(request, route)
 
 
 def received(client: socket.socket, answers: int = 1) -> bytes:

@@ -13,8 +13,7 @@ from starlette.requests import Request
 
 from onnx_ops.errors import RefusedError
 from onnx_ops.protocol.server_process import TOKEN_FILE
-from onnx_ops.serving.admin import read_token
-from onnx_ops.serving.http.app import read_body
+from onnx_ops.serving.admin import read_body, read_token
 
 
 @pytest.mark.parametrize("others", [0o040, 0o020, 0o010, 0o004, 0o002, 0o001])

@@ -1,367 +1,523 @@
-"""The protocol of one connection, with a fast path for inference.
+"""The protocol of one connection: HTTP/1.1 by httptools, within limits, and the responses in the order of requests.
 
-Inference requests of the usual form are answered straight from the parser's callbacks, without an ASGI scope and task
-for each. Every other request goes to the Starlette app, which also answers inference, byte for byte the same. Both have
-the same limits.
+A request is answered from the parser's callbacks, without a task or an object for it: its head is a dictionary, its
+body bytes. Only an inference that is queued is answered later. Requests behind it wait in `_backlog`, and the client's
+further data in its socket.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
-import time
-from dataclasses import dataclass, field
+import contextlib
+import logging
+import socket
+from collections import deque
+from collections.abc import Callable
+from http import HTTPStatus
 
-from onnx_ops.serving.http.limits import (
-    ANSWERING,
-    IDLE,
-    READING,
-    ConnectionLimits,
-    HostPolicy,
-    LimitedProtocol,
-    RequestRejectedError,
-)
+import httptools
+
+from onnx_ops.errors import RefusedError
+from onnx_ops.serving.http.app import Handler, PublicApp
+from onnx_ops.serving.http.limits import ANSWERING, IDLE, READING, REJECTED, ConnectionLimits, HostPolicy
 from onnx_ops.serving.inference.deployments import InferenceRoute, PendingRequest
-from onnx_ops.serving.inference.responses import RawResponse, RequestHead
-from onnx_ops.serving.inference.service import InferenceService
+from onnx_ops.serving.inference.responses import RawResponse, RequestHead, build_error, format_echoed_headers
 
+_log = logging.getLogger(__name__)
+
+_MAX_HEAD_BYTES = 1 << 16
+_MAX_DISCARDED_BYTES = 64 << 20
+_DRAIN_PAUSE_S = 0.05
+_BACKLOG = 2048
+"""Connections that wait to be accepted."""
 _LARGE_BODY = 1 << 16
 """Bytes of a body from which it is collected without the parser, which would copy each part."""
-_MAX_CACHED_HEAD = 2048
-"""Longer heads are left to the parser."""
-_UNUSUAL = frozenset({b"expect", b"upgrade", b"transfer-encoding", b"content-encoding"})
-"""Headers that make a request unusual; its head is never cached."""
-_FIXED = _UNUSUAL | {b"connection", b"host", b"origin"}
-"""Headers that can reject a request or end its connection: another value is left to the parser."""
-_LENGTH = b"content-length"
-_VALUE = re.compile(rb"[!-~](?:[ -~]*[!-~])?")
-_HEADER = re.compile(rb"(([\w!#$%&'*+.^`|~-]+): )" + _VALUE.pattern)
-_DIGITS = re.compile(rb"[0-9]{1,15}")
+_UNIQUE_HEADERS = (b"host", b"origin")
+"""Headers that may occur once at most, as they decide whether a request is allowed."""
+_LIST_HEADERS = (b"connection", b"transfer-encoding", b"expect")
+"""Headers whose values are joined, as all of them decide how the request is read (RFC 9110, 5.3)."""
+_LENGTH_LINES = b"content-length: %d\r\n\r\n"
+_LAST_LINES = b"content-length: %d\r\nconnection: close\r\n\r\n"
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_STATUS_LINE = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_METHOD = b":method"
+"""Key of the method in a head, if it is HEAD."""
+_BETWEEN, _IN_HEAD, _IN_BODY = range(3)
+"""Where the parser is. Plain numbers, as the lookup of an enumeration's member takes longer."""
+
+Answer = InferenceRoute | Handler | RawResponse
+"""Who answers a request. A response is an error that does not need the body."""
 
 
-@dataclass(slots=True)
-class CachedRequestHead:
-    """The head of a request, to read similar ones without a parser.
+class RequestRejectedError(Exception):
+    """Raised inside the parser to stop it, and to answer with this status and message."""
 
-    A client that keeps a connection sends the same head again and again, but for a few values: the length of the body,
-    a user's key, a request id. What a parser would make of such a head is known from the first one: the names have the
-    same places, and a value of visible ASCII is that value.
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
-    Args:
-        start: its bytes, with the empty line.
-        size: bytes of head and body.
-        route, head: the parsed request line and headers.
+
+class HttpProtocol(asyncio.Protocol):
+    """One connection.
+
+    Attributes:
+        stage, since: what the connection does, and since when on the clock of `ConnectionLimits.now`.
     """
 
-    start: bytes
-    size: int
-    route: InferenceRoute
-    head: RequestHead
-    _lines: list[bytes] = field(init=False, repr=False, compare=False)
-    _names: list[bytes] = field(init=False, repr=False, compare=False)
-    """The start of each line, up to its value; empty for a line that must not change."""
-    _only: tuple[bytes, bytes, bytes] | None = field(init=False, repr=False, compare=False, default=None)
-    """The only header that changed in the last request, and all bytes before and after its value."""
+    transport: asyncio.Transport
 
-    def __post_init__(self) -> None:
-        self._lines = self.start[:-4].split(b"\r\n")
-        self._names = [b""]
-        for line in self._lines[1:]:
-            header = _HEADER.fullmatch(line)
-            self._names.append(b"" if header is None or header[2].lower() in _FIXED else header[1])
+    def __init__(self, app: PublicApp, limits: ConnectionLimits, hosts: HostPolicy) -> None:
+        self._app = app
+        self._handle_inference = app.service.handle
+        self._deployments = app.service.deployments
+        self._limits = limits
+        self._hosts = hosts
+        self._safe_digits = len(str(limits.max_body))  # a length of fewer digits is within the limit
+        self.stage = IDLE
+        self.since = limits.now
+        # The message that is being parsed
+        self._place = _BETWEEN
+        self._packet_bytes = 0
+        self._head_bytes = 0
+        self._url = b""
+        self._head: dict[bytes, bytes] = {}
+        self._repeated = b""
+        self._body: bytes | bytearray = b""
+        self._answer: Answer | None = None
+        """None behind a head that is already answered."""
+        self._keep_alive = self._is_sized = True
+        self._upgrade_offered = self._must_continue = False
+        self._discarded_bytes = 0
+        self._parts: list[bytes] = []
+        self._missing_bytes = 0
+        # Responses
+        self._pending: PendingRequest | None = None
+        self._pending_keep_alive = True
+        self._held_bytes = 0
+        self._blocked = self._write_paused = self._read_paused = False
+        self._backlog: deque[tuple[Answer, dict[bytes, bytes], bytes | bytearray, bool]] = deque()
+        self._reset_parser()
 
-    def match(self, data: bytes, max_body: int) -> tuple[RequestHead, bytes] | None:
-        """Return head and body of a request that differs only in values, else None.
+    def _reset_parser(self) -> None:
+        """Replace the parser by one that is between two messages."""
+        self._parser = httptools.HttpRequestParser(self)
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # it is ignored, and no error
+        self._feed = self._parser.feed_data
 
-        Args:
-            data: the received bytes.
-            max_body: bytes of the largest body.
-        """
-        changed, at = self._match_last(data) or self._compare(data)
-        if changed is None:
-            return None
-        announced = changed.get(_LENGTH)
-        if announced is not None and not _DIGITS.fullmatch(announced):
-            return None
-        head = {**self.head, **changed}
-        body = data[at:]
-        return (head, body) if len(body) == int(head[_LENGTH]) <= max_body else None
-
-    def _match_last(self, data: bytes) -> tuple[dict[bytes, bytes], int] | None:
-        """Do the same as `_compare`, if the same header differs as last time."""
-        if self._only is None:
-            return None
-        name, before, after = self._only
-        end = data.find(b"\r\n", len(before), _MAX_CACHED_HEAD) if data.startswith(before) else -1
-        if end < 0 or not data.startswith(after, end):
-            return None
-        value = data[len(before) : end]
-        return ({name: value}, end + len(after)) if _VALUE.fullmatch(value) else None
-
-    def _compare(self, data: bytes) -> tuple[dict[bytes, bytes] | None, int]:
-        """Return changed headers and the start of the body; None if more differs."""
-        end = data.find(b"\r\n\r\n", 0, _MAX_CACHED_HEAD)
-        lines = data[:end].split(b"\r\n") if end > 0 else []
-        if len(lines) != len(self._lines):
-            return None, 0
-        changed: dict[bytes, bytes] = {}
-        place = 0
-        for number, (old, new, name) in enumerate(zip(self._lines, lines, self._names, strict=True)):
-            if old != new:
-                value = new[len(name) :]
-                if not (name and new.startswith(name) and _VALUE.fullmatch(value)):
-                    return None, 0
-                changed[name[:-2].lower()] = value
-                place = number
-        if len(changed) == 1:
-            before = b"\r\n".join((*lines[:place], self._names[place]))
-            after = b"\r\n".join((b"", *lines[place + 1 :], b"", b""))
-            self._only = next(iter(changed)), before, after
-        return changed, end + 4
-
-
-class _QueuedCycle:
-    """Takes the place of uvicorn's request while an inference is queued.
-
-    Requests behind it on the same connection wait as they do behind one of uvicorn's own.
-    """
-
-    __slots__ = ("disconnected", "keep_alive", "message_event", "more_body", "request", "response_complete")
-
-    def __init__(self, request: PendingRequest, *, keep_alive: bool) -> None:
-        self.request = request
-        self.response_complete = False
-        self.keep_alive = keep_alive
-        self.disconnected = False
-        self.more_body = False
-        self.message_event = self
-
-    def set(self) -> None:
-        """Do nothing: uvicorn wakes the app by this, and here is none."""
-
-
-class InferenceProtocol(LimitedProtocol):
-    """One connection. `build_protocol` sets what is served, and its limits."""
+    # Events of the transport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start a connection."""
-        self._route: InferenceRoute | None = None
-        self._queued: _QueuedCycle | None = None
-        self._cached: CachedRequestHead | None = None
-        self._complete: tuple[InferenceRoute, RequestHead, bytes] | None = None
-        self._head: RequestHead = {}
-        self._body: bytes | bytearray = b""
-        self._announced = 0
-        self._start = b""
-        self._parts: list[bytes] = []
-        self._missing = 0
-        super().connection_made(transport)
+        """Start a connection, or reject it if there is no room."""
+        self.transport = transport
+        if not self._limits.admit(self):
+            self._send(build_error(503, "too many connections", b"retry-after: 1\r\n"), {}, last=True)
+            self._end()
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, _error: Exception | None) -> None:
         """End a connection, and abandon its queued request."""
-        if self._queued is not None:
-            self._queued.request.abandoned = True
-        super().connection_lost(exc)
+        self._limits.open.discard(self)
+        if self._pending is not None:
+            self._pending.abandoned = True
+            self._pending = None
+        self._hold(0)
+        self._backlog.clear()
+        self.stage = REJECTED
+        del self._parser, self._feed  # they refer to this object
+
+    def pause_writing(self) -> None:
+        """Answer no further request until the client has read enough."""
+        self._write_paused = self._blocked = True
+
+    def resume_writing(self) -> None:
+        """Answer what waits."""
+        self._write_paused = False
+        self._resume()
 
     def data_received(self, data: bytes) -> None:
-        """Answer a request whose head is cached, or parse the received data."""
-        if self._missing:
+        """Parse received data, and ignore offers of another protocol.
+
+        A server may ignore the offer (RFC 9110, 7.8). The parser does not: after such a head it expects the other
+        protocol, and would read the body as the next request (https://github.com/MagicStack/httptools/issues/124). So
+        a new parser gets the head again, without the offer, and all that follows.
+        """
+        if self._missing_bytes:
             self._collect(data)
             return
-        cached, is_idle = self._cached, self.stage is IDLE and not self.flow.write_paused
-        if cached is not None and is_idle:
-            # The same head as before, with all or the start of a body of the length that it announces: what a parser
-            # would make of it is known, and the parser is between two messages.
-            missing = cached.size - len(data)
-            if (missing == 0 or missing >= _LARGE_BODY) and data.startswith(cached.start):
-                body = data[len(cached.start) :]
-                if missing:
-                    self._begin_head()
-                    self._in_head = False
-                    self._route, self._head, self._start = cached.route, cached.head, cached.start
-                    self._announced = self._missing = cached.size - len(cached.start)
-                    self._parts = []
-                    self._collect(body)
-                else:
-                    self._answer(cached.route, cached.head, body)
-                return
-            if (match := cached.match(data, self.limits.max_body)) is not None:
-                self._answer(cached.route, *match)
-                return
-        self._cached = self._complete = None
-        super().data_received(data)
-        if self._route is not None and not self._in_head and self.stage is READING:
-            missing = self._announced - len(self._body)
-            if missing >= _LARGE_BODY:  # bypass the parser for the rest
-                self._missing = missing
-                self._parts = [bytes(self._body)]
-                self._start = data[: len(data) - len(self._body)] if is_idle else b""
+        if self.stage is REJECTED:
+            self._discarded_bytes += len(data)
+            if self._discarded_bytes > _MAX_DISCARDED_BYTES:
+                self.transport.abort()
+            return
+        self._packet_bytes = len(data)
+        rest: bytes | memoryview = data
+        try:
+            while True:
+                try:
+                    self._feed(rest)
+                    break
+                except httptools.HttpParserUpgrade as upgrade:
+                    rest = memoryview(rest)[upgrade.args[0] :]
+                # Behind the handler, which would replace the context of an error below.
+                self._upgrade_offered = False
+                version = self._parser.get_http_version().encode()
+                start = b"%b %b HTTP/%b" % (self._parser.get_method(), self._url, version)
+                lines = [
+                    b"%b: %b" % pair for pair in self._head.items() if pair[0] != b"upgrade" and pair[0][:1] != b":"
+                ]
                 self._reset_parser()
-        elif is_idle:
-            self._cache_last_head(data)
+                self._feed(b"\r\n".join((start, *lines, b"", b"")))
+        except httptools.HttpParserError as error:
+            self._reject_error(error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else error)
+        if self._place is not _BETWEEN:
+            self._check_part(data)
+
+    def _check_part(self, data: bytes) -> None:
+        """Check the limits of a message of which more is to come."""
+        if self.stage is REJECTED:
+            return
+        if self.stage is IDLE:
+            self.stage = READING
+            self.since = self._limits.now
+        if self._place is _IN_HEAD:
+            self._head_bytes += len(data) - (data.rfind(b"\r\n\r\n") + 1)  # without requests before it
+            if self._head_bytes > _MAX_HEAD_BYTES:
+                self._reject_error(_build_head_error())
+        elif not self._hold(len(self._body)):
+            self._reject_overload()
+        elif self._is_sized and not self._blocked:
+            missing = int(self._head[b"content-length"]) - len(self._body)
+            if missing >= _LARGE_BODY:
+                self._missing_bytes, self._parts = missing, [bytes(self._body)]
+
+    def _collect(self, data: bytes) -> None:
+        """Add to a large body without the parser."""
+        part, rest = data[: self._missing_bytes], data[self._missing_bytes :]
+        self._parts.append(part)
+        self._missing_bytes -= len(part)
+        if not self._hold(self._held_bytes + len(part)):
+            self._reject_overload()
+        elif not self._missing_bytes:
+            self._body, self._parts = b"".join(self._parts), []
+            self._reset_parser()
+            self.on_message_complete()
+            if rest:
+                self.data_received(rest)
+
+    def _hold(self, size: int) -> bool:
+        """Count the bytes of bodies that this connection keeps in memory; return whether all do not have too many."""
+        if self._pending is not None:
+            size += len(self._pending.body)
+        limits = self._limits
+        limits.body_bytes += size - self._held_bytes
+        self._held_bytes = size
+        return limits.body_bytes <= limits.max_body_bytes
 
     # Callbacks of the parser
 
     def on_message_begin(self) -> None:
         """Start a request."""
-        self.url = b""
-        self.headers = []
-        self._begin_head()
+        self._place = _IN_HEAD
+        self._url = self._body = b""
+        self._head = {}
+
+    def on_url(self, url: bytes) -> None:
+        """Add to the request target."""
+        self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Add a header."""
-        self.headers.append((name.lower(), value))
+        """Add a header; the first of several with one name counts, and what follows the body is ignored."""
+        if self._place is _IN_BODY:
+            return
+        name = name.lower()
+        head = self._head
+        if name not in head:
+            head[name] = value
+        elif name in _LIST_HEADERS:
+            head[name] += b", " + value
+        elif name in _UNIQUE_HEADERS:
+            self._repeated = name
+        else:
+            head[b":%d" % len(head)] = name + value  # only to count its bytes: no header can have this name
 
     def on_headers_complete(self) -> None:
-        """Take the fast path for usual inference requests, else pass the request to uvicorn."""
-        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+        """Find who answers the request, and check what is unusual about it."""
+        head = self._head
+        answer = self._deployments.routes.get(self._url)
+        length = head.get(b"content-length")
+        if (
+            answer is not None
+            and length is not None
+            and len(length) < self._safe_digits
+            and head.get(b"host") in self._hosts.known
+            and b"origin" not in head
+            and b"connection" not in head
+            and b"expect" not in head
+            and b"upgrade" not in head
+            and b"content-encoding" not in head
+            and not self._repeated
+            and self._parser.get_method() == b"POST"
+            and self._parser.should_keep_alive()  # without the header only in HTTP/1.1
+            and self._head_bytes + self._packet_bytes <= _MAX_HEAD_BYTES
+        ):
+            self._answer = answer
+            self._keep_alive = self._is_sized = True
+        else:
+            self._check_head(head, length)
+        self._place = _IN_BODY
+        self._head_bytes = 0
+
+    def _check_head(self, head: dict[bytes, bytes], length: bytes | None) -> None:
+        """Check a head and find who answers. Raises RequestRejectedError."""
+        size = self._head_bytes + self._packet_bytes  # with bytes that are no part of the head
+        if size > _MAX_HEAD_BYTES and len(self._url) + sum(map(len, (*head, *head.values()))) > _MAX_HEAD_BYTES:
+            raise _build_head_error()
+        method, version = self._parser.get_method(), self._parser.get_http_version()
+        if version not in ("1.1", "1.0"):
+            raise RequestRejectedError(505, f"HTTP/{version} is not supported: use HTTP/1.1")
+        if method == b"CONNECT":
+            raise RequestRejectedError(400, "CONNECT is not supported: this server is not a proxy")
+        if version == "1.1" and b"host" not in head:
+            raise RequestRejectedError(400, "the request has no Host header, which HTTP/1.1 requires")
+        if self._repeated:
+            raise RequestRejectedError(400, f"the request has more than one {self._repeated.decode().title()} header")
+        expects = version == "1.1" and b"expect" in head
+        if expects and any(value.strip().lower() != b"100-continue" for value in head[b"expect"].split(b",")):
+            raise RequestRejectedError(417, "the only supported expectation is 100-continue")
+        try:
+            self._hosts.check(head)
+        except RefusedError as error:
+            raise RequestRejectedError(403, str(error)) from error
+        if length is not None and int(length) > self._limits.max_body:
+            raise self._build_size_error()
+        if self._parser.should_upgrade():
             self._upgrade_offered = True  # `data_received` feeds the head again, without the offer
             return
-        head = dict(self.headers)
-        announced = head.get(_LENGTH)
-        self._route = None
-        self._check_head(head)
-        route = self.service.deployments.routes.get(self.url)
-        if (
-            route is not None
-            and announced is not None
-            and len(head) == len(self.headers)
-            and self.parser.get_method() == b"POST"
-            and _UNUSUAL.isdisjoint(head)
-            and self.parser.should_keep_alive()
-            and (b"connection" not in head or self.parser.get_http_version() == "1.1")
-            and (self.cycle is None or self.cycle.response_complete)
-            and not self.flow.write_paused
-        ):
-            self._route = route
-            self._head = head
-            self._announced = int(announced)
-            self._body = b""
+        self._keep_alive = version == "1.1" and self._parser.should_keep_alive()
+        self._find_answer(method, head, length, expects=expects)
+
+    def _find_answer(self, method: bytes, head: dict[bytes, bytes], length: bytes | None, *, expects: bool) -> None:
+        """Find who answers; respond at once if the body does not matter."""
+        answer = self._app.find(method, self._url)
+        if method == b"HEAD":
+            head[_METHOD] = method
+        elif method == b"POST" and head.get(b"content-encoding", b"identity") != b"identity":
+            if type(answer) is InferenceRoute:
+                self._app.service.count_rejected(415)
+            answer = build_error(415, "compressed bodies are not supported")
+        if isinstance(answer, RawResponse):
+            self._answer, self._is_sized, self._discarded_bytes = None, False, 0
+            if self._blocked:
+                self._enqueue(answer, head, b"", self._keep_alive)
+            else:
+                self._respond_to(answer, head, b"", self._keep_alive)
             return
-        # Hand the request to uvicorn, which was not notified of it yet.
-        url, headers = self.url, self.headers
-        super().on_message_begin()
-        self.url = url
-        is_http_11 = self.parser.get_http_version() == "1.1"
-        self.expect_100_continue = is_http_11 and any(name == b"expect" for name, _ in headers)
-        self.headers.extend(headers)
-        super().on_headers_complete()
-        if self.limits.draining:
-            self.cycle.keep_alive = False
+        self._answer, self._is_sized = answer, length is not None
+        if expects and not self._blocked:
+            self.transport.write(_CONTINUE)
+        else:
+            self._must_continue = expects
 
     def on_body(self, body: bytes) -> None:
-        """Add a part of the body."""
-        if not self._received and self._route is not None and len(body) == self._announced:
+        """Add a part of the body. Raises RequestRejectedError beyond the limit."""
+        if self._is_sized and not self._body:
             self._body = body
-            return
-        self._count_body(len(body))
-        if self._route is None:
-            super().on_body(body)
-        elif not self._body:
-            self._body = body
+        elif self._answer is None:
+            self._discarded_bytes += len(body)
+            if self._discarded_bytes > self._limits.max_body:
+                raise self._build_size_error()
         else:
             if type(self._body) is bytes:
                 self._body = bytearray(self._body)
             self._body += body
+            if len(self._body) > self._limits.max_body:
+                raise self._build_size_error()
 
     def on_message_complete(self) -> None:
         """Answer a complete request."""
         if self._upgrade_offered:
             return
-        route = self._route
-        if route is None:
-            if self.cycle.response_complete:
-                self._account_body(-self._body_bytes)
-                self.stage, self.since = IDLE, self.limits.now
-            elif self.stage is READING:
-                self.stage = ANSWERING
-            super().on_message_complete()
-            self.cycle.more_body = False
-            return
-        body, self._route, self._body = bytes(self._body), None, b""
-        self._complete = (route, self._head, body)
-        self._answer(route, self._head, body)
+        self._place = _BETWEEN
+        answer = self._answer
+        if self._held_bytes:
+            self._hold(0)
+        if answer is None:
+            if self.stage is READING:
+                self.stage, self.since = IDLE, self._limits.now
+        elif self._blocked:
+            self._enqueue(answer, self._head, self._body, self._keep_alive)
+            self._must_continue = False
+        else:
+            self._respond_to(answer, self._head, self._body, self._keep_alive)
 
     # Responses
 
-    def _answer(self, route: InferenceRoute, head: RequestHead, body: bytes) -> None:
-        request = PendingRequest(route, head, body, self._respond, time.perf_counter())
-        response = self.service.handle(request)
-        if response is None:
-            self.stage = ANSWERING
-            self.cycle = self._queued = _QueuedCycle(request, keep_alive=not self.limits.draining)
-            self._account_body(len(request.body) - self._body_bytes)
-            return
-        self._send(response, request.head, last=self.limits.draining)
-        if self.limits.draining:
-            self.transport.close()
-        self.stage = IDLE
-        self.since = self.limits.now
-        if self._body_bytes:
-            self._account_body(-self._body_bytes)
+    def _respond_to(self, answer: Answer, head: dict[bytes, bytes], body: bytes | bytearray, keep_alive: bool) -> None:
+        """Answer a request. Its response is the next of this connection."""
+        if isinstance(answer, InferenceRoute):
+            response = self._handle_inference(answer, head, bytes(body), self._deliver)
+            if isinstance(response, PendingRequest):
+                self._pending = response
+                self._pending_keep_alive = keep_alive
+                self.stage = ANSWERING
+                self._hold(0)
+                self._blocked = True
+                return
+        elif isinstance(answer, RawResponse):
+            response = answer
+        else:
+            response = self._app.respond(answer, head, bytes(body))
+        is_last = not keep_alive or self._limits.draining
+        self._send(response, head, last=is_last)
+        if is_last:
+            self._end(linger=isinstance(answer, RawResponse))
 
-    def _collect(self, data: bytes) -> None:
-        part, rest = (data, b"") if len(data) <= self._missing else (data[: self._missing], data[self._missing :])
-        try:
-            self._count_body(len(part))
-        except RequestRejectedError as error:
-            self._reject_error(error)
+    def _deliver(self, response: RawResponse) -> None:
+        """Send the response to the queued request, and answer those behind it."""
+        if self._pending is None:  # the client is gone
             return
-        self._parts.append(part)
-        self._missing -= len(part)
-        if self._missing:
+        head, self._pending = self._pending.head, None
+        self._hold(0)
+        is_last = not self._pending_keep_alive or self._limits.draining
+        self._send(response, head, last=is_last)
+        if is_last:
+            self._end()
+        else:
+            self._resume()
+
+    def _send(self, response: RawResponse, head: RequestHead, *, last: bool = False) -> None:
+        limits, body = self._limits, response.body
+        parts = (
+            _STATUS_LINE[response.status],
+            limits.date_line,
+            response.lines,
+            format_echoed_headers(head),
+            b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+            if last
+            else b"content-length: %d\r\n\r\n" % len(body),
+            b"" if _METHOD in head else body,
+        )
+        self.transport.write(b"".join(parts))
+        self.stage = IDLE
+        self.since = limits.now
+
+    def _end(self, *, linger: bool = False) -> None:
+        """End the connection behind the last response; with `linger`, once the client could read it.
+
+        A client that still sends would lose the response if the connection was closed at once.
+        """
+        self.stage = REJECTED
+        self.since = self._limits.now
+        self._discarded_bytes = 0
+        if not linger:
+            self.transport.close()
+        else:
+            self._resume_reading()
+            self.transport.write_eof()
+        self._blocked = True
+
+    def _enqueue(self, answer: Answer, head: dict[bytes, bytes], body: bytes | bytearray, keep_alive: bool) -> None:
+        """Keep a request waiting, and further data in the socket.
+
+        Before, the client is read, so that its end is noticed while its request is queued.
+        """
+        self._backlog.append((answer, head, body, keep_alive))
+        if not self._read_paused:
+            self._read_paused = True
+            self.transport.pause_reading()
+
+    def _resume(self) -> None:
+        """Answer the requests that wait, and read on."""
+        if self._pending is not None or self._write_paused or self.stage is REJECTED:
             return
-        self._body = b"".join(self._parts)
-        self._parts = []
-        self.on_message_complete()
-        self._cache_head(self._start)
-        if rest:
-            self.data_received(rest)
+        self._blocked = False
+        while self._backlog and not self._blocked:
+            self._respond_to(*self._backlog.popleft())
+        if self._blocked or self.stage is REJECTED:
+            return
+        if self._must_continue:
+            self._must_continue = False
+            self.transport.write(_CONTINUE)
+        if self._place is not _BETWEEN:
+            self.stage = READING
+        self._resume_reading()
+
+    def _resume_reading(self) -> None:
+        if self._read_paused:
+            self._read_paused = False
+            self.transport.resume_reading()
+
+    # Errors
+
+    def time_out(self) -> None:
+        """Reject a request that did not arrive in time."""
+        self._reject(408, "the request did not arrive in time")
+
+    def _build_size_error(self) -> RequestRejectedError:
+        return RequestRejectedError(413, f"the body must not be larger than {self._limits.max_body} bytes")
+
+    def _reject_error(self, error: BaseException | None) -> None:
+        if isinstance(error, RequestRejectedError):
+            self._reject(error.status, str(error))
+        elif isinstance(error, (httptools.HttpParserError, UnicodeError)):
+            self._reject(400, "this is not HTTP/1.1")
+        else:
+            _log.error("a request failed unexpectedly", exc_info=error)
+            self._reject(500, "internal error")
 
     def _reject(self, status: int, message: str) -> None:
-        self._missing, self._parts, self._body = 0, [], b""
-        super()._reject(status, message)
+        """Answer with an error; end the connection once the client could read it.
 
-    def _cache_last_head(self, data: bytes) -> None:
-        """Cache the head of the last request, if `data` was just this one request."""
-        body = b"" if self._complete is None else self._complete[2]
-        if data.endswith(body):
-            self._cache_head(data[: len(data) - len(body)])
-
-    def _cache_head(self, start: bytes) -> None:
-        """Cache what preceded the last body, if that is just one head."""
-        is_head = start.startswith(b"POST ") and start.find(b"\r\n\r\n") == len(start) - 4
-        if self._complete is not None and self.stage is IDLE and is_head and len(start) <= _MAX_CACHED_HEAD:
-            route, head, body = self._complete
-            self._cached = CachedRequestHead(start, len(start) + len(body), route, head)
-
-    def _respond(self, response: RawResponse) -> None:
-        """Send the response to a queued request."""
-        queued, self._queued = self._queued, None
-        if queued is None or queued.request.abandoned:
+        A request that was answered before its body was received gets no second response.
+        """
+        if self.stage is REJECTED:
             return
-        queued.response_complete = True
-        self._send(response, queued.request.head, last=not queued.keep_alive)
-        if not queued.keep_alive:
-            self.transport.close()
-        self.on_response_complete()
-
-    def on_response_complete(self) -> None:
-        """Do what uvicorn does, without a timer for each connection."""
-        self._account_body(-self._body_bytes)
-        if self.transport.is_closing():
+        is_answered = self._place is _IN_BODY and self._answer is None
+        self._place = _BETWEEN
+        self._missing_bytes, self._parts, self._body = 0, [], b""
+        self._hold(0)
+        error = build_error(status, message)
+        if not is_answered:
+            self._app.service.count_rejected(status)
+        if self._pending is None and not self._backlog:
+            if is_answered:
+                self._end(linger=True)
+            else:
+                self._respond_to(error, {}, b"", False)
             return
-        self.since = self.limits.now
-        if not self.pipeline:
-            self.stage = READING if self.is_answered_early else IDLE
-            self.flow.resume_reading()
-            return
-        cycle, app = self.pipeline.pop()
-        self.stage = READING if cycle.more_body else ANSWERING
-        self.flow.resume_reading()
-        self._start_asgi_task(cycle, app)
+        self.stage = ANSWERING
+        if is_answered:
+            self._backlog.append((*self._backlog.pop()[:3], False))
+        else:
+            self._enqueue(error, {}, b"", False)
+
+    def _reject_overload(self) -> None:
+        self._reject(503, "the server is receiving too many bytes at the same time")
 
 
-def build_protocol(service: InferenceService, limits: ConnectionLimits, hosts: HostPolicy) -> type[InferenceProtocol]:
-    """Return the protocol of one worker."""
-    return type("WorkerProtocol", (InferenceProtocol,), {"service": service, "limits": limits, "hosts": hosts})
+def _build_head_error() -> RequestRejectedError:
+    return RequestRejectedError(431, f"the head of the request is larger than {_MAX_HEAD_BYTES} bytes")
+
+
+async def serve_connections(
+    build: Callable[[], HttpProtocol],
+    listener: socket.socket,
+    limits: ConnectionLimits,
+    stop: asyncio.Event,
+    *,
+    drain_s: float,
+) -> None:
+    """Accept connections until `stop` is set, then wait at most `drain_s` for them to end."""
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(build, sock=listener, backlog=_BACKLOG)
+    watch = loop.create_task(limits.watch())
+    await stop.wait()
+    limits.draining = True
+    server.close()
+    listener.close()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(drain_s):
+            while limits.open:
+                await asyncio.sleep(_DRAIN_PAUSE_S)
+    for connection in tuple(limits.open):
+        connection.transport.abort()
+    watch.cancel()

@@ -13,9 +13,10 @@ from typing import Any
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import NotFoundError, OnnxOpsError, ServiceUnavailableError
 from onnx_ops.ports.data import Array
-from onnx_ops.protocol.messages import BINARY_LENGTH_HEADER, KEYLESS_CELL, PIN_HEADERS, USER_BUCKETS
+from onnx_ops.protocol.messages import BINARY_LENGTH_HEADER, PIN_HEADERS, USER_BUCKETS
 from onnx_ops.protocol.routing_table import RoutingTable
-from onnx_ops.serving.inference.models import measure_folder
+from onnx_ops.serving.inference.bound_runs import BoundRuns
+from onnx_ops.serving.inference.models import BOUND_ERRORS, measure_folder
 from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQueue
 from onnx_ops.serving.inference.requests import parse_header_length, read_infer, read_invocation
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead, encode_outputs, format_deployment_headers
@@ -34,14 +35,11 @@ _log = logging.getLogger(__name__)
 
 _BINARY_LENGTH = BINARY_LENGTH_HEADER.encode()
 _PINS = tuple(name.encode() for name in PIN_HEADERS)
-_HAS_NO_PIN = frozenset(_PINS).isdisjoint
 _MASK = 0xFFFFFFFF
 _MAX_INLINE_TEXT = 1 << 16
 """Longer text is read on a thread: on the event loop it would delay other requests."""
 _MAX_INLINE_BODY = 1 << 20
 """So are larger bodies in the binary form, of which only the header is text."""
-_MAX_CACHED_HEADERS = 16
-"""The header length of a binary response varies; not every one is worth caching."""
 _MAX_REPLICA_BYTES = 64 << 20
 """Larger models are out of the processor's caches at any share of the traffic, and memory may be short."""
 
@@ -54,6 +52,7 @@ class LoadedDeployment:
 
     Args:
         run: returns outputs by name for a feed; thread-safe.
+        bound_runs: for requests that run inline.
         row: where its counters are kept, in slot `slot`.
         queue: of requests that do not run inline.
         latency: estimate of the duration of `run`.
@@ -70,7 +69,7 @@ class LoadedDeployment:
     warm_up: int = WARM_UP_REQUESTS
     header_lines: bytes = field(init=False)
     """Header lines that name the deployment."""
-    _header_cache: dict[object, bytes] = field(default_factory=dict)
+    bound_runs: BoundRuns | None = None
 
     def __post_init__(self) -> None:
         self.header_lines = format_deployment_headers(self.deployment.name)
@@ -89,7 +88,7 @@ class LoadedDeployment:
     def decode(self, invocation: bool, head: RequestHead, body: bytes) -> InferenceRequest:
         """Decode a request. Raises UserError if it does not fit the model."""
         value = head.get(_BINARY_LENGTH)
-        length = None if value is None else parse_header_length(value.decode("latin-1"))
+        length = None if value is None else parse_header_length(value)
         if not invocation:
             return read_infer(body, length, self.signature)
         kind = head.get(b"content-type", b"application/json").decode("latin-1")
@@ -102,15 +101,36 @@ class LoadedDeployment:
         self.latency.observe(time.perf_counter() - started_at)
         return self.encode(request, arrays)
 
+    def answer_inline(self, invocation: bool, head: RequestHead, body: bytes) -> RawResponse:
+        """Decode and run one request on the event loop. Raises OnnxOpsError."""
+        if invocation or self.bound_runs is None:
+            return self.answer(self.decode(invocation, head, body))
+        value = head.get(_BINARY_LENGTH)
+        length = None if value is None else parse_header_length(value)
+        started_at = time.perf_counter()
+        bound = self.bound_runs.load(body, length)
+        if bound is not None:
+            try:
+                bound.run()
+                self.latency.observe(time.perf_counter() - started_at)
+                return bound.build_response() or self.encode(bound.request, bound.outputs)
+            except BOUND_ERRORS:  # the shape of an output depends on the data, or the model rejects it
+                pass
+        request = read_infer(body, length, self.signature)
+        started_at = time.perf_counter()
+        arrays = self.run(request.outputs, request.feed)
+        self.latency.observe(time.perf_counter() - started_at)
+        response = self.encode(request, arrays)
+        if bound is None:
+            self.bound_runs.learn(body, length, request, arrays, response)
+        else:
+            bound.is_fit = False
+        return response
+
     def encode(self, request: InferenceRequest, arrays: Sequence[Array]) -> RawResponse:
         """Return the response with the outputs of a request."""
-        body, pairs = encode_outputs(request, self.signature, arrays)
-        lines = self._header_cache.get(pairs)
-        if lines is None:
-            lines = b"".join(b"%s: %s\r\n" % pair for pair in pairs) + self.header_lines
-            if len(self._header_cache) < _MAX_CACHED_HEADERS:
-                self._header_cache[pairs] = lines
-        return RawResponse(200, lines, body)
+        body, lines = encode_outputs(request, self.signature, arrays)
+        return RawResponse(200, lines + self.header_lines, body)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,13 +151,17 @@ class TrafficRouter:
         salt = zlib.crc32("\0".join(table.get_experiment()).encode())
         return cls(slots=table.list_slots(), names=frozenset(table.layout), salt=salt)
 
-    def route_key(self, key: bytes) -> str:
-        """Return the deployment of a user: always the same for the same key and split."""
-        return self.slots[mix_bits(zlib.crc32(key) ^ self.salt) * 100 >> 32]
+    def hash_key(self, key: bytes) -> int:
+        """Return 32 bits of a user, which depend on the experiment."""
+        return mix_bits(zlib.crc32(key) ^ self.salt)
 
-    def get_bucket(self, key: bytes | None) -> int:
-        """Return the bucket in which a user is counted."""
-        return KEYLESS_CELL if key is None else mix_bits(zlib.crc32(key) ^ self.salt) * USER_BUCKETS >> 32
+    def route_user(self, user: int) -> str:
+        """Return the deployment of a user's `hash_key`: always the same for the same key and split."""
+        return self.slots[user * 100 >> 32]
+
+    def get_bucket(self, user: int) -> int:
+        """Return the bucket in which a user's `hash_key` is counted."""
+        return user * USER_BUCKETS >> 32
 
     def route_draw(self, draw: float) -> str:
         """Return the deployment of a draw from [0, 1)."""
@@ -145,8 +169,6 @@ class TrafficRouter:
 
     def get_pinned(self, head: RequestHead) -> str | None:
         """Return the deployment that the headers of a request select, if any."""
-        if _HAS_NO_PIN(head):
-            return None
         for header in _PINS:
             if (value := head.get(header)) is not None:
                 name = value.decode("latin-1")
@@ -260,13 +282,14 @@ class TableSnapshot:
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """An inference request that was received completely.
+    """An inference request that is queued.
 
     Attributes:
-        started_at, deadline: on the clock of `time.perf_counter`. A request that runs inline has no deadline.
+        started_at, deadline: on the clock of `time.perf_counter`.
+        user: the user's `TrafficRouter.hash_key`, if there is a key.
+        comparable: whether its latency may be compared with other deployments (see `ControlReplica`).
         queue_seconds: time in the queue.
         service_seconds: run time, if the request ran alone.
-        comparable: whether its latency may be compared with other deployments (see `ControlReplica`).
         abandoned: the client is gone.
     """
 
@@ -275,18 +298,14 @@ class PendingRequest:
     body: bytes
     respond: Callable[[RawResponse], None]
     started_at: float
-    snapshot: TableSnapshot | None = None
-    loaded: LoadedDeployment | None = None
-    deadline: float = 0.0
+    snapshot: TableSnapshot
+    loaded: LoadedDeployment
+    user: int | None
+    deadline: float
+    comparable: bool
     queue_seconds: float = 0.0
     service_seconds: float = 0.0
-    comparable: bool = True
     abandoned: bool = False
-
-    @property
-    def header_lines(self) -> bytes:
-        """Header lines that name the deployment, if one is chosen."""
-        return b"" if self.loaded is None else self.loaded.header_lines
 
 
 Load = Callable[[Deployment, MetricsRow, bool], LoadedDeployment]
@@ -350,7 +369,9 @@ class LoadedDeployments:
     def find_user(self, key: bytes) -> tuple[int, int]:
         """Return a user's slot and bucket; raises ServiceUnavailableError."""
         snapshot = self.get_current()
-        return snapshot.get_deployment(snapshot.router.route_key(key)).slot, snapshot.router.get_bucket(key)
+        router = snapshot.router
+        user = router.hash_key(key)
+        return snapshot.get_deployment(router.route_user(user)).slot, router.get_bucket(user)
 
     def restore(self, revision: TableRevision, refusal: str = "") -> Mapping[str, str]:
         """Load a table after a restart; return failed deployments with the reason.

@@ -28,11 +28,12 @@ _SHARED_MEMORY = ("shared_memory_region", "shared_memory_offset", "shared_memory
 _MAX_DEPTH = 32
 
 
-def parse_header_length(text: str) -> int:
+def parse_header_length(value: bytes) -> int:
     """Parse the value of `Inference-Header-Content-Length`."""
-    if not (text.isascii() and text.isdecimal() and len(text) < 16):
-        raise UserError(f"inference-header-content-length must be a number of bytes, not {text[:40]!r}")
-    return int(text)
+    if not (value.isdigit() and len(value) < 16):
+        shown = value[:40].decode("latin-1")
+        raise UserError(f"inference-header-content-length must be a number of bytes, not {shown!r}")
+    return int(value)
 
 
 def read_infer(body: bytes, header_length: int | None, signature: ModelSignature) -> InferenceRequest:
@@ -41,14 +42,8 @@ def read_infer(body: bytes, header_length: int | None, signature: ModelSignature
     `header_length` is the bytes of JSON at its start. None: all. 0: the body is the raw data of the only input.
     """
     if header_length is None:
-        if (request := signature.template.read(body)) is not None:
-            return request
         document, literals = parse_document(body)
-        request = _read_document(document, signature, literals=literals)
-        if len(request.feed) == 1:
-            (name,) = request.feed
-            signature.template.learn(body, document, request, signature.readers[name])
-        return request
+        return _read_document(document, signature, literals=literals)
     if header_length > len(body):
         raise UserError(f"inference-header-content-length is {header_length}, but the body has {len(body)} bytes")
     if header_length == 0:
@@ -186,7 +181,7 @@ def read_invocation(
         name, _, value = options.strip().partition("=")
         if name.strip().lower() != "json-header-size":
             raise UserError(f"the content type {SAGEMAKER_TYPE} needs ;json-header-size=N")
-        request = read_infer(body, parse_header_length(value.strip()), signature)
+        request = read_infer(body, parse_header_length(value.strip().encode()), signature)
         request.is_sagemaker = True
         return request
     if header_length is not None:

@@ -26,13 +26,13 @@ from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignatur
 
 RequestHead = Mapping[bytes, bytes]
 """Headers of a request by lower-case name; the first of several with one name."""
-HeaderPairs = tuple[tuple[bytes, bytes], ...]
 
 _INFER = ResponseFormat.INFER
-_JSON_PAIRS: HeaderPairs = ((b"content-type", b"application/json"),)
 _JSON_LINE = b"content-type: application/json\r\n"
+_BINARY_LINES = f"content-type: application/octet-stream\r\n{messages.BINARY_LENGTH_HEADER}: %d\r\n".encode()
+_SAGEMAKER_LINES = f"content-type: {SAGEMAKER_TYPE};json-header-size=%d\r\n".encode()
 _ECHOED = (messages.REQUEST_ID_HEADER.encode(), messages.TRACE_PARENT_HEADER.encode())
-_HAS_NO_ECHOED = frozenset(_ECHOED).isdisjoint
+_TAB = ord("\t")
 _MAX_ECHO_BYTES = 256
 
 
@@ -82,11 +82,6 @@ class RawResponse:
     lines: bytes
     body: bytes
 
-    def list_headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers one by one, content-length last."""
-        listed = [line.partition(b": ")[::2] for line in self.lines.split(b"\r\n") if line]
-        return [*listed, (b"content-length", str(len(self.body)).encode())]
-
 
 def build_error(status: int, message: str, lines: bytes = b"") -> RawResponse:
     """Return an error as the Open Inference Protocol defines it: `{"error": message}`."""
@@ -120,29 +115,28 @@ def format_deployment_headers(deployment: str) -> bytes:
 def format_echoed_headers(head: RequestHead) -> bytes:
     """Return the header lines of request id and trace context."""
     lines = b""
-    if _HAS_NO_ECHOED(head):
-        return lines
     for name in _ECHOED:
         value = head.get(name)
-        if value is not None and len(value) <= _MAX_ECHO_BYTES and value.isascii() and value.decode().isprintable():
-            lines += b"%s: %s\r\n" % (name, value)
+        # It is printable, as the parser accepts no other control character than the tab.
+        if value is not None and len(value) <= _MAX_ECHO_BYTES and value.isascii() and _TAB not in value:
+            lines += b"%b: %b\r\n" % (name, value)
     return lines
 
 
 def encode_outputs(
     request: InferenceRequest, signature: ModelSignature, arrays: Sequence[Array]
-) -> tuple[bytes, HeaderPairs]:
-    """Return the body of a response, and the headers that describe it.
+) -> tuple[bytes, bytes]:
+    """Return the body of a response, and the header lines that describe it.
 
     JSON has no NaN and no infinities: they are written as null. The binary form keeps them. Raises UserError if a table
     was requested, and the outputs do not fit one.
     """
     if request.response_format is not _INFER:
-        return _encode_predictions(request, arrays), _JSON_PAIRS
+        return _encode_predictions(request, arrays), _JSON_LINE
     writers = signature.writers
     if len(arrays) == 1 and not request.binary and request.request_id is None:  # most requests
         (name,), (array,) = request.outputs, arrays
-        return b'%b,"outputs":[%b]}' % (signature.response_prefix, writers[name].write_json(array)), _JSON_PAIRS
+        return b"".join((signature.outputs_prefix, writers[name].write_json(array), b"]}")), _JSON_LINE
     tail: list[bytes] = []
     items = []
     for name, array, as_bytes in zip(request.outputs, arrays, request.binary or (False,) * len(arrays), strict=True):
@@ -155,14 +149,9 @@ def encode_outputs(
     request_id = b"" if request.request_id is None else b',"id":' + orjson.dumps(request.request_id)
     header = b'%b%b,"outputs":[%b]}' % (signature.response_prefix, request_id, b",".join(items))
     if not request.binary:
-        return header, _JSON_PAIRS
-    pairs: HeaderPairs = (
-        (b"content-type", b"application/octet-stream"),
-        (messages.BINARY_LENGTH_HEADER.encode(), b"%d" % len(header)),
-    )
-    if request.is_sagemaker:
-        pairs = ((b"content-type", b"%b;json-header-size=%d" % (SAGEMAKER_TYPE.encode(), len(header))),)
-    return b"".join((header, *tail)), pairs
+        return header, _JSON_LINE
+    lines = _SAGEMAKER_LINES if request.is_sagemaker else _BINARY_LINES
+    return b"".join((header, *tail)), lines % len(header)
 
 
 def _encode_predictions(request: InferenceRequest, arrays: Sequence[Array]) -> bytes:

@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import orjson
@@ -73,15 +73,23 @@ class AccessLog:
         self._thread = threading.Thread(target=self._loop, name="access-log", daemon=True)
         self._thread.start()
 
-    def put(self, request: PendingRequest, status: int, seconds: float) -> None:
+    def put(
+        self,
+        route: InferenceRoute,
+        head: RequestHead,
+        loaded: LoadedDeployment | None,
+        status: int,
+        queue_s: float,
+        seconds: float,
+    ) -> None:
         """Add a line. `seconds` is the whole time until the response was ready."""
         if len(self._records) >= _MAX_LOG_RECORDS:
             self._row[LOG_DROPPED] += 1
             return
         now = time.time()  # noqa: TID251 (the time of a response, for people)
-        ids = request.head.get(_REQUEST_ID), request.head.get(_TRACE_PARENT)
-        name = "" if request.loaded is None else request.loaded.deployment.name
-        self._records.append((now, *ids, request.route, name, status, request.queue_seconds, seconds))
+        name = "" if loaded is None else loaded.deployment.name
+        ids = head.get(_REQUEST_ID), head.get(_TRACE_PARENT)
+        self._records.append((now, *ids, route, name, status, queue_s, seconds))
 
     def close(self) -> None:
         """Write the rest of the buffer."""
@@ -153,40 +161,64 @@ class InferenceService:
         self._draw = random.Random().random  # noqa: S311 (traffic is split, nothing is kept secret)
         self._loop = asyncio.get_running_loop()
 
-    def handle(self, request: PendingRequest) -> RawResponse | None:
-        """Return the response; None if the request is queued for `request.respond`.
+    def handle(
+        self, route: InferenceRoute, head: RequestHead, body: bytes, respond: Callable[[RawResponse], None]
+    ) -> RawResponse | PendingRequest:
+        """Return the response, or the queued request that calls `respond` with it.
 
         The deployment is chosen only here, so a request never uses a table that was replaced while it was received.
         """
+        started_at = time.perf_counter()
+        snapshot: TableSnapshot | None = None
+        loaded: LoadedDeployment | None = None
+        user: int | None = None
+        is_inline = comparable = True
         try:
-            request.snapshot = snapshot = self.deployments.get_current()
-            request.loaded = loaded = self._choose(snapshot, request.route, request.head)
+            snapshot = self.deployments.get_current()
+            key = head.get(_USER_KEY)
+            if key is not None:
+                user = snapshot.router.hash_key(key)
+            loaded = self._choose(snapshot, route, head, user)
             if (control := snapshot.control) is not None and loaded is control.loaded:
-                request.comparable = self._draw() < control.share
-                if request.comparable:
-                    request.loaded = loaded = control.replica
-            if not loaded.should_run_inline(self.deployments.leader, request.head, request.body):
-                timeout_s = self._deadline_s
-                if (value := request.head.get(_TIMEOUT)) is not None:
-                    if not value.isdigit() or len(value) > 9:
-                        raise UserError(f"{messages.TIMEOUT_HEADER} must be a whole number of milliseconds")
-                    timeout_s = min(int(value) / 1e3, timeout_s)
-                request.deadline = request.started_at + timeout_s
+                comparable = self._draw() < control.share
+                if comparable:
+                    loaded = control.replica
+            if not loaded.should_run_inline(self.deployments.leader, head, body):
+                is_inline = False
+                deadline = started_at + self._read_timeout_s(head)
+                request = PendingRequest(
+                    route, head, body, respond, started_at, snapshot, loaded, user, deadline, comparable
+                )
                 loaded.queue.put(request)
-                return None
-            response = loaded.answer(loaded.decode(request.route.invocation, request.head, request.body))
+                return request
+            response = loaded.answer_inline(route.invocation, head, body)
             loaded.row[RUNS] += 1
         except OnnxOpsError as error:
-            response = responses.build_error_from(error, request.header_lines, invocation=request.route.invocation)
+            lines = b"" if loaded is None else loaded.header_lines
+            response = responses.build_error_from(error, lines, invocation=route.invocation)
         except Exception:
             _log.exception("a request failed unexpectedly")
-            response = responses.build_internal_error(request.header_lines)
-        self._finish(request, response)
+            response = responses.build_internal_error(b"" if loaded is None else loaded.header_lines)
+        seconds = time.perf_counter() - started_at
+        service_s = seconds if comparable and is_inline else 0.0
+        self._finish(snapshot, loaded, route, head, body, user, response, seconds, service_s)
         return response
+
+    def _read_timeout_s(self, head: RequestHead) -> float:
+        """Return the longest time in the queue."""
+        timeout_s = self._deadline_s
+        if (value := head.get(_TIMEOUT)) is not None:
+            if not value.isdigit() or len(value) > 9:
+                raise UserError(f"{messages.TIMEOUT_HEADER} must be a whole number of milliseconds")
+            timeout_s = min(int(value) / 1e3, timeout_s)
+        return timeout_s
 
     def choose(self, model: str, version: str | None, head: RequestHead) -> LoadedDeployment:
         """Return the deployment that would answer a request; raises NotFoundError or ServiceUnavailableError."""
-        return self._choose(self.deployments.get_current(), InferenceRoute(model=model, version=version), head)
+        snapshot = self.deployments.get_current()
+        key = head.get(_USER_KEY)
+        user = None if key is None else snapshot.router.hash_key(key)
+        return self._choose(snapshot, InferenceRoute(model=model, version=version), head, user)
 
     def count_rejected(self, status: int) -> None:
         """Count a request that was rejected before it could reach a deployment."""
@@ -203,14 +235,14 @@ class InferenceService:
         ]
         runs: Sequence[tuple[float, int]] = ()
         try:
-            if due and (loaded := due[0].loaded) is not None:
-                batch, runs = run_requests(loaded, due)
+            if due:
+                batch, runs = run_requests(due[0].loaded, due)
                 results += zip(due, batch, strict=True)
                 if len(requests) == 1:
                     due[0].service_seconds = time.perf_counter() - started_at
         except Exception:
             _log.exception("requests failed unexpectedly")
-            results += [(r, responses.build_internal_error(r.header_lines)) for r in due]
+            results += [(r, responses.build_internal_error(r.loaded.header_lines)) for r in due]
         try:
             self._loop.call_soon_threadsafe(self._deliver, results, runs)
         except RuntimeError:  # the loop is closed: the drain was too short for these
@@ -218,54 +250,71 @@ class InferenceService:
 
     def _deliver(self, results: Sequence[tuple[PendingRequest, Result]], runs: Sequence[tuple[float, int]]) -> None:
         loaded = results[0][0].loaded
-        if loaded is not None:
-            for seconds, count in runs:
-                loaded.row[RUNS] += 1
-                loaded.row[RUN_NANOSECONDS] += int(seconds * 1e9)
-                loaded.row[BATCHED] += count if count > 1 else 0
+        for seconds, count in runs:
+            loaded.row[RUNS] += 1
+            loaded.row[RUN_NANOSECONDS] += int(seconds * 1e9)
+            loaded.row[BATCHED] += count if count > 1 else 0
         for request, result in results:
             if isinstance(result, RawResponse):
                 response = result
             else:
                 invocation = request.route.invocation
-                response = responses.build_error_from(result, request.header_lines, invocation=invocation)
-            self._finish(request, response)
+                response = responses.build_error_from(result, request.loaded.header_lines, invocation=invocation)
+            seconds = time.perf_counter() - request.started_at
+            if request.abandoned:
+                response = RawResponse(_CLIENT_GONE, b"", b"")
+            self._finish(
+                *(request.snapshot, loaded, request.route, request.head, request.body, request.user, response, seconds),
+                *(request.service_seconds if request.comparable else 0.0, request.queue_seconds),
+            )
             request.respond(response)
 
-    def _finish(self, request: PendingRequest, response: RawResponse) -> None:
-        """Count a request whose response is ready, and mirror it.
+    def _finish(
+        self,
+        snapshot: TableSnapshot | None,
+        loaded: LoadedDeployment | None,
+        route: InferenceRoute,
+        head: RequestHead,
+        body: bytes,
+        user: int | None,
+        response: RawResponse,
+        seconds: float,
+        service_s: float,
+        queue_s: float = 0.0,
+    ) -> None:
+        """Count a request whose response is ready, and mirror it. `service_s` is 0 if its latency is not comparable.
 
         It is counted before it is sent: what a client has seen is counted, even if this process is killed then.
         """
-        loaded, snapshot = request.loaded, request.snapshot
-        seconds = time.perf_counter() - request.started_at
-        status = _CLIENT_GONE if request.abandoned else response.status
+        status = response.status
         if loaded is None or snapshot is None:
             count_request(self._unrouted, status, seconds)
         else:
-            comparable = request.comparable
             if loaded.warm_up:
                 loaded.warm_up -= 1
-                comparable = False
-            inline = comparable and not request.deadline
-            service_seconds = seconds if inline else request.service_seconds if comparable else 0.0
-            if inline:
+                service_s = 0.0
+            if service_s == seconds:  # it ran inline
                 count_request(loaded.row, status, seconds)
             else:
-                count_queued_request(loaded.row, status, seconds, service_seconds)
-            request_id = request.head.get(_REQUEST_ID)
-            if request_id is not None or self._users.is_watching:
-                bucket = snapshot.router.get_bucket(request.head.get(_USER_KEY))
-                self._users.count_request(loaded.slot, bucket, status, service_seconds)
+                count_queued_request(loaded.row, status, seconds, service_s)
+            request_id = head.get(_REQUEST_ID)
+            is_watching = self._users.is_watching
+            if request_id is not None or is_watching:
+                bucket = messages.KEYLESS_CELL if user is None else snapshot.router.get_bucket(user)
+                if is_watching:
+                    self._users.count_request(loaded.slot, bucket, status, service_s)
                 if request_id is not None:
                     self._feedback.remember(request_id, loaded.slot, bucket)
             for shadow, percent in snapshot.shadow if status == 200 else ():
                 if shadow is not loaded and self._draw() * 100 < percent:
-                    self._shadow.put(shadow, request, response, snapshot.table.state.split.shadow_tolerance)
+                    tolerance = snapshot.table.state.split.shadow_tolerance
+                    self._shadow.put(shadow, route.invocation, head, body, response, tolerance)
         if self._access_log is not None:
-            self._access_log.put(request, status, seconds)
+            self._access_log.put(route, head, loaded, status, queue_s, seconds)
 
-    def _choose(self, snapshot: TableSnapshot, route: InferenceRoute, head: RequestHead) -> LoadedDeployment:
+    def _choose(
+        self, snapshot: TableSnapshot, route: InferenceRoute, head: RequestHead, user: int | None
+    ) -> LoadedDeployment:
         if route.model is not None and route.model != snapshot.model:
             raise NotFoundError(f"no model is named {route.model!r}; this endpoint serves {snapshot.model!r}")
         if route.version is not None:
@@ -273,8 +322,7 @@ class InferenceService:
         router = snapshot.router
         name = router.get_pinned(head)
         if name is None:
-            key = head.get(_USER_KEY)
-            name = router.route_draw(self._draw()) if key is None else router.route_key(key)
+            name = router.route_draw(self._draw()) if user is None else router.route_user(user)
         return snapshot.deployments.get(name) or snapshot.get_deployment(name)
 
 

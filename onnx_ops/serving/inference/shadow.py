@@ -17,7 +17,7 @@ import orjson
 
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.protocol.messages import BINARY_LENGTH_HEADER
-from onnx_ops.serving.inference.deployments import LoadedDeployment, PendingRequest
+from onnx_ops.serving.inference.deployments import LoadedDeployment
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead
 from onnx_ops.serving.metrics import SHADOW_DIFFERING, SHADOW_DONE, SHADOW_DROPPED, SHADOW_FAILED, SHADOW_SENT
 
@@ -43,15 +43,21 @@ class ShadowQueue:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def put(self, loaded: LoadedDeployment, request: PendingRequest, expected: RawResponse, tolerance: float) -> None:
+    def put(
+        self,
+        loaded: LoadedDeployment,
+        invocation: bool,
+        head: RequestHead,
+        body: bytes,
+        expected: RawResponse,
+        tolerance: float,
+    ) -> None:
         """Queue a request, to compare its response with `expected`."""
-        size = len(request.body) + len(expected.body)
+        size = len(body) + len(expected.body)
         with self._changed:
             if len(self._queue) >= _MAX_QUEUED or self._bytes + size > _MAX_QUEUED_BYTES:
                 loaded.row[SHADOW_DROPPED] += 1
                 return
-            # Not with `request`, which would keep other deployments loaded.
-            invocation, head, body = request.route.invocation, request.head, request.body
             self._queue.append((size, partial(_run, loaded, invocation, head, body, expected, tolerance)))
             self._bytes += size
             loaded.row[SHADOW_SENT] += 1

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import numpy as np
 import orjson
@@ -14,22 +12,9 @@ import orjson
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Array
-from onnx_ops.serving.inference.tensors import (
-    DATATYPE_OF,
-    LARGE_BODY_BYTES,
-    TensorReader,
-    join_text,
-    may_contain_literals,
-    shorten,
-)
+from onnx_ops.serving.inference.tensors import DATATYPE_OF, TensorReader, join_text, shorten
 
 _NUMPY = orjson.OPT_SERIALIZE_NUMPY
-_MAX_MISSES = 17
-"""Requests in a row that differ from the template before another one is learned, as learning costs more than it may
-save. An odd number, so that each of two alternating clients gets its turn."""
-_DATA_KEY = re.compile(rb'"data"\s*:\s*(?=\[)')
-_BRACKET = re.compile(rb"[\[\]]")
-_PLACEHOLDER = "\0"
 
 
 class ResponseFormat(Enum):
@@ -62,20 +47,17 @@ class InferenceRequest:
     binary: tuple[bool, ...] = ()
     is_sagemaker: bool = False
 
-    def with_feed(self, feed: dict[str, Array]) -> InferenceRequest:
-        """Return the same request with another feed."""
-        return InferenceRequest(feed, self.outputs, self.rows, self.response_format, self.request_id, self.binary)
-
 
 class TensorWriter:
     """Writes one output of a model as JSON or as bytes."""
 
-    __slots__ = ("_is_text", "_last", "_prefix")
+    __slots__ = ("_is_text", "_last", "_last_binary", "_prefix")
 
     def __init__(self, spec: TensorSpec) -> None:
         self._is_text = spec.dtype == "string"
         self._prefix = orjson.dumps({"name": spec.name, "datatype": DATATYPE_OF[spec.dtype]})[:-1] + b',"shape":'
         self._last: tuple[tuple[int, ...], bytes] = (), b""
+        self._last_binary: tuple[tuple[int, ...], int, bytes] = (), 0, b""
 
     def write_json(self, array: Array) -> bytes:
         """Return the tensor as JSON with flat data, floats as their shortest text."""
@@ -91,82 +73,12 @@ class TensorWriter:
     def write_binary(self, array: Array) -> tuple[bytes, bytes]:
         """Return the tensor without its data, and its data in the binary form."""
         data = join_text(text.encode() for text in array.reshape(-1).tolist()) if self._is_text else array.tobytes()
-        shape = orjson.dumps(array.shape)
-        return b'%b%b,"parameters":{"binary_data_size":%d}}' % (self._prefix, shape, len(data)), data
-
-
-@dataclass(frozen=True, slots=True)
-class _Template:
-    start: bytes
-    end: bytes
-    reader: TensorReader
-    shape: tuple[int, ...]
-    count: int
-    request: InferenceRequest
-
-
-class RequestTemplate:
-    """The JSON of a request without its data, to read similar ones quickly.
-
-    A client of a model with one input writes the same text around its data each time. That text is compared, and only
-    the data is parsed. Threads may share a template: it is replaced as a whole.
-    """
-
-    __slots__ = ("_misses", "_template")
-
-    def __init__(self) -> None:
-        self._template: _Template | None = None
-        self._misses = 0
-
-    def read(self, body: bytes) -> InferenceRequest | None:
-        """Return the request of a body that differs only in its data, else None."""
-        template = self._template
-        if (
-            template is None
-            or len(body) >= LARGE_BODY_BYTES
-            or not (body.startswith(template.start) and body.endswith(template.end))
-        ):
-            return None
-        data = body[len(template.start) : len(body) - len(template.end)]
-        try:
-            values = orjson.loads(data)
-        except orjson.JSONDecodeError:
-            return None
-        reader = template.reader
-        array = reader.read_json(template.shape, template.count, values, literals=may_contain_literals(data))
-        self._misses = _MAX_MISSES
-        return template.request.with_feed({reader.name: array})
-
-    def learn(self, body: bytes, document: dict[str, Any], request: InferenceRequest, reader: TensorReader) -> None:
-        """Take a request with one tensor as the template, unless the present one is still in use."""
-        if len(body) >= LARGE_BODY_BYTES:
-            return
-        self._misses -= 1
-        if self._misses > 0 or (parts := _split_around_data(body)) is None:
-            return
-        self._misses = _MAX_MISSES
-        start, end = parts
-        (array,) = request.feed.values()
-        expected = {**document, "inputs": [{**document["inputs"][0], "data": _PLACEHOLDER}]}
-        try:
-            if orjson.loads(start + orjson.dumps(_PLACEHOLDER) + end) != expected:
-                return
-        except orjson.JSONDecodeError:
-            return
-        self._template = _Template(start, end, reader, array.shape, array.size, request.with_feed({}))
-
-
-def _split_around_data(body: bytes) -> tuple[bytes, bytes] | None:
-    """Return the text before and after what looks like the data of the only tensor."""
-    key = _DATA_KEY.search(body)
-    if key is None:
-        return None
-    depth = 0
-    for bracket in _BRACKET.finditer(body, key.end()):
-        depth += 1 if bracket[0] == b"[" else -1
-        if not depth:
-            return body[: key.end()], body[bracket.end() :]
-    return None
+        shape, size, item = self._last_binary
+        if array.shape != shape or len(data) != size or not item:
+            shape, size = array.shape, len(data)
+            item = b'%b%b,"parameters":{"binary_data_size":%d}}' % (self._prefix, orjson.dumps(shape), size)
+            self._last_binary = shape, size, item  # in one step: other threads read it
+        return item, data
 
 
 class ModelSignature:
@@ -183,7 +95,7 @@ class ModelSignature:
         binary_only: outputs that JSON cannot represent.
         has_text_input: elements of text are read one by one in every form.
         has_fixed_rows: axis 0 of an output is fixed, so the rows of several requests could not be separated.
-        response_prefix: the start of every v2 response.
+        response_prefix, outputs_prefix: the start of every v2 response, and of most.
     """
 
     def __init__(
@@ -214,7 +126,7 @@ class ModelSignature:
         self.has_text_input = any(spec.dtype == "string" for spec in inputs.values())
         self.has_fixed_rows = any(not spec.shape or isinstance(spec.shape[0], int) for spec in outputs.values())
         self.response_prefix = orjson.dumps({"model_name": model, "model_version": version})[:-1]
-        self.template = RequestTemplate()
+        self.outputs_prefix = self.response_prefix + b',"outputs":['
 
     def check_feed(self, feed: dict[str, Array]) -> int:
         """Check a feed for completeness, sizes and NaN; return its rows (see `InferenceRequest`)."""

@@ -328,8 +328,9 @@ class TensorReader:
             )
         if self.dtype.kind == "b" and count and np.frombuffer(body, np.uint8, count, start).max() > 1:
             raise self.error(": a byte of BOOL must be 0 or 1")
-        array: Array = np.ndarray(shape, self.dtype, body, start)
-        return array if array.flags.aligned else array.copy()  # the runtime reads whole elements
+        if start % self.dtype.itemsize:  # the runtime reads whole elements, and the memory of a slice is aligned
+            return np.ndarray(shape, self.dtype, body[start : start + size])
+        return np.ndarray(shape, self.dtype, body, start)
 
     def _split_text(self, body: bytes, start: int, size: int, count: int) -> list[str]:
         """Return `count` elements of BYTES: length in four bytes, then UTF-8."""

@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import uvicorn
 from starlette.applications import Starlette
 
 from onnx_ops import codec
@@ -43,7 +44,7 @@ from onnx_ops.serving.metrics import SharedMetrics, SlotAllocator
 from onnx_ops.serving.rollout_counts import collect_counts
 from onnx_ops.serving.workers.listeners import LOOPBACK, ListenerSockets, listen_tcp, listen_unix, receive_sockets
 from onnx_ops.serving.workers.trial_load import run_trial_load
-from onnx_ops.serving.workers.worker import SignalFreeServer, WorkerSetup, build_uvicorn_config
+from onnx_ops.serving.workers.worker import WorkerSetup
 from onnx_ops.serving.workers.worker_pool import WorkerPool
 
 _log = logging.getLogger(__name__)
@@ -54,6 +55,29 @@ _ORPHAN_PAUSE_S = 0.02
 _KILL_MARGIN_S = 2
 _PREPARE_S = 280
 """Limit for a trial load and the workers' own loads together; clients wait a little longer for a publication."""
+
+
+class _AdminServer(uvicorn.Server):
+    """A uvicorn server without its own logs and WebSockets, which leaves signals to its process."""
+
+    def __init__(self, app: Starlette) -> None:
+        # h11 reads the body of a request that offers another protocol; httptools does not.
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,
+        )
+        super().__init__(config)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Do nothing."""
+        yield
 
 
 class TablePublisher:
@@ -235,10 +259,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        # h11 reads the body of a request that offers another protocol; httptools does not.
-        servers = [
-            (SignalFreeServer(build_uvicorn_config(app, protocol="h11", drain_s=1)), listener) for app, listener in apps
-        ]
+        servers = [(_AdminServer(app), listener) for app, listener in apps]
         async with asyncio.TaskGroup() as group:
             starting = group.create_task(self._start(servers, group))
             await self._stop.wait()
@@ -248,7 +269,7 @@ class Supervisor:
             self._listeners.public.close()
             await self._pool.stop(self._options.drain + _KILL_MARGIN_S)
 
-    async def _start(self, servers: list[tuple[SignalFreeServer, socket.socket]], group: asyncio.TaskGroup) -> None:
+    async def _start(self, servers: list[tuple[_AdminServer, socket.socket]], group: asyncio.TaskGroup) -> None:
         await self._pool.start()
         if self._must_load and (failed := self.get_state().failed):
             self.not_loaded = failed

@@ -11,15 +11,14 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import uvicorn
 import uvloop
-from starlette.applications import Starlette
 
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment
@@ -28,7 +27,8 @@ from onnx_ops.protocol.messages import error_to_bytes
 from onnx_ops.protocol.server_process import ServerOptions, register_worker
 from onnx_ops.serving.http.app import PublicApp
 from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
-from onnx_ops.serving.http.protocol import build_protocol
+from onnx_ops.serving.http.protocol import HttpProtocol, serve_connections
+from onnx_ops.serving.inference.bound_runs import BoundRuns
 from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeployments, TableRevision
 from onnx_ops.serving.inference.integrity import TrustPolicy
 from onnx_ops.serving.inference.models import LoadedModel, PackedModelCache, load_model
@@ -154,29 +154,6 @@ def load_deployment(
     return load_model(deployment, cache, TrustPolicy.from_options(folder, options))
 
 
-class SignalFreeServer(uvicorn.Server):
-    """A uvicorn server that leaves signals to its process."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Do nothing."""
-        yield
-
-
-def build_uvicorn_config(app: Starlette, *, protocol: type | str, drain_s: int) -> uvicorn.Config:
-    """Return uvicorn's configuration without its own logs, signals and WebSockets."""
-    return uvicorn.Config(
-        app,
-        http=protocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=drain_s,
-    )
-
-
 class _Worker:
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
@@ -215,23 +192,17 @@ class _Worker:
             row=self._unrouted,
         )
         metrics = MetricsPage(setup.shared, deployments.endpoint)
-        app = PublicApp(self._service, metrics, feedback, max_body=options.max_body).build()
+        app = PublicApp(self._service, metrics, feedback)
         address, port, *_ = setup.listeners.public.getsockname()
-        protocol = build_protocol(self._service, limits, HostPolicy.from_options(address, port, options))
-        server = SignalFreeServer(build_uvicorn_config(app, protocol=protocol, drain_s=int(options.drain)))
-
-        def drain() -> None:
-            limits.draining = True
-            server.should_exit = True
-
-        loop.add_signal_handler(signal.SIGTERM, drain)
+        hosts = HostPolicy.from_options(address, port, options)
+        stop = asyncio.Event()
+        loop.add_signal_handler(signal.SIGTERM, stop.set)
         failed: Mapping[str, str] = {}
         if setup.revision is not None:
             failed = await loop.run_in_executor(self._loader, deployments.restore, setup.revision, setup.refusal)
-        watch = loop.create_task(limits.watch())
         control = loop.create_task(self._follow(channel, failed))
-        await server.serve(sockets=[setup.listeners.public])
-        watch.cancel()
+        build = partial(HttpProtocol, app, limits, hosts)
+        await serve_connections(build, setup.listeners.public, limits, stop, drain_s=options.drain)
         control.cancel()
         if access_log is not None:
             access_log.close()
@@ -293,6 +264,7 @@ class _Worker:
             deployment=deployment,
             signature=model.signature,
             run=model.run,
+            bound_runs=BoundRuns(model.signature, model.bind),
             row=row,
             queue=queue,
             latency=latency,

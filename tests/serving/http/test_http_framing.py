@@ -222,6 +222,7 @@ WRONG = {
     "two origins": (b"host: HOST\r\norigin: a\r\norigin: b\r\ncontent-length: 5", 400),
     "unknown expectation": (b"host: HOST\r\nexpect: tea\r\ncontent-length: 5", 417),
     "two expectations": (b"host: HOST\r\nexpect: 100-continue\r\nexpect: tea\r\ncontent-length: 5", 417),
+    "too large with repeats": (b"host: HOST\r\n" + b"x: y\r\n" * 40_000 + b"content-length: 5", 431),
     "too large": (b"host: HOST\r\nx: " + b"y" * 70_000 + b"\r\ncontent-length: 5", 431),
 }
 

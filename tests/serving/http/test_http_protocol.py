@@ -1,11 +1,11 @@
-"""HTTP as clients speak it, well and badly: the two ways to an answer, and the bounds."""
+"""HTTP as clients speak it, well and badly, and the bounds."""
 
 from __future__ import annotations
 
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -40,18 +40,15 @@ def hasty(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Worker:
 @pytest.fixture(autouse=True)
 def next_good_request_is_answered(worker: Worker) -> Iterator[None]:
     yield
-    worker.slowly.clear()
     answer = worker.send(GOOD)
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b'"data":[2.0,4.0]' in answer
-    assert INFER not in worker.slowly
     # Requests whose clients have gone may still be on their way; connections are accepted in their order.
-    alive = worker.server.server_state
-    wait_until(lambda: not alive.connections and not alive.tasks)
-    worker.slowly.clear()
+    wait_until(lambda: not worker.connections.open)
+    assert worker.connections.body_bytes == 0
 
 
-CORPUS = {
+CORPUS: Mapping[str, tuple[str, bytes, dict[str, str]]] = {
     "infer": (INFER, BODY, {}),
     "version": ("/v2/models/m/versions/2/infer", BODY, {}),
     "no such version": ("/v2/models/m/versions/9/infer", BODY, {}),
@@ -73,33 +70,43 @@ CORPUS = {
 }
 
 
+FORMS: Mapping[str, Callable[[str, bytes, dict[str, str]], bytes]] = {
+    "repeated header": lambda path, body, headers: post(path, body, {**headers, **ODD}),
+    "chunked": lambda path, body, headers: (
+        post(path, b"", {**headers, "transfer-encoding": "chunked"}).replace(b"content-length: 0\r\n", b"")
+        + (b"%x\r\n%b\r\n" % (len(body), body) if body else b"")
+        + b"0\r\n\r\n"
+    ),
+    "trailers": lambda path, body, headers: (
+        post(path, b"", {**headers, "transfer-encoding": "chunked"}).replace(b"content-length: 0\r\n", b"")
+        + (b"%x\r\n%b\r\n" % (len(body), body) if body else b"")
+        + b"0\r\nhost: y\r\nx-request-id: forged\r\nazureml-model-deployment: none\r\n\r\n"
+    ),
+    "query": lambda path, body, headers: post(f"{path}?a=b", body, headers),
+    "escaped": lambda path, body, headers: post(path.replace("n", "%6e"), body, headers),
+    "absolute": lambda path, body, headers: post(f"http://x{path}", body, headers),
+    "kept explicitly": lambda path, body, headers: post(path, body, {**headers, "connection": "keep-alive"}),
+    "closed": lambda path, body, headers: post(path, body, {**headers, "connection": "close"}),
+    "HTTP/1.0": lambda path, body, headers: post(path, body, headers, version="1.0"),
+    "HTTP/1.0, kept": lambda path, body, headers: post(
+        path, body, {"connection": "keep-alive"} | headers, version="1.0"
+    ),
+}
+"""Unusual ways to send the same request."""
+
+
 @pytest.mark.parametrize("name", CORPUS)
-def test_both_ways_give_the_same_bytes(worker: Worker, name: str) -> None:
+def test_an_unusual_form_of_a_request_gets_the_same_bytes(worker: Worker, name: str) -> None:
     path, body, headers = CORPUS[name]
     if not any("variant" in h or "key" in h for h in headers):
         headers = {**headers, "azureml-model-deployment": "blue"}
-    fast = worker.send(post(path, body, headers))
-    count = len(worker.slowly)
-    slow = worker.send(post(path, body, {**headers, **ODD}))
-    assert len(worker.slowly) == count + 1
-    assert without_date(slow) == without_date(fast)
-    assert b"\r\ndate: " in fast
-    assert b"\r\ndate: " in slow
-
-
-def test_the_usual_request_takes_the_fast_way_and_an_unusual_one_does_not(worker: Worker) -> None:
-    for headers in ({}, {"content-type": "application/json"}, {"connection": "keep-alive"}, {"accept": "*/*"}):
-        assert worker.send(post(INFER, BODY, headers)).startswith(b"HTTP/1.1 200")
-    assert INFER not in worker.slowly
-    for request in (
-        post(INFER, BODY, {"connection": "close"}),
-        post(INFER, BODY, {"connection": "keep-alive"}, version="1.0"),
-        post(INFER, BODY, version="1.0"),
-        post(f"{INFER}?a=b", BODY),
-        post("/v2/models/m/%69nfer", BODY),
-    ):
-        assert worker.send(request).startswith(b"HTTP/1.1 200")
-    assert len(worker.slowly) == 5
+    usual = worker.send(post(path, body, headers))
+    assert b"\r\ndate: " in usual
+    for form, build in FORMS.items():
+        answer = worker.send(build(path, body, headers))
+        ends = form in ("closed", "HTTP/1.0", "HTTP/1.0, kept")
+        assert (b"\r\nconnection: close\r\n" in answer) == ends
+        assert without_date(answer.replace(b"connection: close\r\n", b"")) == without_date(usual), form
 
 
 def test_a_connection_that_repeats_its_head_gets_the_answers_to_its_bodies(worker: Worker) -> None:
@@ -110,15 +117,12 @@ def test_a_connection_that_repeats_its_head_gets_the_answers_to_its_bodies(worke
             assert b'"data":[%.1f,2.0]' % (2 * first) in received(client)
         client.sendall(post(INFER, infer_body([1, 2]), {**pin, "x-request-id": "r-9"}))
         assert b"x-request-id: r-9\r\n" in received(client)
-        assert INFER not in worker.slowly
         client.sendall(post(INFER, infer_body([1, 2]), pin)[:-1])  # shorter than announced: the rest is still to come
         client.sendall(b"}")
         assert b'"data":[2.0,4.0]' in received(client)
-        worker.slowly.clear()  # the last one, unless both pieces were read at once
         client.sendall(post(INFER, infer_body([1, 2]), pin) + post(INFER, infer_body([3, 4]), pin))
         answers = received(client, 2)
         assert answers.index(b'"data":[2.0,4.0]') < answers.index(b'"data":[6.0,8.0]')
-    assert INFER not in worker.slowly
 
 
 def test_a_connection_whose_heads_differ_in_values_gets_the_answers_to_its_bodies(worker: Worker) -> None:
@@ -132,7 +136,6 @@ def test_a_connection_whose_heads_differ_in_values_gets_the_answers_to_its_bodie
             assert json.loads(answer.partition(b"\r\n\r\n")[2])["outputs"][0]["data"] == pytest.approx(
                 [10**number * (2 if pin == "blue" else 3), 2 if pin == "blue" else 3]
             )
-    assert worker.slowly == []
 
 
 def test_what_looks_like_a_head_inside_another_is_never_taken_for_one(worker: Worker) -> None:
@@ -182,9 +185,7 @@ def test_large_bodies_come_in_pieces_and_small_requests_follow(worker: Worker, p
             start += size
         answers = received(client, len(requests))
     assert data_of(answers) == [b"[2.0,4.0]}", b"[6.0,8.0]}", b"[2.0,4.0]}", b"[10.0,12.0", b"[2.0,4.0]}"]
-    worker.slowly.clear()  # those that came while an answer was waited for
     assert worker.send(requests[0]).startswith(b"HTTP/1.1 200 OK")
-    assert worker.slowly == []
     assert worker.connections.body_bytes == 0
 
 

@@ -13,7 +13,7 @@ from onnx_ops.serving.inference.requests import parse_header_length, read_infer,
 from onnx_ops.serving.inference.responses import encode_outputs, get_status
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
 from onnx_ops.serving.inference.tensors import get_numpy_dtype
-from tests.serving.inference.tensor_cases import binary, encode, signature, spec
+from tests.serving.inference.tensor_cases import binary, encode, headers_of, signature, spec
 
 SIGNATURES: dict[str, ModelSignature] = {
     "pixels": signature([spec("x", "float32", "batch", 2)]),
@@ -83,7 +83,7 @@ def attack(draw: random.Random, corpus: list[Seed]) -> Literal["read", "refused"
         kind = draw.choice(["text/csv", "application/vnd.sagemaker-triton.binary+json;json-header-size=9", "", ";;="])
     try:
         if length is not None and draw.random() < 0.1:
-            length = parse_header_length(draw.choice(["", "-1", "99999999999999", "x", str(length)]))
+            length = parse_header_length(draw.choice([b"", b"-1", b"99999999999999", b"x", b"%d" % length]))
         call = read_infer(body, length, model) if draw.random() < 0.5 else read_invocation(body, kind, length, model)
         check(call, model)
     except OnnxOpsError as error:
@@ -106,8 +106,8 @@ def check(call: InferenceRequest, model: ModelSignature) -> None:
         np.zeros((call.rows or 1,) * len(model.outputs[n].shape), get_numpy_dtype(model.outputs[n].dtype))
         for n in call.outputs
     ]
-    body, headers = encode_outputs(call, model, answers)
-    size = int(dict(headers).get(b"inference-header-content-length", len(body)))
+    body, lines = encode_outputs(call, model, answers)
+    size = int(headers_of(lines).get(b"inference-header-content-length", len(body)))
     if not call.is_sagemaker:
         json.loads(body[:size])
 

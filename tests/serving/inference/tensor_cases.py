@@ -53,8 +53,12 @@ def binary(tensors: Mapping[str, tuple[str, np.ndarray[Any, Any]]], **more: obje
     return header + tail, len(header)
 
 
-def split_answer(body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> tuple[Any, bytes]:
+def headers_of(lines: bytes) -> dict[bytes, bytes]:
+    return {name: value for name, _, value in (line.partition(b": ") for line in lines.split(b"\r\n"))}
+
+
+def split_answer(body: bytes, lines: bytes) -> tuple[Any, bytes]:
     """The JSON of an answer, and the bytes after it."""
-    length = dict(headers).get(b"inference-header-content-length")
+    length = headers_of(lines).get(b"inference-header-content-length")
     size = len(body) if length is None else int(length)
     return json.loads(body[:size]), body[size:]

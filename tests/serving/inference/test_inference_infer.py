@@ -17,7 +17,7 @@ from onnx_ops.serving.inference.requests import parse_header_length, read_infer
 from onnx_ops.serving.inference.responses import encode_outputs
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
 from onnx_ops.serving.inference.tensors import DATATYPE_OF
-from tests.serving.inference.tensor_cases import binary, encode, signature, spec, split_answer, text_bytes
+from tests.serving.inference.tensor_cases import binary, encode, headers_of, signature, spec, split_answer, text_bytes
 
 pytestmark = pytest.mark.usefixtures("small_is_large")
 
@@ -268,9 +268,9 @@ def test_the_binary_form_with_several_inputs_and_mixed_outputs() -> None:
     )
     call = read_infer(body, length, model)
     assert call.feed["s"].tolist() == ["é\0"]
-    answer, headers = encode_outputs(call, model, [text, np.array([[math.nan, math.inf]], np.float32)])
-    document, tail = split_answer(answer, headers)
-    assert dict(headers)[b"content-type"] == b"application/octet-stream"
+    answer, lines = encode_outputs(call, model, [text, np.array([[math.nan, math.inf]], np.float32)])
+    document, tail = split_answer(answer, lines)
+    assert headers_of(lines)[b"content-type"] == b"application/octet-stream"
     assert document["id"] == "7"
     assert [o["name"] for o in document["outputs"]] == ["t", "y"]
     assert document["outputs"][1]["data"] == [None, None]  # JSON has neither
@@ -325,10 +325,10 @@ def test_the_length_of_the_json_is_checked() -> None:
         read_infer(body, length - 1, PIXELS)
     with pytest.raises(UserError, match="binary_data_size needs the header"):
         read_infer(body[:length], None, PIXELS)
-    assert parse_header_length("12") == 12
-    for text in ("", "-1", "1e3", " 1", "²", "9" * 30, "0x10"):
+    assert parse_header_length(b"12") == 12
+    for value in (b"", b"-1", b"1e3", b" 1", b"\xb2", b"9" * 30, b"0x10"):
         with pytest.raises(UserError, match="must be a number of bytes"):
-            parse_header_length(text)
+            parse_header_length(value)
 
 
 @pytest.mark.parametrize(

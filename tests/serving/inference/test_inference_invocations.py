@@ -122,8 +122,8 @@ def test_several_inputs_must_be_named() -> None:
 
 
 def predictions(call: InferenceRequest, arrays: list[np.ndarray[Any, Any]]) -> Any:
-    body, headers = encode_outputs(call, PIXELS, arrays)
-    assert headers == ((b"content-type", b"application/json"),)
+    body, lines = encode_outputs(call, PIXELS, arrays)
+    assert lines == b"content-type: application/json\r\n"
     return json.loads(body)["predictions"]
 
 
@@ -207,11 +207,11 @@ def test_sagemaker_passes_only_the_content_type() -> None:
     body, length = binary({"x": ("float32", x)}, parameters={"binary_data_output": True})
     kind = "application/vnd.sagemaker-triton.binary+json"
     call = read_invocation(body, f"{kind};json-header-size={length}", None, PIXELS)
-    answer, headers = encode_outputs(call, PIXELS, [x[:, :2]])
-    [(name, value)] = headers
+    answer, lines = encode_outputs(call, PIXELS, [x[:, :2]])
+    name, value = lines.removesuffix(b"\r\n").split(b": ")
     size = int(value.decode().removeprefix(f"{kind};json-header-size="))
     assert name == b"content-type"
-    assert split_answer(answer[:size], ())[0]["outputs"][0]["shape"] == [1, 2]
+    assert split_answer(answer[:size], b"")[0]["outputs"][0]["shape"] == [1, 2]
     assert answer[size:] == x[:, :2].tobytes()
     for options in ("", ";charset=utf-8", ";json-header-size=", ";json-header-size=-1"):
         with pytest.raises(UserError, match=r"json-header-size|must be a number"):

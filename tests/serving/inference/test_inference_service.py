@@ -155,7 +155,7 @@ def test_who_went_away_is_not_run(gate: Gate, blue: Deployment) -> None:
     with behind(gate, blue) as worker:
         first, gone = queue_up(worker, gate, REQUEST, REQUEST)
         gone.close()
-        wait_until(lambda: len(worker.server.server_state.connections) == 1)
+        wait_until(lambda: len(worker.connections.open) == 1)
         assert status(*answers_to(gate, [first])) == 200
         wait_until(lambda: worker.shared.sum_slot(1)[metrics.get_column(499)] == 1)
     assert len(gate.rows) == 1
@@ -178,8 +178,8 @@ def test_a_drain_finishes_what_runs_and_what_is_being_read(gate: Gate, blue: Dep
         worker.publish(state_of(green, green=100))  # drops the deployment that runs
         reads, idle = worker.connect(), worker.connect()
         reads.sendall(REQUEST[:-5])
-        wait_until(lambda: len(worker.server.server_state.connections) == 3)
-        worker.loop.call_soon_threadsafe(worker._stop)
+        wait_until(lambda: len(worker.connections.open) == 3)
+        worker.loop.call_soon_threadsafe(worker.stop.set)
         assert idle.recv(1) == b""
         idle.close()
         reads.sendall(REQUEST[-5:])
@@ -190,6 +190,31 @@ def test_a_drain_finishes_what_runs_and_what_is_being_read(gate: Gate, blue: Dep
             assert b"connection: close" in answer
             assert client.recv(1) == b""
             client.close()
+
+
+def test_a_known_request_whose_output_has_another_shape_is_answered(build: Callable[..., Deployment]) -> None:
+    """The model leaves out rows that occur twice, so the memory that is bound for its output does not always fit."""
+    unique = helper.make_node("Unique", ["x"], ["y"], axis=0)
+    model = build([unique], [("x", TensorProto.FLOAT, ["b", 2])], [("y", TensorProto.FLOAT, ["c", 2])])
+    with Worker(state_of(model, blue=100)).running() as worker:
+        for rows, data in (
+            *[(([5, 5], [5, 5]), [5.0, 5.0])] * 4,
+            (([1, 2], [3, 4]), [1.0, 2.0, 3.0, 4.0]),
+            (([6, 6], [6, 6]), [6.0, 6.0]),
+        ):
+            assert data_of(worker.send(post(INFER, infer_body(*rows)))) == data
+
+
+def test_a_known_request_that_the_model_refuses_is_refused(build: Callable[..., Deployment]) -> None:
+    constant = helper.make_node("Constant", [], ["t"], value=helper.make_tensor("t", TensorProto.FLOAT, [2], [7, 8]))
+    gather = helper.make_node("Gather", ["t", "x"], ["y"])
+    model = build([constant, gather], [("x", TensorProto.INT64, ["b"])], [("y", TensorProto.FLOAT, ["b"])])
+    with Worker(state_of(model, blue=100)).running() as worker:
+        for place, code in ((0, 200), (1, 200), (1, 200), (9, 422), (1, 200)):
+            tensor = {"name": "x", "datatype": "INT64", "shape": [1], "data": [place]}
+            answer = worker.send(post(INFER, json.dumps({"inputs": [tensor]}).encode()))
+            assert status(answer) == code
+            assert code != 200 or data_of(answer) == [7.0 + place]
 
 
 def shadowed(serving: Deployment, shadow: Deployment, **more: Any) -> EndpointState:
