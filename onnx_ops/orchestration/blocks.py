@@ -21,6 +21,12 @@ from onnx_ops.domain.quantities import NAME_PATTERN
 from onnx_ops.errors import ConfigError, ServiceUnavailableError, UserError
 from onnx_ops.scratch import Scratch
 
+_LOGO = HttpUrl(
+    "https://raw.githubusercontent.com/onnx/onnx/7c945e43f1d016474647ebdefbfd98ba952f9f79/docs/docsgen/source/"
+    "onnx-favicon.png"
+)
+_DOCUMENTATION = HttpUrl("https://docs.prefect.io/v3/concepts/blocks")
+
 _CREDENTIAL = re.compile(r"(AWS|AZURE)_[A-Z0-9_]+")
 """Write access to a block must not allow setting PATH, PYTHONPATH or LD_PRELOAD on workers."""
 
@@ -33,12 +39,6 @@ _HARMLESS = re.compile(r"[\w ,:+=-]*|\d+\.\d+")
 class EnvironmentBlock:
     """Base of the blocks here."""
 
-    _logo_url = HttpUrl(
-        "https://raw.githubusercontent.com/onnx/onnx/7c945e43f1d016474647ebdefbfd98ba952f9f79/docs/docsgen/source/"
-        "onnx-favicon.png"
-    )
-    _documentation_url = HttpUrl("https://docs.prefect.io/v3/concepts/blocks")
-
     def environ(self, folder: Path) -> Mapping[str, str]:
         """Return environment variables, with secrets in plain text; empty fields set none.
 
@@ -48,7 +48,7 @@ class EnvironmentBlock:
         raise NotImplementedError
 
 
-class ModelRegistry(EnvironmentBlock, Block):
+class ModelRegistry(Block, EnvironmentBlock):
     """
     The MLflow server of a project, and how to sign in there.
 
@@ -61,6 +61,9 @@ class ModelRegistry(EnvironmentBlock, Block):
     """
 
     _block_type_name = "onnx-ops registry"
+    _block_type_slug = "onnx-ops-registry"
+    _logo_url = _LOGO
+    _documentation_url = _DOCUMENTATION
 
     tracking_uri: str = Field(default=..., description="Address of MLflow, such as https://mlflow.example.org.")
     mlflow_url: str = Field(default="", description="Where people open its pages, if that is another address.")
@@ -79,7 +82,7 @@ class ModelRegistry(EnvironmentBlock, Block):
         )
 
 
-class EndpointAccess(EnvironmentBlock, Block):
+class EndpointAccess(Block, EnvironmentBlock):
     """
     Where releases are recorded and files are kept, and the credentials for these and for the endpoints' cloud.
 
@@ -92,6 +95,9 @@ class EndpointAccess(EnvironmentBlock, Block):
     """
 
     _block_type_name = "onnx-ops endpoints"
+    _block_type_slug = "onnx-ops-endpoints"
+    _logo_url = _LOGO
+    _documentation_url = _DOCUMENTATION
 
     ledger: str = Field(default="", description="The ledger, a path or a URL such as s3://bucket/ledger.")
     store: str = Field(default="", description="The store of files, a path or a URL such as s3://bucket/store.")
@@ -114,7 +120,7 @@ class EndpointAccess(EnvironmentBlock, Block):
         return _filled(ONNX_OPS_LEDGER=self.ledger, ONNX_OPS_STORE=self.store, **secrets)
 
 
-class NotificationTarget(EnvironmentBlock, Block):
+class NotificationTarget(Block, EnvironmentBlock):
     """Who is notified of a rollback, and the secrets of the services that carry the message.
 
     Example:
@@ -126,6 +132,9 @@ class NotificationTarget(EnvironmentBlock, Block):
     """
 
     _block_type_name = "onnx-ops notifications"
+    _block_type_slug = "onnx-ops-notifications"
+    _logo_url = _LOGO
+    _documentation_url = _DOCUMENTATION
 
     notify: str = Field(default=..., description="Notifiers, with commas between, such as webhook,github:acme/models.")
     webhook: SecretStr | None = Field(default=None, description="Address of an incoming webhook in Slack's format.")
@@ -140,7 +149,7 @@ class NotificationTarget(EnvironmentBlock, Block):
         )
 
 
-class TargetDefinitions(EnvironmentBlock, Block):
+class TargetDefinitions(Block, EnvironmentBlock):
     """
     Targets that several projects share: which provider on which machines, and the work pool whose workers measure them.
 
@@ -153,6 +162,9 @@ class TargetDefinitions(EnvironmentBlock, Block):
     """
 
     _block_type_name = "onnx-ops targets"
+    _block_type_slug = "onnx-ops-targets"
+    _logo_url = _LOGO
+    _documentation_url = _DOCUMENTATION
 
     targets: dict[str, dict[str, Any]] = Field(
         default=...,
