@@ -32,7 +32,7 @@ from onnx_ops.measure.speed import (
 )
 from onnx_ops.measure.timing import BLOCKS, LONGEST_S, RUNS, SHORT, measure_latency, plan_schedule
 from onnx_ops.ports import PairedBenchmarkSchedule, RunSamples
-from onnx_ops.statistics.latency import LOOKS
+from onnx_ops.statistics.latency import FULL_RUN, LOOKS
 from onnx_ops.testing.models import rows
 from tests.measure.scripted import Scripted
 
@@ -116,7 +116,7 @@ def test_measuring_goes_on_until_the_limits_are_decided(models: dict[str, Path])
 
     decided = MeasurementRequest(throughput=(4,), tolerances={"throughput": (0.05,)})
     assert pairs(scripted(models), decided) == LOOKS[0]
-    assert pairs(scripted(models, noise=2.0), decided) == LOOKS[-1]
+    assert pairs(scripted(models, noise=2.0), decided) >= FULL_RUN
     unlimited = MeasurementRequest(throughput=(4,))
     assert pairs(scripted(models, noise=0.5), unlimited) == LOOKS[0], "no limit, nothing to decide"
     at_the_limit = MeasurementRequest(throughput=(4,), tolerances={"throughput": (0.2,)})
