@@ -13,6 +13,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from sklearn.preprocessing import (
     TargetEncoder,
 )
 
+from benchmarks.sklearn_estimators import estimators
 from onnx_ops.adapters.data.file import FileSource
 from onnx_ops.adapters.exporters.boosted import LightgbmExporter, XgboostExporter
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
@@ -68,7 +70,10 @@ MIXED = (*NUMBERS, "city", "plan", "member")
 EVERYTHING = (*MIXED, "note")
 
 Case = tuple[str, Any, tuple[str, ...], str]
-"""Name, estimator, columns, and what is predicted: `class`, `three`, `text`, `amount`, `rank` or `amounts`."""
+"""Name, estimator, columns, and what is predicted: `class`, `three`, `text`, `amount`, `rank` or `amounts`.
+
+Instead of one estimator a list of them with what they predict: the first that can be fitted counts.
+"""
 
 
 KNOWN_WRONG = frozenset(
@@ -199,7 +204,57 @@ def cases() -> list[Case]:
         ("SGD, modified Huber, three classes", mixed(linear_model.SGDClassifier(loss="modified_huber", random_state=0)), MIXED, "three"),
         *boosted(),
     ]  # fmt: skip
-    return found
+    return [*found, *others({name for name, *_ in found})]
+
+
+def others(named: set[str]) -> Iterator[Case]:
+    """Every other estimator that skl2onnx can convert: classifiers, regressors, and what transforms numbers."""
+    from skl2onnx._supported_operators import sklearn_operator_name_map
+
+    dense = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
+    # What takes no negative numbers gets numbers from 0 to 1; what takes whole numbers only gets those of a bin.
+    scalers = (StandardScaler(), MinMaxScaler(), KBinsDiscretizer(4, encode="ordinal", strategy="uniform"))
+    for kind, inner in (("classifier", linear_model.LogisticRegression()), ("regressor", linear_model.Ridge())):
+        for name, make in estimators(kind):
+            if make in sklearn_operator_name_map and f"mixed, {name}" not in named:
+                models = [
+                    mixed(model, numbers=make_pipeline(SimpleImputer(), scaler), encoder=dense)
+                    for model in attempts(make, inner)
+                    for scaler in scalers
+                ]
+                kinds = ("three", "class") if kind == "classifier" else ("amount", "amounts")
+                yield f"mixed, {name}", [(model, y) for y in kinds for model in models], MIXED, ""
+    for name, make in estimators("transformer"):
+        if make in sklearn_operator_name_map and name not in _NO_NUMBERS and f"mixed, {name}" not in named:
+            steps = [make_pipeline(SimpleImputer(), step) for step in attempts(make, linear_model.LogisticRegression())]
+            logistic = linear_model.LogisticRegression(max_iter=500)
+            yield f"mixed, {name}", [(mixed(logistic, numbers=step), "class") for step in steps], MIXED, ""
+
+
+_NO_NUMBERS = frozenset(
+    {
+        *("ColumnTransformer", "DictVectorizer", "FeatureHasher", "FeatureUnion", "FunctionTransformer"),
+        *("LabelBinarizer", "LabelEncoder", "OneHotEncoder", "OrdinalEncoder", "SimpleImputer", "TargetEncoder"),
+        *("TfidfTransformer", "KernelCenterer", "StackingClassifier", "StackingRegressor"),
+        *("VotingClassifier", "VotingRegressor", "KNeighborsTransformer", "PLSRegression"),
+    }
+)
+"""Transformers that are classifiers too, or no step for a matrix of numbers: texts, labels, kernels and graphs."""
+
+
+def attempts(make: Any, inner: Any) -> Iterator[Any]:
+    """Yield the estimator with its defaults, and with what it may not do without."""
+    for arguments, options in (
+        ((), {}),
+        ((), {"random_state": 0}),
+        ((inner,), {}),
+        (([("a", inner), ("b", inner)],), {}),
+        ((), {"n_components": 2}),
+    ):
+        try:
+            yield make(*arguments, **options)
+        except TypeError:
+            continue
 
 
 def boosted() -> list[Case]:
@@ -287,7 +342,6 @@ def outcome(case: Case, folder: Path, endpoint: Endpoint) -> str:
     holed = ("missing" in name or "mixed" in name) and "MinMaxScaler(clip" not in repr(model)
     arrays = FileSource().load(FileData(file="missing.csv" if holed else "whole.csv"), folder)
     samples = {column: arrays[column] for column in wanted}
-    y = label(kind, arrays, arrays["target"][:, 0])
     exporter = next(
         (make() for word, make in (("XGBoost", XgboostExporter), ("LightGBM", LightgbmExporter)) if word in name),
         SklearnExporter(),
@@ -296,7 +350,11 @@ def outcome(case: Case, folder: Path, endpoint: Endpoint) -> str:
     if "a data frame's categories" in name:
         rows["visits"] = rows["visits"].astype("category")
     more = {"categorical_feature": [NUMBERS.index("visits")]} if "categories by number" in name else {}
-    model.fit(rows, y, **({"group": [30] * (ROWS // 30)} if kind == "rank" else more))
+    if isinstance(model, list):
+        model = first_fitted(model, rows, arrays)
+    else:
+        y = label(kind, arrays, arrays["target"][:, 0])
+        model.fit(rows, y, **({"group": [30] * (ROWS // 30)} if kind == "rank" else more))
     place = Path(tempfile.mkdtemp(dir=folder))
     path = place / MODEL_FILE
     section = Export(framework=exporter.tools[0].replace("scikit-learn", "sklearn"))
@@ -313,6 +371,17 @@ def outcome(case: Case, folder: Path, endpoint: Endpoint) -> str:
     exact: Any = exporter.reference(model, head, "float64")
     rounded: Any = exporter.reference(model, head, "float32") or exact
     return endpoint.compare(name, place, head, exact, rounded)
+
+
+def first_fitted(models: list[tuple[Any, str]], rows: Any, arrays: Any) -> Any:
+    """Return the first model that fits its kind of label, fitted; raises what the first one raised if none does."""
+    first: Exception | None = None
+    for model, kind in models:
+        try:
+            return model.fit(rows, label(kind, arrays, arrays["target"][:, 0]))
+        except Exception as error:  # an estimator for other data raises whatever it meets
+            first = first or error
+    raise first or AssertionError("no model was given")
 
 
 class Endpoint:

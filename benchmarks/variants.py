@@ -31,7 +31,7 @@ from onnx_ops.config.settings import load_settings
 from onnx_ops.statistics.intervals import tango_interval
 from onnx_ops.statistics.metrics import cosine_rows
 
-ROUNDS, RUNS = 15, 4
+ROUNDS, RUNS = 15, 8
 SURELY = 12
 """Of 15 rounds by chance in 1.8 % of cases."""
 
@@ -76,8 +76,9 @@ def abilities() -> bool:
 
 def table(model: Model) -> Iterator[str]:
     """Print the figures of one model; yields the limits that are missed."""
-    sessions = {"fp32": session(model.path)} | {name: session(path) for name, path in model.variants.items()}
-    times = timed(sessions, model)
+    paths = {"fp32": model.path, **model.variants}
+    times = timed(paths, model)
+    sessions = {name: session(path) for name, path in paths.items()}
     ratios = {name: statistics.median(found / times["fp32"]) for name, found in times.items()}
     found = {name: answers(one, model) for name, one in sessions.items()}
     right = {name: rows for name, (rows, _) in found.items()}
@@ -116,18 +117,22 @@ def compared(model: Model, times: Mapping[str, np.ndarray[Any, Any]], right: Map
             yield f"{model.name}: {name} is as right and faster"
 
 
-def timed(sessions: Mapping[str, Any], model: Model) -> dict[str, np.ndarray[Any, Any]]:
-    """The thread's CPU time of each round, the order of a round drawn anew."""
+def timed(paths: Mapping[str, Path], model: Model) -> dict[str, np.ndarray[Any, Any]]:
+    """The thread's CPU time of each round, in a fresh session, since its place in memory moves it by some percent.
+
+    The order of a round is drawn anew.
+    """
     rng = np.random.default_rng(0)
     feed = {model.feed: model.test[0][:1]}
-    for one in sessions.values():
-        one.run(None, feed)
-    rounds: dict[str, list[float]] = {name: [] for name in sessions}
+    rounds: dict[str, list[float]] = {name: [] for name in paths}
     for _ in range(ROUNDS):
-        for name in rng.permutation(list(sessions)):
+        for name in rng.permutation(list(paths)):
+            fresh = session(paths[name])
+            for _ in range(2):
+                fresh.run(None, feed)
             begun = time.thread_time_ns()
             for _ in range(RUNS):
-                sessions[name].run(None, feed)
+                fresh.run(None, feed)
             rounds[name].append(float(time.thread_time_ns() - begun))
     return {name: np.asarray(found) for name, found in rounds.items()}
 

@@ -30,7 +30,7 @@ from onnx_ops.domain.gate import LatencyGate
 from onnx_ops.domain.target import Target
 from onnx_ops.measure.timing import PairedBenchmark, compare_latency
 from onnx_ops.ports import Tensors
-from onnx_ops.statistics.latency import LOOKS, compare, explain_withheld_verdict, should_continue
+from onnx_ops.statistics.latency import FULL_RUN, LOOKS, compare, explain_withheld_verdict, should_continue
 from onnx_ops.statistics.rules.performance import judge_latency
 
 LIMIT = 0.05
@@ -117,7 +117,8 @@ def write_layers(path: Path, extra: int) -> Path:
 def _simulated(quick: bool) -> list[Claim]:
     """The product's rule on pairs of known truth: independent, correlated, and with a drift of the candidate alone.
 
-    The truth of a run that drifts is its mean over all pairs: early looks see another part of it.
+    The truth of a run that drifts is its mean over a full run: early looks see another part of it. A run that is
+    longer drifts back, and forth again.
     """
     trials, rows, claims = QUICK_SIMULATED if quick else SIMULATED, [], []
     for world, (make, make_self) in WORLDS.items():
@@ -158,23 +159,27 @@ def _correlated(r: float, sd: float) -> Draw:
 
 
 def _drifting(sd: float, noise: float) -> Draw:
-    """A straight line, up or down, of that standard deviation over the pairs."""
-    line = np.linspace(-1, 1, LOOKS[-1])
+    """A straight line, up or down, of that standard deviation over a full run."""
+    line = np.linspace(-1, 1, FULL_RUN)
     line *= sd / line.std()
 
     def make(draw: np.random.Generator) -> Pairs:
-        return np.asarray(line * draw.choice([-1, 1]) + noise * draw.standard_normal(LOOKS[-1]))
+        return np.asarray(_there_and_back(line) * draw.choice([-1, 1]) + noise * draw.standard_normal(LOOKS[-1]))
 
     return make
 
 
 def _wandering(sd: float, noise: float) -> Draw:
     def make(draw: np.random.Generator) -> Pairs:
-        walk = np.cumsum(draw.standard_normal(LOOKS[-1]))
+        walk = np.cumsum(draw.standard_normal(FULL_RUN))
         walk = (walk - walk.mean()) / walk.std() * sd
-        return np.asarray(walk + noise * draw.standard_normal(LOOKS[-1]))
+        return np.asarray(_there_and_back(walk) + noise * draw.standard_normal(LOOKS[-1]))
 
     return make
+
+
+def _there_and_back(run: Pairs) -> Pairs:
+    return np.resize(np.concatenate([run, run[::-1]]), LOOKS[-1])
 
 
 _LIKE: dict[str, Draw] = {

@@ -16,6 +16,7 @@ from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.answers import read_values, split_batches
 from onnx_ops.measure.files import slice_rows
 from onnx_ops.measure.timing import count_rows
+from onnx_ops.onnx_graph.channel_balance import write_balanced_like
 from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.onnx_graph.instrumentation import list_computed_values
 from onnx_ops.onnx_graph.quantized_activations import (
@@ -71,9 +72,9 @@ def measure_activations(
     if activations and not feeds:
         raise MeasurementError("there are too few rows to measure its activations", where=derived.name)
     measurements: list[ActivationMeasurement] = []
-    with _without_integer_operators(derived) as readable:
+    with _without_integer_operators(derived) as readable, _balanced_like(derived, source) as exact:
         for start in range(0, len(activations), PAIRS_AT_ONCE):
-            measurements += _measure_batch(runtime, source, readable, activations[start : start + PAIRS_AT_ONCE], feeds)
+            measurements += _measure_batch(runtime, exact, readable, activations[start : start + PAIRS_AT_ONCE], feeds)
     # Activations with the same range, as of MaxPool or Reshape, share the stretch: a range fits if it fits one of
     # them, and is not judged where one of them has none.
     stretches: dict[tuple[float, float], list[float | None]] = {}
@@ -93,15 +94,27 @@ def _without_integer_operators(derived: Path) -> Iterator[Path]:
     """Yield the file, or a temporary one beside it without integer operators."""
     model = read_model(derived)
     pairs = expand_integer_operators(model, derived.name)
-    if pairs is model:
-        yield derived
-        return
-    path = derived.with_name(f"{derived.stem}-pairs.onnx")
-    write_model(pairs, path)
+    with _temporary(derived, "pairs") as path:
+        if pairs is not model:
+            write_model(pairs, path)
+        yield derived if pairs is model else path
+
+
+@contextlib.contextmanager
+def _balanced_like(derived: Path, source: Path) -> Iterator[Path]:
+    """Yield the source, or a temporary copy of it with the channels balanced as in `derived`: the same function."""
+    with _temporary(source, "balanced") as path:
+        yield path if write_balanced_like(source, derived, path) else source
+
+
+@contextlib.contextmanager
+def _temporary(model: Path, name: str) -> Iterator[Path]:
+    """Yield a path beside a model, at which any file is deleted afterwards."""
+    path = model.with_name(f"{model.stem}-{name}.onnx")
     try:
         yield path
     finally:
-        path.unlink()
+        path.unlink(missing_ok=True)
         path.with_name(f"{path.name}.data").unlink(missing_ok=True)
 
 
@@ -161,10 +174,13 @@ def measure_weights(
     Raises:
         MeasurementError: a quantized weight cannot be compared, or the export does not run.
     """
-    pairs = (*read_quantized_weights(source, derived), *read_float_weights(source, derived))
-    steps = [compute_weight_error(pair.original, pair.dequantized, pair.scale) for pair in pairs]
-    moved = [pair for pair, distance in zip(pairs, steps, strict=True) if ROUNDING < distance < LARGEST and pair.origin]
-    errors = _measure_layer_errors(runtime, source, derived, moved, samples) if runtime and samples and moved else {}
+    with _balanced_like(derived, source) as exact:
+        pairs = (*read_quantized_weights(exact, derived), *read_float_weights(exact, derived))
+        steps = [compute_weight_error(pair.original, pair.dequantized, pair.scale) for pair in pairs]
+        moved = [
+            pair for pair, distance in zip(pairs, steps, strict=True) if ROUNDING < distance < LARGEST and pair.origin
+        ]
+        errors = _measure_layer_errors(runtime, exact, derived, moved, samples) if runtime and samples and moved else {}
     return tuple(
         WeightMeasurement(
             tensor=pair.name,
@@ -181,15 +197,12 @@ def _measure_layer_errors(
     runtime: Runtime, source: Path, derived: Path, moved: Sequence[QuantizedWeight], samples: Tensors
 ) -> dict[str, float]:
     """Return by weight the error of the worst layer that uses it."""
-    copy, feeds = source.with_name(f"{source.stem}-layers.onnx"), tuple(split_feeds(derived, samples))
+    feeds = tuple(split_feeds(derived, samples))
     errors: dict[str, float] = {}
     for start in range(0, len(moved), _WEIGHTS_AT_ONCE):
-        try:
+        with _temporary(source, "layers") as copy:
             outputs = write_with_layer_errors(source, moved[start : start + _WEIGHTS_AT_ONCE], copy)
             runs = runtime.run(copy, AS_WRITTEN, feeds) if outputs else ()
-        finally:
-            copy.unlink(missing_ok=True)
-            copy.with_name(f"{copy.name}.data").unlink(missing_ok=True)
         for weight, pairs in outputs.items():
             sums = [[float(np.sum([run[name] for run in runs], dtype=np.float64)) for name in pair] for pair in pairs]
             errors[weight] = max(compute_ratio(*both) if np.isfinite(both).all() else LARGEST for both in sums)

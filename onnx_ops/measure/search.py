@@ -32,6 +32,7 @@ from onnx_ops.measure.files import slice_rows
 from onnx_ops.measure.quantization import PAIRS_AT_ONCE
 from onnx_ops.measure.scoring import ModelPredictions, ScoringRequest, measure_metrics, read_predictions
 from onnx_ops.measure.timing import build_feed, compute_log_ratios
+from onnx_ops.onnx_graph.channel_balance import write_balanced
 from onnx_ops.onnx_graph.files import list_external_names
 from onnx_ops.onnx_graph.instrumentation import (
     OPERATORS,
@@ -215,6 +216,7 @@ class TrialRunner:
         self._predictions: dict[str, ModelPredictions] = {}
         self._outputs: Tensors | None = None
         self._ranges: dict[str, ValueRange] | None = None
+        self._balanced: Path | None = None
         self._schedules: dict[str, PairedBenchmarkSchedule] = {}
 
     def build(self, action: BuildTrial) -> Trial:
@@ -262,7 +264,7 @@ class TrialRunner:
         levels = 63 if any(machine.saturates for machine in context.machines) else 127
         try:
             ranges = self._activation_ranges() if static else None
-            write_with_quantized_node(context.source, action.node, copy, ranges=ranges, weight_levels=levels)
+            write_with_quantized_node(self._balance(), action.node, copy, ranges=ranges, weight_levels=levels)
             sensitivity = replace(sensitivity, error=self._measure_error(copy))
         except (OnnxOpsError, ValueError) as error:
             sensitivity = replace(sensitivity, failure=str(error).splitlines()[0])
@@ -343,20 +345,27 @@ class TrialRunner:
         )
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
+    def _balance(self) -> Path:
+        """Return the source as the quantizers balance it."""
+        if self._balanced is None:
+            source, path = self._context.source, self._context.folder / "balanced.onnx"
+            self._balanced = path if write_balanced(source, path) else source
+        return self._balanced
+
     def _activation_ranges(self) -> Mapping[str, ValueRange]:
         """Return the smallest and largest value of each activation that a product reads."""
         if self._ranges is not None:
             return self._ranges
-        context = self._context
+        context, source = self._context, self._balance()
         probed = slice_rows(context.calibration or context.tuning_data.inputs, 0, RANGED)
-        read = {name for names in list_activations(context.source).values() for name in names}
+        read = {name for names in list_activations(source).values() for name in names}
         ranges = {name: _find_range(probed[name]) for name in read & set(probed)}
-        inner = [value.name for value in list_computed_values(context.source) if value.name in read]
+        inner = [value.name for value in list_computed_values(source) if value.name in read]
         runtime, target = context.project.runtime(context.targets[0].runtime), _use_all_cores(context.targets[0])
-        feeds = tuple(feed for feed, _ in split_batches(context.source, probed))
+        feeds = tuple(feed for feed, _ in split_batches(source, probed))
         for start in range(0, len(inner), PAIRS_AT_ONCE):
             names = inner[start : start + PAIRS_AT_ONCE]
-            for values in read_values(runtime, context.source, target, names, feeds):
+            for values in read_values(runtime, source, target, names, feeds):
                 for name in set(names) & set(values):
                     low, high = _find_range(values[name])
                     previous = ranges.get(name, (low, high))

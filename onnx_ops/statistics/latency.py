@@ -15,15 +15,18 @@ from scipy import special
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import MeasurementError
 
-LOOKS = (5, 6, 8, 11, 15, 20, 28, 40)
+FULL_RUN = 40
+"""Session pairs that stand for a run. One that is undecided goes on if the pairs up to the last look would decide."""
+
+LOOKS = (5, 6, 8, 11, 15, 20, 28, FULL_RUN, 56, 80, 113, 160)
 """Session pairs after which an interim look at the samples is allowed."""
 
 ALPHA = 0.05
 """One-sided error rate of a whole comparison."""
 
-_SHARE = 4
-"""The error rate of each look is `ALPHA` / `_SHARE`. Looks at the same samples err together, and all but the last carry
-`DRIFT`; `benchmarks.truth.latency` measures how often they err in total."""
+_SHARE = 5
+"""The error rate of each look is `ALPHA` / `_SHARE`. Looks at the same samples err together, and those before a full
+run carry `DRIFT`; `benchmarks.truth.latency` measures how often they err in total."""
 
 DRIFT = 0.035
 """How far the log ratio of the pairs that are not yet measured may be from that of the others."""
@@ -61,7 +64,7 @@ _TICK_NS = 1.0
 class Comparison:
     """Latency of B over A with one-sided bounds; 0 and infinity for none.
 
-    `rest` is the factor by which the unmeasured part of a run may move the bounds: 1 after the last look.
+    `rest` is the factor by which the unmeasured part of a full run may move the bounds: 1 after it.
     """
 
     verdict: Verdict
@@ -171,7 +174,7 @@ def _compute_widening(values: Floats, alpha: float) -> float:
     assumed = LARGEST_CORRELATION * min(max(spells, 0.0), 1.0)
     if n < _FEWEST_CORRELATED:
         return math.sqrt((1 + assumed) / (1 - assumed))
-    assumed *= max(0.0, 1 - n / LOOKS[-1])
+    assumed *= max(0.0, 1 - n / FULL_RUN)
     r = max((n * float(centred[1:] @ centred[:-1]) / squares + 1) / (n - 3), 0.0)
     r = min(r + _ERRORS * r * math.sqrt(max(0.0, 1 - r * r) / n), LARGEST_CORRELATION)
     few, all_of_them = special.stdtrit([max(n * (1 - r) / (1 + r) - 1, 1.0), n - 1], alpha)
@@ -201,8 +204,8 @@ def find_trend(log_ratios: Sequence[Sequence[float]]) -> float | None:
 def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float) -> Comparison:
     """Compare B with A: PASS with confidence below `1 + tolerance`, FAIL with confidence above.
 
-    The bounds are those of `run_interval`. The first pairs of a run do not predict the rest: before the last look a
-    verdict must also hold with each bound moved outwards by `DRIFT` times the missing share of the run.
+    The bounds are those of `run_interval`. The first pairs of a run do not predict the rest: before `FULL_RUN` a
+    verdict must also hold with each bound moved outwards by `DRIFT` times the missing share of it.
 
     Args:
         log_ratios: of the blocks, one sequence for each session pair, in the order of measurement; at least one.
@@ -210,7 +213,7 @@ def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float) -> Compa
     """
     ratio, low, high = (_exp(v) for v in run_interval(log_ratios))
     pairs = sum(1 for p in log_ratios if len(p))
-    rest, limit = _exp(DRIFT * max(0.0, 1 - pairs / LOOKS[-1])), 1 + tolerance
+    rest, limit = _exp(DRIFT * max(0.0, 1 - pairs / FULL_RUN)), 1 + tolerance
     verdict = Verdict.PASS if high * rest < limit else Verdict.FAIL if low / rest > limit else Verdict.INCONCLUSIVE
     return Comparison(verdict=verdict, ratio=ratio, low=low, high=high, pairs=pairs, rest=rest)
 
@@ -218,7 +221,7 @@ def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float) -> Compa
 def estimate_pairs_needed(log_ratios: Sequence[Sequence[float]], tolerance: float) -> int | None:
     """Return the pairs of one run that would decide at the same ratio.
 
-    None if a hundred times the longest run would not be enough.
+    None if a hundred full runs would not be enough.
     """
     estimate, low, high = session_interval(log_ratios, ALPHA / _SHARE)
     distance = math.log1p(tolerance) - estimate
@@ -227,7 +230,7 @@ def estimate_pairs_needed(log_ratios: Sequence[Sequence[float]], tolerance: floa
     if not abs(distance) * 100 > half:
         return None
     needed = len(pairs) * (half / distance) ** 2
-    return max(LOOKS[-1], math.ceil(needed)) if needed <= 100 * LOOKS[-1] else None
+    return max(FULL_RUN, math.ceil(needed)) if needed <= 100 * FULL_RUN else None
 
 
 def explain_withheld_verdict(
@@ -257,7 +260,8 @@ def should_continue(
 ) -> bool:
     """Return whether to measure up to the next look.
 
-    True while looks remain and a limit is undecided, or the host is too biased for it.
+    True while looks remain and a limit is undecided, or the host is too biased for it; after a full run only if the
+    pairs up to the last look may decide: their expected number is uncertain by a factor of two.
 
     Args:
         self_log_ratios: those of the baseline against itself.
@@ -268,11 +272,16 @@ def should_continue(
         return False
     if pairs not in LOOKS:
         return True
-    return any(
-        compare(log_ratios, tolerance=tolerance).verdict is Verdict.INCONCLUSIVE
-        or (tolerance > 0 and explain_withheld_verdict(log_ratios, self_log_ratios, tolerance) is not None)
+    undecided = (
+        tolerance
         for tolerance in tolerances
+        if compare(log_ratios, tolerance=tolerance).verdict is Verdict.INCONCLUSIVE
+        or (tolerance > 0 and explain_withheld_verdict(log_ratios, self_log_ratios, tolerance))
     )
+    if pairs < FULL_RUN:
+        return any(True for _ in undecided)
+    needed = (estimate_pairs_needed(log_ratios, tolerance) for tolerance in undecided)
+    return any(count is not None and count <= 2 * LOOKS[-1] for count in needed)
 
 
 def get_next_look(pairs: int) -> int:

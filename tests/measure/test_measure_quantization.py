@@ -16,6 +16,7 @@ from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.pipeline.stages.quantize import _select_unseen
 from onnx_ops.ports import Dataset
 from onnx_ops.testing.models import rows, write_perceptron
+from tests.onnx_graph.norms import CHANNELS, answers, write_norm
 from tests.support.pairs import derive, write_changed
 
 
@@ -130,3 +131,37 @@ def test_levels_left_unused_are_seen(tmp_path: Path) -> None:
     found = measured_weights(tmp_path, np.rint)
     assert found.stretch is not None
     assert found.stretch == pytest.approx(127 / 60, rel=0.5)
+
+
+class TestBalancedChannels:
+    """Loud channels of a normalization are balanced with their weights, and the checks know it."""
+
+    @pytest.fixture(params=["dynamic", "static"])
+    def variant(self, request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+        source = write_norm(tmp_path / "source.onnx")
+        return source, derive(source, request.param, calibration=self.rows(0))
+
+    @staticmethod
+    def rows(seed: int) -> dict[str, np.ndarray[Any, Any]]:
+        return {"x": np.random.default_rng(seed).standard_normal((64, CHANNELS)).astype(np.float32)}
+
+    def test_the_other_channels_keep_their_steps(self, variant: tuple[Path, Path]) -> None:
+        for exact, found in zip(*map(answers, variant), strict=True):
+            assert float(np.sqrt(np.mean((found - exact) ** 2)) / exact.std()) < 0.05, "without: a quarter to a third"
+
+    def test_a_good_variant_keeps_the_limits(self, variant: tuple[Path, Path]) -> None:
+        assert max(one.steps for one in measure_weights(*variant)) <= 0.51
+        for one in measure_activations(OnnxRuntime(), *variant, self.rows(1)):
+            assert one.noise <= 1.74
+            assert one.departure is None or one.departure < 20
+        assert not list(variant[0].parent.glob("*-balanced.onnx*"))
+
+    @pytest.mark.parametrize("constant", ["n.scale", "first_scale"])
+    def test_a_fault_beside_the_balance_is_found(self, variant: tuple[Path, Path], constant: str) -> None:
+        source, derived = variant
+        model = read_model(derived)
+        tensor = next(t for t in model.graph.initializer if t.name in (constant, f"{constant}_quantized"))
+        values = numpy_helper.to_array(tensor)
+        tensor.CopyFrom(numpy_helper.from_array((values * 2).astype(values.dtype), tensor.name))
+        write_model(model, derived)
+        assert max(one.steps for one in measure_weights(source, derived)) > 1

@@ -33,7 +33,7 @@ from onnx_ops.measure.speed import (
 )
 from onnx_ops.measure.timing import BLOCKS, LONGEST_S, RUNS, SHORT, measure_latency, plan_schedule
 from onnx_ops.ports import PairedBenchmarkSchedule, RunSamples
-from onnx_ops.statistics.latency import LOOKS
+from onnx_ops.statistics.latency import FULL_RUN, LOOKS
 from onnx_ops.testing.models import rows
 from tests.measure.scripted import Scripted
 
@@ -108,7 +108,7 @@ def test_measuring_goes_on_until_the_limits_are_decided(models: dict[str, Path])
 
     asked = MeasurementRequest(throughput=(4,), tolerances={"throughput": (0.05,)})
     assert pairs(scripted(models), asked) == LOOKS[0]
-    assert pairs(scripted(models, noise=2.0), asked) == LOOKS[-1]
+    assert pairs(scripted(models, noise=2.0), asked) >= FULL_RUN
     assert pairs(scripted(models, noise=0.5), replace(asked, tolerances={})) == LOOKS[0], "no limit, nothing to decide"
     assert pairs(scripted(models, noise=0.01), replace(asked, tolerances={"throughput": (0.2,)})) > LOOKS[0]
 

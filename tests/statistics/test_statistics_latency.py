@@ -17,6 +17,7 @@ from onnx_ops.errors import MeasurementError
 from onnx_ops.statistics.latency import (
     ALPHA,
     DRIFT,
+    FULL_RUN,
     LOOKS,
     compare,
     compare_latency_quantile,
@@ -46,24 +47,21 @@ BLOCKS = 8
 def simulate(trials: int, ratio: float, seed: int, *, flagged: float = 1.0) -> Logs:
     """Block logs of shape (trials, rounds, blocks, 3), made from raw runs on a noisy host."""
     rng = np.random.default_rng(seed)
-    shape = (trials * LOOKS[-1], BLOCKS, 3, 10)
+    shape = (trials * FULL_RUN, BLOCKS, 3, 10)
     nanoseconds = 1e5 * np.exp(
         rng.normal(0, RUN_SD, shape) + rng.normal(0, SESSION_SD / math.sqrt(2), (*shape[:1], 1, 3, 1))
     )
     slow = rng.random(shape) < PREEMPTED_SHARE
     nanoseconds[slow] *= PREEMPTED_COST
     nanoseconds[:, :, 2] *= ratio
-    return compute_block_logs(nanoseconds, slow & (rng.random(shape) < flagged)).reshape(trials, LOOKS[-1], BLOCKS, 3)
+    return compute_block_logs(nanoseconds, slow & (rng.random(shape) < flagged)).reshape(trials, FULL_RUN, BLOCKS, 3)
 
 
 def decide(logs: Logs, tolerance: float) -> tuple[Verdict, int]:
     """One gate run as the benchmark stage does it: verdict and the session pairs it took."""
     own, itself = ((logs[..., model] - logs[..., 0]).tolist() for model in (2, 1))
-    pairs = 0
-    while True:
-        pairs = get_next_look(pairs)
-        if not should_continue(own[:pairs], itself[:pairs], [tolerance]):
-            break
+    looks = (n for n in LOOKS if n == FULL_RUN or not should_continue(own[:n], itself[:n], [tolerance]))
+    pairs = next(looks)
     if explain_withheld_verdict(own[:pairs], itself[:pairs], tolerance) is not None:
         return Verdict.INCONCLUSIVE, pairs
     return compare(own[:pairs], tolerance=tolerance).verdict, pairs
@@ -187,7 +185,9 @@ class TestUnsteadyHost:
         rng, decided = np.random.default_rng(seed), []
         for _ in range(simulation.trials(80)):
             looks = []
-            for rounds in np.diff((0, *LOOKS)):  # the looks one by one, as the stage has them
+            for rounds in np.diff(
+                (0, *(look for look in LOOKS if look <= FULL_RUN))
+            ):  # the looks one by one, as the stage has them
                 shape = (int(rounds), BLOCKS, 3, 10)
                 slow = (rng.random(shape).ravel() < SPELL_ENDS).cumsum().reshape(shape) % 2
                 session = rng.normal(0, SESSION_SD / math.sqrt(2), (shape[0], 1, 3, 1))
@@ -281,8 +281,8 @@ class TestRun:
 
     def test_what_is_not_yet_measured_may_drift(self) -> None:
         pairs = [[0.035], [0.037]] * 20
-        found = [compare(pairs[:n], tolerance=0.05) for n in LOOKS]
-        assert [f.high < 1.05 for f in found] == [True] * len(LOOKS)
+        found = [compare(pairs[:n], tolerance=0.05) for n in LOOKS if n <= FULL_RUN]
+        assert all(f.high < 1.05 for f in found)
         assert [f.verdict for f in found] == [Verdict.INCONCLUSIVE] * 6 + [Verdict.PASS] * 2
         assert found[-1].rest == 1
 
@@ -314,7 +314,7 @@ class TestPairsNeeded:
         assert near == pytest.approx(16 * far, rel=0.35)
 
     def test_it_is_never_fewer_than_those_of_a_run_and_none_tells_what_is_at_the_limit(self) -> None:
-        assert estimate_pairs_needed([[0.01], [0.011], [0.009], [0.01], [0.01]], 0.05) == LOOKS[-1]
+        assert estimate_pairs_needed([[0.01], [0.011], [0.009], [0.01], [0.01]], 0.05) == FULL_RUN
         assert estimate_pairs_needed([[0.01], [-0.01]] * 20, 0.0) is None
 
 
@@ -339,7 +339,7 @@ class TestWithheld:
 
 class TestLooks:
     def test_each_look_follows_the_one_before(self) -> None:
-        assert [get_next_look(n) for n in (0, 4, 5, 10, 20, 40, 45)] == [5, 5, 6, 11, 28, 40, 40]
+        assert [get_next_look(n) for n in (0, 4, 5, 10, 20, 40, 45)] == [5, 5, 6, 11, 28, 56, 56]
 
     QUIET = ([0.001], [-0.001], [0.0], [0.002], [-0.002])
 
@@ -352,7 +352,15 @@ class TestLooks:
             pytest.param([[0.0]] * 5, [[0.03]] * 5, [0.05], True, id="the host is biased"),
             pytest.param([[2.0]] * 5, NOISY, [0.05], False, id="no bias could matter"),
             pytest.param([[-0.3]] * 7, [[0.0]] * 7, [0.05], True, id="between looks"),
-            pytest.param([[0.05], [0.04]] * 20, [[0.0]] * 40, [0.05], False, id="after the last"),
+            pytest.param(
+                [[0.0135 + 0.0015 * (19 * i % 40)] for i in range(40)],
+                [[0.0]] * 40,
+                [0.05],
+                True,
+                id="a longer run may decide",
+            ),
+            pytest.param([[0.05], [0.047]] * 20, [[0.0]] * 40, [0.05], False, id="no longer run would"),
+            pytest.param([[0.06], [0.03]] * 80, [[0.0]] * 160, [0.05], False, id="after the last"),
         ],
     )
     def test_measures_on_while_a_limit_is_undecided(

@@ -20,6 +20,7 @@ from onnx_ops.adapters.optimizers.library import (
 )
 from onnx_ops.domain.quantization import choose_reduce_range, choose_static_recipe
 from onnx_ops.errors import UserError, quoted
+from onnx_ops.onnx_graph.channel_balance import balance_channels
 from onnx_ops.onnx_graph.files import (
     DEFAULT_DOMAINS,
     EXTERNAL_LIMIT,
@@ -111,8 +112,13 @@ class DynamicQuantizer(Optimizer):
         if types.isdisjoint(node.op_type for node in iterate_nodes(source)):
             raise build_no_effect_error(request.section, source, types)
         reduce_range, why = choose_reduce_range(options, request.machines)
-        _quantize(request, {"op_types": DYNAMIC_OPERATORS, **options, "reduce_range": reduce_range}, _dynamic)
-        return (why, "ranges of activations are found anew for each batch: answers depend on what else is in it")
+        options = {"op_types": DYNAMIC_OPERATORS, **options, "reduce_range": reduce_range}
+        notes = _quantize(request, options, _dynamic)
+        return (
+            why,
+            "ranges of activations are found anew for each batch: answers depend on what else is in it",
+            *notes,
+        )
 
 
 class StaticQuantizer(Optimizer):
@@ -132,8 +138,7 @@ class StaticQuantizer(Optimizer):
         options, notes = self._choose(request)
         with Scratch() as folder:
             ranges = _join_ranges(request.ranges, folder / "ranges.json") if request.ranges else None
-            _quantize(request, options, partial(_static, ranges=ranges))
-        return notes
+            return *notes, *_quantize(request, options, partial(_static, ranges=ranges))
 
     def read_ranges(self, request: OptimizeRequest, path: Path, shard: tuple[int, int]) -> None:
         """Write the ranges of one part of the calibration batches, as ONNX Runtime's calibration cache."""
@@ -236,8 +241,12 @@ def _type(library: Any, name: str) -> Any:
     return getattr(library.QuantType, {"int8": "QInt8", "uint8": "QUInt8", "uint16": "QUInt16"}[name])
 
 
-def _quantize(request: OptimizeRequest, options: Mapping[str, Any], library_call: Callable[[_Job], None]) -> None:
+def _quantize(
+    request: OptimizeRequest, options: Mapping[str, Any], library_call: Callable[[_Job], None]
+) -> tuple[str, ...]:
+    """Write the quantized model; return what was done beside what was asked for."""
     source = read_model(request.source)
+    balanced = balance_channels(source)
     with Scratch() as folder, suppress_output():
         large = sum(len(tensor.raw_data) for tensor in source.graph.initializer) > EXTERNAL_LIMIT
         prepared = _prepare(source, folder, large)
@@ -271,6 +280,7 @@ def _quantize(request: OptimizeRequest, options: Mapping[str, Any], library_call
         raise build_no_effect_error(section, given, frozenset(options["op_types"]))
     restore_metadata(derived, source)
     write_model(derived, request.path)
+    return (f"{balanced} outlier channels of normalizations were balanced with their weights",) if balanced else ()
 
 
 def _prepare(source: Any, folder: Path, large: bool) -> Path:

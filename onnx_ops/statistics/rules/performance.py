@@ -58,10 +58,10 @@ def _judge_ratio(
         if needed is None:
             reason += "; the ratio is too near to the limit for any number of pairs"
         elif needed > LOOKS[-1]:
-            remedy = f"a run has {LOOKS[-1]}: measure on a quieter machine"
+            remedy = f"a run has at most {LOOKS[-1]}: measure on a quieter machine"
             reason += f"; about {needed} pairs on end would decide, and {remedy}"
         else:
-            reason += f"; the {needed} pairs of a whole run would decide"
+            reason += f"; {needed} pairs would decide, and the time for them ran out"
         if comparison.low > 0 and math.isfinite(comparison.high):
             low = comparison.low / comparison.rest - 1
             high = math.ceil(1000 * (comparison.high * comparison.rest - 1) + 1e-9) / 1000

@@ -1,0 +1,200 @@
+"""Balance outlier channels between a normalization and the products that read it, so that 8 bits hold both.
+
+A normalization may scale a few channels far up, and the weights of the next product scale them down again. One
+quantization step for all channels is then too coarse for the others. Part of the factor is moved into the weights, as
+by gamma migration (Wei et al. 2022, arXiv 2209.13325) and SmoothQuant (Xiao et al. 2023, arXiv 2211.10438). Factors are
+powers of two, so that the function in float stays the same to the last bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from onnx_ops.errors import MeasurementError
+from onnx_ops.onnx_graph.files import iterate_graphs, read_model, read_structure, write_model
+
+if TYPE_CHECKING:
+    import onnx
+
+PROPERTY = "onnx-ops.channel_exponents"
+"""Metadata of a balanced model: for each value, the exponents of its balanced channels, as JSON."""
+
+_FLOAT = 1
+_NORMS = ("LayerNormalization", "SimplifiedLayerNormalization")
+
+_REACH = 3.0
+"""Standard deviations that a normalized value usually reaches."""
+
+_OUTLIER = 4.0
+"""A channel is an outlier from so many times the median channel's size on."""
+
+_LARGEST_EXPONENT = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Norm:
+    """A value that has one scale, and maybe one shift, for each channel, and that only products by constants read.
+
+    `affine` are the inputs of nodes with the scale and the shift, each of shape (channels,). `weights` gives the axis
+    of the channels in each constant that the value is multiplied by.
+    """
+
+    affine: tuple[tuple[onnx.NodeProto, int], ...]
+    weights: Mapping[str, int]
+
+
+def balance_channels(model: onnx.ModelProto) -> int:
+    """Balance outlier channels in place, and record their exponents in the metadata; return their number."""
+    from onnx import numpy_helper
+
+    others = [entry for entry in model.metadata_props if entry.key != PROPERTY]
+    del model.metadata_props[:]
+    model.metadata_props.extend(others)
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    exponents: dict[str, dict[str, int]] = {}
+    for value, norm in _find_norms(model, tensors):
+        arrays = {name: numpy_helper.to_array(tensors[name]) for name in norm.weights}
+        scale, *shift = (numpy_helper.to_array(tensors[node.input[index]]) for node, index in norm.affine)
+        size = _REACH * np.abs(scale) + sum(np.abs(one) for one in shift)
+        columns = [np.abs(arrays[name]).max(axis=1 - axis, initial=0.0) for name, axis in norm.weights.items()]
+        chosen = _choose_exponents(size, np.max(columns, axis=0))
+        if chosen.any():
+            exponents[value] = {str(channel): int(chosen[channel]) for channel in np.flatnonzero(chosen)}
+    if exponents:
+        _apply(model, exponents)
+        model.metadata_props.add(key=PROPERTY, value=json.dumps(exponents, sort_keys=True))
+    return sum(len(channels) for channels in exponents.values())
+
+
+def write_balanced(source: Path, path: Path) -> bool:
+    """Write `source` with outlier channels balanced; return False, and write nothing, if it has none."""
+    model = read_model(source)
+    if not balance_channels(model):
+        return False
+    write_model(model, path)
+    return True
+
+
+def write_balanced_like(source: Path, derived: Path, path: Path) -> bool:
+    """Write `source` with the exponents that `derived` records; return False, and write nothing, if it records none.
+
+    Raises:
+        MeasurementError: they do not fit `source`.
+    """
+    recorded = {entry.key: entry.value for entry in read_structure(derived).metadata_props}.get(PROPERTY)
+    if recorded is None:
+        return False
+    model = read_model(source)
+    try:
+        _apply(model, json.loads(recorded))
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        raise MeasurementError(
+            "the recorded balance of its channels does not fit the model it was made from", where=derived.name
+        ) from error
+    write_model(model, path)
+    return True
+
+
+def _find_norms(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]) -> Iterator[tuple[str, _Norm]]:
+    """Yield the values that can be balanced."""
+    producers = {name: node for node in model.graph.node for name in node.output}
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for graph in iterate_graphs(model):
+        for node in graph.node:
+            for name in node.input:
+                readers.setdefault(name, []).append(node)
+    outputs = {value.name for graph in iterate_graphs(model) for value in graph.output}
+    inputs = {value.name for value in model.graph.input}  # callers may replace a constant that is an input too
+
+    def is_constant(name: str, rank: int) -> bool:
+        tensor = None if name in inputs else tensors.get(name)
+        return tensor is not None and tensor.data_type == _FLOAT and len(tensor.dims) == rank
+
+    def find_affine(name: str) -> tuple[tuple[onnx.NodeProto, int], ...]:
+        """Return the inputs that scale and shift each channel of a value; empty if it has no such scale."""
+        node = producers.get(name)
+        if node is None:
+            return ()
+        if node.op_type in _NORMS:
+            places = tuple((node, index) for index in range(1, len(node.input)) if node.input[index])
+            return places if all(is_constant(node.input[index], 1) for _, index in places) else ()
+        places = tuple((node, index) for index, one in enumerate(node.input) if is_constant(one, 1))
+        if node.op_type not in ("Mul", "Add") or len(places) != 1:
+            return ()
+        if node.op_type == "Mul":
+            return places
+        inner = node.input[1 - places[0][1]]
+        scale = find_affine(inner)
+        is_scaled = len(scale) == 1 and scale[0][0].op_type == "Mul" and len(readers[inner]) == 1
+        return (*scale, *places) if is_scaled and inner not in outputs else ()
+
+    for value, products in readers.items():
+        weights = {
+            node.input[1]: 1 if flags.get("transB", 0) else 0
+            for node in products
+            if node.op_type in ("MatMul", "Gemm")
+            and node.input[0] == value
+            and is_constant(node.input[1], 2)
+            and len(readers[node.input[1]]) == 1
+            and not (flags := {a.name: a.i for a in node.attribute}).get("transA", 0)
+        }
+        affine = find_affine(value)
+        if value in outputs or len(weights) < len(products) or not affine:
+            continue
+        channels = {tensors[node.input[index]].dims[0] for node, index in affine}
+        channels |= {tensors[name].dims[axis] for name, axis in weights.items()}
+        if len(channels) == 1:
+            yield value, _Norm(affine=affine, weights=weights)
+
+
+def _choose_exponents(size: npt.NDArray[np.float32], column: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+    """Return the exponent of each channel's factor: 0 for all but outliers.
+
+    Activations and weights share the factor, unless the weights of a channel are usual or large.
+
+    Args:
+        size: of the activations, shape (channels,).
+        column: the largest weight of each channel, shape (channels,).
+    """
+    usual, usual_weight = float(np.median(size)), float(np.median(column))
+    if not (usual > 0 and usual_weight > 0 and np.isfinite(size).all() and np.isfinite(column).all()):
+        return np.zeros(len(size), dtype=np.int64)
+    above = np.log2(np.maximum(size / usual, 1.0))
+    below = np.log2(np.maximum(column / usual_weight, 2.0**-_LARGEST_EXPONENT))
+    shared = np.clip(np.rint((above - below) / 2), 0, np.rint(above))
+    return np.where(size > _OUTLIER * usual, np.minimum(shared, _LARGEST_EXPONENT), 0).astype(np.int64)
+
+
+def _apply(model: onnx.ModelProto, exponents: Mapping[str, Mapping[str, int]]) -> None:
+    """Divide channels by their factors in the normalizations, and multiply them in the weights."""
+    from onnx import numpy_helper
+
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    norms = dict(_find_norms(model, tensors))
+    for value, channels in exponents.items():
+        norm = norms[value]
+        places = [tensors[node.input[index]] for node, index in norm.affine]
+        factors = np.ones(places[0].dims[0], dtype=np.float32)
+        for channel, exponent in channels.items():
+            if not (isinstance(exponent, int) and 0 < exponent <= _LARGEST_EXPONENT and int(channel) >= 0):
+                raise ValueError(f"no exponent of a channel: {exponent!r}")
+            factors[int(channel)] = 2.0**exponent
+        for (node, index), tensor in zip(norm.affine, places, strict=True):  # exporters share equal constants
+            node.input[index] = f"{value}.{'shift' if node.op_type == 'Add' or index == 2 else 'scale'}"
+            own = numpy_helper.from_array(numpy_helper.to_array(tensor) / factors, node.input[index])
+            model.graph.initializer.append(own)
+        for name, axis in norm.weights.items():
+            along = factors[:, np.newaxis] if axis == 0 else factors
+            tensors[name].CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensors[name]) * along, name))
+    read = {name for graph in iterate_graphs(model) for node in graph.node for name in node.input}
+    read |= {value.name for graph in iterate_graphs(model) for value in graph.output}
+    kept = [tensor for tensor in model.graph.initializer if tensor.name in read]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(kept)

@@ -1,0 +1,122 @@
+"""Outlier channels are balanced without any change of the function, and only where nothing else reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from onnx_ops.errors import MeasurementError
+from onnx_ops.onnx_graph.channel_balance import PROPERTY, balance_channels, write_balanced, write_balanced_like
+from onnx_ops.onnx_graph.files import read_model, write_model
+from tests.onnx_graph.norms import CHANNELS, LOUD, OUTPUTS, answers, write_norm
+
+
+def constants(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in read_model(path).graph.initializer}
+
+
+@pytest.mark.parametrize("form", ["norm", "steps", "no shift"])
+def test_the_function_stays_the_same_to_the_last_bit(tmp_path: Path, form: str) -> None:
+    source, balanced = write_norm(tmp_path / "model.onnx", form), tmp_path / "balanced.onnx"
+    assert write_balanced(source, balanced)
+    for before, after in zip(answers(source), answers(balanced), strict=True):
+        np.testing.assert_array_equal(before, after)
+    weights = constants(balanced)
+    assert np.abs(weights["n.scale"]).max() < 2
+    assert np.abs(weights["first"]).max(axis=1).min() > 0.1
+    assert np.abs(weights["second"]).max(axis=0).min() > 0.1
+
+
+def test_channels_that_are_no_outliers_stay(tmp_path: Path) -> None:
+    source = write_norm(tmp_path / "model.onnx", loud=2.0)
+    assert not write_balanced(source, tmp_path / "balanced.onnx")
+    assert not (tmp_path / "balanced.onnx").exists()
+
+
+def test_a_loud_channel_with_large_weights_keeps_its_size(tmp_path: Path) -> None:
+    """Its weights would get larger than all others, and their own steps too coarse."""
+    source = write_norm(tmp_path / "model.onnx")
+    model = read_model(source)
+    for tensor in model.graph.initializer:
+        if tensor.name in ("first", "second"):
+            values = numpy_helper.to_array(tensor).copy()
+            values[(slice(None), LOUD[0]) if tensor.name == "second" else LOUD[0]] *= 60 * 60
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    assert balance_channels(model) == 1
+
+
+def read_by_another(model: onnx.ModelProto) -> None:
+    model.graph.node.append(helper.make_node("Relu", ["n"], ["c"]))
+
+
+def returned(model: onnx.ModelProto) -> None:
+    model.graph.output.add(name="n")
+
+
+def shares_a_weight(model: onnx.ModelProto) -> None:
+    model.graph.node.append(helper.make_node("Identity", ["first"], ["c"]))
+
+
+def takes_a_weight_as_input(model: onnx.ModelProto) -> None:
+    model.graph.input.append(helper.make_tensor_value_info("first", TensorProto.FLOAT, [CHANNELS, OUTPUTS]))
+
+
+def transposes_rows(model: onnx.ModelProto) -> None:
+    next(node for node in model.graph.node if node.name == "b").attribute.append(helper.make_attribute("transA", 1))
+
+
+@pytest.mark.parametrize(
+    "change", [read_by_another, returned, shares_a_weight, takes_a_weight_as_input, transposes_rows]
+)
+def test_what_others_read_is_not_balanced(tmp_path: Path, change: Callable[[onnx.ModelProto], None]) -> None:
+    model = read_model(write_norm(tmp_path / "model.onnx"))
+    change(model)
+    before = model.SerializeToString()
+    assert balance_channels(model) == 0
+    assert model.SerializeToString() == before
+
+
+def test_constants_that_normalizations_share_are_copied(tmp_path: Path) -> None:
+    """An exporter stores equal constants once."""
+    source, balanced = write_norm(tmp_path / "model.onnx"), tmp_path / "balanced.onnx"
+    model = read_model(source)
+    model.graph.node.insert(1, helper.make_node("LayerNormalization", ["x", "gain", "shift"], ["other"], axis=-1))
+    model.graph.output.add(name="other")
+    write_model(model, source)
+    assert write_balanced(source, balanced)
+    np.testing.assert_array_equal(constants(source)["gain"], constants(balanced)["gain"])
+    for before, after in zip(answers(source), answers(balanced), strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
+def test_a_source_is_balanced_like_what_was_made_of_it(tmp_path: Path) -> None:
+    source, balanced, again = write_norm(tmp_path / "model.onnx"), tmp_path / "balanced.onnx", tmp_path / "again.onnx"
+    write_balanced(source, balanced)
+    assert write_balanced_like(source, balanced, again)
+    for name, values in constants(balanced).items():
+        np.testing.assert_array_equal(values, constants(again)[name])
+    assert not write_balanced_like(source, source, tmp_path / "none.onnx")
+
+
+@pytest.mark.parametrize(
+    "recorded",
+    [
+        "", "7", "[1]", "{", '{"n": 3}', '{"n": {"x": 1}}', '{"n": {"-1": 1}}', '{"n": {"32": 1}}', '{"n": {"0": 31}}',
+        '{"n": {"0": -1}}', '{"n": {"0": 0.5}}', '{"n": {"0": "1"}}', '{"a": {"0": 1}}', '{"gone": {"0": 1}}',
+        json.dumps({"n": {"0": None}}), "[" * 10_000,
+    ],
+)  # fmt: skip
+def test_a_record_that_does_not_fit_is_refused(tmp_path: Path, recorded: str) -> None:
+    source, derived = write_norm(tmp_path / "model.onnx"), tmp_path / "derived.onnx"
+    model = read_model(source)
+    model.metadata_props.add(key=PROPERTY, value=recorded)
+    write_model(model, derived)
+    with pytest.raises(MeasurementError, match="does not fit the model"):
+        write_balanced_like(source, derived, tmp_path / "copy.onnx")
