@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -172,7 +172,7 @@ def _choose_exponents(size: npt.NDArray[np.float32], column: npt.NDArray[np.floa
     return np.where(size > _OUTLIER * usual, np.minimum(shared, _LARGEST_EXPONENT), 0).astype(np.int64)
 
 
-def _apply(model: onnx.ModelProto, exponents: Mapping[str, Mapping[str, int]]) -> None:
+def _apply(model: onnx.ModelProto, exponents: Mapping[str, Mapping[str, Any]]) -> None:
     """Divide channels by their factors in the normalizations, and multiply them in the weights."""
     from onnx import numpy_helper
 
@@ -187,7 +187,7 @@ def _apply(model: onnx.ModelProto, exponents: Mapping[str, Mapping[str, int]]) -
                 raise ValueError(f"no exponent of a channel: {exponent!r}")
             factors[int(channel)] = 2.0**exponent
         for (node, index), tensor in zip(norm.affine, places, strict=True):  # exporters share equal constants
-            node.input[index] = f"{value}.{'shift' if node.op_type == 'Add' or index == 2 else 'scale'}"
+            node.input[index] = f"{value}_balanced_{'shift' if node.op_type == 'Add' or index == 2 else 'scale'}"
             own = numpy_helper.from_array(numpy_helper.to_array(tensor) / factors, node.input[index])
             model.graph.initializer.append(own)
         for name, axis in norm.weights.items():

@@ -156,7 +156,7 @@ class TestBalancedChannels:
             assert one.departure is None or one.departure < 20
         assert not list(variant[0].parent.glob("*-balanced.onnx*"))
 
-    @pytest.mark.parametrize("constant", ["n.scale", "first_scale"])
+    @pytest.mark.parametrize("constant", ["n_balanced_scale", "first_scale"])
     def test_a_fault_beside_the_balance_is_found(self, variant: tuple[Path, Path], constant: str) -> None:
         source, derived = variant
         model = read_model(derived)

@@ -39,7 +39,7 @@ def write_norm(path: Path, form: str = "norm", *, loud: float = 60.0) -> Path:
         helper.make_node("MatMul", ["n", "first"], ["a"], name="a"),
         helper.make_node("Gemm", ["n", "second"], ["b"], name="b", transB=1),
     ]
-    ends = [helper.make_tensor_value_info(*end) for end in (("x", TensorProto.FLOAT, ["batch", CHANNELS]),)]
+    ends = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", CHANNELS])]
     outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", OUTPUTS]) for name in "ab"]
     initializers = [numpy_helper.from_array(array, name) for name, array in weights.items()]
     graph = helper.make_graph(nodes, "norm", ends, outputs, initializers)

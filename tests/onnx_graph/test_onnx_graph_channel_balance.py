@@ -29,7 +29,7 @@ def test_the_function_stays_the_same_to_the_last_bit(tmp_path: Path, form: str) 
     for before, after in zip(answers(source), answers(balanced), strict=True):
         np.testing.assert_array_equal(before, after)
     weights = constants(balanced)
-    assert np.abs(weights["n.scale"]).max() < 2
+    assert np.abs(weights["n_balanced_scale"]).max() < 2
     assert np.abs(weights["first"]).max(axis=1).min() > 0.1
     assert np.abs(weights["second"]).max(axis=0).min() > 0.1
 

@@ -25,11 +25,13 @@ from tests.support.graphs import parse_graph
 
 
 def own_function(model: onnx.ModelProto) -> onnx.FunctionProto:
-    return model.functions.add(name="f", domain="own")
+    function: onnx.FunctionProto = model.functions.add(name="f", domain="own")
+    return function
 
 
 def attribute(node: onnx.NodeProto, kind: Any = AttributeProto.TENSOR) -> onnx.AttributeProto:
-    return node.attribute.add(name="value", type=kind)
+    added: onnx.AttributeProto = node.attribute.add(name="value", type=kind)
+    return added
 
 
 PLACES: dict[str, Callable[[onnx.ModelProto], TensorProto]] = {
