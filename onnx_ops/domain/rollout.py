@@ -382,7 +382,7 @@ class _Rollout:
         elapsed = self.now - analysis.started_at
         missing, is_late = _find_missing(step, policy, analysis, elapsed), elapsed >= policy.step_timeout
         if step.kind == "ab_test" and policy.ab_test is not None and analysis.ab_outcome != "better":
-            summary = analysis.ab_summary or "no outcome was reported"
+            summary = analysis.ab_summary or "no feedback was reported"
             if elapsed >= policy.ab_test.duration:
                 why = f"the A/B test is over and undecided: {summary}"
                 if policy.ab_test.on_inconclusive == "abort":

@@ -94,7 +94,7 @@ def test_the_image_and_whether_the_role_may_pull_it(account: FakeSageMaker, gold
     try:
         account.behave(denied=["ecr:BatchGetImage"])
         pull = found()["pull"]
-        assert (pull.ok, pull.found) == (False, "the role may not ecr:BatchGetImage")
+        assert (pull.ok, pull.found) == (False, "the role lacks the permission ecr:BatchGetImage")
         assert "repository/onnx-ops" in pull.remedy
     finally:
         account.behave(denied=[])

@@ -191,7 +191,7 @@ def test_the_verdict_of_each_target_comes_first_in_one_sentence() -> None:
 
 def test_every_figure_has_unit_interval_and_n() -> None:
     text = Page(page_of(release())).text
-    assert "0.741× [0.735, 0.748]× 5 session pairs 400 runs A/A ±0." in text
+    assert "0.741× [0.734, 0.748]× 5 session pairs 400 runs A/A ±0." in text
     assert "2% preempted" in text
     assert "98% [97.4, 98.5]% 2000 rows" in text
     assert "0.5 steps – 64 elements" in text

@@ -408,7 +408,7 @@ def test_dependence_is_told_and_never_enters_a_verdict(golden: Golden) -> None:
 
 @pytest.mark.parametrize("change", [{}, {"error": math.nan}, {"ratio": math.nan}, {"changed": math.nan}])
 def test_rounding_is_not_told_and_a_figure_that_is_no_number_never_passes(change: dict[str, Any]) -> None:
-    (result,) = invariance_results(measured_in_batches(10.0), measured_in_batches(10.0, **change))
+    (result,) = invariance_results(measured_in_batches(10.0), measured_in_batches(**{"ratio": 10.0, **change}))
     assert (result.verdict, result.advisory) == (Verdict.ERROR if change else Verdict.PASS, True)
     assert "do not batch" not in result.reason
 
