@@ -199,9 +199,16 @@ class _Worker:
         failed: Mapping[str, str] = {}
         if setup.revision is not None:
             failed = await loop.run_in_executor(self._loader, deployments.restore, setup.revision, setup.refusal)
-        control = loop.create_task(self._follow(channel, failed))
         build = partial(HttpProtocol, app, limits, hosts)
-        await serve_connections(build, setup.listeners.public, limits, stop, drain_s=options.drain)
+        serving = [serve_connections(build, setup.listeners.public, limits, stop, drain_s=options.drain)]
+        if options.grpc_port:
+            from onnx_ops.serving.grpc.server import GrpcServer
+
+            grpc_server = GrpcServer(app, limits, address, options)
+            await grpc_server.start()
+            serving.append(grpc_server.serve(stop))
+        control = loop.create_task(self._follow(channel, failed))
+        await asyncio.gather(*serving)
         control.cancel()
         if access_log is not None:
             access_log.close()
