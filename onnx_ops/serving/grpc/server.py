@@ -7,7 +7,6 @@ tensors, errors and counts exist once. Metadata takes the place of headers.
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -63,8 +62,6 @@ _DRAIN_PAUSE_S = 0.05
 _DRAIN_IDLE_S = 1.0
 """Time for the last responses to be sent, and after which a stream without a request is ended."""
 
-Metadata = tuple[tuple[str, str], ...]
-
 for _file in (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
     POOL.AddSerializedFile(_file.serialized_pb)  # so that reflection finds them
 
@@ -78,7 +75,7 @@ class InferenceServicer:
         self._loop = asyncio.get_running_loop()
         self._responses = {name: get_message_class(response) for name, (_, response) in METHODS.items()}
         self.in_progress = 0
-        """Inference requests that are being answered."""
+        """Inference requests that are queued or running on a thread."""
 
     def build_handler(self) -> Any:
         """Return the handler that gRPC calls."""
@@ -171,30 +168,29 @@ class InferenceServicer:
 
     async def _answer(self, message: Any, head: dict[bytes, bytes]) -> RawResponse:
         service, limits = self._app.service, self._limits
-        size = message.ByteSize()
-        if limits.body_bytes + size > limits.max_body_bytes:
-            service.count_rejected(503)
-            return build_error(503, "the server is receiving too many bytes at the same time")
-        limits.body_bytes += size
-        self.in_progress += 1
         try:
             body, length = encode_request(message)
-            head[_BINARY_LENGTH] = b"%d" % length
-            answered: asyncio.Future[RawResponse] = self._loop.create_future()
-            route = InferenceRoute(model=message.model_name, version=message.model_version or None)
-            response = service.handle(route, head, body, lambda r: None if answered.done() else answered.set_result(r))
-            if type(response) is not PendingRequest:
-                return response
-            try:
-                return await answered
-            except asyncio.CancelledError:
-                response.abandoned = True
-                raise
         except UserError as error:
             service.count_rejected(400)
             return build_error_from(error)
+        if limits.body_bytes + len(body) > limits.max_body_bytes:
+            service.count_rejected(503)
+            return build_error(503, "the server is receiving too many bytes at the same time")
+        head[_BINARY_LENGTH] = b"%d" % length
+        route = InferenceRoute(model=message.model_name, version=message.model_version or None)
+        answered: asyncio.Future[RawResponse] = self._loop.create_future()
+        response = service.handle(route, head, body, lambda r: None if answered.done() else answered.set_result(r))
+        if type(response) is not PendingRequest:
+            return response
+        limits.body_bytes += len(body)
+        self.in_progress += 1
+        try:
+            return await answered
+        except asyncio.CancelledError:
+            response.abandoned = True
+            raise
         finally:
-            limits.body_bytes -= size
+            limits.body_bytes -= len(body)
             self.in_progress -= 1
 
     async def _read_json(self, handler: Handler, context: Any) -> Any:
@@ -225,24 +221,17 @@ def _read_head(context: Any) -> dict[bytes, bytes]:
 
 async def _check(response: RawResponse, head: RequestHead, context: Any) -> RawResponse:
     """Set the metadata of a response and return it; end the call if it is an error."""
-    echoed = format_echoed_headers(head)
-    metadata = _read_metadata(response.lines) + (_read_metadata(echoed) if echoed else ())
+    lines = (response.lines + format_echoed_headers(head)).decode("ascii").splitlines()
+    pairs = (line.split(": ", 1) for line in lines)
+    metadata = tuple((name, value) for name, value in pairs if name not in _BODY_HEADERS)
     context.set_trailing_metadata(metadata)
     if response.status != 200:
-        code = _CODES.get(response.status, grpc.StatusCode.UNKNOWN)
-        await context.abort(code, _get_message(response), metadata)
+        await context.abort(_CODES.get(response.status, grpc.StatusCode.UNKNOWN), _get_message(response), metadata)
     return response
 
 
 def _get_message(response: RawResponse) -> str:
     return str(orjson.loads(response.body)["error"])
-
-
-@functools.lru_cache(maxsize=256)
-def _read_metadata(lines: bytes) -> Metadata:
-    """Return header lines as metadata, without those that describe the body."""
-    pairs = (line.split(": ", 1) for line in lines.decode("ascii").splitlines())
-    return tuple((name, value) for name, value in pairs if name not in _BODY_HEADERS)
 
 
 class ReadinessServicer(health.aio.HealthServicer):  # type: ignore[misc]
@@ -260,8 +249,9 @@ class ReadinessServicer(health.aio.HealthServicer):  # type: ignore[misc]
     async def refresh(self) -> None:
         """Notify clients that watch the status of a change."""
         statuses = health_pb2.HealthCheckResponse
+        status = statuses.SERVING if is_ready(self._app) else statuses.NOT_SERVING
         for name in ("", SERVICE):
-            await self.set(name, statuses.SERVING if is_ready(self._app) else statuses.NOT_SERVING)
+            await self.set(name, status)
 
     async def watch(self) -> None:
         """Notify clients once a second, forever."""

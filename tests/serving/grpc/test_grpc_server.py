@@ -15,7 +15,7 @@ import pytest
 
 from onnx_ops.domain.endpoint import Deployment, TrafficSplit
 from onnx_ops.serving import metrics
-from onnx_ops.serving.grpc.open_inference import STREAM, get_message_class
+from onnx_ops.serving.grpc.open_inference import STREAM, encode_request, get_message_class
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.grpc.conftest import Connect
 from tests.serving.serving_process import INFER, infer_body, wait_until
@@ -186,7 +186,7 @@ def test_a_cancelled_request_does_not_run(gate: Gate, blue: Deployment, connect:
         second = infer.future(Message(**INPUT))
         wait_until(lambda: worker.shared.sum_slot(1)[metrics.QUEUED] == 1)
         second.cancel()
-        wait_until(lambda: worker.connections.body_bytes == Message(**INPUT).ByteSize())
+        wait_until(lambda: worker.connections.body_bytes == len(encode_request(Message(**INPUT))[0]))
         gate.open.set()
         assert first.result().model_version == "1"
         wait_until(lambda: worker.shared.sum_slot(1)[metrics.get_column(499)] == 1)
