@@ -212,10 +212,11 @@ def encode_request(message: Any) -> tuple[bytes, int]:
 
 
 def _read_parameters(given: Any, **own: object) -> dict[str, object]:
-    if not given:
-        return own
-    values = {name: value.WhichOneof("parameter_choice") for name, value in given.items()}
-    return {name: None if field is None else getattr(given[name], field) for name, field in values.items()} | own
+    values: dict[str, object] = {}
+    for name, parameter in given.items():
+        field = parameter.WhichOneof("parameter_choice")
+        values[name] = None if field is None else getattr(parameter, field)
+    return values | own
 
 
 def _encode_contents(tensor: Any) -> bytes:

@@ -40,6 +40,7 @@ from onnx_ops.serving.inference.responses import (
 
 _CODES: Mapping[int, Any] = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
     404: grpc.StatusCode.NOT_FOUND,
     413: grpc.StatusCode.RESOURCE_EXHAUSTED,
     422: grpc.StatusCode.INVALID_ARGUMENT,
@@ -180,7 +181,7 @@ class InferenceServicer:
         route = InferenceRoute(model=message.model_name, version=message.model_version or None)
         answered: asyncio.Future[RawResponse] = self._loop.create_future()
         response = service.handle(route, head, body, lambda r: None if answered.done() else answered.set_result(r))
-        if type(response) is not PendingRequest:
+        if not isinstance(response, PendingRequest):
             return response
         limits.body_bytes += len(body)
         self.in_progress += 1
