@@ -83,9 +83,7 @@ FORMS = {
     "kept explicitly": lambda path, body, headers: post(path, body, {**headers, "connection": "keep-alive"}),
     "closed": lambda path, body, headers: post(path, body, {**headers, "connection": "close"}),
     "HTTP/1.0": lambda path, body, headers: post(path, body, headers, version="1.0"),
-    "HTTP/1.0, kept": lambda path, body, headers: post(
-        path, body, {"connection": "keep-alive"} | headers, version="1.0"
-    ),
+    "HTTP/1.0, kept": lambda path, body, headers: post(path, body, {"connection": "keep-alive"} | headers, version="1.0"),
 }
 """Unusual ways to send the same request."""
 
