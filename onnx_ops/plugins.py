@@ -30,6 +30,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "aws": ("boto3",),
     "azure": ("azure-ai-ml", "azure-identity", "azure-storage-blob"),
     "blob": ("adlfs",),
+    "grpc": ("grpcio", "grpcio-health-checking", "grpcio-reflection"),
     "huggingface": ("transformers",),
     "keras": ("keras",),
     "lightgbm": ("lightgbm", "onnxmltools"),
@@ -49,6 +50,9 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
 _BROUGHT_BY = {
     "azure": "azure-ai-ml",
     "botocore": "boto3",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
     "onnx-ir": "onnxscript",
     "onnx_ir": "onnxscript",
     "simdjson": "pysimdjson",

@@ -95,6 +95,9 @@ class ContainerOptions:
 class ServerOptions(ContainerOptions):
     """Options of `onnx-ops serve`. A container sets those of this class itself."""
 
+    grpc_port: Annotated[
+        int, Ge(0), Le(65_535), doc("Port of the gRPC API, which needs the extra `grpc`; 0: none.")
+    ] = 0
     access_log: Annotated[str, doc("File for one JSON line per inference; `-` is standard output.")] = ""
     admin_socket: Annotated[
         str, doc("Unix socket of a second admin listener, which needs no token; only the owner can connect.")

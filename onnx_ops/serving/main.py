@@ -12,6 +12,7 @@ from pathlib import Path
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.config.server_options import list_options
 from onnx_ops.errors import OnnxOpsError
+from onnx_ops.plugins import EXTRAS, require
 from onnx_ops.protocol.server_process import ServerOptions
 
 _SPARE_FILES = 256
@@ -38,6 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         options = bind_settings(values, ServerOptions)
+        if options.grpc_port:
+            require(*EXTRAS["grpc"], where="--grpc-port")
         # Connections are files, and the usual limit is 1024.
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = options.max_connections + _SPARE_FILES

@@ -11,6 +11,7 @@ import pytest
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import Server, deploy, save_graph
+from tests.serving.serving_worker import Gate
 from tests.support.server import scaled
 
 
@@ -46,3 +47,10 @@ def two_workers(tmp_path: Path, blue: Deployment) -> Iterator[Server]:
     with Server(folder=tmp_path / "state", options=("--workers=2", "--drain=5 s")) as server:
         assert server.publish(state_of(blue, blue=100), 1).status == 200
         yield server
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.open.set()

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
-from onnx import helper
+from onnx import TensorProto, helper
 
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import Deployment
@@ -23,6 +24,28 @@ INFER = "/v2/models/m/infer"
 X: Mapping[str, Any] = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}
 ODD = {"x-odd": "1\r\nx-odd: 2"}
 """A header that is there twice means nothing, but makes the request unusual: it takes the slow way."""
+TYPES = {
+    "fp32": TensorProto.FLOAT,
+    "fp16": TensorProto.FLOAT16,
+    "fp64": TensorProto.DOUBLE,
+    "int64": TensorProto.INT64,
+    "int8": TensorProto.INT8,
+    "uint64": TensorProto.UINT64,
+    "bool": TensorProto.BOOL,
+    "text": TensorProto.STRING,
+}
+"""Element types by the name of an input of `build_identity_model`."""
+VALUES: dict[str, tuple[str, np.ndarray[Any, Any]]] = {
+    "fp32": ("FP32", np.array([[1.5, -2], [3, 0.1]], np.float32)),
+    "fp16": ("FP16", np.array([[1.5, -2], [3, 0.25]], np.float16)),
+    "fp64": ("FP64", np.array([[1.5, -2], [3, 0.1]])),
+    "int64": ("INT64", np.array([[2**62 + 1, -2], [3, 4]])),
+    "int8": ("INT8", np.array([[127, -128], [3, 4]], np.int8)),
+    "uint64": ("UINT64", np.array([[2**64 - 1, 2], [3, 4]], np.uint64)),
+    "bool": ("BOOL", np.array([[True, False], [False, True]])),
+    "text": ("BYTES", np.array([["é", ""], ["a,b", "日本"]], object)),
+}
+"""Datatype and tensor for each input of `build_identity_model`."""
 Tensor = tuple[str, int, Sequence[Any]]
 
 
@@ -57,6 +80,17 @@ def deploy(folder: Path, *, name: str = "blue", version: str = "1", model: str =
         manifest=Manifest(files=files).digest(),
         location=str(folder),
     )
+
+
+def build_identity_model() -> onnx.ModelProto:
+    """A model of many types that returns each input as `<name>_out`."""
+    graph = helper.make_graph(
+        [helper.make_node("Identity", [name], [f"{name}_out"]) for name in TYPES],
+        "m",
+        [helper.make_tensor_value_info(name, kind, ["n", 2]) for name, kind in TYPES.items()],
+        [helper.make_tensor_value_info(f"{name}_out", kind, ["n", 2]) for name, kind in TYPES.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
 
 
 def infer_body(*rows: Sequence[object]) -> bytes:
@@ -98,6 +132,16 @@ def serving(root: Path, *options: str, program: Sequence[str] = MAIN, **weights:
     with Server(folder=root / "state", options=options, program=program) as server:
         deployments = [scaled(root, name) for name in weights]
         assert server.publish(state_of(*deployments, **weights), 1).status == 200
+        yield server
+
+
+@contextmanager
+def serving_model(root: Path, model: onnx.ModelProto, *options: str) -> Iterator[Server]:
+    """A server below `root` that has published one model."""
+    (root / "model").mkdir()
+    onnx.save_model(model, root / "model" / "model.onnx")
+    with Server(folder=root / "state", options=options) as server:
+        assert server.publish(state_of(deploy(root / "model"), blue=100), 1).status == 200
         yield server
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ import uvloop
 
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.protocol.routing_table import RoutingTable, build_next_table
+from onnx_ops.protocol.server_process import ServerOptions
 from onnx_ops.serving.http.app import PublicApp
 from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
 from onnx_ops.serving.http.protocol import HttpProtocol, serve_connections
@@ -32,6 +33,24 @@ Wrap = Callable[[Any], Any]
 
 
 @dataclass
+class Gate:
+    """Holds runs of a model until it is opened, and remembers the rows of each."""
+
+    open: threading.Event = field(default_factory=threading.Event)
+    entered: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    rows: list[int] = field(default_factory=list)
+
+    def wrap(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def held(outputs: Sequence[str], feed: Mapping[str, Any]) -> Any:
+            self.rows.append(len(feed["x"]))
+            self.entered.release()
+            assert self.open.wait(30)
+            return run(outputs, feed)
+
+        return held
+
+
+@dataclass
 class Worker:
     """One worker without its process.
 
@@ -42,6 +61,7 @@ class Worker:
         queue, threads, deadline: of the queues.
         bounds: arguments of `Connections` other than the usual ones.
         hosts: which Host and Origin headers are answered.
+        grpc_port: of gRPC; 0: none.
     """
 
     state: EndpointState
@@ -52,6 +72,7 @@ class Worker:
     deadline: float = 30.0
     bounds: Mapping[str, Any] = field(default_factory=dict)
     hosts: HostPolicy = field(default_factory=HostPolicy)
+    grpc_port: int = 0
     table: RoutingTable | None = field(default=None, init=False)
 
     def publish(self, state: EndpointState) -> None:
@@ -97,16 +118,24 @@ class Worker:
         self.publish(self.state)
         usual = {"max_connections": 1000, "max_body": 1 << 20, "read_timeout_s": 60.0, "keep_alive_s": 60.0}
         self.connections = ConnectionLimits(**{**usual, **self.bounds}, row=unrouted)
-        app = PublicApp(self.inference, MetricsPage(self.shared, "e"), feedback)
-        self.build_connection = partial(HttpProtocol, app, self.connections, self.hosts)
+        self.app = PublicApp(self.inference, MetricsPage(self.shared, "e"), feedback)
+        self.build_connection = partial(HttpProtocol, self.app, self.connections, self.hosts)
 
     async def _serve(self, started: threading.Event) -> None:
         self.assemble()
         self.stop = asyncio.Event()
         with listen_tcp("127.0.0.1", 0) as listener:
             self.port = listener.getsockname()[1]
+            serving = [serve_connections(self.build_connection, listener, self.connections, self.stop, drain_s=20)]
+            if self.grpc_port:
+                from onnx_ops.serving.grpc.server import GrpcServer
+
+                options = ServerOptions(grpc_port=self.grpc_port, drain=20.0)
+                server = GrpcServer(self.app, self.connections, "127.0.0.1", options)
+                await server.start()
+                serving.append(server.serve(self.stop))
             self.loop.call_soon(started.set)
-            await serve_connections(self.build_connection, listener, self.connections, self.stop, drain_s=20)
+            await asyncio.gather(*serving)
 
     def _load(self, deployment: Deployment, row: MetricsRow, control: bool) -> LoadedDeployment:
         model = load_model(deployment)

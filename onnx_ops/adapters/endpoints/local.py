@@ -95,6 +95,7 @@ class LocalSettings(ContainerOptions):
     """
 
     port: Annotated[int | None, Ge(1), Le(65_535), doc("Port that clients call.")] = None
+    grpc_port: Annotated[int, Ge(0), Le(65_535), doc("Port that gRPC clients call; 0: none.")] = 0
     access_log: Annotated[str, doc("File that gets one JSON line per inference.")] = ""
     admin_socket: Annotated[str, doc("Unix socket of a second admin listener.")] = ""
     endpoint: Annotated[str, doc("Name of the endpoint in metrics.")] = ""
@@ -283,7 +284,8 @@ class LocalEndpoints(EndpointProvider):
         if not server.is_orphaned() and not _is_free(port):
             raise _port_taken(port, config, server)
         if self._python == sys.executable:
-            require(*self.tools, where=f"endpoint {config.endpoint}")
+            tools = (*self.tools, *(EXTRAS["grpc"] if options.grpc_port else ()))
+            require(*tools, where=f"endpoint {config.endpoint}")
         with durable_file(server.folder / _PORT_FILE) as temporary:
             temporary.write_text(str(port), encoding="utf-8")
         return server.start(port, options)

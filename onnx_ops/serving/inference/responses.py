@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ _JSON_LINE = b"content-type: application/json\r\n"
 _BINARY_LINES = f"content-type: application/octet-stream\r\n{messages.BINARY_LENGTH_HEADER}: %d\r\n".encode()
 _SAGEMAKER_LINES = f"content-type: {SAGEMAKER_TYPE};json-header-size=%d\r\n".encode()
 _ECHOED = (messages.REQUEST_ID_HEADER.encode(), messages.TRACE_PARENT_HEADER.encode())
+_LENGTH = re.compile(rb"(?:%b: |json-header-size=)([0-9]+)" % messages.BINARY_LENGTH_HEADER.encode())
 _TAB = ord("\t")
 _MAX_ECHO_BYTES = 256
 
@@ -81,6 +83,12 @@ class RawResponse:
     status: int
     lines: bytes
     body: bytes
+
+
+def read_header_length(response: RawResponse) -> int:
+    """Return the bytes of JSON at the start of a response's body."""
+    match = _LENGTH.search(response.lines)
+    return len(response.body) if match is None else int(match[1])
 
 
 def build_error(status: int, message: str, lines: bytes = b"") -> RawResponse:

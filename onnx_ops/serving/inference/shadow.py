@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -16,9 +15,8 @@ import numpy as np
 import orjson
 
 from onnx_ops.errors import OnnxOpsError
-from onnx_ops.protocol.messages import BINARY_LENGTH_HEADER
 from onnx_ops.serving.inference.deployments import LoadedDeployment
-from onnx_ops.serving.inference.responses import RawResponse, RequestHead
+from onnx_ops.serving.inference.responses import RawResponse, RequestHead, read_header_length
 from onnx_ops.serving.metrics import SHADOW_DIFFERING, SHADOW_DONE, SHADOW_DROPPED, SHADOW_FAILED, SHADOW_SENT
 
 _log = logging.getLogger(__name__)
@@ -26,7 +24,6 @@ _log = logging.getLogger(__name__)
 _MAX_QUEUED = 64
 _MAX_QUEUED_BYTES = 64 << 20
 _LOWEST_PRIORITY = 19
-_LENGTH = re.compile(rb"(?:%b: |json-header-size=)([0-9]+)" % BINARY_LENGTH_HEADER.encode())
 _FLOATS: Mapping[str, str] = {"FP16": "<f2", "FP32": "<f4", "FP64": "<f8"}
 
 
@@ -108,8 +105,7 @@ def responses_differ(expected: RawResponse, actual: RawResponse, tolerance: floa
 
 def _decode_outputs(response: RawResponse) -> dict[str, Any]:
     """Return values by output: arrays in the binary form, else as in JSON."""
-    match = _LENGTH.search(response.lines)
-    size = len(response.body) if match is None else int(match[1])
+    size = read_header_length(response)
     document = orjson.loads(response.body[:size])
     if "predictions" in document:
         predictions = document["predictions"]

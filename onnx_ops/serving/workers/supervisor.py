@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import fcntl
 import gc
+import importlib
 import logging
 import os
 import signal
@@ -326,7 +327,13 @@ def serve(
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             stack.enter_context(_lock_folder(folder))
             token = read_token(folder)
-            listeners = receive_sockets(folder, host, port) if list_workers(folder) else None
+            orphans = list_workers(folder)
+            listeners = receive_sockets(folder, host, port) if orphans else None
+            if options.grpc_port:
+                # Imported here, so that workers share its memory. It starts no thread until a server is made.
+                importlib.import_module("onnx_ops.serving.grpc.server")
+                if not orphans:
+                    listen_tcp(host, options.grpc_port).close()  # its workers would share the port with another server
             if listeners is None:
                 handover = folder / HANDOVER_SOCKET
                 listeners = ListenerSockets(public=listen_tcp(host, port), handover=listen_unix(handover))

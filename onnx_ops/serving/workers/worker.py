@@ -11,7 +11,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -200,9 +200,17 @@ class _Worker:
         failed: Mapping[str, str] = {}
         if setup.revision is not None:
             failed = await loop.run_in_executor(self._loader, deployments.restore, setup.revision, setup.refusal)
+        serving: list[Awaitable[None]] = []
+        if options.grpc_port:
+            from onnx_ops.serving.grpc.server import GrpcServer
+
+            grpc_server = GrpcServer(app, limits, address, options)
+            await grpc_server.start()
+            serving.append(grpc_server.serve(stop))
         control = loop.create_task(self._follow(channel, failed))
         build = partial(HttpProtocol, app, limits, hosts)
-        await serve_connections(build, setup.listeners.public, limits, stop, drain_s=options.drain)
+        serving.append(serve_connections(build, setup.listeners.public, limits, stop, drain_s=options.drain))
+        await asyncio.gather(*serving)
         control.cancel()
         if access_log is not None:
             access_log.close()

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from tests.serving.serving_process import Server
+from tests.serving.serving_process import VALUES, Server
 
 if TYPE_CHECKING:
     import tritonclient.http as triton
 
-VALUES: dict[str, tuple[str, np.ndarray[Any, Any]]] = {
-    "fp32": ("FP32", np.array([[1.5, -2], [3, 0.1]], np.float32)),
-    "fp16": ("FP16", np.array([[1.5, -2], [3, 0.25]], np.float16)),
-    "fp64": ("FP64", np.array([[1.5, -2], [3, 0.1]])),
-    "int64": ("INT64", np.array([[2**62 + 1, -2], [3, 4]])),
-    "int8": ("INT8", np.array([[127, -128], [3, 4]], np.int8)),
-    "uint64": ("UINT64", np.array([[2**64 - 1, 2], [3, 4]], np.uint64)),
-    "bool": ("BOOL", np.array([[True, False], [False, True]])),
-    "text": ("BYTES", np.array([["é", ""], ["a,b", "日本"]], object)),
-}
 JSON_REFUSED = ("fp16",)
 """Types for which the client itself has no JSON."""
 

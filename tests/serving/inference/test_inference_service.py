@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from onnx_ops.serving.inference.signature import InferenceRequest
 from onnx_ops.serving.metrics import WARM_UP_REQUESTS
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.serving.serving_process import INFER, ODD, infer_body, wait_until
-from tests.serving.serving_worker import Worker, post, received
+from tests.serving.serving_worker import Gate, Worker, post, received
 
 BODY = infer_body([1, 1])
 REQUEST = post(INFER, BODY)
@@ -34,31 +33,6 @@ REQUEST = post(INFER, BODY)
 
 def status(answer: bytes) -> int:
     return int(answer[9:12])
-
-
-@dataclass
-class Gate:
-    """Holds runs of a model until it is opened, and remembers the rows of each."""
-
-    open: threading.Event = field(default_factory=threading.Event)
-    entered: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    rows: list[int] = field(default_factory=list)
-
-    def wrap(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def held(outputs: Sequence[str], feed: Mapping[str, Any]) -> Any:
-            self.rows.append(len(feed["x"]))
-            self.entered.release()
-            assert self.open.wait(30)
-            return run(outputs, feed)
-
-        return held
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.open.set()
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""gRPC for clients: the Open Inference Protocol, health and reflection (extra `grpc`)."""

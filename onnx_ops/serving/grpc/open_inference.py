@@ -1,0 +1,256 @@
+"""Messages of the Open Inference Protocol over gRPC, and their translation to the binary form of HTTP.
+
+The descriptors are built from the table below: generated code would have to match the version of protobuf, and would
+occupy names in its default pool that a client in the same process (such as Triton's) registers too.
+
+- https://github.com/kserve/open-inference-protocol (specification/protocol/open_inference_grpc.proto)
+- https://github.com/triton-inference-server/common (protobuf/grpc_service.proto), for `ModelStreamInfer`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from onnx_ops.errors import UserError
+from onnx_ops.serving.inference.responses import RawResponse, read_header_length
+from onnx_ops.serving.inference.tensors import join_text, shorten
+
+SERVICE = "inference.GRPCInferenceService"
+STREAM = "ModelStreamInfer"
+METHODS: Mapping[str, tuple[str, str]] = {
+    **{
+        name: (f"{name}Request", f"{name}Response")
+        for name in ("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer")
+    },
+    STREAM: ("ModelInferRequest", f"{STREAM}Response"),
+}
+"""Request and response by method."""
+
+_PARAMETERS = "map parameters"
+_MESSAGES: Mapping[str, tuple[str, ...]] = {
+    "ServerLiveRequest": (),
+    "ServerLiveResponse": ("bool live",),
+    "ServerReadyRequest": (),
+    "ServerReadyResponse": ("bool ready",),
+    "ModelReadyRequest": ("string name", "string version"),
+    "ModelReadyResponse": ("bool ready",),
+    "ServerMetadataRequest": (),
+    "ServerMetadataResponse": ("string name", "string version", "repeated string extensions"),
+    "ModelMetadataRequest": ("string name", "string version"),
+    "ModelMetadataResponse": (
+        "string name",
+        "repeated string versions",
+        "string platform",
+        "repeated ModelMetadataResponse.TensorMetadata inputs",
+        "repeated ModelMetadataResponse.TensorMetadata outputs",
+    ),
+    "ModelMetadataResponse.TensorMetadata": ("string name", "string datatype", "repeated int64 shape"),
+    "InferParameter": (
+        "oneof bool bool_param",
+        "oneof int64 int64_param",
+        "oneof string string_param",
+        "oneof double double_param",
+        "oneof uint64 uint64_param",
+    ),
+    "InferTensorContents": (
+        "repeated bool bool_contents",
+        "repeated int32 int_contents",
+        "repeated int64 int64_contents",
+        "repeated uint32 uint_contents",
+        "repeated uint64 uint64_contents",
+        "repeated float fp32_contents",
+        "repeated double fp64_contents",
+        "repeated bytes bytes_contents",
+    ),
+    "ModelInferRequest": (
+        "string model_name",
+        "string model_version",
+        "string id",
+        _PARAMETERS,
+        "repeated ModelInferRequest.InferInputTensor inputs",
+        "repeated ModelInferRequest.InferRequestedOutputTensor outputs",
+        "repeated bytes raw_input_contents",
+    ),
+    "ModelInferRequest.InferInputTensor": (
+        "string name",
+        "string datatype",
+        "repeated int64 shape",
+        _PARAMETERS,
+        "InferTensorContents contents",
+    ),
+    "ModelInferRequest.InferRequestedOutputTensor": ("string name", _PARAMETERS),
+    "ModelInferResponse": (
+        "string model_name",
+        "string model_version",
+        "string id",
+        _PARAMETERS,
+        "repeated ModelInferResponse.InferOutputTensor outputs",
+        "repeated bytes raw_output_contents",
+    ),
+    "ModelInferResponse.InferOutputTensor": (
+        "string name",
+        "string datatype",
+        "repeated int64 shape",
+        _PARAMETERS,
+        "InferTensorContents contents",
+    ),
+    "ModelStreamInferResponse": ("string error_message", "ModelInferResponse infer_response"),
+}
+"""Fields by message. The number of a field is its position, from 1."""
+
+_CONTENTS: Mapping[str, tuple[str, str]] = {
+    "BOOL": ("bool_contents", "bool"),
+    **{f"INT{bits}": ("int_contents", f"int{bits}") for bits in (8, 16, 32)},
+    "INT64": ("int64_contents", "int64"),
+    **{f"UINT{bits}": ("uint_contents", f"uint{bits}") for bits in (8, 16, 32)},
+    "UINT64": ("uint64_contents", "uint64"),
+    "FP32": ("fp32_contents", "float32"),
+    "FP64": ("fp64_contents", "float64"),
+    "BYTES": ("bytes_contents", "object"),
+}
+"""Field of the typed contents, and numpy's type, by datatype."""
+_WIDE: Mapping[str, str] = {"int_contents": "int32", "uint_contents": "uint32"}
+"""Numpy's type of the fields that smaller types share."""
+
+
+def _build_file() -> descriptor_pb2.FileDescriptorProto:
+    file = descriptor_pb2.FileDescriptorProto(name="open_inference_grpc.proto", package="inference", syntax="proto3")
+    messages: dict[str, Any] = {}
+    for name, fields in _MESSAGES.items():
+        parent, _, short = name.rpartition(".")
+        message = (messages[parent].nested_type if parent else file.message_type).add(name=short)
+        messages[name] = message
+        for number, text in enumerate(fields, start=1):
+            _add_field(message, name, number, text)
+    service = file.service.add(name=SERVICE.rpartition(".")[2])
+    for name, (request, response) in METHODS.items():
+        is_stream = name == STREAM
+        service.method.add(
+            name=name,
+            input_type=f".inference.{request}",
+            output_type=f".inference.{response}",
+            client_streaming=is_stream,
+            server_streaming=is_stream,
+        )
+    return file
+
+
+def _add_field(message: Any, full_name: str, number: int, text: str) -> None:
+    field_type = descriptor_pb2.FieldDescriptorProto
+    *modifiers, kind, name = ["", *text.split()][-3:]
+    field = message.field.add(name=name, number=number, label=field_type.LABEL_OPTIONAL)
+    if kind == "map":
+        entry = message.nested_type.add(name="ParametersEntry", options={"map_entry": True})
+        _add_field(entry, "", 1, "string key")
+        _add_field(entry, "", 2, "InferParameter value")
+        modifiers, kind = ["repeated"], f"{full_name}.ParametersEntry"
+    if "repeated" in modifiers:
+        field.label = field_type.LABEL_REPEATED
+    if "oneof" in modifiers:
+        if not message.oneof_decl:
+            message.oneof_decl.add(name="parameter_choice")
+        field.oneof_index = 0
+    if kind[0].isupper():
+        field.type, field.type_name = field_type.TYPE_MESSAGE, f".inference.{kind}"
+    else:
+        field.type = field_type.Type.Value(f"TYPE_{kind.upper()}")
+
+
+POOL: Any = descriptor_pool.DescriptorPool()
+POOL.Add(_build_file())
+
+
+def get_message_class(name: str) -> Any:
+    """Return the class of a message."""
+    return message_factory.GetMessageClass(POOL.FindMessageTypeByName(f"inference.{name}"))
+
+
+_ModelInferResponse = get_message_class("ModelInferResponse")
+
+
+def encode_request(message: Any) -> tuple[bytes, int]:
+    """Return a ModelInferRequest in the binary form of HTTP, and the length of its JSON.
+
+    All outputs are requested in the binary form. Raises UserError if the tensors and their data do not match.
+    """
+    inputs, data = message.inputs, message.raw_input_contents
+    if not data:
+        data = [_encode_contents(tensor) for tensor in inputs]
+    elif len(data) != len(inputs):
+        raise UserError(
+            f"the request has {len(inputs)} inputs, but {len(data)} raw_input_contents",
+            remedy="Send one element for each input; shared memory is not supported.",
+        )
+    elif any(tensor.HasField("contents") for tensor in inputs):
+        raise UserError("the request has both raw_input_contents and contents")
+    document: dict[str, Any] = {
+        "parameters": {"binary_data_output": True},
+        "inputs": [
+            {
+                "name": tensor.name,
+                "datatype": tensor.datatype,
+                "shape": list(tensor.shape),
+                "parameters": _read_parameters(tensor.parameters, binary_data_size=len(part)),
+            }
+            for tensor, part in zip(inputs, data, strict=True)
+        ],
+    }
+    if message.id:
+        document["id"] = message.id
+    if message.outputs:
+        document["outputs"] = [
+            {"name": output.name, "parameters": _read_parameters(output.parameters, binary_data=True)}
+            for output in message.outputs
+        ]
+    header = orjson.dumps(document)
+    return b"".join((header, *data)), len(header)
+
+
+def _read_parameters(given: Any, **own: object) -> dict[str, object]:
+    values: dict[str, object] = {}
+    for name, parameter in given.items():
+        field = parameter.WhichOneof("parameter_choice")
+        values[name] = None if field is None else getattr(parameter, field)
+    return values | own
+
+
+def _encode_contents(tensor: Any) -> bytes:
+    """Return the typed contents of a tensor in the binary form."""
+    if tensor.datatype not in _CONTENTS:
+        raise UserError(
+            f"tensor {shorten(tensor.name)} of {shorten(tensor.datatype)} has no raw_input_contents",
+            remedy=f"Typed contents are those of {', '.join(_CONTENTS)}.",
+        )
+    field, dtype = _CONTENTS[tensor.datatype]
+    if unexpected := [other.name for other, _ in tensor.contents.ListFields() if other.name != field]:
+        raise UserError(
+            f"tensor {shorten(tensor.name)} of {tensor.datatype} has {unexpected[0]}", remedy=f"Send {field}."
+        )
+    values: Sequence[Any] = getattr(tensor.contents, field)
+    if dtype == "object":
+        return join_text(values)
+    sent = np.array(values, _WIDE.get(field, dtype))
+    array = sent.astype(dtype)
+    if not np.array_equal(array, sent, equal_nan=sent.dtype.kind == "f"):
+        raise UserError(f"tensor {shorten(tensor.name)} holds a number that is too large for {tensor.datatype}")
+    return array.tobytes()
+
+
+def decode_response(response: RawResponse) -> Any:
+    """Return the ModelInferResponse of a response in the binary form."""
+    body, place = response.body, read_header_length(response)
+    document = orjson.loads(body[:place])
+    message = _ModelInferResponse(
+        model_name=document["model_name"], model_version=document["model_version"], id=document.get("id", "")
+    )
+    for item in document["outputs"]:
+        message.outputs.add(name=item["name"], datatype=item["datatype"], shape=item["shape"])
+        size = item["parameters"]["binary_data_size"]
+        message.raw_output_contents.append(body[place : place + size])
+        place += size
+    return message

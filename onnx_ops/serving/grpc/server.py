@@ -1,0 +1,311 @@
+"""A worker's gRPC server: the same requests as over HTTP, answered by the same service.
+
+Each message becomes a request in the binary form of HTTP, and its response becomes a message again. So the rules of
+tensors, errors and counts exist once. Metadata takes the place of headers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+import orjson
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from onnx_ops.errors import UserError
+from onnx_ops.protocol import messages
+from onnx_ops.protocol.server_process import ServerOptions
+from onnx_ops.serving.grpc.open_inference import (
+    METHODS,
+    POOL,
+    SERVICE,
+    STREAM,
+    decode_response,
+    encode_request,
+    get_message_class,
+)
+from onnx_ops.serving.http.app import Handler, PublicApp
+from onnx_ops.serving.http.limits import ConnectionLimits
+from onnx_ops.serving.inference.deployments import InferenceRoute, PendingRequest
+from onnx_ops.serving.inference.responses import (
+    RawResponse,
+    RequestHead,
+    build_error,
+    build_error_from,
+    format_echoed_headers,
+)
+
+_CODES: Mapping[int, Any] = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    404: grpc.StatusCode.NOT_FOUND,
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    422: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    500: grpc.StatusCode.INTERNAL,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+"""gRPC's code by HTTP status
+(https://github.com/googleapis/googleapis/blob/master/google/rpc/code.proto)."""
+
+_BINARY_LENGTH = messages.BINARY_LENGTH_HEADER.encode()
+_TIMEOUT = messages.TIMEOUT_HEADER.encode()
+_BODY_HEADERS = ("content-type", messages.BINARY_LENGTH_HEADER)
+_MAX_TIMEOUT_MS = 10**9 - 1
+_MAX_STREAMED = 64
+"""Requests of one stream that are answered at the same time, as many as a batch can have."""
+_HEALTH_PAUSE_S = 1.0
+_DRAIN_PAUSE_S = 0.05
+_DRAIN_IDLE_S = 1.0
+"""Time for the last responses to be sent, and after which a stream without a request is ended."""
+
+for _file in (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
+    POOL.AddSerializedFile(_file.serialized_pb)  # so that reflection finds them
+
+
+class InferenceServicer:
+    """Handlers of the methods of `GRPCInferenceService`."""
+
+    def __init__(self, app: PublicApp, limits: ConnectionLimits) -> None:
+        self._app = app
+        self._limits = limits
+        self._loop = asyncio.get_running_loop()
+        self._responses = {name: get_message_class(response) for name, (_, response) in METHODS.items()}
+        self.in_progress = 0
+        """Inference requests that are queued or running on a thread."""
+
+    def build_handler(self) -> Any:
+        """Return the handler that gRPC calls."""
+        methods: Mapping[str, Callable[[Any, Any], Awaitable[Any]]] = {
+            "ServerLive": self.get_liveness,
+            "ServerReady": self.get_readiness,
+            "ModelReady": self.get_model_readiness,
+            "ServerMetadata": self.get_server,
+            "ModelMetadata": self.get_model,
+            "ModelInfer": self.infer,
+        }
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(method, **_get_codec(name)) for name, method in methods.items()
+        }
+        handlers[STREAM] = grpc.stream_stream_rpc_method_handler(self.stream, **_get_codec(STREAM))
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    async def get_liveness(self, _message: Any, _context: Any) -> Any:
+        """Return that the server is alive."""
+        return self._responses["ServerLive"](live=True)
+
+    async def get_readiness(self, _message: Any, _context: Any) -> Any:
+        """Return whether every deployment with traffic is loaded."""
+        return self._responses["ServerReady"](ready=is_ready(self._app))
+
+    async def get_model_readiness(self, message: Any, context: Any) -> Any:
+        """Return whether the model is loaded."""
+        model, version = message.name, message.version or None
+        head = _read_head(context)
+        response = self._app.respond(lambda head, _: self._app.get_model_readiness(model, version, head), head, b"")
+        return self._responses["ModelReady"](ready=response.status == 200)
+
+    async def get_server(self, _message: Any, context: Any) -> Any:
+        """Return the server's metadata."""
+        return self._responses["ServerMetadata"](**await self._read_json(self._app.get_server, context))
+
+    async def get_model(self, message: Any, context: Any) -> Any:
+        """Return the model's metadata."""
+        model, version = message.name, message.version or None
+        document = await self._read_json(lambda head, _: self._app.get_model(model, version, head), context)
+        return self._responses["ModelMetadata"](
+            name=document["name"],
+            versions=document["versions"],
+            platform=document["platform"],
+            **{
+                side: [{key: tensor[key] for key in ("name", "datatype", "shape")} for tensor in document[side]]
+                for side in ("inputs", "outputs")
+            },
+        )
+
+    async def infer(self, message: Any, context: Any) -> Any:
+        """Answer an inference request."""
+        head = _read_head(context)
+        return decode_response(await _check(await self._answer(message, head), head, context))
+
+    async def stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        """Answer a stream of inference requests in their order, many at the same time.
+
+        A failed request does not end its stream.
+        """
+        tasks: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue(_MAX_STREAMED)
+
+        async def read() -> None:
+            async for message in requests:
+                if self._limits.draining:
+                    break
+                await tasks.put(self._loop.create_task(self._answer_streamed(message, _read_head(context))))
+            await tasks.put(None)
+
+        reader = self._loop.create_task(read())
+        try:
+            while (task := await tasks.get()) is not None:
+                yield await task
+            if self._limits.draining:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
+        finally:
+            reader.cancel()
+            while not tasks.empty():
+                if (task := tasks.get_nowait()) is not None:
+                    task.cancel()
+
+    async def _answer_streamed(self, message: Any, head: dict[bytes, bytes]) -> Any:
+        response = await self._answer(message, head)
+        if response.status != 200:
+            return self._responses[STREAM](error_message=_get_message(response), infer_response={"id": message.id})
+        result = decode_response(response)
+        if message.parameters["triton_enable_empty_final_response"].bool_param:
+            result.parameters["triton_final_response"].bool_param = True
+        return self._responses[STREAM](infer_response=result)
+
+    async def _answer(self, message: Any, head: dict[bytes, bytes]) -> RawResponse:
+        service, limits = self._app.service, self._limits
+        try:
+            body, length = encode_request(message)
+        except UserError as error:
+            service.count_rejected(400)
+            return build_error_from(error)
+        if limits.body_bytes + len(body) > limits.max_body_bytes:
+            service.count_rejected(503)
+            return build_error(503, "the server is receiving too many bytes at the same time")
+        head[_BINARY_LENGTH] = b"%d" % length
+        route = InferenceRoute(model=message.model_name, version=message.model_version or None)
+        answered: asyncio.Future[RawResponse] = self._loop.create_future()
+        response = service.handle(route, head, body, lambda r: None if answered.done() else answered.set_result(r))
+        if not isinstance(response, PendingRequest):
+            return response
+        limits.body_bytes += len(body)
+        self.in_progress += 1
+        try:
+            return await answered
+        except asyncio.CancelledError:
+            response.abandoned = True
+            raise
+        finally:
+            limits.body_bytes -= len(body)
+            self.in_progress -= 1
+
+    async def _read_json(self, handler: Handler, context: Any) -> Any:
+        head = _read_head(context)
+        return orjson.loads((await _check(self._app.respond(handler, head, b""), head, context)).body)
+
+
+def _get_codec(method: str) -> Mapping[str, Any]:
+    request, response = map(get_message_class, METHODS[method])
+    return {"request_deserializer": request.FromString, "response_serializer": response.SerializeToString}
+
+
+def is_ready(app: PublicApp) -> bool:
+    """Return whether every deployment with traffic is loaded."""
+    return app.respond(app.get_readiness, {}, b"").status == 200
+
+
+def _read_head(context: Any) -> dict[bytes, bytes]:
+    """Return the metadata of a call as headers, with its deadline unless a header sets one."""
+    head: dict[bytes, bytes] = {}
+    for name, value in context.invocation_metadata() or ():
+        head.setdefault(name.encode(), value if isinstance(value, bytes) else value.encode())
+    remaining_s = context.time_remaining()
+    if remaining_s is not None and remaining_s * 1e3 < _MAX_TIMEOUT_MS:
+        head.setdefault(_TIMEOUT, b"%d" % (remaining_s * 1e3))
+    return head
+
+
+async def _check(response: RawResponse, head: RequestHead, context: Any) -> RawResponse:
+    """Set the metadata of a response and return it; end the call if it is an error."""
+    lines = (response.lines + format_echoed_headers(head)).decode("ascii").splitlines()
+    pairs = (line.split(": ", 1) for line in lines)
+    metadata = tuple((name, value) for name, value in pairs if name not in _BODY_HEADERS)
+    context.set_trailing_metadata(metadata)
+    if response.status != 200:
+        await context.abort(_CODES.get(response.status, grpc.StatusCode.UNKNOWN), _get_message(response), metadata)
+    return response
+
+
+def _get_message(response: RawResponse) -> str:
+    return str(orjson.loads(response.body)["error"])
+
+
+class ReadinessServicer(health.aio.HealthServicer):  # type: ignore[misc]
+    """The standard health service, with the readiness of the worker."""
+
+    def __init__(self, app: PublicApp) -> None:
+        super().__init__()
+        self._app = app
+
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802 (gRPC's name)
+        """Return the present status."""
+        await self.refresh()
+        return await super().Check(request, context)
+
+    async def refresh(self) -> None:
+        """Notify clients that watch the status of a change."""
+        statuses = health_pb2.HealthCheckResponse
+        status = statuses.SERVING if is_ready(self._app) else statuses.NOT_SERVING
+        for name in ("", SERVICE):
+            await self.set(name, status)
+
+    async def watch(self) -> None:
+        """Notify clients once a second, forever."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(_HEALTH_PAUSE_S)
+
+
+class GrpcServer:
+    """The gRPC listener of one worker. The system spreads connections over the workers, which share the port.
+
+    Web pages cannot call it: browsers have no HTTP/2 without TLS. So it checks neither `Host` nor `Origin`.
+    """
+
+    def __init__(self, app: PublicApp, limits: ConnectionLimits, host: str, options: ServerOptions) -> None:
+        self._limits = limits
+        self._drain_s = options.drain
+        self._inference = InferenceServicer(app, limits)
+        self._health = ReadinessServicer(app)
+        self._server = grpc.aio.server(
+            maximum_concurrent_rpcs=limits.max_connections,
+            options=[
+                ("grpc.so_reuseport", 1),
+                ("grpc.max_receive_message_length", limits.max_body),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.max_connection_idle_ms", int(options.keep_alive * 1e3)),
+                ("grpc.server_handshake_timeout_ms", int(options.read_timeout * 1e3)),
+            ],
+        )
+        self._server.add_generic_rpc_handlers((self._inference.build_handler(),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server, POOL)
+        self._server.add_insecure_port(
+            f"[{host}]:{options.grpc_port}" if ":" in host else f"{host}:{options.grpc_port}"
+        )
+
+    async def start(self) -> None:
+        """Listen."""
+        await self._health.refresh()
+        await self._server.start()
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set, then wait for requests in progress.
+
+        Streams without a request end then, with UNAVAILABLE.
+        """
+        watching = asyncio.create_task(self._health.watch())
+        await stop.wait()
+        watching.cancel()
+        await self._health.enter_graceful_shutdown()
+        stopping = asyncio.create_task(self._server.stop(self._drain_s))
+        while self._inference.in_progress and not stopping.done():
+            await asyncio.sleep(_DRAIN_PAUSE_S)
+        await self._server.stop(min(_DRAIN_IDLE_S, self._drain_s))
+        await stopping
