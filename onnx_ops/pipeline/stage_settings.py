@@ -31,6 +31,7 @@ REVISIONS: Mapping[StageKind, int] = {
     StageKind.EXPORT: 5,
     StageKind.VALIDATE: 5,
     StageKind.SEARCH: 4,
+    StageKind.CALIBRATE: 2,
     StageKind.QUANTIZE: 6,
     StageKind.BENCHMARK: 13,
     StageKind.GATE: 8,
