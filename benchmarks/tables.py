@@ -222,7 +222,7 @@ def others(named: set[str]) -> Iterator[Case]:
                     for model in attempts(make, inner)
                     for scaler in scalers
                 ]
-                kinds = ("three", "class") if kind == "classifier" else ("amount", "amounts")
+                kinds = ("three", "class", "labels") if kind == "classifier" else ("amount", "amounts")
                 yield f"mixed, {name}", [(model, y) for y in kinds for model in models], MIXED, ""
     for name, make in estimators("transformer"):
         if make in sklearn_operator_name_map and name not in _NO_NUMBERS and f"mixed, {name}" not in named:

@@ -30,10 +30,11 @@ REVISIONS: Mapping[StageKind, int] = {
     StageKind.DATA: 2,
     StageKind.EXPORT: 5,
     StageKind.VALIDATE: 5,
-    StageKind.SEARCH: 3,
-    StageKind.QUANTIZE: 5,
-    StageKind.BENCHMARK: 12,
-    StageKind.GATE: 7,
+    StageKind.SEARCH: 4,
+    StageKind.CALIBRATE: 2,
+    StageKind.QUANTIZE: 6,
+    StageKind.BENCHMARK: 13,
+    StageKind.GATE: 8,
     StageKind.REGISTER: 6,
 }
 """Version of a stage's code, increased when it changes the result of the same inputs."""

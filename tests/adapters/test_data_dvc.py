@@ -255,8 +255,8 @@ def test_a_pointer_that_was_changed_and_not_committed_is_refused_by_name(
     [
         ("outs: [", "YAML file structure is corrupted"),
         ("- 1", "validation failed"),
-        (pointer("../../../etc/passwd", 8, "train.npz"), "no MD5"),
-        (pointer("g" * 32, 8, "train.npz"), "no MD5"),
+        (pointer("../../../etc/passwd", 8, "train.npz"), "not an MD5"),
+        (pointer("g" * 32, 8, "train.npz"), "not an MD5"),
         (pointer(md5(archive(1)), 8, "train.npz"), r"says 8 bytes; .* has \d+"),
         (pointer(md5(archive(1)), -5, "train.npz"), "its size is -5"),
     ],

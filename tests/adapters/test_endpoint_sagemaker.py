@@ -101,7 +101,7 @@ def test_the_config_before_stays_and_counts_that_autoscaling_has_set_stay(site: 
         pytest.param({"strategy": "guarded"}, ["variants: blue, not main"], marks=pytest.mark.nightly),
         pytest.param(
             {"min_instances": 1, "max_instances": 4},
-            ["autoscaling of blue: none, not 1 to 4 instances by 1000 invocations a minute"],
+            ["autoscaling of blue: none, not 1 to 4 instances by 1000 invocations per minute"],
             marks=pytest.mark.nightly,
         ),
     ],

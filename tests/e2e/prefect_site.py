@@ -140,7 +140,7 @@ class PrefectSite:
         runs: list[dict[str, Any]] = self.ask("/flow_runs/filter", flows={"name": {"any_": [flow]}})
         return max((run for run in runs if not run["auto_scheduled"]), key=lambda run: str(run["created"]))
 
-    def reconcile(self) -> None:
+    def wait_until_quiet(self) -> None:
         """Wait until no flow run is under way: a worker fetches runs ahead of their time, so some outlive a schedule.
 
         A run that comes late releases what its file says, which would undo what a later test does.

@@ -67,7 +67,7 @@ def test_a_scheduled_run_fires_by_itself(first: dict[str, Any], site: PrefectSit
 
     run = until(fired, seconds=120, what="a scheduled run")
     site.done("deployment", "schedule", "clear", "pipeline/digits-mlp", "-y")
-    site.reconcile()
+    site.wait_until_quiet()
     assert (run["name"], run["state_type"]) == ("digits-mlp", "COMPLETED")
     assert "nothing changed" in run["state"]["message"]
 

@@ -80,7 +80,7 @@ REFUSED: list[tuple[Attempt, str]] = [
     (aliasing("champion-cuda", "1"), "no signed decision for target cuda"),
     *((aliasing(spelling, "1"), "write it champion-cpu-1t") for spelling in SPELLINGS),
     (lambda scene: scene.guard.rename_model(MODEL), "signed for this name"),
-    (give_earlier, "a later decision stands there"),
+    (give_earlier, "the version has a later decision"),
     (tagging(DECISION_TAG.replace("decision", "Decision"), ""), re.escape(f"write it {DECISION_TAG}")),
     *((tagging(DECISION_TAG, value), "not about this version and target") for value in RUBBISH),
     (lambda scene: scene.guard.delete_tag("", MODEL, "2", DECISION_TAG), "signed decision whose verdict is FAIL"),

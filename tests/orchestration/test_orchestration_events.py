@@ -72,7 +72,7 @@ def test_a_rollout_is_told_in_order_and_once(prefect_server: None) -> None:
     scene.restart()
     send_pending_each(with_events(scene.context), ("told",))
     found = events("onnx-ops.endpoint.told", sequel=build_test_notification("told", at=1.0, actor="me"))
-    assert [event["event"] for event in found if not event["event"].endswith("held")] == [
+    assert [event["event"] for event in found if not event["event"].endswith("waiting")] == [
         "onnx-ops.rollout.finished",
         "onnx-ops.rollout.started",
         "onnx-ops.rollout.advanced",

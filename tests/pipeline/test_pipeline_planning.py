@@ -321,7 +321,7 @@ def test_what_changes_the_search() -> None:
     again = replace(SEARCHED, gates=(*PIPELINE.gates, MetricGate(name="mae", max_increase=0.1)))
     assert "search/best" in changed(before, planned(again))
     for world in ({"data": "other"}, {"optimizers/dynamic": "2.0"}, {"hardware": "other"}, {"cpu/vnni": "no"}):
-        assert "search/best" in changed(before, planned(SEARCHED, TableProbe(world))), world
+        assert "search/best" in changed(before, planned(SEARCHED, TableProbe(world=world))), world
 
 
 def test_what_is_preferred_changes_only_the_release() -> None:
