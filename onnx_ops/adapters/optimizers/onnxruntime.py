@@ -20,7 +20,6 @@ from onnx_ops.adapters.optimizers.library import (
 )
 from onnx_ops.domain.quantization import choose_reduce_range, choose_static_recipe
 from onnx_ops.errors import UserError, quoted
-from onnx_ops.onnx_graph.channel_balance import balance_channels
 from onnx_ops.onnx_graph.files import (
     DEFAULT_DOMAINS,
     EXTERNAL_LIMIT,
@@ -245,6 +244,8 @@ def _quantize(
     request: OptimizeRequest, options: Mapping[str, Any], library_call: Callable[[_Job], None]
 ) -> tuple[str, ...]:
     """Write the quantized model; return what was done beside what was asked for."""
+    from onnx_ops.onnx_graph.channel_balance import balance_channels  # it loads numpy
+
     source = read_model(request.source)
     balanced = balance_channels(source)
     with Scratch() as folder, suppress_output():
