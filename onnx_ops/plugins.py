@@ -38,7 +38,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "passes": ("onnxoptimizer", "onnxsim", "onnxslim"),
     "prefect": ("prefect",),
     "s3": ("s3fs",),
-    "serve": ("httptools", "orjson", "pysimdjson", "starlette", "uvicorn", "uvloop"),
+    "serve": ("httptools", "orjson", "pysimdjson", "uvloop"),
     "sklearn": ("scikit-learn", "skl2onnx"),
     "tables": ("pandas", "pyarrow"),
     "torch": ("onnxscript", "torch"),
@@ -58,6 +58,8 @@ _BROUGHT_BY = {
     "simdjson": "pysimdjson",
     "sklearn": "scikit-learn",
     "sqlalchemy": "mlflow",
+    "starlette": "mlflow",
+    "uvicorn": "mlflow",
 }
 """Distributions by packages that have another name, or that come with them."""
 

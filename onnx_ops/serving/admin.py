@@ -10,15 +10,10 @@ import hmac
 import os
 import secrets
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import canonical_json
@@ -40,12 +35,11 @@ from onnx_ops.protocol.messages import (
 )
 from onnx_ops.protocol.routing_table import write_durably
 from onnx_ops.protocol.server_process import AUDIT_FILE, TOKEN_FILE
-from onnx_ops.serving.inference.responses import get_status
+from onnx_ops.serving.http.app import AsyncHandler, Handler, HttpApp, PendingResponse, read_by
+from onnx_ops.serving.inference.responses import RawResponse, RequestHead, build_error
 
 if TYPE_CHECKING:
     from onnx_ops.serving.workers.supervisor import Supervisor
-
-_MAX_BODY = 1 << 20
 
 
 def read_token(folder: Path) -> str:
@@ -61,100 +55,68 @@ def read_token(folder: Path) -> str:
     return token
 
 
-class AdminApp:
+class AdminApp(HttpApp):
     """Handlers of the admin routes. Without a token, the system lets no other user connect.
 
     `actor` is who makes changes on this listener, for the audit trail.
     """
 
     def __init__(self, supervisor: Supervisor, token: str | None, actor: str) -> None:
+        super().__init__(
+            {
+                STATE_PATH: {**read_by(self.get_state), b"PUT": AsyncHandler(self.put_state)},
+                COUNTS_PATH: {**read_by(self.get_counts), b"POST": self.post_counts},
+            }
+        )
         self._supervisor = supervisor
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._actor = actor
 
-    def build(self) -> Starlette:
-        """Return the ASGI app."""
-        routes = [
-            Route(STATE_PATH, self.get_state),
-            Route(STATE_PATH, self.put_state, methods=["PUT"]),
-            Route(COUNTS_PATH, self.get_counts),
-            Route(COUNTS_PATH, self.post_counts, methods=["POST"]),
-        ]
-        handlers = dict.fromkeys((HTTPException, OnnxOpsError, Exception), _respond_to_error)
-        return Starlette(routes=routes, exception_handlers=handlers)
+    def respond(
+        self, handler: Handler | AsyncHandler, head: RequestHead, body: bytes, deliver: Callable[[RawResponse], None]
+    ) -> RawResponse | PendingResponse:
+        """Return what `HttpApp.respond` does, to who may ask."""
+        given = head.get(b"authorization", b"")
+        if self._expected is not None and not hmac.compare_digest(given, self._expected):
+            return build_error(401, "the admin token is missing or wrong", b"www-authenticate: Bearer\r\n")
+        return super().respond(handler, head, body, deliver)
 
-    async def get_state(self, request: Request) -> Response:
+    def get_state(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return the published state."""
-        self._authorize(request)
-        return self._build_state()
+        return _build_response(codec.dumps(self._supervisor.get_state()))
 
-    async def get_counts(self, request: Request) -> Response:
+    def get_counts(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return the counts of all deployments."""
-        self._authorize(request)
-        return Response(codec.dumps(self._supervisor.collect_counts()), media_type="application/json")
+        return _build_response(codec.dumps(self._supervisor.collect_counts()))
 
-    async def post_counts(self, request: Request) -> Response:
+    def post_counts(self, _head: RequestHead, body: bytes) -> RawResponse:
         """Return the counts, with those of two deployments by user."""
-        self._authorize(request)
         try:
-            message = codec.loads(await read_body(request, _MAX_BODY), UserCountsRequest)
+            message = codec.loads(body, UserCountsRequest)
         except CorruptStateError as error:
-            return _build_error(error, 400)
+            return _build_response(error_to_bytes(error), 400)
         if any(len(s) > MAX_USER_THRESHOLDS or list(s) != sorted(s) for s in message.limits_s.values()):
             what = f"limits_s must ascend, at most {MAX_USER_THRESHOLDS} per deployment"
-            return _build_error(UserError(what), 400)
-        return Response(codec.dumps(self._supervisor.collect_counts(message)), media_type="application/json")
+            return _build_response(error_to_bytes(UserError(what)), 400)
+        return _build_response(codec.dumps(self._supervisor.collect_counts(message)))
 
-    async def put_state(self, request: Request) -> Response:
+    async def put_state(self, head: RequestHead, body: bytes) -> RawResponse:
         """Publish a state: 200 once it is served, 409 if outdated, 422 if not loadable."""
-        self._authorize(request)
         try:
-            state = codec.loads(await read_body(request, _MAX_BODY), EndpointState)
+            state = codec.loads(body, EndpointState)
         except CorruptStateError as error:
-            return _build_error(error, 400)
+            return _build_response(error_to_bytes(error), 400)
         try:
             await self._supervisor.publish(state, self._actor)
         except OnnxOpsError as error:
             statuses = ((ConflictError, 409), (ServiceUnavailableError, 503))
-            return _build_error(error, next((status for kind, status in statuses if isinstance(error, kind)), 422))
-        return self._build_state()
-
-    def _authorize(self, request: Request) -> None:
-        if self._expected is None:
-            return
-        given = request.headers.get("authorization", "").encode("utf-8", "replace")
-        if not hmac.compare_digest(given, self._expected):
-            raise HTTPException(401, "the admin token is missing or wrong", {"www-authenticate": "Bearer"})
-
-    def _build_state(self) -> Response:
-        return Response(codec.dumps(self._supervisor.get_state()), media_type="application/json")
+            status = next((status for kind, status in statuses if isinstance(error, kind)), 422)
+            return _build_response(error_to_bytes(error), status)
+        return self.get_state(head, body)
 
 
-async def _respond_to_error(_: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException):
-        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
-    if isinstance(error, OnnxOpsError):
-        return JSONResponse({"error": str(error)}, get_status(error))
-    return JSONResponse({"error": "internal error"}, 500)  # the details are in the server's log
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """Return the body of a request; 413 as soon as more than `limit` bytes are announced or received."""
-    if request.headers.get("content-encoding", "identity") != "identity":
-        raise HTTPException(415, "compressed bodies are not supported")
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > limit:
-        raise HTTPException(413, f"the body must not be larger than {limit} bytes")
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise HTTPException(413, f"the body must not be larger than {limit} bytes")
-    return bytes(body)
-
-
-def _build_error(error: OnnxOpsError, status: int) -> Response:
-    return Response(error_to_bytes(error), status, media_type="application/json")
+def _build_response(content: bytes, status: int = 200) -> RawResponse:
+    return RawResponse(status, b"content-type: application/json\r\n", content)
 
 
 class AuditTrail:

@@ -34,7 +34,6 @@ def main(arguments: list[str] | None = None) -> int:
     port, admin_port = values.pop("port"), values.pop("admin_port")
     must_load = values.pop("must_load")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     # Before numpy is loaded: it would start threads, and a process that forks must have none.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:

@@ -221,4 +221,4 @@ def test_the_bill_of_materials_lists_all_that_is_installed(installed: Path, tmp_
     assert all(len(one["hashes"][0]["content"]) == 64 for one in components)
     distributions = {path.name.partition("-")[0].lower() for path in installed.glob("lib/*/site-packages/*.dist-info")}
     assert {one["name"].replace("-", "_").lower() for one in components} == distributions
-    assert {"onnxruntime", "onnx_ops", "uvicorn"} <= distributions
+    assert {"onnxruntime", "onnx_ops", "httptools"} <= distributions

@@ -106,7 +106,7 @@ class InferenceServicer:
         """Return whether the model is loaded."""
         model, version = message.name, message.version or None
         head = _read_head(context)
-        response = self._app.respond(lambda head, _: self._app.get_model_readiness(model, version, head), head, b"")
+        response = self._app.call(lambda head, _: self._app.get_model_readiness(model, version, head), head, b"")
         return self._responses["ModelReady"](ready=response.status == 200)
 
     async def get_server(self, _message: Any, context: Any) -> Any:
@@ -196,7 +196,7 @@ class InferenceServicer:
 
     async def _read_json(self, handler: Handler, context: Any) -> Any:
         head = _read_head(context)
-        return orjson.loads((await _check(self._app.respond(handler, head, b""), head, context)).body)
+        return orjson.loads((await _check(self._app.call(handler, head, b""), head, context)).body)
 
 
 def _get_codec(method: str) -> Mapping[str, Any]:
@@ -206,7 +206,7 @@ def _get_codec(method: str) -> Mapping[str, Any]:
 
 def is_ready(app: PublicApp) -> bool:
     """Return whether every deployment with traffic is loaded."""
-    return app.respond(app.get_readiness, {}, b"").status == 200
+    return app.call(app.get_readiness, {}, b"").status == 200
 
 
 def _read_head(context: Any) -> dict[bytes, bytes]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from urllib.parse import unquote
 
@@ -15,7 +17,7 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.serving.http.openapi import build_openapi
-from onnx_ops.serving.inference.deployments import InferenceRoute
+from onnx_ops.serving.inference.deployments import InferenceRoute, PendingRequest
 from onnx_ops.serving.inference.models import RUNTIME
 from onnx_ops.serving.inference.responses import (
     RawResponse,
@@ -37,75 +39,141 @@ Handler = Callable[[RequestHead, bytes], RawResponse]
 _MAX_FEEDBACK_BYTES = 1 << 20
 _MODEL = re.compile(r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?(?P<action>/ready|/infer)?")
 _INVOCATIONS = re.compile(r"(?:/endpoints/[^/]+)?/invocations")
-_READ, _WRITE = (b"GET", b"HEAD"), (b"POST",)
 
 
-class PublicApp:
-    """Handlers of the public routes."""
+@dataclass(frozen=True, slots=True)
+class AsyncHandler:
+    """Returns the response later, also if the client has gone meanwhile."""
 
-    def __init__(self, service: InferenceService, metrics: MetricsPage, feedback: FeedbackCounter) -> None:
+    run: Callable[[RequestHead, bytes], Awaitable[RawResponse]]
+
+
+@dataclass(slots=True)
+class PendingResponse:
+    """A request that an `AsyncHandler` answers."""
+
+    head: RequestHead
+    body: bytes
+    abandoned: bool = False
+
+
+Infer = Callable[[InferenceRoute, RequestHead, bytes, Callable[[RawResponse], None]], RawResponse | PendingRequest]
+
+Methods = Mapping[bytes, InferenceRoute | Handler | AsyncHandler]
+"""Who answers a path, by method."""
+
+
+class HttpApp:
+    """Answers the requests of a listener (see `HttpProtocol`).
+
+    Args:
+        routes: what answers the fixed paths, by method.
+        service: answers inference requests, if there are any.
+    """
+
+    def __init__(self, routes: Mapping[str, Methods], service: InferenceService | None = None) -> None:
+        self._routes = routes
         self.service = service
-        self._deployments = service.deployments
-        self._metrics = metrics
-        self._feedback = feedback
-        self._routes: Mapping[str, tuple[tuple[bytes, ...], Handler]] = {
-            "/v2": (_READ, self.get_server),
-            "/v2/health/live": (_READ, self.get_liveness),
-            "/v2/health/ready": (_READ, self.get_readiness),
-            "/feedback": (_WRITE, self.post_feedback),
-            "/openapi.json": (_READ, self.get_openapi),
-            "/version": (_READ, self.get_version),
-            "/ping": (_READ, self.get_readiness),
-            "/metrics": (_READ, self.get_metrics),
-        }
+        self.infer: Infer = _cannot_infer if service is None else service.handle
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def find(self, method: bytes, url: bytes) -> InferenceRoute | Handler | RawResponse:
+    def find(self, method: bytes, url: bytes) -> InferenceRoute | Handler | AsyncHandler | RawResponse:
         """Return the route or handler of a request, or the response if it has none.
 
         Raises httptools.HttpParserInvalidURLError.
         """
         path = unquote((httptools.parse_url(url).path or b"").decode("latin-1"))
-        answer: InferenceRoute | Handler
-        if path in self._routes:
-            methods, answer = self._routes[path]
-        elif _INVOCATIONS.fullmatch(path):
-            methods, answer = _WRITE, InferenceRoute(invocation=True)
-        elif (match := _MODEL.fullmatch(path)) is not None:
-            model, number = match["model"], match["version"]
-            if match["action"] == "/infer":
-                methods, answer = _WRITE, InferenceRoute(model=model, version=number)
-            else:
-                get = self.get_model_readiness if match["action"] else self.get_model
-                methods, answer = _READ, lambda head, _: get(model, number, head)
-        else:
+        methods = self._routes.get(path) or self.find_methods(path)
+        if not methods:
             return build_error(404, "Not Found")
         if method not in methods:
             return build_error(405, "Method Not Allowed", b"allow: %b\r\n" % b", ".join(methods))
-        return answer
+        return methods[method]
 
-    def respond(self, handler: Handler, head: RequestHead, body: bytes) -> RawResponse:
+    def find_methods(self, _path: str) -> Methods:
+        """Return what answers a path that is no fixed one, by method."""
+        return {}
+
+    def respond(
+        self, handler: Handler | AsyncHandler, head: RequestHead, body: bytes, deliver: Callable[[RawResponse], None]
+    ) -> RawResponse | PendingResponse:
+        """Return the response of a handler, or its error; that of an `AsyncHandler` is delivered later."""
+        if not isinstance(handler, AsyncHandler):
+            return self.call(handler, head, body)
+
+        async def answer() -> None:
+            try:
+                response = await handler.run(head, body)
+            except Exception as error:
+                response = _respond_to_error(error)
+            deliver(response)
+
+        task = asyncio.get_running_loop().create_task(answer())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return PendingResponse(head, body)
+
+    def call(self, handler: Handler, head: RequestHead, body: bytes) -> RawResponse:
         """Return the response of a handler, or its error."""
         try:
             return handler(head, body)
-        except OnnxOpsError as error:
-            return build_error_from(error)
-        except Exception:
-            _log.exception("a request failed unexpectedly")
-            return build_internal_error()
+        except Exception as error:
+            return _respond_to_error(error)
+
+    def count_rejected(self, status: int) -> None:
+        """Count a request that was rejected before it was read."""
+        if self.service is not None:
+            self.service.count_rejected(status)
+
+
+class PublicApp(HttpApp):
+    """Handlers of the public routes."""
+
+    service: InferenceService
+
+    def __init__(self, service: InferenceService, metrics: MetricsPage, feedback: FeedbackCounter) -> None:
+        self._deployments = service.deployments
+        self._metrics = metrics
+        self._feedback = feedback
+        super().__init__(
+            {
+                "/v2": read_by(self.get_server),
+                "/v2/health/live": read_by(self.get_liveness),
+                "/v2/health/ready": read_by(self.get_readiness),
+                "/feedback": {b"POST": self.post_feedback},
+                "/openapi.json": read_by(self.get_openapi),
+                "/version": read_by(self.get_version),
+                "/ping": read_by(self.get_readiness),
+                "/metrics": read_by(self.get_metrics),
+            },
+            service,
+        )
+
+    def find_methods(self, path: str) -> Methods:
+        """Return what answers an invocation, or a request about a model."""
+        if _INVOCATIONS.fullmatch(path):
+            return {b"POST": InferenceRoute(invocation=True)}
+        if (match := _MODEL.fullmatch(path)) is None:
+            return {}
+        model, number = match["model"], match["version"]
+        if match["action"] == "/infer":
+            return {b"POST": InferenceRoute(model=model, version=number)}
+        get = self.get_model_readiness if match["action"] else self.get_model
+        return read_by(lambda head, _: get(model, number, head))
 
     def get_server(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return the server's metadata."""
-        return _build_json({"name": "onnx-ops", "version": version("onnx-ops"), "extensions": ["binary_tensor_data"]})
+        return build_json({"name": "onnx-ops", "version": version("onnx-ops"), "extensions": ["binary_tensor_data"]})
 
     def get_liveness(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return that the server is alive."""
-        return _build_json({"live": True})
+        return build_json({"live": True})
 
     def get_readiness(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return whether every deployment with traffic is loaded."""
         snapshot = self._deployments.get_published()
         ready = snapshot is not None and snapshot.is_ready()
-        return _build_json({"ready": ready}, 200 if ready else 503)
+        return build_json({"ready": ready}, 200 if ready else 503)
 
     def get_model(self, model: str, number: str | None, head: RequestHead) -> RawResponse:
         """Return the model's metadata."""
@@ -121,11 +189,11 @@ class PublicApp:
             "inputs": inputs,
             "outputs": [describe_tensor(spec) for spec in signature.outputs.values()],
         }
-        return _build_json(document, lines=loaded.header_lines)
+        return build_json(document, lines=loaded.header_lines)
 
     def get_model_readiness(self, model: str, number: str | None, head: RequestHead) -> RawResponse:
         """Return whether the model is loaded."""
-        return _build_json({"name": self.service.choose(model, number, head).deployment.model, "ready": True})
+        return build_json({"name": self.service.choose(model, number, head).deployment.model, "ready": True})
 
     def post_feedback(self, head: RequestHead, body: bytes) -> RawResponse:
         """Count feedback; return the number of `counted` and of `unknown` entries.
@@ -138,12 +206,12 @@ class PublicApp:
         if len(body) > _MAX_FEEDBACK_BYTES:
             return build_error(413, f"the body must not be larger than {_MAX_FEEDBACK_BYTES} bytes")
         counted, unknown = self._feedback.count(body)
-        return _build_json({"counted": counted, "unknown": unknown})
+        return build_json({"counted": counted, "unknown": unknown})
 
     def get_openapi(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return the OpenAPI document of the endpoint."""
         deployments = self._deployments.get_current().deployments
-        return _build_json(build_openapi([loaded.signature for loaded in deployments.values()]))
+        return build_json(build_openapi([loaded.signature for loaded in deployments.values()]))
 
     def get_version(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return the version, as MLflow's client requests it."""
@@ -163,5 +231,22 @@ def describe_tensor(spec: TensorSpec, *, optional: bool = False) -> dict[str, ob
     return {**document, "parameters": {"optional": True}} if optional else document
 
 
-def _build_json(content: object, status: int = 200, lines: bytes = b"") -> RawResponse:
+def _cannot_infer(*_: object) -> RawResponse:
+    raise NotImplementedError
+
+
+def _respond_to_error(error: Exception) -> RawResponse:
+    if isinstance(error, OnnxOpsError):
+        return build_error_from(error)
+    _log.error("a request failed unexpectedly", exc_info=error)
+    return build_internal_error()
+
+
+def read_by(handler: Handler) -> Methods:
+    """Return the methods that read what a handler returns."""
+    return {b"GET": handler, b"HEAD": handler}
+
+
+def build_json(content: object, status: int = 200, lines: bytes = b"") -> RawResponse:
+    """Return a response of JSON."""
     return RawResponse(status, b"content-type: application/json\r\n" + lines, orjson.dumps(content))

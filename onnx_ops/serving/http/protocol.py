@@ -18,7 +18,7 @@ from http import HTTPStatus
 import httptools
 
 from onnx_ops.errors import RefusedError
-from onnx_ops.serving.http.app import Handler, PublicApp
+from onnx_ops.serving.http.app import AsyncHandler, Handler, HttpApp, PendingResponse
 from onnx_ops.serving.http.limits import ANSWERING, IDLE, READING, REJECTED, ConnectionLimits, HostPolicy
 from onnx_ops.serving.inference.deployments import InferenceRoute, PendingRequest
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead, build_error, format_echoed_headers
@@ -45,7 +45,7 @@ _METHOD = b":method"
 _BETWEEN, _IN_HEAD, _IN_BODY = range(3)
 """Where the parser is. Plain numbers, as the lookup of an enumeration's member takes longer."""
 
-Answer = InferenceRoute | Handler | RawResponse
+Answer = InferenceRoute | Handler | AsyncHandler | RawResponse
 """Who answers a request. A response is an error that does not need the body."""
 
 
@@ -66,10 +66,10 @@ class HttpProtocol(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, app: PublicApp, limits: ConnectionLimits, hosts: HostPolicy) -> None:
+    def __init__(self, app: HttpApp, limits: ConnectionLimits, hosts: HostPolicy) -> None:
         self._app = app
-        self._handle_inference = app.service.handle
-        self._deployments = app.service.deployments
+        self._infer = app.infer
+        self._deployments = None if app.service is None else app.service.deployments
         self._limits = limits
         self._hosts = hosts
         self._safe_digits = len(str(limits.max_body))  # a length of fewer digits is within the limit
@@ -91,7 +91,7 @@ class HttpProtocol(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._missing_bytes = 0
         # Responses
-        self._pending: PendingRequest | None = None
+        self._pending: PendingRequest | PendingResponse | None = None
         self._pending_keep_alive = True
         self._held_bytes = 0
         self._blocked = self._write_paused = self._read_paused = False
@@ -242,7 +242,7 @@ class HttpProtocol(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         """Find who answers the request, and check what is unusual about it."""
         head = self._head
-        answer = self._deployments.routes.get(self._url)
+        answer = None if self._deployments is None else self._deployments.routes.get(self._url)
         length = head.get(b"content-length")
         if (
             answer is not None
@@ -300,9 +300,9 @@ class HttpProtocol(asyncio.Protocol):
         answer = self._app.find(method, self._url)
         if method == b"HEAD":
             head[_METHOD] = method
-        elif method == b"POST" and head.get(b"content-encoding", b"identity") != b"identity":
+        elif method in (b"POST", b"PUT") and head.get(b"content-encoding", b"identity") != b"identity":
             if type(answer) is InferenceRoute:
-                self._app.service.count_rejected(415)
+                self._app.count_rejected(415)
             answer = build_error(415, "compressed bodies are not supported")
         if isinstance(answer, RawResponse):
             self._answer, self._is_sized, self._discarded_bytes = None, False, 0
@@ -353,19 +353,20 @@ class HttpProtocol(asyncio.Protocol):
 
     def _respond_to(self, answer: Answer, head: dict[bytes, bytes], body: bytes | bytearray, keep_alive: bool) -> None:
         """Answer a request. Its response is the next of this connection."""
+        response: RawResponse | PendingRequest | PendingResponse
         if isinstance(answer, InferenceRoute):
-            response = self._handle_inference(answer, head, bytes(body), self._deliver)
-            if isinstance(response, PendingRequest):
-                self._pending = response
-                self._pending_keep_alive = keep_alive
-                self.stage = ANSWERING
-                self._hold(0)
-                self._blocked = True
-                return
+            response = self._infer(answer, head, bytes(body), self._deliver)
         elif isinstance(answer, RawResponse):
             response = answer
         else:
-            response = self._app.respond(answer, head, bytes(body))
+            response = self._app.respond(answer, head, bytes(body), self._deliver)
+        if not isinstance(response, RawResponse):
+            self._pending = response
+            self._pending_keep_alive = keep_alive
+            self.stage = ANSWERING
+            self._hold(0)
+            self._blocked = True
+            return
         is_last = not keep_alive or self._limits.draining
         self._send(response, head, last=is_last)
         if is_last:
@@ -477,7 +478,7 @@ class HttpProtocol(asyncio.Protocol):
         self._hold(0)
         error = build_error(status, message)
         if not is_answered:
-            self._app.service.count_rejected(status)
+            self._app.count_rejected(status)
         if self._pending is None and not self._backlog:
             if is_answered:
                 self._end(linger=True)

@@ -18,10 +18,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-
-import uvicorn
-from starlette.applications import Starlette
 
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment, EndpointState
@@ -39,6 +37,8 @@ from onnx_ops.protocol.server_process import (
     signal_worker,
 )
 from onnx_ops.serving.admin import AdminApp, AuditTrail, read_token
+from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
+from onnx_ops.serving.http.protocol import HttpProtocol, serve_connections
 from onnx_ops.serving.inference.deployments import TableRevision
 from onnx_ops.serving.inference.integrity import TrustPolicy
 from onnx_ops.serving.metrics import SharedMetrics, SlotAllocator
@@ -54,31 +54,11 @@ _LOCK_ATTEMPTS = 40
 _LOCK_PAUSE_S = 0.05
 _ORPHAN_PAUSE_S = 0.02
 _KILL_MARGIN_S = 2
+_MAX_ADMINS = 64
+_MAX_ADMIN_BODY = 1 << 20
+_ADMIN_DRAIN_S = 1
 _PREPARE_S = 280
 """Limit for a trial load and the workers' own loads together; clients wait a little longer for a publication."""
-
-
-class _AdminServer(uvicorn.Server):
-    """A uvicorn server without its own logs and WebSockets, which leaves signals to its process."""
-
-    def __init__(self, app: Starlette) -> None:
-        # h11 reads the body of a request that offers another protocol; httptools does not.
-        config = uvicorn.Config(
-            app,
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=1,
-        )
-        super().__init__(config)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Do nothing."""
-        yield
 
 
 class TablePublisher:
@@ -255,33 +235,40 @@ class Supervisor:
             except OnnxOpsError as error:
                 _log.error("generation %d is published, but %s", state.generation, error)
 
-    async def run(self, apps: list[tuple[Starlette, socket.socket]]) -> None:
+    async def run(self, admin: list[tuple[socket.socket, str | None, str]]) -> None:
         """Serve until SIGTERM or SIGINT."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        servers = [(_AdminServer(app), listener) for app, listener in apps]
         async with asyncio.TaskGroup() as group:
-            starting = group.create_task(self._start(servers, group))
+            starting = group.create_task(self._start(admin, group))
             await self._stop.wait()
             starting.cancel()
-            for server, _ in servers:
-                server.should_exit = True
             self._listeners.public.close()
             await self._pool.stop(self._options.drain + _KILL_MARGIN_S)
 
-    async def _start(self, servers: list[tuple[_AdminServer, socket.socket]], group: asyncio.TaskGroup) -> None:
+    async def _start(self, admin: list[tuple[socket.socket, str | None, str]], group: asyncio.TaskGroup) -> None:
         await self._pool.start()
         if self._must_load and (failed := self.get_state().failed):
             self.not_loaded = failed
             self._stop.set()
             return
-        for server, listener in servers:
-            group.create_task(server.serve(sockets=[listener]))
+        admin_port = admin[0][0].getsockname()[1]
+        for listener, token, actor in admin:
+            limits = ConnectionLimits(
+                max_connections=_MAX_ADMINS,
+                max_body=_MAX_ADMIN_BODY,
+                read_timeout_s=self._options.read_timeout,
+                keep_alive_s=self._options.keep_alive,
+                row=SharedMetrics(1).get_row(0, 0),  # it counts for nobody
+            )
+            hosts = HostPolicy() if token is None else HostPolicy.from_options(LOOPBACK, admin_port, self._options)
+            build = partial(HttpProtocol, AdminApp(self, token, actor), limits, hosts)
+            group.create_task(serve_connections(build, listener, limits, self._stop, drain_s=_ADMIN_DRAIN_S))
         record = ServerRecord(
             pid=os.getpid(),
             port=self._listeners.public.getsockname()[1],
-            admin_port=servers[0][1].getsockname()[1],
+            admin_port=admin_port,
             started=time.time(),  # noqa: TID251 (the start of the process, for people)
             options=self._options,
         )
@@ -348,7 +335,7 @@ def serve(
         gc.collect()
         gc.freeze()  # else every worker's first collection would copy the memory that all of them share
         supervisor = Supervisor(folder, options, listeners, publisher, shared, must_load=must_load)
-        asyncio.run(supervisor.run([(AdminApp(supervisor, t, actor).build(), s) for s, t, actor in admin]))
+        asyncio.run(supervisor.run(admin))
         with contextlib.suppress(OSError):
             (folder / SERVER_FILE).unlink(missing_ok=True)
             (folder / HANDOVER_SOCKET).unlink(missing_ok=True)
