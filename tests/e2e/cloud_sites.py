@@ -67,7 +67,7 @@ class Answered:
 
 
 class Wound:
-    """Fulfils `context.Clock`: the machine's time, some hours ago, put forward by hand."""
+    """Fulfils `ports.Clock`: the machine's time, some hours ago, put forward by hand."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -53,7 +53,7 @@ def measure_start(model: Path, target: Target, feed: Tensors, requests: int) -> 
         requests: inferences before the peak of memory is read, the first included; at least 1.
 
     Returns:
-        Nanoseconds to build the session and of the first inference, and peak bytes, as in `context.StartSamples`.
+        Nanoseconds to build the session and of the first inference, and peak bytes, as in `ports.StartSamples`.
     """
     check_machine(target)
     loaded = prepare_model_file(model, target)
