@@ -1,4 +1,4 @@
-"""The fakes keep the promises of their context, by the same suites as the real ones."""
+"""The fakes keep the promises of their ports, by the same suites as the real ones."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 _PORT_FILE = "port"
 _KEPT_FILES = frozenset({AUDIT_FILE, LOG_FILE, _PORT_FILE, APPLY_LOCK})
 _FIRST_PORT = 18_000
-"""Chosen context lie below those that systems give to outgoing connections, so that a restart finds its port free."""
+"""Chosen ports lie below those that systems give to outgoing connections, so that a restart finds its port free."""
 _PORTS = 10_000
 _OBSERVE_S = 5.0
 _DEATH_S = 2.0
@@ -355,7 +355,7 @@ class LocalServer:
         return exclusive_lock(self.folder / APPLY_LOCK, timeout_s, where=self.folder.name)
 
     def record(self) -> ServerRecord | None:
-        """Return the server's context and options; None if none runs, or it is not ready."""
+        """Return the server's ports and options; None if none runs, or it is not ready."""
         pid = self._pid()
         if pid is None:
             return None
