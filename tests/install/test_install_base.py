@@ -40,7 +40,7 @@ GROUPS = {"platform", "demo", "docs", "dev", "auth"}
 ROOMS = {
     "onnx_ops.serving": plugins.EXTRAS["serve"],
     "onnx_ops.serving.grpc": plugins.EXTRAS["grpc"],
-    "onnx_ops.adapters.webhooks.receiver": plugins.EXTRAS["serve"],
+    "onnx_ops.adapters.webhooks.receiver": plugins.EXTRAS["mlflow"],
     "onnx_ops.orchestration": plugins.EXTRAS["prefect"],
     "onnx_ops.integrations.mlflow_deployments": plugins.EXTRAS["mlflow"],
     "onnx_ops.testing": ("pytest",),
