@@ -165,7 +165,8 @@ def test_deliveries_of_any_kind_do_no_more_than_a_look(
 ) -> None:
     woken = 0
 
-    @settings(max_examples=examples, deadline=None)
+    # A few random examples may hold no delivery that leads to anything.
+    @settings(max_examples=examples, deadline=None, derandomize=examples < 100)
     @given(steps=st.lists(st.one_of(moves, deliveries, forgeries, pauses, looks), min_size=8, max_size=25))
     def holds(steps: list[Step]) -> None:
         nonlocal woken
