@@ -31,11 +31,9 @@ from onnx_ops.ports import (
     Context,
     DataSource,
     EndpointProvider,
-    Exporter,
     MetricsSource,
     Notifier,
     Observer,
-    Optimizer,
     Registry,
     Runtime,
     Signer,
@@ -255,7 +253,7 @@ def _notifiers(settings: Settings) -> Mapping[str, Notifier]:
 def load_tool(settings: Settings, group: str, name: str, env: Environment | None = None) -> Any:
     """Return an exporter or optimizer. One with `requirements` runs isolated with those, unless `env` overrides it."""
     plugin = plugins.load(group, name)
-    wanted = select_environment(plugin, env)
+    wanted = plugins.select_environment(plugin, env)
     if wanted is None:
         return plugin
     from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv
@@ -271,26 +269,3 @@ def load_tool(settings: Settings, group: str, name: str, env: Environment | None
     if group == "exporters":
         return IsolatedExporter(place=place, python=python, limits=limits, root=settings.root)
     return IsolatedOptimizer(place=place, python=python, limits=limits, here=plugin)
-
-
-def select_environment(plugin: Exporter | Optimizer, env: Environment | None) -> Environment | None:
-    """Return the environment to run an exporter or optimizer in; None for this installation.
-
-    Raises:
-        UserError: `env` requests packages in this installation, where stages cannot install any, or names none at all.
-    """
-    own: tuple[str, ...] = getattr(plugin, "requirements", ())
-    if env is not None and not env.isolated:
-        if env.requirements or env.python:
-            raise UserError(
-                "`isolated: false` runs in this installation, which is never changed",
-                where="env",
-                remedy="Leave out `requirements` and `python`, or `isolated`.",
-            )
-        return None
-    if env is None:
-        return Environment(requirements=own) if own else None
-    requirements = env.requirements or own
-    if not requirements:
-        raise UserError("the environment has no requirements", where="env", remedy="List the packages that it needs.")
-    return Environment(requirements=requirements, python=env.python, memory=env.memory, timeout=env.timeout)

@@ -120,7 +120,7 @@ def _find_norms(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto])
     def find_affine(name: str) -> tuple[tuple[onnx.NodeProto, int], ...]:
         """Return the inputs that scale and shift each channel of a value; empty if it has no such scale."""
         node = producers.get(name)
-        if node is None:
+        if node is None or node.output[0] != name:
             return ()
         if node.op_type in _NORMS:
             places = tuple((node, index) for index in range(1, len(node.input)) if node.input[index])

@@ -16,7 +16,7 @@ from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import MeasurementError
 
 FULL_RUN = 40
-"""Session pairs that stand for a run. One that is undecided goes on if the pairs up to the last look would decide."""
+"""Session pairs that represent a run. An undecided run continues if the pairs up to the last look may decide."""
 
 LOOKS = (5, 6, 8, 11, 15, 20, 28, FULL_RUN, 56, 80, 113, 160)
 """Session pairs after which an interim look at the samples is allowed."""

@@ -163,17 +163,17 @@ class PublicApp(HttpApp):
 
     def get_server(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return the server's metadata."""
-        return build_json({"name": "onnx-ops", "version": version("onnx-ops"), "extensions": ["binary_tensor_data"]})
+        return _build_json({"name": "onnx-ops", "version": version("onnx-ops"), "extensions": ["binary_tensor_data"]})
 
     def get_liveness(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return that the server is alive."""
-        return build_json({"live": True})
+        return _build_json({"live": True})
 
     def get_readiness(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return whether every deployment with traffic is loaded."""
         snapshot = self._deployments.get_published()
         ready = snapshot is not None and snapshot.is_ready()
-        return build_json({"ready": ready}, 200 if ready else 503)
+        return _build_json({"ready": ready}, 200 if ready else 503)
 
     def get_model(self, model: str, number: str | None, head: RequestHead) -> RawResponse:
         """Return the model's metadata."""
@@ -189,11 +189,11 @@ class PublicApp(HttpApp):
             "inputs": inputs,
             "outputs": [describe_tensor(spec) for spec in signature.outputs.values()],
         }
-        return build_json(document, lines=loaded.header_lines)
+        return _build_json(document, lines=loaded.header_lines)
 
     def get_model_readiness(self, model: str, number: str | None, head: RequestHead) -> RawResponse:
         """Return whether the model is loaded."""
-        return build_json({"name": self.service.choose(model, number, head).deployment.model, "ready": True})
+        return _build_json({"name": self.service.choose(model, number, head).deployment.model, "ready": True})
 
     def post_feedback(self, head: RequestHead, body: bytes) -> RawResponse:
         """Count feedback; return the number of `counted` and of `unknown` entries.
@@ -206,12 +206,12 @@ class PublicApp(HttpApp):
         if len(body) > _MAX_FEEDBACK_BYTES:
             return build_error(413, f"the body must not be larger than {_MAX_FEEDBACK_BYTES} bytes")
         counted, unknown = self._feedback.count(body)
-        return build_json({"counted": counted, "unknown": unknown})
+        return _build_json({"counted": counted, "unknown": unknown})
 
     def get_openapi(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return the OpenAPI document of the endpoint."""
         deployments = self._deployments.get_current().deployments
-        return build_json(build_openapi([loaded.signature for loaded in deployments.values()]))
+        return _build_json(build_openapi([loaded.signature for loaded in deployments.values()]))
 
     def get_version(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return the version, as MLflow's client requests it."""
@@ -247,6 +247,5 @@ def read_by(handler: Handler) -> Methods:
     return {b"GET": handler, b"HEAD": handler}
 
 
-def build_json(content: object, status: int = 200, lines: bytes = b"") -> RawResponse:
-    """Return a response of JSON."""
+def _build_json(content: object, status: int = 200, lines: bytes = b"") -> RawResponse:
     return RawResponse(status, b"content-type: application/json\r\n" + lines, orjson.dumps(content))

@@ -260,7 +260,7 @@ class Supervisor:
                 max_body=_MAX_ADMIN_BODY,
                 read_timeout_s=self._options.read_timeout,
                 keep_alive_s=self._options.keep_alive,
-                row=SharedMetrics(1).get_row(0, 0),  # it counts for nobody
+                row=SharedMetrics(1).get_row(0, 0),  # its counts are not shown
             )
             hosts = HostPolicy() if token is None else HostPolicy.from_options(LOOPBACK, admin_port, self._options)
             build = partial(HttpProtocol, AdminApp(self, token, actor), limits, hosts)
