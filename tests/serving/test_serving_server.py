@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -24,6 +25,7 @@ from onnx_ops.protocol.routing_table import CURRENT_FILE
 from onnx_ops.protocol.server_process import SERVER_FILE, TOKEN_FILE
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import INFER, Server, X, serving
+from tests.support.processes import until
 from tests.support.server import MAIN
 
 
@@ -262,3 +264,14 @@ def test_the_admin_listener_reads_the_body_of_a_request_that_offers_another_prot
     token = (server.folder / TOKEN_FILE).read_text()
     answer = server.call("PUT", STATE_PATH, b"[1]", {"authorization": f"Bearer {token}", **offer}, admin=True)
     assert (answer.status, b"not a JSON object" in answer.body) == (400, True)
+
+
+def test_a_publication_goes_on_when_its_client_has_gone(published: Server, blue: Deployment) -> None:
+    body = codec.dumps(replace(state_of(blue, blue=100), generation=9))
+    token = (published.folder / TOKEN_FILE).read_text()
+    port = published.record().admin_port
+    head = f"PUT {STATE_PATH} HTTP/1.1\r\nhost: localhost:{port}\r\nauthorization: Bearer {token}\r\n"
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    until(lambda: published.admin("GET").json()["state"]["generation"] == 9, "the publication")
+    assert published.infer([1, 2]).status == 200
