@@ -103,6 +103,8 @@ SOURCES: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, Any]]]] = {
     "Gaussian process": (lambda: sk("gaussian_process.GaussianProcessRegressor", alpha=0.1, optimizer=None), DIABETES),
     "no probabilities": (lambda: sk("linear_model.RidgeClassifier"), tumours),
     "no probabilities in a pipeline": (lambda: scaled(sk("linear_model.RidgeClassifier")), tumours),
+    "soft votes": (lambda: sk("ensemble.VotingClassifier", [("a", logistic())], voting="soft"), IRIS),
+    "chosen columns": (lambda: piped(sk("feature_selection.RFE", logistic()), logistic()), IRIS),
     "a margin": (lambda: sk("svm.LinearSVC"), tumours),
     "a margin in a pipeline": (lambda: scaled(sk("svm.LinearSVC")), tumours),
 }
@@ -130,12 +132,28 @@ def test_answers_have_the_names_shapes_and_values_of_the_source(tmp_path: Path, 
     check_model(tmp_path / "m.onnx")
 
 
-def test_an_estimator_whose_conversion_does_not_run_is_refused_with_another(tmp_path: Path) -> None:
+def logistic() -> Any:
+    return sk("linear_model.LogisticRegression", max_iter=500)
+
+
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (lambda: scaled(sk("neighbors.RadiusNeighborsClassifier", 5.0)), "Use KNeighborsClassifier."),
+        (lambda: sk("neighbors.RadiusNeighborsRegressor", 5.0), "Use KNeighborsRegressor."),
+        (lambda: sk("model_selection.TunedThresholdClassifierCV", logistic(), cv=2), "Return its `estimator_`"),
+        (lambda: piped(sk("cluster.KMeans", 2, n_init=1), logistic()), "Leave it out"),
+        (lambda: piped(sk("decomposition.KernelPCA", kernel="rbf"), logistic()), "Set n_components"),
+        (lambda: piped(sk("ensemble.RandomTreesEmbedding", 3), logistic()), "Use sparse_output=False"),
+    ],
+)
+def test_an_estimator_whose_conversion_is_wrong_is_refused_with_another(
+    tmp_path: Path, make: Callable[[], Any], remedy: str
+) -> None:
     rows, labels = load("iris")
-    model = scaled(sk("neighbors.RadiusNeighborsClassifier", 5.0)).fit(rows, labels)
-    with pytest.raises(UserError, match="does not run") as caught:
-        export(model, rows, tmp_path / "m.onnx")
-    assert caught.value.remedy == "Use KNeighborsClassifier."
+    with pytest.raises(UserError, match="cannot be converted faithfully") as caught:
+        export(make().fit(rows, labels > 0), rows, tmp_path / "m.onnx")
+    assert (caught.value.remedy or "").startswith(remedy)
 
 
 def test_a_scaler_before_trees_divides_as_its_source_does(tmp_path: Path) -> None:

@@ -14,6 +14,10 @@ ConversionDefect = tuple[str, str, str]
 _DIFFERS = "the converted model gives other answers than `predict` (measured)"
 
 
+LOST_IN_FLOAT32 = 1e-6
+"""Relative to the largest eigenvalue. Rounding of a kernel's entries adds about 6e-8 of the largest to each."""
+
+
 def check_convertible(parts: list[object]) -> None:
     """Refuse estimators and steps that the converters get wrong."""
     for part in parts:
@@ -110,6 +114,29 @@ def _sklearn(part: Any) -> Iterator[ConversionDefect]:
     if name == "KBinsDiscretizer" and part.encode == "onehot":
         remedy = "Use encode='onehot-dense': the same numbers."
         yield f"{name} with encode='onehot'", "ONNX has no sparse tensors", remedy
+    if name == "RandomTreesEmbedding" and part.sparse_output:
+        yield f"{name} with sparse output", "ONNX has no sparse tensors", "Use sparse_output=False: the same numbers."
+    if name in ("KMeans", "MiniBatchKMeans"):
+        yield (
+            f"{name} as a step",
+            "skl2onnx passes on the number of the cluster instead of the distances",
+            "Leave it out, or use another transformer, such as KBinsDiscretizer or GaussianRandomProjection.",
+        )
+    if name.startswith("RadiusNeighbors"):
+        reason = "the converted model fails on rows that have no neighbour, or not as many as others (measured)"
+        yield name, reason, f"Use K{name.removeprefix('Radius')}."
+    if name == "TunedThresholdClassifierCV":
+        yield (
+            name,
+            "skl2onnx leaves out the threshold",
+            "Return its `estimator_`, and compare the probability with `best_threshold_` where you use the answer.",
+        )
+    if name == "KernelPCA" and part.eigenvalues_[-1] < LOST_IN_FLOAT32 * part.eigenvalues_[0]:
+        yield (
+            f"{name} with components that are {part.eigenvalues_[-1] / part.eigenvalues_[0]:.0e} of the largest",
+            "float32 cannot hold components that small beside the others",
+            "Set n_components, or scale the columns before it.",
+        )
     if name == "FunctionTransformer" and part.func is not None:
         yield (
             f"{name} with a function",

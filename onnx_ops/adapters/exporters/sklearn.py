@@ -15,7 +15,6 @@ from onnx_ops.adapters.exporters.signature import Precision, check_section, conv
 from onnx_ops.adapters.exporters.sklearn_signature import (
     InputLayout,
     build_rows,
-    check_runnable,
     choose_layout,
     connect_inputs,
     get_last_step,
@@ -77,7 +76,6 @@ class SklearnExporter(TreeExporter):
     def export(self, model: object, request: ExportRequest) -> None:
         """Convert the estimator with skl2onnx and tidy the inputs and outputs of the file."""
         _check_estimator(model)
-        check_runnable(model)
         section, samples = request.section, request.samples
         check_convertible(list_estimators(model))
         layout = choose_layout(model, list_estimators(model), samples)
@@ -187,7 +185,7 @@ def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
     if others := [package for package in packages if package in ("xgboost", "lightgbm") and package != own]:
         remedy = f"Set export.framework: {others[0]}, which converts pipelines with its estimators too."
     what = f"skl2onnx cannot convert {type(model).__name__}"
-    with convert_failures(what, remedy), warnings.catch_warnings(), _whole_numbers():
+    with convert_failures(what, remedy), warnings.catch_warnings(), _whole_numbers(), _not_flattened(model):
         warnings.simplefilter("ignore", FutureWarning)  # skl2onnx reads attributes that scikit-learn deprecates
         warnings.simplefilter("ignore", RuntimeWarning)  # and casts NaN, which an imputer of integers looks for
         return skl2onnx.to_onnx(
@@ -222,6 +220,19 @@ def _whole_numbers() -> Iterator[None]:
         container.make_node = make_node
 
 
+@contextmanager
+def _not_flattened(model: object) -> Iterator[None]:
+    """Let skl2onnx take voting classifiers: it refuses a default that concerns their `transform` only."""
+    voting: list[Any] = [part for part in list_estimators(model) if getattr(part, "flatten_transform", False)]
+    for part in voting:
+        part.flatten_transform = False
+    try:
+        yield
+    finally:
+        for part in voting:
+            part.flatten_transform = True
+
+
 def _options(model: object) -> dict[Any, Any]:
     """No ZipMap, so that probabilities are a tensor; scalers divide as scikit-learn does, or trees split otherwise."""
     from sklearn.base import is_classifier
@@ -237,6 +248,8 @@ def _options(model: object) -> dict[Any, Any]:
     for part in list_estimators(model):
         if isinstance(part, StandardScaler):
             options[id(part)] = {"div": "div"}
+        if hasattr(part, "get_support"):  # RFE calls itself a classifier, and would get a classifier's options
+            options[id(part)] = {}
         if hasattr(part, "build_analyzer"):
             _check_analyzer(part)
             options[id(part)] = {"tokenexp": _WORD}

@@ -205,17 +205,7 @@ def _as_precision(array: Any, precision: str) -> Any:
     return array
 
 
-_NOT_RUN = {"RadiusNeighborsClassifier": "Use KNeighborsClassifier."}
-"""Estimators whose export ONNX Runtime refuses to run, with an alternative."""
-
 _LABELS_AS_MATRIX = ("OneVsOneClassifier", "QuadraticDiscriminantAnalysis")
-
-
-def check_runnable(model: object) -> None:
-    """Refuse an estimator whose conversion does not run."""
-    name = type(get_last_step(model)).__name__
-    if name in _NOT_RUN:
-        raise UserError(f"the conversion of {name} by skl2onnx does not run", where="export", remedy=_NOT_RUN[name])
 
 
 def tidy_outputs(converted: Any, model: object, *, label: str, variable: str, regressor: bool) -> None:

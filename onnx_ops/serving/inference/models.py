@@ -49,6 +49,9 @@ RUNTIME_ERRORS = (
     ort_errors.RuntimeException,
 )
 
+_UNKNOWN_CATEGORY = "Unknown Category"
+"""Message of a `Fail` that only the inputs cause: OneHotEncoder of `handle_unknown="error"`."""
+
 BOUND_ERRORS = (RuntimeError, *RUNTIME_ERRORS)
 """Errors of a bound run, which the runtime does not always convert."""
 
@@ -311,9 +314,9 @@ class LoadedModel:
             if self.signature.has_bfloat16:
                 return self._run_bfloat16(outputs, feed)
             arrays: Sequence[Array] = self.native(outputs, feed, self.options)
-        except ort_errors.InvalidArgument as error:
-            raise InputsRejectedError("the model rejects these inputs", why=get_first_line(error)) from error
         except RUNTIME_ERRORS as error:
+            if isinstance(error, ort_errors.InvalidArgument) or _UNKNOWN_CATEGORY in str(error):
+                raise InputsRejectedError("the model rejects these inputs", why=get_first_line(error)) from error
             raise InfrastructureError("the model failed on these inputs", why=get_first_line(error)) from error
         return arrays
 

@@ -106,8 +106,11 @@ def test_a_model_that_runs_on_other_sizes_only_is_loaded_without_warm_up(build: 
 def test_a_model_of_categories_is_loaded_although_it_knows_no_empty_text(build: Callable[..., Deployment]) -> None:
     encode = helper.make_node("OneHotEncoder", ["city"], ["y"], domain="ai.onnx.ml", cats_strings=["Oslo"], zeros=0)
     deployment = build([encode], [("city", TensorProto.STRING, ["b", 1])], [("y", FLOAT, ["b", 1, 1])])
-    (y,) = load_model(deployment).run(("y",), {"city": np.array([["Oslo"]], object)})
+    model = load_model(deployment)
+    (y,) = model.run(("y",), {"city": np.array([["Oslo"]], object)})
     assert y.tolist() == [[[1]]]
+    with pytest.raises(InputsRejectedError, match="Unknown Category"):
+        model.run(("y",), {"city": np.array([["Rome"]], object)})
 
 
 def test_a_model_that_fails_on_one_row_is_refused(build: Callable[..., Deployment]) -> None:
