@@ -204,8 +204,8 @@ def _check_quantization(draft: Draft) -> Iterator[Issue]:
             if entry.options.get("algorithm") == "gptq":
                 yield Issue((*loc, "calibrate"), f"gptq needs 'calibrate', {example}", on_key=True)
             continue
-        if entry.calibrate.shards > 1 and (entry.method, entry.calibrate.method) != ("static", "minmax"):
-            message = "ranges are read in shards for `method: static` with `calibrate.method: minmax`"
+        if entry.calibrate.shards > 1 and entry.method != "static":
+            message = "ranges are read in shards for `method: static`"
             yield Issue((*loc, "calibrate", "shards"), message)
         name, scored = entry.calibrate.data, draft.scored
         is_same = name == scored or (name in draft.data and draft.data[name] == draft.data.get(scored))

@@ -174,7 +174,7 @@ class Calibrate:
         Literal["minmax", "entropy", "percentile"], doc("How activation ranges are computed from the rows.")
     ] = "minmax"
     shards: Annotated[
-        int, Ge(1), Le(256), doc("Parts in which ranges are read, each a separate stage; for static with minmax.")
+        int, Ge(1), Le(256), doc("Parts in which ranges are read, each a separate stage; for static.")
     ] = field(default=1, metadata=OMIT_DEFAULT)
 
 

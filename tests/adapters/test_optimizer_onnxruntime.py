@@ -88,11 +88,13 @@ def test_each_calibration_method_finds_ranges(perceptron: OptimizeRequest, metho
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("method", ["minmax", "entropy", "percentile"])
 def test_ranges_that_were_read_in_shards_make_the_same_file(
-    convolution: OptimizeRequest, tmp_path: Path, count: int
+    convolution: OptimizeRequest, tmp_path: Path, count: int, method: str
 ) -> None:
     """Of three batches, two of five shards have none."""
     optimizer = StaticQuantizer()
+    convolution = replace(convolution, section=replace(STATIC, calibrate=Calibrate(method=method)))  # type: ignore[arg-type]
     optimizer.optimize(convolution)
     parts = [tmp_path / f"ranges-{number}" for number in range(count)]
     for number, part in enumerate(parts):

@@ -125,7 +125,7 @@ def test_a_variant_may_not_have_the_name_of_what_a_search_finds(root: Path) -> N
         ("{name: v, method: bf16}", "no optimizer plugin is called 'bf16'"),
         ("{name: v, method: static, calibrate: {data: train, method: distribution}}", "it destroys a model"),
         (
-            "{name: v, method: static, calibrate: {data: train, method: entropy, shards: 2}}",
+            "{name: v, method: dynamic, calibrate: {data: train, shards: 2}}",
             "ranges are read in shards",
         ),
         (

@@ -59,7 +59,7 @@ def test_tables_are_found_through_the_api(first: dict[str, Any], site: PrefectSi
 
 
 def test_a_scheduled_run_fires_by_itself(first: dict[str, Any], site: PrefectSite) -> None:
-    site.done("deployment", "schedule", "create", "pipeline/digits-mlp", "--interval", "10", "--replace", "-y")
+    site.done("deployment", "schedule", "create", "pipeline/digits-mlp", "--interval", "30", "--replace", "-y")
 
     def fired() -> dict[str, Any] | None:
         runs = site.ask("/flow_runs/filter", flow_runs={"state": {"type": {"any_": ["COMPLETED", "FAILED"]}}})

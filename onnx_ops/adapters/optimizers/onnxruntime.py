@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from onnx_ops.adapters.optimizers.calibration import exact_histograms, join_ranges
 from onnx_ops.adapters.optimizers.library import (
     BatchReader,
     Names,
@@ -136,8 +137,9 @@ class StaticQuantizer(Optimizer):
         """Quantize weights and activations with ranges from calibration rows."""
         options, notes = self._choose(request)
         with Scratch() as folder:
-            ranges = _join_ranges(request.ranges, folder / "ranges.json") if request.ranges else None
-            return *notes, *_quantize(request, options, partial(_static, ranges=ranges))
+            ranges = join_ranges(request.ranges, folder / "ranges.json") if request.ranges else None
+            with exact_histograms(is_part=False):
+                return *notes, *_quantize(request, options, partial(_static, ranges=ranges))
 
     def read_ranges(self, request: OptimizeRequest, path: Path, shard: tuple[int, int]) -> None:
         """Write the ranges of one part of the calibration batches, as ONNX Runtime's calibration cache."""
@@ -145,7 +147,7 @@ class StaticQuantizer(Optimizer):
         rows = BatchReader(request.calibration or {}, read_model_info(request.source)).slice(*shard)
         if not rows:
             return
-        with Scratch() as folder:
+        with Scratch() as folder, exact_histograms(is_part=True):
             part = replace(request, calibration=rows, path=folder / "unused.onnx")
             _quantize(part, options, partial(_static, ranges=path))
 
@@ -189,20 +191,6 @@ def _dynamic(job: _Job) -> None:
         use_external_data_format=job.large,
         extra_options={"MatMulConstBOnly": True, "DefaultTensorType": _FLOAT},
     )
-
-
-def _join_ranges(parts: Sequence[Path], path: Path) -> Path:
-    """Write the least and greatest values of all parts: the ranges of all their rows."""
-    import numpy as np
-
-    library = importlib.import_module("onnxruntime.quantization.calibrate")
-    joined, *others = (library.load_tensors_data(part) for part in parts)
-    for other in others:
-        for name, found in other.items():
-            joined[name].lowest = np.minimum(joined[name].lowest, found.lowest)
-            joined[name].highest = np.maximum(joined[name].highest, found.highest)
-    library.save_tensors_data(joined, path)
-    return path
 
 
 def _static(job: _Job, ranges: Path | None = None) -> None:

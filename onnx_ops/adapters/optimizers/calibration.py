@@ -1,0 +1,169 @@
+"""Ranges of activations, read from parts of the calibration rows that add up exactly.
+
+ONNX Runtime's histograms depend on the order of the rows: the first batch decides the width of the bins. Here bins
+reach up to a power of two above the largest value, and those of two histograms become equal by joining neighbours. The
+sum is the same to the last count however the rows are divided.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from onnx_ops.ports.data import Array
+
+_LIBRARY = "onnxruntime.quantization.calibrate"
+_FINER = 2
+"""Bins, as a multiple of the runtime's own: never wider than them, since a power of two is below twice the largest."""
+
+_LEAST = -126
+"""Exponent of a histogram of zeros: of the smallest normal number of float32."""
+
+_DEFAULTS = (128, 99.999, "same")
+"""Of the runtime's calibrators: bins after quantization, percentile, and what histograms of 8-bit floats assume."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram:
+    """Counts of values in bins of equal width.
+
+    Attributes:
+        counts: of the bins from -(2 ** exponent), or from 0 if it holds absolute values, to 2 ** exponent.
+        exponent: of the end of the last bin.
+        is_absolute: whether the values are absolute.
+        lowest, highest: of the values themselves, float32 or float16.
+    """
+
+    counts: Any
+    exponent: int
+    is_absolute: bool
+    lowest: Any
+    highest: Any
+
+    def edges(self) -> Array:
+        """Return the ends of the bins, one more than bins."""
+        import numpy as np
+
+        top = 2.0**self.exponent
+        return np.linspace(0 if self.is_absolute else -top, top, len(self.counts) + 1, dtype=self.highest.dtype)
+
+    def widen(self, exponent: int) -> Any:
+        """Return the counts in as many bins up to a higher power of two."""
+        import numpy as np
+
+        counts, outside = self.counts, len(self.counts) // 2
+        added = (0, outside) if self.is_absolute else (outside // 2, outside // 2)
+        for _ in range(exponent - self.exponent):
+            counts = np.pad(counts.reshape(-1, 2).sum(axis=1), added)
+        return counts
+
+
+def count_values(values: Array, bins: int, *, is_absolute: bool = False) -> Histogram:
+    """Count finite float values of any shape in bins, of which there are a multiple of four."""
+    import numpy as np
+
+    if not values.size:
+        values = np.zeros(1, values.dtype)
+    lowest, highest = values.min(), values.max()
+    top = max(-lowest, highest)
+    exponent = int(np.frexp(top)[1]) if top else _LEAST
+    counts, _ = np.histogram(
+        np.abs(values) if is_absolute else values,
+        bins,
+        range=(0 if is_absolute else -(2.0**exponent), 2.0**exponent),
+    )
+    return Histogram(counts=counts, exponent=exponent, is_absolute=is_absolute, lowest=lowest, highest=highest)
+
+
+def add_histograms(one: Histogram, other: Histogram) -> Histogram:
+    """Return the histogram of the values of both."""
+    exponent = max(one.exponent, other.exponent)
+    return Histogram(
+        counts=one.widen(exponent) + other.widen(exponent),
+        exponent=exponent,
+        is_absolute=one.is_absolute,
+        lowest=min(one.lowest, other.lowest),
+        highest=max(one.highest, other.highest),
+    )
+
+
+@contextmanager
+def exact_histograms(*, is_part: bool) -> Iterator[None]:
+    """Let ONNX Runtime calibrate with histograms that add up; those of a part are stored for `join_ranges`."""
+    library: Any = importlib.import_module(_LIBRARY)
+    given = library.HistogramCollector
+    library.HistogramCollector = _make_collector(is_part=is_part)
+    try:
+        yield
+    finally:
+        library.HistogramCollector = given
+
+
+def _make_collector(*, is_part: bool) -> Any:
+    """Return a collector for calibrators: its results are ranges, or for a part the histograms themselves."""
+    import numpy as np
+
+    base: Any = importlib.import_module(_LIBRARY).HistogramCollector
+
+    class Collector(base):  # type: ignore[misc]
+        histogram_dict: dict[str, Any]
+
+        def collect(self, name_to_arr: dict[str, list[Array]]) -> None:
+            for name, arrays in name_to_arr.items():
+                values = np.concatenate([array.ravel() for array in arrays])
+                found = count_values(values, _FINER * self.num_bins, is_absolute=self.symmetric)
+                known = self.histogram_dict.get(name)
+                self.histogram_dict[name] = add_histograms(known, found) if known else found
+
+        def compute_collection_result(self) -> Any:
+            if is_part:
+                return {
+                    name: (h.lowest, h.highest, h.counts, np.array([h.exponent, h.is_absolute]))
+                    for name, h in self.histogram_dict.items()
+                }
+            self.histogram_dict = {
+                name: (h.counts, h.edges(), h.lowest, h.highest) for name, h in self.histogram_dict.items()
+            }
+            return super().compute_collection_result()
+
+    return Collector
+
+
+def join_ranges(parts: Sequence[Path], path: Path) -> Path:
+    """Write the ranges of the rows of all parts, as ONNX Runtime's calibration cache."""
+    import numpy as np
+
+    library = importlib.import_module(_LIBRARY)
+    first, *others = (library.load_tensors_data(part) for part in parts)
+    method = first.calibration_method
+    if method == library.CalibrationMethod.MinMax:
+        for other in others:
+            for name, found in other.items():
+                first[name].lowest = np.minimum(first[name].lowest, found.lowest)
+                first[name].highest = np.maximum(first[name].highest, found.highest)
+    else:
+        own = "percentile" if method == library.CalibrationMethod.Percentile else "entropy"
+        collector = _make_collector(is_part=False)(own, own == "percentile", 0, *_DEFAULTS)
+        collector.histogram_dict = {
+            name: reduce(add_histograms, (_read_histogram(part[name]) for part in (first, *others)))
+            for name in first.keys()  # noqa: SIM118 (it is no mapping)
+        }
+        first = library.TensorsData(method, collector.compute_collection_result())
+    library.save_tensors_data(first, path)
+    return path
+
+
+def _read_histogram(found: Any) -> Histogram:
+    exponent, is_absolute = map(int, found.bins)
+    return Histogram(
+        counts=found.hist,
+        exponent=exponent,
+        is_absolute=bool(is_absolute),
+        lowest=found.lowest,
+        highest=found.highest,
+    )
