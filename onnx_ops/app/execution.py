@@ -6,9 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
-import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,6 +19,7 @@ from pathlib import Path
 from onnx_ops import plugins
 from onnx_ops.adapters.files import durable_file
 from onnx_ops.adapters.isolation.process import OutputTail, describe_exit
+from onnx_ops.app.fork_server import FORK_SERVER, ForkedProcess
 from onnx_ops.app.placement import ask, build_request
 from onnx_ops.config.settings import Settings, to_environ
 from onnx_ops.domain.artifact import Digest, Manifest, hex_digits
@@ -89,7 +88,7 @@ class RunningStages:
 
     def __init__(self) -> None:
         self.lock = MeasurementLock()
-        self.processes: set[subprocess.Popen[bytes]] = set()
+        self.processes: set[ForkedProcess] = set()
         self.ended = False
         self._pools: Pools | None = None
 
@@ -118,7 +117,7 @@ class RunningStages:
         """End every running stage, on every machine; no further one starts."""
         self.ended = True
         for process in tuple(self.processes):
-            _end(process)
+            process.kill()
         if self._pools is not None:
             self._pools.cancel()
 
@@ -251,25 +250,18 @@ def run_in_subprocess(
         result, scratch = folder / "result.json", folder / "tmp"
         scratch.mkdir()
         request = {**build_request(stage, key, inputs), "result": str(result), "scratch": str(scratch)}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "onnx_ops.app.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            cwd=settings.root,
-            env={**os.environ, **to_environ(settings), "TMPDIR": str(scratch)},
-            start_new_session=True,
-        )
+        environ = {**os.environ, **to_environ(settings), "TMPDIR": str(scratch)}
+        process = FORK_SERVER.fork(environ, settings.root)
         processes = set() if running is None else running.processes
         processes.add(process)
-        tail = OutputTail(process.stdout, PROGRESS, lambda line: report_progress(stage, line))  # type: ignore[arg-type]
+        tail = OutputTail(process.stdout, PROGRESS, lambda line: report_progress(stage, line))
         try:
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(json.dumps(request).encode("utf-8") + b"\n")  # type: ignore[union-attr]
-                process.stdin.flush()  # type: ignore[union-attr]
+                process.stdin.write(json.dumps(request).encode("utf-8") + b"\n")
+                process.stdin.flush()
             code = process.wait(timeout=stage.timeout)
         except subprocess.TimeoutExpired:
-            _end(process)
+            process.kill()
             raise StageError(
                 f"it ran longer than its time-out of {stage.timeout:g} s and was stopped",
                 where=stage.id,
@@ -278,7 +270,7 @@ def run_in_subprocess(
             ) from None
         finally:
             processes.discard(process)
-            _end(process)
+            process.kill()
         if not result.exists():
             raise StageError(
                 f"its process ended with {describe_exit(code)}",
@@ -290,13 +282,3 @@ def run_in_subprocess(
     if "error" in document:
         raise from_document(document["error"])
     return Manifest(files=document["files"])
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all its children."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    if process.stdin is not None:
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()

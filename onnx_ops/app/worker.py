@@ -1,4 +1,4 @@
-"""The child's side: reads one request, does one stage, writes one result."""
+"""The child's side: a fork of the fork server, which reads one request, does one stage, writes one result."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any
 from onnx_ops.adapters.files import durable_file
 from onnx_ops.app.context import build_context
 from onnx_ops.app.execution import PROGRESS
+from onnx_ops.app.fork_server import serve
 from onnx_ops.app.placement import parse_request
 from onnx_ops.config.settings import load_settings
 from onnx_ops.errors import OnnxOpsError, StageError, storage_errors
@@ -74,4 +75,5 @@ def _report_progress(line: str) -> None:
 
 
 if __name__ == "__main__":
+    serve()
     main()

@@ -32,6 +32,7 @@ from onnx_ops import codec, plugins
 from onnx_ops.adapters.isolation.process import describe_exit
 from onnx_ops.adapters.runtimes.hardware import read_hardware
 from onnx_ops.app.context import Project
+from onnx_ops.app.fork_server import FORK_SERVER
 from onnx_ops.app.placement import answer
 from onnx_ops.domain.pipeline import PLACEABLE, Stage, StageKind
 from onnx_ops.orchestration.environment import project_of
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 _POLL_S = 0.5
+_WATCH_S = 2.5
+"""Between looks at whether a flow run was cancelled; its processes end within 10 s."""
 _DESCRIBED_S = 60.0
 """Most seconds that a worker spends at its start on reading what its machine can measure."""
 
@@ -104,7 +107,7 @@ def _watched(project: Project, run: UUID) -> Iterator[None]:
         sent = 0.0
         with get_client(sync_client=True) as client:
             retry_soon(client)
-            while not done.wait(1.0):
+            while not done.wait(_WATCH_S):
                 with contextlib.suppress(Exception):  # the server may be away; the stage continues
                     flow_run = client.read_flow_run(run)
                     if is_final(flow_run.state):
@@ -171,6 +174,7 @@ class PoolWorker:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         create_pool(client, self.pool)
+        FORK_SERVER.start()
         variable = self._announce(client)
         heartbeat = polled = -HEARTBEAT_S
         _LOG.info("worker %s of pool %s takes: %s", self.name, self.pool, ", ".join(self.kinds))

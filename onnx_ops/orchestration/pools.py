@@ -212,7 +212,9 @@ class PrefectPools(Pools):
         started: float | None = None
         beat: object = None
         while True:
-            time.sleep(self.poll if beat is not None else min(self.poll, 0.2))
+            pause = self.poll if beat is not None else min(self.poll, 0.2)
+            # All threads look at the same time: one request of the first answers them all.
+            time.sleep(max(pause / 2, min(pause, self._read_at + pause - time.monotonic())))
             now = time.monotonic()
             try:
                 flow_run = self._read(client, run)

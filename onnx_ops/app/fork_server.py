@@ -1,0 +1,236 @@
+"""A process that has imported what stages need, and forks for each: a stage then starts in milliseconds.
+
+The fork server of Python's standard library imports the main module of its user in every child, and starts again for
+each process that forked. This one forks a monitor for each request, which forks the stage's process and reports its
+process id and its exit code.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import pkgutil
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+from onnx_ops.errors import StageError
+
+_NUMBER = 4
+"""Bytes of a process id and of an exit code."""
+_STAGES = "onnx_ops.pipeline.stages"
+
+
+class ForkedProcess:
+    """A process that leads a session of its own. Its standard error goes to its standard output.
+
+    Args:
+        pid: its process id.
+        stdin: writes to its standard input.
+        stdout: reads its standard output.
+        status: descriptor that yields its exit code when it has ended; it is closed with this object.
+    """
+
+    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes], status: int) -> None:
+        self.pid = pid
+        self.stdin = stdin
+        self.stdout = stdout
+        self._status = status
+        weakref.finalize(self, os.close, status)
+        self._lock = threading.Lock()
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, minus the signal that ended it; None while it runs."""
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it runs longer than `timeout` seconds.
+        """
+        with self._lock:
+            if self._code is not None:
+                return self._code
+        ended = select.poll()
+        ended.register(self._status, select.POLLIN)
+        if not ended.poll(None if timeout is None else 1000 * timeout):
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+        with self._lock:
+            if self._code is None:
+                if code := os.read(self._status, _NUMBER):
+                    self._code = int.from_bytes(code, "little", signed=True)
+                else:  # its monitor was killed
+                    self._code = -signal.SIGKILL
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(self.pid, signal.SIGKILL)
+            return self._code
+
+    def kill(self) -> None:
+        """Kill it and all its children."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+
+
+class ForkServer:
+    """Starts processes of `onnx_ops.app.worker`. Thread-safe, and usable by forks of the process that started it.
+
+    The server process ends with the last process that can ask it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+
+    def start(self) -> None:
+        """Start the server process, unless there is one. It does not wait for its imports."""
+        with self._lock:
+            self._connect()
+
+    def fork(self, environ: Mapping[str, str], folder: Path) -> ForkedProcess:
+        """Start a process with these environment variables, in this folder.
+
+        Raises:
+            StageError: the server process ends at once.
+        """
+        process = self._fork() or self._fork()  # a server may have been killed
+        if process is None:
+            raise StageError(
+                "no process can be started for a stage",
+                remedy=f"`{sys.executable} -c 'import onnx_ops.app.worker'` may show the cause.",
+            )
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps({"environ": dict(environ), "folder": str(folder)}).encode() + b"\n")
+            process.stdin.flush()
+        return process
+
+    def _fork(self) -> ForkedProcess | None:
+        """Return a new process; None, and no server any more, if the server does not answer."""
+        (theirs, stdin), (stdout, printed), (status, reported) = (os.pipe() for _ in range(3))
+        with self._lock:
+            control = self._connect()
+            with contextlib.suppress(OSError):
+                socket.send_fds(control, [b"."], (theirs, printed, reported))
+        for descriptor in (theirs, printed, reported):
+            os.close(descriptor)
+        pid = os.read(status, _NUMBER)
+        if not pid:
+            for descriptor in (stdin, stdout, status):
+                os.close(descriptor)
+            with self._lock:
+                control.close()
+                if self._control is control:
+                    self._control = None
+            return None
+        return ForkedProcess(int.from_bytes(pid, "little"), os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"), status)
+
+    def _connect(self) -> socket.socket:
+        if self._control is None:
+            self._control, server = socket.socketpair()
+            atexit.register(self._control.close)
+            with server:
+                os.posix_spawn(
+                    sys.executable,
+                    [sys.executable, "-m", "onnx_ops.app.worker"],
+                    os.environ,
+                    file_actions=[
+                        (os.POSIX_SPAWN_DUP2, server.fileno(), 0),
+                        (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+                        (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
+                    ],
+                )
+        return self._control
+
+
+def serve() -> None:
+    """Fork for each request that arrives on standard input, a socket. Returns in the forked processes only."""
+    with contextlib.suppress(PermissionError):  # it leads its group already
+        os.setsid()
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = [entry for entry in sys.path[1:] if entry not in given]
+    _import_packages()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for monitors
+    control = socket.socket(fileno=0)
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(control, 1, 3)
+        if not request:
+            os._exit(0)
+        if os.fork() == 0:
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _fork_monitored(*descriptors)
+            return _adopt(path)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _import_packages() -> None:
+    """Import what most stages need, as far as it is installed."""
+    for name in ("onnx", "onnxruntime"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    for module in pkgutil.iter_modules(importlib.import_module(_STAGES).__path__):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(f"{_STAGES}.{module.name}")
+
+
+def _fork_monitored(stdin: int, stdout: int, status: int) -> None:
+    """Fork, and return in the new process; this one reports its id, waits for its end and reports that."""
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        for descriptor, number in ((stdin, 0), (stdout, 1), (stdout, 2)):
+            os.dup2(descriptor, number)
+        for descriptor in (stdin, stdout, status):
+            os.close(descriptor)
+        return
+    os.close(stdin)
+    os.close(stdout)
+    with contextlib.suppress(BrokenPipeError):
+        os.write(status, pid.to_bytes(_NUMBER, "little"))
+    _, ended = os.waitpid(pid, 0)
+    with contextlib.suppress(BrokenPipeError):
+        os.write(status, os.waitstatus_to_exitcode(ended).to_bytes(_NUMBER, "little", signed=True))
+    os._exit(0)
+
+
+def _adopt(path: list[str]) -> None:
+    """Take over the environment, the folder and the import path of who asked for this process.
+
+    Forks share the state of numpy's global generator, so that two sources without a seed would draw the same numbers.
+    """
+    if not (line := sys.stdin.readline()):
+        os._exit(1)  # who asked is gone
+    request = json.loads(line)
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    os.chdir(request["folder"])
+    given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[:] = [request["folder"], *given, *path]
+    importlib.invalidate_caches()
+    tempfile.tempdir = None
+    if random := sys.modules.get("numpy.random"):
+        random.seed()
+
+
+FORK_SERVER = ForkServer()
+"""Of this process. Who forks itself and has threads then, such as a pool's worker, starts it before."""

@@ -1,0 +1,137 @@
+"""The fork server: what its processes take over, and what happens when it is killed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from onnx_ops import codec
+from onnx_ops.app.execution import run_in_subprocess
+from onnx_ops.app.fork_server import FORK_SERVER
+from onnx_ops.config.settings import Settings, load_settings
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.errors import StageError, UserError
+from tests.support.processes import is_alive, until
+
+KEY = digest_bytes(b"key")
+
+CODE = """
+import json, os, random, sys, tempfile
+import numpy as np
+
+def train(data):
+    document = {
+        "folder": os.getcwd(), "path": sys.path[:2], "variable": os.environ.get("GIVEN"), "pid": os.getpid(),
+        "temporary": tempfile.gettempdir(), "drawn": [float(np.random.random()), random.random()],
+        "group": os.getpgid(0), "files": len(os.listdir("/proc/self/fd")),
+    }
+    raise RuntimeError(json.dumps(document))
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Settings:
+    (tmp_path / "telling.py").write_text(CODE)
+    return load_settings(tmp_path, {})
+
+
+STAGE = Stage(
+    id="train",
+    kind=StageKind.TRAIN,
+    settings={"run": "telling:train", "with_": {}, "framework": "sklearn"},
+    own_process=True,
+)
+
+
+def told(project: Settings) -> dict[str, Any]:
+    """What a stage's process says of itself."""
+    with pytest.raises(UserError) as caught:
+        run_in_subprocess(project, STAGE, KEY, {})
+    text = str(caught.value)
+    document: dict[str, Any] = json.loads(text[text.index("{") : text.rindex("}") + 1])
+    return document
+
+
+def servers(pid: int | None = None) -> list[psutil.Process]:
+    """Fork servers of a process, by default of this one."""
+    alive = [one for one in psutil.Process(pid).children() if one.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in alive if "onnx_ops.app.worker" in child.cmdline()]
+
+
+def test_a_process_takes_over_what_its_parent_has_now(project: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    FORK_SERVER.start()
+    monkeypatch.setenv("GIVEN", "later")
+    monkeypatch.setenv("PYTHONPATH", f"{project.root}/more")
+    document = told(project)
+    assert document["folder"] == str(project.root)
+    assert document["path"] == [str(project.root), f"{project.root}/more"]
+    assert document["variable"] == "later"
+    assert document["group"] == document["pid"]
+    assert document["temporary"] != told(project)["temporary"]
+
+
+def test_two_processes_draw_different_numbers_and_hold_no_descriptors_of_others(project: Settings) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        documents = list(threads.map(lambda _: told(project), range(4)))
+    drawn = [number for document in documents for number in document["drawn"]]
+    assert len(set(drawn)) == len(drawn)
+    assert len({document["files"] for document in documents}) == 1
+
+
+def test_a_server_that_was_killed_is_started_again(project: Settings) -> None:
+    told(project)
+    (server,) = servers()
+    server.kill()
+    until(lambda: not servers())
+    told(project)
+    assert len(servers()) == 1
+
+
+def test_a_server_that_cannot_start_is_an_error_of_the_stage(
+    project: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr(FORK_SERVER, "_control", None)
+    with pytest.raises(StageError, match="no process can be started"):
+        told(project)
+
+
+USER = """
+import os, sys
+from pathlib import Path
+from onnx_ops import codec
+from onnx_ops.app.execution import run_in_subprocess
+from onnx_ops.app.fork_server import FORK_SERVER
+from onnx_ops.config.settings import load_settings
+from onnx_ops.domain.pipeline import Stage
+from onnx_ops.errors import UserError
+
+FORK_SERVER.start()
+for number in range(2):
+    if (pid := os.fork()) == 0:
+        stage = codec.loads(sys.argv[2].encode(), Stage)
+        try:
+            run_in_subprocess(load_settings(Path(sys.argv[1]), {}), stage, "sha256:0", {})
+        except UserError:
+            os._exit(3)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_forks_of_its_user_share_a_server_which_ends_with_its_user(project: Settings) -> None:
+    command = [sys.executable, "-c", USER, str(project.root), codec.dumps(STAGE).decode()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as user:
+        assert user.stdout is not None
+        assert [user.stdout.readline() for _ in range(2)] == ["3\n", "3\n"]
+        (server,) = servers(user.pid)
+        user.kill()
+    until(lambda: not is_alive(server.pid))
