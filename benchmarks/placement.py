@@ -46,7 +46,7 @@ from tests.e2e.prefect_site import PrefectSite, ended
 from tests.support.pool_site import PoolSite, Worker, kill_tree, pool_site
 from tests.support.ports import free_port
 from tests.support.postgres import postgres
-from tests.support.processes import children_of, until
+from tests.support.processes import until
 
 POOL = "board"
 PLACED = {"ONNX_OPS_POOLS": f"train={POOL}, export={POOL}, validate={POOL}, quantize={POOL}"}
@@ -315,7 +315,7 @@ def disturbed(
     asked = site.ask(*marked(mark), until="validate", environ=PLACED)
     time.sleep(moment)
     dead = time.time()  # noqa: TID251 (compared with times of Prefect's server)
-    forks = worker.forks()
+    forks, stages = worker.forks(), worker.stages()
     if victim == "asker":
         os.killpg(asked.pid, signal.SIGKILL)
     elif victim == "server":
@@ -328,9 +328,8 @@ def disturbed(
             worker.process.wait()
         if victim.endswith("stage"):
             # One moment kills the process of the flow run, the next one that of the stage below it.
-            for pid in forks:
-                below = children_of(pid)
-                kill_tree(below[0] if victim == "stage" and int(mark[-1]) % 2 and below else pid)
+            for pid in stages if victim == "stage" and int(mark[-1]) % 2 else forks:
+                kill_tree(pid)
         if victim.startswith("worker"):
             site.restart(worker)
     for _ in range(4):

@@ -16,8 +16,8 @@ from tests.e2e.e2e_project import ONLY_FP32, Project
 from tests.e2e.prefect_site import PrefectSite, ended, site_of
 from tests.support.command import PROGRAM
 from tests.support.operators import build_library, write_softsign
-from tests.support.pool_site import PoolSite, kill_tree, pool_site
-from tests.support.processes import ROOT, children_of, until
+from tests.support.pool_site import PoolSite, flow_runs_of, kill_tree, pool_site
+from tests.support.processes import ROOT, until
 
 pytestmark = [pytest.mark.services, pytest.mark.in_order, pytest.mark.nightly]
 
@@ -96,7 +96,7 @@ def test_a_worker_killed_at_work_is_replaced_by_the_next(site: PrefectSite) -> N
     arguments = [*command('benchmark.targets=["board-a"]'), "--no-cache", "benchmark"]
     begun = site.project.start(*arguments, environ=site.client)
     (worker,) = site.started
-    (fork,) = until(lambda: children_of(worker.pid), seconds=120, what="a flow run that measures")
+    (fork,) = until(lambda: flow_runs_of(worker.pid), seconds=120, what="a flow run that measures")
     kill_tree(fork)
     _, errors = begun.communicate(timeout=400)
     assert begun.returncode == 0, errors
@@ -187,7 +187,7 @@ def test_an_interrupted_run_leaves_no_process_on_any_machine(lab: PoolSite, aske
     asked = start(*values, until="train", environ=PLACED)
     until(lambda: lab.marked(f"stopped-{asker}")["begins"], what="the training", seconds=120)
     (fork,) = worker.forks()
-    below = [fork, *children_of(fork)]
+    below = [fork, *worker.stages()]
     assert len(below) == 2
     os.killpg(asked.pid, signal.SIGINT if asker == "command" else signal.SIGTERM)
     until(lambda: not any(map(psutil.pid_exists, below)), seconds=10, what="the end of every process")

@@ -81,7 +81,11 @@ class Worker:
 
     def forks(self) -> list[int]:
         """Processes of the flow runs under way."""
-        return children_of(self.process.pid)
+        return flow_runs_of(self.process.pid)
+
+    def stages(self) -> list[int]:
+        """Processes of the stages under way."""
+        return stages_of(self.process.pid)
 
 
 @dataclass
@@ -284,6 +288,23 @@ class PoolSite:
         for number in self.networks.values():
             for what in (f"link del oo{number}", f"netns del onnx-ops-{number}"):
                 subprocess.run(["ip", *what.split()], check=True)
+
+
+def flow_runs_of(worker: int) -> list[int]:
+    """Processes of the flow runs that a worker executes; its fork server is none of them."""
+    return [pid for pid in children_of(worker) if not _is_fork_server(pid)]
+
+
+def stages_of(user: int) -> list[int]:
+    """Processes of stages, which monitors start that the fork server of their user has forked."""
+    monitors = [pid for child in children_of(user) if _is_fork_server(child) for pid in children_of(child)]
+    return [pid for monitor in monitors for pid in children_of(monitor)]
+
+
+def _is_fork_server(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"onnx_ops.app.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def kill_tree(pid: int) -> None:
