@@ -23,7 +23,7 @@ _ERRORS = {
     "403": "The Host or Origin header is not allowed.",
     "404": "No such model, version or deployment.",
     "413": "The body is larger than the server's limit.",
-    "415": "The body is compressed, or its content type is not supported.",
+    "415": "The content encoding or the content type of the body is not supported.",
     "422": "The inputs fit the signature, but the model rejects them. An invocation gets a 500.",
     "429": "The queue of the server is full.",
     "500": "The model failed on these inputs.",
@@ -117,7 +117,11 @@ def _build_inference(content: Schema, schema: Schema) -> Schema:
             *(_parameter(name, "header", token, text) for name, text in texts.items()),
             _parameter(messages.BINARY_LENGTH_HEADER, "header", {**_INTEGER, "minimum": 0}, length),
         ],
-        "requestBody": {"required": True, "content": content},
+        "requestBody": {
+            "required": True,
+            "description": "It may be compressed, with Content-Encoding: gzip or deflate.",
+            "content": content,
+        },
         "responses": responses,
     }
 

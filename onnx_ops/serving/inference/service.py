@@ -183,7 +183,7 @@ class InferenceService:
                 comparable = self._draw() < control.share
                 if comparable:
                     loaded = control.replica
-            if not loaded.should_run_inline(self.deployments.leader, head, body):
+            if route.coding or not loaded.should_run_inline(self.deployments.leader, head, body):
                 is_inline = False
                 deadline = started_at + self._read_timeout_s(head)
                 request = PendingRequest(
@@ -191,7 +191,7 @@ class InferenceService:
                 )
                 loaded.queue.put(request)
                 return request
-            response = loaded.answer_inline(route.invocation, head, body)
+            response = loaded.answer_inline(route, head, body)
             loaded.row[RUNS] += 1
         except OnnxOpsError as error:
             lines = b"" if loaded is None else loaded.header_lines
@@ -308,7 +308,7 @@ class InferenceService:
             for shadow, percent in snapshot.shadow if status == 200 else ():
                 if shadow is not loaded and self._draw() * 100 < percent:
                     tolerance = snapshot.table.state.split.shadow_tolerance
-                    self._shadow.put(shadow, route.invocation, head, body, response, tolerance)
+                    self._shadow.put(shadow, route, head, body, response, tolerance)
         if self._access_log is not None:
             self._access_log.put(route, head, loaded, status, queue_s, seconds)
 
@@ -335,24 +335,30 @@ def run_requests(
     """
     results: dict[int, Result] = {}
     decoded: dict[int, InferenceRequest] = {}
+    runs: list[tuple[float, int]] = []
+
+    def run_alone(member: InferenceRequest) -> RawResponse:
+        started_at = time.perf_counter()
+        response = loaded.answer(member)
+        runs.append((time.perf_counter() - started_at, 1))
+        return response
+
     for position, request in enumerate(requests):
         try:
-            decoded[position] = loaded.decode(request.route.invocation, request.head, request.body)
+            member = loaded.decode(request.route, request.head, request.body)
+            if request.route.coding:  # the inflated bodies of a batch could fill the memory
+                results[position] = run_alone(member)
+            else:
+                decoded[position] = member
         except OnnxOpsError as error:
             results[position] = error
-    runs: list[tuple[float, int]] = []
     for group in group_requests(decoded, batchable=loaded.deployment.batchable):
         batch = [decoded[position] for position in group]
         together = _run_together(loaded, batch, runs) if len(batch) > 1 else None
         outputs: Sequence[tuple[Array, ...] | None] = [None] * len(batch) if together is None else together
         for position, member, arrays in zip(group, batch, outputs, strict=True):
             try:
-                if arrays is not None:
-                    results[position] = loaded.encode(member, arrays)
-                    continue
-                started_at = time.perf_counter()
-                results[position] = loaded.answer(member)
-                runs.append((time.perf_counter() - started_at, 1))
+                results[position] = run_alone(member) if arrays is None else loaded.encode(member, arrays)
             except OnnxOpsError as error:
                 results[position] = error
     return [results[position] for position in range(len(requests))], runs
