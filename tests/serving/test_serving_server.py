@@ -120,7 +120,11 @@ def test_the_document_describes_what_is_served(steady: Server, server: Server) -
     document = steady.call("GET", "/openapi.json").json()
     assert "/v2/models/m/infer" in document["paths"]
     assert steady.call("GET", "/version").body.decode() == document["info"]["version"]
-    assert steady.call("GET", "/v2").json()["extensions"] == ["binary_tensor_data"]
+    assert steady.call("GET", "/v2").json()["extensions"] == [
+        "binary_tensor_data",
+        "model_configuration",
+        "statistics",
+    ]
     assert server.call("GET", "/openapi.json").status == 503
 
 

@@ -79,10 +79,18 @@ def _build_paths(base: str, versions: list[str]) -> Schema:
         "requestBody": {"required": True, "content": {"application/json": {"schema": entries}}},
         "responses": _respond(_object(counted=_INTEGER, unknown=_INTEGER), "400", "413", "415"),
     }
+    options = _object({"ready": {**_BOOLEAN, "description": "Whether to list only versions that are ready."}})
+    index = {
+        "summary": "State of each version",
+        "requestBody": {"content": {"application/json": {"schema": options}}},
+        "responses": _respond(_list(_ref("ModelIndex")), "400", "413", "415"),
+    }
     paths: Schema = {
         "/v2": _get("Metadata of the server", _respond(_ref("Server"))),
         "/v2/health/live": _get("Liveness of the server", _respond(_object(live=_BOOLEAN))),
         "/v2/health/ready": _get("Readiness: every deployment with traffic is loaded", readiness),
+        "/v2/models/stats": _get("Statistics of all versions", _respond(_ref("Statistics"), "503")),
+        "/v2/repository/index": {"post": index},
         "/ping": _get("Readiness, for SageMaker and MLflow", readiness),
         "/version": _get("Version of the server", text),
         "/metrics": _get("Metrics in Prometheus' text format", text),
@@ -95,8 +103,12 @@ def _build_paths(base: str, versions: list[str]) -> Schema:
     for place, shared in ((base, {}), (base + "/versions/{version}", chosen)):
         metadata = _get("Inputs and outputs of the model", _respond(_ref("Model"), "404", "503"))
         paths[place] = {**shared, **metadata}
-        loaded = _get("Readiness of the model", _respond(_ref("Ready"), "404", "503"))
-        paths[place + "/ready"] = {**shared, **loaded}
+        for action, summary, schema in (
+            ("ready", "Readiness of the model", "Ready"),
+            ("config", "Configuration of the model, in Triton's form", "ModelConfig"),
+            ("stats", "Statistics of the model, in Triton's form", "Statistics"),
+        ):
+            paths[f"{place}/{action}"] = {**shared, **_get(summary, _respond(_ref(schema), "404", "503"))}
         paths[place + "/infer"] = {**shared, "post": infer}
     return paths
 
@@ -145,6 +157,14 @@ def _list_errors(*statuses: str) -> Schema:
 
 def _build_schemas(signatures: Collection[ModelSignature]) -> Schema:
     tensors = _list(_object(name=_TEXT, datatype={"enum": list(DATATYPE_OF.values())}, shape=_list(_INTEGER)))
+    dims = _list(_object({"optional": _BOOLEAN}, name=_TEXT, data_type=_TEXT, dims=_list(_INTEGER)))
+    duration = _object(count=_INTEGER, ns=_INTEGER)
+    statistics = _object(
+        name=_TEXT,
+        version=_TEXT,
+        execution_count={**_INTEGER, "description": "Runs of the model; fewer than requests if they were batched."},
+        inference_stats=_object(success=duration, fail=duration),
+    )
     execution = {"type": "object", "description": "Runtime, execution providers and settings of sessions."}
     subjects = {
         "request_id": f"Id of a request, as in its header {messages.REQUEST_ID_HEADER}.",
@@ -181,6 +201,11 @@ def _build_schemas(signatures: Collection[ModelSignature]) -> Schema:
         "Model": _object(
             name=_TEXT, versions=_list(_TEXT), platform=_TEXT, execution=execution, inputs=tensors, outputs=tensors
         ),
+        "ModelConfig": _object(
+            name=_TEXT, platform=_TEXT, backend=_TEXT, max_batch_size=_INTEGER, input=dims, output=dims
+        ),
+        "ModelIndex": _object({"reason": _TEXT}, name=_TEXT, version=_TEXT, state={"enum": ["READY", "UNAVAILABLE"]}),
+        "Statistics": _object(model_stats=_list(statistics)),
         "Feedback": {**feedback, "oneOf": [{"required": [name]} for name in subjects]},
         "InferRequest": _any_of(requests),
         "InferResponse": _any_of(responses),

@@ -254,6 +254,10 @@ class TableSnapshot:
         """Return everything that it keeps loaded."""
         return (*self.deployments.values(), *(() if self.control is None else (self.control.replica,)))
 
+    def build_model_error(self, model: str) -> NotFoundError:
+        """Return the error of a request for another model."""
+        return NotFoundError(f"no model is named {model!r}; this endpoint serves {self.model!r}")
+
     def get_deployment(self, name: str) -> LoadedDeployment:
         """Return a deployment. Raises ServiceUnavailableError if it could not be loaded."""
         loaded = self.deployments.get(name)

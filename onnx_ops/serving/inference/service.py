@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import orjson
 
-from onnx_ops.errors import NotFoundError, OnnxOpsError, UserError
+from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.ports.data import Array
 from onnx_ops.protocol import messages
 from onnx_ops.serving.inference import responses
@@ -48,7 +48,7 @@ _TIMEOUT = messages.TIMEOUT_HEADER.encode()
 _REQUEST_ID = messages.REQUEST_ID_HEADER.encode()
 _TRACE_PARENT = messages.TRACE_PARENT_HEADER.encode()
 _CLIENT_GONE = 499
-_MAX_BATCH_ROWS = 1024
+MAX_BATCH_ROWS = 1024
 """Rows of one batch, so that a request never waits for a run that is much longer than its own."""
 _MAX_LOG_RECORDS = 65_536
 _LOG_PAUSE_S = 0.1
@@ -316,7 +316,7 @@ class InferenceService:
         self, snapshot: TableSnapshot, route: InferenceRoute, head: RequestHead, user: int | None
     ) -> LoadedDeployment:
         if route.model is not None and route.model != snapshot.model:
-            raise NotFoundError(f"no model is named {route.model!r}; this endpoint serves {snapshot.model!r}")
+            raise snapshot.build_model_error(route.model)
         if route.version is not None:
             return snapshot.get_version(route.version)
         router = snapshot.router
@@ -374,7 +374,7 @@ def group_requests(requests: Mapping[int, InferenceRequest], *, batchable: bool)
         tensors = tuple(sorted((name, a.dtype.str, a.shape[1:]) for name, a in request.feed.items()))
         kind = (request.outputs, tensors) if request.rows else None
         group, rows = open_groups.get(kind, ([], 0))
-        if not group or kind is None or rows + request.rows > _MAX_BATCH_ROWS:
+        if not group or kind is None or rows + request.rows > MAX_BATCH_ROWS:
             group, rows = [], 0
             groups.append(group)
         group.append(position)
