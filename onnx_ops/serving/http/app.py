@@ -14,9 +14,9 @@ import httptools
 import orjson
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import TensorSpec
-from onnx_ops.errors import OnnxOpsError
+from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError
 from onnx_ops.serving.http.openapi import build_openapi
+from onnx_ops.serving.http.pages import build_docs_page, build_start_page
 from onnx_ops.serving.http.triton_extensions import EXTENSIONS, PLATFORM, build_config, build_statistics, list_models
 from onnx_ops.serving.inference.deployments import InferenceRoute, PendingRequest
 from onnx_ops.serving.inference.models import RUNTIME
@@ -28,7 +28,8 @@ from onnx_ops.serving.inference.responses import (
     build_internal_error,
 )
 from onnx_ops.serving.inference.service import InferenceService
-from onnx_ops.serving.inference.tensors import DATATYPE_OF
+from onnx_ops.serving.inference.signature import ModelSignature
+from onnx_ops.serving.inference.tensors import describe_tensor
 from onnx_ops.serving.metrics import CONTENT_TYPE, MetricsPage
 from onnx_ops.serving.rollout_counts import FeedbackCounter
 
@@ -141,6 +142,8 @@ class PublicApp(HttpApp):
         self._feedback = feedback
         super().__init__(
             {
+                "/": read_by(AsyncHandler(self.get_start_page)),
+                "/docs": read_by(AsyncHandler(self.get_docs_page)),
                 "/v2": read_by(self.get_server),
                 "/v2/health/live": read_by(self.get_liveness),
                 "/v2/health/ready": read_by(self.get_readiness),
@@ -169,6 +172,15 @@ class PublicApp(HttpApp):
         handlers = {None: self.get_model, "ready": self.get_model_readiness, "config": self.get_model_config}
         get = handlers[match["action"]]
         return read_by(lambda head, _: get(model, number, head))
+
+    async def get_start_page(self, _head: RequestHead, _body: bytes) -> RawResponse:
+        """Return the page with links to the other ones."""
+        snapshot = self._deployments.get_published()
+        return await asyncio.to_thread(build_start_page, None if snapshot is None else snapshot.model)
+
+    async def get_docs_page(self, head: RequestHead, _body: bytes) -> RawResponse:
+        """Return the page that describes the API. To render a page takes too long for the event loop."""
+        return await asyncio.to_thread(build_docs_page, self._list_signatures(), head)
 
     def get_server(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return the server's metadata."""
@@ -256,8 +268,13 @@ class PublicApp(HttpApp):
 
     def get_openapi(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return the OpenAPI document of the endpoint."""
-        deployments = self._deployments.get_current().deployments
-        return _build_json(build_openapi([loaded.signature for loaded in deployments.values()]))
+        return _build_json(build_openapi(self._list_signatures()))
+
+    def _list_signatures(self) -> Sequence[ModelSignature]:
+        signatures = [loaded.signature for loaded in self._deployments.get_current().deployments.values()]
+        if not signatures:
+            raise ServiceUnavailableError("no deployment is loaded")
+        return signatures
 
     def get_version(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return the version, as MLflow's client requests it."""
@@ -268,13 +285,6 @@ class PublicApp(HttpApp):
         snapshot = self._deployments.get_published()
         text = self._metrics.render(None if snapshot is None else snapshot.table.state)
         return RawResponse(200, b"content-type: %b\r\n" % CONTENT_TYPE.encode(), text.encode())
-
-
-def describe_tensor(spec: TensorSpec, *, optional: bool = False) -> dict[str, object]:
-    """Return the metadata of an input or output: -1 for a free dimension."""
-    shape = [d if isinstance(d, int) else -1 for d in spec.shape]
-    document: dict[str, object] = {"name": spec.name, "datatype": DATATYPE_OF[spec.dtype], "shape": shape}
-    return {**document, "parameters": {"optional": True}} if optional else document
 
 
 def _cannot_infer(*_: object) -> RawResponse:
@@ -288,7 +298,7 @@ def _respond_to_error(error: Exception) -> RawResponse:
     return build_internal_error()
 
 
-def read_by(handler: Handler) -> Methods:
+def read_by(handler: Handler | AsyncHandler) -> Methods:
     """Return the methods that read what a handler returns."""
     return {b"GET": handler, b"HEAD": handler}
 

@@ -61,6 +61,7 @@ def _build_paths(base: str, versions: list[str]) -> Schema:
     not_ready = {"description": "Not ready.", "content": {"application/json": {"schema": _ref("Ready")}}}
     readiness = {**ready, "503": not_ready}
     text = {"200": {"description": "OK.", "content": {"text/plain": {}}}, **_list_errors()}
+    page = {"200": {"description": "OK.", "content": {"text/html": {}}}, **_list_errors()}
     endpoint = _parameter("endpoint", "path", {"type": "string", "pattern": "^[\\w-]+$"})
     infer = {
         "summary": "Run the model",
@@ -86,6 +87,8 @@ def _build_paths(base: str, versions: list[str]) -> Schema:
         "responses": _respond(_list(_ref("ModelIndex")), "400", "413", "415"),
     }
     paths: Schema = {
+        "/": _get("Page with links", page),
+        "/docs": _get("Page that describes the API", {**page, **_list_errors("503")}),
         "/v2": _get("Metadata of the server", _respond(_ref("Server"))),
         "/v2/health/live": _get("Liveness of the server", _respond(_object(live=_BOOLEAN))),
         "/v2/health/ready": _get("Readiness: every deployment with traffic is loaded", readiness),
