@@ -27,7 +27,7 @@ def client(types: Server) -> Iterator[triton.InferenceServerClient]:
 
 def read_output(answer: triton.InferResult, name: str) -> np.ndarray:
     """The array of an output; text as `str`, whatever its form was."""
-    array = answer.as_numpy(name)
+    array: np.ndarray = answer.as_numpy(name)
     if array.dtype != object:
         return array
     return np.array([[v.decode() if isinstance(v, bytes) else v for v in row] for row in array], object)

@@ -167,17 +167,18 @@ def test_pages_show_hostile_names_as_text(name: str) -> None:
     names = [spec(name, "float32", "batch", 2), spec(f"{name}2", "string", name)]
     model = signature(names, [spec(name, "float16", name)])
     model.model = name
-    for response in (build_start_page(name), build_docs_page([model], {b"host": b"x"})):
-        page = Page(response.body.decode())
+    responses = build_start_page(name), build_docs_page([model], {b"host": b"x"})
+    start, docs = (Page(response.body.decode()) for response in responses)
+    for page in (start, docs):
         assert page.tags <= TAGS
         assert page.attributes <= ATTRIBUTES
         assert not any(urlsplit(link).scheme for link in page.links)
         assert name.replace("\r\n", "\n").replace("\0", "") in page.words.replace("\r\n", "\n").replace("\0", "")
-    assert f"schema-{name}" not in page.ids
-    command = split_by_shell(page.preformatted[0])
+    assert f"schema-{name}" not in docs.ids
+    command = split_by_shell(docs.preformatted[0])
     document = json.loads(command[command.index("--data") + 1])
     assert [tensor["name"] for tensor in document["inputs"]] == [name, f"{name}2"]
-    assert page.preformatted[0].isascii()
+    assert docs.preformatted[0].isascii()
     assert command[1].isascii()
     assert len(command) == 6
 
