@@ -65,7 +65,8 @@ SHADOW_SENT, SHADOW_DROPPED, SHADOW_DONE, SHADOW_FAILED = (IN_PROGRESS + k for k
 LOADS, LOAD_FAILURES, LOAD_NANOSECONDS = (SHADOW_FAILED + k for k in range(1, 4))
 CONNECTIONS, CONNECTIONS_REFUSED, LOG_DROPPED = (LOAD_NANOSECONDS + k for k in range(1, 4))
 SHADOW_DIFFERING, FEEDBACK, SUCCESSES, UNKNOWN_FEEDBACK = (LOG_DROPPED + k for k in range(1, 5))
-COLUMNS = UNKNOWN_FEEDBACK + 1
+FAILED_NANOSECONDS = UNKNOWN_FEEDBACK + 1  # the part of INLINE_NANOSECONDS and QUEUED_NANOSECONDS without status 200
+COLUMNS = FAILED_NANOSECONDS + 1
 _GAUGES = (QUEUED, IN_PROGRESS, CONNECTIONS)
 
 MetricsRow = memoryview
@@ -192,6 +193,8 @@ def count_request(row: MetricsRow, status: int, seconds: float) -> None:
     row[_COLUMN_OF.get(status, OTHER_STATUS)] += 1
     row[INLINE_BUCKETS + bisect_left(BOUNDS_S, seconds)] += 1
     row[INLINE_NANOSECONDS] += int(seconds * 1e9)
+    if status != 200:
+        row[FAILED_NANOSECONDS] += int(seconds * 1e9)
 
 
 def count_queued_request(row: MetricsRow, status: int, seconds: float, service_seconds: float) -> None:
@@ -202,6 +205,8 @@ def count_queued_request(row: MetricsRow, status: int, seconds: float, service_s
     row[_COLUMN_OF.get(status, OTHER_STATUS)] += 1
     row[QUEUED_BUCKETS + bisect_left(BOUNDS_S, seconds)] += 1
     row[QUEUED_NANOSECONDS] += int(seconds * 1e9)
+    if status != 200:
+        row[FAILED_NANOSECONDS] += int(seconds * 1e9)
     if service_seconds:
         row[SERVICE_BUCKETS + bisect_left(BOUNDS_S, service_seconds)] += 1
         row[SERVICE_NANOSECONDS] += int(service_seconds * 1e9)
@@ -275,14 +280,14 @@ class MetricsPage:
     """The page `/metrics` in Prometheus' text format, summed over all workers."""
 
     def __init__(self, shared: SharedMetrics, endpoint: str) -> None:
-        self._shared = shared
+        self.shared = shared
         self._endpoint = endpoint
 
     def render(self, state: EndpointState | None) -> str:
         """Return the page; `state` is the published one, if any."""
-        unrouted = self._format_labels({"deployment": "", "version": "", "variant": ""}), self._shared.sum_slot(0)
-        used = ((slot, self._shared.get_labels(slot)) for slot in range(1, SLOTS))
-        rows = [(self._format_labels(ls), self._shared.sum_slot(slot)) for slot, ls in used if ls is not None]
+        unrouted = self._format_labels({"deployment": "", "version": "", "variant": ""}), self.shared.sum_slot(0)
+        used = ((slot, self.shared.get_labels(slot)) for slot in range(1, SLOTS))
+        rows = [(self._format_labels(ls), self.shared.sum_slot(slot)) for slot, ls in used if ls is not None]
         columns = [*_COLUMN_OF.items(), ("other", OTHER_STATUS)]
         requests = [
             (f'{ls},status="{status}"', row[c]) for ls, row in (unrouted, *rows) for status, c in columns if row[c]
@@ -306,9 +311,9 @@ class MetricsPage:
         server = self._format_labels({})
         for name, text, kind, column in _SERVER_FAMILIES:
             lines += _render_family(name, text, kind, [(server, unrouted[1][column])])
-        info = [(self._format_labels({"instance_id": self._shared.origin}), 1)]
+        info = [(self._format_labels({"instance_id": self.shared.origin}), 1)]
         lines += _render_family("server_info", "Identifies the counters: another id after a restart.", "gauge", info)
-        lines += _render_family("workers", "Worker processes.", "gauge", [(server, self._shared.workers)])
+        lines += _render_family("workers", "Worker processes.", "gauge", [(server, self.shared.workers)])
         if state is not None:
             lines += _render_family("generation", "Generation of the table.", "gauge", [(server, state.generation)])
             for name, text, percents in (

@@ -30,6 +30,7 @@ from onnx_ops.serving.rollout_counts import FeedbackCounter, UserCounts
 from onnx_ops.serving.workers.listeners import listen_tcp
 
 Wrap = Callable[[Any], Any]
+MAX_BODY = 1 << 20
 
 
 @dataclass
@@ -116,7 +117,7 @@ class Worker:
             self.deployments, unrouted, deadline_s=self.deadline, shadow=self.shadow, feedback=feedback, users=users
         )
         self.publish(self.state)
-        usual = {"max_connections": 1000, "max_body": 1 << 20, "read_timeout_s": 60.0, "keep_alive_s": 60.0}
+        usual = {"max_connections": 1000, "max_body": MAX_BODY, "read_timeout_s": 60.0, "keep_alive_s": 60.0}
         self.connections = ConnectionLimits(**{**usual, **self.bounds}, row=unrouted)
         self.app = PublicApp(self.inference, MetricsPage(self.shared, "e"), feedback)
         self.build_connection = partial(HttpProtocol, self.app, self.connections, self.hosts)
@@ -157,6 +158,7 @@ class Worker:
             row=row,
             queue=queue,
             latency=latency,
+            max_body=self.bounds.get("max_body", MAX_BODY),
         )
 
     def connect(self) -> socket.socket:

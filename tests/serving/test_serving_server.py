@@ -120,7 +120,11 @@ def test_the_document_describes_what_is_served(steady: Server, server: Server) -
     document = steady.call("GET", "/openapi.json").json()
     assert "/v2/models/m/infer" in document["paths"]
     assert steady.call("GET", "/version").body.decode() == document["info"]["version"]
-    assert steady.call("GET", "/v2").json()["extensions"] == ["binary_tensor_data"]
+    assert steady.call("GET", "/v2").json()["extensions"] == [
+        "binary_tensor_data",
+        "model_configuration",
+        "statistics",
+    ]
     assert server.call("GET", "/openapi.json").status == 503
 
 
@@ -132,7 +136,8 @@ def test_the_document_describes_what_is_served(steady: Server, server: Server) -
         ("POST", "/invocations", b"1,2\n", {"content-type": "text/csv"}, 400, "must name its columns"),
         ("POST", INFER, b"x", {"inference-header-content-length": "x"}, 400, "must be a number of bytes"),
         ("POST", INFER, b"[" + b"[]," * (1 << 20) + b"[]]", {}, 413, "binary form"),
-        ("POST", INFER, b"x", {"content-encoding": "gzip"}, 415, "compressed"),
+        ("POST", INFER, b"x", {"content-encoding": "br"}, 415, "use gzip or deflate"),
+        ("POST", INFER, b"x", {"content-encoding": "gzip"}, 400, "ends before its gzip stream"),
         ("POST", "/v2/models/z/infer", {"inputs": [X]}, {}, 404, "no model is named 'z'"),
         ("POST", "/v2/models/m/versions/9/infer", {"inputs": [X]}, {}, 404, "no version '9'"),
         ("POST", INFER, {"inputs": [X]}, {"azureml-model-deployment": "grey"}, 404, "'grey'"),

@@ -4,7 +4,8 @@ The descriptors are built from the table below: generated code would have to mat
 occupy names in its default pool that a client in the same process (such as Triton's) registers too.
 
 - https://github.com/kserve/open-inference-protocol (specification/protocol/open_inference_grpc.proto)
-- https://github.com/triton-inference-server/common (protobuf/grpc_service.proto), for `ModelStreamInfer`
+- https://github.com/triton-inference-server/common (protobuf/grpc_service.proto), for `ModelStreamInfer` and
+  `RepositoryIndex`
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ STREAM = "ModelStreamInfer"
 METHODS: Mapping[str, tuple[str, str]] = {
     **{
         name: (f"{name}Request", f"{name}Response")
-        for name in ("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer")
+        for name in (
+            "ServerLive",
+            "ServerReady",
+            "ModelReady",
+            "ServerMetadata",
+            "ModelMetadata",
+            "ModelInfer",
+            "RepositoryIndex",
+        )
     },
     STREAM: ("ModelInferRequest", f"{STREAM}Response"),
 }
@@ -50,6 +59,9 @@ _MESSAGES: Mapping[str, tuple[str, ...]] = {
         "repeated ModelMetadataResponse.TensorMetadata outputs",
     ),
     "ModelMetadataResponse.TensorMetadata": ("string name", "string datatype", "repeated int64 shape"),
+    "RepositoryIndexRequest": ("string repository_name", "bool ready"),
+    "RepositoryIndexResponse": ("repeated RepositoryIndexResponse.ModelIndex models",),
+    "RepositoryIndexResponse.ModelIndex": ("string name", "string version", "string state", "string reason"),
     "InferParameter": (
         "oneof bool bool_param",
         "oneof int64 int64_param",

@@ -86,6 +86,7 @@ class InferenceServicer:
             "ModelReady": self.get_model_readiness,
             "ServerMetadata": self.get_server,
             "ModelMetadata": self.get_model,
+            "RepositoryIndex": self.get_repository_index,
             "ModelInfer": self.infer,
         }
         handlers = {
@@ -126,6 +127,12 @@ class InferenceServicer:
                 for side in ("inputs", "outputs")
             },
         )
+
+    async def get_repository_index(self, message: Any, context: Any) -> Any:
+        """Return the state of each version."""
+        only_ready = message.ready
+        models = await self._read_json(lambda *_: self._app.get_repository_index(only_ready=only_ready), context)
+        return self._responses["RepositoryIndex"](models=models)
 
     async def infer(self, message: Any, context: Any) -> Any:
         """Answer an inference request."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from urllib.parse import unquote
@@ -14,9 +14,10 @@ import httptools
 import orjson
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import TensorSpec
-from onnx_ops.errors import OnnxOpsError
+from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError
 from onnx_ops.serving.http.openapi import build_openapi
+from onnx_ops.serving.http.pages import build_docs_page, build_start_page
+from onnx_ops.serving.http.triton_extensions import EXTENSIONS, PLATFORM, build_config, build_statistics, list_models
 from onnx_ops.serving.inference.deployments import InferenceRoute, PendingRequest
 from onnx_ops.serving.inference.models import RUNTIME
 from onnx_ops.serving.inference.responses import (
@@ -27,7 +28,8 @@ from onnx_ops.serving.inference.responses import (
     build_internal_error,
 )
 from onnx_ops.serving.inference.service import InferenceService
-from onnx_ops.serving.inference.tensors import DATATYPE_OF
+from onnx_ops.serving.inference.signature import ModelSignature
+from onnx_ops.serving.inference.tensors import describe_tensor
 from onnx_ops.serving.metrics import CONTENT_TYPE, MetricsPage
 from onnx_ops.serving.rollout_counts import FeedbackCounter
 
@@ -37,7 +39,10 @@ Handler = Callable[[RequestHead, bytes], RawResponse]
 """Returns the response to a request with this head and body."""
 
 _MAX_FEEDBACK_BYTES = 1 << 20
-_MODEL = re.compile(r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?(?P<action>/ready|/infer)?")
+_MAX_INDEX_BYTES = 1 << 10
+_MODEL = re.compile(
+    r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?(?:/(?P<action>ready|config|stats|infer))?"
+)
 _INVOCATIONS = re.compile(r"(?:/endpoints/[^/]+)?/invocations")
 
 
@@ -137,9 +142,13 @@ class PublicApp(HttpApp):
         self._feedback = feedback
         super().__init__(
             {
+                "/": read_by(AsyncHandler(self.get_start_page)),
+                "/docs": read_by(AsyncHandler(self.get_docs_page)),
                 "/v2": read_by(self.get_server),
                 "/v2/health/live": read_by(self.get_liveness),
                 "/v2/health/ready": read_by(self.get_readiness),
+                "/v2/models/stats": read_by(lambda _head, _body: self.get_statistics(None, None)),
+                "/v2/repository/index": {b"POST": self.post_repository_index},
                 "/feedback": {b"POST": self.post_feedback},
                 "/openapi.json": read_by(self.get_openapi),
                 "/version": read_by(self.get_version),
@@ -156,14 +165,26 @@ class PublicApp(HttpApp):
         if (match := _MODEL.fullmatch(path)) is None:
             return {}
         model, number = match["model"], match["version"]
-        if match["action"] == "/infer":
+        if match["action"] == "infer":
             return {b"POST": InferenceRoute(model=model, version=number)}
-        get = self.get_model_readiness if match["action"] else self.get_model
+        if match["action"] == "stats":
+            return read_by(lambda _head, _body: self.get_statistics(model, number))
+        handlers = {None: self.get_model, "ready": self.get_model_readiness, "config": self.get_model_config}
+        get = handlers[match["action"]]
         return read_by(lambda head, _: get(model, number, head))
+
+    async def get_start_page(self, _head: RequestHead, _body: bytes) -> RawResponse:
+        """Return the page with links to the other ones."""
+        snapshot = self._deployments.get_published()
+        return await asyncio.to_thread(build_start_page, None if snapshot is None else snapshot.model)
+
+    async def get_docs_page(self, head: RequestHead, _body: bytes) -> RawResponse:
+        """Return the page that describes the API. To render a page takes too long for the event loop."""
+        return await asyncio.to_thread(build_docs_page, self._list_signatures(), head)
 
     def get_server(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return the server's metadata."""
-        return _build_json({"name": "onnx-ops", "version": version("onnx-ops"), "extensions": ["binary_tensor_data"]})
+        return _build_json({"name": "onnx-ops", "version": version("onnx-ops"), "extensions": EXTENSIONS})
 
     def get_liveness(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return that the server is alive."""
@@ -184,7 +205,7 @@ class PublicApp(HttpApp):
         document = {
             "name": loaded.deployment.model,
             "versions": sorted(versions),
-            "platform": "onnxruntime_onnx",
+            "platform": PLATFORM,
             "execution": {"runtime": RUNTIME, **codec.to_json(loaded.deployment.execution)},
             "inputs": inputs,
             "outputs": [describe_tensor(spec) for spec in signature.outputs.values()],
@@ -194,6 +215,43 @@ class PublicApp(HttpApp):
     def get_model_readiness(self, model: str, number: str | None, head: RequestHead) -> RawResponse:
         """Return whether the model is loaded."""
         return _build_json({"name": self.service.choose(model, number, head).deployment.model, "ready": True})
+
+    def get_model_config(self, model: str, number: str | None, head: RequestHead) -> RawResponse:
+        """Return the model's configuration, as Triton describes it."""
+        loaded = self.service.choose(model, number, head)
+        return _build_json(build_config(loaded), lines=loaded.header_lines)
+
+    def get_statistics(self, model: str | None, number: str | None) -> RawResponse:
+        """Return the statistics of the loaded versions, or of one."""
+        snapshot = self._deployments.get_current()
+        if model is not None and model != snapshot.model:
+            raise snapshot.build_model_error(model)
+        if number is not None:
+            snapshot.get_version(number)
+        rows: dict[str, list[Sequence[int]]] = {}
+        for loaded in snapshot.deployments.values():
+            if number in (None, loaded.deployment.version):
+                rows.setdefault(loaded.deployment.version, []).append(self._metrics.shared.sum_slot(loaded.slot))
+        statistics = [build_statistics(snapshot.model, name, rows[name]) for name in sorted(rows)]
+        return _build_json({"model_stats": statistics})
+
+    def post_repository_index(self, _head: RequestHead, body: bytes) -> RawResponse:
+        """Return the state of each version; with `{"ready": true}`, of those that are ready."""
+        if len(body) > _MAX_INDEX_BYTES:
+            return build_error(413, f"the body must not be larger than {_MAX_INDEX_BYTES} bytes")
+        try:
+            options = orjson.loads(body or b"{}")
+        except orjson.JSONDecodeError:
+            options = None
+        only_ready = options.get("ready", False) if isinstance(options, dict) else None
+        if not isinstance(only_ready, bool):
+            return build_error(400, 'the body must be empty or an object such as {"ready": true}')
+        return self.get_repository_index(only_ready=only_ready)
+
+    def get_repository_index(self, *, only_ready: bool) -> RawResponse:
+        """Return the state of each version."""
+        snapshot = self._deployments.get_published()
+        return _build_json([] if snapshot is None else list_models(snapshot, only_ready=only_ready))
 
     def post_feedback(self, head: RequestHead, body: bytes) -> RawResponse:
         """Count feedback; return the number of `counted` and of `unknown` entries.
@@ -210,8 +268,13 @@ class PublicApp(HttpApp):
 
     def get_openapi(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return the OpenAPI document of the endpoint."""
-        deployments = self._deployments.get_current().deployments
-        return _build_json(build_openapi([loaded.signature for loaded in deployments.values()]))
+        return _build_json(build_openapi(self._list_signatures()))
+
+    def _list_signatures(self) -> Sequence[ModelSignature]:
+        signatures = [loaded.signature for loaded in self._deployments.get_current().deployments.values()]
+        if not signatures:
+            raise ServiceUnavailableError("no deployment is loaded")
+        return signatures
 
     def get_version(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return the version, as MLflow's client requests it."""
@@ -222,13 +285,6 @@ class PublicApp(HttpApp):
         snapshot = self._deployments.get_published()
         text = self._metrics.render(None if snapshot is None else snapshot.table.state)
         return RawResponse(200, b"content-type: %b\r\n" % CONTENT_TYPE.encode(), text.encode())
-
-
-def describe_tensor(spec: TensorSpec, *, optional: bool = False) -> dict[str, object]:
-    """Return the metadata of an input or output: -1 for a free dimension."""
-    shape = [d if isinstance(d, int) else -1 for d in spec.shape]
-    document: dict[str, object] = {"name": spec.name, "datatype": DATATYPE_OF[spec.dtype], "shape": shape}
-    return {**document, "parameters": {"optional": True}} if optional else document
 
 
 def _cannot_infer(*_: object) -> RawResponse:
@@ -242,7 +298,7 @@ def _respond_to_error(error: Exception) -> RawResponse:
     return build_internal_error()
 
 
-def read_by(handler: Handler) -> Methods:
+def read_by(handler: Handler | AsyncHandler) -> Methods:
     """Return the methods that read what a handler returns."""
     return {b"GET": handler, b"HEAD": handler}
 

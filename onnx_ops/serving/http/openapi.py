@@ -23,7 +23,7 @@ _ERRORS = {
     "403": "The Host or Origin header is not allowed.",
     "404": "No such model, version or deployment.",
     "413": "The body is larger than the server's limit.",
-    "415": "The body is compressed, or its content type is not supported.",
+    "415": "The content encoding or the content type of the body is not supported.",
     "422": "The inputs fit the signature, but the model rejects them. An invocation gets a 500.",
     "429": "The queue of the server is full.",
     "500": "The model failed on these inputs.",
@@ -61,6 +61,7 @@ def _build_paths(base: str, versions: list[str]) -> Schema:
     not_ready = {"description": "Not ready.", "content": {"application/json": {"schema": _ref("Ready")}}}
     readiness = {**ready, "503": not_ready}
     text = {"200": {"description": "OK.", "content": {"text/plain": {}}}, **_list_errors()}
+    page = {"200": {"description": "OK.", "content": {"text/html": {}}}, **_list_errors()}
     endpoint = _parameter("endpoint", "path", {"type": "string", "pattern": "^[\\w-]+$"})
     infer = {
         "summary": "Run the model",
@@ -79,10 +80,20 @@ def _build_paths(base: str, versions: list[str]) -> Schema:
         "requestBody": {"required": True, "content": {"application/json": {"schema": entries}}},
         "responses": _respond(_object(counted=_INTEGER, unknown=_INTEGER), "400", "413", "415"),
     }
+    options = _object({"ready": {**_BOOLEAN, "description": "Whether to list only versions that are ready."}})
+    index = {
+        "summary": "State of each version",
+        "requestBody": {"content": {"application/json": {"schema": options}}},
+        "responses": _respond(_list(_ref("ModelIndex")), "400", "413", "415"),
+    }
     paths: Schema = {
+        "/": _get("Page with links", page),
+        "/docs": _get("Page that describes the API", {**page, **_list_errors("503")}),
         "/v2": _get("Metadata of the server", _respond(_ref("Server"))),
         "/v2/health/live": _get("Liveness of the server", _respond(_object(live=_BOOLEAN))),
         "/v2/health/ready": _get("Readiness: every deployment with traffic is loaded", readiness),
+        "/v2/models/stats": _get("Statistics of all versions", _respond(_ref("Statistics"), "503")),
+        "/v2/repository/index": {"post": index},
         "/ping": _get("Readiness, for SageMaker and MLflow", readiness),
         "/version": _get("Version of the server", text),
         "/metrics": _get("Metrics in Prometheus' text format", text),
@@ -95,8 +106,12 @@ def _build_paths(base: str, versions: list[str]) -> Schema:
     for place, shared in ((base, {}), (base + "/versions/{version}", chosen)):
         metadata = _get("Inputs and outputs of the model", _respond(_ref("Model"), "404", "503"))
         paths[place] = {**shared, **metadata}
-        loaded = _get("Readiness of the model", _respond(_ref("Ready"), "404", "503"))
-        paths[place + "/ready"] = {**shared, **loaded}
+        for action, summary, schema in (
+            ("ready", "Readiness of the model", "Ready"),
+            ("config", "Configuration of the model, in Triton's form", "ModelConfig"),
+            ("stats", "Statistics of the model, in Triton's form", "Statistics"),
+        ):
+            paths[f"{place}/{action}"] = {**shared, **_get(summary, _respond(_ref(schema), "404", "503"))}
         paths[place + "/infer"] = {**shared, "post": infer}
     return paths
 
@@ -117,7 +132,11 @@ def _build_inference(content: Schema, schema: Schema) -> Schema:
             *(_parameter(name, "header", token, text) for name, text in texts.items()),
             _parameter(messages.BINARY_LENGTH_HEADER, "header", {**_INTEGER, "minimum": 0}, length),
         ],
-        "requestBody": {"required": True, "content": content},
+        "requestBody": {
+            "required": True,
+            "description": "It may be compressed, with Content-Encoding: gzip or deflate.",
+            "content": content,
+        },
         "responses": responses,
     }
 
@@ -141,6 +160,14 @@ def _list_errors(*statuses: str) -> Schema:
 
 def _build_schemas(signatures: Collection[ModelSignature]) -> Schema:
     tensors = _list(_object(name=_TEXT, datatype={"enum": list(DATATYPE_OF.values())}, shape=_list(_INTEGER)))
+    dims = _list(_object({"optional": _BOOLEAN}, name=_TEXT, data_type=_TEXT, dims=_list(_INTEGER)))
+    duration = _object(count=_INTEGER, ns=_INTEGER)
+    statistics = _object(
+        name=_TEXT,
+        version=_TEXT,
+        execution_count={**_INTEGER, "description": "Runs of the model; fewer than requests if they were batched."},
+        inference_stats=_object(success=duration, fail=duration),
+    )
     execution = {"type": "object", "description": "Runtime, execution providers and settings of sessions."}
     subjects = {
         "request_id": f"Id of a request, as in its header {messages.REQUEST_ID_HEADER}.",
@@ -177,6 +204,11 @@ def _build_schemas(signatures: Collection[ModelSignature]) -> Schema:
         "Model": _object(
             name=_TEXT, versions=_list(_TEXT), platform=_TEXT, execution=execution, inputs=tensors, outputs=tensors
         ),
+        "ModelConfig": _object(
+            name=_TEXT, platform=_TEXT, backend=_TEXT, max_batch_size=_INTEGER, input=dims, output=dims
+        ),
+        "ModelIndex": _object({"reason": _TEXT}, name=_TEXT, version=_TEXT, state={"enum": ["READY", "UNAVAILABLE"]}),
+        "Statistics": _object(model_stats=_list(statistics)),
         "Feedback": {**feedback, "oneOf": [{"required": [name]} for name in subjects]},
         "InferRequest": _any_of(requests),
         "InferResponse": _any_of(responses),

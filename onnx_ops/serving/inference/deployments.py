@@ -16,6 +16,7 @@ from onnx_ops.ports.data import Array
 from onnx_ops.protocol.messages import BINARY_LENGTH_HEADER, PIN_HEADERS, USER_BUCKETS
 from onnx_ops.protocol.routing_table import RoutingTable
 from onnx_ops.serving.inference.bound_runs import BoundRuns
+from onnx_ops.serving.inference.content_coding import inflate
 from onnx_ops.serving.inference.models import BOUND_ERRORS, measure_folder
 from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQueue
 from onnx_ops.serving.inference.requests import parse_header_length, read_infer, read_invocation
@@ -56,6 +57,7 @@ class LoadedDeployment:
         row: where its counters are kept, in slot `slot`.
         queue: of requests that do not run inline.
         latency: estimate of the duration of `run`.
+        max_body: bytes that a compressed body may have when it is inflated.
         warm_up: next requests whose latency is not compared.
     """
 
@@ -65,6 +67,7 @@ class LoadedDeployment:
     row: MetricsRow
     queue: RequestQueue[Any]
     latency: LatencyEstimator
+    max_body: int
     slot: int = 0
     warm_up: int = WARM_UP_REQUESTS
     header_lines: bytes = field(init=False)
@@ -85,11 +88,13 @@ class LoadedDeployment:
             return False
         return int(length) <= _MAX_INLINE_TEXT and not self.signature.has_text_input
 
-    def decode(self, invocation: bool, head: RequestHead, body: bytes) -> InferenceRequest:
+    def decode(self, route: InferenceRoute, head: RequestHead, body: bytes) -> InferenceRequest:
         """Decode a request. Raises UserError if it does not fit the model."""
+        if route.coding:
+            body = inflate(body, route.coding, self.max_body)
         value = head.get(_BINARY_LENGTH)
         length = None if value is None else parse_header_length(value)
-        if not invocation:
+        if not route.invocation:
             return read_infer(body, length, self.signature)
         kind = head.get(b"content-type", b"application/json").decode("latin-1")
         return read_invocation(body, kind, length, self.signature)
@@ -101,10 +106,10 @@ class LoadedDeployment:
         self.latency.observe(time.perf_counter() - started_at)
         return self.encode(request, arrays)
 
-    def answer_inline(self, invocation: bool, head: RequestHead, body: bytes) -> RawResponse:
+    def answer_inline(self, route: InferenceRoute, head: RequestHead, body: bytes) -> RawResponse:
         """Decode and run one request on the event loop. Raises OnnxOpsError."""
-        if invocation or self.bound_runs is None:
-            return self.answer(self.decode(invocation, head, body))
+        if route.invocation or self.bound_runs is None:
+            return self.answer(self.decode(route, head, body))
         value = head.get(_BINARY_LENGTH)
         length = None if value is None else parse_header_length(value)
         started_at = time.perf_counter()
@@ -193,11 +198,12 @@ def mix_bits(value: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceRoute:
-    """The selection by the path of a request. Without a model: any."""
+    """The selection by the path of a request, and the content coding of its body. Without a model: any."""
 
     invocation: bool = False
     model: str | None = None
     version: str | None = None
+    coding: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +253,10 @@ class TableSnapshot:
     def list_loaded(self) -> tuple[LoadedDeployment, ...]:
         """Return everything that it keeps loaded."""
         return (*self.deployments.values(), *(() if self.control is None else (self.control.replica,)))
+
+    def build_model_error(self, model: str) -> NotFoundError:
+        """Return the error of a request for another model."""
+        return NotFoundError(f"no model is named {model!r}; this endpoint serves {self.model!r}")
 
     def get_deployment(self, name: str) -> LoadedDeployment:
         """Return a deployment. Raises ServiceUnavailableError if it could not be loaded."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import orjson
 
-from onnx_ops.errors import NotFoundError, OnnxOpsError, UserError
+from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.ports.data import Array
 from onnx_ops.protocol import messages
 from onnx_ops.serving.inference import responses
@@ -48,7 +48,7 @@ _TIMEOUT = messages.TIMEOUT_HEADER.encode()
 _REQUEST_ID = messages.REQUEST_ID_HEADER.encode()
 _TRACE_PARENT = messages.TRACE_PARENT_HEADER.encode()
 _CLIENT_GONE = 499
-_MAX_BATCH_ROWS = 1024
+MAX_BATCH_ROWS = 1024
 """Rows of one batch, so that a request never waits for a run that is much longer than its own."""
 _MAX_LOG_RECORDS = 65_536
 _LOG_PAUSE_S = 0.1
@@ -183,7 +183,7 @@ class InferenceService:
                 comparable = self._draw() < control.share
                 if comparable:
                     loaded = control.replica
-            if not loaded.should_run_inline(self.deployments.leader, head, body):
+            if route.coding or not loaded.should_run_inline(self.deployments.leader, head, body):
                 is_inline = False
                 deadline = started_at + self._read_timeout_s(head)
                 request = PendingRequest(
@@ -191,7 +191,7 @@ class InferenceService:
                 )
                 loaded.queue.put(request)
                 return request
-            response = loaded.answer_inline(route.invocation, head, body)
+            response = loaded.answer_inline(route, head, body)
             loaded.row[RUNS] += 1
         except OnnxOpsError as error:
             lines = b"" if loaded is None else loaded.header_lines
@@ -308,7 +308,7 @@ class InferenceService:
             for shadow, percent in snapshot.shadow if status == 200 else ():
                 if shadow is not loaded and self._draw() * 100 < percent:
                     tolerance = snapshot.table.state.split.shadow_tolerance
-                    self._shadow.put(shadow, route.invocation, head, body, response, tolerance)
+                    self._shadow.put(shadow, route, head, body, response, tolerance)
         if self._access_log is not None:
             self._access_log.put(route, head, loaded, status, queue_s, seconds)
 
@@ -316,7 +316,7 @@ class InferenceService:
         self, snapshot: TableSnapshot, route: InferenceRoute, head: RequestHead, user: int | None
     ) -> LoadedDeployment:
         if route.model is not None and route.model != snapshot.model:
-            raise NotFoundError(f"no model is named {route.model!r}; this endpoint serves {snapshot.model!r}")
+            raise snapshot.build_model_error(route.model)
         if route.version is not None:
             return snapshot.get_version(route.version)
         router = snapshot.router
@@ -335,24 +335,30 @@ def run_requests(
     """
     results: dict[int, Result] = {}
     decoded: dict[int, InferenceRequest] = {}
+    runs: list[tuple[float, int]] = []
+
+    def run_alone(member: InferenceRequest) -> RawResponse:
+        started_at = time.perf_counter()
+        response = loaded.answer(member)
+        runs.append((time.perf_counter() - started_at, 1))
+        return response
+
     for position, request in enumerate(requests):
         try:
-            decoded[position] = loaded.decode(request.route.invocation, request.head, request.body)
+            member = loaded.decode(request.route, request.head, request.body)
+            if request.route.coding:  # the inflated bodies of a batch could fill the memory
+                results[position] = run_alone(member)
+            else:
+                decoded[position] = member
         except OnnxOpsError as error:
             results[position] = error
-    runs: list[tuple[float, int]] = []
     for group in group_requests(decoded, batchable=loaded.deployment.batchable):
         batch = [decoded[position] for position in group]
         together = _run_together(loaded, batch, runs) if len(batch) > 1 else None
         outputs: Sequence[tuple[Array, ...] | None] = [None] * len(batch) if together is None else together
         for position, member, arrays in zip(group, batch, outputs, strict=True):
             try:
-                if arrays is not None:
-                    results[position] = loaded.encode(member, arrays)
-                    continue
-                started_at = time.perf_counter()
-                results[position] = loaded.answer(member)
-                runs.append((time.perf_counter() - started_at, 1))
+                results[position] = run_alone(member) if arrays is None else loaded.encode(member, arrays)
             except OnnxOpsError as error:
                 results[position] = error
     return [results[position] for position in range(len(requests))], runs
@@ -368,7 +374,7 @@ def group_requests(requests: Mapping[int, InferenceRequest], *, batchable: bool)
         tensors = tuple(sorted((name, a.dtype.str, a.shape[1:]) for name, a in request.feed.items()))
         kind = (request.outputs, tensors) if request.rows else None
         group, rows = open_groups.get(kind, ([], 0))
-        if not group or kind is None or rows + request.rows > _MAX_BATCH_ROWS:
+        if not group or kind is None or rows + request.rows > MAX_BATCH_ROWS:
             group, rows = [], 0
             groups.append(group)
         group.append(position)

@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 
 from onnx_ops.errors import OnnxOpsError
-from onnx_ops.serving.inference.deployments import LoadedDeployment
+from onnx_ops.serving.inference.deployments import InferenceRoute, LoadedDeployment
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead, read_header_length
 from onnx_ops.serving.metrics import SHADOW_DIFFERING, SHADOW_DONE, SHADOW_DROPPED, SHADOW_FAILED, SHADOW_SENT
 
@@ -43,7 +43,7 @@ class ShadowQueue:
     def put(
         self,
         loaded: LoadedDeployment,
-        invocation: bool,
+        route: InferenceRoute,
         head: RequestHead,
         body: bytes,
         expected: RawResponse,
@@ -55,7 +55,7 @@ class ShadowQueue:
             if len(self._queue) >= _MAX_QUEUED or self._bytes + size > _MAX_QUEUED_BYTES:
                 loaded.row[SHADOW_DROPPED] += 1
                 return
-            self._queue.append((size, partial(_run, loaded, invocation, head, body, expected, tolerance)))
+            self._queue.append((size, partial(_run, loaded, route, head, body, expected, tolerance)))
             self._bytes += size
             loaded.row[SHADOW_SENT] += 1
             if self._thread is None:
@@ -76,10 +76,15 @@ class ShadowQueue:
 
 
 def _run(
-    loaded: LoadedDeployment, invocation: bool, head: RequestHead, body: bytes, expected: RawResponse, tolerance: float
+    loaded: LoadedDeployment,
+    route: InferenceRoute,
+    head: RequestHead,
+    body: bytes,
+    expected: RawResponse,
+    tolerance: float,
 ) -> None:
     try:
-        request = loaded.decode(invocation, head, body)
+        request = loaded.decode(route, head, body)
         # Not `loaded.answer`: the run time at this priority must not enter the latency of the model.
         response = loaded.encode(request, loaded.run(request.outputs, request.feed))
         if responses_differ(expected, response, tolerance):

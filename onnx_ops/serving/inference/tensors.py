@@ -74,6 +74,13 @@ _JSON_NAMES = {
 }
 
 
+def describe_tensor(spec: TensorSpec, *, optional: bool = False) -> dict[str, object]:
+    """Return the metadata of an input or output: -1 for a free dimension."""
+    shape = [d if isinstance(d, int) else -1 for d in spec.shape]
+    document: dict[str, object] = {"name": spec.name, "datatype": DATATYPE_OF[spec.dtype], "shape": shape}
+    return {**document, "parameters": {"optional": True}} if optional else document
+
+
 def get_numpy_dtype(dtype: str) -> str:
     """Return the numpy type of such elements; uint16 for bfloat16."""
     return {"string": "object", "bfloat16": "uint16"}.get(dtype, dtype)

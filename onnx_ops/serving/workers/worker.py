@@ -276,5 +276,6 @@ class _Worker:
             row=row,
             queue=queue,
             latency=latency,
+            max_body=self._options.max_body,
             warm_up=max(MIN_WARM_UP_REQUESTS, WARM_UP_REQUESTS // self._options.workers),
         )

@@ -25,6 +25,14 @@ def client(types: Server) -> Iterator[triton.InferenceServerClient]:
         yield client
 
 
+def read_output(answer: triton.InferResult, name: str) -> np.ndarray:
+    """The array of an output; text as `str`, whatever its form was."""
+    array: np.ndarray = answer.as_numpy(name)
+    if array.dtype != object:
+        return array
+    return np.array([[v.decode() if isinstance(v, bytes) else v for v in row] for row in array], object)
+
+
 def test_health_and_metadata(client: triton.InferenceServerClient) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()
@@ -55,10 +63,68 @@ def test_the_six_combinations_carry_every_type(
     answer = client.infer("m", inputs, outputs=outputs, request_id="7")
     assert answer.get_response()["id"] == "7"
     for name, (_, array) in VALUES.items():
-        found = answer.as_numpy(f"{name}_out")
-        if found.dtype == object:
-            found = np.array([[v.decode() if isinstance(v, bytes) else v for v in row] for row in found], object)
-        np.testing.assert_array_equal(found, array)
+        np.testing.assert_array_equal(read_output(answer, f"{name}_out"), array)
+
+
+@pytest.mark.parametrize("binary", [True, False])
+@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+def test_infer_with_compression_returns_the_same_tensors(
+    client: triton.InferenceServerClient, algorithm: str, binary: bool
+) -> None:
+    import tritonclient.http as triton
+
+    sent = {name: (datatype, np.repeat(array, 500, axis=0)) for name, (datatype, array) in VALUES.items()}
+    inputs = []
+    for name, (datatype, array) in sent.items():
+        tensor = triton.InferInput(name, list(array.shape), datatype)
+        tensor.set_data_from_numpy(array, binary_data=binary or name in JSON_REFUSED)
+        inputs.append(tensor)
+    outputs = [triton.InferRequestedOutput(f"{name}_out", binary_data=binary) for name in VALUES]
+    for answered in (algorithm, None):
+        answer = client.infer(
+            "m",
+            inputs,
+            outputs=outputs,
+            request_compression_algorithm=algorithm,
+            response_compression_algorithm=answered,
+        )
+        for name, (_, array) in sent.items():
+            np.testing.assert_array_equal(read_output(answer, f"{name}_out"), array)
+
+
+def test_get_model_config_names_the_tensors_in_tritons_types(client: triton.InferenceServerClient) -> None:
+    for version in ("", "1"):
+        config = client.get_model_config("m", version)
+        assert (config["name"], config["platform"], config["backend"]) == ("m", "onnxruntime_onnx", "onnxruntime")
+        types = {tensor["name"]: (tensor["data_type"], tensor["dims"]) for tensor in config["input"]}
+        assert types["text"] == ("TYPE_STRING", [-1, 2])
+        assert types["fp16"] == ("TYPE_FP16", [-1, 2])
+        assert [tensor["name"] for tensor in config["output"]] == [f"{name}_out" for name in VALUES]
+
+
+def test_get_inference_statistics_counts_what_was_answered(client: triton.InferenceServerClient) -> None:
+    import tritonclient.http as triton
+
+    def count() -> tuple[int, int]:
+        (stats,) = client.get_inference_statistics("m", "1")["model_stats"]
+        assert (stats["name"], stats["version"]) == ("m", "1")
+        assert client.get_inference_statistics("m")["model_stats"] == [stats]
+        assert client.get_inference_statistics()["model_stats"] == [stats]
+        return stats["inference_stats"]["success"]["count"], stats["inference_stats"]["fail"]["count"]
+
+    successes, failures = count()
+    inputs = []
+    for name, (datatype, array) in VALUES.items():
+        inputs.append(triton.InferInput(name, list(array.shape), datatype).set_data_from_numpy(array))
+    client.infer("m", inputs)
+    assert count() == (successes + 1, failures)
+    with pytest.raises(triton.InferenceServerException):
+        client.infer("m", inputs[:1])
+    assert count() == (successes + 1, failures + 1)
+
+
+def test_get_model_repository_index_lists_the_version(client: triton.InferenceServerClient) -> None:
+    assert client.get_model_repository_index() == [{"name": "m", "version": "1", "state": "READY"}]
 
 
 def test_error_shows_the_message_of_the_server(client: triton.InferenceServerClient) -> None:

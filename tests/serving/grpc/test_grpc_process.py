@@ -71,6 +71,11 @@ def check_outputs(result: triton.InferResult) -> None:
         np.testing.assert_array_equal(output, array)
 
 
+def test_get_model_repository_index_lists_the_version(client: triton.InferenceServerClient) -> None:
+    index = client.get_model_repository_index(as_json=True)
+    assert index == {"models": [{"name": "m", "version": "1", "state": "READY"}]}
+
+
 def test_triton_reads_health_and_metadata(client: triton.InferenceServerClient) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()

@@ -131,6 +131,19 @@ def test_metadata_and_readiness_are_those_of_http(worker: Worker, connect: Conne
         client.call("ModelMetadata", name="z")
 
 
+def test_repository_index_is_that_of_http(worker: Worker, connect: Connect) -> None:
+    index = connect(worker.grpc_port).call("RepositoryIndex", ready=True)
+    assert [(m.name, m.version, m.state, m.reason) for m in index.models] == [
+        ("m", "1", "READY", ""),
+        ("m", "2", "READY", ""),
+    ]
+
+
+def test_metadata_of_a_content_coding_changes_no_message(worker: Worker, connect: Connect) -> None:
+    response = connect(worker.grpc_port).call("ModelInfer", (("content-encoding", "gzip"),), **INPUT)
+    assert response.model_name == "m"
+
+
 def test_before_the_first_publication_nothing_is_ready(worker: Worker, connect: Connect) -> None:
     worker.shared.revision = 0
     client = connect(worker.grpc_port)

@@ -54,7 +54,13 @@ class Loads:
             WorkerThreads(), lambda _: None, limit=1, max_batch=1, max_batches=1, row=row, latency=LatencyEstimator()
         )
         return LoadedDeployment(
-            deployment=deployment, signature=model.signature, run=model.run, row=row, queue=queue, latency=queue.latency
+            deployment=deployment,
+            signature=model.signature,
+            run=model.run,
+            row=row,
+            queue=queue,
+            latency=queue.latency,
+            max_body=1 << 20,
         )
 
 

@@ -12,9 +12,15 @@ from hypothesis import strategies as st
 
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.errors import TooLargeError
-from onnx_ops.serving.http.app import describe_tensor
 from onnx_ops.serving.inference import tensors
-from onnx_ops.serving.inference.tensors import DATATYPE_OF, DTYPE_OF_ONNX, LazyArray, get_numpy_dtype, parse_document
+from onnx_ops.serving.inference.tensors import (
+    DATATYPE_OF,
+    DTYPE_OF_ONNX,
+    LazyArray,
+    describe_tensor,
+    get_numpy_dtype,
+    parse_document,
+)
 from tests.serving.inference.tensor_cases import encode
 
 pytestmark = pytest.mark.usefixtures("small_is_large")

@@ -1,0 +1,214 @@
+"""HTML pages of an endpoint: the start page, and the description of its API from its OpenAPI document.
+
+The pages have no script and load nothing. Names of models and tensors can be any text, so the template escapes every
+value.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from onnx_ops.serving.http.openapi import build_openapi
+from onnx_ops.serving.inference.responses import RawResponse, RequestHead
+from onnx_ops.serving.inference.signature import ModelSignature
+from onnx_ops.serving.inference.tensors import DATATYPE_OF, describe_tensor
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+_PAGE_LINES = (
+    b"content-type: text/html; charset=utf-8\r\n"
+    b"content-security-policy: default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
+    b"frame-ancestors 'none'\r\n"
+    b"x-content-type-options: nosniff\r\n"
+    b"referrer-policy: no-referrer\r\n"
+)
+_HOST = re.compile(rb"(?:[A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{1,45}\])(?::[0-9]{1,5})?")
+_DEFAULT_HOST = b"127.0.0.1:8080"
+_MAX_EXAMPLE_VALUES = 64
+
+_TEMPLATE = """\
+{% macro show(schema) -%}
+{% if "$ref" in schema %}{% set name = schema["$ref"].rpartition("/")[2] -%}
+<a href="#schema-{{ name }}">{{ name }}</a>
+{%- else %}<code>{{ schema | dump }}</code>{% endif %}
+{%- endmacro %}
+{% macro show_content(content) -%}
+{% for type, body in content.items() %}<div>{{ type }}{% if body.schema %}: {{ show(body.schema) }}{% endif %}</div>
+{% endfor %}
+{%- endmacro %}
+{% macro list_tensors(tensors) -%}
+<div class="scroll"><table><thead><tr><th>name<th>datatype<th>shape</thead><tbody>
+{% for tensor in tensors %}
+<tr><td><code>{{ tensor.name }}</code><td>{{ tensor.datatype }}<td><code>{{ tensor.shape }}</code>
+{%- if tensor.parameters %}, optional{% endif %}
+
+{% endfor %}
+</tbody></table></div>
+{%- endmacro %}
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<style>
+:root{color-scheme:light dark;--rule:#8886;--card:#8881}
+*{box-sizing:border-box}
+body{margin:0 auto;padding:1rem;max-width:60rem;font:16px/1.5 system-ui,sans-serif;overflow-wrap:anywhere}
+h1{font-size:1.6rem}h2{font-size:1.25rem;margin-top:2.2rem}h3{font-size:1rem;margin:1rem 0 0}
+h4{font-size:.9rem;margin:.8rem 0 .2rem}
+code,pre{font:.85rem/1.5 ui-monospace,monospace}
+pre{overflow-x:auto;padding:.8rem;background:var(--card);border-radius:.4rem;overflow-wrap:normal}
+section{border:1px solid var(--rule);border-radius:.4rem;padding:.8rem;margin:.8rem 0}
+th,td:first-child{white-space:nowrap}section h3{margin:0}section pre{margin:.4rem 0 0}
+.scroll{overflow-x:auto}
+table{border-collapse:collapse;width:100%;font-size:.9rem}
+th,td{padding:.3rem .5rem .3rem 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--rule)}
+</style>
+</head>
+<body>
+<h1>{{ title }}</h1>
+<p>onnx-ops {{ version }}
+<ul>
+{% for path, label in links %}
+<li><a href="{{ path }}">{{ label }}</a>
+{% endfor %}
+</ul>
+{% if document %}
+<h2>Call the model</h2>
+{% if command %}
+<pre>{{ command }}</pre>
+{% else %}
+<p>An input is BF16, which JSON cannot represent. Send it in the binary form.</p>
+{% endif %}
+{% if request %}
+<p>The file <code>request.json</code>, with all values in <code>data</code>:</p>
+<pre>{{ request }}</pre>
+{% endif %}
+<p>A request can leave out optional inputs. -1 is a dimension of any size.</p>
+<h3>Inputs</h3>
+{{ list_tensors(inputs) }}
+<h3>Outputs</h3>
+{{ list_tensors(outputs) }}
+<h2>Operations</h2>
+{% for path, item in document.paths.items() %}
+{% for method, operation in item.items() if method != "parameters" %}
+<section>
+<h3><code>{{ method | upper }} {{ path }}</code></h3>
+<p>{{ operation.summary }}</p>
+{% set parameters = item.get("parameters", []) + operation.get("parameters", []) %}
+{% if parameters %}
+<h4>Parameters</h4>
+<div class="scroll"><table><thead><tr><th>name<th>in<th>values<th>meaning</thead><tbody>
+{% for parameter in parameters %}
+<tr><td><code>{{ parameter.name }}</code><td>{{ parameter.in }}<td>{{ show(parameter.schema) }}
+<td>{{ parameter.description }}
+{% endfor %}
+</tbody></table></div>
+{% endif %}
+{% if operation.requestBody %}
+<h4>Request body</h4>
+{% if operation.requestBody.description %}<p>{{ operation.requestBody.description }}</p>{% endif %}
+{{ show_content(operation.requestBody.content) }}
+{% endif %}
+<h4>Responses</h4>
+<div class="scroll"><table><thead><tr><th>status<th>meaning<th>body</thead><tbody>
+{% for status, response in operation.responses.items() %}
+{% set response = document.components.responses[status] if "$ref" in response else response %}
+<tr><td>{{ status }}<td>{{ response.description }}<td>{{ show_content(response.content) }}
+{% endfor %}
+</tbody></table></div>
+</section>
+{% endfor %}
+{% endfor %}
+<h2>Schemas</h2>
+{% for name, schema in document.components.schemas.items() %}
+<section id="schema-{{ name }}"><h3>{{ name }}</h3><pre>{{ schema | pretty }}</pre></section>
+{% endfor %}
+{% endif %}
+</body>
+</html>
+"""
+
+
+def build_start_page(model: str | None) -> RawResponse:
+    """Return the page with links to what the server offers; `model` is None before the first publication."""
+    links = [
+        ("v2/health/ready", "Readiness"),
+        ("metrics", "Metrics"),
+        ("v2", "Metadata of the server"),
+        *(() if model is None else ((f"v2/models/{quote(model, safe='')}", f"Model {model}"),)),
+        ("docs", "Description of the API"),
+        ("openapi.json", "OpenAPI document"),
+    ]
+    return _render(title="Nothing is published yet" if model is None else f"Endpoint of {model}", links=links)
+
+
+def build_docs_page(signatures: Sequence[ModelSignature], head: RequestHead) -> RawResponse:
+    """Return the description of the API, with a call of the first of the signatures."""
+    document, signature = build_openapi(signatures), signatures[0]
+    command, request = build_example(signature, head.get(b"host", _DEFAULT_HOST))
+    return _render(
+        title=document["info"]["title"],
+        links=[("./", "Start page"), ("openapi.json", "OpenAPI document")],
+        document=document,
+        command=command,
+        request=request,
+        inputs=[describe_tensor(spec, optional=name in signature.optional) for name, spec in signature.inputs.items()],
+        outputs=[describe_tensor(spec) for spec in signature.outputs.values()],
+    )
+
+
+def build_example(signature: ModelSignature, host: bytes) -> tuple[str, str]:
+    """Return a curl command that calls the model, and the file that it sends if the inputs are large.
+
+    Both are empty if JSON cannot represent an input.
+    """
+    specs = [spec for name, spec in signature.inputs.items() if name in signature.required]
+    if any(spec.dtype == "bfloat16" for spec in specs):
+        return "", ""
+    shapes = [[d if isinstance(d, int) else 1 for d in spec.shape] for spec in specs]
+    is_large = sum(map(math.prod, shapes)) > _MAX_EXAMPLE_VALUES
+    inputs = []
+    for spec, shape in zip(specs, shapes, strict=True):
+        value: object = {"string": "text", "bool": False}.get(spec.dtype, 0)
+        data = [value, "…"] if is_large and math.prod(shape) > 1 else [value] * math.prod(shape)
+        inputs.append({"name": spec.name, "datatype": DATATYPE_OF[spec.dtype], "shape": shape, "data": data})
+    document: dict[str, object] = {"inputs": inputs}
+    if signature.binary_only:
+        document["parameters"] = {"binary_data_output": True}
+    place = host if _HOST.fullmatch(host) else _DEFAULT_HOST
+    url = f"http://{place.decode()}/v2/models/{quote(signature.model, safe='')}/infer"
+    body = "@request.json" if is_large else json.dumps(document)
+    options = ["--header 'Content-Type: application/json'", f"--data {shlex.quote(body)}"]
+    if signature.binary_only:
+        options.append("--output response.bin")
+    command = " \\\n  ".join((f"curl {shlex.quote(url)}", *options))
+    return command, _format_json(document) if is_large else ""
+
+
+def _render(**values: Any) -> RawResponse:
+    defaults: Mapping[str, object] = {"document": None, "version": version("onnx-ops")}
+    return RawResponse(200, _PAGE_LINES, _load_template().render({**defaults, **values}).encode())
+
+
+@functools.cache
+def _load_template() -> Template:
+    from jinja2 import Environment
+
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"dump": functools.partial(json.dumps, ensure_ascii=False), "pretty": _format_json}
+    return environment.from_string(_TEMPLATE)
+
+
+def _format_json(document: object) -> str:
+    return json.dumps(document, indent=2, ensure_ascii=False)

@@ -1,0 +1,65 @@
+"""Content codings of request and response bodies: gzip and deflate (RFC 9110, 8.4.1)."""
+
+from __future__ import annotations
+
+import functools
+import re
+import zlib
+from collections.abc import Mapping
+
+from onnx_ops.errors import TooLargeError, UserError
+
+CODINGS: Mapping[bytes, int] = {
+    b"gzip": 16 + zlib.MAX_WBITS,
+    b"x-gzip": 16 + zlib.MAX_WBITS,
+    b"deflate": zlib.MAX_WBITS,
+}
+"""zlib's `wbits` by content coding. `deflate` is the zlib format (RFC 1950), not the bare stream."""
+
+_LEVEL = 1
+"""2 MB of JSON numbers: 53 ms and 48 % of the size. Level 6 takes 430 ms, for 43 %."""
+_ACCEPTED = re.compile(rb"\s*([^\s;]+)\s*(?:;\s*q=([01](?:\.[0-9]{0,3})?)\s*)?")
+_MAX_ACCEPT_BYTES = 256
+
+
+def inflate(body: bytes, coding: bytes, max_bytes: int) -> bytes:
+    """Return a body without its content coding.
+
+    A body is one stream. Members that follow in gzip are refused: to read many empty ones takes far longer than their
+    size suggests.
+
+    Raises:
+        TooLargeError: it has more than `max_bytes`. No more than that is inflated.
+        UserError: it is broken, ends too early, or has bytes behind its end.
+    """
+    stream = zlib.decompressobj(CODINGS[coding])
+    try:
+        inflated = stream.decompress(body, max_bytes + 1)
+    except zlib.error as error:
+        raise UserError(f"the body is not valid {coding.decode()}", why=str(error)) from error
+    if len(inflated) > max_bytes:
+        raise TooLargeError(f"the body must not be larger than {max_bytes} bytes when it is inflated")
+    if not stream.eof:
+        raise UserError(f"the body ends before its {coding.decode()} stream does")
+    if stream.unused_data:
+        raise UserError(f"{len(stream.unused_data)} bytes follow after the {coding.decode()} stream of the body")
+    return inflated
+
+
+def compress(body: bytes, coding: bytes) -> bytes:
+    """Return a body in a content coding."""
+    return zlib.compress(body, _LEVEL, CODINGS[coding])
+
+
+@functools.lru_cache(maxsize=64)
+def choose_coding(accept_encoding: bytes) -> bytes:
+    """Return the content coding that a client prefers, by its `Accept-Encoding`; empty if none (RFC 9110, 12.5.3)."""
+    weights: dict[bytes, float] = {}
+    if len(accept_encoding) <= _MAX_ACCEPT_BYTES:
+        for element in accept_encoding.lower().split(b","):
+            if match := _ACCEPTED.fullmatch(element):
+                weights[match[1].removeprefix(b"x-")] = float(match[2] or 1)
+    weight, coding = max(
+        ((weights.get(coding, weights.get(b"*", 0.0)), coding) for coding in (b"gzip", b"deflate")), key=lambda w: w[0]
+    )
+    return coding if weight and weight >= weights.get(b"identity", 0.0) else b""

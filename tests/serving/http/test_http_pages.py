@@ -1,0 +1,240 @@
+"""Pages for people: complete, without scripts, and safe with any names of models and tensors."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from html.parser import HTMLParser
+from urllib.parse import urlsplit
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper
+
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.serving.http.pages import build_docs_page, build_example, build_start_page
+from onnx_ops.serving.inference.requests import read_infer
+from onnx_ops.testing.endpoints import state_of
+from tests.serving.inference.tensor_cases import signature, spec
+from tests.serving.serving_worker import Worker, post
+
+TAGS = {
+    *("html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "h4", "p", "ul", "li", "a", "pre", "code"),
+    *("div", "section", "table", "thead", "tbody", "tr", "th", "td"),
+}
+ATTRIBUTES = {
+    ("html", "lang"),
+    ("meta", "charset"),
+    ("meta", "name"),
+    ("meta", "content"),
+    ("a", "href"),
+    ("section", "id"),
+    ("div", "class"),
+}
+HOSTILE = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "'; touch /tmp/x; echo '$(id)`id`",
+    "</code></pre></style><iframe>",
+    "{{ 7 * 7 }}{% raw %}",
+    "javascript:alert(1)",
+    "a\nb\r\n\u202e\x00日本",
+)
+
+
+@dataclass
+class Page(HTMLParser):
+    """The elements and texts of a page."""
+
+    text: str
+    tags: set[str] = field(default_factory=set)
+    attributes: set[tuple[str, str]] = field(default_factory=set)
+    links: list[str] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    preformatted: list[str] = field(default_factory=list)
+    words: str = ""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._open = ""
+        self.feed(self.text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._open = tag
+        self.tags.add(tag)
+        self.attributes.update((tag, name) for name, _ in attrs)
+        values = dict(attrs)
+        if tag == "a":
+            self.links.append(values["href"] or "")
+        if "id" in values:
+            self.ids.append(values["id"] or "")
+        if tag == "pre":
+            self.preformatted.append("")
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+        if self._open == "pre":
+            self.preformatted[-1] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open = ""
+
+
+def split_by_shell(command: str) -> list[str]:
+    """The words of a command, as a shell passes them to its program."""
+    done = subprocess.run(["sh", "-c", f"printf '%s\\0' {command}"], capture_output=True, check=True)
+    return done.stdout.decode().split("\0")[:-1]
+
+
+@pytest.fixture
+def worker(blue: Deployment, green: Deployment) -> Iterator[Worker]:
+    with Worker(state_of(blue, green, blue=70, green=30)).running() as running:
+        yield running
+
+
+def get(worker: Worker, path: str, headers: dict[str, str] | None = None) -> tuple[bytes, bytes]:
+    """The head and the body of a response."""
+    head, _, body = worker.send(post(path, b"", headers, method="GET")).partition(b"\r\n\r\n")
+    return head, body
+
+
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_pages_load_nothing_and_forbid_scripts(worker: Worker, path: str) -> None:
+    head, body = get(worker, path)
+    lines = head.decode().split("\r\n")
+    assert lines[0] == "HTTP/1.1 200 OK"
+    assert "content-type: text/html; charset=utf-8" in lines
+    assert "x-content-type-options: nosniff" in lines
+    (policy,) = (line for line in lines if line.startswith("content-security-policy: "))
+    assert "default-src 'none'" in policy
+    assert "script-src" not in policy
+    page = Page(body.decode())
+    assert page.tags <= TAGS
+    assert page.attributes <= ATTRIBUTES
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page.text
+    assert not any(urlsplit(link).netloc or urlsplit(link).scheme for link in page.links)
+
+
+def test_start_page_links_answer(worker: Worker) -> None:
+    _, body = get(worker, "/")
+    links = Page(body.decode()).links
+    assert {"docs", "metrics", "openapi.json", "v2/health/ready", "v2/models/m"} <= set(links)
+    for link in links:
+        assert get(worker, f"/{link}")[0].startswith(b"HTTP/1.1 200 OK"), link
+
+
+def test_docs_page_shows_every_operation_and_schema(worker: Worker) -> None:
+    _, body = get(worker, "/docs")
+    page = Page(body.decode())
+    document = json.loads(get(worker, "/openapi.json")[1])
+    for path, item in document["paths"].items():
+        for method in item.keys() - {"parameters"}:
+            assert f"{method.upper()} {path}" in page.words
+            assert item[method]["summary"] in page.words
+    schemas = [f"schema-{name}" for name in document["components"]["schemas"]]
+    assert page.ids == schemas
+    assert {link[1:] for link in page.links if link.startswith("#")} <= set(schemas)
+    for text in [response["description"] for response in document["components"]["responses"].values()]:
+        assert text in page.words
+    assert get(worker, "/docs", {"accept-encoding": "gzip"})[1][:2] == gzip.compress(b"")[:2]
+
+
+def test_docs_page_command_is_a_request_that_is_answered(worker: Worker) -> None:
+    _, body = get(worker, "/docs")
+    command = split_by_shell(Page(body.decode()).preformatted[0])
+    assert command[:2] == ["curl", "http://x/v2/models/m/infer"]
+    data = command[command.index("--data") + 1]
+    answer = worker.send(post(urlsplit(command[1]).path, data.encode()))
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+
+
+def test_pages_before_the_first_publication(worker: Worker) -> None:
+    worker.shared.revision = 0
+    head, body = get(worker, "/")
+    assert head.startswith(b"HTTP/1.1 200 OK")
+    assert "Nothing is published yet" in Page(body.decode()).words
+    head, body = get(worker, "/docs")
+    assert head.startswith(b"HTTP/1.1 503")
+    assert json.loads(body)["error"]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_pages_show_hostile_names_as_text(name: str) -> None:
+    names = [spec(name, "float32", "batch", 2), spec(f"{name}2", "string", name)]
+    model = signature(names, [spec(name, "float16", name)])
+    model.model = name
+    responses = build_start_page(name), build_docs_page([model], {b"host": b"x"})
+    start, docs = (Page(response.body.decode()) for response in responses)
+    for page in (start, docs):
+        assert page.tags <= TAGS
+        assert page.attributes <= ATTRIBUTES
+        assert not any(urlsplit(link).scheme for link in page.links)
+        assert name.replace("\r\n", "\n").replace("\0", "") in page.words.replace("\r\n", "\n").replace("\0", "")
+    assert f"schema-{name}" not in docs.ids
+    command = split_by_shell(docs.preformatted[0])
+    document = json.loads(command[command.index("--data") + 1])
+    assert [tensor["name"] for tensor in document["inputs"]] == [name, f"{name}2"]
+    assert docs.preformatted[0].isascii()
+    assert command[1].isascii()
+    assert len(command) == 6
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.text(), st.binary(max_size=40))
+def test_example_command_is_one_command_with_any_name_and_host(name: str, host: bytes) -> None:
+    model = signature([spec(name, "float32", "batch", 2)])
+    model.model = name
+    command, request = build_example(model, host)
+    program, url, header, content_type, data, body = split_by_shell(command)
+    assert (program, header, content_type, data, request) == (
+        *("curl", "--header", "Content-Type: application/json", "--data"),
+        "",
+    )
+    assert json.loads(body)["inputs"][0]["name"] == name
+    assert urlsplit(url).scheme == "http"
+
+
+def test_example_of_every_type_is_a_valid_request() -> None:
+    model = signature(
+        [spec(dtype, dtype, "n", 2) for dtype in ("bool", "uint8", "int64", "float16", "float64", "string")]
+        + [spec("scalar", "float32")]
+    )
+    command, _ = build_example(model, b"x")
+    body = split_by_shell(command)[-1]
+    assert set(read_infer(body.encode(), None, model).feed) == set(model.inputs)
+
+
+def test_example_of_a_large_input_sends_a_file() -> None:
+    command, request = build_example(signature([spec("image", "float32", "batch", 3, 224, 224)]), b"x")
+    assert split_by_shell(command)[-1] == "@request.json"
+    assert json.loads(request)["inputs"][0]["shape"] == [1, 3, 224, 224]
+    assert len(request) < 1000
+
+
+def test_example_of_bfloat16_is_binary_or_none() -> None:
+    outputs = [spec("y", "bfloat16", "batch")]
+    command, _ = build_example(signature([spec("x", "float32", "batch")], outputs), b"x")
+    assert split_by_shell(command)[-2:] == ["--output", "response.bin"]
+    model = signature([spec("x", "bfloat16", "batch")], outputs)
+    assert build_example(model, b"x") == ("", "")
+    assert "binary form" in build_docs_page([model], {}).body.decode()
+
+
+def test_pages_of_a_model_with_hostile_names_are_served(build: Callable[..., Deployment]) -> None:
+    deployment = build(
+        [helper.make_node("Identity", [HOSTILE[0]], [HOSTILE[1]])],
+        [(HOSTILE[0], TensorProto.FLOAT, [HOSTILE[1], 2])],
+        [(HOSTILE[1], TensorProto.FLOAT, [HOSTILE[1], 2])],
+    )
+    deployment = replace(deployment, model=HOSTILE[1])
+    with Worker(state_of(deployment, **{deployment.name: 100})).running() as worker:
+        pages = [Page(get(worker, path)[1].decode()) for path in ("/", "/docs")]
+        assert get(worker, f"/{pages[0].links[3]}")[0].startswith(b"HTTP/1.1 200 OK")
+        command = split_by_shell(pages[1].preformatted[0])
+        answer = worker.send(post(urlsplit(command[1]).path, command[-1].encode()))
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert all(page.tags <= TAGS and HOSTILE[1] in page.words for page in pages)

@@ -1,0 +1,110 @@
+"""Content codings: what is inflated, what is refused, and which one a client prefers."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnx_ops.errors import TooLargeError, UserError
+from onnx_ops.serving.inference.content_coding import CODINGS, choose_coding, compress, inflate
+
+BODY = b'{"inputs": []}' * 40
+BARE = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+DICTIONARY = zlib.compressobj(zdict=b"inputs")
+
+
+@given(st.binary(max_size=4000), st.sampled_from(sorted(CODINGS)))
+def test_inflate_returns_what_was_compressed(body: bytes, coding: bytes) -> None:
+    assert inflate(compress(body, coding), coding, len(body)) == body
+
+
+def test_inflate_stream_of_other_programs_is_read() -> None:
+    assert inflate(gzip.compress(BODY), b"gzip", 1000) == BODY
+    assert inflate(zlib.compress(BODY, 9), b"deflate", 1000) == BODY
+
+
+@pytest.mark.parametrize(
+    ("body", "coding"),
+    [
+        (b"", b"gzip"),
+        (BODY, b"gzip"),
+        (BODY, b"deflate"),
+        (gzip.compress(BODY), b"deflate"),
+        (zlib.compress(BODY), b"gzip"),
+        (gzip.compress(BODY)[:-1], b"gzip"),
+        (gzip.compress(BODY)[:-9], b"gzip"),
+        (gzip.compress(BODY)[:-8] + bytes(8), b"gzip"),
+        (gzip.compress(BODY) + b"x", b"gzip"),
+        (gzip.compress(BODY) + gzip.compress(BODY), b"gzip"),
+        (gzip.compress(b"") * 1000, b"gzip"),
+        (zlib.compress(BODY)[:-1], b"deflate"),
+        (BARE.compress(BODY) + BARE.flush(), b"deflate"),
+        (DICTIONARY.compress(BODY) + DICTIONARY.flush(), b"deflate"),
+    ],
+)
+def test_inflate_broken_body_is_refused(body: bytes, coding: bytes) -> None:
+    with pytest.raises(UserError) as caught:
+        inflate(body, coding, 1000)
+    assert not isinstance(caught.value, TooLargeError)
+
+
+@pytest.mark.parametrize("coding", sorted(CODINGS))
+def test_inflate_bomb_is_cut_at_the_limit(coding: bytes) -> None:
+    bomb = compress(bytes(1 << 24), coding)
+    assert len(bomb) < 1 << 17
+    for body in (bomb, bomb[: len(bomb) // 2], bomb + bomb):
+        with pytest.raises(TooLargeError):
+            inflate(body, coding, 1 << 20)
+    assert len(inflate(bomb, coding, 1 << 24)) == 1 << 24
+
+
+@given(st.binary(max_size=300), st.sampled_from(sorted(CODINGS)), st.integers(0, 400), st.binary(max_size=3))
+def test_inflate_damaged_body_raises_only_errors_of_the_client(
+    body: bytes, coding: bytes, place: int, piece: bytes
+) -> None:
+    compressed = compress(body, coding)
+    with contextlib.suppress(UserError):
+        assert len(inflate(compressed[:place] + piece + compressed[place:], coding, 100)) <= 100
+
+
+@pytest.mark.parametrize(
+    ("accept_encoding", "coding"),
+    [
+        (b"", b""),
+        (b"gzip", b"gzip"),
+        (b"GZIP", b"gzip"),
+        (b"x-gzip", b"gzip"),
+        (b"deflate", b"deflate"),
+        (b"br, zstd", b""),
+        (b"gzip, deflate, br", b"gzip"),
+        (b"deflate, gzip", b"gzip"),
+        (b"gzip;q=0.5, deflate", b"deflate"),
+        (b"gzip ; q=0.5 ,deflate;q=0.4", b"gzip"),
+        (b"gzip;q=0", b""),
+        (b"gzip;q=0.000, deflate;q=0.0", b""),
+        (b"gzip;q=0, *", b"deflate"),
+        (b"*", b"gzip"),
+        (b"*;q=0", b""),
+        (b"identity, gzip;q=0.5", b""),
+        (b"identity;q=0.5, gzip;q=0.5", b"gzip"),
+        (b"identity;q=0, gzip;q=0", b""),
+        (b"gzip;q=nan", b""),
+        (b"gzip;q=-1", b""),
+        (b"gzip;q=", b""),
+        (b"gzip;level=9", b""),
+        (b";;,,gzip", b"gzip"),
+        (b"gzip" + b"," * 300, b""),
+    ],
+)
+def test_choose_coding_follows_the_weights(accept_encoding: bytes, coding: bytes) -> None:
+    assert choose_coding(accept_encoding) == coding
+
+
+@given(st.binary(max_size=300))
+def test_choose_coding_accepts_any_bytes(accept_encoding: bytes) -> None:
+    assert choose_coding(accept_encoding) in (b"", b"gzip", b"deflate")
