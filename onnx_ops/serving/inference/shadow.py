@@ -145,6 +145,8 @@ class ShadowQueue:
 
 
 class _ShadowLink:
+    """The queue to one shadow process, and the connection that empties it."""
+
     def __init__(self, connect: Callable[[], socket.socket], row: MetricsRow, limit: int) -> None:
         self._connect = connect
         self._row = row

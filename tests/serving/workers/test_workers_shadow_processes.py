@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -14,10 +15,24 @@ import pytest
 
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.protocol.messages import DeploymentCounts
-from tests.serving.serving_process import Server, after, wait_until
+from tests.serving.serving_process import INFER, Server, after, wait_until
 from tests.support.processes import children_of, is_alive
 from tests.support.server import scaled
 
+LARGE_ROWS = 1 << 20
+LARGE_HEADER = json.dumps(
+    {
+        "inputs": [
+            {
+                "name": "x",
+                "datatype": "FP32",
+                "shape": [LARGE_ROWS, 2],
+                "parameters": {"binary_data_size": 8 * LARGE_ROWS},
+            }
+        ],
+        "parameters": {"binary_data_output": True},
+    }
+).encode()
 FAILING_LOAD = """
 from onnx_ops.errors import InfrastructureError
 from onnx_ops.serving.workers import shadow_processes
@@ -48,6 +63,12 @@ def mirrored(serving: Deployment, *shadows: Deployment) -> EndpointState:
     """Everything to one deployment, and all of it mirrored to the others."""
     split = TrafficSplit(weights={serving.name: 100}, shadow={shadow.name: 100 for shadow in shadows})
     return EndpointState(deployments=(serving, *shadows), split=split)
+
+
+def send_large(server: Server) -> int:
+    """Send a request of 8 MiB in the binary form; return the status."""
+    headers = {"inference-header-content-length": str(len(LARGE_HEADER))}
+    return server.call("POST", INFER, LARGE_HEADER + bytes(8 * LARGE_ROWS), headers).status
 
 
 def shadow_processes(server: Server) -> list[int]:
@@ -103,13 +124,27 @@ def test_one_process_of_lowest_priority_runs_what_all_workers_mirror(
 
 def test_large_body_is_mirrored(tmp_path: Path, blue: Deployment, green: Deployment) -> None:
     with shadowing(tmp_path, blue, green) as server:
-        rows = [[1, 2]] * 200_000
-        body = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[%d,2],"data":%b}]}' % (
-            len(rows),
-            str(rows).encode(),
-        )
-        assert server.call("POST", "/v2/models/m/infer", body).status == 200
+        assert send_large(server) == 200
         wait_until(lambda: counts(server).shadow_answered == 1)
+        assert counts(server).shadow_differing == 0  # zeros, however often they are tripled
+
+
+def test_shadow_process_that_hangs_delays_neither_clients_nor_publications(
+    tmp_path: Path, blue: Deployment, green: Deployment
+) -> None:
+    with shadowing(tmp_path, blue, green) as server:
+        send_until_answered(server)
+        (pid,) = shadow_processes(server)
+        os.kill(pid, signal.SIGSTOP)
+        while not read_metric(server, "shadow_dropped_total", "green"):
+            assert send_large(server) == 200
+        os.kill(pid, signal.SIGCONT)
+        accepted = read_metric(server, "shadow_requests_total", "green")
+        wait_until(lambda: counts(server).shadow_answered == accepted)
+        os.kill(pid, signal.SIGSTOP)
+        assert server.infer([1, 2]).status == 200
+        assert server.publish(mirrored(blue), 3).status == 200
+        wait_until(lambda: not is_alive(pid))
 
 
 def test_killed_shadow_process_is_replaced_and_no_client_notices(
