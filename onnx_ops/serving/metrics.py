@@ -5,7 +5,7 @@ has 8 bytes, is aligned, and has exactly one writer; a reader sees the old value
 
     header:      published revision; the watch of a rollout (see `rollout_counts`); spare
     labels:      one text per slot, written by the supervisor
-    rows:        one per worker and slot, `COLUMNS` numbers each
+    rows:        one per worker and slot, and one per slot for its shadow process, `COLUMNS` numbers each
     request ids: which deployment answered a request id, `REQUEST_IDS` per worker (see `rollout_counts`)
     users:       counts by user, a header and two deployments per worker (see `rollout_counts`)
 
@@ -66,7 +66,8 @@ LOADS, LOAD_FAILURES, LOAD_NANOSECONDS = (SHADOW_FAILED + k for k in range(1, 4)
 CONNECTIONS, CONNECTIONS_REFUSED, LOG_DROPPED = (LOAD_NANOSECONDS + k for k in range(1, 4))
 SHADOW_DIFFERING, FEEDBACK, SUCCESSES, UNKNOWN_FEEDBACK = (LOG_DROPPED + k for k in range(1, 5))
 FAILED_NANOSECONDS = UNKNOWN_FEEDBACK + 1  # the part of INLINE_NANOSECONDS and QUEUED_NANOSECONDS without status 200
-COLUMNS = FAILED_NANOSECONDS + 1
+SHADOW_RESTARTS = FAILED_NANOSECONDS + 1
+COLUMNS = SHADOW_RESTARTS + 1
 _GAUGES = (QUEUED, IN_PROGRESS, CONNECTIONS)
 
 MetricsRow = memoryview
@@ -92,7 +93,7 @@ class SharedMetrics:
         """Identifies this memory: another value means that all counters were reset."""
         labels = _HEADER * _NUMBER_BYTES
         rows = labels + SLOTS * _LABEL_BYTES
-        ids = rows + workers * SLOTS * COLUMNS * _NUMBER_BYTES
+        ids = rows + (workers + 1) * SLOTS * COLUMNS * _NUMBER_BYTES
         users = ids + workers * REQUEST_IDS * _NUMBER_BYTES
         memory = memoryview(mmap.mmap(-1, users + workers * (1 + _USER_NUMBERS) * _NUMBER_BYTES))
         self.header = memory[:labels].cast("Q")
@@ -115,6 +116,10 @@ class SharedMetrics:
         start = (worker * SLOTS + slot) * COLUMNS
         return self._rows[start : start + COLUMNS]
 
+    def get_shadow_row(self, slot: int) -> MetricsRow:
+        """Return the numbers of the shadow process of a slot. Those of slot 0 are the supervisor's."""
+        return self.get_row(self.workers, slot)
+
     def get_request_ids(self, worker: int) -> MetricsRow:
         """Return the request ids that a worker remembers."""
         return self._request_ids[worker * REQUEST_IDS : (worker + 1) * REQUEST_IDS]
@@ -125,8 +130,8 @@ class SharedMetrics:
         return self._users[start : start + 1], self._users[start + 1 : start + 1 + _USER_NUMBERS]
 
     def sum_slot(self, slot: int) -> Sequence[int]:
-        """Return the numbers of a slot, summed over the workers."""
-        rows = [self.get_row(worker, slot).tolist() for worker in range(self.workers)]
+        """Return the numbers of a slot, summed over the workers and its shadow process."""
+        rows = [self.get_row(process, slot).tolist() for process in range(self.workers + 1)]
         return [sum(column) for column in zip(*rows, strict=True)]
 
     def reset_gauges(self, worker: int) -> None:
@@ -138,8 +143,8 @@ class SharedMetrics:
 
     def reset_slot(self, slot: int) -> None:
         """Set all numbers of a slot to 0."""
-        for worker in range(self.workers):
-            row = self.get_row(worker, slot)
+        for process in range(self.workers + 1):
+            row = self.get_row(process, slot)
             for column in range(COLUMNS):
                 row[column] = 0
 
@@ -249,13 +254,13 @@ _FAMILIES = (
     ("model_runs_total", "Runs of the model; fewer than requests if they were batched.", "counter", RUNS),
     ("batched_requests_total", "Requests that ran in a batch with others.", "counter", BATCHED),
     ("shadow_requests_total", "Requests mirrored to the deployment.", "counter", SHADOW_SENT),
-    ("shadow_dropped_total", "Mirrored requests dropped because the queue was full.", "counter", SHADOW_DROPPED),
+    ("shadow_dropped_total", "Mirrored requests dropped before the deployment got them.", "counter", SHADOW_DROPPED),
     ("shadow_answered_total", "Mirrored requests that the deployment answered.", "counter", SHADOW_DONE),
     ("shadow_failed_total", "Mirrored requests that failed.", "counter", SHADOW_FAILED),
     ("shadow_differing_total", "Mirrored requests whose response differs.", "counter", SHADOW_DIFFERING),
     ("feedback_total", "Entries of feedback that clients reported.", "counter", FEEDBACK),
     ("feedback_successes_total", "Entries of feedback that report a success.", "counter", SUCCESSES),
-    ("model_loads_total", "Loads of the model, one for each worker.", "counter", LOADS),
+    ("model_loads_total", "Loads of the model, one for each worker or shadow process.", "counter", LOADS),
     ("model_load_failures_total", "Loads of the model that failed.", "counter", LOAD_FAILURES),
     ("requests_queued", "Requests in the queue of the model.", "gauge", QUEUED),
     ("requests_in_progress", "Requests that the model is running, off the event loop.", "gauge", IN_PROGRESS),
@@ -269,6 +274,7 @@ _SERVER_FAMILIES = (
         "counter",
         LOG_DROPPED,
     ),
+    ("shadow_restarts_total", "Shadow processes that ended and were replaced.", "counter", SHADOW_RESTARTS),
     ("feedback_unknown_total", "Entries of feedback about unknown requests.", "counter", UNKNOWN_FEEDBACK),
 )
 _SHOWN_BOUNDS = {*BOUNDS_S[:: STEPS // 2], None}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -20,14 +22,15 @@ from onnx_ops.serving.http.app import PublicApp
 from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
 from onnx_ops.serving.http.protocol import HttpProtocol, serve_connections
 from onnx_ops.serving.inference.bound_runs import BoundRuns
-from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeployments, TableRevision
+from onnx_ops.serving.inference.deployments import DeployedModel, LoadedDeployment, LoadedDeployments, TableRevision
 from onnx_ops.serving.inference.models import load_model
 from onnx_ops.serving.inference.request_queue import MAX_BATCH, LatencyEstimator, RequestQueue, WorkerThreads
 from onnx_ops.serving.inference.service import InferenceService
 from onnx_ops.serving.inference.shadow import ShadowQueue
 from onnx_ops.serving.metrics import MetricsPage, MetricsRow, SharedMetrics, SlotAllocator
 from onnx_ops.serving.rollout_counts import FeedbackCounter, UserCounts
-from onnx_ops.serving.workers.listeners import listen_tcp
+from onnx_ops.serving.workers.listeners import connect_unix, listen_tcp, listen_unix
+from onnx_ops.serving.workers.shadow_processes import answer_mirrored_requests
 
 Wrap = Callable[[Any], Any]
 MAX_BODY = 1 << 20
@@ -63,6 +66,7 @@ class Worker:
         bounds: arguments of `Connections` other than the usual ones.
         hosts: which Host and Origin headers are answered.
         grpc_port: of gRPC; 0: none.
+        shadow_queue: mirrored requests that wait in the worker.
     """
 
     state: EndpointState
@@ -74,6 +78,8 @@ class Worker:
     bounds: Mapping[str, Any] = field(default_factory=dict)
     hosts: HostPolicy = field(default_factory=HostPolicy)
     grpc_port: int = 0
+    shadow_queue: int = 1024
+    shadows: dict[int, tuple[socket.socket, threading.Thread]] = field(default_factory=dict, init=False)
     table: RoutingTable | None = field(default=None, init=False)
 
     def publish(self, state: EndpointState) -> None:
@@ -82,7 +88,35 @@ class Worker:
         slots = self.slots.assign(table, self.table)
         self.deployments.prepare(TableRevision(number=revision, table=table, slots=slots))
         self.table = table
+        for name in state.split.shadow:
+            self._start_shadow(next(d for d in state.deployments if d.name == name), slots[name])
         self.shared.revision = revision
+
+    def _start_shadow(self, deployment: Deployment, slot: int) -> None:
+        """Answer mirrored requests to a deployment in a thread, until the other end of its control socket is closed."""
+        if slot in self.shadows:
+            return
+        loaded = load_model(deployment)
+        run = self.wrap(loaded.run) if self.wrap else loaded.run
+        model = DeployedModel(deployment=deployment, signature=loaded.signature, run=run, max_body=MAX_BODY)
+        listener = listen_unix(self._shadow_path(slot))
+        control, end = socket.socketpair()
+
+        def answer() -> None:
+            with listener, end:
+                answer_mirrored_requests(model, self.shared.get_shadow_row(slot), listener, end)
+
+        thread = threading.Thread(target=answer)
+        self.shadows[slot] = control, thread
+        thread.start()
+
+    def _shadow_path(self, slot: int) -> Path:
+        return self.folder / f"{slot}.sock"
+
+    def _connect_shadow(self, slot: int) -> socket.socket:
+        client = connect_unix(self._shadow_path(slot), timeout_s=0)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # raised to the least that the kernel allows
+        return client
 
     def metrics(self) -> str:
         return MetricsPage(self.shared, "e").render(self.state)
@@ -91,14 +125,19 @@ class Worker:
     def running(self) -> Iterator[Worker]:
         started = threading.Event()
         thread = threading.Thread(target=lambda: uvloop.run(self._serve(started)))
-        thread.start()
-        assert started.wait(60)
-        try:
-            yield self
-        finally:
-            with contextlib.suppress(RuntimeError):  # the test has stopped it, and its loop is closed
-                self.loop.call_soon_threadsafe(self.stop.set)
-            thread.join()
+        with tempfile.TemporaryDirectory(prefix="onnx-ops-shadows-") as folder:
+            self.folder = Path(folder)
+            thread.start()
+            assert started.wait(60)
+            try:
+                yield self
+            finally:
+                with contextlib.suppress(RuntimeError):  # the test has stopped it, and its loop is closed
+                    self.loop.call_soon_threadsafe(self.stop.set)
+                thread.join()
+                for control, shadow in self.shadows.values():
+                    control.close()
+                    shadow.join()
 
     def assemble(self) -> None:
         """Make all parts. Needs an event loop."""
@@ -108,7 +147,7 @@ class Worker:
         self.table = None
         unrouted = self.shared.get_row(0, 0)
         self.deployments = LoadedDeployments(self.shared, 0, self._load, endpoint="e")
-        self.shadow = ShadowQueue()
+        self.shadow = ShadowQueue(self._connect_shadow, limit=self.shadow_queue)
         self.worker_threads = WorkerThreads(self.threads)
         users = UserCounts(self.shared, 0)
         named, keyed = self.deployments.find_slot, self.deployments.find_user
@@ -137,6 +176,7 @@ class Worker:
                 serving.append(server.serve(self.stop))
             self.loop.call_soon(started.set)
             await asyncio.gather(*serving)
+            self.shadow.close()
 
     def _load(self, deployment: Deployment, row: MetricsRow, control: bool) -> LoadedDeployment:
         model = load_model(deployment)

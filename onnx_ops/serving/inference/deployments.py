@@ -48,45 +48,23 @@ Run = Callable[[Sequence[str], Mapping[str, Array]], Sequence[Array]]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class LoadedDeployment:
-    """A loaded deployment: reads requests, runs the model, writes responses.
+class DeployedModel:
+    """A deployment with its loaded model: reads requests, runs the model, writes responses.
 
     Args:
         run: returns outputs by name for a feed; thread-safe.
-        bound_runs: for requests that run inline.
-        row: where its counters are kept, in slot `slot`.
-        queue: of requests that do not run inline.
-        latency: estimate of the duration of `run`.
         max_body: bytes that a compressed body may have when it is inflated.
-        warm_up: next requests whose latency is not compared.
     """
 
     deployment: Deployment
     signature: ModelSignature
     run: Run
-    row: MetricsRow
-    queue: RequestQueue[Any]
-    latency: LatencyEstimator
     max_body: int
-    slot: int = 0
-    warm_up: int = WARM_UP_REQUESTS
     header_lines: bytes = field(init=False)
     """Header lines that name the deployment."""
-    bound_runs: BoundRuns | None = None
 
     def __post_init__(self) -> None:
         self.header_lines = format_deployment_headers(self.deployment.name)
-
-    def should_run_inline(self, leader: LatencyEstimator, head: RequestHead, body: bytes) -> bool:
-        """Return whether a request should run on the event loop."""
-        if not self.latency.should_run_inline(leader):
-            return False
-        if len(body) <= _MAX_INLINE_TEXT:
-            return True
-        length = head.get(_BINARY_LENGTH, b"")
-        if len(body) > _MAX_INLINE_BODY or len(length) > 5 or not length.isdigit():
-            return False
-        return int(length) <= _MAX_INLINE_TEXT and not self.signature.has_text_input
 
     def decode(self, route: InferenceRoute, head: RequestHead, body: bytes) -> InferenceRequest:
         """Decode a request. Raises UserError if it does not fit the model."""
@@ -98,6 +76,42 @@ class LoadedDeployment:
             return read_infer(body, length, self.signature)
         kind = head.get(b"content-type", b"application/json").decode("latin-1")
         return read_invocation(body, kind, length, self.signature)
+
+    def encode(self, request: InferenceRequest, arrays: Sequence[Array]) -> RawResponse:
+        """Return the response with the outputs of a request."""
+        body, lines = encode_outputs(request, self.signature, arrays)
+        return RawResponse(200, lines + self.header_lines, body)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class LoadedDeployment(DeployedModel):
+    """A loaded deployment of a worker, with what it needs to answer clients.
+
+    Args:
+        bound_runs: for requests that run inline.
+        row: where its counters are kept, in slot `slot`.
+        queue: of requests that do not run inline.
+        latency: estimate of the duration of `run`.
+        warm_up: next requests whose latency is not compared.
+    """
+
+    row: MetricsRow
+    queue: RequestQueue[Any]
+    latency: LatencyEstimator
+    slot: int = 0
+    warm_up: int = WARM_UP_REQUESTS
+    bound_runs: BoundRuns | None = None
+
+    def should_run_inline(self, leader: LatencyEstimator, head: RequestHead, body: bytes) -> bool:
+        """Return whether a request should run on the event loop."""
+        if not self.latency.should_run_inline(leader):
+            return False
+        if len(body) <= _MAX_INLINE_TEXT:
+            return True
+        length = head.get(_BINARY_LENGTH, b"")
+        if len(body) > _MAX_INLINE_BODY or len(length) > 5 or not length.isdigit():
+            return False
+        return int(length) <= _MAX_INLINE_TEXT and not self.signature.has_text_input
 
     def answer(self, request: InferenceRequest) -> RawResponse:
         """Run one request. Raises OnnxOpsError (see `LoadedModel.run`)."""
@@ -131,11 +145,6 @@ class LoadedDeployment:
         else:
             bound.is_fit = False
         return response
-
-    def encode(self, request: InferenceRequest, arrays: Sequence[Array]) -> RawResponse:
-        """Return the response with the outputs of a request."""
-        body, lines = encode_outputs(request, self.signature, arrays)
-        return RawResponse(200, lines + self.header_lines, body)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

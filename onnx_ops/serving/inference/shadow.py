@@ -1,44 +1,126 @@
-"""Shadow traffic: mirrored requests, and how their responses differ."""
+"""Shadow traffic: mirrored requests on their way to a shadow process, and how responses differ.
+
+A worker only copies a request with its response into the queue of a socket. A shadow process runs the request and
+compares the responses (`workers/shadow_processes.py`). So a client's request pays 2 to 3 µs for each copy, and never
+waits for the shadow or for the interpreter's lock that its run would hold (benchmarks/serving/shadow_cost.py).
+"""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import logging
-import os
-import threading
+import socket
+import struct
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import orjson
 
 from onnx_ops.errors import OnnxOpsError
-from onnx_ops.serving.inference.deployments import InferenceRoute, LoadedDeployment
+from onnx_ops.protocol.messages import BINARY_LENGTH_HEADER
+from onnx_ops.serving.inference.content_coding import CODINGS
+from onnx_ops.serving.inference.deployments import DeployedModel, InferenceRoute, LoadedDeployment
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead, read_header_length
-from onnx_ops.serving.metrics import SHADOW_DIFFERING, SHADOW_DONE, SHADOW_DROPPED, SHADOW_FAILED, SHADOW_SENT
+from onnx_ops.serving.metrics import (
+    SHADOW_DIFFERING,
+    SHADOW_DONE,
+    SHADOW_DROPPED,
+    SHADOW_FAILED,
+    SHADOW_SENT,
+    MetricsRow,
+)
 
 _log = logging.getLogger(__name__)
 
-_MAX_QUEUED = 64
+_MAX_QUEUED = 1024
 _MAX_QUEUED_BYTES = 64 << 20
-_LOWEST_PRIORITY = 19
+_MAX_JOINED_BYTES = 1 << 16
+"""Larger messages are not copied into one buffer."""
+_MAX_BUFFERS = 256
+"""Buffers of one system call; the kernel takes at most 1024 (IOV_MAX)."""
+_SEND_PAUSE_S = 0.005
+"""Time in which messages are collected for one system call. Without it, each would wake the shadow process."""
+_MAX_SEND_PAUSE_S = 0.08
+"""While the process is busy, each attempt that sends nothing doubles the pause up to this."""
+_MAX_SENT_BYTES = 1 << 20
+"""Bytes that are sent at once, so that a large body does not delay other requests."""
+_RECONNECT_PAUSE_S = 1.0
 _FLOATS: Mapping[str, str] = {"FP16": "<f2", "FP32": "<f4", "FP64": "<f8"}
+_CONTENT_TYPE, _BINARY_LENGTH = b"content-type", BINARY_LENGTH_HEADER.encode()
+_CODINGS = (b"", *CODINGS)
+_PREFIX = struct.Struct("<5Qd?B")
+"""Sizes of content type, binary length, header lines, request body and response body; tolerance; invocation; number of
+the content coding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirroredRequest:
+    """A request, and its response by the deployment that answered it. Of the head, only what matters for the run."""
+
+    route: InferenceRoute
+    head: RequestHead
+    body: bytes
+    expected: RawResponse
+    tolerance: float
+
+
+def encode_request(
+    route: InferenceRoute, head: RequestHead, body: bytes, expected: RawResponse, tolerance: float
+) -> tuple[bytes, ...]:
+    """Return the buffers of a message, which `take_requests` decodes."""
+    kind, length = head.get(_CONTENT_TYPE, b""), head.get(_BINARY_LENGTH, b"")
+    lines, content = expected.lines, expected.body
+    way = route.invocation, _CODINGS.index(route.coding)
+    prefix = _PREFIX.pack(len(kind), len(length), len(lines), len(body), len(content), tolerance, *way)
+    if len(body) + len(content) <= _MAX_JOINED_BYTES:
+        return (b"".join((prefix, kind, length, lines, body, content)),)
+    return b"".join((prefix, kind, length, lines)), *(part for part in (body, content) if part)
+
+
+def take_requests(data: bytearray) -> Iterator[MirroredRequest]:
+    """Decode the whole messages at the start of `data`, and remove them at the end."""
+    place = 0
+    while len(data) - place >= _PREFIX.size:
+        *sizes, tolerance, invocation, coding = _PREFIX.unpack_from(data, place)
+        start = place + _PREFIX.size
+        if len(data) < start + sum(sizes):
+            break
+        parts = []
+        for size in sizes:
+            parts.append(bytes(data[start : start + size]))
+            start += size
+        kind, length, lines, body, expected = parts
+        named = ((_CONTENT_TYPE, kind), (_BINARY_LENGTH, length))
+        yield MirroredRequest(
+            route=InferenceRoute(invocation=invocation, coding=_CODINGS[coding]),
+            head={name: value for name, value in named if value},
+            body=body,
+            expected=RawResponse(200, lines, expected),
+            tolerance=tolerance,
+        )
+        place = start
+    del data[:place]
 
 
 class ShadowQueue:
-    """A bounded queue of mirrored requests, and one thread of lowest priority.
+    """The bounded queues of a worker to the shadow processes. Belongs to the event loop, and never blocks it.
 
-    Requests that do not fit into the queue are dropped and counted. `put` belongs to the event loop.
+    Requests that do not fit into a queue are dropped and counted.
+
+    Args:
+        connect: opens a non-blocking connection to the shadow process of a slot. Raises OSError.
+        limit: messages of one queue.
     """
 
-    def __init__(self) -> None:
-        self._queue: deque[tuple[int, Callable[[], None]]] = deque()
-        """Size in bytes, and what runs the request."""
-        self._bytes = 0
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+    def __init__(self, connect: Callable[[int], socket.socket], *, limit: int = _MAX_QUEUED) -> None:
+        self._connect = connect
+        self._limit = limit
+        self._links: dict[int, _ShadowLink] = {}
 
     def put(
         self,
@@ -49,53 +131,135 @@ class ShadowQueue:
         expected: RawResponse,
         tolerance: float,
     ) -> None:
-        """Queue a request, to compare its response with `expected`."""
-        size = len(body) + len(expected.body)
-        with self._changed:
-            if len(self._queue) >= _MAX_QUEUED or self._bytes + size > _MAX_QUEUED_BYTES:
-                loaded.row[SHADOW_DROPPED] += 1
-                return
-            self._queue.append((size, partial(_run, loaded, route, head, body, expected, tolerance)))
-            self._bytes += size
+        """Queue a request to a shadow deployment, to compare its response with `expected`."""
+        link = self._links.get(loaded.slot)
+        if link is None:
+            link = _ShadowLink(partial(self._connect, loaded.slot), loaded.row, self._limit)
+            self._links[loaded.slot] = link
+        if link.has_room(len(body) + len(expected.body)):
+            link.put(encode_request(route, head, body, expected, tolerance))
             loaded.row[SHADOW_SENT] += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name="shadow", daemon=True)
-                self._thread.start()
-            self._changed.notify()
+        else:
+            loaded.row[SHADOW_DROPPED] += 1
 
-    def _loop(self) -> None:
-        with contextlib.suppress(OSError):  # it works at any priority
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-        while True:
-            with self._changed:
-                while not self._queue:
-                    self._changed.wait()
-                size, run = self._queue.popleft()
-                self._bytes -= size
-            run()
+    def close(self) -> None:
+        """Send what can be sent now, and close the connections."""
+        for link in self._links.values():
+            link.close()
 
 
-def _run(
-    loaded: LoadedDeployment,
-    route: InferenceRoute,
-    head: RequestHead,
-    body: bytes,
-    expected: RawResponse,
-    tolerance: float,
-) -> None:
+class _ShadowLink:
+    """The queue to one shadow process, and the connection that empties it."""
+
+    def __init__(self, connect: Callable[[], socket.socket], row: MetricsRow, limit: int) -> None:
+        self._connect = connect
+        self._row = row
+        self._limit = limit
+        self._loop = asyncio.get_running_loop()
+        self._socket: socket.socket | None = None
+        self._buffers: deque[tuple[bytes, bool]] = deque()
+        """Each with whether a message begins with it."""
+        self._sent_bytes = 0
+        """Of the first buffer."""
+        self._queued_bytes = 0
+        self._is_scheduled = False
+        self._pause_s = _SEND_PAUSE_S
+        self._refused_until = 0.0
+
+    def has_room(self, size: int) -> bool:
+        if self._refused_until and self._loop.time() < self._refused_until:
+            return False
+        return len(self._buffers) < self._limit and self._queued_bytes + size <= _MAX_QUEUED_BYTES
+
+    def put(self, message: tuple[bytes, ...]) -> None:
+        is_first = True
+        for buffer in message:
+            self._buffers.append((buffer, is_first))
+            self._queued_bytes += len(buffer)
+            is_first = False
+        if not self._is_scheduled:
+            self._schedule()
+
+    def close(self) -> None:
+        self._flush()
+        self._disconnect()
+        self._drop(len(self._buffers))
+
+    def _flush(self) -> None:
+        try:
+            self._send()
+        except BlockingIOError:  # the process is busy, or starts
+            pass
+        except OSError:  # it has ended; the next one may be there
+            self._disconnect()
+            try:
+                self._send()
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._disconnect()
+                self._refused_until = self._loop.time() + _RECONNECT_PAUSE_S
+                self._drop(len(self._buffers))
+
+    def _schedule(self) -> None:
+        self._is_scheduled = True
+        self._loop.call_later(self._pause_s, self._flush_scheduled)
+
+    def _flush_scheduled(self) -> None:
+        self._is_scheduled = False
+        before = self._queued_bytes
+        self._flush()
+        is_blocked = self._queued_bytes == before
+        self._pause_s = min(2 * self._pause_s, _MAX_SEND_PAUSE_S) if is_blocked else _SEND_PAUSE_S
+        if self._buffers:
+            self._schedule()
+
+    def _send(self) -> None:
+        """Send a part of the queue. Raises BlockingIOError, or OSError if the connection is lost."""
+        end = self._queued_bytes - _MAX_SENT_BYTES
+        while self._buffers and self._queued_bytes > end:
+            if self._socket is None:
+                self._socket = self._connect()
+                self._refused_until = 0.0
+            first, *others = (buffer for buffer, _ in islice(self._buffers, _MAX_BUFFERS))
+            sent = self._socket.sendmsg((memoryview(first)[self._sent_bytes :], *others))
+            self._queued_bytes -= sent
+            self._sent_bytes += sent
+            while self._buffers and self._sent_bytes >= len(self._buffers[0][0]):
+                self._sent_bytes -= len(self._buffers.popleft()[0])
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._sent_bytes or (self._buffers and not self._buffers[0][1]):
+            self._row[SHADOW_DROPPED] += 1  # another connection cannot continue a message
+            starts = (place for place, (_, is_first) in enumerate(self._buffers) if is_first and place)
+            self._drop(next(starts, len(self._buffers)))
+
+    def _drop(self, count: int) -> None:
+        """Drop the first buffers."""
+        for _ in range(count):
+            buffer, is_first = self._buffers.popleft()
+            self._queued_bytes -= len(buffer) - self._sent_bytes
+            self._row[SHADOW_DROPPED] += is_first and not self._sent_bytes
+            self._sent_bytes = 0
+
+
+def run_mirrored_request(model: DeployedModel, row: MetricsRow, request: MirroredRequest) -> None:
+    """Run a request, compare the responses, and count the result."""
     try:
-        request = loaded.decode(route, head, body)
-        # Not `loaded.answer`: the run time at this priority must not enter the latency of the model.
-        response = loaded.encode(request, loaded.run(request.outputs, request.feed))
-        if responses_differ(expected, response, tolerance):
-            loaded.row[SHADOW_DIFFERING] += 1
+        decoded = model.decode(request.route, request.head, request.body)
+        response = model.encode(decoded, model.run(decoded.outputs, decoded.feed))
+        if responses_differ(request.expected, response, request.tolerance):
+            row[SHADOW_DIFFERING] += 1
     except OnnxOpsError:
-        loaded.row[SHADOW_FAILED] += 1
+        row[SHADOW_FAILED] += 1
     except Exception:
         _log.exception("a mirrored request failed unexpectedly")
-        loaded.row[SHADOW_FAILED] += 1
+        row[SHADOW_FAILED] += 1
     else:
-        loaded.row[SHADOW_DONE] += 1
+        row[SHADOW_DONE] += 1
 
 
 def responses_differ(expected: RawResponse, actual: RawResponse, tolerance: float) -> bool:

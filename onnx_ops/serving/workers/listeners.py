@@ -21,6 +21,8 @@ from onnx_ops.protocol.server_process import HANDOVER_SOCKET
 _log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+SHADOW_SOCKETS = "shadow-*.sock"
+"""Pattern of `get_shadow_path`."""
 _BACKLOG = 2048
 _HANDOVER_S = 5.0
 """A worker hands over between two requests; no request on the event loop takes this long."""
@@ -68,13 +70,36 @@ def listen_unix(path: Path) -> socket.socket:
     return listener
 
 
+def connect_unix(path: Path, *, timeout_s: float) -> socket.socket:
+    """Return a connection to a Unix socket; with a timeout of 0 it is non-blocking. Raises OSError."""
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    client.settimeout(timeout_s)
+    try:
+        with _shorten(path) as address:
+            client.connect(address)
+    except OSError:
+        client.close()
+        raise
+    return client
+
+
+def connect_shadow(folder: Path, origin: str, slot: int) -> socket.socket:
+    """Return a non-blocking connection to the shadow process of a slot. Raises OSError."""
+    return connect_unix(get_shadow_path(folder, origin, slot), timeout_s=0)
+
+
+def get_shadow_path(folder: Path, origin: str, slot: int) -> Path:
+    """Return the Unix socket of the shadow process of a slot.
+
+    Workers whose supervisor died have other slots: the origin of `SharedMetrics` keeps them from the next processes.
+    """
+    return folder / f"shadow-{origin}-{slot}.sock"
+
+
 def receive_sockets(folder: Path, host: str, port: int) -> ListenerSockets | None:
     """Return the sockets of workers whose supervisor died, if they fit."""
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-            client.settimeout(_HANDOVER_S)
-            with _shorten(folder / HANDOVER_SOCKET) as address:
-                client.connect(address)
+        with connect_unix(folder / HANDOVER_SOCKET, timeout_s=_HANDOVER_S) as client:
             _, descriptors, _, _ = socket.recv_fds(client, 1, 2)
     except (FileNotFoundError, ConnectionError):
         return None

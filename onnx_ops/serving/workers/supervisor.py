@@ -44,6 +44,7 @@ from onnx_ops.serving.inference.integrity import TrustPolicy
 from onnx_ops.serving.metrics import SharedMetrics, SlotAllocator
 from onnx_ops.serving.rollout_counts import collect_counts
 from onnx_ops.serving.workers.listeners import LOOPBACK, ListenerSockets, listen_tcp, listen_unix, receive_sockets
+from onnx_ops.serving.workers.shadow_processes import ShadowProcesses
 from onnx_ops.serving.workers.trial_load import run_trial_load
 from onnx_ops.serving.workers.worker import WorkerSetup
 from onnx_ops.serving.workers.worker_pool import WorkerPool
@@ -54,6 +55,7 @@ _LOCK_ATTEMPTS = 40
 _LOCK_PAUSE_S = 0.05
 _ORPHAN_PAUSE_S = 0.02
 _KILL_MARGIN_S = 2
+_SHADOW_DRAIN_S = 1.0
 _MAX_ADMINS = 64
 _MAX_ADMIN_BODY = 1 << 20
 _ADMIN_DRAIN_S = 1
@@ -151,6 +153,7 @@ class Supervisor:
         self._shared = shared
         self._audit = AuditTrail(folder)
         self._pool = WorkerPool(options.workers, self._build_setup)
+        self._shadows = ShadowProcesses(folder, options, shared)
         self._publishing = asyncio.Lock()
         self._orphans_ended = asyncio.Event()
         self._stop = asyncio.Event()
@@ -165,8 +168,8 @@ class Supervisor:
         """Return the published state, and deployments that could not be loaded."""
         current = self._publisher.state
         names = set() if current is None else {d.name for d in current.deployments}
-        failed = {name: why for name, why in self._pool.get_failed().items() if name in names}
-        return AdminState(state=current, failed=failed)
+        failed = {**self._shadows.get_failed(), **self._pool.get_failed()}
+        return AdminState(state=current, failed={name: why for name, why in failed.items() if name in names})
 
     def collect_counts(self, request: UserCountsRequest | None = None) -> Counts:
         """Return the counts of every published deployment, by user if requested.
@@ -213,20 +216,23 @@ class Supervisor:
             try:
                 revision = self._publisher.build_revision(state)
                 started_at = time.monotonic()
-                failed = self._pool.get_failed()
+                failed = self.get_state().failed
                 states = [s for s in (before, self._previous) if s is not None]
                 loaded = {d for s in states for d in s.deployments if d.name not in failed}
                 if new := [d for d in state.deployments if d not in loaded]:
                     await run_trial_load(new, self._folder, self._options, self._pool.pids, limit_s=_PREPARE_S)
                 await self._pool.prepare(revision, _PREPARE_S - (time.monotonic() - started_at))
+                self._shadows.start(revision)
                 self._publisher.publish(revision)
             except OnnxOpsError as error:
+                self._shadows.retain(self._publisher.current)
                 if revision is not None:
                     await self._pool.finish(revision.number, is_published=False)
                 with contextlib.suppress(OnnxOpsError):  # the first error is the one to report
                     self._audit.record_result(actor, state, str(error))
                 raise
             self._previous = before
+            self._shadows.retain(revision)
             if (trust := TrustPolicy.from_options(self._folder, self._options)) is not None:
                 trust.bind(state)
             await self._pool.finish(revision.number, is_published=True)
@@ -245,10 +251,14 @@ class Supervisor:
             await self._stop.wait()
             starting.cancel()
             self._listeners.public.close()
-            await self._pool.stop(self._options.drain + _KILL_MARGIN_S)
+            deadline = time.monotonic() + self._options.drain + _KILL_MARGIN_S
+            await self._pool.stop(deadline - time.monotonic())
+            await self._shadows.stop(min(_SHADOW_DRAIN_S, max(0.0, deadline - time.monotonic())))
 
     async def _start(self, admin: list[tuple[socket.socket, str | None, str]], group: asyncio.TaskGroup) -> None:
         await self._pool.start()
+        if self._publisher.current is not None:
+            self._shadows.start(self._publisher.current)
         if self._must_load and (failed := self.get_state().failed):
             self.not_loaded = failed
             self._stop.set()

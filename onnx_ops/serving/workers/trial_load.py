@@ -26,12 +26,10 @@ from onnx_ops.errors import InfrastructureError, OnnxOpsError
 from onnx_ops.protocol.messages import error_from_bytes, error_to_bytes
 from onnx_ops.protocol.server_process import ServerOptions
 from onnx_ops.serving.workers.worker import load_deployment
-from onnx_ops.serving.workers.worker_pool import describe_exit, fork_child
+from onnx_ops.serving.workers.worker_pool import describe_exit, fork_child, prefer_for_oom_kill
 
 _log = logging.getLogger(__name__)
 
-_FIRST_VICTIM = "1000"
-"""The highest `oom_score_adj` (proc_pid_oom_score_adj(5)): out of memory, the kernel kills the trial, not a worker."""
 _LIMITS = ((resource.RLIMIT_AS, "VmSize", "address space"), (resource.RLIMIT_DATA, "VmData", "data segment"))
 _MAX_OUTPUT_BYTES = 1 << 16
 _SHOWN_LINES = 3
@@ -89,8 +87,7 @@ def _run_trial(
     signal.alarm(limit_s)  # the kernel enforces this limit even if the model hangs or the supervisor is gone
     os.dup2(output, 1)
     os.dup2(output, 2)
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(_FIRST_VICTIM, encoding="ascii")
+    prefer_for_oom_kill()
     limits = _adopt_limits(workers)
     try:
         before = _measure_private_bytes()

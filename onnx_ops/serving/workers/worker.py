@@ -37,7 +37,7 @@ from onnx_ops.serving.inference.service import AccessLog, InferenceService
 from onnx_ops.serving.inference.shadow import ShadowQueue
 from onnx_ops.serving.metrics import MIN_WARM_UP_REQUESTS, WARM_UP_REQUESTS, MetricsPage, MetricsRow, SharedMetrics
 from onnx_ops.serving.rollout_counts import FeedbackCounter, UserCounts
-from onnx_ops.serving.workers.listeners import ListenerSockets, send_sockets
+from onnx_ops.serving.workers.listeners import ListenerSockets, connect_shadow, send_sockets
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +85,12 @@ class RevisionPrepared:
 ControlMessage = PrepareRevision | FinishRevision | WorkerReady | RevisionPrepared
 
 
+def encode_message(message: ControlMessage) -> bytes:
+    """Return a message as a `ControlChannel` receives it."""
+    data = codec.dumps(message)
+    return _LENGTH.pack(len(data)) + data
+
+
 class ControlChannel:
     """One end of the socket between the supervisor and a worker."""
 
@@ -99,8 +105,7 @@ class ControlChannel:
 
     async def send(self, message: ControlMessage) -> None:
         """Send a message. Raises ConnectionError if the other process has ended."""
-        data = codec.dumps(message)
-        self._writer.write(_LENGTH.pack(len(data)) + data)
+        self._writer.write(encode_message(message))
         await self._writer.drain()
 
     async def receive(self) -> ControlMessage | None:
@@ -175,11 +180,12 @@ class _Worker:
         feedback = FeedbackCounter(
             setup.shared, setup.number, find_slot=deployments.find_slot, find_user=deployments.find_user, users=users
         )
+        shadow = ShadowQueue(partial(connect_shadow, setup.folder, setup.shared.origin))
         self._service = InferenceService(
             deployments,
             self._unrouted,
             deadline_s=options.deadline,
-            shadow=ShadowQueue(),
+            shadow=shadow,
             feedback=feedback,
             users=users,
             access_log=access_log,
@@ -212,6 +218,7 @@ class _Worker:
         serving.append(serve_connections(build, setup.listeners.public, limits, stop, drain_s=options.drain))
         await asyncio.gather(*serving)
         control.cancel()
+        shadow.close()
         if access_log is not None:
             access_log.close()
 

@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from onnx_ops.errors import InfrastructureError, OnnxOpsError, ServiceUnavailableError
@@ -31,7 +32,7 @@ _MAX_PAUSE_S = 5.0
 _FIRST_PAUSE_S = 0.1
 _ATTEMPTS_PER_REVISION = 2
 
-_MAX_LOAD_FAILURES = 5
+MAX_LOAD_FAILURES = 5
 """A worker that died so often before it was ready is replaced by one that does not load the published table. It answers
 503, but another table can be published to it."""
 
@@ -116,7 +117,7 @@ class WorkerPool:
         except TimeoutError as error:
             for worker in tuple(self._workers.values()):
                 if worker.pid not in prepared:
-                    _kill(worker.pid, signal.SIGKILL)  # a load that hangs cannot be cancelled
+                    kill_process(worker.pid, signal.SIGKILL)  # a load that hangs cannot be cancelled
             raise ServiceUnavailableError(
                 f"the workers did not load the state within {limit_s:.0f} s",
                 why="the machine is too busy, or a model takes too long",
@@ -137,12 +138,12 @@ class WorkerPool:
         """Drain all workers, and kill those that do not end in time."""
         self._stopping = True
         for worker in self._workers.values():
-            _kill(worker.pid, signal.SIGTERM)
+            kill_process(worker.pid, signal.SIGTERM)
         if exits := [worker.exited for worker in self._workers.values()]:
             await asyncio.wait(exits, timeout=timeout_s)
         for worker in tuple(self._workers.values()):
             _log.warning("worker %d did not drain in time and is killed", worker.pid)
-            _kill(worker.pid, signal.SIGKILL)
+            kill_process(worker.pid, signal.SIGKILL)
         if exits := [worker.exited for worker in self._workers.values()]:
             await asyncio.wait(exits)
 
@@ -168,7 +169,7 @@ class WorkerPool:
     def _fork(self, number: int) -> None:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
-        must_not_load = self._load_failures[number] >= _MAX_LOAD_FAILURES
+        must_not_load = self._load_failures[number] >= MAX_LOAD_FAILURES
         setup = self._build_setup(number, theirs, "workers died repeatedly while loading it" if must_not_load else "")
         listeners = (setup.listeners.public, setup.listeners.handover)
         pid = fork_child(lambda: run_worker(setup), keep=[end.fileno() for end in (theirs, *listeners)])
@@ -193,7 +194,7 @@ class WorkerPool:
                 if response is not None and not response.done():
                     response.set_result(error_from_bytes(message.error.encode()) if message.error else None)
         # It has closed its socket, which it does only by ending.
-        _kill(worker.pid, signal.SIGKILL)
+        kill_process(worker.pid, signal.SIGKILL)
         _, status = os.waitpid(worker.pid, 0)
         worker.channel.close()
         del self._workers[worker.number]
@@ -204,8 +205,8 @@ class WorkerPool:
             return
         _log.error("worker %d ended (%s) and is replaced", worker.pid, describe_exit(status))
         failures = self._load_failures[worker.number] = 0 if was_ready else self._load_failures[worker.number] + 1
-        if failures > 1:
-            await asyncio.sleep(min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2**failures))
+        if failures:
+            await asyncio.sleep(compute_restart_pause_s(failures))
         if not self._stopping:
             self._fork(worker.number)
             async with self._changed:
@@ -248,7 +249,19 @@ async def _wait_first(*futures: asyncio.Future[Any]) -> None:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _kill(pid: int, number: signal.Signals) -> None:
+def compute_restart_pause_s(failures: int) -> float:
+    """Return the pause before a process is replaced that has failed so often without success; the first needs none."""
+    return min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2**failures) if failures > 1 else 0.0
+
+
+def prefer_for_oom_kill() -> None:
+    """Let the kernel kill this process first if memory runs out, not a worker (proc_pid_oom_score_adj(5))."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+
+
+def kill_process(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process that was not reaped yet."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 

@@ -1,0 +1,333 @@
+"""The shadow processes: one for each deployment that gets mirrored requests, forked by the supervisor.
+
+A shadow process loads only its deployment and has no public socket. Workers send it copies of requests over a Unix
+socket (`ShadowQueue`). It runs at the lowest priority, so that it takes only time that no other process needs. The
+supervisor owns the listening socket: it outlives a process that dies, and the next process continues with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.errors import OnnxOpsError
+from onnx_ops.protocol.server_process import ServerOptions
+from onnx_ops.serving.inference.deployments import DeployedModel, TableRevision
+from onnx_ops.serving.inference.shadow import run_mirrored_request, take_requests
+from onnx_ops.serving.metrics import (
+    IN_PROGRESS,
+    LOAD_FAILURES,
+    LOAD_NANOSECONDS,
+    LOADS,
+    SHADOW_FAILED,
+    SHADOW_RESTARTS,
+    MetricsRow,
+    SharedMetrics,
+)
+from onnx_ops.serving.workers.listeners import SHADOW_SOCKETS, get_shadow_path, listen_unix
+from onnx_ops.serving.workers.worker import ControlChannel, WorkerReady, encode_message, load_deployment
+from onnx_ops.serving.workers.worker_pool import (
+    MAX_LOAD_FAILURES,
+    compute_restart_pause_s,
+    describe_exit,
+    fork_child,
+    kill_process,
+    prefer_for_oom_kill,
+)
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PR_SET_PDEATHSIG = 1
+_LOWEST_NICE = 19
+_READ_BYTES = 1 << 18
+_KILLED_S = 1.0
+"""Time in which a killed process usually ends. At shutdown, nothing depends on it any more."""
+_STABLE_S = 60.0
+"""A process that lived longer has not failed at once, so its successor starts without a pause."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShadowSetup:
+    """State that a shadow process inherits. `row` is where it counts."""
+
+    deployment: Deployment
+    folder: Path
+    options: ServerOptions
+    row: MetricsRow
+    listener: socket.socket
+    control: socket.socket
+    supervisor: int
+
+
+def run_shadow_process(setup: ShadowSetup) -> None:
+    """Run a shadow process until its supervisor ends, or closes the other end of `control`."""
+    _end_with_parent(setup.supervisor)
+    prefer_for_oom_kill()
+    gc.freeze()  # inherited objects live as long as the process
+    deployment, row = setup.deployment, setup.row
+    started_at = time.perf_counter_ns()
+    try:
+        loaded = load_deployment(deployment, setup.folder, setup.options)
+    except OnnxOpsError as error:
+        row[LOAD_FAILURES] += 1
+        setup.control.sendall(encode_message(WorkerReady(failed={deployment.name: str(error)})))
+        return
+    row[LOADS] += 1
+    row[LOAD_NANOSECONDS] += time.perf_counter_ns() - started_at
+    _lower_priority()
+    setup.control.sendall(encode_message(WorkerReady()))
+    model = DeployedModel(
+        deployment=deployment, signature=loaded.signature, run=loaded.run, max_body=setup.options.max_body
+    )
+    answer_mirrored_requests(model, row, setup.listener, setup.control)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process as soon as its parent ends, even if a model hangs (prctl(2))."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before the call
+        os._exit(1)
+
+
+def _lower_priority() -> None:
+    """Give all threads the lowest priority; those that start later inherit it.
+
+    Only after the load: at this priority, a busy machine might never finish it.
+    """
+    for thread in map(int, os.listdir("/proc/self/task")):
+        try:
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+        except OSError:  # a sandbox may forbid it
+            with contextlib.suppress(OSError):  # it works at any priority
+                os.setpriority(os.PRIO_PROCESS, thread, _LOWEST_NICE)
+
+
+def answer_mirrored_requests(
+    model: DeployedModel, row: MetricsRow, listener: socket.socket, control: socket.socket
+) -> None:
+    """Run what arrives on connections of `listener`, until `control` is closed and all that was sent has run."""
+    listener.setblocking(False)
+    timeout_s: float | None = None
+    received: dict[object, bytearray] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(control, selectors.EVENT_READ)
+        while events := selector.select(timeout_s):
+            for key, _ in events:
+                if key.fileobj is control:
+                    selector.unregister(control)
+                    timeout_s = 0.0
+                elif key.fileobj is listener:
+                    connection, _ = listener.accept()
+                    selector.register(connection, selectors.EVENT_READ)
+                    received[connection] = bytearray()
+                elif isinstance(key.fileobj, socket.socket):
+                    data = _receive(key.fileobj)
+                    if not data:
+                        selector.unregister(key.fileobj)
+                        key.fileobj.close()
+                        del received[key.fileobj]
+                        continue
+                    received[key.fileobj] += data
+                    for request in take_requests(received[key.fileobj]):
+                        row[IN_PROGRESS] = 1
+                        run_mirrored_request(model, row, request)
+                        row[IN_PROGRESS] = 0
+
+
+def _receive(connection: socket.socket) -> bytes:
+    """Return the next bytes; none if the worker has ended."""
+    try:
+        return connection.recv(_READ_BYTES)
+    except ConnectionError:
+        return b""
+
+
+@dataclass(slots=True, eq=False)
+class _Shadow:
+    """A shadow deployment, as the supervisor sees it.
+
+    Attributes:
+        control: of the running process, if any.
+        failed: why it has no process.
+    """
+
+    deployment: Deployment
+    row: MetricsRow
+    path: Path
+    listener: socket.socket | None = None
+    task: asyncio.Task[None] | None = None
+    control: socket.socket | None = None
+    failed: str = ""
+
+    def close(self) -> None:
+        """End the process, and refuse connections of workers."""
+        if self.task is not None:
+            self.task.cancel()
+        self.close_listener()
+
+    def close_listener(self) -> None:
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
+            self.path.unlink(missing_ok=True)
+
+    def fail(self, why: str) -> None:
+        """Record why it has no process until the next publication. Requests to it are dropped."""
+        _log.error("the shadow %s has no process: %s", self.deployment.name, why)
+        self.failed = why
+        self.close_listener()
+
+
+class ShadowProcesses:
+    """The shadow processes of one server. Belongs to the supervisor's event loop."""
+
+    def __init__(self, folder: Path, options: ServerOptions, shared: SharedMetrics) -> None:
+        self._folder = folder
+        self._options = options
+        self._shared = shared
+        self._shadows: dict[Deployment, _Shadow] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._stopping = False
+        for path in folder.glob(SHADOW_SOCKETS):
+            path.unlink(missing_ok=True)  # of a supervisor that was killed
+
+    def get_failed(self) -> Mapping[str, str]:
+        """Return shadow deployments that have no process, with the reason."""
+        return {shadow.deployment.name: shadow.failed for shadow in self._shadows.values() if shadow.failed}
+
+    def start(self, revision: TableRevision) -> None:
+        """Start the missing processes of a revision. Until they have loaded, requests wait for them."""
+        for deployment in _list_shadows(revision):
+            known = self._shadows.get(deployment)
+            if known is not None and not known.failed:
+                continue
+            slot = revision.slots[deployment.name]
+            path = get_shadow_path(self._folder, self._shared.origin, slot)
+            shadow = self._shadows[deployment] = _Shadow(deployment, self._shared.get_shadow_row(slot), path)
+            try:
+                shadow.listener = listen_unix(path)
+            except OSError as error:
+                shadow.fail(str(error))
+                continue
+            shadow.task = self._add_task(self._supervise(shadow, shadow.listener))
+
+    def retain(self, revision: TableRevision | None) -> None:
+        """End all processes but those of a revision."""
+        needed = () if revision is None else _list_shadows(revision)
+        for deployment in self._shadows.keys() - set(needed):
+            self._shadows.pop(deployment).close()
+
+    async def stop(self, timeout_s: float) -> None:
+        """Let all processes run what they were sent, and kill those that do not end in time."""
+        self._stopping = True
+        for shadow in self._shadows.values():
+            if shadow.control is not None:
+                with contextlib.suppress(OSError):
+                    shadow.control.shutdown(socket.SHUT_WR)
+            elif shadow.task is not None:
+                shadow.task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+        self.retain(None)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_KILLED_S)
+
+    async def _supervise(self, shadow: _Shadow, listener: socket.socket) -> None:
+        """Run the process of a shadow, and replace it when it dies."""
+        load_deaths = deaths = 0
+        while True:
+            started_at = time.monotonic()
+            try:
+                ready, status = await self._run(shadow, listener)
+            except OSError as error:
+                shadow.fail(f"it could not be started: {error}")
+                return
+            finally:
+                was_running, shadow.row[IN_PROGRESS] = shadow.row[IN_PROGRESS], 0
+            if self._stopping:
+                return
+            if ready is not None and ready.failed:
+                shadow.fail(ready.failed[shadow.deployment.name])
+                return
+            why = describe_exit(status)
+            load_deaths = 0 if ready is not None else load_deaths + 1
+            if load_deaths >= MAX_LOAD_FAILURES:
+                shadow.fail(f"{load_deaths} processes ended before they had loaded it, the last with {why}")
+                return
+            deaths = 1 if time.monotonic() - started_at > _STABLE_S else deaths + 1
+            _log.error("the process of shadow %s ended (%s) and is replaced", shadow.deployment.name, why)
+            shadow.row[SHADOW_FAILED] += was_running  # the request has probably ended it
+            self._shared.get_shadow_row(0)[SHADOW_RESTARTS] += 1
+            await asyncio.sleep(compute_restart_pause_s(deaths))
+
+    async def _run(self, shadow: _Shadow, listener: socket.socket) -> tuple[WorkerReady | None, int]:
+        """Run one process; return its message, if it has loaded the deployment or failed to, and its wait status."""
+        ours, theirs = socket.socketpair()
+        setup = ShadowSetup(
+            deployment=shadow.deployment,
+            folder=self._folder,
+            options=self._options,
+            row=shadow.row,
+            listener=listener,
+            control=theirs,
+            supervisor=os.getpid(),
+        )
+        with theirs:
+            pid = fork_child(partial(run_shadow_process, setup), keep=(theirs.fileno(), listener.fileno()))
+        exit_status = self._add_task(_wait_exit(pid))
+        shadow.control = ours
+        try:
+            channel = await ControlChannel.open(ours)
+            with contextlib.closing(channel):
+                message = await channel.receive()
+                while await channel.receive() is not None:
+                    pass
+        finally:  # it has closed its socket, which it does only by ending, or is not needed any more
+            shadow.control = None
+            if not exit_status.done():  # else its process id may be another's
+                kill_process(pid, signal.SIGKILL)
+        return message if isinstance(message, WorkerReady) else None, await asyncio.shield(exit_status)
+
+    def _add_task(self, run: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(run)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def _wait_exit(pid: int) -> int:
+    """Wait until a child has ended; return its wait status.
+
+    At the lowest priority, even a killed process can take seconds to end, and the supervisor must not block.
+    """
+    loop, handle, exited = asyncio.get_running_loop(), os.pidfd_open(pid), asyncio.Event()
+    loop.add_reader(handle, exited.set)
+    try:
+        await exited.wait()
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)
+    _, status = os.waitpid(pid, 0)
+    return status
+
+
+def _list_shadows(revision: TableRevision) -> list[Deployment]:
+    state = revision.table.state
+    return [d for d in state.deployments if state.split.shadow.get(d.name)]
