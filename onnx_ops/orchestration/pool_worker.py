@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import multiprocessing
 import os
@@ -28,12 +29,11 @@ from prefect.client.schemas.filters import (
     WorkPoolFilterName,
 )
 from prefect.client.schemas.objects import StateType
-from prefect.context import SyncClientContext
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
-from prefect.flow_engine import run_flow
 from prefect.logging import get_logger, get_run_logger
 from prefect.logging.handlers import APILogHandler
-from prefect.states import Cancelled, Completed, Pending
+from prefect.logging.loggers import flow_run_logger
+from prefect.states import Cancelled, Completed, Pending, Running
 from prefect.types.names import MAX_VARIABLE_NAME_LENGTH
 
 from onnx_ops import codec, plugins
@@ -43,8 +43,8 @@ from onnx_ops.app.context import Project
 from onnx_ops.app.fork_server import FORK_SERVER
 from onnx_ops.app.placement import answer
 from onnx_ops.domain.pipeline import PLACEABLE, Stage, StageKind
+from onnx_ops.errors import OnnxOpsError
 from onnx_ops.orchestration.environment import project_of
-from onnx_ops.orchestration.flows import ends_as_failed
 from onnx_ops.orchestration.pools import (
     ANNOUNCEMENT,
     CLAIMED,
@@ -75,9 +75,10 @@ _DESCRIBED_S = 60.0
 
 _LOG = get_logger("onnx_ops.work")
 
+_Logger = logging.Logger | logging.LoggerAdapter[Any]
+
 
 @flow(name=FLOW, persist_result=False)
-@ends_as_failed
 def work(request: str, store: str, asker: str) -> State[Any]:
     """Execute one stage of a pipeline on this machine; its result is recorded in the shared store.
 
@@ -86,16 +87,23 @@ def work(request: str, store: str, asker: str) -> State[Any]:
         store: The store of who asked.
         asker: Identifies who asked first.
     """
-    run = runtime.flow_run.id
-    with project_of(()) as project, _watched(project, UUID(run)):
-        error = answer(project, request, place=store, run=run, observer=_Log(get_run_logger()))
+    return _work(UUID(runtime.flow_run.id), request, store, get_run_logger())
+
+
+def _work(run: UUID, request: str, store: str, logger: _Logger) -> State[Any]:
+    """Execute the stage of a flow run; return its final state."""
+    try:
+        with project_of(()) as project, _watched(project, run):
+            error = answer(project, request, place=store, run=str(run), observer=_Log(logger))
+    except OnnxOpsError as raised:
+        error = raised
     return Completed(message="its result is in the store") if error is None else failed(error)
 
 
 class _Log(SilentObserver):
     """Writes the progress of a stage to the log of its flow run."""
 
-    def __init__(self, logger: logging.Logger | logging.LoggerAdapter[Any]) -> None:
+    def __init__(self, logger: _Logger) -> None:
         self._logger = logger
 
     def progressed(self, stage: Stage, line: str) -> None:
@@ -183,6 +191,7 @@ class PoolWorker:
             signal.signal(number, self._stop)
         create_pool(client, self.pool)
         FORK_SERVER.start()
+        _import_for_forks()
         variable = self._announce(client)
         heartbeat = polled = -HEARTBEAT_S
         _LOG.info("worker %s of pool %s takes: %s", self.name, self.pool, ", ".join(self.kinds))
@@ -325,19 +334,35 @@ def _send_description(sending: Connection) -> None:
     sending.send_bytes(codec.dumps(described))
 
 
+def _import_for_forks() -> None:
+    """Import what every flow run needs, and numpy without the threads that it starts: a process that forks has none."""
+    name = "OPENBLAS_NUM_THREADS"
+    given = os.environ.get(name)
+    os.environ[name] = "1"
+    importlib.import_module("onnx_ops.app.handler")
+    del os.environ[name]
+    if given is not None:
+        os.environ[name] = given
+
+
 def _execute(run: FlowRun) -> None:
-    """Run a flow run in this process, a fork of the worker, and end the process."""
-    code = 1
+    """Do the work of a flow run in this process, a fork of the worker, and end the process."""
+    code, logger = 1, flow_run_logger(run)
     try:
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
-        with SyncClientContext.get_or_create() as context:
-            retry_soon(context.client)
-            state: Any = run_flow(work, flow_run=run, parameters=run.parameters, return_type="state")
-        code = 0 if state.is_completed() else 1
-        APILogHandler().flush()
+        with get_client(sync_client=True) as client:
+            retry_soon(client)
+            begun: Any = client.set_flow_run_state(run.id, Running())
+            if begun.status == "ACCEPT":  # else it was cancelled
+                state = _work(run.id, run.parameters["request"], run.parameters["store"], logger)
+                client.set_flow_run_state(run.id, state)
+                code = 0 if state.is_completed() else 1
+    except Exception:
+        logger.exception("the process of the flow run failed")
     finally:
+        APILogHandler().flush()
         os._exit(code)
 
 
