@@ -157,7 +157,13 @@ class PrefectSite:
                     self.call("DELETE", f"/flow_runs/{run['id']}")
             return not unfinished()
 
-        until(quiet, seconds=300, what="the end of every flow run")
+        try:
+            until(quiet, seconds=300, what="the end of every flow run")
+        except AssertionError as error:
+            kept = [(run["name"], run["state_name"], run["created"], run["start_time"]) for run in unfinished()]
+            raise AssertionError(
+                f"{error}: {kept}\n{self.ask('/logs/filter', sort='TIMESTAMP_DESC', limit=20)}"
+            ) from None
 
     def task_runs(self, flow_run: Mapping[str, Any], expected: Set[str]) -> dict[str, dict[str, Any]]:
         """Finished task runs by name, those that are expected among them: they reach the API after they happened."""
