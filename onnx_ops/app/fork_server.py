@@ -172,7 +172,7 @@ def serve() -> None:
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = [entry for entry in sys.path[1:] if entry not in given]
     _import_packages()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for monitors
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps monitors
     control = socket.socket(fileno=0)
     while True:
         request, descriptors, _, _ = socket.recv_fds(control, 1, 3)

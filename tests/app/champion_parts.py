@@ -30,7 +30,7 @@ _COUNT = itertools.count()
 
 
 @dataclass
-class Throne:
+class ChampionScene:
     """Version 1 is champion. `now` is what the measurements find, one after the other, the last one for ever."""
 
     root: Path
@@ -47,7 +47,7 @@ class Throne:
         self.inputs = {"export": Manifest(files={"model.onnx": store.put_bytes(b"export")})}
         self.key = digest_bytes(b"key")
         # Stores of worlds that are gone may share their memory with this one's; what they hold has other digests.
-        self.evidence = store.put_bytes(codec.dumps(replace(INT8, conditions={"throne": str(next(_COUNT))})))
+        self.evidence = store.put_bytes(codec.dumps(replace(INT8, conditions={"scene": str(next(_COUNT))})))
         gates = store.put_bytes(codec.dumps(GATES))
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "model.onnx"
@@ -56,7 +56,7 @@ class Throne:
             publish_file(self.world, file, digest_bytes(b"a"), variant="int8", **decided)
         self.world.registry.set_alias(MODEL, CHAMPION, "1")
 
-    def remembered(self) -> Throne:
+    def remembered(self) -> ChampionScene:
         save_benchmark(self.context.store, self.stage, self.key, self.inputs, self.evidence)
         return self
 

@@ -14,62 +14,62 @@ from onnx_ops.domain.decision import Drift, Verdict, compute_drift_exit_code
 from onnx_ops.domain.notification import NotificationKind, build_drift_notification, build_event
 from onnx_ops.domain.pipeline import Stage
 from onnx_ops.errors import MeasurementError, UserError
-from tests.app.champion_parts import AS_IT_WAS, SLOWER, Throne
+from tests.app.champion_parts import AS_IT_WAS, SLOWER, ChampionScene
 from tests.release.release_parts import MODEL, TARGET
 
 
-def looked(throne: Throne) -> Drift:
-    (reign,) = list_champions(throne.context)
-    return measure_again(throne.context, throne.perform, reign)
+def looked(scene: ChampionScene) -> Drift:
+    (champion,) = list_champions(scene.context)
+    return measure_again(scene.context, scene.perform, champion)
 
 
 def test_the_very_benchmark_is_done_again(tmp_path: Path) -> None:
-    throne = Throne(tmp_path).remembered()
-    found = looked(throne)
+    scene = ChampionScene(tmp_path).remembered()
+    found = looked(scene)
     assert (found.verdict, found.measured, found.changed) == (Verdict.PASS, 1, ())
     assert (found.model, found.version, found.target) == (MODEL, "1", TARGET)
     assert (found.pipeline, found.variant, found.why) == ("p", "int8", "all gates passed")
-    ((stage, key, inputs),) = throne.asked
-    assert (stage, inputs) == (throne.stage, throne.inputs)
-    assert key != throne.key  # the pipeline's own result stays as it is
+    ((stage, key, inputs),) = scene.asked
+    assert (stage, inputs) == (scene.stage, scene.inputs)
+    assert key != scene.key  # the pipeline's own result stays as it is
 
 
 def test_what_is_worse_twice_has_drifted_and_says_what_changed(tmp_path: Path) -> None:
-    found = looked(Throne(tmp_path, now=(SLOWER,)).remembered())
+    found = looked(ChampionScene(tmp_path, now=(SLOWER,)).remembered())
     assert (found.drifted, found.measured) == (True, 2)
     assert found.reason.startswith("latency: ")
     assert found.reason.endswith("changed since: runtime onnxruntime 2, was onnxruntime 1")
 
 
 def test_what_is_worse_once_has_not(tmp_path: Path) -> None:
-    found = looked(Throne(tmp_path, now=(SLOWER, AS_IT_WAS)).remembered())
+    found = looked(ChampionScene(tmp_path, now=(SLOWER, AS_IT_WAS)).remembered())
     assert (found.verdict, found.measured) == (Verdict.PASS, 2)
 
 
 def test_a_benchmark_that_is_not_remembered_is_an_error(tmp_path: Path) -> None:
-    throne = Throne(tmp_path)
-    found = looked(throne)
+    scene = ChampionScene(tmp_path)
+    found = looked(scene)
     assert found.verdict is Verdict.ERROR
     assert "onnx-ops run p.yaml --no-cache benchmark" in found.why
-    assert throne.asked == []
+    assert scene.asked == []
 
 
 def test_a_measurement_that_fails_is_an_error_and_no_drift(tmp_path: Path) -> None:
-    throne = Throne(tmp_path).remembered()
+    scene = ChampionScene(tmp_path).remembered()
 
     def broken(stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         raise MeasurementError("the provider is missing", where=stage.id)
 
-    (reign,) = list_champions(throne.context)
-    found = measure_again(throne.context, broken, reign)
+    (champion,) = list_champions(scene.context)
+    found = measure_again(scene.context, broken, champion)
     assert (found.verdict, found.measured) == (Verdict.ERROR, 0)
     assert "the provider is missing" in found.why
 
 
 @pytest.mark.parametrize("forged", ["manifest", "signature", "override"])
 def test_what_rests_on_no_valid_decision_is_an_error(forged: str, tmp_path: Path) -> None:
-    throne = Throne(tmp_path).remembered()
-    record = throne.world.registry.version(MODEL, "1")
+    scene = ChampionScene(tmp_path).remembered()
+    record = scene.world.registry.version(MODEL, "1")
     signed = record.decisions[TARGET]
     unsigned = replace(signed.envelope, signatures=(replace(signed.envelope.signatures[0], sig="bm8="),))
     changed = {
@@ -77,28 +77,28 @@ def test_what_rests_on_no_valid_decision_is_an_error(forged: str, tmp_path: Path
         "signature": replace(record, decisions={TARGET: replace(signed, envelope=unsigned)}),
         "override": replace(record, decisions={}),
     }[forged]
-    throne.world.registry.replace_record(changed)
-    found = looked(throne)
+    scene.world.registry.replace_record(changed)
+    found = looked(scene)
     assert found.verdict is Verdict.ERROR
     words = {"manifest": "about other files", "signature": "sign", "override": "no decision for target"}
     assert words[forged] in found.why
-    assert throne.asked == []
+    assert scene.asked == []
 
 
 def test_names_of_pipelines_and_models_choose(tmp_path: Path) -> None:
-    throne = Throne(tmp_path).remembered()
-    assert len(list_champions(throne.context, ("p",))) == len(list_champions(throne.context, (MODEL,))) == 1
+    scene = ChampionScene(tmp_path).remembered()
+    assert len(list_champions(scene.context, ("p",))) == len(list_champions(scene.context, (MODEL,))) == 1
     with pytest.raises(UserError, match=f"have one: {MODEL}, p"):
-        list_champions(throne.context, ("p", "q"))
+        list_champions(scene.context, ("p", "q"))
 
 
 def test_aliases_that_are_none_of_ours_are_left_alone(tmp_path: Path) -> None:
-    throne = Throne(tmp_path)
-    registry = throne.world.registry
+    scene = ChampionScene(tmp_path)
+    registry = scene.world.registry
     registry.delete_alias(MODEL, f"champion-{TARGET}")
     registry.set_alias(MODEL, "champion", "1")
     registry.set_alias(MODEL, f"challenger-{TARGET}", "1")
-    assert list_champions(throne.context) == ()
+    assert list_champions(scene.context) == ()
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_exit_codes(verdicts: tuple[Verdict, ...], code: int) -> None:
 
 
 def test_what_people_and_programs_are_told_of_drift(tmp_path: Path) -> None:
-    found = looked(Throne(tmp_path, now=(SLOWER,)).remembered())
+    found = looked(ChampionScene(tmp_path, now=(SLOWER,)).remembered())
     notice = build_drift_notification(found, at=5.0, actor="me")
     assert (notice.what, notice.title) == (
         NotificationKind.DRIFTED,

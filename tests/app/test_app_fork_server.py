@@ -39,19 +39,19 @@ def train(data):
 
 @pytest.fixture
 def project(tmp_path: Path) -> Settings:
-    (tmp_path / "telling.py").write_text(CODE)
+    (tmp_path / "describing.py").write_text(CODE)
     return load_settings(tmp_path, {})
 
 
 STAGE = Stage(
     id="train",
     kind=StageKind.TRAIN,
-    settings={"run": "telling:train", "with_": {}, "framework": "sklearn"},
+    settings={"run": "describing:train", "with_": {}, "framework": "sklearn"},
     own_process=True,
 )
 
 
-def told(project: Settings) -> dict[str, Any]:
+def describe(project: Settings) -> dict[str, Any]:
     """What a stage's process says of itself."""
     with pytest.raises(UserError) as caught:
         run_in_subprocess(project, STAGE, KEY, {})
@@ -70,28 +70,28 @@ def test_a_process_takes_over_what_its_parent_has_now(project: Settings, monkeyp
     FORK_SERVER.start()
     monkeypatch.setenv("GIVEN", "later")
     monkeypatch.setenv("PYTHONPATH", f"{project.root}/more")
-    document = told(project)
+    document = describe(project)
     assert document["folder"] == str(project.root)
     assert document["path"] == [str(project.root), f"{project.root}/more"]
     assert document["variable"] == "later"
     assert document["group"] == document["pid"]
-    assert document["temporary"] != told(project)["temporary"]
+    assert document["temporary"] != describe(project)["temporary"]
 
 
 def test_two_processes_draw_different_numbers_and_hold_no_descriptors_of_others(project: Settings) -> None:
     with ThreadPoolExecutor(4) as threads:
-        documents = list(threads.map(lambda _: told(project), range(4)))
+        documents = list(threads.map(lambda _: describe(project), range(4)))
     drawn = [number for document in documents for number in document["drawn"]]
     assert len(set(drawn)) == len(drawn)
     assert len({document["files"] for document in documents}) == 1
 
 
 def test_a_server_that_was_killed_is_started_again(project: Settings) -> None:
-    told(project)
+    describe(project)
     (server,) = servers()
     server.kill()
     until(lambda: not servers())
-    told(project)
+    describe(project)
     assert len(servers()) == 1
 
 
@@ -101,7 +101,7 @@ def test_a_server_that_cannot_start_is_an_error_of_the_stage(
     monkeypatch.setattr(sys, "executable", "/bin/false")
     monkeypatch.setattr(FORK_SERVER, "_control", None)
     with pytest.raises(StageError, match="no process can be started"):
-        told(project)
+        describe(project)
 
 
 USER = """

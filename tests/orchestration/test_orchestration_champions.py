@@ -10,17 +10,17 @@ import yaml
 
 from onnx_ops.domain.notification import NotificationKind
 from onnx_ops.testing.fakes import FakeNotifier, FakeWorld
-from tests.app.champion_parts import SLOWER, Throne
+from tests.app.champion_parts import SLOWER, ChampionScene
 from tests.orchestration.flow_runs import artifacts_of, in_flow, names_of_task_runs, run_of
 
 if TYPE_CHECKING:
     from prefect import State
 
 
-def watched(throne: Throne) -> State[Any]:
+def watched(scene: ChampionScene) -> State[Any]:
     from onnx_ops.orchestration.champions import check_champions
 
-    return in_flow(lambda: check_champions(throne.context, throne.perform, (), by="flow"))
+    return in_flow(lambda: check_champions(scene.context, scene.perform, (), by="flow"))
 
 
 def table(state: State[Any]) -> list[dict[str, str]]:
@@ -29,9 +29,9 @@ def table(state: State[Any]) -> list[dict[str, str]]:
 
 
 def test_one_that_has_drifted_fails_the_run_and_is_told(prefect_server: None, tmp_path: Path) -> None:
-    throne = Throne(tmp_path, now=(SLOWER,)).remembered()
-    throne.world.notifiers["chat"] = chat = FakeNotifier()
-    state = watched(throne)
+    scene = ChampionScene(tmp_path, now=(SLOWER,)).remembered()
+    scene.world.notifiers["chat"] = chat = FakeNotifier()
+    state = watched(scene)
     assert (state.type.value, state.name) == ("FAILED", "Drifted")
     assert "digits v1 @ cpu: drifted. latency: " in (state.message or "")
     assert [notice.what for notice in chat.received] == [NotificationKind.DRIFTED]
@@ -48,18 +48,18 @@ def test_one_that_has_drifted_fails_the_run_and_is_told(prefect_server: None, tm
 def test_others_wake_nobody(
     prefect_server: None, remembered: bool, kind: str, name: str, word: str, tmp_path: Path
 ) -> None:
-    throne = Throne(tmp_path).remembered() if remembered else Throne(tmp_path)
-    throne.world.notifiers["chat"] = chat = FakeNotifier()
-    state = watched(throne)
+    scene = ChampionScene(tmp_path).remembered() if remembered else ChampionScene(tmp_path)
+    scene.world.notifiers["chat"] = chat = FakeNotifier()
+    state = watched(scene)
     assert (state.type.value, state.name) == (kind, name)
     assert chat.received == []
     assert [row["verdict"] for row in table(state)] == [word]
 
 
 def test_no_champions_are_no_failure(prefect_server: None, tmp_path: Path) -> None:
-    throne = Throne(tmp_path)
-    throne.context = FakeWorld().context()
-    state = watched(throne)
+    scene = ChampionScene(tmp_path)
+    scene.context = FakeWorld().context()
+    state = watched(scene)
     assert state.is_completed()
     assert "no champions yet" in (state.message or "")
     assert table(state) == []
