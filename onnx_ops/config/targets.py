@@ -110,12 +110,6 @@ def load_provider_options() -> Mapping[str, frozenset[str]]:
     return {name: frozenset(options) for name, options in read.items()}
 
 
-@functools.cache
-def load_profile(name: str) -> Target:
-    """Return a shipped profile."""
-    return TargetFiles(PROFILES).load(name)
-
-
 def list_targets(files: TargetFiles) -> tuple[str, ...]:
     """Return the sorted names of the project's targets and of the profiles that every machine can run."""
     return tuple(sorted({*files.names(), *BUILTIN}))

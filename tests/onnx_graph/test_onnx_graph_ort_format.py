@@ -9,7 +9,7 @@ import onnxruntime as ort
 import pytest
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.config.targets import load_profile
+from onnx_ops.config.targets import PROFILES, TargetFiles
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.compatibility import check_model
 from onnx_ops.onnx_graph.files import read_model, read_structure
@@ -53,7 +53,7 @@ def test_it_is_not_rewritten(stored: Path) -> None:
 def test_it_runs_under_any_name_and_no_variant_is_made_of_it(stored: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(stored.read_bytes())
-    runtime, target = OnnxRuntime(), load_profile("cpu-1t")
+    runtime, target = OnnxRuntime(), TargetFiles(PROFILES).load("cpu-1t")
     ((answer,), (expected,)) = (runtime.run(p, target, (rows(4),)) for p in (path, stored.with_name("model.onnx")))
     np.testing.assert_allclose(np.float32(answer["scores"]), np.float32(expected["scores"]), rtol=1e-5, atol=1e-6)
     with pytest.raises(UserError, match="cannot be rewritten"):

@@ -137,13 +137,13 @@ def look(model: Path) -> Outcome:
 def hold_against_itself(model: Path) -> Outcome:
     """What the parity of `judge` makes of a file and itself, on a few random rows."""
     from onnx_ops.adapters.runtimes.placement import GuardedRuntime
-    from onnx_ops.config.targets import load_profile
+    from onnx_ops.config.targets import PROFILES, TargetFiles
     from onnx_ops.tools.compare import compare
     from onnx_ops.tools.probing import generate_samples, shared_inputs
 
     def run() -> tuple[str, str]:
         samples = generate_samples(shared_inputs(model, model), count=4, dims={})
-        found = compare(GuardedRuntime(), load_profile("cpu-1t"), model, model, samples)
+        found = compare(GuardedRuntime(), TargetFiles(PROFILES).load("cpu-1t"), model, model, samples)
         return found.verdict.value, found.reason
 
     return _outcome(model, "judge", run)

@@ -41,8 +41,6 @@ _UNIQUE_HEADERS = (b"host", b"origin")
 """Headers that may occur once at most, as they decide whether a request is allowed."""
 _LIST_HEADERS = (b"connection", b"transfer-encoding", b"expect", b"content-encoding", b"accept-encoding")
 """Headers whose values are joined, as all of them decide how the request is read (RFC 9110, 5.3)."""
-_LENGTH_LINES = b"content-length: %d\r\n\r\n"
-_LAST_LINES = b"content-length: %d\r\nconnection: close\r\n\r\n"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _STATUS_LINE = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 _METHOD = b":method"
