@@ -23,7 +23,7 @@ from benchmarks.truth.quantization import FAULTS as ROUNDED_FAULTS
 from benchmarks.truth.recipes import make, variants
 from onnx_ops.adapters.optimizers.low_precision import Fp16Optimizer, WeightOnlyQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.config.targets import load_profile
+from onnx_ops.config.targets import PROFILES, TargetFiles
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.errors import UserError
@@ -36,7 +36,7 @@ from onnx_ops.tools.probing import check_samples, generate_samples, shared_input
 for _module in ("faults_ends", "faults_inputs"):
     importlib.import_module(f"benchmarks.truth.{_module}")  # registers its faults
 
-TARGET = load_profile("cpu-1t")
+TARGET = TargetFiles(PROFILES).load("cpu-1t")
 SLOWER = {"the same": 0, "+2 %": 2, "+10 %": 10, "+20 %": 20}
 """Layers more than the baseline's `LAYERS`, which are what its time is made of."""
 

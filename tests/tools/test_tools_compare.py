@@ -17,7 +17,7 @@ from benchmarks.foreign_files import outcomes as foreign_outcomes
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.optimizers.onnxruntime import StaticQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.config.targets import load_profile
+from onnx_ops.config.targets import PROFILES, TargetFiles
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import Calibrate, Export, Quantize
 from onnx_ops.errors import UserError
@@ -34,7 +34,7 @@ from tests.support.zipmap import zipped
 
 def compared(a: Path, b: Path) -> ParityResult:
     samples = generate_samples(shared_inputs(a, b), count=64, dims={})
-    return compare(OnnxRuntime(), load_profile("cpu-1t"), a, b, samples)
+    return compare(OnnxRuntime(), TargetFiles(PROFILES).load("cpu-1t"), a, b, samples)
 
 
 @pytest.fixture

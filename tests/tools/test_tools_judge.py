@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.config.targets import load_profile
+from onnx_ops.config.targets import PROFILES, TargetFiles
 from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.execution import Provider
 from onnx_ops.onnx_graph.input_bounds import read_input_bounds
@@ -24,7 +24,7 @@ from onnx_ops.tools.probing import check_samples, generate_samples, shared_input
 from tests.measure.scripted import Scripted
 from tests.support.pairs import derive, write_changed
 
-CPU = load_profile("cpu-1t")
+CPU = TargetFiles(PROFILES).load("cpu-1t")
 FOUR_BITS = {"bits": 4, "block": 16}
 
 

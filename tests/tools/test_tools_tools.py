@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.truth.evidence import evidence
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.config.targets import load_profile
+from onnx_ops.config.targets import PROFILES, TargetFiles
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import ParityMeasurement
@@ -33,7 +33,7 @@ from tests.support.golden import Golden
 from tests.support.graphs import write_graph
 from tests.support.pairs import write_changed
 
-CPU = load_profile("cpu-1t")
+CPU = TargetFiles(PROFILES).load("cpu-1t")
 RUNTIME = OnnxRuntime()
 FIVE = (LatencyGate(max_regression=0.05),)
 EVERYTHING = MeasurementRequest(throughput=(2,), starts=True)
