@@ -37,7 +37,7 @@ _STAGES = "onnx_ops.pipeline.stages"
 
 
 class ForkedProcess:
-    """A process that leads a session of its own. Its standard error goes to its standard output.
+    """A process that leads a separate session. Its standard error goes to its standard output.
 
     Args:
         pid: its process id.

@@ -1,4 +1,4 @@
-"""Converters that segfault, abort, hang, eat memory or print without end: each is told, and the run goes on."""
+"""Converters that segfault, abort, hang, eat memory or print without end: each is reported, and the run goes on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.services
 
 FAULTY = {"PYTHONPATH": str(Path(__file__).parent / "plugins")}
 PIPELINE = "configs/pipelines/iris-onnx.yaml"
-TOLD = {
+REASONS = {
     "segfault": "ended with signal SIGSEGV",
     "abort": "ended with signal SIGABRT",
     "hang": "longer than its time-out of 5 s",
@@ -34,17 +34,17 @@ def rewrite(project: Project, **sections: object) -> None:
 
 @pytest.mark.nightly
 def test_the_other_variants_are_made_and_judged(fresh_project: Project, sweep: Sweep) -> None:
-    told = {how: TOLD[how] for how in sweep(TOLD)}
-    wild = [{"name": how, "method": "wild", "options": {"how": how}, **MEMORY} for how in told]
+    reasons = {how: REASONS[how] for how in sweep(REASONS)}
+    wild = [{"name": how, "method": "wild", "options": {"how": how}, **MEMORY} for how in reasons]
     for variant in wild:
         variant["timeout"] = "5 s" if variant["name"] == "hang" else "60 s"
     rewrite(fresh_project, quantize=[*wild, {"name": "laid-out", "method": "graph"}])
     done = fresh_project.document("run", PIPELINE, environ=FAULTY)  # exit code 0: the target has a choice
     decisions = {one["variant"]: one for one in done["decisions"]}
-    assert set(decisions) == {"fp32", "laid-out", *told}
+    assert set(decisions) == {"fp32", "laid-out", *reasons}
     for name in ("fp32", "laid-out"):
         assert {one["verdict"] for one in decisions[name]["results"] if not one["advisory"]} == {"pass"}
-    for how, words in told.items():
+    for how, words in reasons.items():
         (result,) = decisions[how]["results"]
         assert result["verdict"] == "error"
         assert words in result["reason"], result
@@ -55,17 +55,17 @@ def test_the_other_variants_are_made_and_judged(fresh_project: Project, sweep: S
     assert done["choices"][0]["verdict"] == "pass"
     table = fresh_project.command("run", PIPELINE, environ=FAULTY)
     assert table.code == 0
-    for how, words in told.items():
+    for how, words in reasons.items():
         assert words in " ".join(table.stdout.split()), how
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("how", ["segfault", "swallow"])
-def test_an_export_that_falls_is_told_and_ends_the_run_as_an_error(fresh_project: Project, how: str) -> None:
+def test_an_export_that_fails_is_reported_and_ends_the_run_as_an_error(fresh_project: Project, how: str) -> None:
     export = {"framework": "wild", "options": {"how": how}, **MEMORY}
     rewrite(fresh_project, export=export)
     done = fresh_project.document("run", PIPELINE, environ=FAULTY, code=4)
     (decision,) = done["decisions"]
     (result,) = decision["results"]
     assert result["verdict"] == "error"
-    assert TOLD[how] in result["reason"]
+    assert REASONS[how] in result["reason"]
