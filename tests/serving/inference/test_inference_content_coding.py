@@ -30,21 +30,22 @@ def test_inflate_stream_of_other_programs_is_read() -> None:
 
 @pytest.mark.parametrize(
     ("body", "coding"),
+    # Named: gzip writes the time into its header, and workers of pytest-xdist must collect the same ids.
     [
-        (b"", b"gzip"),
-        (BODY, b"gzip"),
-        (BODY, b"deflate"),
-        (gzip.compress(BODY), b"deflate"),
-        (zlib.compress(BODY), b"gzip"),
-        (gzip.compress(BODY)[:-1], b"gzip"),
-        (gzip.compress(BODY)[:-9], b"gzip"),
-        (gzip.compress(BODY)[:-8] + bytes(8), b"gzip"),
-        (gzip.compress(BODY) + b"x", b"gzip"),
-        (gzip.compress(BODY) + gzip.compress(BODY), b"gzip"),
-        (gzip.compress(b"") * 1000, b"gzip"),
-        (zlib.compress(BODY)[:-1], b"deflate"),
-        (BARE.compress(BODY) + BARE.flush(), b"deflate"),
-        (DICTIONARY.compress(BODY) + DICTIONARY.flush(), b"deflate"),
+        pytest.param(b"", b"gzip", id="empty"),
+        pytest.param(BODY, b"gzip", id="plain as gzip"),
+        pytest.param(BODY, b"deflate", id="plain as deflate"),
+        pytest.param(gzip.compress(BODY), b"deflate", id="gzip as deflate"),
+        pytest.param(zlib.compress(BODY), b"gzip", id="deflate as gzip"),
+        pytest.param(gzip.compress(BODY)[:-1], b"gzip", id="gzip without its last byte"),
+        pytest.param(gzip.compress(BODY)[:-9], b"gzip", id="gzip without checksum"),
+        pytest.param(gzip.compress(BODY)[:-8] + bytes(8), b"gzip", id="wrong checksum"),
+        pytest.param(gzip.compress(BODY) + b"x", b"gzip", id="rest after the stream"),
+        pytest.param(gzip.compress(BODY) + gzip.compress(BODY), b"gzip", id="two streams"),
+        pytest.param(gzip.compress(b"") * 1000, b"gzip", id="a thousand empty streams"),
+        pytest.param(zlib.compress(BODY)[:-1], b"deflate", id="deflate without its last byte"),
+        pytest.param(BARE.compress(BODY) + BARE.flush(), b"deflate", id="deflate without zlib header"),
+        pytest.param(DICTIONARY.compress(BODY) + DICTIONARY.flush(), b"deflate", id="preset dictionary"),
     ],
 )
 def test_inflate_broken_body_is_refused(body: bytes, coding: bytes) -> None:
