@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
+import io
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib import metadata
 from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError, entry_points
 from typing import Any
@@ -63,6 +65,9 @@ _BROUGHT_BY = {
 }
 """Distributions by packages that have another name, or that come with them."""
 
+
+_CUDA = frozenset({"CUDAExecutionProvider", "NvTensorRTRTXExecutionProvider", "TensorrtExecutionProvider"})
+"""Providers that need CUDA's libraries."""
 
 MISSING = "not installed"
 """Version of a missing distribution."""
@@ -149,6 +154,16 @@ def version(name: str) -> str:
 def find_distributions(package: str) -> Mapping[str, str]:
     """Return the distributions that provide an importable package, with their versions."""
     return {name: version(name) for name in sorted(set(_packages().get(package, ())))}
+
+
+def load_cuda(ort: Any, providers: Collection[str]) -> None:
+    """Load CUDA's libraries for providers of NVIDIA's from its Python packages, where the linker does not look.
+
+    What ONNX Runtime prints about missing ones is dropped: building a session raises it.
+    """
+    if _CUDA.intersection(providers) and hasattr(ort, "preload_dlls"):
+        with contextlib.redirect_stdout(io.StringIO()):
+            ort.preload_dlls()
 
 
 def packages() -> frozenset[str]:

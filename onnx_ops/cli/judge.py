@@ -107,9 +107,8 @@ def judge(
 
     Example: onnx-ops judge fp32.onnx int8.onnx --data test.npz --labels y --max-drop 1%
     """
-    from onnx_ops.adapters.runtimes.placement import guard_runtime
     from onnx_ops.cli.inspect import local_model
-    from onnx_ops.cli.tools import show_progress
+    from onnx_ops.cli.tools import guard_context, show_progress
     from onnx_ops.domain.artifact import digest_file
     from onnx_ops.onnx_graph.model_info import read_model_info
     from onnx_ops.onnx_graph.model_kind import read_candidate_kind
@@ -140,7 +139,7 @@ def judge(
             kind=kind,
             targets=chosen,
             settings=settings,
-            runtime=lambda name: guard_runtime(project.context.runtime(name), timeout),
+            runtime=guard_context(project.context, timeout).runtime,
             inside=project.context.runtime(REFERENCE.runtime),
             conditions=project.context.conditions,
             metric=gate,

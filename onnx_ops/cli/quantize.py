@@ -10,7 +10,7 @@ import typer
 
 from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, Quiet, open_project, print_json, print_text, say
-from onnx_ops.cli.tools import advise, load_rows, show_progress
+from onnx_ops.cli.tools import advise, guard_context, load_rows, show_progress
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.errors import UserError
 from onnx_ops.plugins import require, tools
@@ -91,7 +91,7 @@ def quantize(
     from onnx_ops.tools.quantize import VariantSearch, quantize_file, search_variant
 
     project = open_project()
-    context = project.context
+    context = guard_context(project.context)
     if method != AUTO:
         require(*tools(context.optimizer(method, None)), where=f"method {method}")
     chosen = [project.targets.load(name, where="--target") for name in targets or ["cpu-1t"]]
@@ -191,6 +191,8 @@ def _report(result: QuantizedFile, out: Path, targets: list[Target]) -> None:
         say(f"recipe: {note}")
     for target in targets:
         entry = result.examined[target.name]
+        if entry.why:
+            say(f"{target.name}: not examined: {entry.why}")
         for line in coverage_lines(entry.coverage):
             say(f"{target.name}: {line}")
         if target.name in result.effects:

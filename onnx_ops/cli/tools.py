@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -88,7 +90,7 @@ def bench(
 
     gates = build_pair_gates(None, concurrency=concurrency, cold=cold_start)
     project = open_project()
-    context, chosen = project.context, project.targets.load(target, where="--target")
+    context, chosen = guard_context(project.context), project.targets.load(target, where="--target")
     with Scratch() as folder, show_progress("bench", model, quiet=quiet or as_json) as report:
         copy = folder / model.name
         casts = write_with_boundary_casts(model, read_boundary_types(model), copy)
@@ -119,6 +121,13 @@ def bench(
         print_json(document)
     else:
         _report(result, model, chosen.name)
+
+
+def guard_context(context: Context, timeout: float | None = None) -> Context:
+    """Return the ports with runtimes that a model cannot crash; `timeout` is in seconds of one call."""
+    from onnx_ops.adapters.runtimes.placement import guard_runtime
+
+    return replace(context, runtime=functools.cache(lambda name: guard_runtime(context.runtime(name), timeout)))
 
 
 def load_rows(

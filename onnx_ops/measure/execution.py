@@ -49,10 +49,11 @@ def require_versions(model: Path, target: Target) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionReport:
-    """Findings in the rewritten graph; empty if there is no such graph."""
+    """Findings in the rewritten graph; empty if there is no such graph, and `why` is then the reason."""
 
     coverage: Int8Coverage | None = None
     advice: tuple[Advice, ...] = ()
+    why: str = ""
 
 
 def inspect_execution(
@@ -68,8 +69,8 @@ def inspect_execution(
         copy = folder / "rewritten.onnx"
         try:
             runtime.rewritten(variant, target, copy)
-        except MeasurementError:
-            return ExecutionReport()
+        except MeasurementError as error:
+            return ExecutionReport(why=str(error))
         is_quantized = any(node.op_type in _INTEGERS for node in iterate_nodes(read_structure(variant)))
         coverage = measure_int8_coverage(source, copy, excluded) if is_quantized else None
         machine = detect_arithmetic(runtime.fingerprint(target), target)

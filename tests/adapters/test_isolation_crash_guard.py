@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,9 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.runtimes.placement import GuardedRuntime, guard_runtime
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
+from onnx_ops.ports.runtime import PairedBenchmarkSchedule
 from onnx_ops.testing.models import rows
+from onnx_ops.testing.runtimes import ONE_WINDOW
 from tests.support.graphs import write_graph
 
 CPU = Target(name="cpu")
@@ -136,3 +139,38 @@ def test_a_shielded_runtime_answers_as_the_plain_one_does(file: Path) -> None:
     for one, other in zip(plain.run(file, CPU, feeds), shield.run(file, CPU, feeds), strict=True):
         np.testing.assert_array_equal(one["scores"], other["scores"])
     assert guard_runtime(shield) is shield
+
+
+TRANSPOSED = """(float[batch, 4, 8] x) => (float[rows, columns, 8] y) {
+    half = Cast<to = 10>(x) turned = Transpose<perm = [1, 0, 2]>(half)
+    product = MatMul(turned, weight) y = Cast<to = 1>(product) }"""
+"""float16 behind such a transposition ends ONNX Runtime 1.31 on a CPU, when its session is built."""
+
+
+@pytest.fixture
+def crashing(tmp_path: Path) -> Path:
+    return write_graph(tmp_path / "crashing.onnx", TRANSPOSED, weight=np.ones((8, 8), np.float16))
+
+
+FEED = {"x": np.ones((2, 4, 8), np.float32)}
+SCHEDULE = PairedBenchmarkSchedule(rounds=4)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda runtime, model: runtime.facts(model, CPU),
+        lambda runtime, model: runtime.rewritten(model, CPU, model.with_name("copy.onnx")),
+        lambda runtime, model: runtime.run(model, CPU, (FEED,)),
+        lambda runtime, model: runtime.sample(model, CPU, FEED, runs=1, warmup=0),
+        lambda runtime, model: runtime.benchmark((model, model), CPU, FEED, SCHEDULE),
+        lambda runtime, model: runtime.under_load((model, model), CPU, FEED, ONE_WINDOW),
+    ],
+    ids=["facts", "rewritten", "run", "sample", "benchmark", "under_load"],
+)
+def test_a_model_that_crashes_the_runtime_ends_no_caller(
+    crashing: Path, use: Callable[[GuardedRuntime, Path], object]
+) -> None:
+    with pytest.raises(MeasurementError, match="ONNX Runtime crashed") as caught:
+        use(GuardedRuntime(), crashing)
+    assert signal.SIGSEGV.name in caught.value.why

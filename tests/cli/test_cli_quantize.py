@@ -15,6 +15,7 @@ from onnx_ops.cli.main import app
 from onnx_ops.onnx_graph import files
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
+from tests.support.graphs import write_graph
 from tests.support.operators import write_softsign
 
 
@@ -128,3 +129,16 @@ def test_a_model_too_new_for_the_target_is_refused_before_any_work(folder: Path)
     said = run("new.onnx", "int8.onnx", "--method", "dynamic", code=2)
     assert "accepts opset" in said
     assert not (folder / "int8.onnx").exists()
+
+
+def test_a_variant_that_crashes_its_target_is_told(folder: Path) -> None:
+    """float16 behind this transposition, which encoders have, ends ONNX Runtime 1.31 on a CPU."""
+    text = """(float[batch, 4, 8] x) => (float[rows, columns, 8] y) {
+        turned = Transpose<perm = [1, 0, 2]>(x) y = MatMul(turned, weight) }"""
+    write_graph(folder / "model.onnx", text, weight=np.ones((8, 8), np.float32))
+    said = run("model.onnx", "half.onnx", "--method", "fp16")
+    assert "cpu-1t: not examined: model.onnx: ONNX Runtime crashed" in said.replace("\n", " ")
+    assert (folder / "half.onnx").exists()
+    done = CliRunner().invoke(app, ["bench", "half.onnx"])
+    assert done.exit_code == 4
+    assert "ONNX Runtime crashed" in done.output

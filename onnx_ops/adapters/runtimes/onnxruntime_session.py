@@ -104,6 +104,7 @@ def build_session(model: Path, target: Target, *, record_assignment: bool = Fals
     check_machine(target)
     check_libraries(target.custom_ops, f"target {target.name}")
     ort = importlib.import_module("onnxruntime")
+    plugins.load_cuda(ort, [provider.name for provider in target.providers])
     loaded = model if record_assignment or write_to is not None else prepare_model_file(model, target)
     with convert_runtime_errors(model):
         options = _options(ort, target.session)

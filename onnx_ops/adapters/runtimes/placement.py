@@ -7,20 +7,30 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
 
 from onnx_ops import codec
 from onnx_ops.adapters.isolation.crash_guard import DEFAULT_TIMEOUT_S, ProcessCrashError, run_guarded
 from onnx_ops.adapters.runtimes.hardware import read_hardware
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.runtimes.ort_format import prepare_model_file
+from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.ports import Runtime
 from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.ports.runtime import (
+    LoadSamples,
+    LoadSchedule,
+    PairedBenchmarkSamples,
+    PairedBenchmarkSchedule,
+    RunSamples,
+)
 
 if TYPE_CHECKING:
     from onnx_ops.adapters.runtimes.isolated import IsolatedRuntimes
+
+_T = TypeVar("_T")
 
 
 def _place(method: Callable[..., Any]) -> Any:
@@ -103,20 +113,59 @@ def _is_isolated(target: Target) -> bool:
 
 
 class GuardedRuntime(OnnxRuntime):
-    """Runs each call of `run` in a separate process, limited to `timeout` seconds."""
+    """Runs models in a separate process, limited to `timeout` seconds per call.
+
+    Only what is timed runs in this process, and only after one run in a separate one.
+    """
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT_S) -> None:
         super().__init__()
         self._timeout = timeout
+        self._ran: set[tuple[Path, str]] = set()
+
+    def facts(self, model: Path, target: Target) -> RuntimeFacts:
+        """Report the providers of a session in a forked process, and which nodes they run."""
+        return self._guard(OnnxRuntime().facts, model, target)
+
+    def rewritten(self, model: Path, target: Target, copy: Path) -> None:
+        """Write the optimized graph in a forked process."""
+        self._guard(OnnxRuntime().rewritten, model, target, copy)
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
         """Run each batch in a forked process and return its outputs by name."""
         loaded = prepare_model_file(model, target)  # a guarded process starts no other
+        answers = self._guard(OnnxRuntime().run, loaded, target, batches)
+        self._ran.add((model, target.name))
+        return answers
+
+    def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
+        """Time runs of a model that ran in a forked process."""
+        self._run_once([model], target, feed)
+        return super().sample(model, target, feed, runs=runs, warmup=warmup)
+
+    def benchmark(
+        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
+    ) -> PairedBenchmarkSamples:
+        """Time models that ran in a forked process."""
+        self._run_once(models, target, feed)
+        return super().benchmark(models, target, feed, schedule)
+
+    def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
+        """Time windows of requests to models that ran in a forked process."""
+        self._run_once(models, target, feed)
+        return super().under_load(models, target, feed, schedule)
+
+    def _run_once(self, models: Sequence[Path], target: Target, feed: Tensors) -> None:
+        for model in dict.fromkeys(models):
+            if (model, target.name) not in self._ran:
+                self.run(model, target, (feed,))
+
+    def _guard(self, work: Callable[..., _T], model: Path, target: Target, *arguments: object) -> _T:
         try:
-            run = OnnxRuntime().run
-            return run_guarded(run, loaded, target, batches, timeout=self._timeout)
+            return run_guarded(work, model, target, *arguments, timeout=self._timeout)
         except ProcessCrashError as crash:
-            what, remedy = "ONNX Runtime crashed", "Export the model with other operators or shapes."
+            what = "ONNX Runtime crashed"
+            remedy = "Export the model with other operators or shapes, or set a lower `graph_level` in the target."
             if crash.timed_out:
                 what, remedy = "ONNX Runtime hangs", "Give it more time: --timeout."
             raise MeasurementError(what, where=model.name, why=crash.reason, remedy=remedy) from None

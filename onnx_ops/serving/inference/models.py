@@ -104,6 +104,10 @@ def open_session(
     wanted = [provider.name for provider in execution.providers]
     if missing := set(wanted) - set(ort.get_available_providers()):
         raise _build_provider_error(wanted, f"this build of ONNX Runtime has no {', '.join(sorted(missing))}")
+    if wanted != [CPU]:
+        from onnx_ops.plugins import load_cuda
+
+        load_cuda(ort, wanted)
     options = ort.SessionOptions()
     options.intra_op_num_threads = settings.intra_op_threads
     options.inter_op_num_threads = settings.inter_op_threads
