@@ -159,9 +159,10 @@ def find_distributions(package: str) -> Mapping[str, str]:
 def load_cuda(ort: Any, providers: Collection[str]) -> None:
     """Load CUDA's libraries for providers of NVIDIA's from its Python packages, where the linker does not look.
 
-    What ONNX Runtime prints about missing ones is dropped: building a session raises it.
+    What ONNX Runtime prints and logs about missing ones is dropped: building a session raises it.
     """
     if _CUDA.intersection(providers) and hasattr(ort, "preload_dlls"):
+        ort.set_default_logger_severity(4)
         with contextlib.redirect_stdout(io.StringIO()):
             ort.preload_dlls()
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -157,3 +158,21 @@ def test_an_unknown_name_asks_what_was_meant_or_lists_what_is_there(kind: str, n
     with pytest.raises(NotFoundError, match=f"no {kind} plugin is called '{name}'") as caught:
         plugins.load(kind, name)
     assert remedy in caught.value.remedy
+
+
+def test_libraries_of_cuda_are_loaded_for_providers_of_nvidia_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[str] = []
+
+    def preload() -> None:
+        calls.append("preload")
+        sys.stdout.write("Failed to load libcudnn.so.9")
+
+    def set_severity(level: int) -> None:
+        calls.append(f"quiet {level}")
+
+    ort = SimpleNamespace(preload_dlls=preload, set_default_logger_severity=set_severity)
+    plugins.load_cuda(ort, ["CPUExecutionProvider"])
+    assert calls == []
+    plugins.load_cuda(ort, ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"])
+    assert calls == ["quiet 4", "preload"]
+    assert capsys.readouterr().out == ""

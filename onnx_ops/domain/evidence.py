@@ -361,7 +361,9 @@ class ColdStartMeasurement:
 class RuntimeFacts:
     """The providers that were requested and used, and how many nodes each one ran.
 
-    `clock_resolution_ns` is the shortest step of the clock that times runs, measured; None in older evidence.
+    `shape_nodes` counts those of another provider than the first that compute from nothing but shapes: a runtime keeps
+    them on the CPU, where shapes are. `clock_resolution_ns` is the shortest step of the clock that times runs,
+    measured; None in older evidence.
     """
 
     runtime: str
@@ -369,6 +371,7 @@ class RuntimeFacts:
     asked: tuple[str, ...]
     used: tuple[str, ...]
     nodes: Mapping[str, int]
+    shape_nodes: Mapping[str, int] = field(default_factory=dict, metadata=OMIT_DEFAULT)
     build: str = ""
     clock_resolution_ns: float | None = None
 

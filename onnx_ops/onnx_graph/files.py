@@ -224,6 +224,21 @@ def iterate_graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
         yield from attribute.graphs
 
 
+def list_shape_nodes(model: onnx.ModelProto) -> frozenset[str]:
+    """Return the names of the nodes of the main graph that compute from nothing but shapes and constants."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    shapes: set[str] = set()
+    names = set()
+    for node in model.graph.node:
+        inputs = set(filter(None, node.input))
+        if node.op_type == "Constant":
+            constants.update(node.output)
+        elif node.op_type in ("Shape", "Size") or (inputs & shapes and inputs <= shapes | constants):
+            shapes.update(node.output)
+            names.add(node.name)
+    return frozenset(names - {""})
+
+
 def iterate_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
     """Yield every node of a model, of subgraphs, functions and training too."""
     waiting: list[onnx.NodeProto] = [*model.graph.node]

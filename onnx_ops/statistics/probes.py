@@ -137,16 +137,17 @@ def _learn(array: AnyArray, declared: InputValues, bound: tuple[int, int] | None
     missing: Bools = np.asarray(np.isnan(values).any(axis=axes))
     if declared.missing is not None:
         missing = np.full_like(missing, declared.missing)
-    largest = float(np.finfo(array.dtype.name).max if kind == "f" else np.iinfo(array.dtype.name).max)
-    if kind != "f" and int(largest) > np.iinfo(array.dtype.name).max:  # float64 rounds 2**63 - 1 up
+    limits = np.finfo(array.dtype.name) if kind == "f" else np.iinfo(array.dtype.name)
+    smallest, largest = float(limits.min), float(limits.max)
+    if int(largest) > limits.max:  # float64 rounds 2**63 - 1 up
         largest = float(np.nextafter(largest, 0.0))
     listed = np.zeros_like(whole)
     if free and by_place and array.ndim == 2:
         distinct = 1 + (np.diff(np.sort(values, axis=0), axis=0) != 0).sum(axis=0)
         listed = whole & (distinct <= _MOST_CATEGORIES) & (distinct < len(values) / 2)
     return InputDomain(
-        low=np.clip(low, -largest, largest),
-        high=np.clip(high, -largest, largest),
+        low=np.clip(low, smallest, largest),
+        high=np.clip(high, smallest, largest),
         whole=whole,
         listed=listed,
         categories=categories,

@@ -20,7 +20,7 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFoundError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.onnx_graph import files
 from onnx_ops.onnx_graph.compatibility import check_model, explain_version_limits
-from onnx_ops.onnx_graph.files import read_model, read_structure, resolve_external_files, write_model
+from onnx_ops.onnx_graph.files import list_shape_nodes, read_model, read_structure, resolve_external_files, write_model
 from onnx_ops.onnx_graph.instrumentation import write_with_outputs
 from onnx_ops.onnx_graph.model_info import count_operators, read_lineage, read_model_info, write_lineage
 from onnx_ops.onnx_graph.rewrites import flatten_biases, renumber_names, restore_metadata
@@ -242,3 +242,17 @@ def test_operator_sets_are_written_in_order_and_once(perceptron: Path) -> None:
     model.opset_import.add(domain="", version=18)
     write_model(model, perceptron)
     assert [(entry.domain, entry.version) for entry in read_model(perceptron).opset_import] == [("", 18), ("own", 1)]
+
+
+def test_nodes_that_compute_from_shapes_alone_are_told_from_those_of_data() -> None:
+    model = parse_graph(
+        """(float[batch, 4] x, int64[1] more) => (float[n, m] y, float[batch, 4] z) {
+        shape = Shape(x) one = Constant<value_ints = [1]>() first = Slice(shape, zero, one)
+        sizes = Concat<axis = 0>(first, rest) data = Concat<axis = 0>(first, more)
+        y = Reshape(x, sizes) z = Add(x, x) w = Reshape(x, data) }""",
+        zero=np.array([0]),
+        rest=np.array([4]),
+    )
+    for node in model.graph.node:
+        node.name = node.output[0]
+    assert list_shape_nodes(model) == {"shape", "first", "sizes"}

@@ -153,11 +153,19 @@ class TestProvider:
             (None, Verdict.INCONCLUSIVE),
             (replace(CPU_FACTS, asked=(CUDA, CPU)), Verdict.ERROR),
             (replace(CPU_FACTS, asked=(CUDA, CPU), used=(CUDA, CPU), nodes={CUDA: 5, CPU: 1}), Verdict.ERROR),
+            (
+                replace(CPU_FACTS, asked=(CUDA, CPU), used=(CUDA, CPU), nodes={CUDA: 5, CPU: 2}, shape_nodes={CPU: 2}),
+                None,
+            ),
+            (
+                replace(CPU_FACTS, asked=(CUDA, CPU), used=(CUDA, CPU), nodes={CUDA: 5, CPU: 3}, shape_nodes={CPU: 2}),
+                Verdict.ERROR,
+            ),
             (replace(CPU_FACTS, asked=(CUDA, CPU), used=(CUDA, CPU), nodes={}), Verdict.INCONCLUSIVE),
             (replace(CPU_FACTS, asked=(CUDA, CPU), used=(CUDA, CPU), nodes={CUDA: 5, CPU: 0}), None),
             (replace(CPU_FACTS, asked=(CPU,), used=(CPU,), nodes={}), None),
         ],
-        ids=["unknown", "all on another", "some on another", "nodes unknown", "as asked", "cpu"],
+        ids=["unknown", "all on another", "some", "shapes", "more than shapes", "nodes unknown", "as asked", "cpu"],
     )
     def test_falling_back_is_no_measurement(self, facts: RuntimeFacts | None, verdict: Verdict | None) -> None:
         decision = judge(GATES, replace(FP32, runtime=facts))

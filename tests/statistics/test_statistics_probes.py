@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -161,6 +161,7 @@ def test_nothing_to_distort_gives_no_groups() -> None:
     assert set(groups_of({"tokens": TOKENS})) == {"real", "range", "empty_batch"}
 
 
+@example(np.full((3, 1), -128, np.int8))
 @given(
     arrays.arrays(
         dtype=st.sampled_from([np.float16, np.float32, np.float64, np.int8, np.int32, np.int64, np.uint8]),

@@ -20,6 +20,8 @@ from onnx_ops.adapters.runtimes.ort_format import write_package
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError
+from onnx_ops.onnx_graph.files import list_shape_nodes, read_structure
+from onnx_ops.onnx_graph.ort_format import is_ort_format
 from onnx_ops.ports import Runtime
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.runtime import (
@@ -54,15 +56,21 @@ class OnnxRuntime(Runtime):
         """Build a session and report its providers and which nodes they run."""
         ort = importlib.import_module("onnxruntime")
         session = build_session(model, target, record_assignment=True)
+        of_shapes = frozenset[str]() if is_ort_format(model) else list_shape_nodes(read_structure(model))
         nodes: Counter[str] = Counter()
+        shape_nodes: Counter[str] = Counter()
         for part in session.get_provider_graph_assignment_info():
-            nodes[part.ep_name] += len(part.get_nodes())
+            names = [node.name for node in part.get_nodes()]
+            nodes[part.ep_name] += len(names)
+            if part.ep_name != target.providers[0].name:
+                shape_nodes[part.ep_name] += len(of_shapes.intersection(names))
         return RuntimeFacts(
             runtime=target.runtime,
             version=ort.__version__,
             asked=tuple(provider.name for provider in target.providers),
             used=tuple(session.get_providers()),
             nodes=dict(sorted(nodes.items())),
+            shape_nodes={name: count for name, count in sorted(shape_nodes.items()) if count},
             build=ort.get_build_info(),
             clock_resolution_ns=_clock_step(),
         )

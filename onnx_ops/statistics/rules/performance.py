@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
@@ -292,7 +293,8 @@ def judge_provider(evidence: Evidence) -> Iterator[GateResult]:
     elif first not in facts.used:
         verdict, reason = Verdict.ERROR, f"{first} was asked for, {', '.join(facts.used) or 'nothing'} ran instead"
     elif first != "CPUExecutionProvider":
-        others = {name: nodes for name, nodes in sorted(facts.nodes.items()) if name != first and nodes > 0}
+        moved = Counter(facts.nodes) - Counter(facts.shape_nodes)
+        others = {name: nodes for name, nodes in sorted(moved.items()) if name != first}
         if others:
             fallbacks = ", ".join(f"{nodes} nodes fell back on {name}" for name, nodes in others.items())
             verdict, reason = Verdict.ERROR, f"{first} was asked for, {fallbacks}"
