@@ -98,21 +98,18 @@ class PrefectSite:
     def call(self, method: str, path: str, document: Any = None) -> Any:
         """What the API answers to any program.
 
-        Its SQLite may be locked for a minute by a transaction of the server's own. It answers 503 then, or not at all, and
+        Its SQLite may be locked for a minute by a transaction of the server's own. It answers 503 then, or nothing, and
         Prefect's own client asks again.
         """
+        changes_nothing = method == "GET" or path.endswith("/filter")
         with self.http() as client:
             for left in reversed(range(5)):
-                try:
+                with contextlib.suppress(*[httpx.ReadTimeout] if changes_nothing and left else []):
                     answer = client.request(method, path, json=document)
-                except httpx.ReadTimeout:
-                    if not left or not (method == "GET" or path.endswith("/filter")):  # what changes nothing
-                        raise
-                else:
-                    if answer.status_code != 503:
-                        break
-        assert answer.is_success, f"{method} {path}: {answer.text}"
-        return answer.json() if answer.content else None
+                    if answer.status_code != 503 or not left:
+                        assert answer.is_success, f"{method} {path}: {answer.text}"
+                        return answer.json() if answer.content else None
+        raise AssertionError("unreachable: the last time ends it")
 
     def ask(self, path: str, **filters: Any) -> Any:
         return self.call("POST", path, filters)
