@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from onnx_ops.errors import MissingPackageError, OnnxOpsError, UserError
 from onnx_ops.ports import Executor, Observer
 
 if TYPE_CHECKING:
+    from onnx_ops.app.results import Summary
     from onnx_ops.config.document import Issue
     from onnx_ops.config.rules import Draft
     from onnx_ops.domain.pipeline import Deploy, Pipeline, Plan, Stage, StageKind, StageOutcome
@@ -319,3 +320,67 @@ def execute(
         with suppress(OnnxOpsError, OSError):
             record_commit(project.settings.root, project.context.store, summary)
     return result
+
+
+_WORST_FIRST = (2, 5, 1, 4, 3)
+"""Wrong input, refused, a gate failed, the environment failed, inconclusive: as one run orders them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineResult:
+    """The outcome of one pipeline of several: a summary with the errors of its stages, or why it was not started."""
+
+    file: Path
+    summary: Summary | None = None
+    errors: Mapping[str, OnnxOpsError] = field(default_factory=dict)
+    refused: OnnxOpsError | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code that `onnx-ops run` of this file would have."""
+        if self.refused is not None:
+            return self.refused.exit_code
+        return 0 if self.summary is None else self.summary.exit_code
+
+
+def run_files(
+    project: Project,
+    files: Iterable[Path],
+    *,
+    jobs: int = 1,
+    overrides: Sequence[str] = (),
+    until: StageKind | None = None,
+    no_cache: Collection[StageKind] = (),
+    abandon: str = "",
+    observe: Callable[[], Observer | None] = lambda: None,
+    actor: str = "",
+    base: str = "",
+) -> Iterator[PipelineResult]:
+    """Plan and run every file, at most `jobs` of them at once; results come in the order of the files.
+
+    A file that is wrong, or fails, stops no other. Yielded results are not kept, nor are plans that have run.
+    """
+    from onnx_ops.app.results import find_base, summarize
+    from onnx_ops.pipeline import ordered_map
+
+    root = project.settings.root
+
+    def led(file: Path) -> PipelineResult:
+        try:
+            prepared = prepare(project, file, overrides=overrides, until=until)
+            against = find_base(root, project.context.store, prepared.pipeline.pipeline, base) if base else None
+            result = execute(
+                project, prepared, no_cache=no_cache, observer=observe(), actor=actor, abandon=abandon, base=against
+            )
+            summary = summarize(prepared.pipeline, result, project.context)
+        except OnnxOpsError as error:
+            return PipelineResult(file=file, refused=error)
+        return PipelineResult(file=file, summary=summary, errors=result.errors)
+
+    return ordered_map(jobs, led, files)
+
+
+def worst_exit_code(codes: Iterable[int]) -> int:
+    """Return one exit code for several runs."""
+    distinct = set(codes)
+    return next((code for code in _WORST_FIRST if code in distinct), max(distinct, default=0))

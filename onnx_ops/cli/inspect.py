@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -90,13 +91,23 @@ def inspect(
         else:
             _report(looked_at, summary, targets, written)
         if serve:
-            from onnx_ops.adapters.viewer import view
-
             with view(looked_at, port) as (address, wait):
                 typer.echo(f"{looked_at.name} at {address}; Ctrl-C ends it", err=True)
                 wait()
     if summary.problem:
         raise typer.Exit(2)
+
+
+@contextmanager
+def view(path: Path, port: int) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Serve a graph with Netron; give its URL and a function that waits for the end. Port 0 takes a free one."""
+    require(*EXTRAS["view"], where="inspect --serve")
+    netron = importlib.import_module("netron")
+    host, taken = netron.start(str(path), address=("127.0.0.1", port or None), browse=False)
+    try:
+        yield f"http://{host}:{taken}", netron.wait
+    finally:
+        netron.stop((host, taken))
 
 
 @contextmanager

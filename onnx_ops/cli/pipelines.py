@@ -31,7 +31,7 @@ from onnx_ops.domain.pipeline import StageKind, StageStatus
 from onnx_ops.errors import ConfigError, Problem, UserError, config_error
 
 if TYPE_CHECKING:
-    from onnx_ops.app.batch import PipelineResult
+    from onnx_ops.app.project import PipelineResult
 
 File = Annotated[Path, typer.Argument(help="Pipeline file, e.g. configs/pipelines/digits-mlp.yaml.")]
 _KINDS = ", ".join(StageKind)
@@ -180,7 +180,7 @@ def run(
     Example: onnx-ops run configs/pipelines/digits-mlp.yaml --until gate
     """
     from onnx_ops.app import project as projects
-    from onnx_ops.app.batch import run_files
+    from onnx_ops.app.project import run_files
     from onnx_ops.cli.tables import comparison_report, summary_report
     from onnx_ops.reporting.comparison import ModelComparison, base_comparisons, champion_comparisons
 
@@ -305,7 +305,7 @@ def init(
 
 def _print_results(results: Iterable[PipelineResult], *, as_json: bool) -> int:
     """Print the outcome of each pipeline when it ends; return the worst exit code."""
-    from onnx_ops.app.batch import worst_exit_code
+    from onnx_ops.app.project import worst_exit_code
     from onnx_ops.cli.tables import choice_lines
 
     codes: list[int] = []

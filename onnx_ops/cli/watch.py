@@ -115,8 +115,7 @@ def _listening(project: Project, watcher: WatchLoop, wakeups: ReconcileQueue, li
     if listen is None:
         yield
         return
-    from onnx_ops.adapters.webhooks.receiver import WebhookReceiver
-    from onnx_ops.adapters.webhooks.secret import read_secret
+    from onnx_ops.adapters.webhooks.receiver import WebhookReceiver, read_secret
 
     host, _, port = listen.rpartition(":")
     if not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
@@ -148,7 +147,7 @@ def _listening(project: Project, watcher: WatchLoop, wakeups: ReconcileQueue, li
 def _repair_webhook(project: Project, watcher: WatchLoop) -> None:
     """Repair the webhook. After a failure the watch continues: it polls."""
     from onnx_ops.adapters.registries.mlflow_webhooks import MlflowWebhooks
-    from onnx_ops.adapters.webhooks.secret import read_secret
+    from onnx_ops.adapters.webhooks.receiver import read_secret
 
     try:
         secret = read_secret(project.settings.webhook_secret, os.environ)

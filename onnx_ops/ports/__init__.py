@@ -13,13 +13,13 @@ from onnx_ops.ports.export import TracingExporter as TracingExporter
 from onnx_ops.ports.export import TrainingExporter as TrainingExporter
 from onnx_ops.ports.export import Tree as Tree
 from onnx_ops.ports.export import TreeExporter as TreeExporter
-from onnx_ops.ports.notify import Notifier as Notifier
 from onnx_ops.ports.optimize import Optimizer as Optimizer
 from onnx_ops.ports.optimize import OptimizeRequest as OptimizeRequest
 from onnx_ops.ports.release import EndpointProvider as EndpointProvider
 from onnx_ops.ports.release import Ledger as Ledger
 from onnx_ops.ports.release import MetricsSource as MetricsSource
 from onnx_ops.ports.release import ModelFiles as ModelFiles
+from onnx_ops.ports.release import Notifier as Notifier
 from onnx_ops.ports.release import Registry as Registry
 from onnx_ops.ports.run import Clock as Clock
 from onnx_ops.ports.run import EndedRun as EndedRun

@@ -11,9 +11,8 @@ from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.execution import Environment
 from onnx_ops.ports.data import DataSource, ModelSource
 from onnx_ops.ports.export import Exporter
-from onnx_ops.ports.notify import Notifier
 from onnx_ops.ports.optimize import Optimizer
-from onnx_ops.ports.release import EndpointProvider, Ledger, MetricsSource, ModelFiles, Registry
+from onnx_ops.ports.release import EndpointProvider, Ledger, MetricsSource, ModelFiles, Notifier, Registry
 from onnx_ops.ports.run import Clock, Host
 from onnx_ops.ports.runtime import Runtime
 from onnx_ops.ports.store import Signer, StageJournal, Store, Verifier

@@ -1,4 +1,4 @@
-"""Context of release operations: registry, ledger, endpoints, metrics source and model files."""
+"""Context of release operations: registry, ledger, endpoints, metrics source, model files and notifiers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Protocol
 from onnx_ops.domain.artifact import Digest, Manifest, StoredObject
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, OrphanedResource
 from onnx_ops.domain.ledger import LedgerEntry, ReleaseState
+from onnx_ops.domain.notification import Notification
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
 from onnx_ops.domain.rollout_observations import LatencyThresholds, MetricsReading
@@ -298,3 +299,34 @@ class ModelFiles(Protocol):
 
     def forget(self, manifest: Digest) -> None:
         """Remove a folder; no error if it does not exist."""
+
+
+class Notifier(ABC):
+    """A way to reach people: a chat, an issue tracker, a mailbox.
+
+    Its exceptions never contain a secret: no token, and no address that is one.
+    """
+
+    @abstractmethod
+    def send(self, notification: Notification) -> None:
+        """Send, and return within seconds once the service has accepted it. Sending twice does no harm.
+
+        Raises:
+            ServiceUnavailableError: the service does not answer, or limits the rate; try again.
+            RefusedError: the service denies access, or requires content that must not be sent there.
+            UserError: a setting or a secret is missing or wrong.
+        """
+
+    @abstractmethod
+    def check(self) -> str:
+        """Return the destination, without secrets. Nothing is sent.
+
+        Raises:
+            RefusedError: others may read the secret.
+            UserError: a setting or a secret is missing or wrong.
+        """
+
+    @property
+    def wants_steps(self) -> bool:
+        """Whether it also gets every step of a rollout that passes."""
+        return False

@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
-from typing import ClassVar
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
 
 import pytest
 
@@ -20,7 +24,6 @@ from onnx_ops.adapters import http_json
 from onnx_ops.domain.notification import Notification, NotificationKind, Severity
 from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError
 from onnx_ops.ports import Notifier
-from onnx_ops.testing.webhook_sink import ReceivedRequest, Reply, WebhookSink
 
 ROLLED_BACK = Notification(
     endpoint="digits",
@@ -108,3 +111,74 @@ class NotifierSuite:
     def test_a_check_sends_nothing(self, notifier: Notifier, inbox: WebhookSink) -> None:
         assert notifier.check()
         assert inbox.requests == []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceivedRequest:
+    """A request. Header names are lower case."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    document: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A reply; `hang` withholds it until the server stops."""
+
+    status: int = 200
+    document: Any = None
+    headers: dict[str, str] = field(default_factory=dict)
+    hang: bool = False
+
+
+class WebhookSink:
+    """Records requests in order; `answer` returns the reply to each."""
+
+    def __init__(self, answer: Callable[[ReceivedRequest], Reply] = lambda _: Reply()) -> None:
+        self.answer = answer
+        self.requests: list[ReceivedRequest] = []
+        self.url = ""
+
+    @contextmanager
+    def open(self) -> Iterator[WebhookSink]:
+        """Listen on this machine at `url`."""
+        sink, over = self, threading.Event()
+
+        class SinkHandler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                length = int(self.headers.get("Content-Length") or 0)
+                raw = self.rfile.read(length)
+                headers = {name.lower(): value for name, value in self.headers.items()}
+                request = ReceivedRequest(
+                    method=self.command, path=self.path, headers=headers, document=json.loads(raw) if raw else None
+                )
+                sink.requests.append(request)
+                reply = sink.answer(request)
+                if reply.hang:
+                    over.wait()
+                    return
+                body = b"ok" if reply.document is None else json.dumps(reply.document).encode()
+                self.send_response(reply.status)
+                for name, value in {"Content-Length": str(len(body)), **reply.headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_POST = do_PATCH = do_GET  # noqa: N815 (names of http.server)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), SinkHandler) as server:
+            server.daemon_threads = True
+            thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+            thread.start()
+            self.url = f"http://127.0.0.1:{server.server_port}"
+            try:
+                yield self
+            finally:
+                over.set()
+                server.shutdown()
+                thread.join()

@@ -12,8 +12,7 @@ from onnx_ops.adapters.notifiers.github import GitHubNotifier
 from onnx_ops.adapters.notifiers.webhook import WebhookNotifier, format_message
 from onnx_ops.errors import NotFoundError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.ports import Notifier
-from onnx_ops.testing.notifiers import ROLLED_BACK, NotifierSuite
-from onnx_ops.testing.webhook_sink import ReceivedRequest, Reply, WebhookSink
+from onnx_ops.testing.notifiers import ROLLED_BACK, NotifierSuite, ReceivedRequest, Reply, WebhookSink
 
 TOKEN = "ghp_0123456789"  # noqa: S105 (nobody's)
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters.webhooks.receiver import WebhookReceiver
-from onnx_ops.adapters.webhooks.secret import VARIABLE, make_secret, read_secret
+from onnx_ops.adapters.webhooks.receiver import VARIABLE, WebhookReceiver, make_secret, read_secret
 from onnx_ops.errors import NotFoundError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.protocol.webhooks import ID_HEADER, MAX_BODY_BYTES, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign_delivery
 from onnx_ops.testing.fakes import FakeClock

@@ -16,7 +16,7 @@ from onnx_ops.cli.watch import _notify
 from onnx_ops.config.settings import load_settings
 from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
 from onnx_ops.testing.fakes import FakeNotifier
-from onnx_ops.testing.webhook_sink import Reply, WebhookSink
+from onnx_ops.testing.notifiers import Reply, WebhookSink
 from tests.release.release_parts import Scene
 
 

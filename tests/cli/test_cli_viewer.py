@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters.viewer import view
+from onnx_ops.cli.inspect import view
 from onnx_ops.errors import MissingPackageError
 from onnx_ops.testing.models import write_perceptron
 from tests.support.extras import hide

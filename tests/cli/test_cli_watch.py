@@ -14,8 +14,7 @@ import pytest
 
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.registries.mlflow_webhooks import MlflowWebhooks
-from onnx_ops.adapters.webhooks.receiver import WebhookReceiver
-from onnx_ops.adapters.webhooks.secret import read_secret
+from onnx_ops.adapters.webhooks.receiver import WebhookReceiver, read_secret
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError
 from onnx_ops.protocol.webhooks import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign_delivery

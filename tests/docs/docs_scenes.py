@@ -22,7 +22,7 @@ from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
 from onnx_ops.release.journal import Journal, list_bound_endpoints
 from onnx_ops.testing.endpoints import state_of
-from onnx_ops.testing.webhook_sink import WebhookSink
+from onnx_ops.testing.notifiers import WebhookSink
 from tests.docs.docs_shell import Shell
 from tests.support.mlflow_server import mlflow_server
 from tests.support.server import ServerFamily

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import yaml
 
-from onnx_ops.testing.webhook_sink import Reply, WebhookSink
+from onnx_ops.testing.notifiers import Reply, WebhookSink
 from tests.docs.docs_blocks import ROOT, Block, Command, blocks_of, commands_of
 from tests.docs.docs_shell import Shell, missing, outcome_of, without_ports
 

@@ -17,7 +17,7 @@ from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.notification import GATE_FAILED, ReleaseEvent, format_model_id
 from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.orchestration.events import post
-from onnx_ops.testing.webhook_sink import WebhookSink
+from onnx_ops.testing.notifiers import WebhookSink
 from tests.e2e.e2e_project import Project
 from tests.e2e.prefect_site import PASSWORD, PREFECT, PrefectSite, site_of
 from tests.support.processes import ROOT, until

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from onnx_ops.app.scaffold import PROJECTS, TemplateName
-from onnx_ops.testing.webhook_sink import ReceivedRequest, Reply, WebhookSink
+from onnx_ops.testing.notifiers import ReceivedRequest, Reply, WebhookSink
 from tests.install.bare_environments import install_base, installed_in
 from tests.install.workflow_runner import Runner, bare_path, load
 

@@ -23,7 +23,7 @@ from onnx_ops.errors import UserError
 from onnx_ops.integrations.commits import RESULTS
 from onnx_ops.integrations.github_action import MARK, main, read_event
 from onnx_ops.reporting.pull_request import Checked
-from onnx_ops.testing.webhook_sink import ReceivedRequest, Reply, WebhookSink
+from onnx_ops.testing.notifiers import ReceivedRequest, Reply, WebhookSink
 from tests.integrations.commit_parts import pipeline_text
 from tests.support.git import commit_all
 

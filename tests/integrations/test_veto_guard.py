@@ -19,8 +19,7 @@ from onnx_ops.attestation import TrustedKeys, read_envelope, sign_record
 from onnx_ops.domain.attestation import Envelope, OverrideRecord
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import OnnxOpsError, RefusedError
-from onnx_ops.integrations.mlflow_app.configuration import Configuration, read_configuration
-from onnx_ops.integrations.mlflow_app.guard import folded, guarded
+from onnx_ops.integrations.mlflow_app.guard import Configuration, folded, guarded, read_configuration
 from onnx_ops.release.decision_policy import read_override
 from tests.integrations.veto_parts import (
     CHALLENGER,

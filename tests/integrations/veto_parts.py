@@ -14,8 +14,7 @@ from onnx_ops.config.loader import load_policy
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.decision import Decision, DecisionRecord, GateResult, SignedDecision, Verdict
 from onnx_ops.domain.release import Publication, VersionRecord
-from onnx_ops.integrations.mlflow_app.configuration import Configuration
-from onnx_ops.integrations.mlflow_app.guard import Guard
+from onnx_ops.integrations.mlflow_app.guard import Configuration, Guard
 from onnx_ops.integrations.mlflow_app.store import ServerStore, StoredVersion
 from onnx_ops.ports import Signer
 from onnx_ops.reporting.description import version_description

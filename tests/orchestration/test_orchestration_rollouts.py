@@ -13,8 +13,7 @@ from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError
 from onnx_ops.orchestration.notifier import PrefectNotifier
 from onnx_ops.release.reconcile import RECORD_INTERVAL_S
 from onnx_ops.testing.fakes import FakeNotifier
-from onnx_ops.testing.notifiers import ROLLED_BACK
-from onnx_ops.testing.webhook_sink import WebhookSink
+from onnx_ops.testing.notifiers import ROLLED_BACK, WebhookSink
 from tests.orchestration.flow_runs import artifacts_of, in_flow, names_of_task_runs, run_of
 from tests.release.release_parts import CANARY, Scene
 

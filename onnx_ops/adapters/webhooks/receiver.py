@@ -1,4 +1,4 @@
-"""An HTTP server, on a separate thread, for MLflow's webhooks and for metrics.
+"""An HTTP server, on a separate thread, for MLflow's webhooks and for metrics; and the secret that it shares.
 
 It runs on Starlette and uvicorn, which are dependencies of MLflow and Prefect.
 """
@@ -6,9 +6,11 @@ It runs on Starlette and uvicorn, which are dependencies of MLflow and Prefect.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -18,11 +20,21 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from onnx_ops.errors import InvalidSignatureError, OnnxOpsError, ServiceUnavailableError, TooLargeError, UserError
+from onnx_ops.adapters.files import create_file, read_private
+from onnx_ops.errors import (
+    InvalidSignatureError,
+    NotFoundError,
+    OnnxOpsError,
+    ServiceUnavailableError,
+    TooLargeError,
+    UserError,
+)
 from onnx_ops.ports import Clock
 from onnx_ops.protocol.webhooks import MAX_BODY_BYTES, RecentDeliveryIds, verify_delivery
 
 PATH = "/webhooks/mlflow"
+VARIABLE = "ONNX_OPS_WEBHOOK_SECRET"
+_SHORTEST_SECRET = 16
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Content type of metrics."""
 _TIMEOUT_S = 10.0
@@ -136,3 +148,26 @@ async def _read_body(request: Request) -> bytes:
     except TimeoutError as error:
         raise UserError("the delivery was not received in time") from error
     return bytes(body)
+
+
+def read_secret(path: Path, environ: Mapping[str, str]) -> str:
+    """Return the secret from the environment, else from the file."""
+    secret, where = environ.get(VARIABLE), VARIABLE
+    if secret is None:
+        remedy = f"Delete it, and run `onnx-ops webhooks install` for a new one; or chmod 600 {path}."
+        try:
+            secret, where = read_private(path, "the webhook secret", remedy=remedy), str(path)
+        except FileNotFoundError as error:
+            remedy = f"`onnx-ops webhooks install --url URL` creates one; or set {VARIABLE}."
+            raise NotFoundError("there is no webhook secret", where=str(path), remedy=remedy) from error
+    if len(secret) < _SHORTEST_SECRET:
+        remedy = "Generate one: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+        raise UserError(f"the webhook secret is shorter than {_SHORTEST_SECRET} characters", where=where, remedy=remedy)
+    return secret
+
+
+def make_secret(path: Path, environ: Mapping[str, str]) -> str:
+    """Return the secret; create the file, once for all processes, if needed."""
+    if VARIABLE not in environ and not path.exists():
+        create_file(path, f"{secrets.token_urlsafe(32)}\n".encode())
+    return read_secret(path, environ)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.errors import OnnxOpsError, RefusedError, UserError
-from onnx_ops.integrations.mlflow_app.configuration import read_configuration
-from onnx_ops.integrations.mlflow_app.guard import Guard
+from onnx_ops.integrations.mlflow_app.guard import Guard, read_configuration
 from onnx_ops.integrations.mlflow_app.store import ServerStore
 
 if TYPE_CHECKING:
