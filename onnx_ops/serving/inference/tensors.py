@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import reprlib
+import secrets
 import struct
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Literal
 
@@ -51,6 +52,12 @@ LARGE_BODY_BYTES = 8192
 _UNCHECKED_BYTES = 1 << 20
 """A smaller body cannot hold enough values to exceed the limits."""
 _CACHED_PARSER_BYTES = 2 << 20
+_LARGE_ARRAY_BYTES = 1 << 20
+"""Text of an array that is parsed in pieces."""
+_PIECE_BYTES = 1 << 18
+"""Text that is parsed in a millisecond."""
+_LOOKED_AT = 64
+"""Arrays of a body that are looked at."""
 _R, _L = b"rl"
 _threads = threading.local()
 _SMALL_LISTS = ("shape", "columns", "index", "parameters", "outputs")
@@ -112,6 +119,93 @@ class LazyArray:
         return self._array.as_list()
 
 
+class LargeArray(LazyArray):
+    """The text of an array of numbers, or of rows of numbers, of which nothing is parsed yet.
+
+    It is parsed in pieces: each occupies the interpreter, which answers other requests in between. The shape is by the
+    number of rows and the length of the first one.
+    """
+
+    __slots__ = ("_body", "_end", "_start")
+
+    def __init__(self, body: bytes, start: int, end: int) -> None:
+        self._body, self._start, self._end = body, start, end
+        rows = _count_letter(body, "]", start, end - 1)
+        columns = 1 + _count_letter(body, ",", start, body.find(b"]", start))
+        self.shape = (rows, columns) if rows else (columns,)
+
+    def to_numbers(self, kind: str) -> Array | None:
+        """Return flat numbers of numpy's `kind` (f, i or u); None if one does not fit, or if rows differ in length."""
+        parser = simdjson.Parser()
+        numbers = []
+        try:
+            for piece in self._divide():
+                walk = _LazyWalk()
+                array: Any = parser.parse(piece)
+                if walk.measure(array)[1:] != self.shape[1:] or walk.brackets != piece.count(b"["):
+                    return None
+                numbers.append(np.frombuffer(array.as_buffer(of_type=_LAZY_CODES[kind]), f"{kind}8"))
+                del array  # the parser refuses to parse while it lives
+        except (TypeError, ValueError, LookupError):
+            return None
+        return np.concatenate(numbers)
+
+    def _divide(self) -> Iterator[bytes]:
+        """Yield the array as several arrays, without dividing a number or a row."""
+        body, start, end = self._body, self._start + 1, self._end - 1
+        while end - start > _PIECE_BYTES:
+            if len(self.shape) == 1:
+                comma = cut = body.rfind(b",", start, start + _PIECE_BYTES)
+            else:
+                cut = body.rfind(b"]", start, start + _PIECE_BYTES) + 1
+                comma = body.find(b",", cut, end)
+                if body[cut:comma].strip():
+                    break
+            if comma <= start:  # one number or row is longer than a piece
+                break
+            yield b"[%b]" % body[start:cut]
+            start = comma + 1
+        yield b"[%b]" % body[start:end]
+
+    def to_lists(self) -> list[Any]:
+        """Return nested Python lists."""
+        try:
+            lists: list[Any] = orjson.loads(self._body[self._start : self._end])
+        except orjson.JSONDecodeError as error:
+            raise UserError("the body is not JSON", why=str(error)) from error
+        return lists
+
+
+def _take_large_arrays(body: bytes) -> tuple[bytes, dict[str, LazyArray]]:
+    """Return a body with a text in place of each large array, and these arrays by that text.
+
+    A bracket in a text of the client's ends as JSON that is not valid: the quotes of ours end that text.
+    """
+    taken: dict[str, LazyArray] = {}
+    parts: list[bytes] = []
+    done = place = 0
+    for _ in range(_LOOKED_AT):
+        place = body.find(b"[", place)
+        if place < 0:
+            break
+        has_rows = body[place + 1 : place + 2] == b"["
+        end = body.find(b"]]", place) + 2 if has_rows else body.find(b"]", place) + 1
+        others = (b"[[" if has_rows else b"[", b"{", b'"', b"l", b"r")  # null, true and false have one of these letters
+        if end - place < _LARGE_ARRAY_BYTES or any(body.find(other, place + 1, end) >= 0 for other in others):
+            place += 1
+            continue
+        name = secrets.token_hex(16)
+        taken[name] = LargeArray(body, place, end)
+        parts += body[done:place], f'"{name}"'.encode()
+        done = place = end
+    return b"".join((*parts, body[done:])), taken
+
+
+def _count_letter(text: bytes, letter: str, start: int = 0, end: int | None = None) -> int:
+    """Count a letter without occupying the interpreter, as `bytes.count` does."""
+    return int(np.count_nonzero(np.frombuffer(text, np.uint8)[start:end] == ord(letter)))
+
+
 def parse_document(body: bytes) -> tuple[Any, bool]:
     """Parse a JSON body, with large arrays of numbers as `LazyArray`.
 
@@ -120,10 +214,8 @@ def parse_document(body: bytes) -> tuple[Any, bool]:
     literals = may_contain_literals(body)
     if len(body) >= LARGE_BODY_BYTES:
         if len(body) > _UNCHECKED_BYTES:
-            letters = np.frombuffer(body, np.uint8)
-            values = np.count_nonzero(letters == ord(","))
-            containers = np.count_nonzero(letters == ord("[")) + np.count_nonzero(letters == ord("{"))
-            if values > MAX_VALUES or containers > MAX_CONTAINERS:
+            containers = _count_letter(body, "[") + _count_letter(body, "{")
+            if _count_letter(body, ",") > MAX_VALUES or containers > MAX_CONTAINERS:
                 raise TooLargeError(
                     f"the body holds more than {MAX_VALUES} values or {MAX_CONTAINERS} lists",
                     remedy="Send large tensors in the binary form.",
@@ -154,6 +246,9 @@ def _parse_lazily(body: bytes) -> Any:
     A parser keeps about 14 times the bytes of its largest body, so a thread keeps one, whose memory is warm, only for
     smaller bodies. It refuses to parse while a lazy array of the last body lives; orjson then takes over.
     """
+    taken: dict[str, LazyArray] = {}
+    if len(body) >= _LARGE_ARRAY_BYTES:
+        body, taken = _take_large_arrays(body)
     if len(body) > _CACHED_PARSER_BYTES:
         parser = simdjson.Parser()
     else:
@@ -161,19 +256,20 @@ def _parse_lazily(body: bytes) -> Any:
             _threads.parser = simdjson.Parser()
         parser = _threads.parser
     try:
-        walk = _LazyWalk()
+        walk = _LazyWalk(taken)
         document = walk.convert(parser.parse(body), "")
     except (ValueError, TypeError, LookupError, RuntimeError):
         return None
     # A list among the elements of a lazy array would be missed. Counting the brackets reveals it.
-    return document if walk.brackets == np.count_nonzero(np.frombuffer(body, np.uint8) == ord("[")) else None
+    return document if walk.brackets == _count_letter(body, "[") and not walk.taken else None
 
 
 class _LazyWalk:
-    """Converts a simdjson document. `brackets` counts its lists."""
+    """Converts a simdjson document. `brackets` counts its lists; `taken` are arrays that it has texts in place of."""
 
-    def __init__(self) -> None:
+    def __init__(self, taken: dict[str, LazyArray] | None = None) -> None:
         self.brackets = 0
+        self.taken = taken or {}
 
     def convert(self, value: Any, key: str) -> Any:
         if type(value) is simdjson.Object:
@@ -182,13 +278,13 @@ class _LazyWalk:
                 raise ValueError("simdjson takes the first of a repeated key, orjson the last; its keys end at NUL")
             return {name: self.convert(value[name], name) for name in keys}
         if type(value) is not simdjson.Array:
-            return value
+            return self.taken.pop(value, value) if self.taken and type(value) is str else value
         if key not in _SMALL_LISTS:
             first: Any = value
             while type(first) is simdjson.Array and len(first):
                 first = first[0]
             if type(first) in (int, float):
-                return LazyArray(value, self._measure(value))
+                return LazyArray(value, self.measure(value))
         self.brackets += 1
         items = []
         for item in value:  # only values of objects become lazy arrays
@@ -199,7 +295,7 @@ class _LazyWalk:
                 items.append(self.convert(item, ""))
         return items
 
-    def _measure(self, array: simdjson.Array) -> tuple[int, ...]:
+    def measure(self, array: simdjson.Array) -> tuple[int, ...]:
         """Return the shape. Raises ValueError if it is not rectangular."""
         self.brackets += 1
         shape = [len(array)]

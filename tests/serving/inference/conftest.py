@@ -12,4 +12,6 @@ def small_is_large() -> Iterator[None]:
     """Take the path of large bodies for bodies that a test can afford."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensors, "LARGE_BODY_BYTES", 2048)
+        patch.setattr(tensors, "_LARGE_ARRAY_BYTES", 64)
+        patch.setattr(tensors, "_PIECE_BYTES", 24)
         yield

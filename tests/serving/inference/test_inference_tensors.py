@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,17 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnx_ops.domain.artifact import TensorSpec
-from onnx_ops.errors import TooLargeError
+from onnx_ops.errors import TooLargeError, UserError
 from onnx_ops.serving.inference import tensors
 from onnx_ops.serving.inference.tensors import (
     DATATYPE_OF,
     DTYPE_OF_ONNX,
+    LargeArray,
     LazyArray,
+    TensorReader,
     describe_tensor,
     get_numpy_dtype,
     parse_document,
 )
-from tests.serving.inference.tensor_cases import encode
+from tests.serving.inference.tensor_cases import encode, spec
 
 pytestmark = pytest.mark.usefixtures("small_is_large")
 
@@ -63,6 +66,67 @@ def test_numbers_stay_a_block_only_if_they_are_rectangular(monkeypatch: pytest.M
     for ragged in ([[1, 2], [3]], [1, [2, 3], []], [[1, [2]], [3, 4]], [[1], 2]):
         found, _ = parse_document(encode({"data": ragged, **PAD}))
         assert found["data"] == ragged
+
+
+NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.integers(-1000, 1000)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(NUMBERS, min_size=40, max_size=200)
+    | st.integers(1, 9).flatmap(
+        lambda n: st.lists(st.lists(NUMBERS, min_size=n, max_size=n), min_size=30, max_size=60)
+    ),
+    st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", " : ")]),
+)
+def test_an_array_that_is_parsed_in_pieces_is_the_whole_one(values: list[Any], separators: tuple[str, str]) -> None:
+    body = json.dumps({"data": values, **PAD}, separators=separators).encode()
+    found = parse_document(body)[0]["data"]
+    assert isinstance(found, LargeArray)
+    assert found.to_lists() == values
+    assert found.shape == np.shape(values)
+    numbers = found.to_numbers("f")
+    assert numbers is not None
+    np.testing.assert_array_equal(numbers.reshape(found.shape), np.array(values, np.float64))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" + "1," * 50 + ",2]",
+        "[" + "1," * 50 + "]",
+        "[" + "1," * 50 + "true]",
+        "[" + "1," * 50 + '"2"]',
+        "[" + "1," * 50 + "null]",
+        "[" + "1," * 50 + "NaN]",
+        "[" + "1," * 50 + "1 2]",
+        "[" + "1," * 50 + '{"a":1}]',
+        "[" + "[1,2]," * 50 + "[1,2,3]]",
+        "[" + "[1,2]," * 50 + "[1]]",
+        "[" + "[1,2]," * 50 + "[]]",
+        "[" + "[1,2]," * 50 + "3]]",
+        "[" + "[1,2]" * 50 + "[1,2]]",
+        "[" + "[1,2]," * 50 + "[1,2],]",
+        "[" + "[1,2]x," * 50 + "[1,2]]",
+    ],
+)
+def test_an_array_in_pieces_that_is_not_one_of_numbers_is_refused(text: str) -> None:
+    reader = TensorReader(spec("x", "float32", "batch", 2))
+    count = text.count(",") + 1 - text.count(",]")
+    shape = (count // 2, 2)
+
+    def read() -> None:
+        document, literals = parse_document(f'{{"data":{text},"pad":"{" " * 3000}"}}'.encode())
+        reader.read_json(shape, 2 * shape[0], document["data"], literals=literals)
+
+    with pytest.raises(UserError):
+        read()
+
+
+def test_a_bracket_in_a_text_takes_nothing_from_it() -> None:
+    for text in ("[" + "1," * 50 + "1]", '"[' + "1," * 50 + "1]", "\\[" + "1," * 50 + '1]:"'):
+        found, _ = parse_document(encode({"id": text, "data": [[1]], **PAD}))
+        assert materialised(found) == {"id": text, "data": [[1]], **PAD}
 
 
 def test_a_repeated_key_has_its_last_value_in_large_bodies_too() -> None:
