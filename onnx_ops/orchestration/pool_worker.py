@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import re
+import select
 import signal
 import socket
 import threading
@@ -208,12 +209,20 @@ class PoolWorker:
                     polled = now
                     for run in self._waiting(client)[:free]:
                         self._take(client, run)
-            time.sleep(_POLL_S)
+            self._pause()
         with contextlib.suppress(Exception):  # it counts as gone soon anyway
             client.delete_variable_by_name(variable)
             place = {"work_pool_name": self.pool, "name": self.name}
             client.request("DELETE", "/work_pools/{work_pool_name}/workers/{name}", path_params=place)
         _LOG.info("worker %s of pool %s has ended", self.name, self.pool)
+
+    def _pause(self) -> None:
+        """Wait until the next poll, or until a stage ends: its place is free then."""
+        with contextlib.ExitStack() as stack:
+            ends = [os.pidfd_open(pid) for pid in self.stages] if hasattr(os, "pidfd_open") else []
+            for end in ends:
+                stack.callback(os.close, end)
+            select.select(ends, (), (), _POLL_S)
 
     def _announce(self, client: SyncPrefectClient) -> str:
         """Describe this worker in a Prefect variable, and remove those of the pool's dead workers; return its name."""

@@ -58,6 +58,9 @@ _PIECE_BYTES = 1 << 18
 """Text that is parsed in a millisecond."""
 _LOOKED_AT = 64
 """Arrays of a body that are looked at."""
+_NOT_OF_NUMBERS = (b"{", b'"', b"l", b"r")
+"""null, true and false have one of the letters."""
+_WITHOUT_BRACKETS = bytes.maketrans(b"[]", b"  ")
 _R, _L = b"rl"
 _threads = threading.local()
 _SMALL_LISTS = ("shape", "columns", "index", "parameters", "outputs")
@@ -120,52 +123,36 @@ class LazyArray:
 
 
 class LargeArray(LazyArray):
-    """The text of an array of numbers, or of rows of numbers, of which nothing is parsed yet.
+    """The text of a rectangular array, of which only the brackets and commas are known.
 
-    It is parsed in pieces: each occupies the interpreter, which answers other requests in between. The shape is by the
-    number of rows and the length of the first one.
+    It is parsed in pieces: each occupies the interpreter, which answers other requests in between.
     """
 
     __slots__ = ("_body", "_end", "_start")
 
-    def __init__(self, body: bytes, start: int, end: int) -> None:
-        self._body, self._start, self._end = body, start, end
-        rows = _count_letter(body, "]", start, end - 1)
-        columns = 1 + _count_letter(body, ",", start, body.find(b"]", start))
-        self.shape = (rows, columns) if rows else (columns,)
+    def __init__(self, body: bytes, start: int, end: int, shape: tuple[int, ...]) -> None:
+        self._body, self._start, self._end, self.shape = body, start, end, shape
 
     def to_numbers(self, kind: str) -> Array | None:
-        """Return flat numbers of numpy's `kind` (f, i or u); None if one does not fit, or if rows differ in length."""
-        parser = simdjson.Parser()
-        numbers = []
+        """Return flat numbers of numpy's `kind` (f, i or u); None if an element is no number that fits."""
+        parser, numbers = simdjson.Parser(), []
         try:
             for piece in self._divide():
-                walk = _LazyWalk()
-                array: Any = parser.parse(piece)
-                if walk.measure(array)[1:] != self.shape[1:] or walk.brackets != piece.count(b"["):
-                    return None
-                numbers.append(np.frombuffer(array.as_buffer(of_type=_LAZY_CODES[kind]), f"{kind}8"))
-                del array  # the parser refuses to parse while it lives
-        except (TypeError, ValueError, LookupError):
+                buffer: Any = parser.parse(piece).as_buffer(of_type=_LAZY_CODES[kind])  # type: ignore[union-attr]
+                numbers.append(np.frombuffer(buffer, f"{kind}8"))
+        except (TypeError, ValueError):
             return None
-        return np.concatenate(numbers)
+        flat = np.concatenate(numbers)
+        return flat if flat.size == math.prod(self.shape) else None
 
     def _divide(self) -> Iterator[bytes]:
-        """Yield the array as several arrays, without dividing a number or a row."""
-        body, start, end = self._body, self._start + 1, self._end - 1
-        while end - start > _PIECE_BYTES:
-            if len(self.shape) == 1:
-                comma = cut = body.rfind(b",", start, start + _PIECE_BYTES)
-            else:
-                cut = body.rfind(b"]", start, start + _PIECE_BYTES) + 1
-                comma = body.find(b",", cut, end)
-                if body[cut:comma].strip():
-                    break
-            if comma <= start:  # one number or row is longer than a piece
-                break
-            yield b"[%b]" % body[start:cut]
-            start = comma + 1
-        yield b"[%b]" % body[start:end]
+        """Yield flat arrays of all elements. Spaces in place of brackets keep what they separate apart."""
+        start, cut = self._start, 0
+        while cut >= 0:
+            is_last = self._end - start <= _PIECE_BYTES
+            cut = -1 if is_last else self._body.rfind(b",", start, start + _PIECE_BYTES)
+            yield b"[%b]" % self._body[start : cut if cut >= 0 else self._end].translate(_WITHOUT_BRACKETS)
+            start = cut + 1
 
     def to_lists(self) -> list[Any]:
         """Return nested Python lists."""
@@ -177,9 +164,9 @@ class LargeArray(LazyArray):
 
 
 def _take_large_arrays(body: bytes) -> tuple[bytes, dict[str, LazyArray]]:
-    """Return a body with a text in place of each large array, and these arrays by that text.
+    """Return a body with a text in place of each large array of numbers, and these arrays by that text.
 
-    A bracket in a text of the client's ends as JSON that is not valid: the quotes of ours end that text.
+    Brackets in a text of the client's are no danger: the quotes of ours would end that text, and the body is no JSON.
     """
     taken: dict[str, LazyArray] = {}
     parts: list[bytes] = []
@@ -188,22 +175,37 @@ def _take_large_arrays(body: bytes) -> tuple[bytes, dict[str, LazyArray]]:
         place = body.find(b"[", place)
         if place < 0:
             break
-        has_rows = body[place + 1 : place + 2] == b"["
-        end = body.find(b"]]", place) + 2 if has_rows else body.find(b"]", place) + 1
-        others = (b"[[" if has_rows else b"[", b"{", b'"', b"l", b"r")  # null, true and false have one of these letters
-        if end - place < _LARGE_ARRAY_BYTES or any(body.find(other, place + 1, end) >= 0 for other in others):
+        start = place
+        while body[place : place + 1] == b"[":
             place += 1
+        end = body.find(b"]" * (place - start), place) + place - start
+        if end - start < _LARGE_ARRAY_BYTES or any(body.find(other, start, end) >= 0 for other in _NOT_OF_NUMBERS):
             continue
-        name = secrets.token_hex(16)
-        taken[name] = LargeArray(body, place, end)
-        parts += body[done:place], f'"{name}"'.encode()
-        done = place = end
+        if shape := _measure(body, start, end, place - start):
+            name = secrets.token_hex(16)
+            taken[name] = LargeArray(body, start, end, shape)
+            parts += body[done:start], f'"{name}"'.encode()
+            done = place = end
     return b"".join((*parts, body[done:])), taken
 
 
-def _count_letter(text: bytes, letter: str, start: int = 0, end: int | None = None) -> int:
+def _measure(body: bytes, start: int, end: int, depth: int) -> tuple[int, ...]:
+    """Return the shape of an array of this depth by its brackets and commas; empty if it is not rectangular."""
+    letters = np.frombuffer(body, np.uint8)[start:end]
+    found = letters[(letters == ord("[")) | (letters == ord("]")) | (letters == ord(","))]
+    row, shape = b"", list[int]()
+    for level in reversed(range(depth)):
+        ends = found[level + 1 + len(row) :: len(row) + 1] == ord("]")
+        if not ends.any():
+            return ()
+        shape.insert(0, int(ends.argmax()) + 1)
+        row = b"[%b]" % b",".join([row] * shape[0])
+    return tuple(shape) if row == found.tobytes() else ()
+
+
+def _count_letter(text: bytes, letter: str) -> int:
     """Count a letter without occupying the interpreter, as `bytes.count` does."""
-    return int(np.count_nonzero(np.frombuffer(text, np.uint8)[start:end] == ord(letter)))
+    return int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord(letter)))
 
 
 def parse_document(body: bytes) -> tuple[Any, bool]:
@@ -284,7 +286,7 @@ class _LazyWalk:
             while type(first) is simdjson.Array and len(first):
                 first = first[0]
             if type(first) in (int, float):
-                return LazyArray(value, self.measure(value))
+                return LazyArray(value, self._measure(value))
         self.brackets += 1
         items = []
         for item in value:  # only values of objects become lazy arrays
@@ -295,7 +297,7 @@ class _LazyWalk:
                 items.append(self.convert(item, ""))
         return items
 
-    def measure(self, array: simdjson.Array) -> tuple[int, ...]:
+    def _measure(self, array: simdjson.Array) -> tuple[int, ...]:
         """Return the shape. Raises ValueError if it is not rectangular."""
         self.brackets += 1
         shape = [len(array)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from typing import Any
 
@@ -74,8 +75,9 @@ NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.intege
 @settings(deadline=None)
 @given(
     st.lists(NUMBERS, min_size=40, max_size=200)
-    | st.integers(1, 9).flatmap(
-        lambda n: st.lists(st.lists(NUMBERS, min_size=n, max_size=n), min_size=30, max_size=60)
+    | st.integers(1, 9).flatmap(lambda n: st.lists(st.lists(NUMBERS, min_size=n, max_size=n), min_size=30, max_size=60))
+    | st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 9), st.integers(30, 31)).map(
+        lambda shape: np.arange(math.prod(shape), dtype=np.float64).reshape(shape).tolist()
     ),
     st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", " : ")]),
 )
@@ -108,6 +110,10 @@ def test_an_array_that_is_parsed_in_pieces_is_the_whole_one(values: list[Any], s
         "[" + "[1,2]" * 50 + "[1,2]]",
         "[" + "[1,2]," * 50 + "[1,2],]",
         "[" + "[1,2]x," * 50 + "[1,2]]",
+        "[7" + "[1,2]," * 50 + "[1,2]]",
+        "[" + "[1,2]7," * 50 + "[1,2]]",
+        "[" + "[1,]," * 50 + "[1,2]]",
+        "[" + "[1,[2]]," * 50 + "[1,2]]",
     ],
 )
 def test_an_array_in_pieces_that_is_not_one_of_numbers_is_refused(text: str) -> None:
