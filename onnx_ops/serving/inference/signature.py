@@ -15,6 +15,8 @@ from onnx_ops.ports.data import Array
 from onnx_ops.serving.inference.tensors import DATATYPE_OF, TensorReader, join_text, shorten
 
 _NUMPY = orjson.OPT_SERIALIZE_NUMPY
+_PIECE = 1 << 14
+"""Elements that are written in a millisecond or two: other requests are answered between the pieces."""
 
 
 class ResponseFormat(Enum):
@@ -62,7 +64,13 @@ class TensorWriter:
     def write_json(self, array: Array) -> bytes:
         """Return the tensor as JSON with flat data, floats as their shortest text."""
         flat = array.ravel()
-        data = orjson.dumps(flat.tolist()) if self._is_text else orjson.dumps(flat, None, _NUMPY)
+        if self._is_text:
+            data = orjson.dumps(flat.tolist())
+        elif flat.size <= _PIECE:
+            data = orjson.dumps(flat, None, _NUMPY)
+        else:
+            pieces = (flat[start : start + _PIECE] for start in range(0, flat.size, _PIECE))
+            data = b"[%b]" % b",".join([orjson.dumps(piece, None, _NUMPY)[1:-1] for piece in pieces])
         shape, prefix = self._last
         if array.shape != shape or not prefix:
             shape = array.shape

@@ -191,16 +191,18 @@ def _take_large_arrays(body: bytes) -> tuple[bytes, dict[str, LazyArray]]:
 
 def _measure(body: bytes, start: int, end: int, depth: int) -> tuple[int, ...]:
     """Return the shape of an array of this depth by its brackets and commas; empty if it is not rectangular."""
-    letters = np.frombuffer(body, np.uint8)[start:end]
-    found = letters[(letters == ord("[")) | (letters == ord("]")) | (letters == ord(","))]
-    row, shape = b"", list[int]()
+    pieces = []
+    for place in range(start, end, _PIECE_BYTES):
+        letters = np.frombuffer(body, np.uint8)[place : min(place + _PIECE_BYTES, end)]
+        pieces.append(letters[(letters == ord(",")) | (letters == ord("[")) | (letters == ord("]"))].tobytes())
+    found, row, shape = b"".join(pieces), b"", list[int]()
     for level in reversed(range(depth)):
-        ends = found[level + 1 + len(row) :: len(row) + 1] == ord("]")
+        ends = np.frombuffer(found, np.uint8)[level + 1 + len(row) :: len(row) + 1] == ord("]")
         if not ends.any():
             return ()
         shape.insert(0, int(ends.argmax()) + 1)
-        row = b"[%b]" % b",".join([row] * shape[0])
-    return tuple(shape) if row == found.tobytes() else ()
+        row = b"[%b]" % (b",".join([row] * shape[0]) if row else b"," * (shape[0] - 1))
+    return tuple(shape) if row == found else ()
 
 
 def _count_letter(text: bytes, letter: str) -> int:
