@@ -12,6 +12,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar, cast
 
@@ -40,6 +41,13 @@ class ProcessCrashError(Exception):
         self.explanation = f"{reason}\n{output}" if output else reason
 
 
+def prepare(module: str) -> None:
+    """Start the process whose forks call functions of a module, unless it runs; it imports while this one continues."""
+    # Each fork would import the program and the module again.
+    forkserver.set_forkserver_preload(["__main__", "onnx", "onnxruntime", __name__, module])
+    forkserver.ensure_running()
+
+
 def run_guarded(
     work: Callable[..., T], *arguments: object, timeout: float = DEFAULT_TIMEOUT_S, memory: int | None = None
 ) -> T:
@@ -58,8 +66,8 @@ def run_guarded(
         ProcessCrashError: it raised something else, crashed, or exceeded its time or memory.
     """
     limit = memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    prepare(work.__module__)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["onnx", "onnxruntime", __name__])
     answers, theirs = context.Pipe(duplex=False)
     output, printed = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(theirs, printed, work, arguments, timeout, limit), daemon=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
 
 from onnx_ops import codec
-from onnx_ops.adapters.isolation.crash_guard import DEFAULT_TIMEOUT_S, ProcessCrashError, run_guarded
+from onnx_ops.adapters.isolation.crash_guard import DEFAULT_TIMEOUT_S, ProcessCrashError, prepare, run_guarded
 from onnx_ops.adapters.runtimes.hardware import read_hardware
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.runtimes.ort_format import prepare_model_file
@@ -120,6 +120,7 @@ class GuardedRuntime(OnnxRuntime):
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT_S) -> None:
         super().__init__()
+        prepare(OnnxRuntime.__module__)
         self._timeout = timeout
         self._ran: set[tuple[Path, str]] = set()
 
