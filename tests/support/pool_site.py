@@ -42,8 +42,9 @@ gates: [{kind: size, max: 1 MB}]
 """
 
 _CODE = '''\
-"""A training function that says when it begins and ends."""
+"""A training function that says when it begins and ends, and a metric that waits once in each process."""
 
+import functools
 import os
 import time
 
@@ -57,6 +58,16 @@ def train(data, mark, seconds, log):
     model = MLPClassifier((8,), max_iter=300, random_state=0).fit(rows.inputs["x"], rows.label)
     note(log, mark, "ends")
     return model
+
+
+@functools.cache
+def wait():
+    time.sleep(3)
+
+
+def slow(predictions, labels):
+    wait()
+    return float((predictions == labels).mean())
 
 
 def note(log, mark, what):
