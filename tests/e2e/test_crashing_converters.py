@@ -1,4 +1,4 @@
-"""Converters that segfault, abort, hang, eat memory or print without end: each is reported, and the run goes on."""
+"""Converters that crash, abort, hang, exhaust memory or print without end: each is reported, and the run continues."""
 
 from __future__ import annotations
 

@@ -178,10 +178,13 @@ def _take_large_arrays(body: bytes) -> tuple[bytes, dict[str, LazyArray]]:
         start = place
         while body[place : place + 1] == b"[":
             place += 1
-        end = body.find(b"]" * (place - start), place) + place - start
+        depth = place - start
+        if depth > _MAX_RANK:  # no tensor, and measuring it would take the square of its depth
+            continue
+        end = body.find(b"]" * depth, place) + depth
         if end - start < _LARGE_ARRAY_BYTES or any(body.find(other, start, end) >= 0 for other in _NOT_OF_NUMBERS):
             continue
-        if shape := _measure(body, start, end, place - start):
+        if shape := _measure(body, start, end, depth):
             name = secrets.token_hex(16)
             taken[name] = LargeArray(body, start, end, shape)
             parts += body[done:start], f'"{name}"'.encode()

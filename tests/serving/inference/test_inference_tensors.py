@@ -131,6 +131,12 @@ def test_an_array_in_pieces_that_is_not_one_of_numbers_is_refused(text: str) -> 
         read()
 
 
+def test_an_array_that_is_deeper_than_any_tensor_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "_measure", None)
+    with pytest.raises(UserError, match="not JSON"):
+        parse_document(b'{"data":' + b"[" * 50_000 + b"1" + b"]" * 50_000 + b"}")
+
+
 def test_a_bracket_in_a_text_takes_nothing_from_it() -> None:
     for text in ("[" + "1," * 50 + "1]", '"[' + "1," * 50 + "1]", "\\[" + "1," * 50 + '1]:"'):
         found, _ = parse_document(encode({"id": text, "data": [[1]], **PAD}))
