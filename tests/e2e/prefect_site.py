@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,17 +100,18 @@ class PrefectSite:
     def call(self, method: str, path: str, document: Any = None) -> Any:
         """What the API answers to any program.
 
-        Its SQLite may be locked for a minute by a transaction of the server's own. It answers 503 then, or nothing, and
-        Prefect's own client asks again.
+        Its SQLite may be locked for a minute by a transaction of the server's own. It answers 503 then, or nothing, or
+        ends the connection, and Prefect's own client asks again. So does this, where a second request changes nothing.
         """
-        changes_nothing = method == "GET" or path.endswith("/filter")
+        may_repeat = method == "GET" or path.endswith("/filter") or "idempotency_key" in (document or {})
         with self.http() as client:
             for left in reversed(range(5)):
-                with contextlib.suppress(*[httpx.ReadTimeout] if changes_nothing and left else []):
+                with contextlib.suppress(*[httpx.TransportError] if may_repeat and left else []):
                     answer = client.request(method, path, json=document)
                     if answer.status_code != 503 or not left:
                         assert answer.is_success, f"{method} {path}: {answer.text}"
                         return answer.json() if answer.content else None
+                time.sleep(1)
         raise AssertionError("unreachable: the last time ends it")
 
     def ask(self, path: str, **filters: Any) -> Any:
@@ -124,7 +127,8 @@ class PrefectSite:
     def flow_run(self, deployment: str, *, ends: str = "COMPLETED", **parameters: Any) -> dict[str, Any]:
         """Run a deployment, `FLOW/NAME`, and return its flow run, which must end in a state of that type."""
         found = self.call("GET", f"/deployments/name/{deployment}")
-        run = self.call("POST", f"/deployments/{found['id']}/create_flow_run", {"parameters": parameters})
+        asked = {"parameters": parameters, "idempotency_key": uuid.uuid4().hex}
+        run = self.call("POST", f"/deployments/{found['id']}/create_flow_run", asked)
 
         def final() -> dict[str, Any] | None:
             seen: dict[str, Any] = self.call("GET", f"/flow_runs/{run['id']}")
