@@ -51,6 +51,8 @@ _PAUSES_S = (0.03, 0.07, 0.15, 0.3, 0.6)
 """Before each repetition of a request that a server on SQLite has refused."""
 _INTERVALS = 3
 """Heartbeats in a row that a living worker does not miss."""
+_LATE = timedelta(minutes=1)
+"""Age of the last heartbeat of a worker that may be late rather than dead."""
 
 
 class _WorkerDied(Exception):
@@ -275,18 +277,33 @@ def require_workers(client: SyncPrefectClient, pool: str, kind: str, title: str)
     """Raise ServiceUnavailableError if no worker of a pool is running, or none takes this kind of stage."""
     from prefect.exceptions import ObjectNotFound
 
-    now = server_time(client)
-    alive = list_alive(client, pool, now)
+    alive, now = _wait_for_late(client, pool)
     remedy = f"Start one on a machine of that pool: onnx-ops work --pool {pool}"
     if not alive:
         raise ServiceUnavailableError(f"no worker of pool {pool} is running", where=title, remedy=remedy)
     with contextlib.suppress(ObjectNotFound):
         polled = client.read_work_queue_by_name(kind, pool).last_polled
-        if polled is not None and now - polled < timedelta(seconds=60):
+        if polled is not None and now - polled < _LATE:
             return
     raise ServiceUnavailableError(
         f"no worker of pool {pool} takes {kind} stages", where=title, why=f"running: {', '.join(alive)}", remedy=remedy
     )
+
+
+def _wait_for_late(client: SyncPrefectClient, pool: str) -> tuple[list[str], datetime]:
+    """Return the names of a pool's workers that send heartbeats, and the time of Prefect's server.
+
+    After an outage of the server every worker is late. One that was alive a minute ago has the time of a heartbeat.
+    """
+    end = time.monotonic() + HEARTBEAT_S
+    while True:
+        now = server_time(client)
+        seen = client.read_workers_for_work_pool(pool)
+        alive = sorted(worker.name for worker in seen if is_alive(worker, now))
+        beats = [worker.last_heartbeat_time for worker in seen if worker.last_heartbeat_time is not None]
+        if alive or not any(now - beat < _LATE for beat in beats) or time.monotonic() > end:
+            return alive, now
+        time.sleep(HEARTBEAT_S / 10)
 
 
 def read_announcements(client: SyncPrefectClient) -> dict[str, WorkerStatus]:

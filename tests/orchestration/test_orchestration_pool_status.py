@@ -7,6 +7,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -14,7 +15,7 @@ import pytest
 
 from onnx_ops import plugins
 from onnx_ops.domain.pipeline import PLACEABLE, StageKind
-from onnx_ops.errors import StageError
+from onnx_ops.errors import ServiceUnavailableError, StageError
 from onnx_ops.ports import PlacedStage, PoolStatus, WorkerStatus
 from tests.support.processes import until
 
@@ -98,6 +99,27 @@ def test_a_description_counts_while_its_worker_lives(pool: str, client: SyncPref
     assert status_of(pool).workers == ()
     start_worker(client, pool, "second")
     assert announced() == {"second"}
+
+
+def test_a_worker_that_is_late_is_waited_for_and_one_that_is_long_dead_is_not(
+    pool: str, client: SyncPrefectClient
+) -> None:
+    from onnx_ops.orchestration import pools
+
+    worker = start_worker(client, pool, "late")
+    worker._waiting(client)
+    now = pools.server_time(client)
+    for late, sleeps in ((20, 2), (90, 0)):
+        clock = mock.patch.object(
+            pools, "server_time", side_effect=[now + timedelta(seconds=late)] * max(sleeps, 1) + [now]
+        )
+        with clock, mock.patch("time.sleep") as slept:
+            if sleeps:
+                pools.require_workers(client, pool, "train", "train")
+            else:
+                with pytest.raises(ServiceUnavailableError, match="is running"):
+                    pools.require_workers(client, pool, "train", "train")
+        assert slept.call_count == sleeps
 
 
 def test_another_release_describes_itself_in_vain(pool: str, client: SyncPrefectClient) -> None:
