@@ -147,15 +147,16 @@ class PrefectSite:
         return max((run for run in runs if not run["auto_scheduled"]), key=lambda run: str(run["created"]))
 
     def wait_until_quiet(self) -> None:
-        """Wait until no flow run is under way: a worker fetches runs ahead of their time, so some outlive a schedule.
+        """Wait until no run of a schedule is under way: a worker fetches them ahead of time, so some outlive it.
 
-        A run that comes late releases what its file says, which would undo what a later test does.
+        A run that comes late releases what its file says, which would undo what a later test does. Other runs are those
+        of tests that share the server.
         """
 
         def unfinished() -> list[dict[str, Any]]:
             kinds = ["SCHEDULED", "PENDING", "RUNNING", "CANCELLING"]
             runs: list[dict[str, Any]] = self.ask("/flow_runs/filter", flow_runs={"state": {"type": {"any_": kinds}}})
-            return runs
+            return [run for run in runs if run["auto_scheduled"]]
 
         def quiet() -> bool:
             for run in unfinished():
@@ -164,7 +165,7 @@ class PrefectSite:
             return not unfinished()
 
         try:
-            until(quiet, seconds=300, what="the end of every flow run")
+            until(quiet, seconds=300, what="the end of every scheduled run")
         except AssertionError as error:
             kept = [(run["name"], run["state_name"], run["created"], run["start_time"]) for run in unfinished()]
             raise AssertionError(
