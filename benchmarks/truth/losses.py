@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -11,9 +12,12 @@ import numpy.typing as npt
 from scipy.optimize import brentq
 
 from benchmarks.truth.claims import Claim, at_most, table
-from onnx_ops.domain.gate import MetricDefinition
+from benchmarks.truth.evidence import evidence
+from onnx_ops.domain.decision import Verdict
+from onnx_ops.domain.gate import MetricDefinition, MetricGate, MetricName
 from onnx_ops.statistics.intervals import UNSEEN_CHANGES, bca_interval, ratio_interval, replicate
 from onnx_ops.statistics.metrics import mean
+from onnx_ops.statistics.rules.metric import judge_metric
 from onnx_ops.statistics.scores import CANDIDATE, score
 
 GROWTH = 1.05
@@ -60,7 +64,7 @@ POPULATIONS = (
 
 def prove(*, quick: bool, trials: int | None = None) -> list[Claim]:
     many = 40 if quick else trials or 600
-    return [claim for part in (_errors, _classes) for claim in part(many, quick)]
+    return [claim for part in (_errors, _maxima, _classes) for claim in part(many, quick)]
 
 
 def _errors(trials: int, quick: bool) -> Iterator[Claim]:
@@ -108,6 +112,44 @@ def _wrong(random: Random, population: Population, n: int, power: int, share: fl
     rival = bca_interval(drawn["mine"] / drawn["theirs"])
     both = [ours.high < limit, ours.low > limit]
     return both + ([False, False] if rival is None else [rival.high < limit, rival.low > limit])
+
+
+def _maxima(trials: int, quick: bool) -> Iterator[Claim]:
+    """An absolute `max` of rmse and mae that is the true value.
+
+    A setting that errs in more than `AGAIN` is tried once more, as in `_classes`.
+    """
+    rows = []
+    metrics: tuple[tuple[int, MetricName], ...] = ((2, "rmse"), (1, "mae"))
+    for power, name in metrics:
+        worst = (0.0, 0, 1, "")
+        for population in POPULATIONS:
+            random = np.random.default_rng(power)
+            draws = [(np.abs(population.draw(random, 1_000_000)) ** power).mean() for _ in range(1 if quick else 30)]
+            gate = MetricGate(name=name, max=float(np.mean(draws) ** (1 / power)))
+            for n in ROWS:
+                few = trials
+                found = _judge_maximum(gate, population, np.random.default_rng([power, n, 1]), n, few)
+                if max(found[Verdict.PASS], found[Verdict.FAIL]) > AGAIN * few and not quick:
+                    few *= MORE
+                    found = _judge_maximum(gate, population, np.random.default_rng([power, n, 2]), n, few)
+                wrong = found[Verdict.PASS], found[Verdict.FAIL]
+                rows.append(
+                    (name, population.name, str(n), *(f"{100 * count / few:.1f} %" for count in wrong), str(few))
+                )
+                worst = max(worst, (max(wrong) / few, max(wrong), few, f"{population.name}, {n} rows"))
+        what = f"{name} wrong on one side at a true value equal to `max`, worst of 40: {worst[3]}"
+        yield at_most("losses", what, worst[1], worst[2], BOUND, quick=quick)
+    table("metric, absolute max", ("", "errors", "rows", "wrong PASS", "wrong FAIL", "trials"), rows)
+
+
+def _judge_maximum(gate: MetricGate, population: Population, random: Random, n: int, trials: int) -> Counter[Verdict]:
+    verdicts: Counter[Verdict] = Counter()
+    for _ in range(trials):
+        scores = score(gate.definition(), np.zeros(n), {CANDIDATE: population.draw(random, n)}, seed=0)
+        (result,) = judge_metric(gate, evidence(scores=scores))
+        verdicts[result.verdict] += 1
+    return verdicts
 
 
 def _classes(trials: int, quick: bool) -> Iterator[Claim]:

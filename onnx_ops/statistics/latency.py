@@ -18,7 +18,7 @@ from onnx_ops.errors import MeasurementError
 FULL_RUN = 40
 """Session pairs that represent a run. An undecided run continues if the pairs up to the last look may decide."""
 
-LOOKS = (5, 6, 8, 11, 15, 20, 28, FULL_RUN, 56, 80, 113, 160)
+LOOKS = (5, 6, 8, 11, 15, 20, 28, FULL_RUN, 56, 80, 113, 160, 226, 320)
 """Session pairs after which an interim look at the samples is allowed."""
 
 ALPHA = 0.05
@@ -223,13 +223,10 @@ def estimate_pairs_needed(log_ratios: Sequence[Sequence[float]], tolerance: floa
 
     None if a hundred full runs would not be enough.
     """
-    estimate, low, high = session_interval(log_ratios, ALPHA / _SHARE)
-    distance = math.log1p(tolerance) - estimate
-    pairs = _take_medians(log_ratios)
-    half = (high - estimate if distance > 0 else estimate - low) * _compute_widening(pairs, ALPHA / _SHARE)
-    if not abs(distance) * 100 > half:
+    distance, half = _measure_distance(log_ratios, tolerance)
+    if not distance * 100 > half:
         return None
-    needed = len(pairs) * (half / distance) ** 2
+    needed = sum(1 for pair in log_ratios if len(pair)) * (half / distance) ** 2
     return max(FULL_RUN, math.ceil(needed)) if needed <= 100 * FULL_RUN else None
 
 
@@ -261,7 +258,7 @@ def should_continue(
     """Return whether to measure up to the next look.
 
     True while looks remain and a limit is undecided, or the host is too biased for it; after a full run only if the
-    pairs up to the last look may decide: their expected number is uncertain by a factor of two.
+    pairs up to the last look may decide (see `_may_decide`).
 
     Args:
         self_log_ratios: those of the baseline against itself.
@@ -280,8 +277,29 @@ def should_continue(
     )
     if pairs < FULL_RUN:
         return any(True for _ in undecided)
-    needed = (estimate_pairs_needed(log_ratios, tolerance) for tolerance in undecided)
-    return any(count is not None and count <= 2 * LOOKS[-1] for count in needed)
+    return any(_may_decide(log_ratios, tolerance) for tolerance in undecided)
+
+
+def _may_decide(log_ratios: Sequence[Sequence[float]], tolerance: float) -> bool:
+    """Return whether the pairs up to the last look may decide.
+
+    They may if the estimate keeps its distance from the limit: the number of pairs needed is uncertain by a factor of
+    two. They also may if the true distance can still be that of two equal models, since lasting noise moves the
+    estimate by as much.
+    """
+    needed = estimate_pairs_needed(log_ratios, tolerance)
+    if needed is not None and needed <= 2 * LOOKS[-1]:
+        return True
+    distance, half = _measure_distance(log_ratios, tolerance)
+    equal = math.log1p(tolerance)
+    return distance + half >= equal > 0 and len(log_ratios) * (half / equal) ** 2 <= LOOKS[-1]
+
+
+def _measure_distance(log_ratios: Sequence[Sequence[float]], tolerance: float) -> tuple[float, float]:
+    """Return the distance of the log ratio from its limit, and that of its bound on that side."""
+    estimate, low, high = run_interval(log_ratios)
+    distance = math.log1p(tolerance) - estimate
+    return abs(distance), high - estimate if distance > 0 else estimate - low
 
 
 def get_next_look(pairs: int) -> int:

@@ -45,6 +45,10 @@ FEW_ROWS = 20
 UNSEEN_ROWS = -math.log((1 - CONFIDENCE) / 2)
 """Unseen rows that may be missing by chance: the upper 95 % bound of a Poisson count of 0."""
 
+_UNSEEN_LOSSES = 4
+"""Same as `UNSEEN_ROWS`, for the mean loss of one model: rows worse than any that was seen may be missing. Chosen by
+simulation."""
+
 
 def score(
     definition: MetricDefinition,
@@ -194,7 +198,7 @@ def _compare_losses(
         return {CANDIDATE: make_unscored(definition, len(label), undefined=_NO_SPREAD)}
 
     def value(name: str) -> Interval:
-        alone = ratio_interval(sums[name], share, UNSEEN_ROWS)
+        alone = ratio_interval(sums[name], share, _UNSEEN_LOSSES)
         if definition.name != "r2":
             return _to_metric(definition, alone)
         return Interval(estimate=1 - alone.estimate, low=1 - alone.high, high=min(1.0, 1 - alone.low))

@@ -37,7 +37,7 @@ INDEPENDENCE = "independent rows"
 _P_VALUES = 4
 """Schema of evidence that introduced p-values in results; older evidence is judged without them."""
 
-_EVEN_ROWS = 50
+_EVEN_ROWS = 75
 """Least effective rows (or groups) for a PASS of a largest error; chosen by simulation."""
 
 _CONCENTRATED = 1 / 8
