@@ -37,6 +37,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "keras": ("keras",),
     "lightgbm": ("lightgbm", "onnxmltools"),
     "mlflow": ("mlflow",),
+    "otel": ("opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk"),
     "passes": ("onnxoptimizer", "onnxsim", "onnxslim"),
     "prefect": ("prefect",),
     "s3": ("s3fs",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from onnx_ops.ports.context import Context as Context
 from onnx_ops.ports.data import Dataset as Dataset
 from onnx_ops.ports.data import DataSource as DataSource
 from onnx_ops.ports.data import Tensors as Tensors
@@ -22,6 +21,7 @@ from onnx_ops.ports.release import ModelFiles as ModelFiles
 from onnx_ops.ports.release import Notifier as Notifier
 from onnx_ops.ports.release import Registry as Registry
 from onnx_ops.ports.run import Clock as Clock
+from onnx_ops.ports.run import Context as Context
 from onnx_ops.ports.run import EndedRun as EndedRun
 from onnx_ops.ports.run import Executor as Executor
 from onnx_ops.ports.run import Observer as Observer

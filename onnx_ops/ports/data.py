@@ -1,4 +1,4 @@
-"""Context of data sets and existing models, and the array types that all rooms share."""
+"""Ports of data sets and existing models, and the array types that all rooms share."""
 
 from __future__ import annotations
 

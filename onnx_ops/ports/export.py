@@ -1,4 +1,4 @@
-"""Context that export a trained model to ONNX."""
+"""Ports that export a trained model to ONNX."""
 
 from __future__ import annotations
 

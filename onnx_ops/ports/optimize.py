@@ -1,4 +1,4 @@
-"""Context that make a variant of an ONNX model."""
+"""Ports that make a variant of an ONNX model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Context of release operations: registry, ledger, endpoints, metrics source, model files and notifiers."""
+"""Ports of release operations: registry, ledger, endpoints, metrics source, model files and notifiers."""
 
 from __future__ import annotations
 

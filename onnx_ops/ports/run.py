@@ -1,16 +1,25 @@
-"""Context of a run: executor, observer, clock, pools and host."""
+"""Ports of a run: executor, observer, clock, pools and host; and the context that holds all ports of a project."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
-from onnx_ops.domain.artifact import Manifest
+from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.decision import Decision
+from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome
 from onnx_ops.domain.target import HardwareFingerprint
+from onnx_ops.ports.data import DataSource, ModelSource
+from onnx_ops.ports.export import Exporter
+from onnx_ops.ports.optimize import Optimizer
+from onnx_ops.ports.release import EndpointProvider, Ledger, MetricsSource, ModelFiles, Notifier, Registry
+from onnx_ops.ports.runtime import Runtime
+from onnx_ops.ports.store import Signer, StageJournal, Store, Verifier
 
 Work = Callable[[], Manifest]
 """Computes a stage's result; raises OnnxOpsError when it cannot."""
@@ -208,3 +217,45 @@ class Host(Protocol):
 
     def actor(self) -> str:
         """Return the person or service on whose behalf this process runs."""
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """The ports of one project. Adapters are created on first use.
+
+    `root` is the project's folder, the base of user code and relative paths. `signer` gives None where decisions
+    are not signed. `exporter` and `optimizer` run in the given environment, else in their default one or in this
+    process. `notifiers` are by name. `conditions` describes the state of the machine (load, governor, limits).
+    `journal` is that of the stage with a key, `report_progress` receives the progress of a long stage.
+    """
+
+    root: Path
+    open_store: Callable[[], Store]
+    ledger: Ledger
+    files: ModelFiles
+    models: ModelSource
+    clock: Clock
+    host: Host
+    registry: Callable[[], Registry]
+    verifier: Callable[[], Verifier]
+    signer: Callable[[], Signer | None]
+    provider: Callable[[str], EndpointProvider]
+    metrics: Callable[[EndpointConfig], MetricsSource]
+    exporter: Callable[[str, Environment | None], Exporter]
+    optimizer: Callable[[str, Environment | None], Optimizer]
+    runtime: Callable[[str], Runtime]
+    source: Callable[[str], DataSource]
+    notifiers: Callable[[], Mapping[str, Notifier]]
+    git_sha: Callable[[], str]
+    conditions: Callable[[], Mapping[str, str]]
+    journal: Callable[[Digest], StageJournal]
+    report_progress: Callable[[str], None] = _silent
+
+    @property
+    def store(self) -> Store:
+        """Content and results of stages."""
+        return self.open_store()

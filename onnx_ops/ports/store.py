@@ -1,4 +1,4 @@
-"""Context that store content and sign or verify it."""
+"""Ports that store content, and sign or verify it."""
 
 from __future__ import annotations
 

@@ -46,8 +46,11 @@ def main(arguments: list[str] | None = None) -> int:
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         if soft != resource.RLIM_INFINITY and soft < limit:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        from onnx_ops.serving.request_log import find_collector
         from onnx_ops.serving.workers.supervisor import serve
 
+        if variable := find_collector():
+            require(*EXTRAS["otel"], where=variable)
         serve(folder, host, port, admin_port, options, must_load=must_load)
     except OnnxOpsError as error:
         sys.stderr.write(f"{error}\n")

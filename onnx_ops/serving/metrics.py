@@ -7,6 +7,7 @@ has 8 bytes, is aligned, and has exactly one writer; a reader sees the old value
     labels:      one text per slot, written by the supervisor
     rows:        one per worker and slot, and one per slot for its shadow process, `COLUMNS` numbers each
     request ids: which deployment answered a request id, `REQUEST_IDS` per worker (see `rollout_counts`)
+    exemplars:   the last traced request of each shown latency bucket, per worker and slot
     users:       counts by user, a header and two deployments per worker (see `rollout_counts`)
 
 A slot belongs to one deployment; slot 0 counts requests that reached no deployment.
@@ -14,9 +15,13 @@ A slot belongs to one deployment; slot 0 counts requests that reached no deploym
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
+import re
 import secrets
+import struct
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,6 +75,16 @@ SHADOW_RESTARTS = FAILED_NANOSECONDS + 1
 COLUMNS = SHADOW_RESTARTS + 1
 _GAUGES = (QUEUED, IN_PROGRESS, CONNECTIONS)
 
+_SHOWN_STEPS = STEPS // 2
+_SHOWN_BOUNDS = BOUNDS_S[::_SHOWN_STEPS]
+"""Bounds on the page, in steps of the square root of two: enough for dashboards, in an eighth of the lines."""
+_TRACE_PARENT = re.compile(rb"00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+"""https://www.w3.org/TR/trace-context/#traceparent-header"""
+_TRACE_PARENT_BYTES = 55
+_EXEMPLAR = struct.Struct(f"={_TRACE_PARENT_BYTES}sdd")
+"""Trace context, latency in seconds, and time in seconds since the epoch."""
+_EXEMPLARS = len(_SHOWN_BOUNDS) + 1
+
 MetricsRow = memoryview
 """The numbers of one worker about one slot, by column; format `Q`."""
 
@@ -84,6 +99,35 @@ def get_column(status: int) -> int:
     return _COLUMN_OF.get(status, OTHER_STATUS)
 
 
+@dataclass(frozen=True, slots=True)
+class Exemplars:
+    """The last traced request of each shown latency bucket and slot, of one worker."""
+
+    memory: memoryview
+
+    def put(self, slot: int, trace_parent: bytes, latency_s: float) -> None:
+        """Remember a request if its trace is sampled; who reads it checks it."""
+        if len(trace_parent) == _TRACE_PARENT_BYTES and trace_parent[-1] in b"13579bdf":
+            bucket = -(-bisect_left(BOUNDS_S, latency_s) // _SHOWN_STEPS)
+            now = time.time()  # noqa: TID251 (for people)
+            place = (slot * _EXEMPLARS + bucket) * _EXEMPLAR.size
+            _EXEMPLAR.pack_into(self.memory, place, trace_parent, latency_s, now)
+
+    def get(self, slot: int, bucket: int) -> tuple[float, float, str] | None:
+        """Return time, latency and trace of the last request in a shown bucket; None if there is none, or a new one."""
+        start = (slot * _EXEMPLARS + bucket) * _EXEMPLAR.size
+        found = bytes(self.memory[start : start + _EXEMPLAR.size])
+        trace_parent, latency_s, at = _EXEMPLAR.unpack(found)
+        match = _TRACE_PARENT.fullmatch(trace_parent)
+        is_whole = self.memory[start : start + _EXEMPLAR.size] == found
+        return (at, latency_s, match[1].decode()) if match and is_whole else None
+
+    def reset(self, slot: int) -> None:
+        """Forget the requests of a slot."""
+        size = _EXEMPLARS * _EXEMPLAR.size
+        self.memory[slot * size : (slot + 1) * size] = bytes(size)
+
+
 class SharedMetrics:
     """Counters that supervisor and workers share, by fork."""
 
@@ -94,12 +138,14 @@ class SharedMetrics:
         labels = _HEADER * _NUMBER_BYTES
         rows = labels + SLOTS * _LABEL_BYTES
         ids = rows + (workers + 1) * SLOTS * COLUMNS * _NUMBER_BYTES
-        users = ids + workers * REQUEST_IDS * _NUMBER_BYTES
+        exemplars = ids + workers * REQUEST_IDS * _NUMBER_BYTES
+        users = exemplars + workers * SLOTS * _EXEMPLARS * _EXEMPLAR.size
         memory = memoryview(mmap.mmap(-1, users + workers * (1 + _USER_NUMBERS) * _NUMBER_BYTES))
         self.header = memory[:labels].cast("Q")
         self._labels = memory[labels:rows]
         self._rows = memory[rows:ids].cast("Q")
-        self._request_ids = memory[ids:users].cast("Q")
+        self._request_ids = memory[ids:exemplars].cast("Q")
+        self._exemplars = memory[exemplars:users]
         self._users = memory[users:].cast("Q")
 
     @property
@@ -124,6 +170,11 @@ class SharedMetrics:
         """Return the request ids that a worker remembers."""
         return self._request_ids[worker * REQUEST_IDS : (worker + 1) * REQUEST_IDS]
 
+    def get_exemplars(self, worker: int) -> Exemplars:
+        """Return the exemplars of a worker."""
+        size = SLOTS * _EXEMPLARS * _EXEMPLAR.size
+        return Exemplars(self._exemplars[worker * size : (worker + 1) * size])
+
     def get_user_counts(self, worker: int) -> tuple[MetricsRow, MetricsRow]:
         """Return a header of one number, and the cells of two deployments."""
         start = worker * (1 + _USER_NUMBERS)
@@ -147,6 +198,8 @@ class SharedMetrics:
             row = self.get_row(process, slot)
             for column in range(COLUMNS):
                 row[column] = 0
+        for worker in range(self.workers):
+            self.get_exemplars(worker).reset(slot)
 
     def get_labels(self, slot: int) -> Mapping[str, str] | None:
         """Return the labels of a slot's deployment; None if the slot is free."""
@@ -238,6 +291,7 @@ def get_service_latency(row: Sequence[int]) -> LatencyHistogram:
 
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPEN_METRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 _REASONS: Mapping[str, tuple[int, ...]] = {
     "input": (400, 404, 408, 413, 415, 431),
@@ -277,8 +331,7 @@ _SERVER_FAMILIES = (
     ("shadow_restarts_total", "Shadow processes that ended and were replaced.", "counter", SHADOW_RESTARTS),
     ("feedback_unknown_total", "Entries of feedback about unknown requests.", "counter", UNKNOWN_FEEDBACK),
 )
-_SHOWN_BOUNDS = {*BOUNDS_S[:: STEPS // 2], None}
-"""Steps of the square root of two: enough for dashboards, in an eighth of the lines."""
+_COUNTER_HEAD = re.compile(r"^(# (?:HELP|TYPE) \S+)_total ", re.MULTILINE)
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
@@ -289,11 +342,19 @@ class MetricsPage:
         self.shared = shared
         self._endpoint = endpoint
 
-    def render(self, state: EndpointState | None) -> str:
-        """Return the page; `state` is the published one, if any."""
+    def render(self, state: EndpointState | None, *, open_metrics: bool = False) -> str:
+        """Return the page; `state` is the published one, if any.
+
+        OpenMetrics (https://prometheus.io/docs/specs/om/open_metrics_spec/) also has the exemplars.
+        """
+        text = "\n".join(self._render_lines(state, open_metrics=open_metrics)) + "\n"
+        return _COUNTER_HEAD.sub(r"\1 ", text) + "# EOF\n" if open_metrics else text
+
+    def _render_lines(self, state: EndpointState | None, *, open_metrics: bool) -> list[str]:
         unrouted = self._format_labels({"deployment": "", "version": "", "variant": ""}), self.shared.sum_slot(0)
         used = ((slot, self.shared.get_labels(slot)) for slot in range(1, SLOTS))
-        rows = [(self._format_labels(ls), self.shared.sum_slot(slot)) for slot, ls in used if ls is not None]
+        slots = {slot: self._format_labels(ls) for slot, ls in used if ls is not None}
+        rows = [(labels, self.shared.sum_slot(slot)) for slot, labels in slots.items()]
         columns = [*_COLUMN_OF.items(), ("other", OTHER_STATUS)]
         requests = [
             (f'{ls},status="{status}"', row[c]) for ls, row in (unrouted, *rows) for status, c in columns if row[c]
@@ -309,7 +370,9 @@ class MetricsPage:
             ("request_duration_seconds", "Time from the last byte of a request to its response.", get_request_latency),
             ("service_duration_seconds", "Time without queueing, of comparable requests.", get_service_latency),
         ):
-            lines += _render_histogram(name, text, [(labels, get_latency(row)) for labels, row in rows])
+            traced = open_metrics and get_latency is get_request_latency
+            exemplars = {labels: self._list_exemplars(slot) for slot, labels in slots.items()} if traced else {}
+            lines += _render_histogram(name, text, [(labels, get_latency(row)) for labels, row in rows], exemplars)
         for name, text, kind, column in _FAMILIES:
             lines += _render_family(name, text, kind, [(labels, row[column]) for labels, row in rows])
         loads = [(labels, row[LOAD_NANOSECONDS] / 1e9) for labels, row in rows]
@@ -330,25 +393,35 @@ class MetricsPage:
                     (self._format_labels(_get_labels(d)), percents.get(d.name, 0) / 100) for d in state.deployments
                 ]
                 lines += _render_family(name, text, "gauge", shares)
-        return "\n".join(lines) + "\n"
+        return lines
+
+    def _list_exemplars(self, slot: int) -> list[str]:
+        """Return the texts of the last traced requests in the shown buckets; empty where there is none."""
+        workers = [self.shared.get_exemplars(worker) for worker in range(self.shared.workers)]
+        found = (max(filter(None, (one.get(slot, k) for one in workers)), default=None) for k in range(_EXEMPLARS))
+        return ["" if one is None else f' # {{trace_id="{one[2]}"}} {one[1]:.9g} {one[0]:.3f}' for one in found]
 
     def _format_labels(self, labels: Mapping[str, str]) -> str:
         full = {"endpoint": self._endpoint, **labels}
         return ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in full.items())
 
 
-def _render_histogram(name: str, text: str, samples: Iterable[tuple[str, LatencyHistogram]]) -> Iterator[str]:
+def _render_histogram(
+    name: str, text: str, samples: Iterable[tuple[str, LatencyHistogram]], exemplars: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
+    """Yield the lines of a histogram; `exemplars` has a text for each shown bucket, by labels."""
     name = f"onnx_ops_{name}"
     yield f"# HELP {name} {text}"
     yield f"# TYPE {name} histogram"
     for labels, histogram in samples:
-        count = 0
-        for bound, number in zip((*BOUNDS_S, None), histogram.buckets, strict=True):
-            count += number
-            if bound in _SHOWN_BOUNDS:
-                yield f'{name}_bucket{{{labels},le="{"+Inf" if bound is None else f"{bound:.6g}"}"}} {count}'
+        counts = [*itertools.accumulate(histogram.buckets)]
+        shown = [*counts[:-1:_SHOWN_STEPS], counts[-1]]
+        for bound, count, exemplar in zip(
+            (*_SHOWN_BOUNDS, None), shown, exemplars.get(labels, [""] * _EXEMPLARS), strict=True
+        ):
+            yield f'{name}_bucket{{{labels},le="{"+Inf" if bound is None else f"{bound:.6g}"}"}} {count}{exemplar}'
         yield f"{name}_sum{{{labels}}} {histogram.nanoseconds / 1e9:.9g}"
-        yield f"{name}_count{{{labels}}} {count}"
+        yield f"{name}_count{{{labels}}} {counts[-1]}"
 
 
 def _render_family(name: str, text: str, kind: str, samples: Iterable[tuple[str, float]]) -> list[str]:

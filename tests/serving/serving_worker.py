@@ -153,7 +153,13 @@ class Worker:
         named, keyed = self.deployments.find_slot, self.deployments.find_user
         feedback = FeedbackCounter(self.shared, 0, find_slot=named, find_user=keyed, users=users)
         self.inference = InferenceService(
-            self.deployments, unrouted, deadline_s=self.deadline, shadow=self.shadow, feedback=feedback, users=users
+            self.deployments,
+            unrouted,
+            deadline_s=self.deadline,
+            shadow=self.shadow,
+            feedback=feedback,
+            users=users,
+            exemplars=self.shared.get_exemplars(0),
         )
         self.publish(self.state)
         usual = {"max_connections": 1000, "max_body": MAX_BODY, "read_timeout_s": 60.0, "keep_alive_s": 60.0}

@@ -83,7 +83,7 @@ _START_S = 60.0
 _STOP_S = 30.0
 _KILLED_S = 2.0
 _VARIABLES = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-_PREFIXES = ("LC_", "PYTHON", "CUDA_", "OMP_", "ORT_")
+_PREFIXES = ("LC_", "PYTHON", "CUDA_", "OMP_", "ORT_", "OTEL_")
 """Prefixes of variables in the server's environment, which has no secrets of the process that starts it."""
 
 

@@ -30,7 +30,7 @@ from onnx_ops.serving.inference.responses import (
 from onnx_ops.serving.inference.service import InferenceService
 from onnx_ops.serving.inference.signature import ModelSignature
 from onnx_ops.serving.inference.tensors import describe_tensor
-from onnx_ops.serving.metrics import CONTENT_TYPE, MetricsPage
+from onnx_ops.serving.metrics import CONTENT_TYPE, OPEN_METRICS_TYPE, MetricsPage
 from onnx_ops.serving.rollout_counts import FeedbackCounter
 
 _log = logging.getLogger(__name__)
@@ -280,11 +280,13 @@ class PublicApp(HttpApp):
         """Return the version, as MLflow's client requests it."""
         return RawResponse(200, b"content-type: text/plain; charset=utf-8\r\n", version("onnx-ops").encode())
 
-    def get_metrics(self, _head: RequestHead, _body: bytes) -> RawResponse:
-        """Return the metrics in Prometheus' text format."""
+    def get_metrics(self, head: RequestHead, _body: bytes) -> RawResponse:
+        """Return the metrics in Prometheus' text format, or in that of OpenMetrics for clients that accept it."""
         snapshot = self._deployments.get_published()
-        text = self._metrics.render(None if snapshot is None else snapshot.table.state)
-        return RawResponse(200, b"content-type: %b\r\n" % CONTENT_TYPE.encode(), text.encode())
+        open_metrics = b"application/openmetrics-text" in head.get(b"accept", b"")
+        text = self._metrics.render(None if snapshot is None else snapshot.table.state, open_metrics=open_metrics)
+        kind = OPEN_METRICS_TYPE if open_metrics else CONTENT_TYPE
+        return RawResponse(200, b"content-type: %b\r\n" % kind.encode(), text.encode())
 
 
 def _cannot_infer(*_: object) -> RawResponse:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-import os
 import random
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import orjson
 
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.ports.data import Array
@@ -31,14 +26,15 @@ from onnx_ops.serving.inference.shadow import ShadowQueue
 from onnx_ops.serving.inference.signature import InferenceRequest
 from onnx_ops.serving.metrics import (
     BATCHED,
-    LOG_DROPPED,
     RUN_NANOSECONDS,
     RUNS,
+    Exemplars,
     MetricsRow,
     count_queued_request,
     count_request,
     get_column,
 )
+from onnx_ops.serving.request_log import RequestLog
 from onnx_ops.serving.rollout_counts import FeedbackCounter, UserCounts
 
 _log = logging.getLogger(__name__)
@@ -50,88 +46,8 @@ _TRACE_PARENT = messages.TRACE_PARENT_HEADER.encode()
 _CLIENT_GONE = 499
 MAX_BATCH_ROWS = 1024
 """Rows of one batch, so that a request never waits for a run that is much longer than its own."""
-_MAX_LOG_RECORDS = 65_536
-_LOG_PAUSE_S = 0.1
-_MAX_LOG_TEXT = 256
 
-LogRecord = tuple[float, bytes | None, bytes | None, InferenceRoute, str, int, float, float]
 Result = RawResponse | OnnxOpsError
-
-
-class AccessLog:
-    """Writes one JSON line per inference, in a thread, ten times per second.
-
-    Overflow is dropped and counted. Whole lines are appended with one write, so that several workers can share a file.
-    The path `-` is standard output.
-    """
-
-    def __init__(self, path: str, row: MetricsRow) -> None:
-        self._file = 1 if path == "-" else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
-        self._row = row
-        self._records: deque[LogRecord] = deque()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="access-log", daemon=True)
-        self._thread.start()
-
-    def put(
-        self,
-        route: InferenceRoute,
-        head: RequestHead,
-        loaded: LoadedDeployment | None,
-        status: int,
-        queue_s: float,
-        seconds: float,
-    ) -> None:
-        """Add a line. `seconds` is the whole time until the response was ready."""
-        if len(self._records) >= _MAX_LOG_RECORDS:
-            self._row[LOG_DROPPED] += 1
-            return
-        now = time.time()  # noqa: TID251 (the time of a response, for people)
-        name = "" if loaded is None else loaded.deployment.name
-        ids = head.get(_REQUEST_ID), head.get(_TRACE_PARENT)
-        self._records.append((now, *ids, route, name, status, queue_s, seconds))
-
-    def close(self) -> None:
-        """Write the rest of the buffer."""
-        self._stopped.set()
-        self._thread.join()
-
-    def _loop(self) -> None:
-        stopped = False
-        while not stopped:
-            stopped = self._stopped.wait(_LOG_PAUSE_S)
-            lines = [_format_line(self._records.popleft()) for _ in range(len(self._records))]
-            try:
-                if lines:
-                    os.write(self._file, b"".join(lines))
-            except OSError as error:
-                _log.warning("%d lines of the access log are lost: %s", len(lines), error)
-
-
-def _format_line(record: LogRecord) -> bytes:
-    at, request_id, trace_parent, route, deployment, status, queue_seconds, seconds = record
-    document = {
-        "at": f"{_format_second(int(at))}.{int(at * 1e3) % 1000:03d}Z",
-        "request_id": _format_id(request_id),
-        "traceparent": _format_id(trace_parent),
-        "protocol": "invocations" if route.invocation else "infer",
-        "model": route.model,
-        "version": route.version,
-        "deployment": deployment,
-        "status": status,
-        "waited_ms": round(queue_seconds * 1e3, 3),
-        "duration_ms": round(seconds * 1e3, 3),
-    }
-    return orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE)
-
-
-@functools.lru_cache(maxsize=2)
-def _format_second(at: int) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at))
-
-
-def _format_id(value: bytes | None) -> str | None:
-    return None if value is None else value[:_MAX_LOG_TEXT].decode("latin-1")
 
 
 class InferenceService:
@@ -149,7 +65,8 @@ class InferenceService:
         shadow: ShadowQueue,
         feedback: FeedbackCounter,
         users: UserCounts,
-        access_log: AccessLog | None = None,
+        exemplars: Exemplars,
+        request_log: RequestLog | None = None,
     ) -> None:
         self.deployments = deployments
         self._unrouted = unrouted
@@ -157,7 +74,8 @@ class InferenceService:
         self._shadow = shadow
         self._feedback = feedback
         self._users = users
-        self._access_log = access_log
+        self._exemplars = exemplars
+        self._request_log = request_log
         self._draw = random.Random().random  # noqa: S311 (traffic is split, nothing is kept secret)
         self._loop = asyncio.get_running_loop()
 
@@ -309,8 +227,10 @@ class InferenceService:
                 if shadow is not loaded and self._draw() * 100 < percent:
                     tolerance = snapshot.table.state.split.shadow_tolerance
                     self._shadow.put(shadow, route, head, body, response, tolerance)
-        if self._access_log is not None:
-            self._access_log.put(route, head, loaded, status, queue_s, seconds)
+            if (trace_parent := head.get(_TRACE_PARENT)) is not None:
+                self._exemplars.put(loaded.slot, trace_parent, seconds)
+        if self._request_log is not None:
+            self._request_log.put(route, head, loaded, status, queue_s, seconds)
 
     def _choose(
         self, snapshot: TableSnapshot, route: InferenceRoute, head: RequestHead, user: int | None

@@ -33,9 +33,10 @@ from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeplo
 from onnx_ops.serving.inference.integrity import TrustPolicy
 from onnx_ops.serving.inference.models import LoadedModel, PackedModelCache, load_model
 from onnx_ops.serving.inference.request_queue import MAX_BATCH, LatencyEstimator, RequestQueue, WorkerThreads
-from onnx_ops.serving.inference.service import AccessLog, InferenceService
+from onnx_ops.serving.inference.service import InferenceService
 from onnx_ops.serving.inference.shadow import ShadowQueue
 from onnx_ops.serving.metrics import MIN_WARM_UP_REQUESTS, WARM_UP_REQUESTS, MetricsPage, MetricsRow, SharedMetrics
+from onnx_ops.serving.request_log import AccessLog, RequestLog, SpanWriter, find_collector
 from onnx_ops.serving.rollout_counts import FeedbackCounter, UserCounts
 from onnx_ops.serving.workers.listeners import ListenerSockets, connect_shadow, send_sockets
 
@@ -175,7 +176,11 @@ class _Worker:
         setup, options, deployments = self._setup, self._options, self._deployments
         loop = asyncio.get_running_loop()
         channel = await ControlChannel.open(setup.control)
-        access_log = AccessLog(options.access_log, self._unrouted) if options.access_log else None
+        spans = SpanWriter(deployments.endpoint) if find_collector() else None
+        writers = [AccessLog(options.access_log).write] if options.access_log else []
+        if spans is not None:
+            writers.append(spans.write)
+        request_log = RequestLog(writers, self._unrouted) if writers else None
         users = UserCounts(setup.shared, setup.number)
         feedback = FeedbackCounter(
             setup.shared, setup.number, find_slot=deployments.find_slot, find_user=deployments.find_user, users=users
@@ -188,7 +193,8 @@ class _Worker:
             shadow=shadow,
             feedback=feedback,
             users=users,
-            access_log=access_log,
+            exemplars=setup.shared.get_exemplars(setup.number),
+            request_log=request_log,
         )
         limits = ConnectionLimits(
             max_connections=max(1, options.max_connections // options.workers),
@@ -219,8 +225,10 @@ class _Worker:
         await asyncio.gather(*serving)
         control.cancel()
         shadow.close()
-        if access_log is not None:
-            access_log.close()
+        if request_log is not None:
+            request_log.close()
+        if spans is not None:
+            spans.close()
 
     async def _follow(self, channel: ControlChannel, failed: Mapping[str, str]) -> None:
         """Follow the supervisor; if it dies, wait for the next one."""
