@@ -219,9 +219,11 @@ class PoolWorker:
     def _pause(self) -> None:
         """Wait until the next poll, or until a stage ends: its place is free then."""
         with contextlib.ExitStack() as stack:
-            ends = [os.pidfd_open(pid) for pid in self.stages] if hasattr(os, "pidfd_open") else []
-            for end in ends:
-                stack.callback(os.close, end)
+            ends = list[int]()
+            with contextlib.suppress(AttributeError, OSError):  # another system, or too many open files
+                for pid in self.stages:
+                    ends.append(end := os.pidfd_open(pid))
+                    stack.callback(os.close, end)
             select.select(ends, (), (), _POLL_S)
 
     def _announce(self, client: SyncPrefectClient) -> str:

@@ -47,6 +47,7 @@ from onnx_ops.serving.workers.worker_pool import (
     fork_child,
     kill_process,
     prefer_for_oom_kill,
+    wait_exit,
 )
 
 _log = logging.getLogger(__name__)
@@ -291,7 +292,7 @@ class ShadowProcesses:
         )
         with theirs:
             pid = fork_child(partial(run_shadow_process, setup), keep=(theirs.fileno(), listener.fileno()))
-        exit_status = self._add_task(_wait_exit(pid))
+        exit_status = self._add_task(_reap(pid))
         shadow.control = ours
         try:
             channel = await ControlChannel.open(ours)
@@ -312,18 +313,9 @@ class ShadowProcesses:
         return task
 
 
-async def _wait_exit(pid: int) -> int:
-    """Wait until a child has ended; return its wait status.
-
-    At the lowest priority, even a killed process can take seconds to end, and the supervisor must not block.
-    """
-    loop, handle, exited = asyncio.get_running_loop(), os.pidfd_open(pid), asyncio.Event()
-    loop.add_reader(handle, exited.set)
-    try:
-        await exited.wait()
-    finally:
-        loop.remove_reader(handle)
-        os.close(handle)
+async def _reap(pid: int) -> int:
+    """Wait until a child has ended; return its wait status."""
+    await wait_exit(pid)
     _, status = os.waitpid(pid, 0)
     return status
 

@@ -6,7 +6,6 @@ loads only what such a process has loaded before.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import mmap
 import os
@@ -26,7 +25,7 @@ from onnx_ops.errors import InfrastructureError, OnnxOpsError
 from onnx_ops.protocol.messages import error_from_bytes, error_to_bytes
 from onnx_ops.protocol.server_process import ServerOptions
 from onnx_ops.serving.workers.worker import load_deployment
-from onnx_ops.serving.workers.worker_pool import describe_exit, fork_child, prefer_for_oom_kill
+from onnx_ops.serving.workers.worker_pool import describe_exit, fork_child, prefer_for_oom_kill, wait_exit
 
 _log = logging.getLogger(__name__)
 
@@ -51,13 +50,9 @@ async def run_trial_load(
     with open(os.memfd_create("report"), "r+b") as report, open(os.memfd_create("output"), "r+b") as output:
         trial = partial(_run_trial, deployments, folder, options, workers, report.fileno(), output.fileno(), limit_s)
         pid = fork_child(trial, keep=(report.fileno(), output.fileno()))
-        loop, handle, exited = asyncio.get_running_loop(), os.pidfd_open(pid), asyncio.Event()
-        loop.add_reader(handle, exited.set)
         try:
-            await exited.wait()
+            await wait_exit(pid)
         finally:
-            loop.remove_reader(handle)
-            os.close(handle)
             os.kill(pid, signal.SIGKILL)  # it has ended unless this was cancelled, and is not reaped yet
             _, status = os.waitpid(pid, 0)
         message, text = _read_tail(report), _read_tail(output).decode("utf-8", "replace").strip()

@@ -245,6 +245,20 @@ def fork_child(run: Callable[[], None], *, keep: Collection[int]) -> int:
         os._exit(code)
 
 
+async def wait_exit(pid: int) -> None:
+    """Wait until a child has ended, without reaping it.
+
+    At the lowest priority, even a killed process can take seconds to end, and the supervisor must not block.
+    """
+    loop, handle, exited = asyncio.get_running_loop(), os.pidfd_open(pid), asyncio.Event()
+    loop.add_reader(handle, exited.set)
+    try:
+        await exited.wait()
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)
+
+
 async def _wait_first(*futures: asyncio.Future[Any]) -> None:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
