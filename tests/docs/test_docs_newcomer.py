@@ -5,7 +5,6 @@ Prefect's server and worker, MLflow's server with its pages in a browser, Git an
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
@@ -14,13 +13,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 
 from onnx_ops.testing.notifiers import Reply, WebhookSink
 from tests.docs.docs_blocks import ROOT, Block, Command, blocks_of, commands_of
 from tests.docs.docs_shell import Shell, missing, outcome_of, without_ports
+from tests.support.processes import end_all
 
 PAGE = ROOT / "docs" / "four-ways.md"
 SOON_S = 300.0
@@ -59,14 +58,6 @@ def machine(tmp_path: Path) -> Iterator[Shell]:
 def path_without_this_installation() -> str:
     here = Path(sys.executable).parent
     return os.pathsep.join(part for part in os.environ["PATH"].split(os.pathsep) if Path(part) != here)
-
-
-def end_all(home: Path) -> None:
-    """Servers that the page left running, found by their folder."""
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and process.cwd().startswith(str(home)):
-                process.kill()
 
 
 @pytest.mark.nightly  # five minutes: it builds a wheel and installs it into an environment

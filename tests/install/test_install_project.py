@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
@@ -20,6 +19,7 @@ from onnx_ops.app.scaffold import PROJECTS, TemplateName
 from onnx_ops.testing.notifiers import ReceivedRequest, Reply, WebhookSink
 from tests.install.bare_environments import install_base, installed_in
 from tests.install.workflow_runner import Runner, bare_path, load
+from tests.support.processes import end_all
 
 pytestmark = pytest.mark.nightly  # installs the platform into new environments: minutes for each template
 
@@ -127,13 +127,6 @@ def world(request: pytest.FixtureRequest, onnx_ops: Path, tmp_path: Path) -> Ite
             yield made
         finally:
             end_all(tmp_path)
-
-
-def end_all(folder: Path) -> None:
-    """End the servers that a job left behind, found by their folder."""
-    for process in psutil.process_iter(["cmdline"]):
-        if any(str(folder) in word for word in process.info["cmdline"] or ()) and process.pid != os.getpid():
-            process.kill()
 
 
 def log(runner: Runner) -> str:

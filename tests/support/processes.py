@@ -47,6 +47,17 @@ def children_of(pid: int) -> list[int]:
     return _with(_PARENT, pid)
 
 
+def end_all(folder: Path) -> None:
+    """Kill the processes that work in a folder or below it, or whose command names it."""
+    import psutil  # not where only the base is installed
+
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            words = (process.cwd(), *process.cmdline())
+            if process.pid != os.getpid() and any(str(folder) in word for word in words):
+                process.kill()
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process lives; a zombie does not."""
     with suppress(OSError):
