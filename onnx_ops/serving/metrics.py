@@ -323,8 +323,8 @@ _SERVER_FAMILIES = (
     ("connections", "Open connections.", "gauge", CONNECTIONS),
     ("connections_refused_total", "Connections over the limit.", "counter", CONNECTIONS_REFUSED),
     (
-        "access_log_dropped_total",
-        "Lines dropped because the buffer of the access log was full.",
+        "request_log_dropped_total",
+        "Requests without a line or span: the buffer of the log was full.",
         "counter",
         LOG_DROPPED,
     ),
