@@ -1,0 +1,144 @@
+"""Streams of requests whose bytes were damaged on purpose, for the short test and for `benchmarks/fuzz_http.py`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+
+INFER = b"/v2/models/m/infer"
+BODY = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}).encode()
+STATUSES = frozenset({200, 400, 403, 404, 405, 408, 411, 413, 414, 415, 417, 422, 429, 431, 501, 503, 505})
+"""What may be answered: a 500 is a defect."""
+
+_REQUEST_LINE = re.compile(rb"[A-Z-]{3,} [^ \r\n]+ HTTP/1")
+_ID = b"x-request-id: "
+_HEADS = (
+    *(b"content-length: 5", b"content-length: +5", b"content-length: 5, 5", b"content-length : 5", b"content-length:"),
+    *(b"transfer-encoding: chunked", b"transfer-encoding: chunked, identity", b"transfer-encoding: \x0bchunked"),
+    *(b"transfer-encoding: xchunked", b"connection: close", b"connection: keep-alive, upgrade", b"upgrade: h2c"),
+    *(
+        b"expect: 100-continue",
+        b"expect: x",
+        b"host: a\r\nhost: b",
+        b"content-encoding: gzip",
+        b"accept-encoding: gzip",
+    ),
+    *(
+        b"traceparent: 00-1",
+        b" folded",
+        b"a\0b: c",
+        b"\xff: \xff",
+        b"x: " + b"y" * 70_000,
+        b": x",
+        b"accept-encoding: gzip",
+    ),
+    *(b"inference-header-content-length: 9", b"x-user-key: \xe9", b"x-request-timeout-ms: -1", b"origin: http://e"),
+)
+_BYTES = (b"\r", b"\n", b"\r\n", b"\r\n\r\n", b"0\r\n\r\n", b" ", b"\t", b"\0", b":", b"HTTP/1.1", b"HTTP/9.9", b"\x80")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attack:
+    """Bytes for one connection, in packets, and the ids of the requests that stand inside of bodies."""
+
+    packets: tuple[bytes, ...]
+    inner: frozenset[bytes] = frozenset()
+
+
+def build_attack(draw: random.Random) -> Attack:
+    """Build some requests, most of them damaged. What frames those that hold another request is left whole."""
+    hides = draw.random() < 0.3
+    requests = [_build_request(draw, number, hides=hides) for number in range(draw.choice([1, 1, 2, 3, 8]))]
+    data = bytearray(b"".join(requests))
+    if not hides:
+        _damage(draw, data)
+    cuts = sorted(draw.randrange(len(data) + 1) for _ in range(draw.choice([0, 0, 1, 3, 40])))
+    ends = [0, *cuts, len(data)]
+    packets = tuple(bytes(data[a:b]) for a, b in itertools.pairwise(ends) if a < b)
+    return Attack(packets=packets, inner=frozenset(re.findall(rb"inner-\d+", data)) if hides else frozenset())
+
+
+def _build_request(draw: random.Random, number: int, *, hides: bool) -> bytes:
+    body = BODY
+    if hides:  # a request in a body: nobody may answer it
+        hidden = b"GET /v2 HTTP/1.1\r\nhost: x\r\n%binner-%d\r\n\r\n" % (_ID, number)
+        body = draw.choice([hidden, BODY + b"\r\n\r\n" + hidden, hidden * 2])
+    method = b"POST" if hides else draw.choice([b"POST"] * 6 + [b"GET", b"PUT", b"OPTIONS", b"CONNECT", b"PRI"])
+    path = draw.choice(
+        [INFER, INFER, b"/invocations", b"/v2/health/live", b"/docs", b"/v2/models/%6d/infer", b"*", b"//"]
+    )
+    lines = [b"%b %b HTTP/1.%d" % (method, path, draw.random() < 0.95), b"host: x", b"%bouter-%d" % (_ID, number)]
+    if draw.random() < 0.3:
+        size = draw.randrange(1, len(body) + 1)
+        pieces = [body[start : start + size] for start in range(0, len(body), size)]
+        body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+        lines.append(b"transfer-encoding: chunked")
+    else:
+        lines.append(b"content-length: %d" % len(body))
+    for _ in range(0 if hides else draw.choice([0, 0, 0, 1, 2])):
+        lines.insert(draw.randrange(1, len(lines) + 1), draw.choice(_HEADS))
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+def _damage(draw: random.Random, data: bytearray) -> None:
+    for _ in range(draw.choice([0, 0, 1, 1, 2, 5])):
+        at, change = draw.randrange(len(data) + 1), draw.random()
+        if change < 0.3 and at < len(data):
+            data[at] = draw.randrange(256)
+        elif change < 0.5:
+            del data[at : at + draw.randrange(1, 30)]
+        elif change < 0.8:
+            data[at:at] = draw.choice(_BYTES)
+        else:
+            start = draw.randrange(len(data) + 1)
+            data[at:at] = data[start : start + draw.randrange(1, 60)]
+        if not data:
+            data += b"\r\n"
+
+
+def send_attack(attack: Attack, port: int) -> list[int]:
+    """Send an attack and check all that is answered; return the statuses.
+
+    There is at most one answer for each request line, and one more for what is no request at all. None has the id of a
+    request inside of a body.
+    """
+    received = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with suppress(OSError):  # it was refused, and the connection has ended
+            for packet in attack.packets:
+                client.sendall(packet)
+            client.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionResetError):
+            while piece := client.recv(1 << 16):
+                received += piece
+    statuses, ids = _read_answers(received)
+    lines = len(_REQUEST_LINE.findall(b"".join(attack.packets)))
+    assert len(statuses) <= lines + 1, f"{len(statuses)} answers to {lines} requests"
+    assert STATUSES.issuperset(statuses), statuses
+    assert not attack.inner & ids, "a request inside of a body was answered"
+    return statuses
+
+
+def _read_answers(received: bytes) -> tuple[list[int], set[bytes]]:
+    """Return statuses and echoed ids. An answer may be cut off where the client was reset."""
+    statuses, ids = list[int](), set[bytes]()
+    while received:
+        head, ended, received = received.partition(b"\r\n\r\n")
+        if not ended:
+            break
+        start, *lines = head.lower().split(b"\r\n")
+        match = re.fullmatch(rb"http/1\.1 (\d{3}) [a-z -]+", start)
+        assert match is not None, f"no answer: {start[:80]!r}"
+        if match[1] == b"100":
+            continue
+        statuses.append(int(match[1]))
+        fields = dict(line.split(b": ", 1) for line in lines)
+        ids.add(fields.get(_ID[:-2], b""))
+        received = received[int(fields[b"content-length"]) :]
+    return statuses, ids
