@@ -24,9 +24,10 @@ LOOKS = (5, 6, 8, 11, 15, 20, 28, FULL_RUN, 56, 80, 113, 160, 226, 320)
 ALPHA = 0.05
 """One-sided error rate of a whole comparison."""
 
-_SHARE = 5
-"""The error rate of each look is `ALPHA` / `_SHARE`. Looks at the same samples err together, and those before a full
-run carry `DRIFT`; `benchmarks.truth.latency` measures how often they err in total."""
+_SHARE, _LATE_SHARE = 5, 8
+"""The error rate of each look is `ALPHA` / `_SHARE`, that from a full run on `ALPHA` / `_LATE_SHARE`. Looks at the same
+samples err together, and those before a full run carry `DRIFT`; `benchmarks.truth.latency` measures how often they err
+in total."""
 
 DRIFT = 0.035
 """How far the log ratio of the pairs that are not yet measured may be from that of the others."""
@@ -155,8 +156,10 @@ def run_interval(log_ratios: Sequence[Sequence[float]]) -> tuple[float, float, f
     by the root of that, and by the wider Student distribution of that many. r is estimated without the bias of small
     samples (Marriott and Pope 1954, Biometrika 41:390).
     """
-    estimate, low, high = session_interval(log_ratios, ALPHA / _SHARE)
-    factor = _compute_widening(_take_medians(log_ratios), ALPHA / _SHARE)
+    values = _take_medians(log_ratios)
+    alpha = ALPHA / (_SHARE if len(values) < FULL_RUN else _LATE_SHARE)
+    estimate, low, high = session_interval(log_ratios, alpha)
+    factor = _compute_widening(values, alpha)
     return estimate, estimate - factor * (estimate - low), estimate + factor * (high - estimate)
 
 

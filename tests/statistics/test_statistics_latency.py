@@ -274,7 +274,7 @@ class TestRun:
         wider = []
         for _ in range(100):
             pairs = [[float(x)] for x in draw.normal(0, 0.01, 40)]
-            (_, low, high), (_, plain_low, plain_high) = run_interval(pairs), session_interval(pairs, ALPHA / 4)
+            (_, low, high), (_, plain_low, plain_high) = run_interval(pairs), session_interval(pairs, ALPHA / 8)
             wider.append((high - low) / (plain_high - plain_low))
         assert min(wider) > 0.999
         assert np.mean(wider) < 1.15
