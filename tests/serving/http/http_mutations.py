@@ -52,23 +52,23 @@ class Attack:
 
 def build_attack(draw: random.Random) -> Attack:
     """Build some requests, most of them damaged. What frames those that hold another request is left whole."""
-    hides = draw.random() < 0.3
-    requests = [_build_request(draw, number, hides=hides) for number in range(draw.choice([1, 1, 2, 3, 8]))]
+    is_nested = draw.random() < 0.3
+    requests = [_build_request(draw, number, is_nested=is_nested) for number in range(draw.choice([1, 1, 2, 3, 8]))]
     data = bytearray(b"".join(requests))
-    if not hides:
+    if not is_nested:
         _damage(draw, data)
     cuts = sorted(draw.randrange(len(data) + 1) for _ in range(draw.choice([0, 0, 1, 3, 40])))
     ends = [0, *cuts, len(data)]
     packets = tuple(bytes(data[a:b]) for a, b in itertools.pairwise(ends) if a < b)
-    return Attack(packets=packets, inner=frozenset(re.findall(rb"inner-\d+", data)) if hides else frozenset())
+    return Attack(packets=packets, inner=frozenset(re.findall(rb"inner-\d+", data)) if is_nested else frozenset())
 
 
-def _build_request(draw: random.Random, number: int, *, hides: bool) -> bytes:
+def _build_request(draw: random.Random, number: int, *, is_nested: bool) -> bytes:
     body = BODY
-    if hides:  # a request in a body: nobody may answer it
+    if is_nested:  # a request inside of a body must not be answered
         hidden = b"GET /v2 HTTP/1.1\r\nhost: x\r\n%binner-%d\r\n\r\n" % (_ID, number)
         body = draw.choice([hidden, BODY + b"\r\n\r\n" + hidden, hidden * 2])
-    method = b"POST" if hides else draw.choice([b"POST"] * 6 + [b"GET", b"PUT", b"OPTIONS", b"CONNECT", b"PRI"])
+    method = b"POST" if is_nested else draw.choice([b"POST"] * 6 + [b"GET", b"PUT", b"OPTIONS", b"CONNECT", b"PRI"])
     path = draw.choice(
         [INFER, INFER, b"/invocations", b"/v2/health/live", b"/docs", b"/v2/models/%6d/infer", b"*", b"//"]
     )
@@ -80,7 +80,7 @@ def _build_request(draw: random.Random, number: int, *, hides: bool) -> bytes:
         lines.append(b"transfer-encoding: chunked")
     else:
         lines.append(b"content-length: %d" % len(body))
-    for _ in range(0 if hides else draw.choice([0, 0, 0, 1, 2])):
+    for _ in range(0 if is_nested else draw.choice([0, 0, 0, 1, 2])):
         lines.insert(draw.randrange(1, len(lines) + 1), draw.choice(_HEADS))
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
