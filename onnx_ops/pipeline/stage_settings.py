@@ -30,11 +30,11 @@ REVISIONS: Mapping[StageKind, int] = {
     StageKind.DATA: 2,
     StageKind.EXPORT: 5,
     StageKind.VALIDATE: 5,
-    StageKind.SEARCH: 5,
+    StageKind.SEARCH: 6,
     StageKind.CALIBRATE: 3,
     StageKind.QUANTIZE: 7,
-    StageKind.BENCHMARK: 13,
-    StageKind.GATE: 8,
+    StageKind.BENCHMARK: 14,
+    StageKind.GATE: 9,
     StageKind.REGISTER: 6,
 }
 """Version of a stage's code, increased when it changes the result of the same inputs."""
