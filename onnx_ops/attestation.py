@@ -143,8 +143,8 @@ def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
         raise RefusedError(
             f"its verdict on {decision.target} is {decision.verdict.name}", where=where, remedy=_UNSIGNED
         )
-    rests_on = (None, False) if decision is None else (decision.evidence, decision.batchable)
-    if (deployment.evidence, deployment.batchable) != rests_on:
+    rests_on = (None, False, 0) if decision is None else (decision.evidence, decision.batchable, decision.threads)
+    if (deployment.evidence, deployment.batchable, deployment.threads) != rests_on:
         raise RefusedError("the signed decision rests on other evidence", where=where, remedy=_UNSIGNED)
     if deployment.execution != about.execution:
         raise RefusedError(f"it was not to run as target {about.target} runs it", where=where, remedy=_UNSIGNED)

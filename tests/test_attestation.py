@@ -191,6 +191,7 @@ def test_a_decision_or_an_override_about_exactly_these_files_lets_them_be_loaded
         ),
         (deployment(evidence=digest_bytes(b"other")), "rests on other evidence"),
         (deployment(batchable=True), "rests on other evidence"),
+        (deployment(threads=1), "rests on other evidence"),
     ],
 )
 def test_anything_else_is_refused(other: Deployment, why: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Literal, NoReturn, TypeAlias
 
-from annotated_types import doc
+from annotated_types import Ge, Le, doc
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.attestation import Attested
@@ -163,8 +163,9 @@ class Decision:
 class DecisionRecord:
     """The signed record of one decision, bound to the content it was made about.
 
-    `batchable`: each row's answer was seen not to depend on the rows beside it, so that a server can run requests
-    together. `custom_ops` are the libraries of operators that the target declares, `execution` is how it runs a model.
+    `batchable`: each row's answer was seen not to depend on the rows beside it, and running requests together is not
+    slower. `threads` is how many of them, or of such batches, a server should run at once; 0: as many as it can.
+    `custom_ops` are the libraries of operators that the target declares, `execution` is how it runs a model.
     `decided_at` is ISO 8601 in UTC; `sequence` grows with every decision (milliseconds since the epoch), and the
     highest valid one counts.
     """
@@ -181,6 +182,7 @@ class DecisionRecord:
     verdict: Verdict
     verdicts: Mapping[str, Verdict]
     batchable: bool = False
+    threads: Annotated[int, Ge(0), Le(1024)] = 0
     custom_ops: tuple[Digest, ...] = ()
     execution: Execution = field(default_factory=Execution)
     decided_at: str

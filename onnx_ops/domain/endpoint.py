@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
+
+from annotated_types import Ge, Le
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.attestation import Envelope
@@ -17,7 +19,8 @@ class Deployment:
     """One model version that can run behind an endpoint. `location` is the place of its verified files.
 
     `batchable`: the evidence shows that each row's answer is independent of the rows beside it, so that a server can
-    run requests of several clients together. `evidence` is the digest of the evidence it was approved on; empty where a
+    run requests of several clients together. `threads` limits the requests, or batches, that a server runs at once; 0:
+    its own limit. `evidence` is the digest of the evidence it was approved on; empty where a
     person overrode that. `custom_ops` names those of its files that are libraries of operators for this endpoint's
     target. `execution` is how a server runs it, the same as on the target. `authority` is the signed decision or
     override that names these files.
@@ -31,6 +34,7 @@ class Deployment:
     manifest: Digest
     location: str
     batchable: bool = False
+    threads: Annotated[int, Ge(0), Le(1024)] = field(default=0, metadata=OMIT_DEFAULT)
     evidence: Digest | None = None
     custom_ops: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
     execution: Execution = field(default_factory=Execution, hash=False, metadata=OMIT_DEFAULT)
@@ -126,14 +130,17 @@ def drop_idle_deployments(state: EndpointState) -> EndpointState:
     return replace(state, deployments=deployments, split=split)
 
 
-_Effect: TypeAlias = tuple[Digest, bool, tuple[str, ...], Execution, tuple[int, int]]
+_Effect: TypeAlias = tuple[Digest, bool, int, tuple[str, ...], Execution, tuple[int, int]]
 
 
 def _effect(state: EndpointState) -> tuple[dict[str, _Effect], float | None]:
     """Return what each deployment is and gets, by name, and the tolerance of shadow answers."""
     weights, shadow = state.split.weights, state.split.shadow
     per_name = {
-        d.name: (d.manifest, d.batchable, d.custom_ops, d.execution, (weights.get(d.name, 0), shadow.get(d.name, 0)))
+        d.name: (
+            *(d.manifest, d.batchable, d.threads, d.custom_ops, d.execution),
+            (weights.get(d.name, 0), shadow.get(d.name, 0)),
+        )
         for d in state.deployments
     }
     return per_name, state.split.shadow_tolerance if any(shadow.values()) else None

@@ -342,6 +342,15 @@ class ThroughputMeasurement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingMeasurement:
+    """Rows per second where `threads` requests of `rows` rows each run at any moment, in one session."""
+
+    threads: int
+    rows: int
+    rows_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ColdStartMeasurement:
     """Fresh processes that load the variant and answer `requests` requests; one value per process.
 
@@ -435,6 +444,7 @@ class Evidence:
     comparisons: tuple[LatencyComparison, ...] = ()
     latency: LatencySamples | None = None
     throughput: tuple[ThroughputMeasurement, ...] = ()
+    scheduling: tuple[SchedulingMeasurement, ...] = field(default=(), metadata=OMIT_DEFAULT)
     starts: ColdStartMeasurement | None = None
     ratios: tuple[PairedRatios, ...] = ()
     raw: Digest | None = None

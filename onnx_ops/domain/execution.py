@@ -12,6 +12,9 @@ from onnx_ops.domain.quantities import Bytes, Json, Notation, Seconds
 
 CPU = "CPUExecutionProvider"
 
+INLINE_S = 250e-6
+"""A server runs a model that is faster than this on its event loop: handing over to a thread would cost as much."""
+
 GraphLevel = Literal["disabled", "basic", "extended", "all"]
 
 

@@ -19,9 +19,11 @@ from onnx_ops.domain.evidence import (
     LatencyComparison,
     LatencySamples,
     PairedRatios,
+    SchedulingMeasurement,
     ThroughputMeasurement,
     throughput_metric_name,
 )
+from onnx_ops.domain.execution import INLINE_S
 from onnx_ops.domain.gate import MeasurementRequest
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.target import Target
@@ -30,12 +32,14 @@ from onnx_ops.measure.timing import (
     PairedBenchmark,
     RatioSamples,
     RawSamples,
+    build_feed,
     compare_latency,
     count_rows,
     measure_latency,
     measure_until_decided,
     split_log_ratios,
 )
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import LoadSamples, LoadSchedule, Runtime, StartSamples, StartSchedule, Tensors
 from onnx_ops.ports.data import Array
 
@@ -50,6 +54,14 @@ of 8 ms, and by 11 % with 6 of 50 ms."""
 FEWEST_WINDOWS, MOST_WINDOWS = 4, 32
 FEWEST_EACH, MOST_REQUESTS = 4, 20_000
 """Requests of a window: at least for each thread, so that stragglers weigh little, and at most in total."""
+
+WAITING = 16
+"""Requests that wait at a busy server."""
+_WAY_S, _TURNS = 0.1, 3
+"""Length of a window of one way to run them, if they were sent one after the other; sessions of each way."""
+_MOST_RUN_S = 0.1
+_SERVED_RUNTIME = "onnxruntime"
+"""The runtime of the endpoint server."""
 
 ROUNDS_ALONE = 5
 _PROBES = 20
@@ -77,6 +89,39 @@ def measure_throughput(
         per_second=tuple(float(rate) for rate in per_second.ravel()),
     )
     return throughput, {f"throughput/{concurrency}/alone/nanoseconds": samples.nanoseconds}
+
+
+def measure_scheduling(
+    runtime: Runtime, model: Path, target: Target, inputs: Tensors, latency: LatencySamples, cores: int, seed: int
+) -> tuple[SchedulingMeasurement, ...]:
+    """Measure ways in which a server can run requests that wait: some at once, alone or in batches.
+
+    The ways share `WAITING` requests among their threads, and take turns, each time in a fresh session.
+
+    Returns:
+        Median rates. Empty for a model that servers run on the event loop, for one that is too slow to be measured
+        this often, for one that rejects these batches, and where servers do not run models.
+    """
+    run_s = latency.quantiles_ns["p50"] / 1e9 / latency.batch
+    if target.runtime != _SERVED_RUNTIME or not INLINE_S <= run_s <= _MOST_RUN_S:
+        return ()
+    most = max(1, cores // (target.session.intra_op_threads or cores))
+    threads = sorted({most, *(2**n for n in range(most.bit_length()))})
+    fixed = read_model_info(model).fixed_batch
+    ways = [(count, rows) for count in threads for rows in ({fixed} if fixed else {1, max(1, WAITING // count)})]
+    rates: dict[tuple[int, int], list[float]] = {way: [] for way in sorted(ways)}
+    with contextlib.suppress(MeasurementError):
+        for turn in range(_TURNS):
+            for (count, rows), measured in rates.items():
+                requests = count * max(2, round(_WAY_S / (run_s * rows * count)))
+                schedule = LoadSchedule(concurrency=count, requests=requests, rounds=1, windows=2, seed=seed + turn)
+                samples = runtime.under_load((model,), target, build_feed(model, inputs, rows), schedule)
+                measured.extend(float(rows * requests * 1e9 / ns) for ns in _check_positive([samples]).ravel())
+        return tuple(
+            SchedulingMeasurement(threads=count, rows=rows, rows_per_s=float(np.median(measured)))
+            for (count, rows), measured in rates.items()
+        )
+    return ()
 
 
 def compare_throughput(pair: PairedBenchmark, concurrency: int) -> tuple[PairedRatios, RawSamples]:

@@ -153,6 +153,7 @@ def materialize(context: Context, record: VersionRecord, authority: SignedDecisi
         manifest=record.manifest,
         location=location,
         batchable=decision is not None and decision.batchable,
+        threads=0 if decision is None else decision.threads,
         evidence=None if decision is None else decision.evidence,
         custom_ops=tuple(
             sorted(p.relative_to(location).as_posix() for p in libraries if digest_file(p) in about.custom_ops)

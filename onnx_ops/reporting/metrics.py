@@ -132,6 +132,8 @@ def plain_figures(evidence: Evidence) -> dict[str, float]:
     for throughput in evidence.throughput:
         if throughput.per_second:
             figures[f"requests_per_second_{throughput.concurrency}"] = median(throughput.per_second)
+    for way in evidence.scheduling:
+        figures[f"rows_per_second_{way.threads}x{way.rows}"] = way.rows_per_s
     if (starts := evidence.starts) is not None:
         samples = {
             "load_ms": [1e3 * seconds for seconds in starts.load_s],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from onnx_ops.domain.decision import Decision, GateResult, TargetObjective, Verdict, combine_verdicts
-from onnx_ops.domain.evidence import Interval
+from onnx_ops.domain.evidence import Interval, SchedulingMeasurement
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.release import Choice
 
@@ -27,6 +27,9 @@ differently, each of which is a further chance (`benchmarks/truth/choice.py`).""
 _SURELY_WORSE = 0.95
 """Variants with larger p-values are not counted, as they cannot be chosen by mistake. The level is lowered by the same
 factor: Zhao, Small and Su 2019, Journal of the American Statistical Association 114:1291-1304."""
+
+_AS_FAST = 0.95
+"""Share of the highest rate from which a way to run requests counts as equally fast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,3 +218,23 @@ def _describe_ratio(chosen: _Candidate) -> str:
         return " and no passing variant is faster with confidence"
     ratio = chosen.decision.latency_ratio
     return "" if ratio is None else f", {ratio:.3g}x the latency of {EXPORT}"
+
+
+def choose_scheduling(measured: Sequence[SchedulingMeasurement], *, independent: bool) -> tuple[int, bool]:
+    """Return how many requests a server should run at once (0: as many as it can), and whether in batches.
+
+    Of the ways that are as fast as the fastest one, the one with the fewest threads costs the least processor time.
+
+    Args:
+        measured: empty if the server runs the model on its event loop, or if it could not be measured.
+        independent: whether outputs do not depend on the other rows of a batch.
+    """
+    if not measured:
+        return 0, independent
+    single = min(way.rows for way in measured)
+    allowed = [way for way in measured if independent or way.rows == single]
+    fastest = max(way.rows_per_s for way in allowed)
+    equal = [way for way in allowed if way.rows_per_s >= _AS_FAST * fastest]
+    threads = min(way.threads for way in equal)
+    is_batched = any(way.rows > single for way in equal) or all(way.rows == single for way in measured)
+    return (0 if threads == max(way.threads for way in measured) else threads), independent and is_batched

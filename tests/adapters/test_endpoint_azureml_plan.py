@@ -22,7 +22,7 @@ from onnx_ops.domain.execution import Execution, SessionSettings
 NAMES = st.text("abcXYZ019-_ .é", min_size=1, max_size=60)
 
 
-def deployment(name: str, content: bytes = b"", **other: str | bool) -> Deployment:
+def deployment(name: str, content: bytes = b"", **other: str | int) -> Deployment:
     given = {"model": "m", "version": "1", "variant": "fp32", "location": "/somewhere", **other}
     return Deployment(name=name, release=digest_bytes(b"r"), manifest=digest_bytes(content), **given)  # type: ignore[arg-type]
 
@@ -58,7 +58,8 @@ def test_names_are_azures_and_follow_from_the_content(one: str, other: str) -> N
         assert re.fullmatch(r"(?=.{3,32}\Z)[a-z]([-a-z0-9]*[a-z0-9])?", build_azure_name(deployment(name)))
     assert build_azure_name(deployment(one)) == build_azure_name(deployment(one, location="/elsewhere"))
     assert build_azure_name(deployment(one)) != build_azure_name(deployment(one, b"other"))
-    assert build_azure_name(deployment(one)) != build_azure_name(deployment(one, batchable=True))
+    others = deployment(one, batchable=True), deployment(one, threads=1)
+    assert len({build_azure_name(each) for each in (deployment(one), *others)}) == 3
     threads = Execution(session=SessionSettings(intra_op_threads=2))
     assert build_azure_name(deployment(one)) != build_azure_name(replace(deployment(one), execution=threads))
     assume(one != other)

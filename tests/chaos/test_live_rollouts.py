@@ -22,7 +22,7 @@ from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.store import ModelFolders
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.execution import Execution
+from onnx_ops.domain.execution import INLINE_S, Execution
 from onnx_ops.domain.ledger import Intent, MetricsRecorded, ReleaseState, fold
 from onnx_ops.domain.rollout import ActionKind
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ShadowTrial
@@ -31,7 +31,6 @@ from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.release.status import read_status
-from onnx_ops.serving.inference.request_queue import INLINE_S
 from onnx_ops.testing.fakes import FakeWorld
 from tests.release.release_parts import TARGET_DIGEST, publish_file, roll_back
 from tests.support.load import LoadPlan, LoadProcess, Payload, Records

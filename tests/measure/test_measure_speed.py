@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from onnx_ops.domain.evidence import LatencySamples
+from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.gate import (
     ColdStartGate,
     LatencyGate,
@@ -27,6 +29,7 @@ from onnx_ops.measure.speed import (
     MOST_REQUESTS,
     MOST_WINDOWS,
     SpeedMeasurements,
+    measure_scheduling,
     measure_speed,
     measure_starts,
     measure_throughput,
@@ -34,7 +37,7 @@ from onnx_ops.measure.speed import (
 from onnx_ops.measure.timing import BLOCKS, LONGEST_S, RUNS, SHORT, measure_latency, plan_schedule
 from onnx_ops.ports import PairedBenchmarkSchedule, RunSamples
 from onnx_ops.statistics.latency import FULL_RUN, LOOKS
-from onnx_ops.testing.models import rows
+from onnx_ops.testing.models import rows, write_perceptron
 from tests.measure.scripted import Scripted
 
 CPU = Target(name="cpu")
@@ -184,3 +187,48 @@ def test_what_takes_too_long_ends_undecided(models: dict[str, Path], monkeypatch
     asked = MeasurementRequest(throughput=(4,), tolerances={"latency": (0.05,), "throughput": (0.0,)})
     found = measured(scripted(models, noise=2.0), models, asked, "fp32")
     assert len(found.ratios[0].log_ratios) == LOOKS[1]
+
+
+def scheduled(
+    folder: Path,
+    *,
+    run_s: float = 1e-3,
+    cores: int = 4,
+    batch: str | int = "batch",
+    refused: bool = False,
+    **target: Any,
+) -> dict[tuple[int, int], float]:
+    model = write_perceptron(folder / "model.onnx", batch=batch)
+    runtime = Scripted({model: run_s}, unit_ns=1e9, noise=0.01, refused=[model] if refused else [])
+    latency = LatencySamples(batch=1, runs=1, preempted=0, quantiles_ns={"p50": run_s * 1e9})
+    ways = measure_scheduling(runtime, model, replace(CPU, **target), rows(32), latency, cores, 1)
+    return {(way.threads, way.rows): way.rows_per_s for way in ways}
+
+
+def test_ways_to_run_what_waits_share_it_among_the_threads(tmp_path: Path) -> None:
+    rates = scheduled(tmp_path)
+    assert list(rates) == [(1, 1), (1, 16), (2, 1), (2, 8), (4, 1), (4, 4)]
+    assert all(rate == pytest.approx(rows * 1000, rel=0.05) for (_, rows), rate in rates.items())
+
+
+@pytest.mark.parametrize(
+    ("how", "ways"),
+    [
+        ({"run_s": 2e-4}, []),
+        ({"run_s": 0.2}, []),
+        ({"refused": True}, []),
+        ({"runtime": "javascript"}, []),
+        ({"cores": 1}, [(1, 1), (1, 16)]),
+        (
+            {"cores": 6, "session": SessionSettings(intra_op_threads=2)},
+            [(1, 1), (1, 16), (2, 1), (2, 8), (3, 1), (3, 5)],
+        ),
+        ({"session": SessionSettings(intra_op_threads=0)}, [(1, 1), (1, 16)]),
+        ({"cores": 2, "batch": 3}, [(1, 3), (2, 3)]),
+    ],
+    ids=["on the event loop", "too slow", "refused", "no server", "one core", "two threads", "all threads", "fixed"],
+)
+def test_only_ways_that_a_server_has_are_measured(
+    tmp_path: Path, how: dict[str, Any], ways: list[tuple[int, int]]
+) -> None:
+    assert list(scheduled(tmp_path, **how)) == ways

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from onnx_ops import codec
 from onnx_ops.attestation import read_envelope
 from onnx_ops.domain.artifact import Manifest, digest_bytes
 from onnx_ops.domain.decision import DecisionRecord
-from onnx_ops.domain.evidence import BatchInvariance, ScoreComparison
+from onnx_ops.domain.evidence import BatchInvariance, SchedulingMeasurement, ScoreComparison
 from onnx_ops.domain.execution import Execution, SessionSettings
 from onnx_ops.domain.gate import MetricGate, ParityGate
 from onnx_ops.domain.pipeline import Stage, StageKind
@@ -35,11 +36,10 @@ STAGE = Stage(
 )
 
 
-def record_of(world: FakeWorld, root: Path, *invariance: BatchInvariance) -> DecisionRecord:
+def record_of(world: FakeWorld, root: Path, *invariance: BatchInvariance, **measured_too: Any) -> DecisionRecord:
     context = world.context(root=root)
-    measured = Manifest(
-        files={"evidence.json": put_document(context.store, make_evidence("fp32", batch_invariance=invariance))}
-    )
+    evidence = make_evidence("fp32", batch_invariance=invariance, **measured_too)
+    measured = Manifest(files={"evidence.json": put_document(context.store, evidence)})
     result = execute(STAGE, digest_bytes(b"key"), {"benchmark/fp32@cpu": measured}, context)
     return read_envelope(context.store.read(result["signed.json"]), DecisionRecord).record
 
@@ -57,6 +57,14 @@ def test_requests_are_batched_only_if_invariance_was_measured_and_passed(
         for place, ratio in enumerate(ratios)
     )
     assert record_of(FakeWorld(), tmp_path, *invariance).batchable is batchable
+
+
+def test_how_many_requests_run_at_once_is_signed_as_it_was_measured(tmp_path: Path) -> None:
+    independent = BatchInvariance(output="y", rows=32, error=1e-7, ratio=1.0, changed=0.0)
+    rates = {(1, 1): 90.0, (1, 16): 100.0, (2, 1): 80.0, (2, 8): 98.0}
+    ways = tuple(SchedulingMeasurement(threads=t, rows=rows, rows_per_s=rate) for (t, rows), rate in rates.items())
+    record = record_of(FakeWorld(), tmp_path, independent, scheduling=ways)
+    assert (record.batchable, record.threads) == (True, 1)
 
 
 def test_a_metric_that_cannot_be_read_of_stored_evidence_is_a_mistake_of_the_file(tmp_path: Path) -> None:

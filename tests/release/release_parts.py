@@ -127,14 +127,12 @@ class Scene:
         self.processes += 1
         self.faults = None
 
-    def publish(
-        self, seed: str, *, variant: str = "fp32", verdict: Verdict = Verdict.PASS, batchable: bool = False
-    ) -> str:
+    def publish(self, seed: str, *, variant: str = "fp32", verdict: Verdict = Verdict.PASS, **decided: Any) -> str:
         """A version of release `seed` with a signed decision; versions count from 1."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "model.onnx"
             file.write_text(f"{seed} {variant}")
-            about = {"verdict": verdict, "verdicts": {"size": verdict}, "batchable": batchable}
+            about = {"verdict": verdict, "verdicts": {"size": verdict}, **decided}
             return publish_file(self.world, file, digest_bytes(seed.encode()), variant=variant, **about)
 
     def forge(self, version: str, **changes: object) -> VersionRecord:

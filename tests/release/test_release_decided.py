@@ -65,7 +65,9 @@ def test_a_valid_pass_lets_it_serve() -> None:
 
 
 @given(
-    field=st.sampled_from(["verdict", "verdicts", "sequence", "manifest", "model", "target_digest", "batchable"]),
+    field=st.sampled_from(
+        ["verdict", "verdicts", "sequence", "manifest", "model", "target_digest", "batchable", "threads"]
+    ),
     data=st.data(),
 )
 def test_no_field_can_be_changed_under_its_signature(field: str, data: st.DataObject) -> None:
@@ -77,6 +79,7 @@ def test_no_field_can_be_changed_under_its_signature(field: str, data: st.DataOb
         "model": names,
         "target_digest": digests,
         "batchable": st.booleans(),
+        "threads": st.integers(0, 64),
     }
     genuine = signed(record(verdict=Verdict.FAIL, verdicts={"latency": Verdict.FAIL}))
     lie = replace(genuine, record=replace(genuine.record, **{field: data.draw(values[field])}))

@@ -60,9 +60,9 @@ def test_a_first_deployment(scene: Scene) -> None:
 
 @pytest.mark.parametrize("batchable", [True, False])
 def test_requests_are_run_as_the_signed_decision_says(scene: Scene, batchable: bool) -> None:
-    scene.serve(scene.publish("a", batchable=batchable))
+    scene.serve(scene.publish("a", batchable=batchable, threads=3))
     state = must(scene.world.provider.observe(config_of("digits")))
-    assert [(d.batchable, d.execution) for d in state.deployments] == [(batchable, EXECUTION)]
+    assert [(d.batchable, d.threads, d.execution) for d in state.deployments] == [(batchable, 3, EXECUTION)]
 
 
 def test_settling_again_does_nothing(scene: Scene) -> None:

@@ -73,6 +73,8 @@ def build_azure_name(deployment: Deployment, immutable: Mapping[str, Json] | Non
     slug = slug if slug[:1].isalpha() and slug[:1].isascii() else f"d{slug}"
     content = [getattr(deployment, name) for name in ("name", "model", "version", "variant", "manifest", "batchable")]
     execution = [dict(immutable)] if immutable is not None else []
+    if deployment.threads:
+        execution.append({"threads": deployment.threads})
     if deployment.execution != Execution():
         execution.append(codec.to_json(deployment.execution))
     return f"{slug}-{short_digest(digest_json([*content, *deployment.custom_ops, *execution]))}"

@@ -37,7 +37,7 @@ from onnx_ops.measure.scoring import (
     add_default_metric,
     measure_metrics,
 )
-from onnx_ops.measure.speed import measure_speed
+from onnx_ops.measure.speed import measure_scheduling, measure_speed
 from onnx_ops.measure.timing import build_feed
 from onnx_ops.measure.user_functions import importable, load_function
 from onnx_ops.onnx_graph.files import read_structure
@@ -138,6 +138,9 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
             comparisons=speed.comparisons,
             latency=speed.latency,
             throughput=speed.throughput,
+            scheduling=measure_scheduling(
+                runtime, candidate, target, data.inputs, speed.latency, hardware.cores, int(key[-8:], 16)
+            ),
             starts=speed.starts,
             ratios=speed.ratios,
             raw=store.put_bytes(pack_arrays({**speed.raw, **metrics.rows, **digest_rows(data)})),

@@ -17,6 +17,7 @@ from onnx_ops.domain.pipeline import EXPORT, Stage
 from onnx_ops.errors import UserError
 from onnx_ops.measure.files import put_document
 from onnx_ops.ports import Context
+from onnx_ops.statistics.choice import choose_scheduling
 from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.rules.metric import explain_unscored
 from onnx_ops.statistics.rules.parity import METRIC as BATCH_INVARIANCE
@@ -39,6 +40,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
     signer = context.signer()
     if settings["model"] and signer is not None:
         invariance = [result.verdict for result in decision.results if result.metric == BATCH_INVARIANCE]
+        independent = bool(invariance) and combine_verdicts(invariance) is Verdict.PASS
+        threads, batchable = choose_scheduling(evidence.scheduling, independent=independent)
         now = context.clock.now()
         record = DecisionRecord(
             model=settings["model"],
@@ -53,7 +56,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
             verdicts=decision.verdicts,
             custom_ops=tuple(settings["custom_ops"]),
             execution=codec.from_json(settings["execution"], Execution, where=evidence.target),
-            batchable=bool(invariance) and combine_verdicts(invariance) is Verdict.PASS,
+            batchable=batchable,
+            threads=threads,
             decided_at=datetime.datetime.fromtimestamp(now, tz=datetime.UTC).isoformat(timespec="seconds"),
             sequence=int(now * 1000),
         )

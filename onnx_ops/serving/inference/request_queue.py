@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
+from onnx_ops.domain.execution import INLINE_S
 from onnx_ops.serving.inference.responses import QueueFullError
 from onnx_ops.serving.metrics import IN_PROGRESS, QUEUED, MetricsRow
 
@@ -29,8 +30,6 @@ _MIN_OVERDUE_S = 20e-3
 _OVERDUE_BATCHES = 4
 _WEIGHT = 1 / 8
 
-INLINE_S = 250e-6
-"""A model that runs faster than this runs on the event loop: handing over to a thread would cost as much."""
 _LEAVE_INLINE_S = 1.25 * INLINE_S
 """It leaves the event loop at this time, so that a model at the limit does not alternate."""
 _FAR_SLOWER_S = 4 * INLINE_S

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import os
 import signal
 import socket
@@ -273,13 +274,12 @@ class _Worker:
     def _load(self, deployment: Deployment, row: MetricsRow, control: bool) -> LoadedDeployment:
         model = load_deployment(deployment, self._setup.folder, self._options, control=control)
         latency = LatencyEstimator(model.seconds)
-        intra_op_threads = deployment.execution.session.intra_op_threads or self._thread_count
         queue = RequestQueue(
             threads=self._threads,
             run=self._service.run_batch,
             limit=self._options.queue,
             max_batch=MAX_BATCH if deployment.batchable else 1,
-            max_batches=max(1, self._thread_count // intra_op_threads),
+            max_batches=count_parallel_runs(deployment, self._thread_count, self._options.workers),
             row=row,
             latency=latency,
         )
@@ -294,3 +294,9 @@ class _Worker:
             max_body=self._options.max_body,
             warm_up=max(MIN_WARM_UP_REQUESTS, WARM_UP_REQUESTS // self._options.workers),
         )
+
+
+def count_parallel_runs(deployment: Deployment, threads: int, workers: int) -> int:
+    """Return how many requests, or batches, of a deployment one of the workers runs at once on its threads."""
+    runs = max(1, threads // (deployment.execution.session.intra_op_threads or threads))
+    return min(runs, math.ceil(deployment.threads / workers)) if deployment.threads else runs

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from onnx_ops.serving.inference.request_queue import INLINE_S, LatencyEstimator, RequestQueue, WorkerThreads
+from onnx_ops.domain.execution import INLINE_S
+from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQueue, WorkerThreads
 from onnx_ops.serving.inference.responses import QueueFullError
 from onnx_ops.serving.metrics import IN_PROGRESS, QUEUED, MetricsRow, SharedMetrics
 from tests.serving.serving_process import wait_until

@@ -16,7 +16,9 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.execution import Execution, SessionSettings
 from onnx_ops.protocol.server_process import AUDIT_FILE
+from onnx_ops.serving.workers.worker import count_parallel_runs
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import INFER, Server, after, infer_body, serving, wait_until
 from tests.support.load import LoadPlan, Payload
@@ -177,3 +179,15 @@ def test_options_are_checked(tmp_path: Path, flag: str) -> None:
     assert found.returncode == 2
     assert flag.partition("=")[0][2:].replace("-", "_") in found.stderr
     assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("allowed", "intra_op_threads", "workers", "runs"),
+    [(0, 1, 1, 8), (0, 0, 1, 1), (0, 3, 1, 2), (2, 1, 1, 2), (16, 1, 1, 8), (3, 1, 2, 2), (1, 0, 4, 1), (0, 16, 1, 1)],
+)
+def test_a_worker_runs_as_many_requests_at_once_as_threads_and_evidence_allow(
+    blue: Deployment, allowed: int, intra_op_threads: int, workers: int, runs: int
+) -> None:
+    execution = Execution(session=SessionSettings(intra_op_threads=intra_op_threads))
+    deployment = replace(blue, threads=allowed, execution=execution)
+    assert count_parallel_runs(deployment, 8, workers) == runs
