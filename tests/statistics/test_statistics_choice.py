@@ -334,6 +334,7 @@ def test_a_growing_error_is_a_change_for_the_worse() -> None:
 WAYS = {"memory bound": {(1, 1): 60.0, (1, 16): 100.0, (2, 1): 60.0, (2, 8): 97.0, (4, 1): 61.0, (4, 4): 80.0}}
 WAYS["compute bound"] = {(1, 1): 25.0, (1, 16): 26.0, (2, 1): 50.0, (2, 8): 52.0, (4, 1): 99.0, (4, 4): 100.0}
 WAYS["better alone"] = {(1, 1): 50.0, (1, 16): 20.0, (2, 1): 100.0, (2, 8): 40.0}
+WAYS["batches on one"] = {(1, 1): 50.0, (1, 16): 100.0, (2, 1): 80.0, (2, 8): 90.0}
 WAYS["fixed batch"] = {(1, 3): 100.0, (2, 3): 104.0}
 
 
@@ -345,6 +346,8 @@ WAYS["fixed batch"] = {(1, 3): 100.0, (2, 3): 104.0}
         ("compute bound", True, (0, True)),
         ("compute bound", False, (0, False)),
         ("better alone", True, (0, False)),
+        ("batches on one", True, (1, True)),
+        ("batches on one", False, (0, False)),
         ("fixed batch", True, (1, True)),
         ("", True, (0, True)),
         ("", False, (0, False)),
