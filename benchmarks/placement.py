@@ -344,7 +344,7 @@ def disturbed(
         problems = [error["what"] for error in parse(out)["errors"].values()] if out else errors.splitlines()[-1:]
         print(f"  {mark}: exit code {asked.returncode}: {'; '.join(problems)}", flush=True)
         asked = site.ask(*marked(mark), until="validate", environ=PLACED)
-    raise AssertionError(f"{mark}: no run ended well")
+    raise AssertionError(f"{mark}: no run ended well; the worker's log:\n{worker.log[-3000:]}")
 
 
 def executed_again(site: PoolSite, mark: str) -> int:

@@ -8,14 +8,13 @@ import logging
 import multiprocessing
 import os
 import re
-import select
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -71,6 +70,8 @@ if TYPE_CHECKING:
 _POLL_S = 0.5
 _WATCH_S = 2.5
 """Between looks at whether a flow run was cancelled; its processes end within 10 s."""
+_START_S = 60.0
+"""Seconds for which a worker that starts waits for a server that does not answer."""
 _DESCRIBED_S = 60.0
 """Most seconds that a worker spends at its start on reading what its machine can measure."""
 
@@ -190,10 +191,9 @@ class PoolWorker:
         """Work until SIGTERM or SIGINT, which lets the running stages finish; a second one ends them."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
-        create_pool(client, self.pool)
         FORK_SERVER.start()
         _import_for_forks()
-        variable = self._announce(client)
+        variable = self._enter_pool(client)
         heartbeat = polled = -HEARTBEAT_S
         _LOG.info("worker %s of pool %s takes: %s", self.name, self.pool, ", ".join(self.kinds))
         while not self._stopping or self.stages or self._ended:
@@ -224,7 +224,17 @@ class PoolWorker:
                 for pid in self.stages:
                     ends.append(end := os.pidfd_open(pid))
                     stack.callback(os.close, end)
-            select.select(ends, (), (), _POLL_S)
+            wait(ends, _POLL_S)
+
+    def _enter_pool(self, client: SyncPrefectClient) -> str:
+        """Create the pool and announce this worker, also to a server that is just being restarted."""
+        last_try = time.monotonic() + _START_S
+        while not self._stopping:
+            with self._outlasting(client) if time.monotonic() < last_try else contextlib.nullcontext():
+                create_pool(client, self.pool)
+                return self._announce(client)
+            self._pause()
+        return ""
 
     def _announce(self, client: SyncPrefectClient) -> str:
         """Describe this worker in a Prefect variable, and remove those of the pool's dead workers; return its name."""

@@ -65,6 +65,60 @@ def start_worker(client: SyncPrefectClient, pool: str, name: str, *kinds: StageK
     return worker
 
 
+@pytest.mark.parametrize("call", ["create_work_pool", "create_deployment", "send_worker_heartbeat", "create_variable"])
+def test_a_worker_that_starts_while_the_server_restarts_enters_its_pool(
+    client: SyncPrefectClient, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import httpx
+
+    from onnx_ops.orchestration.pool_worker import PoolWorker
+
+    real, failures = getattr(client, call), [httpx.ConnectError("refused"), httpx.ReadError("reset")]
+
+    def refuse(*arguments: object, **named: object) -> object:
+        if failures:
+            raise failures.pop()
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(client, call, refuse)
+    worker = PoolWorker(pool=f"pool-{uuid.uuid4().hex[:8]}", name="early")
+    assert worker._enter_pool(client)
+    assert [one.name for one in status_of(worker.pool).workers] == ["early"]
+    assert not failures
+
+
+def test_a_worker_without_a_server_gives_up(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    import httpx
+
+    from onnx_ops.orchestration import pool_worker
+
+    monkeypatch.setattr(pool_worker, "_START_S", 0.0)
+    refused = mock.patch.object(client, "create_work_pool", side_effect=httpx.ConnectError("refused"))
+    with refused, pytest.raises(httpx.ConnectError):
+        pool_worker.PoolWorker(pool="none", name="alone")._enter_pool(client)
+
+
+def test_a_worker_without_a_free_file_polls_for_the_end_of_its_stages(
+    client: SyncPrefectClient, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import resource
+
+    worker = start_worker(client, pool, "full")
+    worker.stages[os.getpid()] = ask_for(client, pool, "train/of-test")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(next_free := os.dup(0))
+    waited = mock.Mock()
+    monkeypatch.setattr("onnx_ops.orchestration.pool_worker.wait", waited)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next_free, hard))
+        with pytest.raises(OSError, match="Too many open files"):
+            os.pidfd_open(os.getpid())
+        worker._pause()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert waited.call_args.args[0] == []
+
+
 def take(client: SyncPrefectClient, run: FlowRun, worker: str) -> None:
     from prefect.states import Pending, Running
 
