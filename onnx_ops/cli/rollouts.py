@@ -70,10 +70,11 @@ def rollout_status(
     pause_s, context = parse_duration(interval, "--interval"), open_project().context
     view = read_rollout_view(context, endpoint)
     if not watch or view is None:
-        if as_json:
-            print_json(codec.to_json(view))
-        else:
+
+        def report() -> None:
             console().print(_describe_end(context, endpoint)[0] if view is None else _render(view))
+
+        print_result(lambda: codec.to_json(view), report, as_json=as_json)
         return
     _follow(context, view, pause_s, as_json=as_json)
     text, was_rolled_back = _describe_end(context, endpoint)
@@ -131,10 +132,7 @@ def _reconcile(context: Context, endpoint: str, actor: str, *, as_json: bool) ->
 
     reports = reconcile_until_stable(context, endpoint, actor=actor)
     send_pending_each(context, (endpoint,))
-    if as_json:
-        print_json(codec.to_json(reports))
-    else:
-        print_steps({endpoint: reports})
+    print_result(lambda: codec.to_json(reports), lambda: print_steps({endpoint: reports}), as_json=as_json)
     exit_after_steps({endpoint: reports})
 
 
