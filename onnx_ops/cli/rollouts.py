@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -144,9 +145,7 @@ def _follow(context: Context, view: RolloutView | None, pause_s: float, *, as_js
 
     live = Live(console=console(), auto_refresh=False) if sys.stdout.isatty() and not as_json else None
     last = ""
-    try:
-        if live is not None:
-            live.start()
+    with live or contextlib.nullcontext():
         while view is not None:
             if live is not None:
                 live.update(_render(view), refresh=True)
@@ -157,9 +156,6 @@ def _follow(context: Context, view: RolloutView | None, pause_s: float, *, as_js
             last = view.next
             time.sleep(pause_s)
             view = read_rollout_view(context, view.endpoint)
-    finally:
-        if live is not None:
-            live.stop()
 
 
 def _render(view: RolloutView) -> Group:
