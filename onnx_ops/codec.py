@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import functools
 import math
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from enum import Enum, StrEnum
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast
 
 from cattrs import transform_error
 from cattrs.errors import BaseValidationError
@@ -22,6 +21,7 @@ from cattrs.v import format_exception
 from typing_extensions import TypeForm
 
 from onnx_ops.domain.artifact import canonical_json
+from onnx_ops.domain.quantities import is_json, tag_of, union_members
 from onnx_ops.errors import CorruptStateError
 
 T = TypeVar("T")
@@ -80,8 +80,8 @@ def _say(error: BaseException, kind: type | None) -> str:
 @functools.cache
 def _converter() -> JsonConverter:
     converter = make_converter(forbid_extra_keys=True, unstruct_collection_overrides={frozenset: sorted})
-    converter.register_structure_hook_func(_is_json, lambda value, _: value)
-    converter.register_unstructure_hook_func(_is_json, lambda value: value)
+    converter.register_structure_hook_func(is_json, lambda value, _: value)
+    converter.register_unstructure_hook_func(is_json, lambda value: value)
     converter.register_structure_hook_factory(
         lambda kind: bool(_tags(kind)), lambda kind: _tagged_hook(kind, converter)
     )
@@ -108,26 +108,10 @@ def _later_fields(kind: Any) -> dict[str, Any]:
     return dict.fromkeys(grown, override(omit_if_default=True))
 
 
-def _members(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else ()
-
-
-def _is_json(kind: Any) -> bool:
-    """Return whether this is the recursive type `Json`, which is unequal to itself once resolved."""
-    return {get_origin(member) for member in _members(kind)} >= {Sequence, Mapping}
-
-
-def _tag(kind: Any) -> str | None:
-    if not is_dataclass(kind) or "kind" not in {f.name for f in fields(kind)}:
-        return None
-    hint = get_type_hints(kind)["kind"]
-    return get_args(hint)[0] if get_origin(hint) is Literal else None
-
-
 def _tags(kind: Any) -> dict[str, Any]:
     """Return the members of a tagged union by their tags; none of another type."""
-    members = _members(kind)
-    tags = {tag: member for member in members if (tag := _tag(member))}
+    members = union_members(kind)
+    tags = {tag: member for member in members if (tag := tag_of(member))}
     return tags if len(members) > 1 and len(tags) == len(members) else {}
 
 
@@ -144,14 +128,14 @@ def _tagged_hook(kind: Any, converter: JsonConverter) -> Callable[[Any, Any], An
 
 
 def _is_scalar_union(kind: Any) -> bool:
-    members = _members(kind)
+    members = union_members(kind)
     return len(members) > 1 and set(members) <= {str, int, float, bool, type(None)}
 
 
 def _scalar(value: Any, kind: Any) -> Any:
     if type(value) is float and not math.isfinite(value):
         raise TypeError(f"{value!r} is not a number")
-    if type(value) in _members(kind) or (type(value) is int and float in _members(kind)):
+    if type(value) in (members := union_members(kind)) or (type(value) is int and float in members):
         return value
     raise TypeError(f"{value!r} is not {kind}")
 

@@ -236,16 +236,12 @@ def from_document(document: dict[str, object]) -> OnnxOpsError:
     """Rebuild an error from the document of `as_document`; an unknown type becomes an `OnnxOpsError`."""
     kind = globals().get(str(document.get("error")))
     if kind in (ConfigError, NotReadyError):
-        return _config_error_from(document)
+        problems: Any = document.get("problems")
+        try:
+            return config_error(tuple(Problem(**problem) for problem in problems))
+        except TypeError:
+            kind = UserError
     if not (isinstance(kind, type) and issubclass(kind, OnnxOpsError)):
         kind = OnnxOpsError
     texts = {name: str(document.get(name, "")) for name in ("where", "why", "remedy")}
     return kind(str(document.get("what", "")), **texts)
-
-
-def _config_error_from(document: dict[str, object]) -> OnnxOpsError:
-    problems: Any = document.get("problems")
-    try:
-        return config_error(tuple(Problem(**problem) for problem in problems))
-    except TypeError:
-        return UserError(str(document.get("what", "")), where=str(document.get("where", "")))

@@ -11,14 +11,13 @@ from onnx_ops.app.project import check
 from onnx_ops.config.settings import FILE
 from onnx_ops.config.substitution import PARAMETERS_FILE
 from onnx_ops.config.targets import FOLDER
+from onnx_ops.config.yaml_reader import PIPELINES
 from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.pipeline import FileData, Pipeline
 from onnx_ops.domain.quantization import AUTO
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.pipeline import collect_user_code, find_referenced_modules
 from onnx_ops.pipeline.stages.data import get_source_name
-
-PIPELINES = Path("configs") / "pipelines"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

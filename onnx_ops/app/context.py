@@ -27,17 +27,7 @@ from onnx_ops.config.settings import Settings, load_settings
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.execution import Environment
 from onnx_ops.errors import InfrastructureError, UserError
-from onnx_ops.ports import (
-    Context,
-    DataSource,
-    EndpointProvider,
-    MetricsSource,
-    Notifier,
-    Observer,
-    Registry,
-    Runtime,
-    Signer,
-)
+from onnx_ops.ports import Context, EndpointProvider, MetricsSource, Notifier, Observer, Registry, Signer
 from onnx_ops.protocol.server_process import LocalHost
 
 if TYPE_CHECKING:
@@ -146,23 +136,15 @@ def build_context(settings: Settings) -> Context:
         metrics=lambda config: _metrics(config, provider),
         exporter=functools.partial(load_tool, settings, "exporters"),
         optimizer=functools.partial(load_tool, settings, "optimizers"),
-        runtime=functools.cache(lambda name: _runtime(settings, name)),
-        source=functools.cache(lambda name: _source(settings, name)),
+        runtime=functools.cache(lambda name: plugins.load("runtimes", name).with_environments(settings.environments)),
+        source=functools.cache(
+            lambda name: plugins.load("data", name).with_folders(settings.environments, settings.state)
+        ),
         notifiers=_once(lambda: _notifiers(settings)),
         git_sha=_once(lambda: resolve_commit(settings.root, "HEAD")),
         conditions=read_conditions,
         journal=lambda key: FileJournal(settings.state / "search" / f"{key.rpartition(':')[2]}.jsonl"),
     )
-
-
-def _runtime(settings: Settings, name: str) -> Runtime:
-    runtime: Runtime = plugins.load("runtimes", name)
-    return runtime.with_environments(settings.environments)
-
-
-def _source(settings: Settings, name: str) -> DataSource:
-    source: DataSource = plugins.load("data", name)
-    return source.with_folders(settings.environments, settings.state)
 
 
 def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:

@@ -11,7 +11,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -55,16 +54,9 @@ class MeasurementLock:
         self._working = 0
         self._measuring = False
 
-    def work(self) -> AbstractContextManager[None]:
-        """Hold the lock for work whose duration is not measured."""
-        return self._turn(alone=False)
-
-    def measure(self) -> AbstractContextManager[None]:
-        """Hold the lock for work whose results are times."""
-        return self._turn(alone=True)
-
     @contextlib.contextmanager
-    def _turn(self, *, alone: bool) -> Iterator[None]:
+    def hold(self, *, alone: bool) -> Iterator[None]:
+        """Hold the lock: alone for work whose results are times, else beside other work."""
         with self._changed:
             ticket, self._tickets = self._tickets, self._tickets + 1
             self._changed.wait_for(
@@ -219,17 +211,14 @@ class StageExecutor:
             renew = stage.kind in self.no_cache
             took, place = partial(self.durations.record, stage), self.settings.store
             return ask(self.running.pools, self.context, stage, key, inputs, place=place, renew=renew, took=took)
-        return self._here(stage, key, inputs)
-
-    def _here(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         if not stage.own_process and stage.timeout is None:
             with self.durations.measure(stage):
                 return execute(stage, key, inputs, self.context)
         if stage.kind not in _TIMED:
-            with self.running.lock.work(), self.durations.measure(stage):
+            with self.running.lock.hold(alone=False), self.durations.measure(stage):
                 return run_in_subprocess(self.settings, stage, key, inputs, self.report_progress, self.running)
         prepared = attach_champion(stage, self.context) if stage.kind is StageKind.BENCHMARK else stage
-        with self.running.lock.measure(), machine_lock(), self.durations.measure(stage):
+        with self.running.lock.hold(alone=True), machine_lock(), self.durations.measure(stage):
             return run_in_subprocess(self.settings, prepared, key, inputs, self.report_progress, self.running)
 
 

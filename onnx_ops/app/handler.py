@@ -93,7 +93,7 @@ class StageHandler:
             return next(vacant, "")
         if stage.kind not in RELEASE:
             return ""
-        registration, choice = _read_choice(self.context, stage, inputs)
+        registration, choice, _ = _read_choice(self.context, stage, inputs)
         if choice.variant is None:
             return f"no variant of {registration.model} passed on {choice.target}: {choice.reason}"
         # A bound endpoint gets its settings and policy even if nothing is promoted.
@@ -109,10 +109,10 @@ class StageHandler:
         timed = self.durations.measure(stage) if stage.kind in RELEASE else contextlib.nullcontext()
         with self.releasing if released else contextlib.nullcontext(), timed:
             if stage.kind is StageKind.PROMOTE:
-                registration, choice = _read_choice(context, stage, inputs)
+                registration, choice, version = _read_choice(context, stage, inputs)
                 settings: Mapping[str, Any] = stage.settings
-                version, endpoints = _get_version(registration, choice), tuple(settings["endpoints"])
-                done = promote(context, registration.model, version, choice.target, actor=self.actor, expects=endpoints)
+                model, endpoints = registration.model, tuple(settings["endpoints"])
+                done = promote(context, model, version, choice.target, actor=self.actor, expects=endpoints)
                 return Manifest(files={"promotion.json": context.store.put_bytes(codec.dumps(done))})
             if stage.kind is StageKind.DEPLOY:
                 config, section = binding(stage)
@@ -149,8 +149,8 @@ class StageHandler:
         return {"modules": modules, "files": dict(code.files), "packages": packages}
 
     def _is_released(self, stage: Stage, inputs: Mapping[str, Manifest]) -> bool:
-        registration, choice = _read_choice(self.context, stage, inputs)
-        version, state_of = _get_version(registration, choice), self.context.ledger.state
+        registration, choice, version = _read_choice(self.context, stage, inputs)
+        state_of = self.context.ledger.state
         settings: Mapping[str, Any] = stage.settings
         if stage.kind is StageKind.DEPLOY:
             config, section = binding(stage)
@@ -182,13 +182,11 @@ def _is_current(context: Context, registration: Registration) -> bool:
     )
 
 
-def _read_choice(context: Context, stage: Stage, inputs: Mapping[str, Manifest]) -> tuple[Registration, Choice]:
+def _read_choice(context: Context, stage: Stage, inputs: Mapping[str, Manifest]) -> tuple[Registration, Choice, str]:
+    """Return the registration, the choice for the stage's target, and its version; empty if none was chosen."""
     registration = codec.loads(context.store.read(inputs["register"]["registration.json"]), Registration)
-    return registration, next(c for c in registration.choices if c.target == stage.target)
-
-
-def _get_version(registration: Registration, choice: Choice) -> str:
-    return registration.versions.get(choice.variant or "", "")
+    choice = next(c for c in registration.choices if c.target == stage.target)
+    return registration, choice, registration.versions.get(choice.variant or "", "")
 
 
 def _serves(state: ReleaseState, version: str) -> bool:

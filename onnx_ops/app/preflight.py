@@ -18,7 +18,6 @@ from onnx_ops.config.document import Issue, Loc
 from onnx_ops.config.functions import find_missing_imports, list_siblings
 from onnx_ops.config.messages import did_you_mean
 from onnx_ops.config.project_rules import check_plugin_settings
-from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.pipeline import FileData, PluginData
 from onnx_ops.domain.quantization import find_type_conflict
 from onnx_ops.errors import MissingPackageError, OnnxOpsError
@@ -74,7 +73,7 @@ class Preflight:
     @property
     def _scored(self) -> _Rows | None:
         """Return the rows that the model is validated on, if available locally."""
-        return self._sets.get(self.draft.validate.samples.data) if self.draft.validate else None
+        return self._sets.get(self.draft.scored)
 
     def _open(self, name: str) -> Iterator[Issue]:
         import numpy as np
@@ -128,7 +127,7 @@ class Preflight:
             with contextlib.suppress(OnnxOpsError):
                 if plugins.select_environment(plugin, train.env or export.env) is None:
                     functions.append((("train", "run"), train.run))
-        functions += [((*loc, "use"), g.use) for loc, g in self.draft.gates if isinstance(g, MetricGate) and g.use]
+        functions += [((*loc, "use"), gate.use) for loc, gate in self.draft.metric_gates if gate.use]
         seen: set[str] = set()
         for loc, reference in functions:
             for module, text in find_missing_imports(reference, self.context.root):
@@ -168,11 +167,7 @@ class Preflight:
         from onnx_ops.measure.files import convert_inputs
         from onnx_ops.tools.probing import find_input_problems
 
-        draft = self.draft
-        names = [draft.validate.samples.data] if draft.validate else []
-        names += [entry.calibrate.data for _, entry in draft.quantize if entry.calibrate]
-        names += [entry.tuning_data.data for _, entry in draft.quantize if entry.tuning_data]
-        for name in dict.fromkeys(names):
+        for name in dict.fromkeys(name for _, name in self.draft.used_sets):
             if name not in self._sets:
                 continue
             loc, rows = ("data", name), self._sets[name]
@@ -225,11 +220,10 @@ class Preflight:
             return
         label = scored.dataset.label
         outputs = _build_zeros(model, len(scored.dataset)) if model is not None and scored.whole else None
-        gates = [gate for _, gate in self.draft.gates if isinstance(gate, MetricGate)]
-        name = self.draft.validate.samples.data if self.draft.validate else ""
-        for message in dict.fromkeys(find_label_problem(gate.definition(), label, outputs) for gate in gates):
+        definitions = [gate.definition() for _, gate in self.draft.metric_gates]
+        for message in dict.fromkeys(find_label_problem(definition, label, outputs) for definition in definitions):
             if message:
-                yield Issue(("data", name, "label"), message)
+                yield Issue(("data", self.draft.scored, "label"), message)
 
     def _note_new_labels(self) -> None:
         """Note classes that are scored but not in the training data."""
@@ -246,8 +240,7 @@ class Preflight:
         known = (np.unique(labels).tolist() for labels in trained)
         if new := sorted(set(np.unique(label).tolist()).difference(*known)):
             shown = ", ".join(map(str, new[:5])) + (", …" if len(new) > 5 else "")
-            name = self.draft.validate.samples.data if self.draft.validate else ""
-            self.notes.append(f"data.{name}: label {shown} occurs in no set that the model is trained on")
+            self.notes.append(f"data.{self.draft.scored}: label {shown} occurs in no set that the model is trained on")
 
 
 def _is_path(model: str) -> bool:

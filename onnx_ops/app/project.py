@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from onnx_ops.app.results import Summary
     from onnx_ops.config.document import Issue
     from onnx_ops.config.rules import Draft
-    from onnx_ops.domain.pipeline import Deploy, Pipeline, Plan, Stage, StageKind, StageOutcome
+    from onnx_ops.domain.pipeline import Deploy, Pipeline, Plan, Stage, StageKind
     from onnx_ops.domain.release import BaseRelease
     from onnx_ops.domain.target import Target
     from onnx_ops.pipeline import RunResult
@@ -200,15 +200,6 @@ def prepare(
     )
 
 
-def preview_plan(
-    project: Project, prepared: PreparedPipeline, no_cache: Collection[StageKind] = ()
-) -> Mapping[str, StageOutcome | None]:
-    """Return the cached outcome of each stage, or None where a run would execute it."""
-    from onnx_ops.pipeline import preview
-
-    return preview(prepared.plan, handler=replace(project.handler(), confirms=False), no_cache=no_cache)
-
-
 def require_packages(project: Project, plan: Plan) -> None:
     """Refuse a plan that needs packages which are not installed here, before any of its stages starts."""
     if needed := _missing_packages(project, plan):
@@ -353,7 +344,6 @@ def run_files(
     no_cache: Collection[StageKind] = (),
     abandon: str = "",
     observe: Callable[[], Observer | None] = lambda: None,
-    actor: str = "",
     base: str = "",
 ) -> Iterator[PipelineResult]:
     """Plan and run every file, at most `jobs` of them at once; results come in the order of the files.
@@ -369,9 +359,7 @@ def run_files(
         try:
             prepared = prepare(project, file, overrides=overrides, until=until)
             against = find_base(root, project.context.store, prepared.pipeline.pipeline, base) if base else None
-            result = execute(
-                project, prepared, no_cache=no_cache, observer=observe(), actor=actor, abandon=abandon, base=against
-            )
+            result = execute(project, prepared, no_cache=no_cache, observer=observe(), abandon=abandon, base=against)
             summary = summarize(prepared.pipeline, result, project.context)
         except OnnxOpsError as error:
             return PipelineResult(file=file, refused=error)

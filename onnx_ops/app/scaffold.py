@@ -89,11 +89,17 @@ PROJECTS: Mapping[TemplateName, Template] = {
     ),
 }
 
-_INFRA = ("aws", "azure", "compose", "kubernetes", "pools", "prefect")
-_IMAGE = ("bill.py", "healthcheck.py", "install.sh")
-"""Files that the image's build runs; its Dockerfile installs from the wheel, and is a template."""
-
-_WORKFLOWS = ("model-commit.yml", "promote.yml", "rollback.yml")
+_COPIED: tuple[tuple[str, str, str], ...] = (
+    ("", "constraints.txt", ""),
+    ("flows", "*.py", "flows"),
+    ("schema", "*.json", "configs/schema"),
+    ("actions", "*/action.yml", ".github/actions"),
+    *(("workflows", name, ".github/workflows") for name in ("model-commit.yml", "promote.yml", "rollback.yml")),
+    # What the image's build runs; its Dockerfile installs from the wheel, and is a template.
+    *(("infra/docker", name, "infra/docker") for name in ("bill.py", "healthcheck.py", "install.sh")),
+    *(("infra", f"{name}/*", "infra") for name in ("aws", "azure", "compose", "kubernetes", "pools", "prefect")),
+)
+"""Files that are copied unchanged: their folder of the templates, their pattern there, and their place."""
 
 
 def scaffold(folder: Path, name: str, template: TemplateName) -> tuple[str, ...]:
@@ -168,20 +174,9 @@ def write_wheel(installed: Distribution, folder: Path) -> Path:
 def _sources(chosen: Template) -> Iterator[tuple[Path, str]]:
     """Yield files that are copied unchanged, and their places."""
     yield TEMPLATES / "examples" / chosen.model, chosen.place
-    for path in sorted((TEMPLATES / "flows").glob("*.py")):
-        yield path, f"flows/{path.name}"
-    for path in sorted((TEMPLATES / "schema").glob("*.json")):
-        yield path, f"configs/schema/{path.name}"
-    yield TEMPLATES / "constraints.txt", "constraints.txt"
-    for name in _IMAGE:
-        yield TEMPLATES / "infra" / "docker" / name, f"infra/docker/{name}"
-    for name in _WORKFLOWS:
-        yield TEMPLATES / "workflows" / name, f".github/workflows/{name}"
-    for path in sorted((TEMPLATES / "actions").glob("*/action.yml")):
-        yield path, f".github/actions/{path.parent.name}/{path.name}"
-    for name in _INFRA:
-        for path in sorted((TEMPLATES / "infra" / name).iterdir()):
-            yield path, f"infra/{name}/{path.name}"
+    for folder, pattern, place in _COPIED:
+        for path in sorted((TEMPLATES / folder).glob(pattern)):
+            yield path, (Path(place) / path.relative_to(TEMPLATES / folder)).as_posix()
 
 
 def _written(name: str) -> Iterator[tuple[Path, str]]:

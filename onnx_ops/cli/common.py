@@ -244,12 +244,14 @@ def print_json(document: Any) -> None:
     output.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def print_result(document: Callable[[], Any], report: Callable[[], None], *, as_json: bool) -> None:
-    """Print a result for machines or for people. A caller in Python gets the document, too."""
+def print_result(document: Callable[[], Any], report: Callable[[], None] | str, *, as_json: bool) -> None:
+    """Print a result for machines, or a text or report for people. A caller in Python gets the document, too."""
     if (collected := collected_output.get()) is not None:
         collected.document = document()
     if as_json:
         print_json(document())
+    elif isinstance(report, str):
+        say(report)
     else:
         report()
 

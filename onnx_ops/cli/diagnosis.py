@@ -14,11 +14,11 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from onnx_ops import plugins
-from onnx_ops.app.affected import PIPELINES
 from onnx_ops.app.context import Project
 from onnx_ops.app.project import check
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.cli.endpoints import describe_pending
+from onnx_ops.config.yaml_reader import PIPELINES
 from onnx_ops.domain.artifact import short_digest
 from onnx_ops.domain.target import Diagnosis
 from onnx_ops.errors import ConfigError, NotFoundError, OnnxOpsError, ServiceUnavailableError, UserError

@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -74,12 +75,8 @@ def status(
     if orphans:
         with working("status", "asking the providers", quiet=as_json):
             survey = find_orphans(context, names)
-        if as_json:
-            print_json(codec.to_json(survey))
-        else:
-            _orphan_report(survey)
-            if survey.orphans:
-                say("`onnx-ops prune MODEL --yes` removes them.")
+        hint = "`onnx-ops prune MODEL --yes` removes them." if survey.orphans else ""
+        print_result(lambda: codec.to_json(survey), lambda: _orphan_report(survey, hint), as_json=as_json)
         raise typer.Exit(4 if survey.silent else 0)
     with working("status", "asking the endpoints", quiet=as_json):
         statuses, errors = read_statuses(context, names)
@@ -130,11 +127,12 @@ def history(
         traffic=traffic,
     )
     lines, errors = read_entries(context, wanted)
-    if as_json:
-        print_json([*(codec.to_json(line) for line in lines), *_failed(errors)])
-    else:
+
+    def report() -> None:
         (traffic_chart if traffic else history_table)(lines)
         print_errors(errors)
+
+    print_result(lambda: [*codec.to_json(lines), *_failed(errors)], report, as_json=as_json)
     raise typer.Exit(max((error.exit_code for error in errors.values()), default=0))
 
 
@@ -167,10 +165,8 @@ def prune(
         if yes:
             progress.begin("removing")
             done = remove(context, done)
-    if as_json:
-        print_json({"removed": yes, **codec.to_json(done)})
-    else:
-        _prune_report(done, context.clock.now(), removed=yes)
+    report = partial(_prune_report, done, context.clock.now(), removed=yes)
+    print_result(lambda: {"removed": yes, **codec.to_json(done)}, report, as_json=as_json)
 
 
 def delete(
@@ -191,10 +187,7 @@ def delete(
     if not yes and not (sys.stdin.isatty() and typer.confirm(f"Delete endpoint {endpoint}? Requests to it will fail")):
         raise UserError("nothing was deleted", where=endpoint, remedy="Confirm with --yes.")
     end(open_project().context, endpoint, reason=reason, actor=actor)
-    if as_json:
-        print_json({"endpoint": endpoint, "deleted": True})
-    else:
-        say(f"{endpoint}: deleted")
+    print_result(lambda: {"endpoint": endpoint, "deleted": True}, f"{endpoint}: deleted", as_json=as_json)
 
 
 def _failed(errors: Mapping[str, OnnxOpsError]) -> list[dict[str, Any]]:
@@ -357,7 +350,7 @@ def _print_runs(*, as_json: bool) -> None:
     raise typer.Exit(4 if stuck else 0)
 
 
-def _orphan_report(survey: OrphanSurvey) -> None:
+def _orphan_report(survey: OrphanSurvey, hint: str = "") -> None:
     """Print the providers' resources that no release needs."""
     if survey.orphans:
         rows = []
@@ -368,6 +361,8 @@ def _orphan_report(survey: OrphanSurvey) -> None:
     say(f"{len(survey.orphans)} orphans at providers.")
     for endpoint in survey.silent:
         print_text("[yellow]{}: its provider does not answer; there may be more.[/yellow]", endpoint)
+    if hint:
+        say(hint)
 
 
 def _prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:

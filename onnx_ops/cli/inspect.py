@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, console, markup, open_project, print_json, print_table, print_text
+from onnx_ops.cli.common import AsJson, console, markup, open_project, print_result, print_table, print_text
 from onnx_ops.cli.tools import parse_sizes
 from onnx_ops.domain.artifact import TensorSpec, short_digest
 from onnx_ops.errors import UserError
@@ -86,10 +86,8 @@ def inspect(
             name: explain_version_limits(summary.info, target) or explain_missing_operators(summary.foreign, target)
             for name, target in known.items()
         }
-        if as_json:
-            print_json(_document(looked_at, summary, targets, written))
-        else:
-            _report(looked_at, summary, targets, written)
+        shown = (looked_at, summary, targets, written)
+        print_result(lambda: _document(*shown), lambda: _report(*shown), as_json=as_json)
         if serve:
             with view(looked_at, port) as (address, wait):
                 typer.echo(f"{looked_at.name} at {address}; Ctrl-C ends it", err=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, add_command, make_group, open_project, print_json, say
+from onnx_ops.cli.common import AsJson, add_command, make_group, open_project, print_json, print_result, say
 from onnx_ops.domain.artifact import short_digest
 from onnx_ops.errors import RefusedError, ServiceUnavailableError
 
@@ -61,11 +61,9 @@ def keys_new(
     from onnx_ops.adapters.signers.ecdsa import public_path
 
     path = out or _settings().signing_key
-    key = _keyring().create(path).key
-    if as_json:
-        print_json({"key": key, "private": str(path), "public": str(public_path(path))})
-    else:
-        say(f"key {short_digest(key)}: {path} (keep it), {public_path(path)} (copy it to every machine that verifies)")
+    key, public = _keyring().create(path).key, public_path(path)
+    text = f"key {short_digest(key)}: {path} (keep it), {public} (copy it to every machine that verifies)"
+    print_result(lambda: {"key": key, "private": str(path), "public": str(public)}, text, as_json=as_json)
 
 
 @add_command(keys, "rotate")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, Endpoints, add_command, make_group, open_project, print_json, say
+from onnx_ops.cli.common import AsJson, Endpoints, add_command, make_group, open_project, print_json, print_result, say
 from onnx_ops.errors import UserError
 
 if TYPE_CHECKING:
@@ -105,10 +105,8 @@ def webhooks_remove(name: WebhookName = "onnx-ops", as_json: AsJson = False) -> 
     """
     _, client = _open_webhooks(name)
     removed = client.remove()
-    if as_json:
-        print_json({"name": name, "removed": removed})
-    else:
-        say(f"{name}: {'removed' if removed else 'there was none'}")
+    text = f"{name}: {'removed' if removed else 'there was none'}"
+    print_result(lambda: {"name": name, "removed": removed}, text, as_json=as_json)
 
 
 def _open_webhooks(name: str) -> tuple[Settings, MlflowWebhooks]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -129,11 +130,13 @@ def plan(
     """
     from onnx_ops.app import project as projects
     from onnx_ops.cli.tables import PlannedStage, plan_table
+    from onnx_ops.pipeline import preview
     from onnx_ops.pipeline.stage_settings import get_pool
 
     project = open_project()
     prepared = projects.prepare(project, file, overrides=overrides or (), until=until)
-    outcomes = projects.preview_plan(project, prepared, no_cache or ())
+    handler = replace(project.handler(), confirms=False)
+    outcomes = preview(prepared.plan, handler=handler, no_cache=no_cache or ())
     last, rows = project.durations(prepared.plan.pipeline).read(), []
     for stage in prepared.plan.stages:
         outcome = outcomes[stage.id]
@@ -151,10 +154,8 @@ def plan(
                 price=None if seconds is None or hourly is None else seconds / 3600 * hourly,
             )
         )
-    if as_json:
-        print_json({"pipeline": prepared.plan.pipeline, "stages": codec.to_json(rows)})
-    else:
-        plan_table(prepared.plan.pipeline, rows)
+    name, report = prepared.plan.pipeline, partial(plan_table, prepared.plan.pipeline, rows)
+    print_result(lambda: {"pipeline": name, "stages": codec.to_json(rows)}, report, as_json=as_json)
 
 
 def run(
@@ -253,10 +254,8 @@ def affected(
         print_json(codec.to_json(pipelines))
         return
     for pipeline in pipelines:
-        say(
-            f"{pipeline.file}  because of {', '.join(pipeline.because)}"
-            + (f"\n  {pipeline.problem}" if pipeline.problem else "")
-        )
+        problem = f"\n  {pipeline.problem}" if pipeline.problem else ""
+        say(f"{pipeline.file}  because of {', '.join(pipeline.because)}{problem}")
     if not pipelines:
         say("no pipeline is touched")
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from onnx_ops.adapters.files import durable_file
 from onnx_ops.cli.common import error_console, markup
 from onnx_ops.domain.pipeline import Plan, Stage, StageOutcome, StageStatus
 
@@ -31,7 +32,6 @@ _LINES = {
 _SLOW_AFTER_S = 2.0
 """Longer steps are shown, also without a terminal."""
 
-_FILE = "durations.json"
 _REMEMBERED = 2000
 """Number of steps whose last duration is kept."""
 
@@ -41,7 +41,7 @@ class Durations:
 
     def __init__(self, console: Console) -> None:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self._path = home / "onnx-ops" / _FILE if console.is_terminal else None
+        self._path = home / "onnx-ops" / "durations.json" if console.is_terminal else None
         self._known: dict[str, float] = {}
         if self._path is not None:
             with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -61,11 +61,8 @@ class Durations:
         if self._path is None:
             return
         recent = dict(list(self._known.items())[-_REMEMBERED:])
-        with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            made = self._path.with_name(f"{_FILE}.{os.getpid()}")
-            made.write_text(json.dumps(recent), encoding="utf-8")
-            os.replace(made, self._path)
+        with contextlib.suppress(OSError), durable_file(self._path) as temporary:
+            temporary.write_text(json.dumps(recent), encoding="utf-8")
 
 
 class StepProgress:

@@ -162,10 +162,7 @@ def reconcile(
             raise errors[names[0]]
         progress.begin("notifications")
         send_pending_each(context, names)
-    if as_json:
-        print_json(steps_to_document(reports, errors))
-    else:
-        print_steps(reports, errors)
+    print_result(lambda: steps_to_document(reports, errors), lambda: print_steps(reports, errors), as_json=as_json)
     exit_after_steps(reports, errors)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -70,10 +71,11 @@ def rollout_status(
     pause_s, context = parse_duration(interval, "--interval"), open_project().context
     view = read_rollout_view(context, endpoint)
     if not watch or view is None:
-        if as_json:
-            print_json(codec.to_json(view))
-        else:
+
+        def report() -> None:
             console().print(_describe_end(context, endpoint)[0] if view is None else _render(view))
+
+        print_result(lambda: codec.to_json(view), report, as_json=as_json)
         return
     _follow(context, view, pause_s, as_json=as_json)
     text, was_rolled_back = _describe_end(context, endpoint)
@@ -131,10 +133,7 @@ def _reconcile(context: Context, endpoint: str, actor: str, *, as_json: bool) ->
 
     reports = reconcile_until_stable(context, endpoint, actor=actor)
     send_pending_each(context, (endpoint,))
-    if as_json:
-        print_json(codec.to_json(reports))
-    else:
-        print_steps({endpoint: reports})
+    print_result(lambda: codec.to_json(reports), lambda: print_steps({endpoint: reports}), as_json=as_json)
     exit_after_steps({endpoint: reports})
 
 
@@ -146,9 +145,7 @@ def _follow(context: Context, view: RolloutView | None, pause_s: float, *, as_js
 
     live = Live(console=console(), auto_refresh=False) if sys.stdout.isatty() and not as_json else None
     last = ""
-    try:
-        if live is not None:
-            live.start()
+    with live or contextlib.nullcontext():
         while view is not None:
             if live is not None:
                 live.update(_render(view), refresh=True)
@@ -159,9 +156,6 @@ def _follow(context: Context, view: RolloutView | None, pause_s: float, *, as_js
             last = view.next
             time.sleep(pause_s)
             view = read_rollout_view(context, view.endpoint)
-    finally:
-        if live is not None:
-            live.stop()
 
 
 def _render(view: RolloutView) -> Group:

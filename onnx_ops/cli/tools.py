@@ -19,7 +19,7 @@ from onnx_ops.cli.common import (
     error_console,
     markup,
     open_project,
-    print_json,
+    print_result,
     print_table,
     print_text,
     say,
@@ -116,11 +116,8 @@ def bench(
             seed=seed,
             report=report,
         )
-    if as_json:
-        document = {"tool": "bench", "a": str(model), "target": chosen.name, **codec.to_json(result), "exit_code": 0}
-        print_json(document)
-    else:
-        _report(result, model, chosen.name)
+    document = {"tool": "bench", "a": str(model), "target": chosen.name, **codec.to_json(result), "exit_code": 0}
+    print_result(lambda: document, lambda: _report(result, model, chosen.name), as_json=as_json)
 
 
 def guard_context(context: Context, timeout: float | None = None) -> Context:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import re
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from types import NoneType
@@ -20,7 +19,7 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, Unit
 from onnx_ops.config.document import BROKEN, Document, Issue, Loc, path_text
 from onnx_ops.config.messages import describe, did_you_mean, quote_names
 from onnx_ops.config.quantities import format_quantity, parse_quantity
-from onnx_ops.domain.quantities import Json, Notation, Pattern
+from onnx_ops.domain.quantities import Json, Notation, Pattern, is_json, tag_of, union_members
 from onnx_ops.domain.quantization import DISTRIBUTION
 from onnx_ops.errors import UserError
 
@@ -122,16 +121,6 @@ def metadata_of(metadata: Iterable[Any], kind: type[T]) -> T | None:
     return next((entry for entry in metadata if isinstance(entry, kind)), None)
 
 
-def union_members(kind: Any) -> tuple[Any, ...]:
-    """Return the members of a union; nothing for other types."""
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else ()
-
-
-def is_json(kind: Any) -> bool:
-    """Return whether a type is `Json`, which takes any value."""
-    return {get_origin(member) for member in union_members(kind)} >= {Sequence, Mapping}
-
-
 def without_none(kind: Any, metadata: tuple[Any, ...]) -> Any:
     """Return an optional type without None."""
     present = tuple(member for member in union_members(kind) if member is not NoneType)
@@ -159,12 +148,6 @@ def short_field(kind: type) -> str | None:
     """Return the key that a text in place of the mapping fills, if there is one."""
     keys = file_fields(kind).items()
     return next((key for key, (_, hint) in keys if Notation.SHORT_FORM in unwrap(hint)[1]), None)
-
-
-def tag_of(kind: type) -> str | None:
-    """Return the one value of a literal field `kind`, or None."""
-    hint = get_type_hints(kind).get("kind")
-    return str(get_args(hint)[0]) if get_origin(hint) is Literal else None
 
 
 class _Binder:

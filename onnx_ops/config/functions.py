@@ -124,13 +124,16 @@ def _imported_modules(body: Iterable[ast.stmt], package: Sequence[str]) -> Itera
         match statement:
             case ast.Import(names=names):
                 yield from ((statement.lineno, alias.name) for alias in names)
-            case ast.ImportFrom(module=str(module), level=0):
-                yield statement.lineno, module
-            case ast.ImportFrom(module=module, level=level) if level:
-                above = package[: len(package) - level + 1]
-                yield statement.lineno, ".".join([*above, *([module] if module else [])])
+            case ast.ImportFrom():
+                yield statement.lineno, resolve_import(statement, package)
             case _:
                 pass
+
+
+def resolve_import(statement: ast.ImportFrom, package: Sequence[str]) -> str:
+    """Return the module that a `from` statement in a module of this package imports from."""
+    above = package[: len(package) - statement.level + 1] if statement.level else ()
+    return ".".join([*above, *([statement.module] if statement.module else [])])
 
 
 def _is_importable(module: str, root: Path) -> bool:
@@ -178,12 +181,17 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def _source(module: str, root: Path) -> Path | None:
-    relative = Path(*module.split("."))
-    for base in (root, *map(Path, sys.path)):
-        for candidate in (base / relative.with_suffix(".py"), base / relative / "__init__.py"):
-            if candidate.is_file():
-                return candidate
-    return None
+    files = (find_module_file(module, base) for base in (root, *map(Path, sys.path)))
+    return next((file for file in files if file is not None), None)
+
+
+def find_module_file(module: str, base: Path) -> Path | None:
+    """Return the source of a module below a folder, or None."""
+    parts = module.split(".")
+    if not all(part.isidentifier() for part in parts):
+        return None
+    path = base.joinpath(*parts)
+    return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 
 
 def list_siblings(module: str, root: Path) -> list[str]:

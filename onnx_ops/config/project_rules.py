@@ -16,7 +16,7 @@ from onnx_ops.config.functions import check_arguments, explain_missing_function
 from onnx_ops.config.messages import did_you_mean, quote_names
 from onnx_ops.config.rules import Draft
 from onnx_ops.config.targets import FOLDER, TargetFiles, profile_names
-from onnx_ops.config.yaml_reader import format_path, read_file
+from onnx_ops.config.yaml_reader import PIPELINES, format_path, read_file
 from onnx_ops.domain.pipeline import TRANSLATIONS, PluginData
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.quantization import AUTO
@@ -25,8 +25,6 @@ from onnx_ops.errors import ConfigError, NotFoundError, Problem, UserError
 
 SettingsCheck = Callable[[str, Mapping[str, Json]], object]
 """Raises UserError if the plugin of that name cannot use the settings; SettingsError with the place of each problem."""
-
-PIPELINES = Path("configs") / "pipelines"
 
 
 def load_targets(draft: Draft, files: TargetFiles) -> tuple[dict[str, Target], list[Problem]]:

@@ -72,6 +72,15 @@ class Draft:
         return self.validate.samples.data if self.validate else ""
 
     @property
+    def used_sets(self) -> list[tuple[Loc, str]]:
+        """Names of the data sets for scoring, calibration and tuning, with their locations."""
+        names: list[tuple[Loc, str]] = [(("validate", "samples", "data"), self.scored)] if self.validate else []
+        for key in ("calibrate", "tuning_data"):
+            sections = ((loc, getattr(entry, key)) for loc, entry in self.quantize)
+            names += [((*loc, key, "data"), section.data) for loc, section in sections if section]
+        return names
+
+    @property
     def targets(self) -> tuple[str, ...]:
         """Names of the benchmarked targets."""
         return self.benchmark.targets if self.benchmark else ()
@@ -166,12 +175,7 @@ def _check_sections(draft: Draft) -> Iterator[Issue]:
 
 
 def _check_inputs(draft: Draft) -> Iterator[Issue]:
-    names: list[tuple[Loc, str]] = [(("validate", "samples", "data"), draft.scored)] if draft.validate else []
-    names += [((*loc, "calibrate", "data"), entry.calibrate.data) for loc, entry in draft.quantize if entry.calibrate]
-    names += [
-        ((*loc, "tuning_data", "data"), entry.tuning_data.data) for loc, entry in draft.quantize if entry.tuning_data
-    ]
-    for loc, name in names:
+    for loc, name in draft.used_sets:
         if name not in draft.sets:
             known = f"; data has {quote_names(sorted(draft.sets))}" if draft.sets else "; declare it under 'data'"
             yield Issue(loc, f"no data set is called '{name}'{did_you_mean(name, draft.sets) or known}")

@@ -123,12 +123,8 @@ class Settings:
 
 def find_root(start: Path) -> Path:
     """Return the nearest folder from `start` upwards with `onnx-ops.toml`, else with `configs/`, else `start`."""
-    folders = (start.resolve(), *start.resolve().parents)
-    for marker in (Path(FILE), Path("configs") / "targets"):
-        for folder in folders:
-            if (folder / marker).exists():
-                return folder
-    return folders[0]
+    folders, markers = (start.resolve(), *start.resolve().parents), (FILE, "configs/targets")
+    return next((folder for marker in markers for folder in folders if (folder / marker).exists()), folders[0])
 
 
 def load_settings(start: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:

@@ -19,13 +19,9 @@ from onnx_ops.pipeline.probe import ProjectProbe
 from onnx_ops.pipeline.stage_settings import (
     REQUIREMENTS,
     as_json_text,
-    benchmark_id,
-    calibration_id,
     data_id,
-    gate_id,
     make_stage,
-    score_id,
-    search_id,
+    stage_id,
     variant_id,
     write_environment,
     write_operators,
@@ -186,7 +182,7 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
     scores = [
         make_stage(
             StageKind.SCORE,
-            score_id(variant, target.name, shard),
+            stage_id(StageKind.SCORE, variant, target.name, shard),
             pipeline.benchmark,
             {**scored, "definitions": [codec.to_json(one) for one in ordered], "shard": shard, "shards": len(shards)},
             needs=list(dict.fromkeys(["export", variant_id(variant), samples])),
@@ -198,7 +194,7 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
         for shard in shards
     ]
     needs = ["export", "validate", variant_id(variant), samples]
-    needs += [score_id(name, target.name, shard) for name in (EXPORT, variant) for shard in shards]
+    needs += [stage_id(StageKind.SCORE, name, target.name, shard) for name in (EXPORT, variant) for shard in shards]
     gates: Json = [codec.to_json(gate) for gate in limits]
     declared: dict[str, Json] = {
         "custom_ops": sorted(library.digest for library in target.custom_ops),
@@ -208,7 +204,7 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
         *scores,
         make_stage(
             StageKind.BENCHMARK,
-            benchmark_id(variant, target.name),
+            stage_id(StageKind.BENCHMARK, variant, target.name),
             pipeline.benchmark,
             measure,
             needs=list(dict.fromkeys(needs)),
@@ -223,10 +219,10 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
         ),
         make_stage(
             StageKind.GATE,
-            gate_id(variant, target.name),
+            stage_id(StageKind.GATE, variant, target.name),
             None,
             {"gates": gates, "model": model, "signer": probe.signer(), **declared},
-            needs=[benchmark_id(variant, target.name)],
+            needs=[stage_id(StageKind.BENCHMARK, variant, target.name)],
             variant=variant,
             target=target.name,
             hints={"policy": codec.to_json(get_objective(pipeline, target))},
@@ -261,10 +257,11 @@ def plan_variants(pipeline: Pipeline, targets: Mapping[str, Target], probe: Proj
         )
         needs = ["export", *([data_id(entry.calibrate.data)] if entry.calibrate else [])]
         count = entry.calibrate.shards if entry.calibrate else 1
-        shards = {calibration_id(entry.name, n): n for n in range(1, count + 1)} if count > 1 else {}
-        for stage_id, number in shards.items():
+        numbers = range(1, count + 1) if count > 1 else ()
+        shards = {stage_id(StageKind.CALIBRATE, entry.name, shard=number): number for number in numbers}
+        for shard, number in shards.items():
             part: dict[str, Json] = {**settings, "shard": number, "shards": count}
-            stages.append(make(StageKind.CALIBRATE, stage_id, settings=part, needs=needs))
+            stages.append(make(StageKind.CALIBRATE, shard, settings=part, needs=needs))
         stages.append(
             make(StageKind.QUANTIZE, variant_id(entry.name), settings=settings, needs=[*needs, *shards]),
         )
@@ -290,7 +287,7 @@ def _plan_search(
         tools |= probe.tools("runtimes", target.runtime, target.env)
     search = make_stage(
         StageKind.SEARCH,
-        search_id(entry.name),
+        stage_id(StageKind.SEARCH, entry.name),
         entry,
         {
             "section": write_section(entry),
@@ -382,8 +379,8 @@ def plan_release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stag
         tolerates=[
             *(data_id(name) for name in pipeline.data),
             *(variant_id(v) for v in pipeline.variants() if v != EXPORT),
-            *(benchmark_id(*pair) for pair in pairs),
-            *(gate_id(*pair) for pair in pairs),
+            *(stage_id(StageKind.BENCHMARK, *pair) for pair in pairs),
+            *(stage_id(StageKind.GATE, *pair) for pair in pairs),
         ],
         hints={"about": pipeline.description},
     )

@@ -40,39 +40,19 @@ REVISIONS: Mapping[StageKind, int] = {
 """Version of a stage's code, increased when it changes the result of the same inputs."""
 
 
+def stage_id(kind: StageKind, name: str, target: str = "", shard: int = 0) -> str:
+    """Return the id of a stage, such as `data/test` or `score/int8@cpu-1t#2`; shards count from 1."""
+    return f"{kind.value}/{name}" + (f"@{target}" if target else "") + (f"#{shard}" if shard else "")
+
+
 def data_id(name: str) -> str:
     """Return the id of a data stage."""
-    return f"data/{name}"
-
-
-def calibration_id(name: str, shard: int) -> str:
-    """Return the id of a stage that reads ranges from one part of the rows, counted from 1."""
-    return f"calibrate/{name}#{shard}"
-
-
-def search_id(name: str) -> str:
-    """Return the id of a search stage."""
-    return f"search/{name}"
+    return stage_id(StageKind.DATA, name)
 
 
 def variant_id(variant: str) -> str:
     """Return the id of the stage that makes a variant."""
-    return "export" if variant == EXPORT else f"quantize/{variant}"
-
-
-def score_id(variant: str, target: str, shard: int) -> str:
-    """Return the id of a stage that scores one part of the rows, counted from 1."""
-    return f"score/{variant}@{target}#{shard}"
-
-
-def benchmark_id(variant: str, target: str) -> str:
-    """Return the id of a benchmark stage."""
-    return f"benchmark/{variant}@{target}"
-
-
-def gate_id(variant: str, target: str) -> str:
-    """Return the id of a gate stage."""
-    return f"gate/{variant}@{target}"
+    return "export" if variant == EXPORT else stage_id(StageKind.QUANTIZE, variant)
 
 
 def make_stage(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onnx_ops import plugins
-from onnx_ops.config.functions import parse_python
+from onnx_ops.config.functions import find_module_file, parse_python, resolve_import
 from onnx_ops.domain.artifact import Digest, digest_file, digest_json
 from onnx_ops.errors import NotFoundError, UserError
 
@@ -167,8 +167,7 @@ def _list_imports(path: Path, base: Path) -> Iterator[str]:
             case ast.Import():
                 names = [alias.name for alias in node.names]
             case ast.ImportFrom():
-                above = package[: len(package) - node.level + 1] if node.level else []
-                prefix = ".".join([*above, *([node.module] if node.module else [])])
+                prefix = resolve_import(node, package)
                 names = [prefix, *(f"{prefix}.{alias.name}".lstrip(".") for alias in node.names)]
             case ast.Call(
                 func=ast.Attribute(attr="import_module") | ast.Name(id="import_module" | "__import__"),
@@ -196,14 +195,7 @@ def _find_source(module: str, root: Path) -> tuple[Path, Path] | None:
 
 
 def _find_module_file(module: str, base: Path) -> Path | None:
-    parts = module.split(".")
-    if not all(part.isidentifier() for part in parts) or parts[0] == _OURS:
-        return None
-    path = base.joinpath(*parts)
-    for candidate in (path / "__init__.py", path.with_suffix(".py")):
-        if candidate.is_file():
-            return candidate
-    return None
+    return None if module.partition(".")[0] == _OURS else find_module_file(module, base)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
@@ -61,10 +61,8 @@ def retry_on_conflict(attempt: Callable[[], _Result]) -> _Result:
         LedgerConflictError: other writers were first each time.
     """
     for _ in range(MAX_CONFLICT_ATTEMPTS - 1):
-        try:
+        with suppress(LedgerConflictError):
             return attempt()
-        except LedgerConflictError:
-            continue
     return attempt()
 
 
@@ -231,12 +229,11 @@ class Journal:
         while True:
             try:
                 self.append(outcome)
+                return
             except LedgerConflictError:
                 self.state = self.context.ledger.state(self.state.endpoint)
                 if self.state.open_intent is None or self.state.generation != outcome.of:
                     raise
-            else:
-                return
 
     @contextmanager
     def _renewing_lease(self, sequence: int) -> Iterator[None]:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from onnx_ops.domain.ledger import NotificationSent
 from onnx_ops.domain.notification import (
@@ -93,7 +95,7 @@ class NotificationLoop:
         self._interval_s = interval_s
         self._endpoints = endpoints
         self._on_result = on_result
-        self._backoffs: dict[str, Backoff] = {}
+        self._backoffs = defaultdict[str, Backoff](partial(Backoff, interval_s))
         self._errors: dict[str, str] = {}
 
     def run(self, stopped: threading.Event) -> None:
@@ -110,7 +112,7 @@ class NotificationLoop:
 
     def send_all(self) -> None:
         """Run one pass over all endpoints. A notifier that failed skips some passes, at most for a minute."""
-        ready = {name for name in self._context.notifiers() if self._backoff(name).is_due()}
+        ready = {name for name in self._context.notifiers() if self._backoffs[name].is_due()}
         failed: set[str] = set()
         for endpoint in self._endpoints() if ready else ():
             try:
@@ -125,12 +127,9 @@ class NotificationLoop:
                     self._errors[source] = result.error
                     failed.add(result.notifier)
         for name in ready:
-            self._backoff(name).record(failed=name in failed)
+            self._backoffs[name].record(failed=name in failed)
             if name not in failed:
                 self._errors.pop(name, None)
-
-    def _backoff(self, notifier: str) -> Backoff:
-        return self._backoffs.setdefault(notifier, Backoff(self._interval_s))
 
 
 def _send_through(context: Context, endpoint: str, name: str, notifier: Notifier) -> DeliveryResult:

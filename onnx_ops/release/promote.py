@@ -184,13 +184,11 @@ def delete_endpoint(context: Context, endpoint: str, *, reason: str = "", actor:
     Journal.update(context, endpoint, delete, actor=actor)
 
 
-def delete_with_timeout(
-    context: Context, endpoint: str, *, reason: str = "", actor: str = "", timeout_s: float = COMMAND_TIMEOUT_S
-) -> None:
-    """Call `delete_endpoint`, and raise StillPendingError if it takes longer than `timeout_s`."""
+def delete_with_timeout(context: Context, endpoint: str, *, reason: str = "", actor: str = "") -> None:
+    """Call `delete_endpoint`, and raise StillPendingError if it takes longer than `COMMAND_TIMEOUT_S`."""
     call = partial(delete_endpoint, context, endpoint, reason=reason, actor=actor)
-    late = f"the deletion did not finish within {timeout_s:g} s"
-    error = run_concurrently({endpoint: call}, timeout_s, lambda _: _still_pending(endpoint, late))[endpoint]
+    late = f"the deletion did not finish within {COMMAND_TIMEOUT_S:g} s"
+    error = run_concurrently({endpoint: call}, COMMAND_TIMEOUT_S, lambda _: _still_pending(endpoint, late))[endpoint]
     if error is not None:
         raise error
 

@@ -52,11 +52,6 @@ def find_unreferenced(context: Context, *, older_than_s: float) -> tuple[StoredO
     return tuple(one for one in stored if one.at < before and (one.digest is None or one.digest not in needed))
 
 
-def delete_unreferenced(context: Context, contents: Sequence[StoredObject]) -> tuple[StoredObject, ...]:
-    """Delete and return what `find_unreferenced` returned, except objects that were stored again in the meantime."""
-    return tuple(one for one in contents if context.store.forget(one))
-
-
 def find_reachable(roots: Iterable[Digest], names: Callable[[Digest], Iterable[Digest]]) -> frozenset[Digest]:
     """Return the roots, the digests that they name, and so on."""
     reachable: set[Digest] = set()
@@ -161,9 +156,6 @@ def _configs(states: Sequence[ReleaseState], endpoints: Sequence[str]) -> list[E
     return [state.config for state in states if state.config is not None and state.endpoint in endpoints]
 
 
-KEEP_RELEASES = 5
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetainedVersion:
     """A version that stays, and why."""
@@ -186,9 +178,7 @@ class PrunePlan:
     contents: tuple[StoredObject, ...] = ()
 
 
-def plan_pruning(
-    context: Context, models: Sequence[str], *, keep: int = KEEP_RELEASES, older_than_s: float
-) -> PrunePlan:
+def plan_pruning(context: Context, models: Sequence[str], *, keep: int, older_than_s: float) -> PrunePlan:
     """Return what is not needed now. Nothing is changed.
 
     A version stays while an alias points at it, an endpoint serves it, can roll back to it or will serve it next, it
@@ -278,7 +268,7 @@ def prune(context: Context, plan: PrunePlan) -> PrunePlan:
         retained=plan.retained,
         folders=folders,
         orphans=replace(plan.orphans, orphans=cleared),
-        contents=delete_unreferenced(context, plan.contents),
+        contents=tuple(one for one in plan.contents if context.store.forget(one)),  # unless it was stored again
     )
 
 

@@ -11,10 +11,10 @@ import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from onnx_ops.domain.endpoint import EndpointState
-from onnx_ops.domain.ledger import LedgerEntry, MetricsRecorded, ReleaseState, RolloutPaused, ThresholdsFixed
+from onnx_ops.domain.ledger import MetricsRecorded, RolloutPaused, ThresholdsFixed
 from onnx_ops.domain.rollout import (
     Action,
     ActionKind,
@@ -357,24 +357,25 @@ class DryRun:
 
     Args:
         read_snapshot: reads the registry; called once, if at all. While the registry is down it gets no other request.
+
+    Attributes:
+        state: returns the state of an endpoint; raises CorruptStateError if its ledger is damaged.
     """
 
     def __init__(self, context: Context, read_snapshot: Callable[[], RegistrySnapshot]) -> None:
         self._read_snapshot = functools.cache(read_snapshot)
         self._context = replace(context, registry=lambda: self._unless_down(context.registry))
-        self._ledger = _CachedLedger(context.ledger)
+        self.state = functools.cache(context.ledger.state)
+        ledger = _ReadOnlyPort(context.ledger, "endpoints", "place", "read", "read_intact", state=self.state)
+        registry = _ReadOnlyPort(None, aliases=lambda model: self._read_snapshot().aliases.get(model, {}))
         self._read_only = replace(
             context,
-            ledger=cast("Ledger", self._ledger),
+            ledger=cast("Ledger", ledger),
             files=cast("ModelFiles", _ReadOnlyPort(context.files)),
-            registry=lambda: self._unless_down(lambda: cast("Registry", _AliasRegistry(self._read_snapshot()))),
+            registry=lambda: self._unless_down(lambda: cast("Registry", registry)),
             provider=lambda name: cast("EndpointProvider", _ReadOnlyPort(context.provider(name), "observe")),
             metrics=lambda config: cast("MetricsSource", _ReadOnlyPort(context.metrics(config), "read")),
         )
-
-    def state(self, endpoint: str) -> ReleaseState:
-        """Return the state of an endpoint. Raises CorruptStateError if its ledger is damaged."""
-        return self._ledger.state(endpoint)
 
     def reconcile(
         self,
@@ -402,41 +403,13 @@ class DryRun:
         return registry()
 
 
-class _AliasRegistry:
-    """A registry whose aliases alone are known."""
-
-    def __init__(self, snapshot: RegistrySnapshot) -> None:
-        self._snapshot = snapshot
-
-    def aliases(self, model: str) -> Mapping[str, str]:
-        return self._snapshot.aliases.get(model, {})
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise _ChangesNeeded(name)
-
-
 class _ReadOnlyPort:
-    """A port that permits only methods that read."""
+    """A port that permits only what reads: attributes of the inner one by name, and replacements of others."""
 
-    def __init__(self, inner: object, *allowed: str) -> None:
-        self._inner = inner
-        self._allowed = allowed
+    def __init__(self, inner: object, *allowed: str, **replaced: Callable[..., object]) -> None:
+        self._permitted = {name: getattr(inner, name) for name in allowed} | replaced
 
     def __getattr__(self, name: str) -> Any:
-        if name not in self._allowed:
+        if name not in self._permitted:
             raise _ChangesNeeded(name)
-        return getattr(self._inner, name)
-
-
-class _CachedLedger:
-    """A read-only ledger whose states are read once."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self.state = functools.cache(ledger.state)
-
-    def append(self, entry: LedgerEntry) -> NoReturn:
-        raise _ChangesNeeded(f"entry {entry.sequence} of {entry.endpoint}")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ledger, name)
+        return self._permitted[name]

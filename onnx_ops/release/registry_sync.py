@@ -140,7 +140,7 @@ def materialize(context: Context, record: VersionRecord, authority: SignedDecisi
         DigestMismatchError: the registry's content differs from what was registered.
         ServiceUnavailableError: the registry does not answer.
     """
-    location = context.files.location(record.manifest) or _download(context, record)
+    location = fetch_files(context, record)
     about = authority.record
     decision = about if isinstance(about, DecisionRecord) else None
     libraries = (path for path in (Path(location) / CUSTOM_OPS / about.target).glob("*") if path.is_file())
@@ -172,7 +172,7 @@ def restore_files(context: Context, deployment: Deployment) -> None:
     """
     if context.files.location(deployment.manifest) is None:
         record = context.registry().version(deployment.model, deployment.version)
-        _download(context, replace(record, manifest=deployment.manifest))
+        fetch_files(context, replace(record, manifest=deployment.manifest))
 
 
 def build_override_entry(signed: SignedOverride) -> OverrideRecorded:
@@ -397,8 +397,15 @@ def _not_serving(state: ReleaseState, version: VersionRecord, soak_s: float, now
     return f"it has served this release for less than {soak_s:g} s" if roles.finished_at and left > 0 else ""
 
 
-def _download(context: Context, record: VersionRecord) -> str:
-    """Download the version's files, verify them against its manifest, and return their location."""
+def fetch_files(context: Context, record: VersionRecord) -> str:
+    """Return the location of the version's files; download missing ones and verify them against its manifest.
+
+    Raises:
+        DigestMismatchError: the registry's content differs from what was registered.
+        ServiceUnavailableError: the registry does not answer.
+    """
+    if (location := context.files.location(record.manifest)) is not None:
+        return location
     with Scratch() as folder:
         manifest = context.registry().fetch(record, folder)
         if manifest.digest() != record.manifest:
@@ -406,9 +413,10 @@ def _download(context: Context, record: VersionRecord) -> str:
                 f"the registry holds {short_digest(manifest.digest())}, "
                 f"but {short_digest(record.manifest)} was registered",
                 where=f"{record.model}/{record.version}",
-                remedy="Its artifact was changed after it was evaluated; run the pipeline again.",
+                remedy="Its artifact was changed after it was evaluated; run the pipeline again, or roll back to a "
+                "version that is intact.",
             )
-        return context.files.admit(Path(folder), manifest)
+        return context.files.admit(folder, manifest)
 
 
 def _serves(context: Context, state: ReleaseState, version: str) -> bool:

@@ -9,9 +9,11 @@ import datetime
 import logging
 import queue
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import ConflictError, OnnxOpsError
@@ -124,7 +126,7 @@ class WatchLoop:
         self._on_event = on_event
         self._registry_backoff = Backoff(interval_s)
         self._snapshot = RegistrySnapshot(aliases={})
-        self._backoffs: dict[str, Backoff] = {}
+        self._backoffs = defaultdict[str, Backoff](partial(Backoff, interval_s))
         self._last: dict[str, tuple[WatchEventKind, str]] = {}
 
     def run(self) -> None:
@@ -154,7 +156,7 @@ class WatchLoop:
         for name in names:
             if self._queue.is_closed():
                 return
-            if self._backoff(name).is_due() and self._read_config(dry_run, name) is not None:
+            if self._backoffs[name].is_due() and self._read_config(dry_run, name) is not None:
                 self._reconcile(dry_run, name)
 
     def reconcile_models(self, models: frozenset[str]) -> None:
@@ -218,11 +220,8 @@ class WatchLoop:
             if is_unstable:
                 why = "does not become stable: another process undoes each change"
                 self.emit(name, WatchEventKind.TROUBLE, why=why)
-            self._backoff(name).record(failed=is_unstable or any(report.refused for report in reports))
+            self._backoffs[name].record(failed=is_unstable or any(report.refused for report in reports))
 
     def _fail(self, name: str, why: str) -> None:
-        self._backoff(name).record(failed=True)
+        self._backoffs[name].record(failed=True)
         self.emit(name, WatchEventKind.TROUBLE, why=why)
-
-    def _backoff(self, name: str) -> Backoff:
-        return self._backoffs.setdefault(name, Backoff(self._interval_s))

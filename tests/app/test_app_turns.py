@@ -24,7 +24,7 @@ def test_a_measurement_is_never_beside_anything() -> None:
     def one(number: int) -> None:
         nonlocal working, measuring
         alone = number * 7919 % 5 < 2
-        with quiet.measure() if alone else quiet.work():
+        with quiet.hold(alone=alone):
             with noting:
                 working, measuring = working + (not alone), measuring + alone
                 if measuring and (working or measuring > 1):
@@ -41,7 +41,7 @@ def test_work_goes_beside_work() -> None:
     quiet, both = MeasurementLock(), threading.Barrier(2)
 
     def one(_: int) -> int:
-        with quiet.work():
+        with quiet.hold(alone=False):
             return both.wait(TIMEOUT_S)
 
     with ThreadPoolExecutor(2) as pool:
@@ -54,15 +54,15 @@ def test_who_comes_after_a_measurement_that_waits_comes_after_it() -> None:
 
     def measure() -> None:
         begun.set()
-        with quiet.measure():
+        with quiet.hold(alone=True):
             order.append("measure")
 
     def work() -> None:
-        with quiet.work():
+        with quiet.hold(alone=False):
             order.append("work")
 
     threads = []
-    with quiet.work():
+    with quiet.hold(alone=False):
         for job in (measure, work):
             thread = threading.Thread(target=job)
             thread.start()
@@ -78,10 +78,10 @@ def test_who_comes_after_a_measurement_that_waits_comes_after_it() -> None:
 
 def test_a_turn_ends_however_the_work_does() -> None:
     quiet = MeasurementLock()
-    for turn in (quiet.work, quiet.measure):
-        with pytest.raises(ZeroDivisionError), turn():
+    for alone in (False, True):
+        with pytest.raises(ZeroDivisionError), quiet.hold(alone=alone):
             raise ZeroDivisionError
-    with quiet.measure():
+    with quiet.hold(alone=True):
         pass
 
 

@@ -14,8 +14,7 @@ import pytest
 from onnx_ops.app.context import open_project
 from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.attestation import OverrideRecord
-from onnx_ops.domain.endpoint import Deployment, EndpointConfig
+from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, build_split_state
 from onnx_ops.domain.rollout_policy import RolloutPolicy
@@ -23,9 +22,11 @@ from onnx_ops.ports import Signer
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.testing.fakes import FakeProvider, FakeRegistry
+from tests.release.release_parts import config_of, override_record
 from tests.support.clouds.sagemaker import SETTINGS
 from tests.support.command import run_command
 from tests.support.extras import require
+from tests.support.must import must
 from tests.support.processes import end_all
 
 require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
@@ -54,18 +55,7 @@ def deployment(version: str, signer: Signer) -> Deployment:
     plain = Deployment(
         name=f"v{version}", model="m", version=version, variant="fp32", release=digest, manifest=digest, location=""
     )
-    override = OverrideRecord(
-        model=plain.model,
-        version=plain.version,
-        variant=plain.variant,
-        release=digest,
-        manifest=digest,
-        target="cpu",
-        reason="its gates are not what is tried",
-        by="t",
-        at="",
-    )
-    return replace(plain, authority=sign_record(override, signer).envelope)
+    return replace(plain, authority=sign_record(override_record(plain), signer).envelope)
 
 
 @pytest.fixture(params=REMEDIES)
@@ -89,22 +79,13 @@ def stranger(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
         settings = {**SETTINGS, "region": ""}
     provider = FakeProvider()
     context = replace(open_project(tmp_path).context, provider=lambda _: provider)
-    config = EndpointConfig(
-        endpoint="digits",
-        provider="azureml" if request.param == "azureml" else "sagemaker",
-        model="m",
-        target="cpu",
-        target_digest=digest_bytes(b"cpu"),
-        pipeline="p",
-        settings=settings,
-    )
+    provider_name = "azureml" if request.param == "azureml" else "sagemaker"
+    config = replace(config_of("digits"), provider=provider_name, model="m", settings=settings)
     bind_endpoint(context, config, RolloutPolicy())
-    signer = context.signer()
-    assert signer is not None
+    signer = must(context.signer())
     one, two = deployment("1", signer), deployment("2", signer)
     for kind, roles in ((ActionKind.FIRST, Roles(stable=one)), (ActionKind.FINISH, Roles(stable=two, previous=one))):
-        assert roles.stable is not None
-        state = build_split_state(None, roles.stable, 100)
+        state = build_split_state(None, must(roles.stable), 100)
         Journal.open(context, "digits").perform(Action(kind=kind, state=state, roles=roles, why="test"))
     yield str(request.param)
     end_all(tmp_path)  # a rollback leaves a process that tries for minutes

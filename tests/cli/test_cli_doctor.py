@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,10 @@ import pytest
 from onnx_ops import plugins
 from onnx_ops.app.context import open_project
 from onnx_ops.cli.diagnosis import CHECKS, diagnose
-from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.testing.models import rows, write_perceptron
+from tests.release.release_parts import config_of
 
 KEPT = """\
 pipeline: kept
@@ -36,14 +36,7 @@ def test_the_doctor_names_endpoints_whose_pipeline_has_no_file(tmp_path: Path, m
     np.savez(tmp_path / "rows.npz", allow_pickle=False, **rows(8))
     write_perceptron(tmp_path / "model.onnx")
     for pipeline in ("kept", "renamed"):
-        config = EndpointConfig(
-            endpoint=pipeline,
-            provider="local",
-            model="m",
-            target="cpu",
-            target_digest=digest_bytes(b""),
-            pipeline=pipeline,
-        )
+        config = replace(config_of(pipeline), provider="local", pipeline=pipeline)
         bind_endpoint(open_project().context, config, RolloutPolicy())
     found = {one.check: one for one in diagnose(open_project()) if one.check.startswith("pipeline of")}
     assert found.keys() == {"pipeline of renamed"}

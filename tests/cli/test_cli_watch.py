@@ -20,6 +20,7 @@ from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError
 from onnx_ops.protocol.webhooks import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign_delivery
 from tests.cli.watch_parts import CHALLENGER, CHAMPION, Site, watching
 from tests.support.mlflow_server import mlflow_server
+from tests.support.must import must
 from tests.support.ports import free_port
 from tests.support.processes import until
 
@@ -172,15 +173,12 @@ def test_the_webhook_is_made_tested_and_put_right(server: str, tmp_path: Path) -
         (webhook,) = [w for w in client.list_webhooks() if w.name == "tested"]
         client.update_webhook(webhook.webhook_id, status="DISABLED", events=["registered_model.created"])
         assert ours.check().problem == "wrong: events, disabled"
-        repaired = ours.repair(SECRET)
-        assert repaired is not None
+        repaired = must(ours.repair(SECRET))
         assert (repaired.did, repaired.ok) == (("events", "disabled"), True)
         client.update_webhook(webhook.webhook_id, secret="another secret of length")  # noqa: S106 (of a test)
         assert "401" in ours.check().problem
         assert "another secret" in ours.check().remedy
-        repaired = ours.repair(SECRET)
-        assert repaired is not None
-        assert repaired.ok
+        assert must(ours.repair(SECRET)).ok
         client.create_webhook("tested", f"{url}2", ["registered_model.created"])
         assert ours.install(url, SECRET).did == ("removed a duplicate",)
     assert ours.remove()

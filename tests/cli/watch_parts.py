@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ from onnx_ops.attestation import sign_record
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.ledger import ActionOutcome, Intent, VersionRefused
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.ports import Context
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.testing.registries import publication
+from tests.release.release_parts import config_of
 from tests.support.command import PROGRAM, Result, run_command
+from tests.support.must import must
 from tests.support.server import stop_endpoints
 
 TARGET = "cpu-1t"
@@ -42,25 +43,17 @@ class Site:
         self.context: Context = build_context(self.settings)
 
     def bind(self) -> None:
-        config = EndpointConfig(
-            endpoint=self.endpoint,
-            provider="local",
-            model=self.model,
-            target=TARGET,
-            target_digest=digest_bytes(TARGET.encode()),
-            pipeline="linear",
-        )
-        bind_endpoint(self.context, config, RolloutPolicy())
+        digest = digest_bytes(TARGET.encode())
+        config = replace(config_of(self.endpoint), provider="local", model=self.model, target=TARGET)
+        bind_endpoint(self.context, replace(config, target_digest=digest), RolloutPolicy())
 
     def publish(self, seed: str, verdict: Verdict = Verdict.PASS) -> str:
         """A version with a decision that this project's key has signed."""
         release = publication(self.folder / "built", model=self.model, seed=seed, verdict=verdict, target=TARGET)
         (variant,) = release.variants
-        record, signer = variant.signed[TARGET].record, self.context.signer()
-        assert signer is not None
-        signed = sign_record(record, signer)
-        variant = dataclasses.replace(variant, signed={TARGET: signed})
-        return self.context.registry().publish(dataclasses.replace(release, variants=(variant,)))["fp32"]
+        signed = sign_record(variant.signed[TARGET].record, must(self.context.signer()))
+        variant = replace(variant, signed={TARGET: signed})
+        return self.context.registry().publish(replace(release, variants=(variant,)))["fp32"]
 
     def command(self, *arguments: str) -> Result:
         return run_command(*arguments, cwd=self.folder, environ={"ONNX_OPS_ACTOR": "watcher"})

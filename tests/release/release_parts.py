@@ -14,7 +14,7 @@ from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_file
 from onnx_ops.domain.attestation import Envelope, OverrideRecord, override_reason_tag, override_record_tag
 from onnx_ops.domain.decision import DecisionRecord, Verdict
-from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.execution import Execution, SessionSettings
 from onnx_ops.domain.ledger import ActionOutcome, Intent, LedgerEntry, ReleaseState, fold
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord, VersionRecord
@@ -74,7 +74,7 @@ def publish_file(world: FakeWorld, file: Path, release: Digest, *, variant: str 
     return world.registry.publish(Publication(model=decided.model, lineage=lineage, variants=(record,)))[variant]
 
 
-def override_record(record: VersionRecord, **changes: Any) -> OverrideRecord:
+def override_record(record: VersionRecord | Deployment, **changes: Any) -> OverrideRecord:
     """An override of exactly this version by alice, in which `changes` stand in place of the defaults."""
     about = {name: getattr(record, name) for name in ("model", "version", "release", "variant", "manifest")}
     given = {"target": TARGET, "reason": "sure", "by": "alice", "at": "2026-01-01T00:00:00+00:00"}

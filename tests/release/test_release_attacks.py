@@ -52,7 +52,7 @@ from onnx_ops.testing.fakes import FakeProvider, FakeSigner, FakeWorld
 from tests.release.release_parts import (
     CHALLENGER,
     CHAMPION,
-    TARGET_DIGEST,
+    config_of,
     override_record,
     override_tags,
     publish_file,
@@ -101,9 +101,7 @@ class Site:
     messages: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.config = EndpointConfig(
-            endpoint=ENDPOINT, provider="p", model=MODEL, target=TARGET, target_digest=TARGET_DIGEST, pipeline="p"
-        )
+        self.config = replace(config_of(ENDPOINT), provider="p")
         keys = self.root / "keys"
         keys.mkdir()
         self.fake = Loading(self.root / "server")

@@ -19,14 +19,7 @@ from onnx_ops.domain.rollout_policy import DAY
 from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.ports import Context
 from onnx_ops.release.journal import Journal
-from onnx_ops.release.prune import (
-    delete_unreferenced,
-    find_digests,
-    find_reachable,
-    find_unreferenced,
-    plan_pruning,
-    prune,
-)
+from onnx_ops.release.prune import find_digests, find_reachable, find_unreferenced, plan_pruning, prune
 from tests.release.release_parts import MODEL, TARGET, Scene, decision_record
 from tests.release.release_scenes import serving
 
@@ -57,7 +50,7 @@ def test_what_nothing_names_goes_and_only_when_it_is_told_to(world: tuple[Scene,
     found = find_unreferenced(context, older_than_s=MONTH)
     assert [one.digest for one in found] == [unused]
     assert context.store.read(unused) == b"unused"
-    assert delete_unreferenced(context, found) == found
+    assert all(map(context.store.forget, found))
     assert collectable(context) == []
     assert context.store.lookup(key) == Manifest(files={"file": used})
 
@@ -110,7 +103,7 @@ def test_pruning_collects(world: tuple[Scene, Context]) -> None:
     scene, context = world
     unused = context.store.put_bytes(b"unused")
     scene.world.clock.advance(MONTH + 60)
-    plan = plan_pruning(context, [MODEL], older_than_s=MONTH)
+    plan = plan_pruning(context, [MODEL], keep=5, older_than_s=MONTH)
     assert [one.digest for one in plan.contents] == [unused]
     assert context.store.read(unused) == b"unused"
     before = replace(plan, contents=tuple(replace(one, at=one.at - 5) for one in plan.contents))

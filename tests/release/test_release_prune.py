@@ -42,7 +42,7 @@ def test_what_is_served_or_newest_stays(scene: Scene, golden: Golden) -> None:
     golden("reasons", "\n".join(sorted(f"{kept.version.version}: {kept.why}" for kept in found.retained)))
     assert versions(plan(scene, older_than_s=3 * DAY)) == []
     assert versions(plan(scene, keep=2)) == ["1"]
-    assert plan_pruning(scene.context, ["nothing"], older_than_s=0.0).remove == {"nothing": ()}
+    assert plan_pruning(scene.context, ["nothing"], keep=5, older_than_s=0.0).remove == {"nothing": ()}
 
 
 def test_pruning_removes_the_versions_and_their_folders(scene: Scene) -> None:

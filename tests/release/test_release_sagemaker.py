@@ -12,14 +12,13 @@ import pytest
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.store import ModelFolders
 from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import InfrastructureError, RefusedError
 from onnx_ops.ports import Context
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.release.reconcile import StepReport
 from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchLoop
 from onnx_ops.testing.endpoints import scaling_deployment
-from tests.release.release_parts import AT_ONCE, CHALLENGER, MODEL, TARGET, TARGET_DIGEST, Scene, publish_file
+from tests.release.release_parts import AT_ONCE, CHALLENGER, Scene, config_of, publish_file
 from tests.support.clouds.sagemaker import SETTINGS, FakeSageMaker, client, fake_sagemaker
 from tests.support.must import must
 
@@ -37,15 +36,8 @@ class SageMaker(Scene):
     def begin(self, fake: FakeSageMaker, folder: Path) -> None:
         self.fake, self.folder = fake, folder
         self.provider = SageMakerEndpoints()
-        self.config = EndpointConfig(
-            endpoint="digits",
-            provider="sagemaker",
-            model=MODEL,
-            target=TARGET,
-            target_digest=TARGET_DIGEST,
-            pipeline="p",
-            settings={**SETTINGS, "strategy": "guarded", "alarms": ["failing"], "canary_percent": 10},
-        )
+        guarded = {**SETTINGS, "strategy": "guarded", "alarms": ["failing"], "canary_percent": 10}
+        self.config = replace(config_of("digits"), provider="sagemaker", settings=guarded)
         bind_endpoint(self.context, self.config, AT_ONCE)
 
     @property

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import Digest, short_digest
+from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.pipeline import Stage
 from onnx_ops.domain.rollout import format_alias
-from onnx_ops.errors import DigestMismatchError
 from onnx_ops.ports import Context
-from onnx_ops.scratch import Scratch
+from onnx_ops.release.registry_sync import fetch_files
 
 HINT = "champion"
 
@@ -35,19 +34,7 @@ def find_champion(context: Context, model: str, target: str) -> Champion | None:
     if version is None:
         return None
     record = registry.version(model, version)
-    location = context.files.location(record.manifest)
-    if location is None:
-        with Scratch() as folder:
-            manifest = registry.fetch(record, folder)
-            if manifest.digest() != record.manifest:
-                raise DigestMismatchError(
-                    f"version {version} holds {short_digest(manifest.digest())}, "
-                    f"but {short_digest(record.manifest)} was registered",
-                    where=f"{model}/{version}",
-                    remedy="Its artifact was changed; roll back to a version that is intact.",
-                )
-            location = context.files.admit(folder, manifest)
-    return Champion(version=version, manifest=record.manifest, location=location)
+    return Champion(version=version, manifest=record.manifest, location=fetch_files(context, record))
 
 
 def attach_champion(stage: Stage, context: Context) -> Stage:

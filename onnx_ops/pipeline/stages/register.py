@@ -59,9 +59,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
     example = build_request_example(inputs["export"], context.store)
     records = tuple(
         replace(
-            _make_variant_record(
-                entry["name"], inputs[entry["stage"]], settings["targets"], inputs, context, lineage, shared, provenance
-            ),
+            _make_variant_record(entry, settings["targets"], inputs, context, lineage, shared, provenance),
             measured_on=settings["measured_on"],
             example=example,
         )
@@ -134,8 +132,7 @@ def _store_report(
 
 
 def _make_variant_record(
-    name: str,
-    manifest: Manifest,
+    entry: Mapping[str, str],
     targets: list[str],
     inputs: Mapping[str, Manifest],
     context: Context,
@@ -143,8 +140,8 @@ def _make_variant_record(
     shared: Mapping[str, Path],
     provenance: Provenance,
 ) -> VariantRecord:
+    name, manifest, store = entry["name"], inputs[entry["stage"]], context.store
     model = manifest.subset(MODEL)
-    store = context.store
     evidence: dict[str, Path] = dict(shared)
     if SEARCH_FILE in manifest:
         evidence[SEARCH_FILE] = store.path(manifest[SEARCH_FILE])

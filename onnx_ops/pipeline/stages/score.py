@@ -10,7 +10,7 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.gate import MetricDefinition
-from onnx_ops.domain.pipeline import Stage
+from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import UserError, from_document
 from onnx_ops.measure.execution import require_hardware
@@ -25,7 +25,7 @@ from onnx_ops.measure.scoring import (
     select_measurable,
 )
 from onnx_ops.onnx_graph.compatibility import explain_incompatibility
-from onnx_ops.pipeline.stage_settings import score_id
+from onnx_ops.pipeline.stage_settings import stage_id
 from onnx_ops.ports import Context, Store
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.scores import CANDIDATE
@@ -55,7 +55,7 @@ def read_shards(
     store: Store, inputs: Mapping[str, Manifest], variant: str, target: str, count: int
 ) -> tuple[ModelPredictions, set[HardwareFingerprint]]:
     """Return a variant's predictions for all rows, joined from its shards, and the machines that made them."""
-    parts = [inputs[score_id(variant, target, number)] for number in range(1, count + 1)]
+    parts = [inputs[stage_id(StageKind.SCORE, variant, target, number)] for number in range(1, count + 1)]
     machines = {codec.loads(store.read(part[HARDWARE]), HardwareFingerprint) for part in parts}
     return join_parts([read for part in parts if (read := _get(store, part))]), machines
 
