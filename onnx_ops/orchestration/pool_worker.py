@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import math
 import multiprocessing
 import os
 import re
@@ -230,7 +231,7 @@ class PoolWorker:
         """Create the pool and announce this worker, also to a server that is just being restarted."""
         last_try = time.monotonic() + _START_S
         while not self._stopping:
-            with self._outlasting(client) if time.monotonic() < last_try else contextlib.nullcontext():
+            with self._outlasting(client, until=last_try):
                 create_pool(client, self.pool)
                 return self._announce(client)
             self._pause()
@@ -260,12 +261,15 @@ class PoolWorker:
         self._stopping = True
 
     @contextlib.contextmanager
-    def _outlasting(self, client: SyncPrefectClient) -> Iterator[None]:
-        """Continue while the server is away: running stages continue, and the scheduled ones wait."""
+    def _outlasting(self, client: SyncPrefectClient, *, until: float = math.inf) -> Iterator[None]:
+        """Continue while the server is away: running stages continue, and the scheduled ones wait.
+
+        Later than `until`, seconds of the monotonic clock, its exception is raised.
+        """
         try:
             yield
         except Exception as error:
-            if not is_unavailable(error):
+            if not is_unavailable(error) or time.monotonic() > until:
                 raise
             if not self._away:
                 _LOG.warning("%s does not answer (%s); trying again", client.api_url, type(error).__name__)
