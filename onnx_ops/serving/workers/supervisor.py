@@ -46,7 +46,7 @@ from onnx_ops.serving.rollout_counts import collect_counts
 from onnx_ops.serving.workers.listeners import LOOPBACK, ListenerSockets, listen_tcp, listen_unix, receive_sockets
 from onnx_ops.serving.workers.shadow_processes import ShadowProcesses
 from onnx_ops.serving.workers.trial_load import run_trial_load
-from onnx_ops.serving.workers.worker import WorkerSetup
+from onnx_ops.serving.workers.worker import Worker
 from onnx_ops.serving.workers.worker_pool import WorkerPool
 
 _log = logging.getLogger(__name__)
@@ -152,7 +152,8 @@ class Supervisor:
         self._publisher = publisher
         self._shared = shared
         self._audit = AuditTrail(folder)
-        self._pool = WorkerPool(options.workers, self._build_setup)
+        keep = listeners.public.fileno(), listeners.handover.fileno()
+        self._pool = WorkerPool(options.workers, self._run_worker, keep=keep)
         self._shadows = ShadowProcesses(folder, options, shared)
         self._publishing = asyncio.Lock()
         self._orphans_ended = asyncio.Event()
@@ -298,8 +299,8 @@ class Supervisor:
     def _list_orphans(self) -> list[int]:
         return [pid for pid in list_workers(self._folder) if pid not in self._pool.pids]
 
-    def _build_setup(self, number: int, control: socket.socket, refusal: str) -> WorkerSetup:
-        return WorkerSetup(
+    def _run_worker(self, number: int, control: socket.socket, refusal: str) -> None:
+        Worker(
             number=number,
             folder=self._folder,
             options=self._options,
@@ -308,7 +309,7 @@ class Supervisor:
             control=control,
             revision=self._publisher.current,
             refusal=refusal,
-        )
+        ).run()
 
 
 def serve(
