@@ -11,7 +11,7 @@ import base64
 import time
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from onnx_ops.protocol.messages import (
     UserCountsRequest,
 )
 from onnx_ops.serving import metrics
+from onnx_ops.serving.inference.deployments import LoadedDeployments
 from onnx_ops.serving.metrics import (
     BOUNDS_S,
     OTHER_STATUS,
@@ -175,25 +176,13 @@ class FeedbackCounter:
     Each worker remembers its last request ids in memory that all workers read. An entry is one number: 43 bits of a
     hash of the id, 15 of the user's bucket and 6 of the slot, at the place that the hash selects. A later request can
     overwrite it; the feedback is then unknown. An id is counted once.
-
-    `find_slot` returns the slot of a deployment by its name; `find_user`, for a user key, the slot of the deployment
-    that serves it and the user's bucket. Both raise OnnxOpsError if there is none.
     """
 
-    def __init__(
-        self,
-        shared: SharedMetrics,
-        worker: int,
-        *,
-        find_slot: Callable[[str], int],
-        find_user: Callable[[bytes], tuple[int, int]],
-        users: UserCounts,
-    ) -> None:
-        self._shared = shared
-        self._worker = worker
-        self._request_ids = shared.get_request_ids(worker)
-        self._find_slot = find_slot
-        self._find_user = find_user
+    def __init__(self, deployments: LoadedDeployments, users: UserCounts) -> None:
+        self._deployments = deployments
+        self._shared = deployments.shared
+        self._worker = deployments.worker
+        self._request_ids = self._shared.get_request_ids(self._worker)
         self._users = users
 
     def remember(self, request_id: bytes, slot: int, bucket: int) -> None:
@@ -237,13 +226,16 @@ class FeedbackCounter:
 
     def _find_subject(self, entry: dict[str, Any]) -> tuple[int, int] | None:
         """Return slot and bucket of the subject of an entry; forget its request id."""
-        try:
-            if "key" in entry:
-                return self._find_user(entry["key"].encode())
-            if "deployment" in entry:
-                return self._find_slot(entry["deployment"]), KEYLESS_CELL
-        except OnnxOpsError:
-            return None
+        if "request_id" not in entry:
+            try:
+                snapshot = self._deployments.get_current()
+                if "deployment" in entry:
+                    return snapshot.get_deployment(entry["deployment"]).slot, KEYLESS_CELL
+                user = snapshot.router.hash_key(entry["key"].encode())
+                loaded = snapshot.get_deployment(snapshot.router.route_user(user))
+                return loaded.slot, snapshot.router.get_bucket(user)
+            except OnnxOpsError:
+                return None
         key = _hash_id(entry["request_id"].encode())
         place = key % REQUEST_IDS
         for worker in range(self._shared.workers):

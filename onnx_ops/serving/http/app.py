@@ -31,7 +31,6 @@ from onnx_ops.serving.inference.service import InferenceService
 from onnx_ops.serving.inference.signature import ModelSignature
 from onnx_ops.serving.inference.tensors import describe_tensor
 from onnx_ops.serving.metrics import CONTENT_TYPE, OPEN_METRICS_TYPE, MetricsPage
-from onnx_ops.serving.rollout_counts import FeedbackCounter
 
 _log = logging.getLogger(__name__)
 
@@ -136,10 +135,9 @@ class PublicApp(HttpApp):
 
     service: InferenceService
 
-    def __init__(self, service: InferenceService, metrics: MetricsPage, feedback: FeedbackCounter) -> None:
+    def __init__(self, service: InferenceService) -> None:
         self._deployments = service.deployments
-        self._metrics = metrics
-        self._feedback = feedback
+        self._metrics = MetricsPage(service.deployments.shared, service.deployments.endpoint)
         super().__init__(
             {
                 "/": read_by(AsyncHandler(self.get_start_page)),
@@ -231,7 +229,7 @@ class PublicApp(HttpApp):
         rows: dict[str, list[Sequence[int]]] = {}
         for loaded in snapshot.deployments.values():
             if number in (None, loaded.deployment.version):
-                rows.setdefault(loaded.deployment.version, []).append(self._metrics.shared.sum_slot(loaded.slot))
+                rows.setdefault(loaded.deployment.version, []).append(self._deployments.shared.sum_slot(loaded.slot))
         statistics = [build_statistics(snapshot.model, name, rows[name]) for name in sorted(rows)]
         return _build_json({"model_stats": statistics})
 
@@ -263,7 +261,7 @@ class PublicApp(HttpApp):
             return build_error(415, "feedback must be JSON: send `Content-Type: application/json`")
         if len(body) > _MAX_FEEDBACK_BYTES:
             return build_error(413, f"the body must not be larger than {_MAX_FEEDBACK_BYTES} bytes")
-        counted, unknown = self._feedback.count(body)
+        counted, unknown = self.service.feedback.count(body)
         return _build_json({"counted": counted, "unknown": unknown})
 
     def get_openapi(self, _head: RequestHead, _body: bytes) -> RawResponse:

@@ -343,10 +343,10 @@ class LoadedDeployments:
         self.routes: Mapping[bytes, InferenceRoute] = {}
         """Paths of the snapshot that answered last. A hint: a newer one may be published."""
         self.leader = LatencyEstimator()
-        self._shared = shared
-        self._worker = worker
+        self.shared = shared
+        self.worker = worker
         self._load = load
-        self._header = shared.header
+        self._header = shared.header  # its first number is the published revision
         self._prepared: dict[int, TableSnapshot] = {}
         self._snapshot: TableSnapshot | None = None
         self._previous: TableSnapshot | None = None
@@ -377,20 +377,6 @@ class LoadedDeployments:
     def get_published(self) -> TableSnapshot | None:
         """Return the current snapshot; None before the first publication."""
         return None if self._header[0] == 0 else self.get_current()
-
-    def find_slot(self, name: str) -> int:
-        """Return a slot; raises ServiceUnavailableError or NotFoundError."""
-        snapshot = self.get_current()
-        if name not in snapshot.router.names:
-            raise NotFoundError(f"no deployment is named {name!r}")
-        return snapshot.get_deployment(name).slot
-
-    def find_user(self, key: bytes) -> tuple[int, int]:
-        """Return a user's slot and bucket; raises ServiceUnavailableError."""
-        snapshot = self.get_current()
-        router = snapshot.router
-        user = router.hash_key(key)
-        return snapshot.get_deployment(router.route_user(user)).slot, router.get_bucket(user)
 
     def restore(self, revision: TableRevision, refusal: str = "") -> Mapping[str, str]:
         """Load a table after a restart; return failed deployments with the reason.
@@ -479,7 +465,7 @@ class LoadedDeployments:
         return ControlReplica(loaded, replica, less / more)
 
     def _load_counted(self, deployment: Deployment, slot: int) -> LoadedDeployment:
-        row = self._shared.get_row(self._worker, slot)
+        row = self.shared.get_row(self.worker, slot)
         started_at = time.perf_counter_ns()
         try:
             loaded = self._load(deployment, row, False)

@@ -41,7 +41,7 @@ from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
 from onnx_ops.serving.http.protocol import HttpProtocol, serve_connections
 from onnx_ops.serving.inference.deployments import TableRevision
 from onnx_ops.serving.inference.integrity import TrustPolicy
-from onnx_ops.serving.metrics import SharedMetrics, SlotAllocator
+from onnx_ops.serving.metrics import REVISION, SharedMetrics, SlotAllocator
 from onnx_ops.serving.rollout_counts import collect_counts
 from onnx_ops.serving.workers.listeners import LOOPBACK, ListenerSockets, listen_tcp, listen_unix, receive_sockets
 from onnx_ops.serving.workers.shadow_processes import ShadowProcesses
@@ -130,7 +130,7 @@ class TablePublisher:
 
     def _set_current(self, revision: TableRevision) -> None:
         self.current = revision
-        self._shared.revision = revision.number
+        self._shared.header[REVISION] = revision.number
 
 
 class Supervisor:

@@ -35,9 +35,8 @@ from onnx_ops.serving.inference.models import LoadedModel, PackedModelCache, loa
 from onnx_ops.serving.inference.request_queue import MAX_BATCH, LatencyEstimator, RequestQueue, WorkerThreads
 from onnx_ops.serving.inference.service import InferenceService
 from onnx_ops.serving.inference.shadow import ShadowQueue
-from onnx_ops.serving.metrics import MIN_WARM_UP_REQUESTS, WARM_UP_REQUESTS, MetricsPage, MetricsRow, SharedMetrics
+from onnx_ops.serving.metrics import MIN_WARM_UP_REQUESTS, WARM_UP_REQUESTS, MetricsRow, SharedMetrics
 from onnx_ops.serving.request_log import AccessLog, RequestLog, SpanWriter, find_collector
-from onnx_ops.serving.rollout_counts import FeedbackCounter, UserCounts
 from onnx_ops.serving.workers.listeners import ListenerSockets, connect_shadow, send_sockets
 
 _log = logging.getLogger(__name__)
@@ -167,7 +166,7 @@ class Worker:
             record.unlink(missing_ok=True)
 
     async def _serve(self) -> None:
-        options, shared, deployments = self.options, self.shared, self._deployments
+        options, deployments = self.options, self._deployments
         loop = asyncio.get_running_loop()
         channel = await ControlChannel.open(self.control)
         spans = SpanWriter(deployments.endpoint) if find_collector() else None
@@ -175,21 +174,8 @@ class Worker:
         if spans is not None:
             writers.append(spans.write)
         request_log = RequestLog(writers, self._unrouted) if writers else None
-        users = UserCounts(shared, self.number)
-        feedback = FeedbackCounter(
-            shared, self.number, find_slot=deployments.find_slot, find_user=deployments.find_user, users=users
-        )
-        shadow = ShadowQueue(partial(connect_shadow, self.folder, shared.origin))
-        self._service = InferenceService(
-            deployments,
-            self._unrouted,
-            deadline_s=options.deadline,
-            shadow=shadow,
-            feedback=feedback,
-            users=users,
-            exemplars=shared.get_exemplars(self.number),
-            request_log=request_log,
-        )
+        shadow = ShadowQueue(partial(connect_shadow, self.folder, self.shared.origin))
+        self._service = InferenceService(deployments, shadow, deadline_s=options.deadline, request_log=request_log)
         limits = ConnectionLimits(
             max_connections=max(1, options.max_connections // options.workers),
             max_body=options.max_body,
@@ -197,8 +183,7 @@ class Worker:
             keep_alive_s=options.keep_alive,
             row=self._unrouted,
         )
-        metrics = MetricsPage(shared, deployments.endpoint)
-        app = PublicApp(self._service, metrics, feedback)
+        app = PublicApp(self._service)
         address, port, *_ = self.listeners.public.getsockname()
         hosts = HostPolicy.from_options(address, port, options)
         stop = asyncio.Event()

@@ -16,6 +16,7 @@ import pytest
 from onnx_ops.domain.endpoint import Deployment, TrafficSplit
 from onnx_ops.serving import metrics
 from onnx_ops.serving.grpc.open_inference import STREAM, encode_request, get_message_class
+from onnx_ops.serving.metrics import REVISION
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.grpc.conftest import Connect
 from tests.serving.serving_process import INFER, infer_body, wait_until
@@ -145,7 +146,7 @@ def test_metadata_of_a_content_coding_changes_no_message(worker: Worker, connect
 
 
 def test_before_the_first_publication_nothing_is_ready(worker: Worker, connect: Connect) -> None:
-    worker.shared.revision = 0
+    worker.shared.header[REVISION] = 0
     client = connect(worker.grpc_port)
     assert client.call("ServerLive").live
     assert not client.call("ServerReady").ready

@@ -33,7 +33,7 @@ from onnx_ops.serving.inference.deployments import (
 )
 from onnx_ops.serving.inference.models import load_model
 from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQueue, WorkerThreads
-from onnx_ops.serving.metrics import LOAD_FAILURES, LOADS, MetricsRow, SharedMetrics
+from onnx_ops.serving.metrics import LOAD_FAILURES, LOADS, REVISION, MetricsRow, SharedMetrics
 from onnx_ops.serving.workers.supervisor import TablePublisher
 from onnx_ops.testing.endpoints import state_of
 
@@ -259,7 +259,7 @@ def test_a_restart_serves_what_it_can(server: Server, tmp_path: Path, blue: Depl
 def test_nothing_to_restore(server: Server) -> None:
     server.endpoint.restore()
     assert server.endpoint.state is None
-    assert server.shared.revision == 0
+    assert server.shared.header[REVISION] == 0
 
 
 USERS = [f"user-{number}".encode() for number in range(20_000)]
