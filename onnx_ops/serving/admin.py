@@ -35,7 +35,7 @@ from onnx_ops.protocol.messages import (
 )
 from onnx_ops.protocol.routing_table import write_durably
 from onnx_ops.protocol.server_process import AUDIT_FILE, TOKEN_FILE
-from onnx_ops.serving.http.app import AsyncHandler, Handler, HttpApp, PendingResponse, read_by
+from onnx_ops.serving.http.app import Handler, HttpApp, PendingResponse, read_by
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead, build_error
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class AdminApp(HttpApp):
     def __init__(self, supervisor: Supervisor, token: str | None, actor: str) -> None:
         super().__init__(
             {
-                STATE_PATH: {**read_by(self.get_state), b"PUT": AsyncHandler(self.put_state)},
+                STATE_PATH: {**read_by(self.get_state), b"PUT": self.put_state},
                 COUNTS_PATH: {**read_by(self.get_counts), b"POST": self.post_counts},
             }
         )
@@ -73,7 +73,7 @@ class AdminApp(HttpApp):
         self._actor = actor
 
     def respond(
-        self, handler: Handler | AsyncHandler, head: RequestHead, body: bytes, deliver: Callable[[RawResponse], None]
+        self, handler: Handler, head: RequestHead, body: bytes, deliver: Callable[[RawResponse], None]
     ) -> RawResponse | PendingResponse:
         """Return what `HttpApp.respond` does, to who may ask."""
         given = head.get(b"authorization", b"")

@@ -24,10 +24,11 @@ import struct
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.errors import UserError
+from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.protocol.messages import USER_CELLS, USER_FIELDS
 from onnx_ops.protocol.routing_table import RoutingTable
 
@@ -260,6 +261,19 @@ def count_queued_request(row: MetricsRow, status: int, seconds: float, service_s
     if service_seconds:
         row[SERVICE_BUCKETS + bisect_left(BOUNDS_S, service_seconds)] += 1
         row[SERVICE_NANOSECONDS] += int(service_seconds * 1e9)
+
+
+@contextmanager
+def count_load(row: MetricsRow) -> Iterator[None]:
+    """Count the load of a model in the block, with its time, or its failure."""
+    started_at = time.perf_counter_ns()
+    try:
+        yield
+    except OnnxOpsError:
+        row[LOAD_FAILURES] += 1
+        raise
+    row[LOADS] += 1
+    row[LOAD_NANOSECONDS] += time.perf_counter_ns() - started_at
 
 
 @dataclass(frozen=True, slots=True)

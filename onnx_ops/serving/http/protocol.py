@@ -19,7 +19,7 @@ from http import HTTPStatus
 import httptools
 
 from onnx_ops.errors import RefusedError
-from onnx_ops.serving.http.app import AsyncHandler, Handler, HttpApp, PendingResponse
+from onnx_ops.serving.http.app import Handler, HttpApp, PendingResponse
 from onnx_ops.serving.http.limits import ANSWERING, IDLE, READING, REJECTED, ConnectionLimits, HostPolicy
 from onnx_ops.serving.inference.content_coding import CODINGS, choose_coding, compress
 from onnx_ops.serving.inference.deployments import InferenceRoute, PendingRequest
@@ -48,7 +48,7 @@ _METHOD = b":method"
 _BETWEEN, _IN_HEAD, _IN_BODY = range(3)
 """Where the parser is. Plain numbers, as the lookup of an enumeration's member takes longer."""
 
-Answer = InferenceRoute | Handler | AsyncHandler | RawResponse
+Answer = InferenceRoute | Handler | RawResponse
 """Who answers a request. A response is an error that does not need the body."""
 
 

@@ -22,15 +22,7 @@ from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQu
 from onnx_ops.serving.inference.requests import parse_header_length, read_infer, read_invocation
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead, encode_outputs, format_deployment_headers
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
-from onnx_ops.serving.metrics import (
-    COLUMNS,
-    LOAD_FAILURES,
-    LOAD_NANOSECONDS,
-    LOADS,
-    WARM_UP_REQUESTS,
-    MetricsRow,
-    SharedMetrics,
-)
+from onnx_ops.serving.metrics import COLUMNS, WARM_UP_REQUESTS, MetricsRow, SharedMetrics, count_load
 
 _log = logging.getLogger(__name__)
 
@@ -466,13 +458,7 @@ class LoadedDeployments:
 
     def _load_counted(self, deployment: Deployment, slot: int) -> LoadedDeployment:
         row = self.shared.get_row(self.worker, slot)
-        started_at = time.perf_counter_ns()
-        try:
+        with count_load(row):
             loaded = self._load(deployment, row, False)
-        except OnnxOpsError:
-            row[LOAD_FAILURES] += 1
-            raise
         loaded.slot = slot
-        row[LOADS] += 1
-        row[LOAD_NANOSECONDS] += time.perf_counter_ns() - started_at
         return loaded

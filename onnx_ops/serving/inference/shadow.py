@@ -186,20 +186,16 @@ class _ShadowLink:
         self._drop(len(self._buffers))
 
     def _flush(self) -> None:
-        try:
-            self._send()
-        except BlockingIOError:  # the process is busy, or starts
-            pass
-        except OSError:  # it has ended; the next one may be there
-            self._disconnect()
+        for _ in range(2):  # the process may have ended, and the next one be there
             try:
                 self._send()
-            except BlockingIOError:
-                pass
+                return
+            except BlockingIOError:  # it is busy, or starts
+                return
             except OSError:
                 self._disconnect()
-                self._refused_until = self._loop.time() + _RECONNECT_PAUSE_S
-                self._drop(len(self._buffers))
+        self._refused_until = self._loop.time() + _RECONNECT_PAUSE_S
+        self._drop(len(self._buffers))
 
     def _schedule(self) -> None:
         self._is_scheduled = True

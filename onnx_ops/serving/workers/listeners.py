@@ -83,11 +83,6 @@ def connect_unix(path: Path, *, timeout_s: float) -> socket.socket:
     return client
 
 
-def connect_shadow(folder: Path, origin: str, slot: int) -> socket.socket:
-    """Return a non-blocking connection to the shadow process of a slot. Raises OSError."""
-    return connect_unix(get_shadow_path(folder, origin, slot), timeout_s=0)
-
-
 def get_shadow_path(folder: Path, origin: str, slot: int) -> Path:
     """Return the Unix socket of the shadow process of a slot.
 

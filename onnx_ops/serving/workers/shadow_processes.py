@@ -30,13 +30,11 @@ from onnx_ops.serving.inference.deployments import DeployedModel, TableRevision
 from onnx_ops.serving.inference.shadow import run_mirrored_request, take_requests
 from onnx_ops.serving.metrics import (
     IN_PROGRESS,
-    LOAD_FAILURES,
-    LOAD_NANOSECONDS,
-    LOADS,
     SHADOW_FAILED,
     SHADOW_RESTARTS,
     MetricsRow,
     SharedMetrics,
+    count_load,
 )
 from onnx_ops.serving.workers.listeners import SHADOW_SOCKETS, get_shadow_path, listen_unix
 from onnx_ops.serving.workers.worker import ControlChannel, WorkerReady, encode_message, load_deployment
@@ -76,15 +74,12 @@ def run_shadow_process(
     _end_with_parent(supervisor)
     prefer_for_oom_kill()
     gc.freeze()  # inherited objects live as long as the process
-    started_at = time.perf_counter_ns()
     try:
-        loaded = load_deployment(deployment, folder, options)
+        with count_load(row):
+            loaded = load_deployment(deployment, folder, options)
     except OnnxOpsError as error:
-        row[LOAD_FAILURES] += 1
         control.sendall(encode_message(WorkerReady(failed={deployment.name: str(error)})))
         return
-    row[LOADS] += 1
-    row[LOAD_NANOSECONDS] += time.perf_counter_ns() - started_at
     _lower_priority()
     control.sendall(encode_message(WorkerReady()))
     model = DeployedModel(deployment=deployment, signature=loaded.signature, run=loaded.run, max_body=options.max_body)
@@ -127,29 +122,24 @@ def answer_mirrored_requests(
                     selector.unregister(control)
                     timeout_s = 0.0
                 elif key.fileobj is listener:
-                    connection, _ = listener.accept()
-                    selector.register(connection, selectors.EVENT_READ)
-                    received[connection] = bytearray()
-                elif isinstance(key.fileobj, socket.socket):
-                    data = _receive(key.fileobj)
-                    if not data:
-                        selector.unregister(key.fileobj)
-                        key.fileobj.close()
-                        del received[key.fileobj]
+                    client, _ = listener.accept()
+                    selector.register(client, selectors.EVENT_READ)
+                    received[client] = bytearray()
+                elif isinstance(connection := key.fileobj, socket.socket):
+                    try:
+                        data = connection.recv(_READ_BYTES)
+                    except ConnectionError:
+                        data = b""
+                    if not data:  # the worker has ended
+                        selector.unregister(connection)
+                        connection.close()
+                        del received[connection]
                         continue
-                    received[key.fileobj] += data
-                    for request in take_requests(received[key.fileobj]):
+                    received[connection] += data
+                    for request in take_requests(received[connection]):
                         row[IN_PROGRESS] = 1
                         run_mirrored_request(model, row, request)
                         row[IN_PROGRESS] = 0
-
-
-def _receive(connection: socket.socket) -> bytes:
-    """Return the next bytes; none if the worker has ended."""
-    try:
-        return connection.recv(_READ_BYTES)
-    except ConnectionError:
-        return b""
 
 
 @dataclass(slots=True, eq=False)

@@ -37,7 +37,7 @@ from onnx_ops.serving.inference.service import InferenceService
 from onnx_ops.serving.inference.shadow import ShadowQueue
 from onnx_ops.serving.metrics import MIN_WARM_UP_REQUESTS, WARM_UP_REQUESTS, MetricsRow, SharedMetrics
 from onnx_ops.serving.request_log import AccessLog, RequestLog, SpanWriter, find_collector
-from onnx_ops.serving.workers.listeners import ListenerSockets, connect_shadow, send_sockets
+from onnx_ops.serving.workers.listeners import ListenerSockets, connect_unix, get_shadow_path, send_sockets
 
 _log = logging.getLogger(__name__)
 
@@ -174,7 +174,9 @@ class Worker:
         if spans is not None:
             writers.append(spans.write)
         request_log = RequestLog(writers, self._unrouted) if writers else None
-        shadow = ShadowQueue(partial(connect_shadow, self.folder, self.shared.origin))
+        shadow = ShadowQueue(
+            lambda slot: connect_unix(get_shadow_path(self.folder, self.shared.origin, slot), timeout_s=0)
+        )
         self._service = InferenceService(deployments, shadow, deadline_s=options.deadline, request_log=request_log)
         limits = ConnectionLimits(
             max_connections=max(1, options.max_connections // options.workers),
