@@ -36,7 +36,7 @@ from onnx_ops.serving.inference.request_queue import MAX_BATCH, LatencyEstimator
 from onnx_ops.serving.inference.service import InferenceService
 from onnx_ops.serving.inference.shadow import ShadowQueue
 from onnx_ops.serving.metrics import MIN_WARM_UP_REQUESTS, WARM_UP_REQUESTS, MetricsRow, SharedMetrics
-from onnx_ops.serving.request_log import AccessLog, RequestLog, SpanWriter, find_collector
+from onnx_ops.serving.request_log import RequestLog, SpanWriter, Writer, find_collector, open_access_log
 from onnx_ops.serving.workers.listeners import ListenerSockets, connect_unix, get_shadow_path, send_sockets
 
 _log = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         channel = await ControlChannel.open(self.control)
         spans = SpanWriter(deployments.endpoint) if find_collector() else None
-        writers = [AccessLog(options.access_log).write] if options.access_log else []
+        writers: list[Writer] = [open_access_log(options.access_log)] if options.access_log else []
         if spans is not None:
             writers.append(spans.write)
         request_log = RequestLog(writers, self._unrouted) if writers else None
