@@ -124,19 +124,6 @@ def set_watch(shared: SharedMetrics, slots: Mapping[str, int], request: UserCoun
         shared.header[WATCH] += 1
 
 
-def encode_user_counts(shared: SharedMetrics, names: Sequence[str]) -> Mapping[str, str]:
-    """Return the counts by user, summed over the workers (`decode_user_counts`)."""
-    total = np.zeros((2, USER_FIELDS, USER_CELLS), dtype="<u8")
-    for worker in range(shared.workers):
-        header, cells = shared.get_user_counts(worker)
-        if header[0] == shared.header[WATCH]:
-            total += np.frombuffer(cells, dtype="<u8").reshape(total.shape)
-    return {
-        name: base64.b64encode(zlib.compress(total[side].tobytes(), 1)).decode()
-        for side, name in enumerate(sorted(names)[:2])
-    }
-
-
 def collect_counts(
     shared: SharedMetrics,
     slots: Mapping[str, int],
@@ -145,11 +132,17 @@ def collect_counts(
     split: str = "",
     cold_s: Mapping[str, Sequence[float]] | None = None,
 ) -> Counts:
-    """Return the counts of deployments by name; by user if requested."""
-    users: Mapping[str, str] = {}
+    """Return the counts of deployments by name; by user if requested (`decode_user_counts`)."""
+    users: dict[str, str] = {}
     if request is not None:
         set_watch(shared, slots, request)
-        users = encode_user_counts(shared, tuple(request.limits_s))
+        total = np.zeros((2, USER_FIELDS, USER_CELLS), dtype="<u8")
+        for worker in range(shared.workers):
+            header, cells = shared.get_user_counts(worker)
+            if header[0] == shared.header[WATCH]:
+                total += np.frombuffer(cells, dtype="<u8").reshape(total.shape)
+        for name, counts in zip(sorted(request.limits_s), total, strict=False):
+            users[name] = base64.b64encode(zlib.compress(counts.tobytes(), 1)).decode()
     deployments = {}
     for name, slot in slots.items():
         row = shared.sum_slot(slot)

@@ -246,10 +246,10 @@ class TableSnapshot:
     router: TrafficRouter
     model: str
     deployments: Mapping[str, LoadedDeployment]
-    failed: Mapping[str, str] = field(default_factory=dict)
-    routes: Mapping[bytes, InferenceRoute] = field(default_factory=dict)
-    shadow: Sequence[tuple[LoadedDeployment, int]] = ()
-    control: ControlReplica | None = None
+    failed: Mapping[str, str]
+    routes: Mapping[bytes, InferenceRoute]
+    shadow: Sequence[tuple[LoadedDeployment, int]]
+    control: ControlReplica | None
 
     def list_loaded(self) -> tuple[LoadedDeployment, ...]:
         """Return everything that it keeps loaded."""

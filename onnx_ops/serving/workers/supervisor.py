@@ -144,7 +144,7 @@ class Supervisor:
         publisher: TablePublisher,
         shared: SharedMetrics,
         *,
-        must_load: bool = False,
+        must_load: bool,
     ) -> None:
         self._folder = folder
         self._options = options
@@ -312,9 +312,7 @@ class Supervisor:
         ).run()
 
 
-def serve(
-    folder: Path, host: str, port: int, admin_port: int, options: ServerOptions, *, must_load: bool = False
-) -> None:
+def serve(folder: Path, host: str, port: int, admin_port: int, options: ServerOptions, *, must_load: bool) -> None:
     """Serve the folder's last published table until SIGTERM or SIGINT, then drain.
 
     A folder that is missing is created; port 0 is any free port. With `must_load`, a deployment that cannot be loaded
