@@ -24,14 +24,7 @@ from onnx_ops.serving.inference.deployments import (
 from onnx_ops.serving.inference.responses import DeadlineExceededError, RawResponse, RequestHead
 from onnx_ops.serving.inference.shadow import ShadowQueue
 from onnx_ops.serving.inference.signature import InferenceRequest
-from onnx_ops.serving.metrics import (
-    BATCHED,
-    RUN_NANOSECONDS,
-    RUNS,
-    count_queued_request,
-    count_request,
-    get_column,
-)
+from onnx_ops.serving.metrics import BATCHED, RUN_NANOSECONDS, RUNS, count_queued_request, count_request, get_column
 from onnx_ops.serving.request_log import RequestLog
 from onnx_ops.serving.rollout_counts import FeedbackCounter, UserCounts
 

@@ -28,14 +28,7 @@ from onnx_ops.errors import OnnxOpsError
 from onnx_ops.protocol.server_process import ServerOptions
 from onnx_ops.serving.inference.deployments import DeployedModel, TableRevision
 from onnx_ops.serving.inference.shadow import run_mirrored_request, take_requests
-from onnx_ops.serving.metrics import (
-    IN_PROGRESS,
-    SHADOW_FAILED,
-    SHADOW_RESTARTS,
-    MetricsRow,
-    SharedMetrics,
-    count_load,
-)
+from onnx_ops.serving.metrics import IN_PROGRESS, SHADOW_FAILED, SHADOW_RESTARTS, MetricsRow, SharedMetrics, count_load
 from onnx_ops.serving.workers.listeners import SHADOW_SOCKETS, get_shadow_path, listen_unix
 from onnx_ops.serving.workers.worker import ControlChannel, WorkerReady, encode_message, load_deployment
 from onnx_ops.serving.workers.worker_pool import (
