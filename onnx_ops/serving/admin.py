@@ -87,11 +87,10 @@ class AdminApp(HttpApp):
         """Return the counts, with those of two deployments by user."""
         try:
             message = codec.loads(body, UserCountsRequest)
-        except CorruptStateError as error:
+            if any(len(s) > MAX_USER_THRESHOLDS or list(s) != sorted(s) for s in message.limits_s.values()):
+                raise UserError(f"limits_s must ascend, at most {MAX_USER_THRESHOLDS} per deployment")
+        except (CorruptStateError, UserError) as error:
             return _build_response(error_to_bytes(error), 400)
-        if any(len(s) > MAX_USER_THRESHOLDS or list(s) != sorted(s) for s in message.limits_s.values()):
-            what = f"limits_s must ascend, at most {MAX_USER_THRESHOLDS} per deployment"
-            return _build_response(error_to_bytes(UserError(what)), 400)
         return _build_response(codec.dumps(self._supervisor.collect_counts(message)))
 
     async def put_state(self, head: RequestHead, body: bytes) -> RawResponse:

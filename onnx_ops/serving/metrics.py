@@ -188,9 +188,7 @@ class SharedMetrics:
     def reset_slot(self, slot: int) -> None:
         """Set all numbers of a slot to 0."""
         for process in range(self.workers + 1):
-            row = self.get_row(process, slot)
-            for column in range(COLUMNS):
-                row[column] = 0
+            self.get_row(process, slot)[:] = memoryview(bytes(COLUMNS * _NUMBER_BYTES)).cast("Q")
         for worker in range(self.workers):
             self.get_exemplars(worker).reset(slot)
 

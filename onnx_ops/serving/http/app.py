@@ -142,7 +142,7 @@ class PublicApp(HttpApp):
                 "/v2": read_by(self.get_server),
                 "/v2/health/live": read_by(lambda _head, _body: _build_json({"live": True})),
                 "/v2/health/ready": read_by(self.get_readiness),
-                "/v2/models/stats": read_by(lambda _head, _body: self.get_statistics(None, None)),
+                "/v2/models/stats": read_by(lambda head, _: self.get_statistics(None, None, head)),
                 "/v2/repository/index": {b"POST": self.post_repository_index},
                 "/feedback": {b"POST": self.post_feedback},
                 "/openapi.json": read_by(lambda _head, _body: _build_json(build_openapi(self._list_signatures()))),
@@ -162,10 +162,12 @@ class PublicApp(HttpApp):
         model, number = match["model"], match["version"]
         if match["action"] == "infer":
             return {b"POST": InferenceRoute(model=model, version=number)}
-        if match["action"] == "stats":
-            return read_by(lambda _head, _body: self.get_statistics(model, number))
-        handlers = {None: self.get_model, "ready": self.get_model_readiness, "config": self.get_model_config}
-        get = handlers[match["action"]]
+        get = {
+            None: self.get_model,
+            "ready": self.get_model_readiness,
+            "config": self.get_model_config,
+            "stats": self.get_statistics,
+        }[match["action"]]
         return read_by(lambda head, _: get(model, number, head))
 
     async def get_start_page(self, _head: RequestHead, _body: bytes) -> RawResponse:
@@ -212,7 +214,7 @@ class PublicApp(HttpApp):
         loaded = self.service.choose(model, number, head)
         return _build_json(build_config(loaded), lines=loaded.header_lines)
 
-    def get_statistics(self, model: str | None, number: str | None) -> RawResponse:
+    def get_statistics(self, model: str | None, number: str | None, _head: RequestHead) -> RawResponse:
         """Return the statistics of the loaded versions, or of one."""
         snapshot = self._deployments.get_current()
         if model is not None and model != snapshot.model:

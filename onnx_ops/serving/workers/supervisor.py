@@ -80,8 +80,7 @@ class TablePublisher:
 
     def restore(self) -> None:
         """Publish the stored table, before there are workers."""
-        table = self._tables.read()
-        if table is not None:
+        if (table := self._tables.read()) is not None:
             self._set_current(self._build_revision(table))
 
     def is_published(self, state: EndpointState) -> bool:
