@@ -15,7 +15,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
-from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.protocol import server_process
 from onnx_ops.testing.endpoints import state_of
 from tests.support.processes import until
@@ -93,6 +93,14 @@ def build_identity_model() -> onnx.ModelProto:
         [helper.make_tensor_value_info(f"{name}_out", kind, ["n", 2]) for name, kind in TYPES.items()],
     )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+
+
+def mirrored(serving: Deployment, *shadows: Deployment, **split: Any) -> EndpointState:
+    """Everything to one deployment, and all of it mirrored to the others."""
+    shadow = {shadow.name: 100 for shadow in shadows}
+    return EndpointState(
+        deployments=(serving, *shadows), split=TrafficSplit(weights={serving.name: 100}, shadow=shadow, **split)
+    )
 
 
 def infer_body(*rows: Sequence[object]) -> bytes:

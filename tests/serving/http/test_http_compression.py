@@ -11,11 +11,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from onnx_ops.domain.endpoint import Deployment, TrafficSplit
+from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.serving import metrics
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.inference.tensor_cases import binary
-from tests.serving.serving_process import INFER, infer_body, wait_until
+from tests.serving.serving_process import INFER, infer_body, mirrored, wait_until
 from tests.serving.serving_worker import MAX_BODY, Gate, Worker, post, received
 from tests.support.server import scaled
 
@@ -235,8 +235,7 @@ def test_a_client_that_leaves_before_its_response_is_compressed_leaves_nothing_b
 
 
 def test_a_shadow_gets_the_inflated_body(blue: Deployment, green: Deployment) -> None:
-    split = TrafficSplit(weights={"blue": 100}, shadow={"green": 100})
-    with Worker(replace(state_of(blue, green, blue=100), split=split)).running() as worker:
+    with Worker(mirrored(blue, green)).running() as worker:
         answer = worker.send(post(INFER, gzip.compress(SOME), {"content-encoding": "gzip", "accept-encoding": "gzip"}))
         assert parse(answer)[1]["content-encoding"] == "gzip"
         wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_DONE])
