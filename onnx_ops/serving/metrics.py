@@ -91,6 +91,11 @@ MetricsRow = memoryview
 """The numbers of one worker about one slot, by column; format `Q`."""
 
 
+def make_row() -> MetricsRow:
+    """Return a row of zeros that belongs to no slot."""
+    return memoryview(bytearray(COLUMNS * _NUMBER_BYTES)).cast("Q")
+
+
 def find_bound(latency_s: float) -> int:
     """Return the place of a latency in `BOUNDS_S`, or of the next larger bound."""
     return bisect_left(BOUNDS_S, latency_s * (1 - _ROUNDING))
@@ -188,7 +193,7 @@ class SharedMetrics:
     def reset_slot(self, slot: int) -> None:
         """Set all numbers of a slot to 0."""
         for process in range(self.workers + 1):
-            self.get_row(process, slot)[:] = memoryview(bytes(COLUMNS * _NUMBER_BYTES)).cast("Q")
+            self.get_row(process, slot)[:] = make_row()
         for worker in range(self.workers):
             self.get_exemplars(worker).reset(slot)
 

@@ -22,7 +22,7 @@ from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQu
 from onnx_ops.serving.inference.requests import parse_header_length, read_infer, read_invocation
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead, encode_outputs, format_deployment_headers
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
-from onnx_ops.serving.metrics import COLUMNS, WARM_UP_REQUESTS, MetricsRow, SharedMetrics, count_load
+from onnx_ops.serving.metrics import WARM_UP_REQUESTS, MetricsRow, SharedMetrics, count_load, make_row
 
 _log = logging.getLogger(__name__)
 
@@ -449,7 +449,7 @@ class LoadedDeployments:
         if controls:
             return ControlReplica(loaded, controls[0].replica, less / more)
         try:
-            replica = self._load(loaded.deployment, memoryview(bytearray(8 * COLUMNS)).cast("Q"), True)
+            replica = self._load(loaded.deployment, make_row(), True)
         except OnnxOpsError as error:
             _log.warning("%s has no control replica: %s", loaded.deployment.name, error)
             return None

@@ -41,7 +41,7 @@ from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
 from onnx_ops.serving.http.protocol import HttpProtocol, serve_connections
 from onnx_ops.serving.inference.deployments import TableRevision
 from onnx_ops.serving.inference.integrity import TrustPolicy
-from onnx_ops.serving.metrics import REVISION, SharedMetrics, SlotAllocator
+from onnx_ops.serving.metrics import REVISION, SharedMetrics, SlotAllocator, make_row
 from onnx_ops.serving.rollout_counts import collect_counts
 from onnx_ops.serving.workers.listeners import LOOPBACK, ListenerSockets, listen_tcp, listen_unix, receive_sockets
 from onnx_ops.serving.workers.shadow_processes import ShadowProcesses
@@ -270,7 +270,7 @@ class Supervisor:
                 max_body=_MAX_ADMIN_BODY,
                 read_timeout_s=self._options.read_timeout,
                 keep_alive_s=self._options.keep_alive,
-                row=SharedMetrics(1).get_row(0, 0),  # its counts are not shown
+                row=make_row(),  # its counts are not shown
             )
             hosts = HostPolicy() if token is None else HostPolicy.from_options(LOOPBACK, admin_port, self._options)
             build = partial(HttpProtocol, AdminApp(self, token, actor), limits, hosts)
