@@ -26,16 +26,10 @@ from onnx_ops.errors import (
     ServiceUnavailableError,
     UserError,
 )
-from onnx_ops.protocol.messages import (
-    COUNTS_PATH,
-    MAX_USER_THRESHOLDS,
-    STATE_PATH,
-    UserCountsRequest,
-    error_to_bytes,
-)
+from onnx_ops.protocol.messages import COUNTS_PATH, MAX_USER_THRESHOLDS, STATE_PATH, UserCountsRequest, error_to_bytes
 from onnx_ops.protocol.routing_table import write_durably
 from onnx_ops.protocol.server_process import AUDIT_FILE, TOKEN_FILE
-from onnx_ops.serving.http.app import AsyncHandler, Handler, HttpApp, PendingResponse, read_by
+from onnx_ops.serving.http.app import Handler, HttpApp, PendingResponse, read_by
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead, build_error
 
 if TYPE_CHECKING:
@@ -64,7 +58,7 @@ class AdminApp(HttpApp):
     def __init__(self, supervisor: Supervisor, token: str | None, actor: str) -> None:
         super().__init__(
             {
-                STATE_PATH: {**read_by(self.get_state), b"PUT": AsyncHandler(self.put_state)},
+                STATE_PATH: {**read_by(self.get_state), b"PUT": self.put_state},
                 COUNTS_PATH: {**read_by(self.get_counts), b"POST": self.post_counts},
             }
         )
@@ -73,7 +67,7 @@ class AdminApp(HttpApp):
         self._actor = actor
 
     def respond(
-        self, handler: Handler | AsyncHandler, head: RequestHead, body: bytes, deliver: Callable[[RawResponse], None]
+        self, handler: Handler, head: RequestHead, body: bytes, deliver: Callable[[RawResponse], None]
     ) -> RawResponse | PendingResponse:
         """Return what `HttpApp.respond` does, to who may ask."""
         given = head.get(b"authorization", b"")
@@ -93,11 +87,10 @@ class AdminApp(HttpApp):
         """Return the counts, with those of two deployments by user."""
         try:
             message = codec.loads(body, UserCountsRequest)
-        except CorruptStateError as error:
+            if any(len(s) > MAX_USER_THRESHOLDS or list(s) != sorted(s) for s in message.limits_s.values()):
+                raise UserError(f"limits_s must ascend, at most {MAX_USER_THRESHOLDS} per deployment")
+        except (CorruptStateError, UserError) as error:
             return _build_response(error_to_bytes(error), 400)
-        if any(len(s) > MAX_USER_THRESHOLDS or list(s) != sorted(s) for s in message.limits_s.values()):
-            what = f"limits_s must ascend, at most {MAX_USER_THRESHOLDS} per deployment"
-            return _build_response(error_to_bytes(UserError(what)), 400)
         return _build_response(codec.dumps(self._supervisor.collect_counts(message)))
 
     async def put_state(self, head: RequestHead, body: bytes) -> RawResponse:

@@ -24,17 +24,19 @@ import struct
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.errors import UserError
+from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.protocol.messages import USER_CELLS, USER_FIELDS
 from onnx_ops.protocol.routing_table import RoutingTable
 
 SLOTS = 64
 """Deployments with separate metrics. Those of the present and the previous table always have a slot."""
 _HEADER = 64
-_REVISION = 0
+REVISION = 0
+"""Place of the published revision in the header, which every worker serves."""
 WATCH = 1
 """Place of the watch number in the header. Behind it, for each of two deployments: its slot, and its thresholds as
 places in `BOUNDS_S`; last the number of the client's request."""
@@ -87,6 +89,11 @@ _EXEMPLARS = len(_SHOWN_BOUNDS) + 1
 
 MetricsRow = memoryview
 """The numbers of one worker about one slot, by column; format `Q`."""
+
+
+def make_row() -> MetricsRow:
+    """Return a row of zeros that belongs to no slot."""
+    return memoryview(bytearray(COLUMNS * _NUMBER_BYTES)).cast("Q")
 
 
 def find_bound(latency_s: float) -> int:
@@ -148,15 +155,6 @@ class SharedMetrics:
         self._exemplars = memory[exemplars:users]
         self._users = memory[users:].cast("Q")
 
-    @property
-    def revision(self) -> int:
-        """The revision of the routing table that every worker serves."""
-        return self.header[_REVISION]
-
-    @revision.setter
-    def revision(self, value: int) -> None:
-        self.header[_REVISION] = value
-
     def get_row(self, worker: int, slot: int) -> MetricsRow:
         """Return the numbers of a worker and a slot."""
         start = (worker * SLOTS + slot) * COLUMNS
@@ -195,9 +193,7 @@ class SharedMetrics:
     def reset_slot(self, slot: int) -> None:
         """Set all numbers of a slot to 0."""
         for process in range(self.workers + 1):
-            row = self.get_row(process, slot)
-            for column in range(COLUMNS):
-                row[column] = 0
+            self.get_row(process, slot)[:] = make_row()
         for worker in range(self.workers):
             self.get_exemplars(worker).reset(slot)
 
@@ -270,6 +266,19 @@ def count_queued_request(row: MetricsRow, status: int, seconds: float, service_s
         row[SERVICE_NANOSECONDS] += int(service_seconds * 1e9)
 
 
+@contextmanager
+def count_load(row: MetricsRow) -> Iterator[None]:
+    """Count the load of a model in the block, with its time, or its failure."""
+    started_at = time.perf_counter_ns()
+    try:
+        yield
+    except OnnxOpsError:
+        row[LOAD_FAILURES] += 1
+        raise
+    row[LOADS] += 1
+    row[LOAD_NANOSECONDS] += time.perf_counter_ns() - started_at
+
+
 @dataclass(frozen=True, slots=True)
 class LatencyHistogram:
     """Requests by latency, with one bucket more than `BOUNDS_S`, and their sum."""
@@ -339,7 +348,7 @@ class MetricsPage:
     """The page `/metrics` in Prometheus' text format, summed over all workers."""
 
     def __init__(self, shared: SharedMetrics, endpoint: str) -> None:
-        self.shared = shared
+        self._shared = shared
         self._endpoint = endpoint
 
     def render(self, state: EndpointState | None, *, open_metrics: bool = False) -> str:
@@ -351,10 +360,10 @@ class MetricsPage:
         return _COUNTER_HEAD.sub(r"\1 ", text) + "# EOF\n" if open_metrics else text
 
     def _render_lines(self, state: EndpointState | None, *, open_metrics: bool) -> list[str]:
-        unrouted = self._format_labels({"deployment": "", "version": "", "variant": ""}), self.shared.sum_slot(0)
-        used = ((slot, self.shared.get_labels(slot)) for slot in range(1, SLOTS))
+        unrouted = self._format_labels({"deployment": "", "version": "", "variant": ""}), self._shared.sum_slot(0)
+        used = ((slot, self._shared.get_labels(slot)) for slot in range(1, SLOTS))
         slots = {slot: self._format_labels(ls) for slot, ls in used if ls is not None}
-        rows = [(labels, self.shared.sum_slot(slot)) for slot, labels in slots.items()]
+        rows = [(labels, self._shared.sum_slot(slot)) for slot, labels in slots.items()]
         columns = [*_COLUMN_OF.items(), ("other", OTHER_STATUS)]
         requests = [
             (f'{ls},status="{status}"', row[c]) for ls, row in (unrouted, *rows) for status, c in columns if row[c]
@@ -380,9 +389,9 @@ class MetricsPage:
         server = self._format_labels({})
         for name, text, kind, column in _SERVER_FAMILIES:
             lines += _render_family(name, text, kind, [(server, unrouted[1][column])])
-        info = [(self._format_labels({"instance_id": self.shared.origin}), 1)]
+        info = [(self._format_labels({"instance_id": self._shared.origin}), 1)]
         lines += _render_family("server_info", "Identifies the counters: another id after a restart.", "gauge", info)
-        lines += _render_family("workers", "Worker processes.", "gauge", [(server, self.shared.workers)])
+        lines += _render_family("workers", "Worker processes.", "gauge", [(server, self._shared.workers)])
         if state is not None:
             lines += _render_family("generation", "Generation of the table.", "gauge", [(server, state.generation)])
             for name, text, percents in (
@@ -397,7 +406,7 @@ class MetricsPage:
 
     def _list_exemplars(self, slot: int) -> list[str]:
         """Return the texts of the last traced requests in the shown buckets; empty where there is none."""
-        workers = [self.shared.get_exemplars(worker) for worker in range(self.shared.workers)]
+        workers = [self._shared.get_exemplars(worker) for worker in range(self._shared.workers)]
         found = (max(filter(None, (one.get(slot, k) for one in workers)), default=None) for k in range(_EXEMPLARS))
         return ["" if one is None else f' # {{trace_id="{one[2]}"}} {one[1]:.9g} {one[0]:.3f}' for one in found]
 

@@ -37,12 +37,14 @@ _SERVER_ERROR = 500
 RequestRecord = tuple[float, bytes | None, bytes | None, InferenceRoute, str, int, float, float]
 """When the response was ready, in seconds since the epoch; request id; trace context; route; name of the deployment;
 status; seconds in the queue; seconds in all."""
+Writer = Callable[[Sequence[RequestRecord]], object]
+"""Writes records. May raise any exception."""
 
 
 class RequestLog:
     """Gives what was answered to writers, in a thread, ten times per second. Overflow is dropped and counted."""
 
-    def __init__(self, writers: Sequence[Callable[[Sequence[RequestRecord]], None]], row: MetricsRow) -> None:
+    def __init__(self, writers: Sequence[Writer], row: MetricsRow) -> None:
         self._writers = writers
         self._row = row
         self._records: deque[RequestRecord] = deque()
@@ -85,18 +87,13 @@ class RequestLog:
                     _log.warning("%d requests are not logged: %s: %s", len(records), type(error).__name__, error)
 
 
-class AccessLog:
-    """Writes one JSON line per inference.
+def open_access_log(path: str) -> Writer:
+    """Return a function that appends one JSON line per inference to a file; `-` is standard output.
 
-    Whole lines are appended with one write, so that several workers can share a file. The path `-` is standard output.
+    Whole lines are appended with one write, so that several workers can share a file.
     """
-
-    def __init__(self, path: str) -> None:
-        self._file = 1 if path == "-" else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
-
-    def write(self, records: Sequence[RequestRecord]) -> None:
-        """Append a line for each request. Raises OSError."""
-        os.write(self._file, b"".join(map(_format_line, records)))
+    file = 1 if path == "-" else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    return lambda records: os.write(file, b"".join(map(_format_line, records)))
 
 
 def _format_line(record: RequestRecord) -> bytes:

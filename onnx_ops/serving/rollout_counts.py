@@ -11,7 +11,7 @@ import base64
 import time
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from onnx_ops.protocol.messages import (
     UserCountsRequest,
 )
 from onnx_ops.serving import metrics
+from onnx_ops.serving.inference.deployments import LoadedDeployments
 from onnx_ops.serving.metrics import (
     BOUNDS_S,
     OTHER_STATUS,
@@ -123,19 +124,6 @@ def set_watch(shared: SharedMetrics, slots: Mapping[str, int], request: UserCoun
         shared.header[WATCH] += 1
 
 
-def encode_user_counts(shared: SharedMetrics, names: Sequence[str]) -> Mapping[str, str]:
-    """Return the counts by user, summed over the workers (`decode_user_counts`)."""
-    total = np.zeros((2, USER_FIELDS, USER_CELLS), dtype="<u8")
-    for worker in range(shared.workers):
-        header, cells = shared.get_user_counts(worker)
-        if header[0] == shared.header[WATCH]:
-            total += np.frombuffer(cells, dtype="<u8").reshape(total.shape)
-    return {
-        name: base64.b64encode(zlib.compress(total[side].tobytes(), 1)).decode()
-        for side, name in enumerate(sorted(names)[:2])
-    }
-
-
 def collect_counts(
     shared: SharedMetrics,
     slots: Mapping[str, int],
@@ -144,11 +132,17 @@ def collect_counts(
     split: str = "",
     cold_s: Mapping[str, Sequence[float]] | None = None,
 ) -> Counts:
-    """Return the counts of deployments by name; by user if requested."""
-    users: Mapping[str, str] = {}
+    """Return the counts of deployments by name; by user if requested (`decode_user_counts`)."""
+    users: dict[str, str] = {}
     if request is not None:
         set_watch(shared, slots, request)
-        users = encode_user_counts(shared, tuple(request.limits_s))
+        total = np.zeros((2, USER_FIELDS, USER_CELLS), dtype="<u8")
+        for worker in range(shared.workers):
+            header, cells = shared.get_user_counts(worker)
+            if header[0] == shared.header[WATCH]:
+                total += np.frombuffer(cells, dtype="<u8").reshape(total.shape)
+        for name, counts in zip(sorted(request.limits_s), total, strict=False):
+            users[name] = base64.b64encode(zlib.compress(counts.tobytes(), 1)).decode()
     deployments = {}
     for name, slot in slots.items():
         row = shared.sum_slot(slot)
@@ -175,25 +169,13 @@ class FeedbackCounter:
     Each worker remembers its last request ids in memory that all workers read. An entry is one number: 43 bits of a
     hash of the id, 15 of the user's bucket and 6 of the slot, at the place that the hash selects. A later request can
     overwrite it; the feedback is then unknown. An id is counted once.
-
-    `find_slot` returns the slot of a deployment by its name; `find_user`, for a user key, the slot of the deployment
-    that serves it and the user's bucket. Both raise OnnxOpsError if there is none.
     """
 
-    def __init__(
-        self,
-        shared: SharedMetrics,
-        worker: int,
-        *,
-        find_slot: Callable[[str], int],
-        find_user: Callable[[bytes], tuple[int, int]],
-        users: UserCounts,
-    ) -> None:
-        self._shared = shared
-        self._worker = worker
-        self._request_ids = shared.get_request_ids(worker)
-        self._find_slot = find_slot
-        self._find_user = find_user
+    def __init__(self, deployments: LoadedDeployments, users: UserCounts) -> None:
+        self._deployments = deployments
+        self._shared = deployments.shared
+        self._worker = deployments.worker
+        self._request_ids = self._shared.get_request_ids(self._worker)
         self._users = users
 
     def remember(self, request_id: bytes, slot: int, bucket: int) -> None:
@@ -237,13 +219,16 @@ class FeedbackCounter:
 
     def _find_subject(self, entry: dict[str, Any]) -> tuple[int, int] | None:
         """Return slot and bucket of the subject of an entry; forget its request id."""
-        try:
-            if "key" in entry:
-                return self._find_user(entry["key"].encode())
-            if "deployment" in entry:
-                return self._find_slot(entry["deployment"]), KEYLESS_CELL
-        except OnnxOpsError:
-            return None
+        if "request_id" not in entry:
+            try:
+                snapshot = self._deployments.get_current()
+                if "deployment" in entry:
+                    return snapshot.get_deployment(entry["deployment"]).slot, KEYLESS_CELL
+                user = snapshot.router.hash_key(entry["key"].encode())
+                loaded = snapshot.get_deployment(snapshot.router.route_user(user))
+                return loaded.slot, snapshot.router.get_bucket(user)
+            except OnnxOpsError:
+                return None
         key = _hash_id(entry["request_id"].encode())
         place = key % REQUEST_IDS
         for worker in range(self._shared.workers):

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.domain.artifact import digest_bytes, digest_json
-from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
+from onnx_ops.domain.artifact import digest_json
+from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
 from onnx_ops.errors import CorruptStateError
 from onnx_ops.protocol.routing_table import (
     CURRENT_FILE,
@@ -23,18 +23,12 @@ from onnx_ops.protocol.routing_table import (
     encode_table,
     write_durably,
 )
-
-
-def deployment(name: str, content: str = "") -> Deployment:
-    digest = digest_bytes((content or name).encode())
-    return Deployment(
-        name=name, model="m", version=name, variant="fp32", release=digest, manifest=digest, location=f"/models/{name}"
-    )
+from tests.support.server import fileless_deployment
 
 
 def state(weights: dict[str, int], generation: int = 1) -> EndpointState:
     return EndpointState(
-        deployments=tuple(deployment(name) for name in weights),
+        deployments=tuple(map(fileless_deployment, weights)),
         split=TrafficSplit(weights=weights),
         generation=generation,
     )
@@ -77,7 +71,9 @@ def test_build_next_table_with_two_new_puts_the_smaller_first() -> None:
 
 def test_build_next_table_with_another_manifest_is_new() -> None:
     first = build_next_table(None, state({"a": 90, "b": 10}))
-    changed = replace(state({"a": 10, "b": 90}), deployments=(deployment("a", "other"), deployment("b")))
+    changed = replace(
+        state({"a": 10, "b": 90}), deployments=(fileless_deployment("a", "other"), fileless_deployment("b"))
+    )
     assert build_next_table(first, changed).layout == ("a", "b")
 
 

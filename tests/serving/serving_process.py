@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ import onnx
 from onnx import TensorProto, helper
 
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
-from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.protocol import server_process
 from onnx_ops.testing.endpoints import state_of
+from tests.support.processes import until
 from tests.support.server import MAIN, Answer, ServerFamily, scaled
 
 INFER = "/v2/models/m/infer"
@@ -47,6 +48,7 @@ VALUES: dict[str, tuple[str, np.ndarray[Any, Any]]] = {
 }
 """Datatype and tensor for each input of `build_identity_model`."""
 Tensor = tuple[str, int, Sequence[Any]]
+wait_until = partial(until, pause_s=0.002)
 
 
 def save_graph(
@@ -93,17 +95,18 @@ def build_identity_model() -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
 
 
+def mirrored(serving: Deployment, *shadows: Deployment, **split: Any) -> EndpointState:
+    """Everything to one deployment, and all of it mirrored to the others."""
+    shadow = {shadow.name: 100 for shadow in shadows}
+    return EndpointState(
+        deployments=(serving, *shadows), split=TrafficSplit(weights={serving.name: 100}, shadow=shadow, **split)
+    )
+
+
 def infer_body(*rows: Sequence[object]) -> bytes:
     """A v2 request for rows of two numbers."""
     data = [value for row in rows for value in row]
     return json.dumps({"inputs": [{**X, "shape": [len(rows), 2], "data": data}]}).encode()
-
-
-def wait_until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -27,8 +27,7 @@ from onnx_ops.serving.inference.models import load_model
 from onnx_ops.serving.inference.request_queue import MAX_BATCH, LatencyEstimator, RequestQueue, WorkerThreads
 from onnx_ops.serving.inference.service import InferenceService
 from onnx_ops.serving.inference.shadow import ShadowQueue
-from onnx_ops.serving.metrics import MetricsPage, MetricsRow, SharedMetrics, SlotAllocator
-from onnx_ops.serving.rollout_counts import FeedbackCounter, UserCounts
+from onnx_ops.serving.metrics import REVISION, MetricsPage, MetricsRow, SharedMetrics, SlotAllocator
 from onnx_ops.serving.workers.listeners import connect_unix, listen_tcp, listen_unix
 from onnx_ops.serving.workers.shadow_processes import answer_mirrored_requests
 
@@ -83,14 +82,14 @@ class Worker:
     table: RoutingTable | None = field(default=None, init=False)
 
     def publish(self, state: EndpointState) -> None:
-        revision = self.shared.revision + 1
+        revision = self.shared.header[REVISION] + 1
         table = build_next_table(self.table, state)
         slots = self.slots.assign(table, self.table)
         self.deployments.prepare(TableRevision(number=revision, table=table, slots=slots))
         self.table = table
         for name in state.split.shadow:
             self._start_shadow(next(d for d in state.deployments if d.name == name), slots[name])
-        self.shared.revision = revision
+        self.shared.header[REVISION] = revision
 
     def _start_shadow(self, deployment: Deployment, slot: int) -> None:
         """Answer mirrored requests to a deployment in a thread, until the other end of its control socket is closed."""
@@ -145,26 +144,14 @@ class Worker:
         self.shared = SharedMetrics(1)
         self.slots = SlotAllocator(self.shared)
         self.table = None
-        unrouted = self.shared.get_row(0, 0)
         self.deployments = LoadedDeployments(self.shared, 0, self._load, endpoint="e")
         self.shadow = ShadowQueue(self._connect_shadow, limit=self.shadow_queue)
         self.worker_threads = WorkerThreads(self.threads)
-        users = UserCounts(self.shared, 0)
-        named, keyed = self.deployments.find_slot, self.deployments.find_user
-        feedback = FeedbackCounter(self.shared, 0, find_slot=named, find_user=keyed, users=users)
-        self.inference = InferenceService(
-            self.deployments,
-            unrouted,
-            deadline_s=self.deadline,
-            shadow=self.shadow,
-            feedback=feedback,
-            users=users,
-            exemplars=self.shared.get_exemplars(0),
-        )
+        self.inference = InferenceService(self.deployments, self.shadow, deadline_s=self.deadline)
         self.publish(self.state)
         usual = {"max_connections": 1000, "max_body": MAX_BODY, "read_timeout_s": 60.0, "keep_alive_s": 60.0}
-        self.connections = ConnectionLimits(**{**usual, **self.bounds}, row=unrouted)
-        self.app = PublicApp(self.inference, MetricsPage(self.shared, "e"), feedback)
+        self.connections = ConnectionLimits(**{**usual, **self.bounds}, row=self.shared.get_row(0, 0))
+        self.app = PublicApp(self.inference)
         self.build_connection = partial(HttpProtocol, self.app, self.connections, self.hosts)
 
     async def _serve(self, started: threading.Event) -> None:

@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.errors import UserError
 from onnx_ops.protocol.routing_table import RoutingTable, build_next_table
 from onnx_ops.serving import metrics
@@ -27,17 +25,12 @@ from onnx_ops.serving.metrics import (
     get_request_latency,
     get_service_latency,
 )
+from onnx_ops.testing.endpoints import state_of
+from tests.support.server import fileless_deployment
 
 
 def table(*names: str, previous: RoutingTable | None = None) -> RoutingTable:
-    digest = digest_bytes(b"")
-    deployments = tuple(
-        Deployment(name=n, model="m", version="1", variant="fp32", release=digest, manifest=digest, location="/")
-        for n in names
-    )
-    return build_next_table(
-        previous, EndpointState(deployments=deployments, split=TrafficSplit(weights={names[0]: 100}))
-    )
+    return build_next_table(previous, state_of(*map(fileless_deployment, names), **{names[0]: 100}))
 
 
 @given(
@@ -107,7 +100,7 @@ def test_a_deployment_that_comes_back_keeps_its_counts() -> None:
     assert slots.assign(second, first)["b"] != slot
     assert slots.assign(table("a", previous=second), second) == {"a": slot}
     assert shared.sum_slot(slot)[get_column(200)] == 1
-    assert shared.get_labels(slot) == {"deployment": "a", "version": "1", "variant": "fp32"}
+    assert shared.get_labels(slot) == {"deployment": "a", "version": "a", "variant": "fp32"}
     assert shared.get_labels(slot + 10) is None
 
 

@@ -17,6 +17,7 @@ from onnx_ops.domain.rollout_policy import COLD_START_SAMPLES
 from onnx_ops.protocol import messages
 from onnx_ops.protocol.messages import COUNTS_PATH, USER_CELLS, UserCountsRequest
 from onnx_ops.serving import metrics
+from onnx_ops.serving.inference.deployments import LoadedDeployments
 from onnx_ops.serving.metrics import SharedMetrics
 from onnx_ops.serving.rollout_counts import MAX_FEEDBACK, FeedbackCounter, UserCounts
 from onnx_ops.testing.endpoints import state_of
@@ -147,7 +148,7 @@ def test_the_counts_need_the_token(server: ServerFamily) -> None:
 def test_an_id_that_took_anothers_place_is_not_mistaken_for_it() -> None:
     shared = SharedMetrics(1)
     feedback = FeedbackCounter(
-        shared, 0, find_slot=lambda _: 1, find_user=lambda _: (1, 0), users=UserCounts(shared, 0)
+        LoadedDeployments(shared, 0, lambda *_: pytest.fail("nothing is loaded")), UserCounts(shared, 0)
     )
     for number in range(3 * metrics.REQUEST_IDS):
         feedback.remember(b"%d" % number, 1 + number % 2, number % USER_CELLS)

@@ -28,12 +28,14 @@ class Memory:
     rss: int
 
 
-def until(condition: Callable[[], T | None], what: str = "condition", *, seconds: float = 60.0) -> T:
+def until(
+    condition: Callable[[], T | None], what: str = "condition", *, seconds: float = 60.0, pause_s: float = 0.02
+) -> T:
     """Wait for something to become true; the time is a limit of patience, not a measurement."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, f"{what} did not come true within {seconds:.0f} s"
-        time.sleep(0.02)
+        time.sleep(pause_s)
     return found
 
 

@@ -27,7 +27,7 @@ from onnx_ops.serving.grpc.open_inference import (
     encode_request,
     get_message_class,
 )
-from onnx_ops.serving.http.app import Handler, PublicApp
+from onnx_ops.serving.http.app import PublicApp
 from onnx_ops.serving.http.limits import ConnectionLimits
 from onnx_ops.serving.inference.deployments import InferenceRoute, PendingRequest
 from onnx_ops.serving.inference.responses import (
@@ -201,7 +201,7 @@ class InferenceServicer:
             limits.body_bytes -= len(body)
             self.in_progress -= 1
 
-    async def _read_json(self, handler: Handler, context: Any) -> Any:
+    async def _read_json(self, handler: Callable[[RequestHead, bytes], RawResponse], context: Any) -> Any:
         head = _read_head(context)
         return orjson.loads((await _check(self._app.call(handler, head, b""), head, context)).body)
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import TypeVar
 from urllib.parse import unquote
 
 import httptools
@@ -31,12 +32,13 @@ from onnx_ops.serving.inference.service import InferenceService
 from onnx_ops.serving.inference.signature import ModelSignature
 from onnx_ops.serving.inference.tensors import describe_tensor
 from onnx_ops.serving.metrics import CONTENT_TYPE, OPEN_METRICS_TYPE, MetricsPage
-from onnx_ops.serving.rollout_counts import FeedbackCounter
 
 _log = logging.getLogger(__name__)
 
-Handler = Callable[[RequestHead, bytes], RawResponse]
-"""Returns the response to a request with this head and body."""
+T = TypeVar("T")
+
+Handler = Callable[[RequestHead, bytes], RawResponse | Awaitable[RawResponse]]
+"""Returns the response to a request with this head and body, now or later (also if the client has gone meanwhile)."""
 
 _MAX_FEEDBACK_BYTES = 1 << 20
 _MAX_INDEX_BYTES = 1 << 10
@@ -46,16 +48,9 @@ _MODEL = re.compile(
 _INVOCATIONS = re.compile(r"(?:/endpoints/[^/]+)?/invocations")
 
 
-@dataclass(frozen=True, slots=True)
-class AsyncHandler:
-    """Returns the response later, also if the client has gone meanwhile."""
-
-    run: Callable[[RequestHead, bytes], Awaitable[RawResponse]]
-
-
 @dataclass(slots=True)
 class PendingResponse:
-    """A request that an `AsyncHandler` answers."""
+    """A request that is answered later."""
 
     head: RequestHead
     body: bytes
@@ -64,7 +59,7 @@ class PendingResponse:
 
 Infer = Callable[[InferenceRoute, RequestHead, bytes, Callable[[RawResponse], None]], RawResponse | PendingRequest]
 
-Methods = Mapping[bytes, InferenceRoute | Handler | AsyncHandler]
+Methods = Mapping[bytes, InferenceRoute | Handler]
 """Who answers a path, by method."""
 
 
@@ -82,7 +77,7 @@ class HttpApp:
         self.infer: Infer = _cannot_infer if service is None else service.handle
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def find(self, method: bytes, url: bytes) -> InferenceRoute | Handler | AsyncHandler | RawResponse:
+    def find(self, method: bytes, url: bytes) -> InferenceRoute | Handler | RawResponse:
         """Return the route or handler of a request, or the response if it has none.
 
         Raises httptools.HttpParserInvalidURLError.
@@ -100,15 +95,16 @@ class HttpApp:
         return {}
 
     def respond(
-        self, handler: Handler | AsyncHandler, head: RequestHead, body: bytes, deliver: Callable[[RawResponse], None]
+        self, handler: Handler, head: RequestHead, body: bytes, deliver: Callable[[RawResponse], None]
     ) -> RawResponse | PendingResponse:
-        """Return the response of a handler, or its error; that of an `AsyncHandler` is delivered later."""
-        if not isinstance(handler, AsyncHandler):
-            return self.call(handler, head, body)
+        """Return the response of a handler, or its error; an awaitable one is delivered later."""
+        result = self.call(handler, head, body)
+        if isinstance(result, RawResponse):
+            return result
 
         async def answer() -> None:
             try:
-                response = await handler.run(head, body)
+                response = await result
             except Exception as error:
                 response = _respond_to_error(error)
             deliver(response)
@@ -118,8 +114,8 @@ class HttpApp:
         task.add_done_callback(self._tasks.discard)
         return PendingResponse(head, body)
 
-    def call(self, handler: Handler, head: RequestHead, body: bytes) -> RawResponse:
-        """Return the response of a handler, or its error."""
+    def call(self, handler: Callable[[RequestHead, bytes], T], head: RequestHead, body: bytes) -> T | RawResponse:
+        """Return what a handler returns, or the response to its error."""
         try:
             return handler(head, body)
         except Exception as error:
@@ -136,21 +132,20 @@ class PublicApp(HttpApp):
 
     service: InferenceService
 
-    def __init__(self, service: InferenceService, metrics: MetricsPage, feedback: FeedbackCounter) -> None:
+    def __init__(self, service: InferenceService) -> None:
         self._deployments = service.deployments
-        self._metrics = metrics
-        self._feedback = feedback
+        self._metrics = MetricsPage(service.deployments.shared, service.deployments.endpoint)
         super().__init__(
             {
-                "/": read_by(AsyncHandler(self.get_start_page)),
-                "/docs": read_by(AsyncHandler(self.get_docs_page)),
+                "/": read_by(self.get_start_page),
+                "/docs": read_by(self.get_docs_page),
                 "/v2": read_by(self.get_server),
-                "/v2/health/live": read_by(self.get_liveness),
+                "/v2/health/live": read_by(lambda _head, _body: _build_json({"live": True})),
                 "/v2/health/ready": read_by(self.get_readiness),
-                "/v2/models/stats": read_by(lambda _head, _body: self.get_statistics(None, None)),
+                "/v2/models/stats": read_by(lambda head, _: self.get_statistics(None, None, head)),
                 "/v2/repository/index": {b"POST": self.post_repository_index},
                 "/feedback": {b"POST": self.post_feedback},
-                "/openapi.json": read_by(self.get_openapi),
+                "/openapi.json": read_by(lambda _head, _body: _build_json(build_openapi(self._list_signatures()))),
                 "/version": read_by(self.get_version),
                 "/ping": read_by(self.get_readiness),
                 "/metrics": read_by(self.get_metrics),
@@ -167,10 +162,12 @@ class PublicApp(HttpApp):
         model, number = match["model"], match["version"]
         if match["action"] == "infer":
             return {b"POST": InferenceRoute(model=model, version=number)}
-        if match["action"] == "stats":
-            return read_by(lambda _head, _body: self.get_statistics(model, number))
-        handlers = {None: self.get_model, "ready": self.get_model_readiness, "config": self.get_model_config}
-        get = handlers[match["action"]]
+        get = {
+            None: self.get_model,
+            "ready": self.get_model_readiness,
+            "config": self.get_model_config,
+            "stats": self.get_statistics,
+        }[match["action"]]
         return read_by(lambda head, _: get(model, number, head))
 
     async def get_start_page(self, _head: RequestHead, _body: bytes) -> RawResponse:
@@ -185,10 +182,6 @@ class PublicApp(HttpApp):
     def get_server(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return the server's metadata."""
         return _build_json({"name": "onnx-ops", "version": version("onnx-ops"), "extensions": EXTENSIONS})
-
-    def get_liveness(self, _head: RequestHead, _body: bytes) -> RawResponse:
-        """Return that the server is alive."""
-        return _build_json({"live": True})
 
     def get_readiness(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return whether every deployment with traffic is loaded."""
@@ -221,7 +214,7 @@ class PublicApp(HttpApp):
         loaded = self.service.choose(model, number, head)
         return _build_json(build_config(loaded), lines=loaded.header_lines)
 
-    def get_statistics(self, model: str | None, number: str | None) -> RawResponse:
+    def get_statistics(self, model: str | None, number: str | None, _head: RequestHead) -> RawResponse:
         """Return the statistics of the loaded versions, or of one."""
         snapshot = self._deployments.get_current()
         if model is not None and model != snapshot.model:
@@ -231,7 +224,7 @@ class PublicApp(HttpApp):
         rows: dict[str, list[Sequence[int]]] = {}
         for loaded in snapshot.deployments.values():
             if number in (None, loaded.deployment.version):
-                rows.setdefault(loaded.deployment.version, []).append(self._metrics.shared.sum_slot(loaded.slot))
+                rows.setdefault(loaded.deployment.version, []).append(self._deployments.shared.sum_slot(loaded.slot))
         statistics = [build_statistics(snapshot.model, name, rows[name]) for name in sorted(rows)]
         return _build_json({"model_stats": statistics})
 
@@ -263,12 +256,8 @@ class PublicApp(HttpApp):
             return build_error(415, "feedback must be JSON: send `Content-Type: application/json`")
         if len(body) > _MAX_FEEDBACK_BYTES:
             return build_error(413, f"the body must not be larger than {_MAX_FEEDBACK_BYTES} bytes")
-        counted, unknown = self._feedback.count(body)
+        counted, unknown = self.service.feedback.count(body)
         return _build_json({"counted": counted, "unknown": unknown})
-
-    def get_openapi(self, _head: RequestHead, _body: bytes) -> RawResponse:
-        """Return the OpenAPI document of the endpoint."""
-        return _build_json(build_openapi(self._list_signatures()))
 
     def _list_signatures(self) -> Sequence[ModelSignature]:
         signatures = [loaded.signature for loaded in self._deployments.get_current().deployments.values()]
@@ -300,7 +289,7 @@ def _respond_to_error(error: Exception) -> RawResponse:
     return build_internal_error()
 
 
-def read_by(handler: Handler | AsyncHandler) -> Methods:
+def read_by(handler: Handler) -> Methods:
     """Return the methods that read what a handler returns."""
     return {b"GET": handler, b"HEAD": handler}
 

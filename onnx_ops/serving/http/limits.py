@@ -42,9 +42,8 @@ _MAX_KNOWN_HOSTS = 64
 class HostPolicy:
     """Allowed Host headers, with port or for any port, and Origin headers; None: any.
 
-    This protects a server on loopback from DNS rebinding. A web page can let its own host name resolve to 127.0.0.1.
-    The browser then sends the page's requests to a server on loopback, and lets the page read the responses. Their
-    Host header is the page's host name, which no page can change.
+    This protects a server on loopback from DNS rebinding: a web page that lets its own name resolve to 127.0.0.1 cannot
+    change the Host header of its requests (docs/serving.md, "Web pages").
     """
 
     hosts: frozenset[bytes] | None = None

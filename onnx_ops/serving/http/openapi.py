@@ -57,9 +57,8 @@ def build_openapi(signatures: Sequence[ModelSignature]) -> Schema:
 
 
 def _build_paths(base: str, versions: list[str]) -> Schema:
-    ready = _respond(_ref("Ready"), "503")
     not_ready = {"description": "Not ready.", "content": {"application/json": {"schema": _ref("Ready")}}}
-    readiness = {**ready, "503": not_ready}
+    readiness = {**_respond(_ref("Ready")), "503": not_ready}
     text = {"200": {"description": "OK.", "content": {"text/plain": {}}}, **_list_errors()}
     page = {"200": {"description": "OK.", "content": {"text/html": {}}}, **_list_errors()}
     endpoint = _parameter("endpoint", "path", {"type": "string", "pattern": "^[\\w-]+$"})
@@ -104,14 +103,13 @@ def _build_paths(base: str, versions: list[str]) -> Schema:
     }
     chosen = {"parameters": [_parameter("version", "path", {"enum": versions})]}
     for place, shared in ((base, {}), (base + "/versions/{version}", chosen)):
-        metadata = _get("Inputs and outputs of the model", _respond(_ref("Model"), "404", "503"))
-        paths[place] = {**shared, **metadata}
         for action, summary, schema in (
-            ("ready", "Readiness of the model", "Ready"),
-            ("config", "Configuration of the model, in Triton's form", "ModelConfig"),
-            ("stats", "Statistics of the model, in Triton's form", "Statistics"),
+            ("", "Inputs and outputs of the model", "Model"),
+            ("/ready", "Readiness of the model", "Ready"),
+            ("/config", "Configuration of the model, in Triton's form", "ModelConfig"),
+            ("/stats", "Statistics of the model, in Triton's form", "Statistics"),
         ):
-            paths[f"{place}/{action}"] = {**shared, **_get(summary, _respond(_ref(schema), "404", "503"))}
+            paths[place + action] = {**shared, **_get(summary, _respond(_ref(schema), "404", "503"))}
         paths[place + "/infer"] = {**shared, "post": infer}
     return paths
 

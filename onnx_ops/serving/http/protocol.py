@@ -19,7 +19,7 @@ from http import HTTPStatus
 import httptools
 
 from onnx_ops.errors import RefusedError
-from onnx_ops.serving.http.app import AsyncHandler, Handler, HttpApp, PendingResponse
+from onnx_ops.serving.http.app import Handler, HttpApp, PendingResponse
 from onnx_ops.serving.http.limits import ANSWERING, IDLE, READING, REJECTED, ConnectionLimits, HostPolicy
 from onnx_ops.serving.inference.content_coding import CODINGS, choose_coding, compress
 from onnx_ops.serving.inference.deployments import InferenceRoute, PendingRequest
@@ -48,7 +48,7 @@ _METHOD = b":method"
 _BETWEEN, _IN_HEAD, _IN_BODY = range(3)
 """Where the parser is. Plain numbers, as the lookup of an enumeration's member takes longer."""
 
-Answer = InferenceRoute | Handler | AsyncHandler | RawResponse
+Answer = InferenceRoute | Handler | RawResponse
 """Who answers a request. A response is an error that does not need the body."""
 
 
@@ -301,10 +301,18 @@ class HttpProtocol(asyncio.Protocol):
     def _find_answer(self, method: bytes, head: dict[bytes, bytes], length: bytes | None, *, expects: bool) -> None:
         """Find who answers; respond at once if the body does not matter."""
         answer = self._app.find(method, self._url)
+        coding = head.get(b"content-encoding", b"identity").strip().lower()
         if method == b"HEAD":
             head[_METHOD] = method
-        elif method in (b"POST", b"PUT") and b"content-encoding" in head and not isinstance(answer, RawResponse):
-            answer = self._read_coding(answer, head[b"content-encoding"].strip().lower())
+        elif method in (b"POST", b"PUT") and coding != b"identity" and not isinstance(answer, RawResponse):
+            if not isinstance(answer, InferenceRoute):
+                answer = build_error(415, "only the bodies of inference requests may be compressed")
+            elif coding in CODINGS:
+                answer = replace(answer, coding=coding)
+            else:
+                self._app.count_rejected(415)
+                message = "the content encoding of the body is not supported: use gzip or deflate"
+                answer = build_error(415, message, b"accept-encoding: gzip, deflate\r\n")
         if isinstance(answer, RawResponse):
             self._answer, self._is_sized, self._discarded_bytes = None, False, 0
             if self._blocked:
@@ -317,18 +325,6 @@ class HttpProtocol(asyncio.Protocol):
             self.transport.write(_CONTINUE)
         else:
             self._must_continue = expects
-
-    def _read_coding(self, answer: Answer, coding: bytes) -> Answer:
-        """Return who answers a request whose body has a content coding."""
-        if coding == b"identity":
-            return answer
-        if not isinstance(answer, InferenceRoute):
-            return build_error(415, "only the bodies of inference requests may be compressed")
-        if coding in CODINGS:
-            return replace(answer, coding=coding)
-        self._app.count_rejected(415)
-        message = "the content encoding of the body is not supported: use gzip or deflate"
-        return build_error(415, message, b"accept-encoding: gzip, deflate\r\n")
 
     def on_body(self, body: bytes) -> None:
         """Add a part of the body. Raises RequestRejectedError beyond the limit."""

@@ -1,9 +1,7 @@
 """Runs of small models on dedicated memory, for requests of which all but the data is known.
 
-A client writes the same text around its data each time: in JSON before and after the data of the only input, in the
-binary form the whole header. Such a text determines names, types, shapes and outputs. A text that came twice gets
-memory for its tensors, to which the session's inputs and outputs are bound. A request with it is read by parsing its
-data into that memory, and the run makes no arrays: a third less time (benchmarks/serving/path.py).
+The text before and after the data determines names, types, shapes and outputs. One that came twice gets memory to which
+the session's inputs and outputs are bound: a third less time (docs/adr/0008-endpoint-server.md, "One path").
 """
 
 from __future__ import annotations

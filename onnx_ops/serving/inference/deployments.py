@@ -22,15 +22,7 @@ from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQu
 from onnx_ops.serving.inference.requests import parse_header_length, read_infer, read_invocation
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead, encode_outputs, format_deployment_headers
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
-from onnx_ops.serving.metrics import (
-    COLUMNS,
-    LOAD_FAILURES,
-    LOAD_NANOSECONDS,
-    LOADS,
-    WARM_UP_REQUESTS,
-    MetricsRow,
-    SharedMetrics,
-)
+from onnx_ops.serving.metrics import WARM_UP_REQUESTS, MetricsRow, SharedMetrics, count_load, make_row
 
 _log = logging.getLogger(__name__)
 
@@ -254,10 +246,10 @@ class TableSnapshot:
     router: TrafficRouter
     model: str
     deployments: Mapping[str, LoadedDeployment]
-    failed: Mapping[str, str] = field(default_factory=dict)
-    routes: Mapping[bytes, InferenceRoute] = field(default_factory=dict)
-    shadow: Sequence[tuple[LoadedDeployment, int]] = ()
-    control: ControlReplica | None = None
+    failed: Mapping[str, str]
+    routes: Mapping[bytes, InferenceRoute]
+    shadow: Sequence[tuple[LoadedDeployment, int]]
+    control: ControlReplica | None
 
     def list_loaded(self) -> tuple[LoadedDeployment, ...]:
         """Return everything that it keeps loaded."""
@@ -343,10 +335,10 @@ class LoadedDeployments:
         self.routes: Mapping[bytes, InferenceRoute] = {}
         """Paths of the snapshot that answered last. A hint: a newer one may be published."""
         self.leader = LatencyEstimator()
-        self._shared = shared
-        self._worker = worker
+        self.shared = shared
+        self.worker = worker
         self._load = load
-        self._header = shared.header
+        self._header = shared.header  # its first number is the published revision
         self._prepared: dict[int, TableSnapshot] = {}
         self._snapshot: TableSnapshot | None = None
         self._previous: TableSnapshot | None = None
@@ -377,20 +369,6 @@ class LoadedDeployments:
     def get_published(self) -> TableSnapshot | None:
         """Return the current snapshot; None before the first publication."""
         return None if self._header[0] == 0 else self.get_current()
-
-    def find_slot(self, name: str) -> int:
-        """Return a slot; raises ServiceUnavailableError or NotFoundError."""
-        snapshot = self.get_current()
-        if name not in snapshot.router.names:
-            raise NotFoundError(f"no deployment is named {name!r}")
-        return snapshot.get_deployment(name).slot
-
-    def find_user(self, key: bytes) -> tuple[int, int]:
-        """Return a user's slot and bucket; raises ServiceUnavailableError."""
-        snapshot = self.get_current()
-        router = snapshot.router
-        user = router.hash_key(key)
-        return snapshot.get_deployment(router.route_user(user)).slot, router.get_bucket(user)
 
     def restore(self, revision: TableRevision, refusal: str = "") -> Mapping[str, str]:
         """Load a table after a restart; return failed deployments with the reason.
@@ -471,7 +449,7 @@ class LoadedDeployments:
         if controls:
             return ControlReplica(loaded, controls[0].replica, less / more)
         try:
-            replica = self._load(loaded.deployment, memoryview(bytearray(8 * COLUMNS)).cast("Q"), True)
+            replica = self._load(loaded.deployment, make_row(), True)
         except OnnxOpsError as error:
             _log.warning("%s has no control replica: %s", loaded.deployment.name, error)
             return None
@@ -479,14 +457,8 @@ class LoadedDeployments:
         return ControlReplica(loaded, replica, less / more)
 
     def _load_counted(self, deployment: Deployment, slot: int) -> LoadedDeployment:
-        row = self._shared.get_row(self._worker, slot)
-        started_at = time.perf_counter_ns()
-        try:
+        row = self.shared.get_row(self.worker, slot)
+        with count_load(row):
             loaded = self._load(deployment, row, False)
-        except OnnxOpsError:
-            row[LOAD_FAILURES] += 1
-            raise
         loaded.slot = slot
-        row[LOADS] += 1
-        row[LOAD_NANOSECONDS] += time.perf_counter_ns() - started_at
         return loaded

@@ -81,16 +81,14 @@ class _Batch:
 
 
 class WorkerThreads:
-    """Threads of a worker that run batches, shared by all queues.
+    """Threads of a worker that run batches, shared by all queues (docs/adr/0008-endpoint-server.md).
 
     Requests start in the order of their arrival, across all queues. If each queue had its own turn, the version with
     most of the traffic would also have most of the waiting, and a rollout would see a difference where there is none.
+    For the same reason, queues have no threads of their own: a model was measured 45 % slower on one of two.
 
     A batch that takes far longer than those of the queue that waits for it is overdue: another batch starts beside it,
     so that a model that hangs delays no other.
-
-    The thread that became idle last is used next. Separate threads per queue would make queues unequal: the system
-    keeps a thread on its processor, and the same model was measured 45 % slower on one of two such threads.
 
     Args:
         limit: batches at the same time, without overdue ones.

@@ -24,16 +24,7 @@ from onnx_ops.serving.inference.deployments import (
 from onnx_ops.serving.inference.responses import DeadlineExceededError, RawResponse, RequestHead
 from onnx_ops.serving.inference.shadow import ShadowQueue
 from onnx_ops.serving.inference.signature import InferenceRequest
-from onnx_ops.serving.metrics import (
-    BATCHED,
-    RUN_NANOSECONDS,
-    RUNS,
-    Exemplars,
-    MetricsRow,
-    count_queued_request,
-    count_request,
-    get_column,
-)
+from onnx_ops.serving.metrics import BATCHED, RUN_NANOSECONDS, RUNS, count_queued_request, count_request, get_column
 from onnx_ops.serving.request_log import RequestLog
 from onnx_ops.serving.rollout_counts import FeedbackCounter, UserCounts
 
@@ -59,22 +50,18 @@ class InferenceService:
     def __init__(
         self,
         deployments: LoadedDeployments,
-        unrouted: MetricsRow,
+        shadow: ShadowQueue,
         *,
         deadline_s: float,
-        shadow: ShadowQueue,
-        feedback: FeedbackCounter,
-        users: UserCounts,
-        exemplars: Exemplars,
         request_log: RequestLog | None = None,
     ) -> None:
         self.deployments = deployments
-        self._unrouted = unrouted
+        self._unrouted = deployments.shared.get_row(deployments.worker, 0)
         self._deadline_s = deadline_s
         self._shadow = shadow
-        self._feedback = feedback
-        self._users = users
-        self._exemplars = exemplars
+        self._users = UserCounts(deployments.shared, deployments.worker)
+        self.feedback = FeedbackCounter(deployments, self._users)
+        self._exemplars = deployments.shared.get_exemplars(deployments.worker)
         self._request_log = request_log
         self._draw = random.Random().random  # noqa: S311 (traffic is split, nothing is kept secret)
         self._loop = asyncio.get_running_loop()
@@ -222,7 +209,7 @@ class InferenceService:
                 if is_watching:
                     self._users.count_request(loaded.slot, bucket, status, service_s)
                 if request_id is not None:
-                    self._feedback.remember(request_id, loaded.slot, bucket)
+                    self.feedback.remember(request_id, loaded.slot, bucket)
             for shadow, percent in snapshot.shadow if status == 200 else ():
                 if shadow is not loaded and self._draw() * 100 < percent:
                     tolerance = snapshot.table.state.split.shadow_tolerance

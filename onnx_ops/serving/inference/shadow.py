@@ -1,8 +1,7 @@
 """Shadow traffic: mirrored requests on their way to a shadow process, and how responses differ.
 
-A worker only copies a request with its response into the queue of a socket. A shadow process runs the request and
-compares the responses (`workers/shadow_processes.py`). So a client's request pays 2 to 3 µs for each copy, and never
-waits for the shadow or for the interpreter's lock that its run would hold (benchmarks/serving/shadow_cost.py).
+A worker copies a request and its response into the queue of a socket, in 2 to 3 µs (`benchmarks.serving.shadow_cost`).
+A shadow process runs the request and compares the responses (`workers/shadow_processes.py`).
 """
 
 from __future__ import annotations
@@ -186,20 +185,16 @@ class _ShadowLink:
         self._drop(len(self._buffers))
 
     def _flush(self) -> None:
-        try:
-            self._send()
-        except BlockingIOError:  # the process is busy, or starts
-            pass
-        except OSError:  # it has ended; the next one may be there
-            self._disconnect()
+        for _ in range(2):  # the process may have ended, and the next one be there
             try:
                 self._send()
-            except BlockingIOError:
-                pass
+                return
+            except BlockingIOError:  # it is busy, or starts
+                return
             except OSError:
                 self._disconnect()
-                self._refused_until = self._loop.time() + _RECONNECT_PAUSE_S
-                self._drop(len(self._buffers))
+        self._refused_until = self._loop.time() + _RECONNECT_PAUSE_S
+        self._drop(len(self._buffers))
 
     def _schedule(self) -> None:
         self._is_scheduled = True

@@ -147,7 +147,13 @@ class ModelSignature:
                     raise UserError(f"input {name!r} holds NaN, which the model does not support")
         if self.shared_dims:
             for symbol, places in self.shared_dims.items():
-                _check_symbol(symbol, places, feed)
+                sizes = [(feed[name].shape[axis], name) for name, axis in places if name in feed]
+                for size, name in sizes:
+                    if size != sizes[0][0]:
+                        first, first_name = sizes[0]
+                        raise UserError(
+                            f"dimension {symbol!r} is {first} in tensor {first_name!r} but {size} in {name!r}"
+                        )
         rows = 0
         for name, array in feed.items():
             length = len(array) if self.readers[name].has_free_rows else 0
@@ -169,15 +175,3 @@ class ModelSignature:
         if len(names) != 1:
             raise UserError(f"the model has several inputs; {form} must name them: {', '.join(self.inputs)}")
         return names[0]
-
-
-def _check_symbol(symbol: str, places: tuple[tuple[str, int], ...], feed: Mapping[str, Array]) -> None:
-    first: tuple[int, str] | None = None
-    for name, axis in places:
-        if name not in feed:
-            continue
-        size = feed[name].shape[axis]
-        if first is None:
-            first = size, name
-        elif first[0] != size:
-            raise UserError(f"dimension {symbol!r} is {first[0]} in tensor {first[1]!r} but {size} in {name!r}")

@@ -13,6 +13,7 @@ import secrets
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
@@ -271,12 +272,12 @@ def _parse_lazily(body: bytes) -> Any:
     return document if walk.brackets == _count_letter(body, "[") and not walk.taken else None
 
 
+@dataclass(slots=True, eq=False)
 class _LazyWalk:
     """Converts a simdjson document. `brackets` counts its lists; `taken` are arrays that it has texts in place of."""
 
-    def __init__(self, taken: dict[str, LazyArray] | None = None) -> None:
-        self.brackets = 0
-        self.taken = taken or {}
+    taken: dict[str, LazyArray]
+    brackets: int = 0
 
     def convert(self, value: Any, key: str) -> Any:
         if type(value) is simdjson.Object:

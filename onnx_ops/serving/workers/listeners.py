@@ -1,8 +1,7 @@
 """The listening sockets, and how they survive the supervisor that made them.
 
 Workers accept from one shared socket, so that a worker that dies takes no waiting connection with it. If the supervisor
-dies, its workers continue. The next supervisor connects to the folder's handover socket, gets the listening socket from
-one of them, and continues with it, so that no connection is lost.
+dies, the next one gets the socket from a worker over the folder's handover socket (docs/adr/0008-endpoint-server.md).
 """
 
 from __future__ import annotations
@@ -81,11 +80,6 @@ def connect_unix(path: Path, *, timeout_s: float) -> socket.socket:
         client.close()
         raise
     return client
-
-
-def connect_shadow(folder: Path, origin: str, slot: int) -> socket.socket:
-    """Return a non-blocking connection to the shadow process of a slot. Raises OSError."""
-    return connect_unix(get_shadow_path(folder, origin, slot), timeout_s=0)
 
 
 def get_shadow_path(folder: Path, origin: str, slot: int) -> Path:

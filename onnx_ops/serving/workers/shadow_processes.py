@@ -28,16 +28,7 @@ from onnx_ops.errors import OnnxOpsError
 from onnx_ops.protocol.server_process import ServerOptions
 from onnx_ops.serving.inference.deployments import DeployedModel, TableRevision
 from onnx_ops.serving.inference.shadow import run_mirrored_request, take_requests
-from onnx_ops.serving.metrics import (
-    IN_PROGRESS,
-    LOAD_FAILURES,
-    LOAD_NANOSECONDS,
-    LOADS,
-    SHADOW_FAILED,
-    SHADOW_RESTARTS,
-    MetricsRow,
-    SharedMetrics,
-)
+from onnx_ops.serving.metrics import IN_PROGRESS, SHADOW_FAILED, SHADOW_RESTARTS, MetricsRow, SharedMetrics, count_load
 from onnx_ops.serving.workers.listeners import SHADOW_SOCKETS, get_shadow_path, listen_unix
 from onnx_ops.serving.workers.worker import ControlChannel, WorkerReady, encode_message, load_deployment
 from onnx_ops.serving.workers.worker_pool import (
@@ -63,40 +54,29 @@ _STABLE_S = 60.0
 """A process that lived longer has not failed at once, so its successor starts without a pause."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShadowSetup:
-    """State that a shadow process inherits. `row` is where it counts."""
-
-    deployment: Deployment
-    folder: Path
-    options: ServerOptions
-    row: MetricsRow
-    listener: socket.socket
-    control: socket.socket
-    supervisor: int
-
-
-def run_shadow_process(setup: ShadowSetup) -> None:
-    """Run a shadow process until its supervisor ends, or closes the other end of `control`."""
-    _end_with_parent(setup.supervisor)
+def run_shadow_process(
+    deployment: Deployment,
+    folder: Path,
+    options: ServerOptions,
+    row: MetricsRow,
+    listener: socket.socket,
+    control: socket.socket,
+    supervisor: int,
+) -> None:
+    """Run a shadow process until its supervisor ends, or closes the other end of `control`. It counts in `row`."""
+    _end_with_parent(supervisor)
     prefer_for_oom_kill()
     gc.freeze()  # inherited objects live as long as the process
-    deployment, row = setup.deployment, setup.row
-    started_at = time.perf_counter_ns()
     try:
-        loaded = load_deployment(deployment, setup.folder, setup.options)
+        with count_load(row):
+            loaded = load_deployment(deployment, folder, options)
     except OnnxOpsError as error:
-        row[LOAD_FAILURES] += 1
-        setup.control.sendall(encode_message(WorkerReady(failed={deployment.name: str(error)})))
+        control.sendall(encode_message(WorkerReady(failed={deployment.name: str(error)})))
         return
-    row[LOADS] += 1
-    row[LOAD_NANOSECONDS] += time.perf_counter_ns() - started_at
     _lower_priority()
-    setup.control.sendall(encode_message(WorkerReady()))
-    model = DeployedModel(
-        deployment=deployment, signature=loaded.signature, run=loaded.run, max_body=setup.options.max_body
-    )
-    answer_mirrored_requests(model, row, setup.listener, setup.control)
+    control.sendall(encode_message(WorkerReady()))
+    model = DeployedModel(deployment=deployment, signature=loaded.signature, run=loaded.run, max_body=options.max_body)
+    answer_mirrored_requests(model, row, listener, control)
 
 
 def _end_with_parent(parent: int) -> None:
@@ -135,29 +115,24 @@ def answer_mirrored_requests(
                     selector.unregister(control)
                     timeout_s = 0.0
                 elif key.fileobj is listener:
-                    connection, _ = listener.accept()
-                    selector.register(connection, selectors.EVENT_READ)
-                    received[connection] = bytearray()
-                elif isinstance(key.fileobj, socket.socket):
-                    data = _receive(key.fileobj)
-                    if not data:
-                        selector.unregister(key.fileobj)
-                        key.fileobj.close()
-                        del received[key.fileobj]
+                    client, _ = listener.accept()
+                    selector.register(client, selectors.EVENT_READ)
+                    received[client] = bytearray()
+                elif isinstance(connection := key.fileobj, socket.socket):
+                    try:
+                        data = connection.recv(_READ_BYTES)
+                    except ConnectionError:
+                        data = b""
+                    if not data:  # the worker has ended
+                        selector.unregister(connection)
+                        connection.close()
+                        del received[connection]
                         continue
-                    received[key.fileobj] += data
-                    for request in take_requests(received[key.fileobj]):
+                    received[connection] += data
+                    for request in take_requests(received[connection]):
                         row[IN_PROGRESS] = 1
                         run_mirrored_request(model, row, request)
                         row[IN_PROGRESS] = 0
-
-
-def _receive(connection: socket.socket) -> bytes:
-    """Return the next bytes; none if the worker has ended."""
-    try:
-        return connection.recv(_READ_BYTES)
-    except ConnectionError:
-        return b""
 
 
 @dataclass(slots=True, eq=False)
@@ -281,17 +256,10 @@ class ShadowProcesses:
     async def _run(self, shadow: _Shadow, listener: socket.socket) -> tuple[WorkerReady | None, int]:
         """Run one process; return its message, if it has loaded the deployment or failed to, and its wait status."""
         ours, theirs = socket.socketpair()
-        setup = ShadowSetup(
-            deployment=shadow.deployment,
-            folder=self._folder,
-            options=self._options,
-            row=shadow.row,
-            listener=listener,
-            control=theirs,
-            supervisor=os.getpid(),
-        )
+        inherited = self._folder, self._options, shadow.row, listener, theirs, os.getpid()
+        run = partial(run_shadow_process, shadow.deployment, *inherited)
         with theirs:
-            pid = fork_child(partial(run_shadow_process, setup), keep=(theirs.fileno(), listener.fileno()))
+            pid = fork_child(run, keep=(theirs.fileno(), listener.fileno()))
         exit_status = self._add_task(_reap(pid))
         shadow.control = ours
         try:

@@ -41,12 +41,12 @@ from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
 from onnx_ops.serving.http.protocol import HttpProtocol, serve_connections
 from onnx_ops.serving.inference.deployments import TableRevision
 from onnx_ops.serving.inference.integrity import TrustPolicy
-from onnx_ops.serving.metrics import SharedMetrics, SlotAllocator
+from onnx_ops.serving.metrics import REVISION, SharedMetrics, SlotAllocator, make_row
 from onnx_ops.serving.rollout_counts import collect_counts
 from onnx_ops.serving.workers.listeners import LOOPBACK, ListenerSockets, listen_tcp, listen_unix, receive_sockets
 from onnx_ops.serving.workers.shadow_processes import ShadowProcesses
 from onnx_ops.serving.workers.trial_load import run_trial_load
-from onnx_ops.serving.workers.worker import WorkerSetup
+from onnx_ops.serving.workers.worker import Worker
 from onnx_ops.serving.workers.worker_pool import WorkerPool
 
 _log = logging.getLogger(__name__)
@@ -80,8 +80,7 @@ class TablePublisher:
 
     def restore(self) -> None:
         """Publish the stored table, before there are workers."""
-        table = self._tables.read()
-        if table is not None:
+        if (table := self._tables.read()) is not None:
             self._set_current(self._build_revision(table))
 
     def is_published(self, state: EndpointState) -> bool:
@@ -130,7 +129,7 @@ class TablePublisher:
 
     def _set_current(self, revision: TableRevision) -> None:
         self.current = revision
-        self._shared.revision = revision.number
+        self._shared.header[REVISION] = revision.number
 
 
 class Supervisor:
@@ -144,7 +143,7 @@ class Supervisor:
         publisher: TablePublisher,
         shared: SharedMetrics,
         *,
-        must_load: bool = False,
+        must_load: bool,
     ) -> None:
         self._folder = folder
         self._options = options
@@ -152,7 +151,8 @@ class Supervisor:
         self._publisher = publisher
         self._shared = shared
         self._audit = AuditTrail(folder)
-        self._pool = WorkerPool(options.workers, self._build_setup)
+        keep = listeners.public.fileno(), listeners.handover.fileno()
+        self._pool = WorkerPool(options.workers, self._run_worker, keep=keep)
         self._shadows = ShadowProcesses(folder, options, shared)
         self._publishing = asyncio.Lock()
         self._orphans_ended = asyncio.Event()
@@ -270,7 +270,7 @@ class Supervisor:
                 max_body=_MAX_ADMIN_BODY,
                 read_timeout_s=self._options.read_timeout,
                 keep_alive_s=self._options.keep_alive,
-                row=SharedMetrics(1).get_row(0, 0),  # its counts are not shown
+                row=make_row(),  # its counts are not shown
             )
             hosts = HostPolicy() if token is None else HostPolicy.from_options(LOOPBACK, admin_port, self._options)
             build = partial(HttpProtocol, AdminApp(self, token, actor), limits, hosts)
@@ -298,8 +298,8 @@ class Supervisor:
     def _list_orphans(self) -> list[int]:
         return [pid for pid in list_workers(self._folder) if pid not in self._pool.pids]
 
-    def _build_setup(self, number: int, control: socket.socket, refusal: str) -> WorkerSetup:
-        return WorkerSetup(
+    def _run_worker(self, number: int, control: socket.socket, refusal: str) -> None:
+        Worker(
             number=number,
             folder=self._folder,
             options=self._options,
@@ -308,12 +308,10 @@ class Supervisor:
             control=control,
             revision=self._publisher.current,
             refusal=refusal,
-        )
+        ).run()
 
 
-def serve(
-    folder: Path, host: str, port: int, admin_port: int, options: ServerOptions, *, must_load: bool = False
-) -> None:
+def serve(folder: Path, host: str, port: int, admin_port: int, options: ServerOptions, *, must_load: bool) -> None:
     """Serve the folder's last published table until SIGTERM or SIGINT, then drain.
 
     A folder that is missing is created; port 0 is any free port. With `must_load`, a deployment that cannot be loaded

@@ -36,10 +36,9 @@ from onnx_ops.serving.inference.models import LoadedModel, PackedModelCache, loa
 from onnx_ops.serving.inference.request_queue import MAX_BATCH, LatencyEstimator, RequestQueue, WorkerThreads
 from onnx_ops.serving.inference.service import InferenceService
 from onnx_ops.serving.inference.shadow import ShadowQueue
-from onnx_ops.serving.metrics import MIN_WARM_UP_REQUESTS, WARM_UP_REQUESTS, MetricsPage, MetricsRow, SharedMetrics
-from onnx_ops.serving.request_log import AccessLog, RequestLog, SpanWriter, find_collector
-from onnx_ops.serving.rollout_counts import FeedbackCounter, UserCounts
-from onnx_ops.serving.workers.listeners import ListenerSockets, connect_shadow, send_sockets
+from onnx_ops.serving.metrics import MIN_WARM_UP_REQUESTS, WARM_UP_REQUESTS, MetricsRow, SharedMetrics
+from onnx_ops.serving.request_log import RequestLog, SpanWriter, Writer, find_collector, open_access_log
+from onnx_ops.serving.workers.listeners import ListenerSockets, connect_unix, get_shadow_path, send_sockets
 
 _log = logging.getLogger(__name__)
 
@@ -123,11 +122,20 @@ class ControlChannel:
         self._writer.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSetup:
-    """State that a worker inherits.
+def load_deployment(
+    deployment: Deployment, folder: Path, options: ServerOptions, *, control: bool = False
+) -> LoadedModel:
+    """Load a deployment as a worker does. Raises OnnxOpsError."""
+    entries = folder / (CONTROL_PACKED_FOLDER if control else PACKED_FOLDER)
+    cache = PackedModelCache(entries, options.prepack or sys.maxsize)
+    return load_model(deployment, cache, TrustPolicy.from_options(folder, options))
 
-    `revision` was published when it was forked; `refusal` is why it must not load that.
+
+@dataclass(eq=False, kw_only=True)
+class Worker:
+    """One worker process, with what it inherits.
+
+    `revision` was published when it was forked; `refusal` is why it must not load that, or empty.
     """
 
     number: int
@@ -139,64 +147,38 @@ class WorkerSetup:
     revision: TableRevision | None
     refusal: str
 
-
-def run_worker(setup: WorkerSetup) -> None:
-    """Run a worker process until it has drained."""
-    record = register_worker(setup.folder)
-    setup.shared.reset_gauges(setup.number)
-    gc.freeze()  # inherited objects live as long as the process
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_Worker(setup).run())
-    finally:
-        record.unlink(missing_ok=True)
-
-
-def load_deployment(
-    deployment: Deployment, folder: Path, options: ServerOptions, *, control: bool = False
-) -> LoadedModel:
-    """Load a deployment as a worker does. Raises OnnxOpsError."""
-    entries = folder / (CONTROL_PACKED_FOLDER if control else PACKED_FOLDER)
-    cache = PackedModelCache(entries, options.prepack or sys.maxsize)
-    return load_model(deployment, cache, TrustPolicy.from_options(folder, options))
-
-
-class _Worker:
-    def __init__(self, setup: WorkerSetup) -> None:
-        self._setup = setup
-        self._options = setup.options
-        self._unrouted = setup.shared.get_row(setup.number, 0)
+    def __post_init__(self) -> None:
+        options, endpoint = self.options, self.options.endpoint or self.folder.name
+        self._unrouted = self.shared.get_row(self.number, 0)
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load")
-        self._thread_count = setup.options.threads or max(1, len(os.sched_getaffinity(0)) // setup.options.workers)
+        self._thread_count = options.threads or max(1, len(os.sched_getaffinity(0)) // options.workers)
         self._threads = WorkerThreads(self._thread_count)
-        self._deployments = LoadedDeployments(
-            setup.shared, setup.number, self._load, endpoint=setup.options.endpoint or setup.folder.name
-        )
+        self._deployments = LoadedDeployments(self.shared, self.number, self._load, endpoint=endpoint)
 
-    async def run(self) -> None:
-        setup, options, deployments = self._setup, self._options, self._deployments
+    def run(self) -> None:
+        """Serve until it has drained."""
+        record = register_worker(self.folder)
+        self.shared.reset_gauges(self.number)
+        gc.freeze()  # inherited objects live as long as the process
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._serve())
+        finally:
+            record.unlink(missing_ok=True)
+
+    async def _serve(self) -> None:
+        options, deployments = self.options, self._deployments
         loop = asyncio.get_running_loop()
-        channel = await ControlChannel.open(setup.control)
+        channel = await ControlChannel.open(self.control)
         spans = SpanWriter(deployments.endpoint) if find_collector() else None
-        writers = [AccessLog(options.access_log).write] if options.access_log else []
+        writers: list[Writer] = [open_access_log(options.access_log)] if options.access_log else []
         if spans is not None:
             writers.append(spans.write)
         request_log = RequestLog(writers, self._unrouted) if writers else None
-        users = UserCounts(setup.shared, setup.number)
-        feedback = FeedbackCounter(
-            setup.shared, setup.number, find_slot=deployments.find_slot, find_user=deployments.find_user, users=users
+        shadow = ShadowQueue(
+            lambda slot: connect_unix(get_shadow_path(self.folder, self.shared.origin, slot), timeout_s=0)
         )
-        shadow = ShadowQueue(partial(connect_shadow, setup.folder, setup.shared.origin))
-        self._service = InferenceService(
-            deployments,
-            self._unrouted,
-            deadline_s=options.deadline,
-            shadow=shadow,
-            feedback=feedback,
-            users=users,
-            exemplars=setup.shared.get_exemplars(setup.number),
-            request_log=request_log,
-        )
+        self._service = InferenceService(deployments, shadow, deadline_s=options.deadline, request_log=request_log)
         limits = ConnectionLimits(
             max_connections=max(1, options.max_connections // options.workers),
             max_body=options.max_body,
@@ -204,15 +186,14 @@ class _Worker:
             keep_alive_s=options.keep_alive,
             row=self._unrouted,
         )
-        metrics = MetricsPage(setup.shared, deployments.endpoint)
-        app = PublicApp(self._service, metrics, feedback)
-        address, port, *_ = setup.listeners.public.getsockname()
+        app = PublicApp(self._service)
+        address, port, *_ = self.listeners.public.getsockname()
         hosts = HostPolicy.from_options(address, port, options)
         stop = asyncio.Event()
         loop.add_signal_handler(signal.SIGTERM, stop.set)
         failed: Mapping[str, str] = {}
-        if setup.revision is not None:
-            failed = await loop.run_in_executor(self._loader, deployments.restore, setup.revision, setup.refusal)
+        if self.revision is not None:
+            failed = await loop.run_in_executor(self._loader, deployments.restore, self.revision, self.refusal)
         serving: list[Awaitable[None]] = []
         if options.grpc_port:
             from onnx_ops.serving.grpc.server import GrpcServer
@@ -222,7 +203,7 @@ class _Worker:
             serving.append(grpc_server.serve(stop))
         control = loop.create_task(self._follow(channel, failed))
         build = partial(HttpProtocol, app, limits, hosts)
-        serving.append(serve_connections(build, setup.listeners.public, limits, stop, drain_s=options.drain))
+        serving.append(serve_connections(build, self.listeners.public, limits, stop, drain_s=options.drain))
         await asyncio.gather(*serving)
         control.cancel()
         shadow.close()
@@ -248,8 +229,8 @@ class _Worker:
             _log.exception("worker %d cannot follow its supervisor and ends", os.getpid())
             os._exit(1)
         _log.warning("the supervisor is gone; worker %d continues with what is published", os.getpid())
-        self._setup.listeners.handover.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._setup.listeners.handover, send_sockets, self._setup.listeners)
+        self.listeners.handover.setblocking(False)
+        asyncio.get_running_loop().add_reader(self.listeners.handover, send_sockets, self.listeners)
 
     async def _prepare(self, revision: TableRevision) -> RevisionPrepared:
         loop = asyncio.get_running_loop()
@@ -272,12 +253,12 @@ class _Worker:
             await asyncio.get_running_loop().run_in_executor(self._loader, released.clear)
 
     def _load(self, deployment: Deployment, row: MetricsRow, control: bool) -> LoadedDeployment:
-        model = load_deployment(deployment, self._setup.folder, self._options, control=control)
+        model = load_deployment(deployment, self.folder, self.options, control=control)
         latency = LatencyEstimator(model.seconds)
         queue = RequestQueue(
             threads=self._threads,
             run=self._service.run_batch,
-            limit=self._options.queue,
+            limit=self.options.queue,
             max_batch=MAX_BATCH if deployment.batchable else 1,
             max_batches=count_parallel_runs(deployment, self._thread_count, self._options.workers),
             row=row,
@@ -291,8 +272,8 @@ class _Worker:
             row=row,
             queue=queue,
             latency=latency,
-            max_body=self._options.max_body,
-            warm_up=max(MIN_WARM_UP_REQUESTS, WARM_UP_REQUESTS // self._options.workers),
+            max_body=self.options.max_body,
+            warm_up=max(MIN_WARM_UP_REQUESTS, WARM_UP_REQUESTS // self.options.workers),
         )
 
 

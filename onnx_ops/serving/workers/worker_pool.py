@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,6 @@ from onnx_ops.serving.workers.worker import (
     PrepareRevision,
     RevisionPrepared,
     WorkerReady,
-    WorkerSetup,
-    run_worker,
 )
 
 _log = logging.getLogger(__name__)
@@ -36,8 +35,8 @@ MAX_LOAD_FAILURES = 5
 """A worker that died so often before it was ready is replaced by one that does not load the published table. It answers
 503, but another table can be published to it."""
 
-BuildSetup = Callable[[int, socket.socket, str], WorkerSetup]
-"""Builds a worker's setup from its number, its end of the control socket, and why it must not load the table."""
+RunWorker = Callable[[int, socket.socket, str], None]
+"""Runs a worker, with its number, its end of the control socket, and why it must not load the table."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,10 +57,14 @@ class WorkerProcess:
 
 
 class WorkerPool:
-    """All workers of one server. Belongs to the supervisor's event loop."""
+    """All workers of one server. Belongs to the supervisor's event loop.
 
-    def __init__(self, size: int, build_setup: BuildSetup) -> None:
-        self._build_setup = build_setup
+    Each worker process calls `run`, and inherits the files to `keep`.
+    """
+
+    def __init__(self, size: int, run: RunWorker, *, keep: Collection[int]) -> None:
+        self._run = run
+        self._keep = keep
         self._numbers = range(size)
         self._workers: dict[int, WorkerProcess] = {}
         self._load_failures = dict.fromkeys(self._numbers, 0)
@@ -170,9 +173,8 @@ class WorkerPool:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         must_not_load = self._load_failures[number] >= MAX_LOAD_FAILURES
-        setup = self._build_setup(number, theirs, "workers died repeatedly while loading it" if must_not_load else "")
-        listeners = (setup.listeners.public, setup.listeners.handover)
-        pid = fork_child(lambda: run_worker(setup), keep=[end.fileno() for end in (theirs, *listeners)])
+        refusal = "workers died repeatedly while loading it" if must_not_load else ""
+        pid = fork_child(partial(self._run, number, theirs, refusal), keep=(theirs.fileno(), *self._keep))
         theirs.close()
         worker = WorkerProcess(number, pid, ours, loop.create_future(), loop.create_future())
         self._workers[number] = worker

@@ -13,12 +13,13 @@ import grpc
 import numpy as np
 import pytest
 
-from onnx_ops.domain.endpoint import Deployment, TrafficSplit
+from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.serving import metrics
 from onnx_ops.serving.grpc.open_inference import STREAM, encode_request, get_message_class
+from onnx_ops.serving.metrics import REVISION
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.grpc.conftest import Connect
-from tests.serving.serving_process import INFER, infer_body, wait_until
+from tests.serving.serving_process import INFER, infer_body, mirrored, wait_until
 from tests.serving.serving_worker import Gate, Worker, post
 from tests.support.ports import free_port
 
@@ -145,7 +146,7 @@ def test_metadata_of_a_content_coding_changes_no_message(worker: Worker, connect
 
 
 def test_before_the_first_publication_nothing_is_ready(worker: Worker, connect: Connect) -> None:
-    worker.shared.revision = 0
+    worker.shared.header[REVISION] = 0
     client = connect(worker.grpc_port)
     assert client.call("ServerLive").live
     assert not client.call("ServerReady").ready
@@ -248,9 +249,7 @@ def test_requests_of_a_stream_run_as_one_batch(gate: Gate, blue: Deployment, con
 
 
 def test_requests_are_mirrored(blue: Deployment, green: Deployment, connect: Connect) -> None:
-    split = TrafficSplit(weights={"blue": 100}, shadow={"green": 100})
-    state = replace(state_of(blue, green, blue=100), split=split)
-    with Worker(state, grpc_port=free_port()).running() as worker:
+    with Worker(mirrored(blue, green), grpc_port=free_port()).running() as worker:
         connect(worker.grpc_port).call("ModelInfer", **INPUT)
         wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_DONE] == 1)
         assert worker.shared.sum_slot(2)[metrics.SHADOW_DIFFERING] == 1

@@ -18,6 +18,7 @@ from onnx import TensorProto, helper
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.serving.http.pages import build_docs_page, build_example, build_start_page
 from onnx_ops.serving.inference.requests import read_infer
+from onnx_ops.serving.metrics import REVISION
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.inference.tensor_cases import signature, spec
 from tests.serving.serving_worker import Worker, post
@@ -153,7 +154,7 @@ def test_docs_page_command_is_a_request_that_is_answered(worker: Worker) -> None
 
 
 def test_pages_before_the_first_publication(worker: Worker) -> None:
-    worker.shared.revision = 0
+    worker.shared.header[REVISION] = 0
     head, body = get(worker, "/")
     assert head.startswith(b"HTTP/1.1 200 OK")
     assert "Nothing is published yet" in Page(body.decode()).words

@@ -39,6 +39,7 @@ def test_inflate_stream_of_other_programs_is_read() -> None:
         pytest.param(zlib.compress(BODY), b"gzip", id="deflate as gzip"),
         pytest.param(gzip.compress(BODY)[:-1], b"gzip", id="gzip without its last byte"),
         pytest.param(gzip.compress(BODY)[:-9], b"gzip", id="gzip without checksum"),
+        pytest.param(gzip.compress(BODY)[:20], b"gzip", id="first twenty bytes"),
         pytest.param(gzip.compress(BODY)[:-8] + bytes(8), b"gzip", id="wrong checksum"),
         pytest.param(gzip.compress(BODY) + b"x", b"gzip", id="rest after the stream"),
         pytest.param(gzip.compress(BODY) + gzip.compress(BODY), b"gzip", id="two streams"),

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.errors import (
     ConflictError,
@@ -33,9 +32,10 @@ from onnx_ops.serving.inference.deployments import (
 )
 from onnx_ops.serving.inference.models import load_model
 from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQueue, WorkerThreads
-from onnx_ops.serving.metrics import LOAD_FAILURES, LOADS, MetricsRow, SharedMetrics
+from onnx_ops.serving.metrics import LOAD_FAILURES, LOADS, REVISION, MetricsRow, SharedMetrics
 from onnx_ops.serving.workers.supervisor import TablePublisher
 from onnx_ops.testing.endpoints import state_of
+from tests.support.server import fileless_deployment
 
 
 class Loads:
@@ -259,25 +259,14 @@ def test_a_restart_serves_what_it_can(server: Server, tmp_path: Path, blue: Depl
 def test_nothing_to_restore(server: Server) -> None:
     server.endpoint.restore()
     assert server.endpoint.state is None
-    assert server.shared.revision == 0
+    assert server.shared.header[REVISION] == 0
 
 
 USERS = [f"user-{number}".encode() for number in range(20_000)]
 
 
 def table(weights: dict[str, int], previous: RoutingTable | None = None, content: str = "") -> RoutingTable:
-    deployments = tuple(
-        Deployment(
-            name=name,
-            model="m",
-            version=name,
-            variant="fp32",
-            release=digest_bytes(b""),
-            manifest=digest_bytes((name + content).encode()),
-            location="/models",
-        )
-        for name in weights
-    )
+    deployments = tuple(fileless_deployment(name, name + content) for name in weights)
     return build_next_table(previous, EndpointState(deployments=deployments, split=TrafficSplit(weights=weights)))
 
 

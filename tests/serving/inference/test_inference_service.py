@@ -17,14 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
+from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.serving import metrics
 from onnx_ops.serving.inference.request_queue import LatencyEstimator
 from onnx_ops.serving.inference.service import group_requests
 from onnx_ops.serving.inference.signature import InferenceRequest
 from onnx_ops.serving.metrics import WARM_UP_REQUESTS
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
-from tests.serving.serving_process import INFER, ODD, infer_body, wait_until
+from tests.serving.serving_process import INFER, ODD, infer_body, mirrored, wait_until
 from tests.serving.serving_worker import Gate, Worker, post, received
 
 BODY = infer_body([1, 1])
@@ -191,12 +191,6 @@ def test_a_known_request_that_the_model_refuses_is_refused(build: Callable[..., 
             assert code != 200 or data_of(answer) == [7.0 + place]
 
 
-def shadowed(serving: Deployment, shadow: Deployment, **more: Any) -> EndpointState:
-    """Everything to one deployment, and all of it mirrored to the other."""
-    split = TrafficSplit(weights={serving.name: 100}, shadow={shadow.name: 100}, **more)
-    return EndpointState(deployments=(serving, shadow), split=split)
-
-
 def only(name: str, wrap: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the runs of one deployment."""
     return lambda run: wrap(run) if run.__self__.deployment.name == name else run
@@ -210,7 +204,7 @@ def failing(error: Exception) -> Callable[..., Any]:
 
 
 def test_a_shadow_gets_copies_and_no_client_its_answers(blue: Deployment, green: Deployment) -> None:
-    with Worker(shadowed(blue, green)).running() as worker:
+    with Worker(mirrored(blue, green)).running() as worker:
         for number in range(20):
             answer = worker.send(post(INFER, infer_body([number, 1])))
             assert b"x-onnx-ops-deployment: blue" in answer
@@ -228,7 +222,7 @@ def test_a_shadow_differs_beyond_its_tolerance(
     blue: Deployment, tmp_path: Path, tolerance: float, differing: int
 ) -> None:
     replica = scaling_deployment(tmp_path / "replica", name="replica", version="3", scale=2.0005, model="m")
-    with Worker(shadowed(blue, replica, shadow_tolerance=tolerance)).running() as worker:
+    with Worker(mirrored(blue, replica, shadow_tolerance=tolerance)).running() as worker:
         for number in range(3):
             worker.send(post(INFER, infer_body([number, 1])))
         wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_DONE] == 3)
@@ -238,7 +232,7 @@ def test_a_shadow_differs_beyond_its_tolerance(
 def test_what_the_shadows_queue_cannot_hold_is_dropped_and_counted(
     gate: Gate, blue: Deployment, green: Deployment
 ) -> None:
-    with Worker(shadowed(blue, green), wrap=only("green", gate.wrap), shadow_queue=8).running() as worker:
+    with Worker(mirrored(blue, green), wrap=only("green", gate.wrap), shadow_queue=8).running() as worker:
         sent = 0
         while not worker.shared.sum_slot(2)[metrics.SHADOW_DROPPED]:  # the socket and the process hold some
             assert status(worker.send(REQUEST)) == 200
@@ -250,7 +244,7 @@ def test_what_the_shadows_queue_cannot_hold_is_dropped_and_counted(
 
 
 def test_queued_mirrored_requests_run_before_the_shadow_ends(gate: Gate, blue: Deployment, green: Deployment) -> None:
-    with Worker(shadowed(blue, green), wrap=only("green", gate.wrap)).running() as worker:
+    with Worker(mirrored(blue, green), wrap=only("green", gate.wrap)).running() as worker:
         for _ in range(5):
             assert status(worker.send(REQUEST)) == 200
         assert gate.entered.acquire(timeout=30)
@@ -260,7 +254,7 @@ def test_queued_mirrored_requests_run_before_the_shadow_ends(gate: Gate, blue: D
 
 def test_failing_shadow_does_not_affect_clients(blue: Deployment, green: Deployment) -> None:
     wrap = only("green", failing(ValueError("a fault that nobody foresaw")))
-    with Worker(shadowed(blue, green), wrap=wrap).running() as worker:
+    with Worker(mirrored(blue, green), wrap=wrap).running() as worker:
         for _ in range(3):
             assert status(worker.send(REQUEST)) == 200
         wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_FAILED] == 3)

@@ -70,12 +70,12 @@ def test_publishing_to_several_workers_under_load_is_never_stale(two_workers: Se
 POISON = """
 import os
 from onnx_ops.serving.workers import worker
-load = worker._Worker._load
+load = worker.Worker._load
 def poisoned(self, deployment, row, replica):
     if deployment.name == "poison":
         os.kill(os.getpid(), 9)
     return load(self, deployment, row, replica)
-worker._Worker._load = poisoned
+worker.Worker._load = poisoned
 """
 
 

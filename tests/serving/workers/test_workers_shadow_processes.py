@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
+from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol.messages import DeploymentCounts
-from tests.serving.serving_process import INFER, Server, after, wait_until
+from tests.serving.serving_process import INFER, Server, after, mirrored, wait_until
 from tests.support.processes import children_of, is_alive
 from tests.support.server import scaled
 
@@ -57,12 +57,6 @@ def die(model, row, request):
 shadow_processes.run_mirrored_request = die
 shadow_processes.compute_restart_pause_s = lambda _: 0
 """
-
-
-def mirrored(serving: Deployment, *shadows: Deployment) -> EndpointState:
-    """Everything to one deployment, and all of it mirrored to the others."""
-    split = TrafficSplit(weights={serving.name: 100}, shadow={shadow.name: 100 for shadow in shadows})
-    return EndpointState(deployments=(serving, *shadows), split=split)
 
 
 def send_large(server: Server) -> int:

@@ -15,16 +15,7 @@ from onnx import TensorProto, helper
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
-from tests.serving.serving_process import (
-    INFER,
-    Server,
-    after,
-    deploy,
-    infer_body,
-    save_graph,
-    serving,
-    wait_until,
-)
+from tests.serving.serving_process import INFER, Server, after, deploy, infer_body, save_graph, serving, wait_until
 from tests.support.load import LoadPlan, LoadProcess, Payload
 from tests.support.operators import build_library, write_softsign
 from tests.support.processes import ROOT
