@@ -30,7 +30,8 @@ def main() -> int:
     given = parser.parse_args()
     counts: Counter[int] = Counter()
     start, number, first = time.monotonic(), 0, 0
-    with tempfile.TemporaryDirectory() as folder, serving(Path(folder), "--max-body=1 MB", blue=100) as server:
+    options = "--max-body=1 MB", "--allowed-hosts=x"
+    with tempfile.TemporaryDirectory() as folder, serving(Path(folder), *options, blue=100) as server:
         processes = server.processes()
         while (passed := time.monotonic() - start) < given.minutes * 60:
             if not first and passed > given.minutes * 6:
@@ -45,6 +46,7 @@ def main() -> int:
                 raise
         growth = (memory(processes).pss - first) / 1e6
         assert server.infer([1, 2]).status == 200
+    assert counts[200], "no request was well-formed"
     print(f"{number} streams, {counts.total()} answers: {dict(sorted(counts.items()))}; {growth:.0f} MB after a tenth")
     return 0 if growth < ALLOWED_MB else 1
 

@@ -229,13 +229,14 @@ class PoolWorker:
 
     def _enter_pool(self, client: SyncPrefectClient) -> str:
         """Create the pool and announce this worker, also to a server that is just being restarted."""
-        last_try = time.monotonic() + _START_S
-        while not self._stopping:
+        variable, last_try = "", time.monotonic() + _START_S
+        while not variable and not self._stopping:
             with self._outlasting(client, until=last_try):
                 create_pool(client, self.pool)
-                return self._announce(client)
-            self._pause()
-        return ""
+                variable = self._announce(client)
+            if self._away:
+                self._pause()
+        return variable
 
     def _announce(self, client: SyncPrefectClient) -> str:
         """Describe this worker in a Prefect variable, and remove those of the pool's dead workers; return its name."""

@@ -260,7 +260,7 @@ class Worker:
             run=self._service.run_batch,
             limit=self.options.queue,
             max_batch=MAX_BATCH if deployment.batchable else 1,
-            max_batches=count_parallel_runs(deployment, self._thread_count, self._options.workers),
+            max_batches=count_parallel_runs(deployment, self._thread_count, self.options.workers),
             row=row,
             latency=latency,
         )
