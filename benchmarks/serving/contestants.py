@@ -28,6 +28,7 @@ from tests.support.server import ServerFamily
 _PEERS = Path(__file__).with_name("peers")
 _READY_S = 180.0
 FLOOR = "C, no model"
+_TRITON_FILES = ("bin/tritonserver", "backends/onnxruntime/libtriton_onnxruntime.so")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +175,53 @@ class Ours(OpenInference):
 
     def keyed(self) -> Call:
         return replace(self.call(), keys=1000)
+
+
+class Triton(OpenInference):
+    """NVIDIA Triton with its ONNX Runtime backend on the CPU, one thread a session, without gRPC and metrics.
+
+    `home` has `bin/tritonserver` and `backends/onnxruntime`, as `/opt/tritonserver` has in NVIDIA's image.
+    """
+
+    def __init__(self, name: str, model: Model, folder: Path, home: Path) -> None:
+        super().__init__(name, model, folder)
+        self._home = home
+
+    @staticmethod
+    def is_in(home: Path) -> bool:
+        return all((home / file).is_file() for file in _TRITON_FILES)
+
+    def prepare(self) -> None:
+        super().prepare()
+        place = self.folder / "repository" / self.model.name
+        (place / "1").mkdir(parents=True)
+        shutil.copy(self.file, place / "1")
+        (place / "config.pbtxt").write_text(self.config())
+
+    def config(self) -> str:
+        """Return the model's configuration: the most requests/s of one and two instances, with and without batches."""
+        instances, batching = (2, "dynamic_batching { }") if self.model.batchable else (1, "")
+        return f"""
+            backend: "onnxruntime"
+            max_batch_size: 16
+            input {{ name: "x" data_type: TYPE_FP32 dims: {list(self.model.shape)} }}
+            output {{ name: "y" data_type: TYPE_FP32 dims: [{self.model.outputs}] }}
+            instance_group {{ kind: KIND_CPU count: {instances} }}
+            {batching}
+            parameters {{ key: "intra_op_thread_count" value: {{ string_value: "1" }} }}
+            parameters {{ key: "inter_op_thread_count" value: {{ string_value: "1" }} }}
+        """
+
+    def command(self) -> list[str | Path]:
+        options = {
+            "model-repository": self.folder / "repository",
+            "backend-directory": self._home / "backends",
+            "http-address": "127.0.0.1",
+            "http-port": self.port,
+            "allow-grpc": "false",
+            "allow-metrics": "false",
+        }
+        return [self._home / "bin" / "tritonserver", *(f"--{name}={value}" for name, value in options.items())]
 
 
 class Uvicorn(Contestant):
