@@ -1,12 +1,13 @@
 """The endpoint server beside others, in one interleaved run on one machine.
 
-    python -m benchmarks.serving [--quick] [--only mlp|cnn|image] [--json]
+    python -m benchmarks.serving [--quick] [--only mlp|cnn|image|dense] [--json] [--triton FOLDER]
 
 Contestants: the server of this project with a split, metrics, with and without user keys; the FastAPI and pydantic
-snippet of the tutorials, as they write and start it, and tuned; `mlflow models serve`; MLServer; an ASGI application
-and a server in C that run no model; `session.run` alone.
+snippet of the tutorials, as they write and start it, and tuned; `mlflow models serve`; MLServer; NVIDIA Triton; an ASGI
+application and a server in C that run no model; `session.run` alone.
 Load comes from `wrk` where it is installed, else from tests.support.load. Ends 1 if a promise does not hold.
-MLServer is installed once into a virtual environment of its own below --cache.
+MLServer is installed once into a virtual environment of its own below --cache. Triton takes part where --triton has
+`bin/tritonserver` and `backends/onnxruntime`. Its ONNX Runtime should be the version that is installed here.
 """
 
 from __future__ import annotations
@@ -27,27 +28,45 @@ from benchmarks.serving.claims import (
     MLFLOW,
     OURS,
     SNIPPET,
+    TRITON,
+    TRITON_BINARY,
     TUNED,
     Board,
     claim_of_failures,
     claims_of_cnn,
     claims_of_image,
     claims_of_mlp,
+    claims_of_triton,
     rows_of,
     show,
 )
-from benchmarks.serving.contestants import Call, Contestant, Floor, MlflowServe, MlServer, Ours, TunedUvicorn, Uvicorn
+from benchmarks.serving.contestants import (
+    Call,
+    Contestant,
+    Floor,
+    MlflowServe,
+    MlServer,
+    Ours,
+    Triton,
+    TunedUvicorn,
+    Uvicorn,
+)
 from benchmarks.serving.load import generator
-from benchmarks.serving.models import CNN, IMAGE, MLP, Model, write_all
+from benchmarks.serving.models import CNN, DENSE, IMAGE, MLP, Model, write_all
 from benchmarks.serving.rounds import Match, Score, bare_run_us, run_matches
 from benchmarks.truth.claims import Claim
 from benchmarks.truth.page import fill, markdown, promises
 
 Play = Callable[[list[Match]], list[Score]]
+Caller = tuple[str, Contestant, Call]
 
 
 def main() -> int:
     options = arguments()
+    triton = (options.triton or options.cache / "triton").resolve()
+    if not Triton.is_in(triton):
+        print(f"Triton takes no part: {triton} has no bin/tritonserver with backends/onnxruntime.", file=sys.stderr)
+        triton = None
     rounds, seconds, starts = (3, 1.0, 1) if options.quick else (options.rounds, 3.0, 3)
     scores: list[Score] = []
     claims: list[Claim] = []
@@ -60,16 +79,18 @@ def main() -> int:
             scores.extend(played)
             return played
 
-        for model in [options.only] if options.only else ["mlp", "cnn", "image"]:
+        for model in [options.only] if options.only else ["mlp", "cnn", "image", "dense"]:
             if model == "mlp":
-                board = Board(play(list_mlp_matches(folder, options.cache)))
+                board = Board(play(list_mlp_matches(folder, options.cache, triton)))
                 claims += claims_of_mlp(board, bare_run_us(MLP, folder, rounds))
             elif model == "cnn":
-                claims += claims_of_cnn(Board(play(list_cnn_matches(folder))))
+                claims += claims_of_cnn(Board(play(list_cnn_matches(folder, triton))))
+            elif model == "image":
+                claims += claims_of_image(Board(play(list_image_matches(folder, triton))))
             else:
-                claims += claims_of_image(Board(play(list_image_matches(folder))))
+                play(list_matches(list_callers(Ours(OURS, DENSE, folder), folder, triton), (16,)))
     board = Board(scores)
-    claims.append(claim_of_failures(board))
+    claims += [*claims_of_triton(board), claim_of_failures(board)]
     if options.page:
         text = f"Load by {generator()}, {rounds} rounds of {seconds:g} s, {os.cpu_count()} cores."
         fill(options.page, "serving", f"{text}\n\n{markdown(HEAD, rows_of(board))}\n\n{promises(claims)}")
@@ -85,17 +106,19 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three rounds of a second: shows gross breaks")
-    parser.add_argument("--only", choices=("mlp", "cnn", "image"), help="one model")
+    parser.add_argument("--only", choices=("mlp", "cnn", "image", "dense"), help="one model")
     parser.add_argument("--rounds", type=int, default=7, help="turns of every contestant (7)")
     parser.add_argument("--json", action="store_true", help="one JSON document")
     parser.add_argument("--page", type=Path, help="page to write the figures into")
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "onnx-ops-benchmarks"
     parser.add_argument("--cache", type=Path, default=cache, help=f"environments of the others ({cache})")
+    parser.add_argument("--triton", type=Path, help="folder of an installed Triton (triton below --cache)")
     return parser.parse_args()
 
 
-def list_mlp_matches(folder: Path, cache: Path) -> list[Match]:
-    ours, snippet = Ours(OURS, MLP, folder), fastapi_snippet(MLP, folder)
+def list_mlp_matches(folder: Path, cache: Path, triton: Path | None) -> list[Match]:
+    ours = Ours(OURS, MLP, folder)
+    callers = list_callers(ours, folder, triton)
     others: list[Contestant] = [
         tuned_snippet(MLP, folder),
         MlflowServe(MLFLOW, MLP, folder),
@@ -103,30 +126,42 @@ def list_mlp_matches(folder: Path, cache: Path) -> list[Match]:
         TunedUvicorn("raw ASGI, no model", "hello", "/", MLP, folder),
         *floor(MLP, folder, ours.call()),
     ]
-    callers: list[tuple[str, Contestant, Call]] = [
-        (OURS, ours, ours.call()),
-        (KEYED, ours, ours.keyed()),
-        (SNIPPET, snippet, snippet.call()),
-        *((other.name, other, other.call()) for other in others),
-    ]
-    return [
-        Match(name=name, contestant=contestant, call=call, connections=connections, together=together)
-        for connections, together in ((1, False), (1, True), (16, False))
-        for name, contestant, call in callers
-    ]
+    everyone = [*callers, (KEYED, ours, ours.keyed()), *((other.name, other, other.call()) for other in others)]
+    alone = [*list_matches(everyone, (1,)), *list_matches(everyone, (1,), together=True)]
+    return [*alone, *list_matches(everyone, (16,)), *list_matches(callers, (64,))]
 
 
-def list_cnn_matches(folder: Path) -> list[Match]:
-    contestants = (Ours(OURS, CNN, folder), fastapi_snippet(CNN, folder), tuned_snippet(CNN, folder))
-    return [Match(name=c.name, contestant=c, call=c.call(), connections=8) for c in contestants]
+def list_cnn_matches(folder: Path, triton: Path | None) -> list[Match]:
+    callers, tuned = list_callers(Ours(OURS, CNN, folder), folder, triton), tuned_snippet(CNN, folder)
+    return list_matches([*callers, (TUNED, tuned, tuned.call())], (8,)) + list_matches(callers, (16, 64))
 
 
-def list_image_matches(folder: Path) -> list[Match]:
+def list_image_matches(folder: Path, triton: Path | None) -> list[Match]:
     ours = Ours(OURS, IMAGE, folder)
-    others = [fastapi_snippet(IMAGE, folder), tuned_snippet(IMAGE, folder), *floor(IMAGE, folder, ours.binary())]
+    callers = [caller for caller in list_callers(ours, folder, triton) if caller[0] != TRITON]
+    others = [tuned_snippet(IMAGE, folder), *floor(IMAGE, folder, ours.binary())]
+    return list_matches([*callers, *((other.name, other, other.call()) for other in others)], (1,))
+
+
+def list_callers(ours: Ours, folder: Path, triton: Path | None) -> list[Caller]:
+    """Return this server, the snippet and Triton, with the requests that each is sent."""
+    snippet = fastapi_snippet(ours.model, folder)
+    callers: list[Caller] = [
+        (OURS, ours, ours.call()),
+        (BINARY, ours, ours.binary()),
+        (SNIPPET, snippet, snippet.call()),
+    ]
+    if triton is not None:
+        peer = Triton(TRITON, ours.model, folder, triton)
+        callers += [(TRITON, peer, peer.call()), (TRITON_BINARY, peer, peer.binary())]
+    return callers
+
+
+def list_matches(callers: list[Caller], connections: tuple[int, ...], *, together: bool = False) -> list[Match]:
     return [
-        Match(name=BINARY, contestant=ours, call=ours.binary(), connections=1),
-        *(Match(name=c.name, contestant=c, call=c.call(), connections=1) for c in (ours, *others)),
+        Match(name=name, contestant=contestant, call=call, connections=count, together=together)
+        for count in connections
+        for name, contestant, call in callers
     ]
 
 

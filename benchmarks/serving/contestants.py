@@ -12,9 +12,9 @@ import sys
 import time
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.serving.models import Model
@@ -28,14 +28,15 @@ from tests.support.server import ServerFamily
 _PEERS = Path(__file__).with_name("peers")
 _READY_S = 180.0
 FLOOR = "C, no model"
+_TRITON_FILES = ("bin/tritonserver", "backends/onnxruntime/libtriton_onnxruntime.so")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One kind of request that a contestant is sent. `keys` is how many users send it; 0 sends none."""
+    """One kind of request that a contestant is sent, with its bodies in turn. `keys` users send it; 0 sends no key."""
 
     path: str
-    body: bytes
+    bodies: Sequence[bytes]
     headers: Mapping[str, str] = field(default_factory=dict)
     keys: int = 0
 
@@ -66,6 +67,7 @@ class Contestant(ABC):
 
     def start(self) -> float:
         log = (self.folder / "log").open("ab")
+        call = self.call()
         begun = time.perf_counter()
         self._process = subprocess.Popen(
             self.command(),
@@ -76,7 +78,6 @@ class Contestant(ABC):
             start_new_session=True,
         )
         log.close()
-        call = self.call()
         while not self.answers(call):
             if self._process.poll() is not None or time.perf_counter() - begun > _READY_S:
                 self.stop()
@@ -87,7 +88,7 @@ class Contestant(ABC):
     def answers(self, call: Call) -> bool:
         """Whether the request is answered 200."""
         headers = {"content-type": "application/json", **call.headers}
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{call.path}", call.body, headers)
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{call.path}", call.bodies[0], headers)
         try:
             with urllib.request.urlopen(request, timeout=10) as answer:
                 return bool(answer.status == 200)
@@ -111,28 +112,59 @@ class Contestant(ABC):
             self._process = None
 
 
-class Ours(Contestant):
-    """`onnx_ops.serving`: two deployments that share the traffic, metrics on, one worker."""
+class OpenInference(Contestant):
+    """A server of the Open Inference Protocol. All are sent the same bytes."""
+
+    def call(self) -> Call:
+        """Rows in JSON. Every other body has no spaces, as some clients write it."""
+        shape = json.dumps([1, *self.model.shape])
+        head = f'{{"inputs": [{{"name": "x", "datatype": "FP32", "shape": {shape}, "data": '
+        texts = [f"{head}{row}}}]}}" for row in self.model.flat()]
+        bodies = [(text.replace(" ", "") if place % 2 else text).encode() for place, text in enumerate(texts)]
+        return Call(path=f"/v2/models/{self.model.name}/infer", bodies=bodies)
+
+    def binary(self) -> Call:
+        """The same rows as raw bytes behind a JSON header; the answers are raw as well."""
+        rows = self.model.rows()
+        tensor = {
+            "name": "x",
+            "datatype": "FP32",
+            "shape": list(rows[0].shape),
+            "parameters": {"binary_data_size": rows[0].nbytes},
+        }
+        header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+        headers = {"content-type": "application/octet-stream", "inference-header-content-length": str(len(header))}
+        return replace(self.call(), bodies=[header + row.tobytes() for row in rows], headers=headers)
+
+
+class Ours(OpenInference):
+    """`onnx_ops.serving`: two deployments that share the traffic, metrics on, one worker.
+
+    A batchable model has one deployment, since a batch holds requests of one deployment, and Triton runs one version.
+    """
 
     def prepare(self) -> None:
         super().prepare()
         location = self.file.parent
         manifest = Manifest(files={self.file.name: digest_file(self.file)}).digest()
-        blue, green = (
+        split = {"blue": 100} if self.model.batchable else {"blue": 80, "green": 20}
+        deployments = [
             Deployment(
                 name=name,
                 model=self.model.name,
-                version=version,
+                version=str(version),
                 variant="fp32",
-                release=digest_bytes(version.encode()),
+                release=digest_bytes(str(version).encode()),
                 manifest=manifest,
                 location=str(location),
+                batchable=self.model.batchable,
+                threads=self.model.threads,
             )
-            for name, version in (("blue", "1"), ("green", "2"))
-        )
+            for version, name in enumerate(split, 1)
+        ]
         server = ServerFamily(folder=self.folder / "state", port=self.port)
         server.start()
-        answer = server.publish(state_of(blue, green, blue=80, green=20), 1)
+        answer = server.publish(state_of(*deployments, **split), 1)
         server.stop()
         if answer.status != 200:
             raise SystemExit(f"{self.name}: the deployments were not published: {answer}")
@@ -141,24 +173,55 @@ class Ours(Contestant):
         module = [sys.executable, "-m", "onnx_ops.serving.main"]
         return [*module, "--state-dir", self.folder / "state", "--port", str(self.port)]
 
-    def call(self) -> Call:
-        return Call(path=f"/v2/models/{self.model.name}/infer", body=_v2_json(self.model))
-
     def keyed(self) -> Call:
-        return Call(path=self.call().path, body=self.call().body, keys=1000)
+        return replace(self.call(), keys=1000)
 
-    def binary(self) -> Call:
-        """The same row as raw bytes behind a JSON header; the answer is raw as well."""
-        row = self.model.row()
-        tensor = {
-            "name": "x",
-            "datatype": "FP32",
-            "shape": list(row.shape),
-            "parameters": {"binary_data_size": row.nbytes},
+
+class Triton(OpenInference):
+    """NVIDIA Triton with its ONNX Runtime backend on the CPU, one thread a session, without gRPC and metrics.
+
+    `home` has `bin/tritonserver` and `backends/onnxruntime`, as `/opt/tritonserver` has in NVIDIA's image.
+    """
+
+    def __init__(self, name: str, model: Model, folder: Path, home: Path) -> None:
+        super().__init__(name, model, folder)
+        self._home = home
+
+    @staticmethod
+    def is_in(home: Path) -> bool:
+        return all((home / file).is_file() for file in _TRITON_FILES)
+
+    def prepare(self) -> None:
+        super().prepare()
+        place = self.folder / "repository" / self.model.name
+        (place / "1").mkdir(parents=True)
+        shutil.copy(self.file, place / "1")
+        (place / "config.pbtxt").write_text(self.config())
+
+    def config(self) -> str:
+        """Return the model's configuration: the most requests/s of one and two instances, with and without batches."""
+        instances, batching = (2, "dynamic_batching { }") if self.model.batchable else (1, "")
+        return f"""
+            backend: "onnxruntime"
+            max_batch_size: 16
+            input {{ name: "x" data_type: TYPE_FP32 dims: {list(self.model.shape)} }}
+            output {{ name: "y" data_type: TYPE_FP32 dims: [{self.model.outputs}] }}
+            instance_group {{ kind: KIND_CPU count: {instances} }}
+            {batching}
+            parameters {{ key: "intra_op_thread_count" value: {{ string_value: "1" }} }}
+            parameters {{ key: "inter_op_thread_count" value: {{ string_value: "1" }} }}
+        """
+
+    def command(self) -> list[str | Path]:
+        options = {
+            "model-repository": self.folder / "repository",
+            "backend-directory": self._home / "backends",
+            "http-address": "127.0.0.1",
+            "http-port": self.port,
+            "allow-grpc": "false",
+            "allow-metrics": "false",
         }
-        header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
-        headers = {"content-type": "application/octet-stream", "inference-header-content-length": str(len(header))}
-        return Call(path=self.call().path, body=header + row.tobytes(), headers=headers)
+        return [self._home / "bin" / "tritonserver", *(f"--{name}={value}" for name, value in options.items())]
 
 
 class Uvicorn(Contestant):
@@ -182,7 +245,7 @@ class Uvicorn(Contestant):
         return {"MODEL": str(self.file)}
 
     def call(self) -> Call:
-        return Call(path=self._path, body=f'{{"x": {self.model.nested()}}}'.encode())
+        return Call(path=self._path, bodies=[f'{{"x": {row}}}'.encode() for row in self.model.nested()])
 
 
 class TunedUvicorn(Uvicorn):
@@ -209,10 +272,11 @@ class MlflowServe(Contestant):
         return {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
     def call(self) -> Call:
-        return Call(path="/invocations", body=f'{{"inputs": {{"x": {self.model.nested()}}}}}'.encode())
+        bodies = [f'{{"inputs": {{"x": {row}}}}}'.encode() for row in self.model.nested()]
+        return Call(path="/invocations", bodies=bodies)
 
 
-class MlServer(Contestant):
+class MlServer(OpenInference):
     """MLServer with a small runtime of its own, in an environment of its own below `cache`."""
 
     def __init__(self, model: Model, folder: Path, cache: Path) -> None:
@@ -241,9 +305,6 @@ class MlServer(Contestant):
 
     def environ(self) -> Mapping[str, str]:
         return {"PYTHONPATH": str(_PEERS)}
-
-    def call(self) -> Call:
-        return Call(path=f"/v2/models/{self.model.name}/infer", body=_v2_json(self.model))
 
 
 class Floor(Contestant):
@@ -278,8 +339,3 @@ def make_environment(place: Path, requirements: Path) -> None:
     pip: list[str | Path] = [place / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     subprocess.run([*pip, "-r", requirements], check=True)
     done.write_bytes(requirements.read_bytes())
-
-
-def _v2_json(model: Model) -> bytes:
-    shape = json.dumps([1, *model.shape])
-    return f'{{"inputs": [{{"name": "x", "datatype": "FP32", "shape": {shape}, "data": {model.flat()}}}]}}'.encode()

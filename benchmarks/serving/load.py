@@ -13,6 +13,9 @@ from benchmarks.serving.contestants import Call
 from tests.support.load import LoadPlan, LoadProcess, Payload
 
 _SCRIPT = Path(__file__).with_name("wrk.lua")
+_REQUESTS = 4096
+_REQUESTS_BYTES = 16 << 20
+"""wrk repeats this many different requests, or fewer where they take more memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +37,19 @@ def burst(call: Call, port: int, *, connections: int, seconds: float, folder: Pa
     url = f"http://127.0.0.1:{port}{call.path}"
     if generator() != "wrk":
         return _own(call, url, connections, seconds)
-    body = folder / "body"
-    body.write_bytes(call.body)
+    for number, body in enumerate(call.bodies):
+        (folder / f"body-{number}").write_bytes(body)
     headers = "\n".join(f"{name}: {value}" for name, value in call.headers.items())
+    settings = {
+        "BODY": str(folder / "body-"),
+        "BODIES": str(len(call.bodies)),
+        "REQUESTS": str(max(len(call.bodies), call.keys, min(_REQUESTS, _REQUESTS_BYTES // len(call.bodies[0])))),
+        "KEYS": str(call.keys),
+        "HEADERS": headers,
+    }
     done = subprocess.run(
         ["wrk", "-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--timeout", "30s", "-s", _SCRIPT, url],
-        env={**os.environ, "BODY": str(body), "HEADERS": headers, "KEYS": str(call.keys)},
+        env={**os.environ, **settings},
         capture_output=True,
         text=True,
         check=True,
@@ -50,7 +60,7 @@ def burst(call: Call, port: int, *, connections: int, seconds: float, folder: Pa
 def _own(call: Call, url: str, connections: int, seconds: float) -> Burst:
     plan = LoadPlan(
         url=url,
-        payloads=[Payload(body=call.body)],
+        payloads=[Payload(body=body) for body in call.bodies],
         headers=call.headers,
         connections=connections,
         seconds=seconds,

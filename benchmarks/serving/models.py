@@ -1,8 +1,9 @@
-"""Three small classifiers, the same bytes at every run: what is compared is what surrounds them."""
+"""Three small classifiers and a dense model of 50 MB, the same bytes at every run: the servers are compared."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,33 +14,46 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 CLASSES = 10
+_ROWS = 256
+_ROWS_BYTES = 4 << 20
+"""Rows of a model that take more than this are fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model with input `x` (float32) and output `y`, and one row to send. `shape` leaves out the batch."""
+    """A model with input `x` (float32) and output `y`, and the rows to send. The shapes leave out the batch.
+
+    `batchable` and `threads` are those of its deployment, as a release decides them.
+    """
 
     name: str
     shape: tuple[int, ...]
+    outputs: int = CLASSES
+    batchable: bool = False
+    threads: int = 0
 
     def path(self, folder: Path) -> Path:
         return folder / "models" / self.name / "model.onnx"
 
-    def row(self) -> NDArray[np.float32]:
-        """One input, batch included. Numbers of four decimals, which every contestant is sent as the same text."""
-        draw = np.random.default_rng(7).random((1, *self.shape))
+    def rows(self) -> NDArray[np.float32]:
+        """Return different inputs, each a batch of one. Numbers of four decimals, the same for every contestant."""
+        count = min(_ROWS, max(1, _ROWS_BYTES // (4 * math.prod(self.shape))))
+        draw = np.random.default_rng(7).random((count, 1, *self.shape))
         return draw.round(4).astype(np.float32)
 
-    def nested(self) -> str:
-        return json.dumps(np.round(self.row().astype(np.float64), 4).tolist())
+    def nested(self) -> list[str]:
+        """Return each row as nested lists in JSON."""
+        return [json.dumps(row.tolist()) for row in self.rows().astype(np.float64).round(4)]
 
-    def flat(self) -> str:
-        return json.dumps(np.round(self.row().astype(np.float64), 4).reshape(-1).tolist())
+    def flat(self) -> list[str]:
+        """Return each row as one list in JSON."""
+        return [json.dumps(row.ravel().tolist()) for row in self.rows().astype(np.float64).round(4)]
 
 
 MLP = Model(name="mlp", shape=(16,))
 CNN = Model(name="cnn", shape=(1, 8, 8))
 IMAGE = Model(name="image", shape=(3, 224, 224))
+DENSE = Model(name="dense", shape=(2048,), outputs=2048, batchable=True, threads=1)
 
 
 def write_all(folder: Path) -> None:
@@ -54,6 +68,7 @@ def write_all(folder: Path) -> None:
         "b3": (CLASSES,),
     }
     _write(folder, CNN, _cnn(), shapes)
+    _write(folder, DENSE, _dense(), {"w1": (2048, 2048), "w2": (2048, 2048), "w3": (2048, 2048)})
     _write(folder, IMAGE, _patches(), {"w1": (8, 3, 16, 16), "b1": (8,), "w2": (8, CLASSES), "b2": (CLASSES,)})
 
 
@@ -93,6 +108,18 @@ def _patches() -> list[onnx.NodeProto]:
     ]
 
 
+def _dense() -> list[onnx.NodeProto]:
+    node = helper.make_node
+    return [
+        node("MatMul", ["x", "w1"], ["first"]),
+        node("Relu", ["first"], ["active"]),
+        node("MatMul", ["active", "w2"], ["second"]),
+        node("Relu", ["second"], ["features"]),
+        node("MatMul", ["features", "w3"], ["third"]),
+        node("Relu", ["third"], ["y"]),
+    ]
+
+
 def _write(folder: Path, model: Model, nodes: Sequence[onnx.NodeProto], shapes: dict[str, tuple[int, ...]]) -> None:
     draw = np.random.default_rng(1)
     weights = [
@@ -103,7 +130,7 @@ def _write(folder: Path, model: Model, nodes: Sequence[onnx.NodeProto], shapes: 
         list(nodes),
         model.name,
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", *model.shape])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", CLASSES])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", model.outputs])],
         weights,
     )
     made = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])

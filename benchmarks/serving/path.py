@@ -161,7 +161,7 @@ async def measure(rounds: int) -> tuple[float, dict[tuple[str, str, str], float]
                 requests = requests_of(form, build)
                 for server, make in made.items():
                     cases[form, caller, server] = drive(make(), requests)
-        feed = {"x": MLP.row()}
+        feed = {"x": MLP.rows()[0]}
         session = plain.session
         least = dict.fromkeys(cases, math.inf)
         run = math.inf

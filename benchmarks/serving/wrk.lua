@@ -1,15 +1,26 @@
--- One POST, over and over. BODY names a file, HEADERS holds "name: value" lines, KEYS is how many users send.
-local file = assert(io.open(os.getenv("BODY"), "rb"))
-local body = file:read("*a")
-file:close()
-local headers = { ["content-type"] = "application/json" }
-for name, value in os.getenv("HEADERS"):gmatch("([^:\n]+): ([^\n]*)") do headers[name] = value end
+-- POSTs of two clients in turn, each request with an id of its own. Files BODY0, BODY1, … hold BODIES bodies. HEADERS
+-- holds "name: value" lines. REQUESTS differ before the first is repeated. KEYS is how many users send.
+local clients = {
+  { ["user-agent"] = "python-httpx/0.28.1", ["accept"] = "*/*", ["content-type"] = "application/json" },
+  { ["User-Agent"] = "Go-http-client/1.1", ["content-type"] = "application/json" },
+}
+for name, value in os.getenv("HEADERS"):gmatch("([^:\n]+): ([^\n]*)") do
+  for _, headers in ipairs(clients) do headers[name] = value end
+end
 local keys, requests, turn = tonumber(os.getenv("KEYS")), {}, 0
 
 function init(args)
-  for number = 1, math.max(keys, 1) do
-    if keys > 0 then headers["x-user-key"] = "user-" .. number end
-    requests[number] = wrk.format("POST", nil, headers, body)
+  local bodies = {}
+  for number = 1, tonumber(os.getenv("BODIES")) do
+    local file = assert(io.open(os.getenv("BODY") .. number - 1, "rb"))
+    bodies[number] = file:read("*a")
+    file:close()
+  end
+  for number = 1, tonumber(os.getenv("REQUESTS")) do
+    local headers = clients[number % 2 + 1]
+    headers["x-request-id"] = string.format("%08x%08x", number * 2654435761 % 4294967296, number * 40503 % 4294967296)
+    if keys > 0 then headers["x-user-key"] = "user-" .. number % keys end
+    requests[number] = wrk.format("POST", nil, headers, bodies[number % #bodies + 1])
   end
 end
 
