@@ -280,8 +280,7 @@ def measured_ratio(comparison: LatencyComparison | PairedRatios) -> Measured | N
     if not pairs or not all(map(math.isfinite, (x for pair in pairs for x in pair))):
         return None
     interval = compare(pairs, tolerance=0.0)
-    of = f"{_pair(comparison)}s"
-    return Measured(estimate=interval.ratio, low=interval.low, high=interval.high, unit="x", n=interval.pairs, of=of)
+    return Measured.from_interval(interval, "x", interval.n, f"{_pair(comparison)}s")
 
 
 def ratio_figure(

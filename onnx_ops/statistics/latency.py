@@ -13,6 +13,7 @@ import numpy.typing as npt
 from scipy import special
 
 from onnx_ops.domain.decision import Verdict
+from onnx_ops.domain.evidence import Interval
 from onnx_ops.errors import MeasurementError
 
 FULL_RUN = 40
@@ -62,29 +63,23 @@ _TICK_NS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Latency of B over A with one-sided bounds; 0 and infinity for none.
+class Comparison(Interval):
+    """Latency of B over A in `n` pairs with one-sided bounds; 0 and infinity for none.
 
     `rest` is the factor by which the unmeasured part of a full run may move the bounds: 1 after it.
     """
 
     verdict: Verdict
-    ratio: float
-    low: float
-    high: float
-    pairs: int
-    rest: float = 1.0
+    n: int
+    rest: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantileComparison:
-    """A quantile against a limit; with `needed` good runs it can pass."""
+class QuantileComparison(Interval):
+    """A quantile of `n` runs against a limit; with `needed` good runs it can pass."""
 
     verdict: Verdict
-    quantile: float
-    low: float
-    high: float
-    runs: int
+    n: int
     exceeding: int
     needed: int
 
@@ -218,7 +213,7 @@ def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float) -> Compa
     pairs = sum(1 for p in log_ratios if len(p))
     rest, limit = _exp(DRIFT * max(0.0, 1 - pairs / FULL_RUN)), 1 + tolerance
     verdict = Verdict.PASS if high * rest < limit else Verdict.FAIL if low / rest > limit else Verdict.INCONCLUSIVE
-    return Comparison(verdict=verdict, ratio=ratio, low=low, high=high, pairs=pairs, rest=rest)
+    return Comparison(estimate=ratio, low=low, high=high, verdict=verdict, n=pairs, rest=rest)
 
 
 def estimate_pairs_needed(log_ratios: Sequence[Sequence[float]], tolerance: float) -> int | None:
@@ -340,10 +335,10 @@ def compare_quantile(samples: npt.ArrayLike, q: float, limit: float, *, confiden
         verdict = Verdict.PASS if high <= limit else Verdict.FAIL if low > limit else verdict
     return QuantileComparison(
         verdict=verdict,
-        quantile=float(np.quantile(values, q)) if runs else math.nan,
+        estimate=float(np.quantile(values, q)) if runs else math.nan,
         low=low,
         high=high,
-        runs=runs,
+        n=runs,
         exceeding=exceeding,
         needed=compute_samples_needed(q, exceeding=exceeding, confidence=confidence),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -122,11 +122,7 @@ def _describe_non_finite_mismatch(onnx: Floats, answers: Sequence[Floats]) -> st
 
 def _classify_numbers(array: Floats) -> npt.NDArray[np.int8]:
     """Return 0 for finite values, 1 for infinity, -1 for minus infinity, 2 for NaN."""
-    kind = np.zeros(array.shape, dtype=np.int8)
-    kind[np.isposinf(array)] = 1
-    kind[np.isneginf(array)] = -1
-    kind[np.isnan(array)] = 2
-    return kind
+    return np.select([np.isnan(array), np.isinf(array)], [2, np.sign(array)], 0).astype(np.int8)
 
 
 def pool_noise(measurements: Sequence[ParityMeasurement]) -> tuple[ParityMeasurement, ...]:
@@ -172,14 +168,6 @@ def is_text(array: AnyArray) -> bool:
     return array.dtype.kind in "USO"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DivergentValue:
-    """The first divergent value; its ratio is `LARGEST` for another shape."""
-
-    value: str
-    ratio: float
-
-
 def is_divergent(measurement: ParityMeasurement, factor: float = DIVERGENCE_FACTOR) -> bool:
     """Return whether a value is farther from its source than rounding explains."""
     return bool(measurement.mismatch) or not measurement.ratio <= factor
@@ -187,11 +175,11 @@ def is_divergent(measurement: ParityMeasurement, factor: float = DIVERGENCE_FACT
 
 def find_first_divergence(
     names: Iterable[str], onnx: Tensors, single: Tensors, double: Tensors | None = None
-) -> DivergentValue | None:
-    """Return the first value whose error exceeds `DIVERGENCE_FACTOR` times its own noise.
+) -> tuple[str, float] | None:
+    """Return the first value whose error exceeds `DIVERGENCE_FACTOR` times its own noise, and that ratio.
 
-    Only floats are compared: integers and booleans change on a tie as soon as their inputs round differently, and a
-    real fault shows at the next float. Values that one side lacks are skipped.
+    The ratio is `LARGEST` for another shape. Only floats are compared: integers and booleans change on a tie as soon as
+    their inputs round differently, and a real fault shows at the next float. Values that one side lacks are skipped.
 
     Args:
         names: values in topological order.
@@ -205,7 +193,7 @@ def find_first_divergence(
             exact = None
         measurement = measure_output(group="", output=name, onnx=onnx[name], single=single[name], double=exact)
         if is_divergent(measurement):
-            return DivergentValue(value=name, ratio=LARGEST if measurement.mismatch else measurement.ratio)
+            return name, LARGEST if measurement.mismatch else measurement.ratio
     return None
 
 

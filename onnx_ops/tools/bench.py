@@ -147,7 +147,7 @@ def read_runtime_facts(runtime: Runtime, target: Target, model: Path) -> Runtime
 
 def _make_figure(quantile: QuantileComparison, unit: str) -> BenchmarkFigure:
     high = quantile.high if math.isfinite(quantile.high) else None
-    return BenchmarkFigure(value=quantile.quantile, unit=unit, low=quantile.low, high=high, n=quantile.runs)
+    return BenchmarkFigure(value=quantile.estimate, unit=unit, low=quantile.low, high=high, n=quantile.n)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

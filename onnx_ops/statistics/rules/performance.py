@@ -77,11 +77,11 @@ def _describe_ratio(
     measured: LatencyComparison | PairedRatios, comparison: Comparison, of: str, counted: str, limit: str
 ) -> str:
     """Return the ratio with its interval, limit and trend as a text."""
-    figures = f"{comparison.ratio:.4g}x [{comparison.low:.4g}, {comparison.high:.4g}] {of}"
+    figures = f"{comparison.estimate:.4g}x [{comparison.low:.4g}, {comparison.high:.4g}] {of}"
     trend = ""
     if (change := find_trend(measured.log_ratios)) is not None:
         trend = f"; it {'grew' if change > 0 else 'fell'} by {as_percent(abs(change))} over the run"
-    return f"{figures}, limit {limit}, {comparison.pairs} {counted}{trend}"
+    return f"{figures}, limit {limit}, {comparison.n} {counted}{trend}"
 
 
 def _make_result(
@@ -95,22 +95,18 @@ def _make_result(
     unit: str,
     advisory: bool = False,
 ) -> GateResult:
-    if isinstance(measured, Comparison):
-        estimate, n = measured.ratio, measured.pairs
-    else:
-        estimate, n = measured.quantile, measured.runs
     return GateResult(
         gate=gate,
         metric=metric,
         limit=limit,
         verdict=measured.verdict,
         reason=reason,
-        estimate=_finite_or_none(estimate),
+        estimate=_finite_or_none(measured.estimate),
         low=_finite_or_none(measured.low),
         high=_finite_or_none(measured.high),
         bound=bound,
         unit=unit,
-        n=n,
+        n=measured.n,
         advisory=advisory,
     )
 
@@ -173,10 +169,10 @@ def judge_latency(gate: LatencyGate, evidence: Evidence) -> Iterator[GateResult]
             continue
         quantile = compare_latency_quantile(samples.sorted_ns, share, limit_s)
         reason = (
-            f"{name} is {as_ms(quantile.quantile)} [{as_ms(quantile.low)}, {as_ms(quantile.high)}], "
-            f"limit {as_ms(limit_s)}, {quantile.exceeding} of {quantile.runs} runs above it"
+            f"{name} is {as_ms(quantile.estimate)} [{as_ms(quantile.low)}, {as_ms(quantile.high)}], "
+            f"limit {as_ms(limit_s)}, {quantile.exceeding} of {quantile.n} runs above it"
         )
-        if quantile.verdict is Verdict.INCONCLUSIVE and quantile.runs < quantile.needed:
+        if quantile.verdict is Verdict.INCONCLUSIVE and quantile.n < quantile.needed:
             reason += f"; to pass, {quantile.needed} runs are needed"
         yield _make_result("latency", name, limit, reason, quantile, bound=limit_s, unit="s", advisory=advisory)
     if not limits and gate.max_regression is None and gate.faster_than is None:
@@ -206,7 +202,7 @@ def judge_throughput(gate: ThroughputGate, evidence: Evidence) -> Iterator[GateR
             middle = median(session.per_second)
             reason = (
                 f"median {_rate(middle)} [{_rate(low)}, {_rate(high)}] at {figure}, limit {_rate(gate.min)}, "
-                f"{per_request.runs} sessions ({session.requests} requests)"
+                f"{per_request.n} sessions ({session.requests} requests)"
             )
             result = _make_result(
                 "throughput", figure, limit, reason, per_request, bound=gate.min, unit="req/s", advisory=advisory
@@ -256,8 +252,8 @@ def _judge_median(
         return make_unmeasured(gate, figure, f"≤ {text(limit)}", advisory=advisory)
     center = compare_quantile(samples, 0.5, limit)
     reason = (
-        f"median {figure} {text(center.quantile)} [{text(center.low)}, {text(center.high)}], limit {text(limit)}, "
-        f"{center.runs} fresh processes, from {text(min(samples))} to {text(max(samples))}"
+        f"median {figure} {text(center.estimate)} [{text(center.low)}, {text(center.high)}], limit {text(limit)}, "
+        f"{center.n} fresh processes, from {text(min(samples))} to {text(max(samples))}"
     )
     return _make_result(
         gate, figure, f"≤ {text(limit)}", reason, center, bound=float(limit), unit=unit, advisory=advisory
