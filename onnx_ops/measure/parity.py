@@ -205,10 +205,8 @@ def _search_graph(failed: FailedExport, plain: Target, tracer: Tracer, inputs: T
 
 def _select_inputs(failed: FailedExport, group: ReferenceGroup, outputs: Any) -> Tensors:
     """Select a few rows, so that the values of a large model fit into memory; a fixed batch stays whole."""
-    if any(isinstance(spec.shape[0], int) for spec in read_model_info(failed.model).inputs if spec.shape):
-        return group.inputs
     reference = (group.double or group.single or {}).get(failed.worst.output)
-    if reference is None or failed.worst.output not in outputs:
+    if read_model_info(failed.model).fixed_batch or reference is None or failed.worst.output not in outputs:
         return group.inputs
     chosen = select_rows(outputs[failed.worst.output], reference)
     return {name: array[chosen] for name, array in group.inputs.items()}

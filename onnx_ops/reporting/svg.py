@@ -156,13 +156,9 @@ class Chart:
         if text:
             self._text(WIDTH - self.right - 2, self._top_of(y) - 4, text, "end")
 
-    def upright(self, x: float, style: str, text: str = "") -> None:
-        """Draw a vertical line over the whole height, with its name at the top."""
+    def upright(self, x: float, style: str) -> None:
+        """Draw a vertical line over the whole height."""
         self.path([(x, self.y.low), (x, self.y.high)], style)
-        left = self._left_of(x)
-        if text:
-            room = left + 4 + len(text) * _CHARACTER < WIDTH
-            self._text(left + (4 if room else -4), self.top + 8, text, "start" if room else "end")
 
     def band(self, low: float, high: float, style: str) -> None:
         """Draw the range between two values of y over the whole width."""

@@ -260,9 +260,7 @@ def _check_repeats(runtime: Runtime, target: Target, a: Path, group: InputGroup)
 
 
 def _same(first: Any, second: Any) -> bool:
-    if first.dtype.kind == "f":
-        return bool(np.array_equal(first, second, equal_nan=True))
-    return bool(np.array_equal(first, second))
+    return bool(np.array_equal(first, second, equal_nan=first.dtype.kind == "f"))
 
 
 def _tensors(answer: Tensors | MeasurementError) -> Tensors:

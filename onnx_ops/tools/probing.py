@@ -126,7 +126,7 @@ def find_fixed_sizes(a: Path, b: Path) -> dict[str, int]:
         str(size): int(other)
         for spec in read_model_info(a).inputs
         if spec.name in second and len(spec.shape) == len(second[spec.name].shape)
-        for size, other in _pair_sizes(spec, second[spec.name])
+        for size, other in zip(spec.shape, second[spec.name].shape, strict=True)
         if _is_free(size) and not _is_free(other)
     }
 
@@ -137,15 +137,12 @@ def _merge_specs(a: TensorSpec, b: TensorSpec) -> TensorSpec | None:
         return None
     if not (a.shape and b.shape):  # the rank of one is not known, or it is a scalar
         return a if a.shape else b
-    if len(a.shape) != len(b.shape) or any(
-        not _is_free(x) and not _is_free(y) and x != y for x, y in _pair_sizes(a, b)
-    ):
+    if len(a.shape) != len(b.shape):
         return None
-    return replace(a, shape=tuple(y if _is_free(x) and not _is_free(y) else x for x, y in _pair_sizes(a, b)))
-
-
-def _pair_sizes(a: TensorSpec, b: TensorSpec) -> Iterator[tuple[int | str, int | str]]:
-    return zip(a.shape, b.shape, strict=True)
+    pairs = list(zip(a.shape, b.shape, strict=True))
+    if any(x != y and not _is_free(x) and not _is_free(y) for x, y in pairs):
+        return None
+    return replace(a, shape=tuple(y if _is_free(x) and not _is_free(y) else x for x, y in pairs))
 
 
 def _is_free(size: int | str) -> bool:
@@ -153,7 +150,7 @@ def _is_free(size: int | str) -> bool:
 
 
 def _list_specs(specs: Sequence[TensorSpec]) -> str:
-    return ", ".join(f"{s.name} ({s.dtype} {' × '.join(map(str, s.shape))})" for s in specs) or "nothing"
+    return ", ".join(f"{s.name} ({s.dtype} {_format_shape(s)})" for s in specs) or "nothing"
 
 
 def generate_samples(
@@ -261,15 +258,13 @@ def find_input_problems(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any])
 
 
 def _has_shape(spec: TensorSpec, array: Any) -> bool:
-    declared = spec.shape
-    if not declared:
-        return True
-    pairs = zip(declared[1:], array.shape[1:], strict=False)
-    return len(declared) == array.ndim and all(_is_free(size) or size == actual for size, actual in pairs)
+    pairs = zip(spec.shape[1:], array.shape[1:], strict=False)
+    fits = len(spec.shape) == array.ndim and all(_is_free(size) or size == actual for size, actual in pairs)
+    return fits or not spec.shape
 
 
 def _format_shape(spec: TensorSpec) -> str:
-    return " × ".join(str(size) for size in spec.shape)
+    return " × ".join(map(str, spec.shape))
 
 
 def build_groups(
