@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -88,13 +89,21 @@ def read_values(
 
     A copy that exposes them is written beside the model for the time being.
     """
-    copy = model.with_name(f"{model.stem}-inside.onnx")
-    write_with_outputs(model, names, copy)
-    try:
+    with temporary_copy(model, "inside") as copy:
+        write_with_outputs(model, names, copy)
         answers = runtime.run(copy, target, feeds)
-    finally:
-        copy.unlink()
     return [{name: value for name, value in answer.items() if hasattr(value, "dtype")} for answer in answers]
+
+
+@contextmanager
+def temporary_copy(model: Path, name: str) -> Iterator[Path]:
+    """Yield a path beside a model, at which any file is deleted afterwards, with its weights."""
+    path = model.with_name(f"{model.stem}-{name}.onnx")
+    try:
+        yield path
+    finally:
+        for file in (path, path.with_name(f"{path.name}.data")):
+            file.unlink(missing_ok=True)
 
 
 def run_groups(

@@ -28,7 +28,7 @@ from onnx_ops.domain.quantization import (
 )
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import OnnxOpsError, StageError, UserError
-from onnx_ops.measure.answers import read_answers, read_values, split_batches
+from onnx_ops.measure.answers import read_answers, read_values, split_batches, temporary_copy
 from onnx_ops.measure.files import slice_rows
 from onnx_ops.measure.quantization import PAIRS_AT_ONCE
 from onnx_ops.measure.scoring import ModelPredictions, ScoringRequest, measure_metrics, read_predictions
@@ -255,18 +255,15 @@ class TrialRunner:
         context = self._context
         started = context.project.clock.monotonic()
         sensitivity = Sensitivity(recipe=action.recipe, node=action.node)
-        copy = context.folder / "alone.onnx"
         static = self._recipes[action.recipe].method == "static"
         levels = 63 if any(machine.saturates for machine in context.machines) else 127
         try:
             ranges = self._activation_ranges if static else None
-            write_with_quantized_node(self._balanced, action.node, copy, ranges=ranges, weight_levels=levels)
-            sensitivity = replace(sensitivity, error=self._measure_error(copy))
+            with temporary_copy(self._balanced, "alone") as copy:
+                write_with_quantized_node(self._balanced, action.node, copy, ranges=ranges, weight_levels=levels)
+                sensitivity = replace(sensitivity, error=self._measure_error(copy))
         except (OnnxOpsError, ValueError) as error:
             sensitivity = replace(sensitivity, failure=str(error).splitlines()[0])
-        finally:
-            for file in (copy, copy.with_name(f"{copy.name}.data")):
-                file.unlink(missing_ok=True)
         return replace(sensitivity, seconds=context.project.clock.monotonic() - started)
 
     def _measure(self, trial: Trial, path: Path) -> Trial:

@@ -35,6 +35,9 @@ INT8_OPERATORS = frozenset(
 )
 """The int8 forms of matrix products and convolutions."""
 
+QUANTIZED = INT8_OPERATORS | {"DequantizeLinear", "DynamicQuantizeLinear"}
+"""Operators that no float model contains."""
+
 _WITHOUT_KERNEL = frozenset({"ConvTranspose"})
 _KINDS = {
     **{name: name for name in ("Conv", "ConvTranspose", "Gemm", "MatMul")},

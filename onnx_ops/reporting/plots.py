@@ -17,6 +17,7 @@ from onnx_ops.reporting.metrics import Measured, headline, median_latency, task_
 from onnx_ops.reporting.svg import Axis, Chart, axis_around, make_standalone, room_for
 from onnx_ops.statistics.latency import ALPHA, compare
 from onnx_ops.statistics.parity import pool_noise
+from onnx_ops.statistics.rules.performance import PROCESS_FIGURES
 
 SERIES = 6
 """Colours that the page has for variants; further variants reuse them with other dashes."""
@@ -270,7 +271,6 @@ def _style(series: int) -> str:
 
 
 _LARGEST_LOG = 50.0
-_OF = {"load": "load time", "first": "first inference", "peak": "peak memory"}
 _BAND = f"Band: interval ({100 * (1 - ALPHA):.3g} % a side over all looks)."
 
 
@@ -332,11 +332,11 @@ def name_of(comparison: LatencyComparison | PairedRatios) -> str:
     """Return the name of the quantity of a ratio."""
     if isinstance(comparison, LatencyComparison):
         return "latency"
-    return _OF.get(comparison.figure, f"time per request at {comparison.figure}")
+    return PROCESS_FIGURES.get(comparison.figure, f"time per request at {comparison.figure}")
 
 
 def _pair(comparison: LatencyComparison | PairedRatios) -> str:
-    of_processes = isinstance(comparison, PairedRatios) and comparison.figure in _OF
+    of_processes = isinstance(comparison, PairedRatios) and comparison.figure in PROCESS_FIGURES
     return "process pair" if of_processes else "session pair"
 
 

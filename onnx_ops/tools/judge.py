@@ -37,6 +37,7 @@ from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.metrics import CustomMetric
 from onnx_ops.statistics.parity import measure_output, pool_noise
 from onnx_ops.statistics.rules.common import join_lines
+from onnx_ops.statistics.rules.performance import PROCESS_FIGURES
 from onnx_ops.statistics.scores import CANDIDATE
 from onnx_ops.tools.bench import (
     A,
@@ -62,7 +63,7 @@ _ACTIVATION_ROWS, _FUNCTION_ROWS = 256, 128
 _LARGE_ROW = 1 << 14
 """Bytes of a row from which on a quarter as many rows are enough."""
 
-_METRIC_NAMES = {"ratio": "latency", "load": "load time", "first": "first inference", "peak": "peak memory"}
+_METRIC_NAMES = {"ratio": "latency", **PROCESS_FIGURES}
 
 _NEEDS_REAL_ROWS = frozenset({"saturation", "clipping"})
 """Activation metrics that need rows like those of use."""
