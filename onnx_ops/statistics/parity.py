@@ -10,11 +10,10 @@ import numpy.typing as npt
 
 from onnx_ops.domain.evidence import BatchInvariance, ParityMeasurement
 from onnx_ops.errors import MeasurementError
+from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.statistics.probes import MIN_NOISE_ROWS, REAL
 
 Floats = npt.NDArray[np.float64]
-AnyArray = npt.NDArray[np.generic]
-Tensors = Mapping[str, AnyArray]
 LARGEST = 1e30
 """Represents infinity in values that are written as JSON."""
 
@@ -32,9 +31,9 @@ def measure_output(
     *,
     group: str,
     output: str,
-    onnx: AnyArray,
-    single: AnyArray | None,
-    double: AnyArray | None,
+    onnx: Array,
+    single: Array | None,
+    double: Array | None,
     epsilon: float = 0.0,
 ) -> ParityMeasurement:
     """Measure how far an export's output is from the source's answers.
@@ -100,7 +99,7 @@ def measure_output(
     )
 
 
-def _label_error(onnx: AnyArray, double: AnyArray, single: AnyArray) -> float:
+def _label_error(onnx: Array, double: Array, single: Array) -> float:
     if not onnx.size:
         return 0.0
     if is_text(onnx):
@@ -150,7 +149,7 @@ def compute_ratio(error: float, noise: float) -> float:
     return min(error / noise, LARGEST) if noise > error / LARGEST else LARGEST
 
 
-def compute_epsilon(array: AnyArray) -> float:
+def compute_epsilon(array: Array) -> float:
     """Return the relative spacing of floats, at least that of float32."""
     single = float(np.finfo(np.float32).eps)
     if array.dtype.name == "bfloat16":
@@ -158,12 +157,12 @@ def compute_epsilon(array: AnyArray) -> float:
     return max(single, float(np.finfo(array.dtype.name).eps)) if array.dtype.kind == "f" else single
 
 
-def is_float(array: AnyArray) -> bool:
+def is_float(array: Array) -> bool:
     """Return whether the array holds floats, bfloat16 included."""
     return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
 
 
-def is_text(array: AnyArray) -> bool:
+def is_text(array: Array) -> bool:
     """Return whether the array holds texts."""
     return array.dtype.kind in "USO"
 
@@ -204,7 +203,7 @@ def pick_evenly(names: Sequence[str], limit: int) -> list[str]:
     return [names[(index + 1) * len(names) // limit - 1] for index in range(limit)]
 
 
-def select_rows(onnx: AnyArray, reference: AnyArray) -> list[int]:
+def select_rows(onnx: Array, reference: Array) -> list[int]:
     """Return at most 32 rows: the worst one, and evenly spaced others."""
     count = len(reference)
     if count <= MIN_NOISE_ROWS:
@@ -215,7 +214,7 @@ def select_rows(onnx: AnyArray, reference: AnyArray) -> list[int]:
     return sorted(even)
 
 
-def find_worst_row(onnx: AnyArray, reference: AnyArray) -> int:
+def find_worst_row(onnx: Array, reference: Array) -> int:
     """Return the row with the largest difference; one-sided NaN is largest."""
     if {onnx.dtype.kind, reference.dtype.kind} <= set("fiub"):
         a, b = onnx.astype(np.float64), reference.astype(np.float64)
@@ -271,7 +270,7 @@ def measure_noise(single: Tensors | None, double: Tensors | None) -> dict[str, f
     }
 
 
-def _compare_batches(name: str, together: AnyArray, single: AnyArray, noise: float) -> BatchInvariance:
+def _compare_batches(name: str, together: Array, single: Array, noise: float) -> BatchInvariance:
     # Fixed tolerances, as for a source with one answer; the noise then takes their place.
     measurement = measure_output(group=REAL, output=name, onnx=together, single=single, double=None)
     error, ratio = measurement.error, measurement.ratio

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.domain.evidence import ActivationMeasurement
+from onnx_ops.ports.data import Array
 from onnx_ops.statistics.parity import LARGEST
 
 Floats = npt.NDArray[np.float64]
-AnyArray = npt.NDArray[np.generic]
 
 _LEVELS = 255
 
@@ -46,9 +46,7 @@ class ActivationStatistics:
     least: float = 0.0
     most: float = 0.0
 
-    def update(
-        self, written: AnyArray, read: AnyArray, original: AnyArray | None, meant: AnyArray | None = None
-    ) -> None:
+    def update(self, written: Array, read: Array, original: Array | None, meant: Array | None = None) -> None:
         """Add one run.
 
         Args:
