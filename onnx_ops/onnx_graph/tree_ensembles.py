@@ -91,9 +91,6 @@ def order_nodes(
         roots: nodes that no split leads to.
         splits: by node number: feature, threshold, the node where it holds, the one where not.
         leaves: by node number: weights by output.
-
-    Raises:
-        ValueError: the nodes are no tree.
     """
     if len(roots) != 1:
         raise ValueError(f"{len(roots)} roots")

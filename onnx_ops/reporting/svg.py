@@ -22,11 +22,7 @@ _CHARACTER = 7.2
 
 
 def linear_ticks(low: float, high: float) -> tuple[float, ...]:
-    """Return 2 to 6 round values from `low` to `high`, in steps of 1, 2, 2.5 or 5 times a power of ten.
-
-    Raises:
-        ValueError: `low` is not below `high`, or one is not finite.
-    """
+    """Return 2 to 6 round values from `low` to `high`, in steps of 1, 2, 2.5 or 5 times a power of ten."""
     _check(low, high)
     raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
@@ -36,11 +32,7 @@ def linear_ticks(low: float, high: float) -> tuple[float, ...]:
 
 
 def log_ticks(low: float, high: float) -> tuple[float, ...]:
-    """Return round values from `low` to `high` for a logarithmic axis: powers of ten, and values between if few.
-
-    Raises:
-        ValueError: the bounds are not 0 < low < high, or one is not finite.
-    """
+    """Return round values from `low` to `high` for a logarithmic axis: powers of ten, and values between if few."""
     _check(low, high)
     if low <= 0:
         raise ValueError(f"a logarithmic axis cannot start at {low}")

@@ -113,9 +113,6 @@ def tango_interval(
 
     Returns:
         (estimate, low, high) of candidate minus baseline, between -1 and 1.
-
-    Raises:
-        ValueError: the counts are negative or exceed n, or n is 0.
     """
     if min(only_baseline, only_candidate) < 0 or only_baseline + only_candidate > n or n < 1:
         raise ValueError(f"counts {only_baseline} and {only_candidate} do not fit {n} rows")

@@ -70,9 +70,6 @@ def compute_log_likelihood(table: npt.ArrayLike, odds_ratios: npt.ArrayLike) -> 
     Returns:
         (..., m): log P(k | odds ratio) - log P(k | 1) for each interval. Zero where only one outcome was possible,
         as without events or with requests on one side only.
-
-    Raises:
-        ValueError: events are negative or exceed requests.
     """
     counts = np.asarray(table, dtype=np.int64)
     logs = np.log(np.asarray(odds_ratios, dtype=np.float64))
@@ -266,11 +263,7 @@ def bound_error_rate(errors: int, requests: int, effect: float = 1.0) -> float:
 
 
 def compute_clean_requests(rate: float) -> int:
-    """Return the fewest clean requests that show a rate below `rate`.
-
-    Raises:
-        ValueError: `rate` is not between 0 and 1.
-    """
+    """Return the fewest clean requests that show a rate below `rate`."""
     if not 0 < rate < 1:
         raise ValueError(f"rate {rate} is not between 0 and 1")
     high = 1
