@@ -35,21 +35,16 @@ _LEAST_LOSS = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
-    """One entry of a legend; `series` is the number of its colour."""
-
-    series: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A plot with title, legend and caption. `svg` is markup; the other texts are not escaped yet."""
+    """A plot with title, legend and caption. `svg` is markup; the other texts are not escaped yet.
+
+    `keys` are the entries of the legend: the number of a colour, and a text.
+    """
 
     title: str
     svg: str
     caption: str
-    keys: tuple[Key, ...] = ()
+    keys: tuple[tuple[int, str], ...] = ()
 
 
 def limit_of(decision: Decision | None, gate: str, metric: str) -> float | None:
@@ -82,7 +77,7 @@ def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
         chart.path(points, f"line {_style(series)}")
         lost = f"{share(latency.preempted, latency.runs)} of {latency.runs} runs preempted and left out"
         middle = median_latency(latency)
-        keys.append(Key(series=series, text=f"{e.variant}: median {middle.text() if middle else '?'}, {lost}"))
+        keys.append((series, f"{e.variant}: median {middle.text() if middle else '?'}, {lost}"))
     batches = ", ".join(sorted({str(latency.batch) for _, _, latency, _ in curves}))
     return Figure(
         title=f"Latency on {target}",
@@ -199,7 +194,7 @@ def pareto_figure(
         name = e.variant if len(points) <= _NAMED else f"{series + 1}:"
         beside = f"{name} {format_figure(value.estimate, value.unit)}" if value else name
         chart.note(left, top, beside, above=above[e.variant])
-        keys.append(Key(series=series, text=label if len(points) <= _NAMED else f"{series + 1}: {label}"))
+        keys.append((series, label if len(points) <= _NAMED else f"{series + 1}: {label}"))
     return Figure(
         title=f"Size, latency and {metric} on {target}",
         svg=chart.render(f"Size against latency on {target}"),
@@ -236,7 +231,7 @@ def search_figure(record: SearchRecord, target: str) -> Figure | None:
     export = f"fp32: {format_figure(record.export_bytes, 'B')}"
     chart.dot(1.0, 0.0, "s1 full", export, radius=5)
     chart.note(1.0, 0.0, "fp32")
-    keys = [Key(series=1, text=export)]
+    keys = [(1, export)]
     named = {slot.trial: f"{record.name}-{slot.role}" for slot in record.slots if slot.trial is not None}
     for n, trial in points:
         ratio, loss = trial.ratios[target], 100 * (trial.drop or 0.0)
@@ -248,7 +243,7 @@ def search_figure(record: SearchRecord, target: str) -> Figure | None:
             chart.dot(ratio.estimate, loss, "ring", f"{named[n]} is this one", radius=8)
         if n in record.pareto_front or n in named:
             chart.note(ratio.estimate, loss, str(n))
-            keys.append(Key(series=0, text=f"{named[n]} = {label}" if n in named else label))
+            keys.append((0, f"{named[n]} = {label}" if n in named else label))
     return Figure(
         title=f"What the search {record.name} saw on {target}",
         svg=chart.render(f"Loss of {record.metric} against time on {target}"),
