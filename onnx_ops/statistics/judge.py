@@ -168,7 +168,7 @@ def compute_ranking_metrics(gates: Sequence[Gate], evidence: Evidence) -> Rankin
     """
     gate = next((gate for gate in gates if isinstance(gate, MetricGate)), None)
     metric = gate.definition().label if gate else ACCURACY.label
-    lower = gate is not None and False in (gate.higher_is_better, gate.definition().higher_is_better)
+    lower = gate is not None and gate.lower_is_better
     own = evidence.variant == EXPORT
     median = evidence.latency.quantiles_ns.get("p50") if evidence.latency else None
     compared = (

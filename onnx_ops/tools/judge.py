@@ -472,9 +472,7 @@ def _judge_agreement(request: JudgeRequest, runtime: Runtime, target: Target, ro
 
 def build_metric_gate(name: str | None, max_drop: float, *, lower_is_better: bool) -> MetricGate:
     """Build the limit on a metric: an absolute drop, or a relative growth."""
+    gate = MetricGate(name=name)  # type: ignore[arg-type]
     if name is not None and ":" in name:
         gate = MetricGate(use=name, higher_is_better=not lower_is_better)
-        return replace(gate, max_increase=max_drop) if lower_is_better else replace(gate, max_drop=max_drop)
-    gate = MetricGate(name=name)  # type: ignore[arg-type]
-    grows = gate.definition().higher_is_better is False
-    return replace(gate, max_increase=max_drop) if grows else replace(gate, max_drop=max_drop)
+    return replace(gate, max_increase=max_drop) if gate.lower_is_better else replace(gate, max_drop=max_drop)
