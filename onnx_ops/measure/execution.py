@@ -20,11 +20,7 @@ from onnx_ops.scratch import Scratch
 
 
 def require_hardware(runtime: Runtime, target: Target) -> HardwareFingerprint:
-    """Return the machine's fingerprint if it satisfies the target's requirements.
-
-    Raises:
-        MeasurementError: it does not.
-    """
+    """Return the machine's fingerprint; raise MeasurementError if it is not what the target requires."""
     fingerprint = runtime.fingerprint(target)
     if missing := target.requires.find_missing(fingerprint):
         raise MeasurementError(

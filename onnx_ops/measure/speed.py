@@ -207,9 +207,6 @@ def measure_speed(
 
     A champion can have other inputs, which these rows do not fit: failed measurements against it are left out, and
     its gate reports them.
-
-    Raises:
-        MeasurementError: the variant does not run there.
     """
     latency, raw = measure_latency(runtime, candidate, target, feed)
     samples: dict[str, Array] = dict(raw)

@@ -83,11 +83,7 @@ def write_balanced(source: Path, path: Path) -> bool:
 
 
 def write_balanced_like(source: Path, derived: Path, path: Path) -> bool:
-    """Write `source` with the exponents that `derived` records; return False, and write nothing, if it records none.
-
-    Raises:
-        MeasurementError: they do not fit `source`.
-    """
+    """Write `source` with the exponents that `derived` records; return False, and write nothing, if it records none."""
     recorded = {entry.key: entry.value for entry in read_structure(derived).metadata_props}.get(PROPERTY)
     if recorded is None:
         return False

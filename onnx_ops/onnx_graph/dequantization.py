@@ -74,7 +74,6 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
 
     Raises:
         MeasurementError: an operator hides its rounding in an unknown way.
-        NotFoundError, UserError, RefusedError: as for reading the files.
     """
     model = expand_integer_operators(read_model(derived), derived.name)
     if hidden := sorted(node.op_type for node in model.graph.node if node.op_type in _UNREAD):

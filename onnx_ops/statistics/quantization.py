@@ -104,8 +104,7 @@ class ActivationStatistics:
 def compute_weight_error(original: npt.ArrayLike, dequantized: npt.ArrayLike, scale: npt.ArrayLike) -> float:
     """Return the largest |original - dequantized| in quantization steps.
 
-    Returns:
-        Steps; `LARGEST` if a weight is not finite, or moved where the step is 0.
+    It is `LARGEST` if a weight is not finite, or moved where the step is 0.
     """
     before, after = np.asarray(original, dtype=np.float64), np.asarray(dequantized, dtype=np.float64)
     if before.shape != after.shape:

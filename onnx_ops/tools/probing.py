@@ -100,7 +100,6 @@ def shared_inputs(a: Path, b: Path | None = None) -> tuple[TensorSpec, ...]:
     """Return the inputs of a model, or those that two models share.
 
     Raises:
-        NotFoundError, RefusedError: as for reading the files.
         UserError: a file is not ONNX, or the two do not have the same inputs.
     """
     first = read_model_info(a).inputs
@@ -165,14 +164,8 @@ def generate_samples(
 
     Floats are standard normal, booleans 0 or 1, texts known to the model, `a` or `b`. Integers that are indices reach
     every entry; others are most often masks, and are 0 or 1. Inputs that begin with different fixed sizes have no axis
-    for rows: each is drawn once, as a whole.
-
-    Args:
-        inputs: of the model.
-        count: rows; fewer if they would not fit into 64 MiB.
-        dims: sizes of symbolic dimensions by name; others than the batch are 8.
-        seed: of the random generator.
-        bounds: what the graph shows about the inputs.
+    for rows: each is drawn once, as a whole. There are fewer rows than `count` if these would not fit into 64 MiB;
+    symbolic dimensions that are not in `dims`, other than the batch, have the size 8.
 
     Raises:
         UserError: an input is not a tensor, or its type or size cannot be generated, or `dims` names no dimension.

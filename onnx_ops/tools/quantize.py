@@ -1,4 +1,8 @@
-"""Quantize one ONNX file, by a recipe or by search."""
+"""Quantize one ONNX file, by a recipe or by search.
+
+Functions raise UserError for a file that is not valid or exists already, a recipe that does not fit, or a budget that
+nothing keeps; and StageError where a library fails.
+"""
 
 from __future__ import annotations
 
@@ -84,12 +88,7 @@ def quantize_file(
     targets: Sequence[Target],
     calibration: Tensors | None = None,
 ) -> QuantizedFile:
-    """Write the variant to `path`, completely or not at all; the recipe may depend on the targets.
-
-    Raises:
-        UserError: a file is not valid or exists already, or the recipe does not fit.
-        StageError: the library failed.
-    """
+    """Write the variant to `path`, completely or not at all; the recipe may depend on the targets."""
     check_paths(source, path)
     for target in targets:
         require_versions(source, target)
@@ -178,10 +177,6 @@ def search_variant(
 
     The same search resumes where it was interrupted. `section.variants` holds the one wanted role; the metric is
     measured on the rows of `tuning_data`; `data` are the digests of all rows by use.
-
-    Raises:
-        UserError: a file is not valid or exists already, or nothing keeps the budget.
-        StageError: a library failed.
     """
     check_paths(source, path)
     key = digest_json(

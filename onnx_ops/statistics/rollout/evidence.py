@@ -178,8 +178,6 @@ def run_split_test(
 
     Args:
         table: (intervals, 4): the candidate's successes and outcomes, the stable version's successes and outcomes.
-        higher_is_better: whether a success is good.
-        effect: design effect of the successes.
 
     Returns:
         (decision about the candidate, log10 evidence that its rate is higher, log10 evidence that it is lower).
