@@ -12,8 +12,6 @@ from onnx_ops.domain.evidence import ActivationMeasurement
 from onnx_ops.ports.data import Array
 from onnx_ops.statistics.parity import LARGEST
 
-Floats = npt.NDArray[np.float64]
-
 _LEVELS = 255
 
 TINY = 1e-30
