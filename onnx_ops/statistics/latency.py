@@ -15,6 +15,7 @@ from scipy import special
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import Interval
 from onnx_ops.errors import MeasurementError
+from onnx_ops.statistics.intervals import find_least
 
 FULL_RUN = 40
 """Session pairs that represent a run. An undecided run continues if the pairs up to the last look may decide."""
@@ -346,14 +347,7 @@ def compare_quantile(samples: npt.ArrayLike, q: float, limit: float, *, confiden
 
 def compute_samples_needed(q: float, *, exceeding: int = 0, confidence: float = 0.95) -> int:
     """Return the fewest runs that pass with `exceeding` of them too slow."""
-
-    def is_enough(runs: int) -> bool:
-        return bool(special.bdtr(exceeding, runs, 1 - q) <= 1 - confidence)
-
-    short, enough = exceeding, exceeding + 1
-    while not is_enough(enough):
-        short, enough = enough, 2 * enough
-    return short + bisect.bisect_left(range(short, enough), True, key=is_enough)
+    return find_least(lambda runs: bool(special.bdtr(exceeding, runs, 1 - q) <= 1 - confidence), above=exceeding)
 
 
 def _exp(value: float) -> float:

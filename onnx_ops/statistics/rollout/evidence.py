@@ -25,13 +25,14 @@ Stat. 49:1055-1080), valid after every request.
 
 from __future__ import annotations
 
-import bisect
 import math
 from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from scipy.special import gammaln
+
+from onnx_ops.statistics.intervals import find_least
 
 Array: TypeAlias = npt.NDArray[np.float64]
 Counts: TypeAlias = npt.NDArray[np.int64]
@@ -264,8 +265,4 @@ def compute_clean_requests(rate: float) -> int:
     """Return the fewest clean requests that show a rate below `rate`."""
     if not 0 < rate < 1:
         raise ValueError(f"rate {rate} is not between 0 and 1")
-    high = 1
-    while not is_rate_certified(0, high, rate):
-        high *= 2
-    low = high // 2
-    return low + bisect.bisect_left(range(low, high), True, key=lambda n: bool(is_rate_certified(0, n, rate)))
+    return find_least(lambda requests: bool(is_rate_certified(0, requests, rate)))
