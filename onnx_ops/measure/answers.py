@@ -68,18 +68,27 @@ def read_answers(
 
 
 def split_batches(model: Path, inputs: Tensors, at_once: int | None = None) -> Iterator[tuple[Tensors, int]]:
-    """Yield feeds that the model accepts, of at most `at_once` rows if possible, and the number of rows that count."""
-    fixed = read_model_info(model).fixed_batch
-    total = len(next(iter(inputs.values())))
-    row_bytes = sum(array.nbytes for array in inputs.values()) // max(1, total)
-    size = fixed or min(at_once or total, max(1, _INPUT_BYTES // max(1, row_bytes)))
+    """Return feeds that the model accepts, of at most `at_once` rows if possible, and the number of rows that count."""
+    return cut_batches(inputs, read_model_info(model).fixed_batch, _INPUT_BYTES, at_once)
+
+
+def cut_batches(
+    rows: Tensors, fixed: int, most_bytes: int, at_once: int | None = None
+) -> Iterator[tuple[Tensors, int]]:
+    """Yield batches of a fixed size, or of as many rows as the bytes hold, and the number of rows that count.
+
+    The last batch of a fixed size is filled up from the first rows.
+    """
+    total = len(next(iter(rows.values())))
+    row_bytes = sum(array.nbytes for array in rows.values()) // max(1, total)
+    size = fixed or max(1, min(at_once or total, most_bytes // max(1, row_bytes)))
     for start in range(0, total, size):
         count = min(size, total - start)
         if fixed and count < size:
             chosen = np.arange(start, start + size) % total
-            yield {name: array[chosen] for name, array in inputs.items()}, count
+            yield {name: array[chosen] for name, array in rows.items()}, count
         else:
-            yield slice_rows(inputs, start, start + count), count
+            yield slice_rows(rows, start, start + count), count
 
 
 def read_values(

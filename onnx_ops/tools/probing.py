@@ -14,6 +14,7 @@ import numpy as np
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.domain.pipeline import InputValues
 from onnx_ops.errors import UserError
+from onnx_ops.measure.answers import cut_batches
 from onnx_ops.onnx_graph.input_bounds import InputBounds
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Tensors
@@ -288,7 +289,7 @@ def build_groups(
         if plain := [name for name in whole if name in known_bounds and not known_bounds[name].size]:
             probes["range:whole_numbers"] = ProbeGroup(inputs=_draw_whole_numbers(samples.rows, plain))
     groups = [
-        InputGroup(name=name, runs=tuple(_cut_runs(probe.inputs, samples)), inside=probe.inside)
+        InputGroup(name=name, runs=_cut_runs(probe.inputs, samples), inside=probe.inside)
         for name, probe in probes.items()
     ]
     if not samples.batch:
@@ -311,18 +312,10 @@ def _draw_whole_numbers(rows: Tensors, names: Sequence[str]) -> Tensors:
     return inputs
 
 
-def _cut_runs(rows: Tensors, samples: SampleRows) -> Iterator[Tensors]:
-    """Cut the rows into runs of the batch; the last run of a fixed batch is filled up from the first rows."""
-    count = len(next(iter(rows.values())))
-    if not count:
-        yield {**rows, **samples.fixed}
-        return
-    row_bytes = max(1, sum(array.nbytes for array in rows.values()) // max(1, count))
-    size = samples.batch or max(1, min(count, _RUN_BYTES // row_bytes))
-    whole = -(-count // size) * size if samples.batch else count
-    for start in range(0, whole, size):
-        chosen = np.arange(start, min(start + size, whole)) % count
-        yield {**{name: array[chosen] for name, array in rows.items()}, **samples.fixed}
+def _cut_runs(rows: Tensors, samples: SampleRows) -> tuple[Tensors, ...]:
+    """Cut the rows into runs of the batch; no rows are one run."""
+    feeds = [feed for feed, _ in cut_batches(rows, samples.batch, _RUN_BYTES)] or [rows]
+    return tuple({**feed, **samples.fixed} for feed in feeds)
 
 
 def _find_fixed_batch(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> int:
