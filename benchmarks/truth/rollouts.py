@@ -12,8 +12,8 @@ from benchmarks.truth.rollout_users import SLACK, SPREAD
 from benchmarks.truth.rollout_world import Rates, Result, Rollouts, World
 from benchmarks.truth.rollout_worlds import NEVER, RAILS
 from onnx_ops.domain.rollout_policy import RolloutPolicy, ServiceLevel, SplitTest
-from onnx_ops.statistics.rollout import compute_clean_requests, guardrails
 from onnx_ops.statistics.rollout import evidence as ev
+from onnx_ops.statistics.rollout import guardrails
 
 FIXED = RolloutPolicy(steps=(0.1, 1.0), guardrails=RAILS, min_requests=(NEVER,), step_timeout=1e9)
 FULL = RolloutPolicy(
@@ -202,7 +202,7 @@ def _levels(trials: int, quick: bool) -> list[Claim]:
     many = trials if quick else 4 * trials
     for rate in (0.005, 0.02, 0.05):
         wrong = sum(_wrongly_certified(random, rate, count) for count in _parts(many, 250))
-        rows.append((f"below {100 * rate:g} %", f"{compute_clean_requests(rate):,}", f"{100 * wrong / many:.1f} %"))
+        rows.append((f"below {100 * rate:g} %", f"{ev.compute_clean_requests(rate):,}", f"{100 * wrong / many:.1f} %"))
         what = f"{100 * rate:g} % errors certified as below {100 * rate:g} %"
         claims.append(at_most("service level", what, wrong, many, 0.05, quick=quick))
     table("service level", ("error rate", "clean requests to show it", "shown though it is at the limit"), rows)

@@ -88,7 +88,7 @@ def quantize(
     from onnx_ops.domain.pipeline import Quantize
     from onnx_ops.domain.quantization import AUTO, ROLES
     from onnx_ops.onnx_graph.model_info import read_model_info
-    from onnx_ops.tools.quantize import VariantSearch, quantize_file, search_variant
+    from onnx_ops.tools.quantize import quantize_file, search_variant
 
     project = open_project()
     context = guard_context(project.context)
@@ -118,17 +118,18 @@ def quantize(
                 why = f"there are {', '.join(METRICS)}"
                 raise UserError(f"no metric is called {metric!r}", where="--metric", why=why)
             definition = MetricGate(name=score).definition()
-            order = VariantSearch(
-                section=replace(section, variants=(role,), budget=_parse_budget(budget or [])),
-                source=model,
-                path=out,
+            result = search_variant(
+                context,
+                replace(section, variants=(role,), budget=_parse_budget(budget or [])),
+                model,
+                out,
                 targets=tuple(chosen),
                 tuning_data=_load_tuning(context, model, tuning_data, label, definition),
                 metric=definition,
                 calibration=rows,
                 data={name: digest_file(path) for name, path in (("tuning_data", tuning_data), ("data", data)) if path},
+                report=report,
             )
-            result = search_variant(context, order, report=report)
     elif tuning_data or budget:
         raise UserError(
             f"{method} is a single recipe", where="--tuning-data, --budget", remedy="They are for --method auto."

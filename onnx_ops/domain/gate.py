@@ -171,6 +171,11 @@ class MetricGate:
         None
     )
 
+    @property
+    def lower_is_better(self) -> bool:
+        """Whether less of the metric is better."""
+        return False in (self.higher_is_better, self.definition().higher_is_better)
+
     def definition(self) -> MetricDefinition:
         """Return the metric that it measures, with defaults filled in."""
         if self.use:

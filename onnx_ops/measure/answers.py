@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -67,18 +68,27 @@ def read_answers(
 
 
 def split_batches(model: Path, inputs: Tensors, at_once: int | None = None) -> Iterator[tuple[Tensors, int]]:
-    """Yield feeds that the model accepts, of at most `at_once` rows if possible, and the number of rows that count."""
-    fixed = read_model_info(model).fixed_batch
-    total = len(next(iter(inputs.values())))
-    row_bytes = sum(array.nbytes for array in inputs.values()) // max(1, total)
-    size = fixed or min(at_once or total, max(1, _INPUT_BYTES // max(1, row_bytes)))
+    """Return feeds that the model accepts, of at most `at_once` rows if possible, and the number of rows that count."""
+    return cut_batches(inputs, read_model_info(model).fixed_batch, _INPUT_BYTES, at_once)
+
+
+def cut_batches(
+    rows: Tensors, fixed: int, most_bytes: int, at_once: int | None = None
+) -> Iterator[tuple[Tensors, int]]:
+    """Yield batches of a fixed size, or of as many rows as the bytes hold, and the number of rows that count.
+
+    The last batch of a fixed size is filled up from the first rows.
+    """
+    total = len(next(iter(rows.values())))
+    row_bytes = sum(array.nbytes for array in rows.values()) // max(1, total)
+    size = fixed or max(1, min(at_once or total, most_bytes // max(1, row_bytes)))
     for start in range(0, total, size):
         count = min(size, total - start)
         if fixed and count < size:
             chosen = np.arange(start, start + size) % total
-            yield {name: array[chosen] for name, array in inputs.items()}, count
+            yield {name: array[chosen] for name, array in rows.items()}, count
         else:
-            yield slice_rows(inputs, start, start + count), count
+            yield slice_rows(rows, start, start + count), count
 
 
 def read_values(
@@ -88,13 +98,21 @@ def read_values(
 
     A copy that exposes them is written beside the model for the time being.
     """
-    copy = model.with_name(f"{model.stem}-inside.onnx")
-    write_with_outputs(model, names, copy)
-    try:
+    with temporary_copy(model, "inside") as copy:
+        write_with_outputs(model, names, copy)
         answers = runtime.run(copy, target, feeds)
-    finally:
-        copy.unlink()
     return [{name: value for name, value in answer.items() if hasattr(value, "dtype")} for answer in answers]
+
+
+@contextmanager
+def temporary_copy(model: Path, name: str) -> Iterator[Path]:
+    """Yield a path beside a model, at which any file is deleted afterwards, with its weights."""
+    path = model.with_name(f"{model.stem}-{name}.onnx")
+    try:
+        yield path
+    finally:
+        for file in (path, path.with_name(f"{path.name}.data")):
+            file.unlink(missing_ok=True)
 
 
 def run_groups(

@@ -75,11 +75,7 @@ def put_dataset(store: Store, dataset: Dataset) -> Manifest:
 
 
 def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None) -> Dataset:
-    """Return a stored data set, for an export in the types of its model.
-
-    Raises:
-        UserError: a column has missing cells, and the model expects whole numbers.
-    """
+    """Return a stored data set, for an export in the types of its model (see `convert_inputs`)."""
     arrays = load_arrays(store, manifest["dataset.npz"])
     inputs = _select_prefix("input/", arrays)
     if export is not None:

@@ -188,26 +188,25 @@ def _search_graph(failed: FailedExport, plain: Target, tracer: Tracer, inputs: T
         single, double = tracer(inputs, frozenset(chosen))
         exposed = [name for name in chosen if name in single]
         (arrays,) = read_values(failed.runtime, failed.model, plain, exposed, (inputs,))
-        divergent = find_first_divergence(exposed, arrays, single, double)
-        if divergent is None:
+        divergence = find_first_divergence(exposed, arrays, single, double)
+        if divergence is None:
             return Divergence(note="no value that source and export share diverges")
+        divergent, ratio = divergence
         # Go on with the values after the last exposed one that agrees, up to the divergent one.
         names = [value.name for value in values]
-        position, end = exposed.index(divergent.value), names.index(divergent.value)
+        position, end = exposed.index(divergent), names.index(divergent)
         start = names.index(exposed[position - 1]) + 1 if position else 0
         between = values[start : end + 1]
         if len(chosen) == len(values) or len(between) == len(values):
             node = values[end]
-            return Divergence(node=node.node, op_type=node.op_type, scope=node.scope, ratio=divergent.ratio)
+            return Divergence(node=node.node, op_type=node.op_type, scope=node.scope, ratio=ratio)
         values = between
 
 
 def _select_inputs(failed: FailedExport, group: ReferenceGroup, outputs: Any) -> Tensors:
     """Select a few rows, so that the values of a large model fit into memory; a fixed batch stays whole."""
-    if any(isinstance(spec.shape[0], int) for spec in read_model_info(failed.model).inputs if spec.shape):
-        return group.inputs
     reference = (group.double or group.single or {}).get(failed.worst.output)
-    if reference is None or failed.worst.output not in outputs:
+    if read_model_info(failed.model).fixed_batch or reference is None or failed.worst.output not in outputs:
         return group.inputs
     chosen = select_rows(outputs[failed.worst.output], reference)
     return {name: array[chosen] for name, array in group.inputs.items()}

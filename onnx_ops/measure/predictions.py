@@ -1,4 +1,7 @@
-"""Model outputs and labels in the terms of a task metric."""
+"""Model outputs and labels in the terms of a task metric.
+
+Functions raise UserError where outputs or labels do not fit the metric, or one another.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,7 @@ class _Form(NamedTuple):
 
 
 def read_prediction(definition: MetricDefinition, outputs: Tensors) -> Prediction:
-    """Read the named output, or the first one that fits the metric.
-
-    Raises:
-        UserError: there is no such output, or none that fits.
-    """
+    """Read the named output, or the first one that fits the metric."""
     if definition.output is not None and definition.output not in outputs:
         raise UserError(
             f"the model has no output {definition.output!r} with one entry per row",
@@ -64,11 +63,7 @@ def read_prediction(definition: MetricDefinition, outputs: Tensors) -> Predictio
 
 
 def join_predictions(predictions: Sequence[Prediction]) -> Prediction:
-    """Join the predictions of successive rows.
-
-    Raises:
-        UserError: their shapes do not fit together.
-    """
+    """Join the predictions of successive rows."""
     if len({(prediction.values.shape[1:], prediction.columns) for prediction in predictions}) != 1:
         shapes = sorted({str(prediction.values.shape[1:]) for prediction in predictions})
         raise UserError(f"the shape of its answers changes from batch to batch: {', '.join(shapes)}")
@@ -161,11 +156,7 @@ _FORMS: Mapping[str | None, Sequence[_Form]] = {
 
 
 def prepare_label(definition: MetricDefinition, label: Array | None) -> Array | None:
-    """Return the label as the metric needs it; None if it needs none.
-
-    Raises:
-        UserError: it is not of the kind that the metric needs.
-    """
+    """Return the label as the metric needs it; None if it needs none."""
     match definition.name:
         case "cosine" | "token_agreement":
             kinds = "f" if definition.name == "cosine" else "iu"
@@ -213,9 +204,6 @@ def find_column_labels(label: Array, count: int, where: str, remedy: str = _USE_
 
     Whole numbers from 0 are numbers of columns. Other labels have their columns in sorted order, which is only known
     where all of them occur.
-
-    Raises:
-        UserError: the labels do not fit the number of columns.
     """
     known = np.unique(label)
     if label.dtype.kind != "U" and known.size and known[0] >= 0 and known[-1] < count:
@@ -231,11 +219,7 @@ def find_column_labels(label: Array, count: int, where: str, remedy: str = _USE_
 
 
 def read_classes(label: Array, prediction: Prediction, definition: MetricDefinition) -> Array:
-    """Return the predicted labels, one per row.
-
-    Raises:
-        UserError: the labels do not fit the answers.
-    """
+    """Return the predicted labels, one per row."""
     values, where = prediction.values, definition.label
     if prediction.columns == 1:
         if ((values < 0) | (values > 1)).any():
@@ -254,11 +238,7 @@ def read_classes(label: Array, prediction: Prediction, definition: MetricDefinit
 
 
 def find_positive_label(definition: MetricDefinition, label: Array) -> str | int:
-    """Return the positive label: the named one, or the greater of two.
-
-    Raises:
-        UserError: it is not named, and there are more than two.
-    """
+    """Return the positive label: the named one, or the greater of two."""
     if definition.positive is not None:
         return str(definition.positive) if label.dtype.kind == "U" else definition.positive
     known = np.unique(label)
@@ -273,11 +253,7 @@ def find_positive_label(definition: MetricDefinition, label: Array) -> str | int
 
 
 def read_positive_scores(label: Array, positive: str | int, prediction: Prediction, where: str) -> Array:
-    """Return the scores of the positive label, one per row.
-
-    Raises:
-        UserError: it has no column.
-    """
+    """Return the scores of the positive label, one per row."""
     names = find_column_labels(label, max(2, prediction.columns), where)
     column = np.flatnonzero(names == positive)
     if not column.size:

@@ -13,7 +13,7 @@ from onnx_ops.domain.evidence import ActivationMeasurement, WeightMeasurement
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
-from onnx_ops.measure.answers import read_values, split_batches
+from onnx_ops.measure.answers import read_values, split_batches, temporary_copy
 from onnx_ops.measure.files import slice_rows
 from onnx_ops.measure.timing import count_rows
 from onnx_ops.onnx_graph.channel_balance import write_balanced_like
@@ -94,7 +94,7 @@ def _without_integer_operators(derived: Path) -> Iterator[Path]:
     """Yield the file, or a temporary one beside it without integer operators."""
     model = read_model(derived)
     pairs = expand_integer_operators(model, derived.name)
-    with _temporary(derived, "pairs") as path:
+    with temporary_copy(derived, "pairs") as path:
         if pairs is not model:
             write_model(pairs, path)
         yield derived if pairs is model else path
@@ -103,19 +103,8 @@ def _without_integer_operators(derived: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def _balanced_like(derived: Path, source: Path) -> Iterator[Path]:
     """Yield the source, or a temporary copy of it with the channels balanced as in `derived`: the same function."""
-    with _temporary(source, "balanced") as path:
+    with temporary_copy(source, "balanced") as path:
         yield path if write_balanced_like(source, derived, path) else source
-
-
-@contextlib.contextmanager
-def _temporary(model: Path, name: str) -> Iterator[Path]:
-    """Yield a path beside a model, at which any file is deleted afterwards."""
-    path = model.with_name(f"{model.stem}-{name}.onnx")
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
-        path.with_name(f"{path.name}.data").unlink(missing_ok=True)
 
 
 def _measure_batch(
@@ -200,7 +189,7 @@ def _measure_layer_errors(
     feeds = tuple(split_feeds(derived, samples))
     errors: dict[str, float] = {}
     for start in range(0, len(moved), _WEIGHTS_AT_ONCE):
-        with _temporary(source, "layers") as copy:
+        with temporary_copy(source, "layers") as copy:
             outputs = write_with_layer_errors(source, moved[start : start + _WEIGHTS_AT_ONCE], copy)
             runs = runtime.run(copy, AS_WRITTEN, feeds) if outputs else ()
         for weight, pairs in outputs.items():

@@ -152,13 +152,7 @@ def _extract_signals(definition: MetricDefinition, label: Array | None, answers:
 def read_predictions(
     request: ScoringRequest, name: str, definitions: Sequence[MetricDefinition], shard: tuple[int, int] = (0, 1)
 ) -> ModelPredictions:
-    """Read one model's answers in the terms of each metric.
-
-    Args:
-        request: the models and the rows.
-        name: of the model.
-        definitions: the metrics.
-        shard: number and count of the parts of all batches, of which one is read; it can be empty.
+    """Read one model's answers, or a `shard` of them (see `read_answers`), in the terms of each metric.
 
     Raises:
         MeasurementError: the candidate or the export does not run.

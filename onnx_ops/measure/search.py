@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from onnx_ops.domain.quantization import (
 )
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import OnnxOpsError, StageError, UserError
-from onnx_ops.measure.answers import read_answers, read_values, split_batches
+from onnx_ops.measure.answers import read_answers, read_values, split_batches, temporary_copy
 from onnx_ops.measure.files import slice_rows
 from onnx_ops.measure.quantization import PAIRS_AT_ONCE
 from onnx_ops.measure.scoring import ModelPredictions, ScoringRequest, measure_metrics, read_predictions
@@ -96,8 +97,7 @@ def search(context: SearchContext, journal: StageJournal, report: Reporter) -> S
     candidates = list_search_recipes(context.machines, calibrated=context.calibration is not None, small=small)
     candidates = tuple(replace(one, nodes=list_quantizable_nodes(context.source, one.method)) for one in candidates)
     recipes = tuple(recipe for recipe in candidates if recipe.nodes or recipe.method not in OPERATORS)
-    context = replace(context, recipes={recipe.name: recipe for recipe in recipes})
-    runner, name = TrialRunner(context), context.section.name
+    runner, name = TrialRunner(context, {recipe.name: recipe for recipe in recipes}), context.section.name
     state = SearchState(recipes=recipes, budget=context.budget, export_bytes=read_model_info(context.source).size_bytes)
     lines = journal.read()
     if _END in lines:
@@ -204,19 +204,15 @@ class SearchContext:
     batch: int
     budget: Budget
     seed: int
-    recipes: Mapping[str, Recipe] = field(default_factory=dict)
     functions: Mapping[str, CustomMetric] = field(default_factory=dict)
 
 
 class TrialRunner:
     """Builds and measures models of a search. Measurements of fp32 are made once."""
 
-    def __init__(self, context: SearchContext) -> None:
-        self._context = context
+    def __init__(self, context: SearchContext, recipes: Mapping[str, Recipe]) -> None:
+        self._context, self._recipes = context, recipes
         self._predictions: dict[str, ModelPredictions] = {}
-        self._outputs: Tensors | None = None
-        self._ranges: dict[str, ValueRange] | None = None
-        self._balanced: Path | None = None
         self._schedules: dict[str, PairedBenchmarkSchedule] = {}
 
     def build(self, action: BuildTrial) -> Trial:
@@ -234,7 +230,7 @@ class TrialRunner:
 
     def make(self, trial: Trial) -> tuple[Path, tuple[str, ...]]:
         """Build the model of a trial; the same recipe gives the same file."""
-        context, recipe = self._context, self._context.recipes[trial.recipe]
+        context, recipe = self._context, self._recipes[trial.recipe]
         folder = context.folder / f"trial-{len(list(context.folder.iterdir()))}"
         folder.mkdir()
         section = replace(
@@ -259,18 +255,15 @@ class TrialRunner:
         context = self._context
         started = context.project.clock.monotonic()
         sensitivity = Sensitivity(recipe=action.recipe, node=action.node)
-        copy = context.folder / "alone.onnx"
-        static = context.recipes[action.recipe].method == "static"
+        static = self._recipes[action.recipe].method == "static"
         levels = 63 if any(machine.saturates for machine in context.machines) else 127
         try:
-            ranges = self._activation_ranges() if static else None
-            write_with_quantized_node(self._balance(), action.node, copy, ranges=ranges, weight_levels=levels)
-            sensitivity = replace(sensitivity, error=self._measure_error(copy))
+            ranges = self._activation_ranges if static else None
+            with temporary_copy(self._balanced, "alone") as copy:
+                write_with_quantized_node(self._balanced, action.node, copy, ranges=ranges, weight_levels=levels)
+                sensitivity = replace(sensitivity, error=self._measure_error(copy))
         except (OnnxOpsError, ValueError) as error:
             sensitivity = replace(sensitivity, failure=str(error).splitlines()[0])
-        finally:
-            for file in (copy, copy.with_name(f"{copy.name}.data")):
-                file.unlink(missing_ok=True)
         return replace(sensitivity, seconds=context.project.clock.monotonic() - started)
 
     def _measure(self, trial: Trial, path: Path) -> Trial:
@@ -324,17 +317,19 @@ class TrialRunner:
 
     def _measure_error(self, path: Path) -> float:
         """Return the root mean square error of the float outputs on a few rows, in standard deviations."""
-        if self._outputs is None:
-            self._outputs = self._run(self._context.source)
         answers = self._run(path)
         errors = [0.0]
-        for name, exact in self._outputs.items():
+        for name, exact in self._exact_outputs.items():
             if exact.dtype.kind == "f" and exact.size and name in answers:
                 truth = exact.astype(np.float64)
                 difference = answers[name].astype(np.float64) - truth
                 errors.append(float(np.sqrt(np.mean(difference**2)) / (np.std(truth) or 1.0)))
         worst = max(errors)
         return worst if math.isfinite(worst) else math.inf
+
+    @functools.cached_property
+    def _exact_outputs(self) -> Tensors:
+        return self._run(self._context.source)
 
     def _run(self, path: Path) -> Tensors:
         context = self._context
@@ -345,18 +340,16 @@ class TrialRunner:
         )
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
-    def _balance(self) -> Path:
-        """Return the source as the quantizers balance it."""
-        if self._balanced is None:
-            source, path = self._context.source, self._context.folder / "balanced.onnx"
-            self._balanced = path if write_balanced(source, path) else source
-        return self._balanced
+    @functools.cached_property
+    def _balanced(self) -> Path:
+        """The source as the quantizers balance it."""
+        source, path = self._context.source, self._context.folder / "balanced.onnx"
+        return path if write_balanced(source, path) else source
 
+    @functools.cached_property
     def _activation_ranges(self) -> Mapping[str, ValueRange]:
-        """Return the smallest and largest value of each activation that a product reads."""
-        if self._ranges is not None:
-            return self._ranges
-        context, source = self._context, self._balance()
+        """The smallest and largest value of each activation that a product reads."""
+        context, source = self._context, self._balanced
         probed = slice_rows(context.calibration or context.tuning_data.inputs, 0, RANGED)
         read = {name for names in list_activations(source).values() for name in names}
         ranges = {name: _find_range(probed[name]) for name in read & set(probed)}
@@ -370,7 +363,6 @@ class TrialRunner:
                     low, high = _find_range(values[name])
                     previous = ranges.get(name, (low, high))
                     ranges[name] = min(low, previous[0]), max(high, previous[1])
-        self._ranges = ranges
         return ranges
 
 

@@ -69,7 +69,8 @@ _PROBES = 20
 Counts = npt.NDArray[np.int64]
 
 REQUESTS = 20
-FIGURES = ("load", "first", "peak")
+FIGURES = {"load": "load_ns", "first": "first_ns", "peak": "peak_bytes"}
+"""Fields of the samples of fresh processes by quantity."""
 
 FASTER = 0.0
 """The tolerance that tests whether a variant is faster at all."""
@@ -81,7 +82,7 @@ def measure_throughput(
     """Measure requests per second of fresh sessions of one model."""
     schedule = replace(_plan_windows(runtime, model, target, feed, concurrency), seed=seed)
     samples = runtime.under_load((model, model), target, feed, schedule)
-    per_second = samples.requests * 1e9 / np.median(_check_positive([samples]), axis=1)
+    per_second = samples.requests * 1e9 / np.median(_join_windows([samples]), axis=1)
     throughput = ThroughputMeasurement(
         concurrency=concurrency,
         batch=count_rows(feed),
@@ -132,7 +133,7 @@ def compare_throughput(pair: PairedBenchmark, concurrency: int) -> tuple[PairedR
         return pair.runtime.under_load(pair.models, pair.target, pair.feed, replace(schedule, rounds=rounds, seed=seed))
 
     def figures(samples: Sequence[LoadSamples]) -> tuple[RatioSamples]:
-        return (split_log_ratios(np.log(_check_positive(samples))),)
+        return (split_log_ratios(np.log(_join_windows(samples))),)
 
     noun = f"session pairs under {concurrency} requests at once"
     looks = measure_until_decided(pair, noun, measure, figures, (pair.tolerances.get("throughput", ()),))
@@ -159,11 +160,7 @@ def _plan_windows(runtime: Runtime, model: Path, target: Target, feed: Tensors, 
 
 
 def _join_windows(samples: Sequence[LoadSamples]) -> Floats:
-    return np.concatenate([s.nanoseconds for s in samples]).astype(np.float64)
-
-
-def _check_positive(samples: Sequence[LoadSamples]) -> Floats:
-    nanoseconds = _join_windows(samples)
+    nanoseconds = np.concatenate([s.nanoseconds for s in samples]).astype(np.float64)
     if not (nanoseconds > 0).all():
         raise MeasurementError("a window of requests took no measurable time")
     return nanoseconds
@@ -219,8 +216,7 @@ def compare_starts(pair: PairedBenchmark) -> tuple[tuple[PairedRatios, ...], Raw
 
 def _join_starts(samples: Sequence[StartSamples], figure: str) -> Counts:
     """Return one quantity of all processes, of shape (rounds, models)."""
-    names = {"load": "load_ns", "first": "first_ns", "peak": "peak_bytes"}
-    values = np.concatenate([getattr(s, names[figure]) for s in samples]).astype(np.int64)
+    values = np.concatenate([getattr(s, FIGURES[figure]) for s in samples]).astype(np.int64)
     if figure != "peak" and not (values > 0).all():
         raise MeasurementError(f"{figure} of a fresh process took no measurable time")
     return values
@@ -256,9 +252,6 @@ def measure_speed(
 
     A champion can have other inputs, which these rows do not fit: failed measurements against it are left out, and
     its gate reports them.
-
-    Raises:
-        MeasurementError: the variant does not run there.
     """
     latency, raw = measure_latency(runtime, candidate, target, feed)
     samples: dict[str, Array] = dict(raw)

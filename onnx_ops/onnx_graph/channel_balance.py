@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.errors import MeasurementError
-from onnx_ops.onnx_graph.files import iterate_graphs, read_model, read_structure, write_model
+from onnx_ops.onnx_graph.files import iterate_graphs, map_readers, read_model, read_structure, write_model
 
 if TYPE_CHECKING:
     import onnx
@@ -83,11 +83,7 @@ def write_balanced(source: Path, path: Path) -> bool:
 
 
 def write_balanced_like(source: Path, derived: Path, path: Path) -> bool:
-    """Write `source` with the exponents that `derived` records; return False, and write nothing, if it records none.
-
-    Raises:
-        MeasurementError: they do not fit `source`.
-    """
+    """Write `source` with the exponents that `derived` records; return False, and write nothing, if it records none."""
     recorded = {entry.key: entry.value for entry in read_structure(derived).metadata_props}.get(PROPERTY)
     if recorded is None:
         return False
@@ -105,11 +101,7 @@ def write_balanced_like(source: Path, derived: Path, path: Path) -> bool:
 def _find_norms(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]) -> Iterator[tuple[str, _Norm]]:
     """Yield the values that can be balanced."""
     producers = {name: node for node in model.graph.node for name in node.output}
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for graph in iterate_graphs(model):
-        for node in graph.node:
-            for name in node.input:
-                readers.setdefault(name, []).append(node)
+    readers = map_readers(node for graph in iterate_graphs(model) for node in graph.node)
     outputs = {value.name for graph in iterate_graphs(model) for value in graph.output}
     inputs = {value.name for value in model.graph.input}  # callers may replace a constant that is an input too
 

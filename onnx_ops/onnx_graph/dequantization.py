@@ -5,6 +5,7 @@ The two must agree as float models do: a lost node, another axis or another cons
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from onnx_ops.onnx_graph.quantized_activations import (
     find_folded_values,
     read_levels,
 )
-from onnx_ops.onnx_graph.quantized_weights import NarrowWeight, QuantizedWeight, iterate_block_weights
+from onnx_ops.onnx_graph.quantized_weights import NarrowWeight, QuantizedWeight, iterate_block_weights, shape_along
 
 if TYPE_CHECKING:
     import onnx
@@ -73,12 +74,8 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
 
     Raises:
         MeasurementError: an operator hides its rounding in an unknown way.
-        NotFoundError, UserError, RefusedError: as for reading the files.
     """
-    import onnx
-
-    model = onnx.ModelProto()
-    model.CopyFrom(expand_integer_operators(read_model(derived), derived.name))
+    model = expand_integer_operators(read_model(derived), derived.name)
     if hidden := sorted(node.op_type for node in model.graph.node if node.op_type in _UNREAD):
         raise MeasurementError(f"the rounding of {hidden[0]} cannot be taken off", where=derived.name)
     tensors = collect_constants(model)
@@ -89,11 +86,8 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
         rewritten += _rewrite(node, tensors, folded, blocks)
     del model.graph.node[:]
     model.graph.node.extend(rewritten)
-    model.graph.initializer.extend(
-        tensor
-        for name, tensor in tensors.items()
-        if name not in {t.name for t in model.graph.initializer} and not any(name in node.output for node in rewritten)
-    )
+    known = {tensor.name for tensor in model.graph.initializer} | {name for node in rewritten for name in node.output}
+    model.graph.initializer.extend(tensor for name, tensor in tensors.items() if name not in known)
     del model.graph.value_info[:]
     _widen(model)
     write_model(model, path)
@@ -119,13 +113,11 @@ def _folded(source: Path, model: onnx.ModelProto, tensors: dict[str, onnx.Tensor
         if cutting is None or cutting.op_type in (makers.get(node.input[0]), makers.get(cutting.output[0])):
             continue
         if (levels := read_levels(node, tensors)) is not None and _ends_alike(cutting, stored, *levels):
-            made = folded[node.output[0]] = type(cutting)()
-            made.CopyFrom(cutting)
+            made = folded[node.output[0]] = copy.deepcopy(cutting)
             for place, name in enumerate(cutting.input):
                 if place and name:  # a constant, which gets a new name
                     made.input[place] = f"{name}.original"
-                    tensors[made.input[place]] = type(stored[name])()
-                    tensors[made.input[place]].CopyFrom(stored[name])
+                    tensors[made.input[place]] = copy.deepcopy(stored[name])
                     tensors[made.input[place]].name = made.input[place]
     return folded
 
@@ -158,16 +150,11 @@ def _rewrite(
     from onnx import helper, numpy_helper
 
     match node.op_type:
-        case "QuantizeLinear" if node.input[0] not in tensors:
-            maker = folded.get(node.output[0])
-            if maker is None:
-                return [helper.make_node("Identity", node.input[:1], node.output)]
-            cut = type(maker)()
-            cut.CopyFrom(maker)
-            cut.input[0] = node.input[0]
-            cut.output[:] = node.output
+        case "QuantizeLinear" if node.output[0] in folded:
+            cut = folded[node.output[0]]
+            cut.input[0], cut.output[:] = node.input[0], node.output
             return [cut]
-        case "DequantizeLinear" if node.input[0] not in tensors:
+        case "QuantizeLinear" | "DequantizeLinear" if node.input[0] not in tensors:
             return [helper.make_node("Identity", node.input[:1], node.output)]
         case "DynamicQuantizeLinear":
             tensors[node.output[1]] = numpy_helper.from_array(np.array(1, np.float32), node.output[1])
@@ -198,13 +185,9 @@ def _float_product(node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto]) -
         inputs = list(node.input[:2])  # both were converted to floats before
     else:
         levels = numpy_helper.to_array(stored).astype(np.float64)
-        zero = tensors.get(node.input[3]) if len(node.input) > 3 else None
-        if zero is not None:
-            centre = numpy_helper.to_array(zero).astype(np.float64)
-            along = 0 if node.op_type == "ConvInteger" else levels.ndim - 1
-            shape = [1] * levels.ndim
-            shape[along] = -1
-            levels = levels - (centre.reshape(shape) if centre.size > 1 else centre.reshape(()))
+        if len(node.input) > 3 and node.input[3] in tensors:
+            centre = numpy_helper.to_array(tensors[node.input[3]]).astype(np.float64)
+            levels = levels - shape_along(centre, levels.ndim, 0 if node.op_type == "ConvInteger" else -1)
         name = f"{node.input[1]}.float"
         tensors[name] = numpy_helper.from_array(levels.astype(np.float32), name)
         inputs = [node.input[0], name]
@@ -226,10 +209,9 @@ def _widen(model: onnx.ModelProto) -> None:
             if value.type.tensor_type.elem_type == _HALF:
                 value.type.tensor_type.elem_type = _FLOAT
         for node in graph.node:
+            types = ("to",) if node.op_type == "Cast" else ("dtype", "output_dtype")
             for attribute in node.attribute:
-                if node.op_type == "Cast" and attribute.name == "to" and attribute.i == _HALF:
-                    attribute.i = _FLOAT
-                if attribute.name in ("dtype", "output_dtype") and attribute.i == _HALF:
+                if attribute.name in types and attribute.i == _HALF:
                     attribute.i = _FLOAT
                 if node.op_type == "ConstantOfShape" and attribute.name == "value" and attribute.t.data_type == _HALF:
                     wide = numpy_helper.to_array(attribute.t).astype(np.float32)

@@ -52,7 +52,7 @@ def read_structure(path: Path) -> onnx.ModelProto:
     Raises:
         NotFoundError: there is no such file, or its weights are missing.
         UserError: it is not ONNX, or too large to be.
-        RefusedError: its external data is outside the permitted locations, see `resolve_files`.
+        RefusedError: its external data is outside the permitted locations, see `resolve_external_files`.
     """
     model = parse_model(path)
     real = path.resolve()
@@ -191,11 +191,6 @@ def copy_model(source: Path, path: Path) -> None:
     shutil.copyfile(source, path)
 
 
-def resolve_external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, ...]:
-    """Return the files that hold a model's weights; raises as `resolve_files` does."""
-    return resolve_files(iterate_tensors(model), folder)
-
-
 def iterate_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Yield the initializers and tensor attributes of a model, of subgraphs, functions and training too.
 
@@ -222,6 +217,15 @@ def iterate_graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
         if attribute.HasField("g"):
             yield attribute.g
         yield from attribute.graphs
+
+
+def map_readers(nodes: Iterable[onnx.NodeProto]) -> dict[str, list[onnx.NodeProto]]:
+    """Return the nodes that read each value, one entry for each input."""
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in nodes:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    return readers
 
 
 def list_shape_nodes(model: onnx.ModelProto) -> frozenset[str]:
@@ -284,8 +288,8 @@ class TensorLocation:
     tensor: str
 
 
-def resolve_files(tensors: Iterable[onnx.TensorProto], folder: Path) -> tuple[Path, ...]:
-    """Return the files that hold the tensors, in order of appearance.
+def resolve_external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, ...]:
+    """Return the files that hold a model's weights, in order of appearance.
 
     Raises:
         RefusedError: a name is absolute, leads or links out of the folder; a location is missing,
@@ -295,10 +299,10 @@ def resolve_files(tensors: Iterable[onnx.TensorProto], folder: Path) -> tuple[Pa
     """
     files: dict[Path, None] = {}
     places: list[TensorLocation] = []
-    for tensor in tensors:
+    for tensor in iterate_tensors(model):
         if not (tensor.external_data or tensor.data_location):  # 1 is EXTERNAL
             continue
-        where, keys = _of(tensor.name), [entry.key for entry in tensor.external_data]
+        where, keys = f"tensor {tensor.name}", [entry.key for entry in tensor.external_data]
         if twice := [key for key in keys if keys.count(key) > 1]:
             raise RefusedError(f"it gives the {twice[0]!r} of its external data twice", where=where, remedy=_AGAIN)
         entries = {entry.key: entry.value for entry in tensor.external_data}
@@ -321,13 +325,13 @@ def resolve_files(tensors: Iterable[onnx.TensorProto], folder: Path) -> tuple[Pa
         is_same = last is not None and (last.start, last.end) == (place.start, place.end)
         if last and last.file == place.file and place.start < last.end and not is_same:
             what = f"its external data overlaps that of tensor {last.tensor}"
-            raise RefusedError(what, where=_of(place.tensor), remedy=_AGAIN)
+            raise RefusedError(what, where=f"tensor {place.tensor}", remedy=_AGAIN)
         last = place
     return tuple(files)
 
 
 def _locate(tensor: onnx.TensorProto, entries: dict[str, str], path: Path) -> TensorLocation:
-    where = _of(tensor.name)
+    where = f"tensor {tensor.name}"
     start, stated = _number(entries, "offset", where), _number(entries, "length", where)
     size, wanted = os.path.getsize(path), _bytes_of(tensor)
     if stated is not None and wanted is not None and stated != wanted:
@@ -345,11 +349,17 @@ def _locate(tensor: onnx.TensorProto, entries: dict[str, str], path: Path) -> Te
     return TensorLocation(file=path.resolve(), start=begin, end=begin + length, tensor=tensor.name)
 
 
-def get_element_bits(data_type: int) -> int | None:
-    """Return the bits of an element; None for texts and unknown types."""
+def get_element_type(data_type: int) -> str:
+    """Return the name of an element type in ONNX, in lower case; `undefined` if it is unknown."""
     from onnx import TensorProto
 
-    return _BITS.get(TensorProto.DataType.Name(data_type)) if data_type in TensorProto.DataType.values() else None
+    known = data_type in TensorProto.DataType.values()
+    return TensorProto.DataType.Name(data_type).lower() if known else "undefined"
+
+
+def get_element_bits(data_type: int) -> int | None:
+    """Return the bits of an element; None for texts and unknown types."""
+    return _BITS.get(get_element_type(data_type))
 
 
 def _number(entries: dict[str, str], key: str, where: str) -> int | None:
@@ -365,7 +375,7 @@ def _number(entries: dict[str, str], key: str, where: str) -> int | None:
 def _bytes_of(tensor: onnx.TensorProto) -> int | None:
     """Return the bytes that the tensor's shape and type take; None for a type without a fixed size."""
     if any(size < 0 for size in tensor.dims):
-        raise RefusedError(f"its shape is negative: {list(tensor.dims)}", where=_of(tensor.name))
+        raise RefusedError(f"its shape is negative: {list(tensor.dims)}", where=f"tensor {tensor.name}")
     bits = get_element_bits(tensor.data_type)
     return None if bits is None else -(-math.prod(tensor.dims) * bits // 8)
 
@@ -377,20 +387,16 @@ def _inside(path: Path, folder: Path) -> bool:
         return False
 
 
-def _of(tensor: str) -> str:
-    return f"tensor {tensor}"
-
-
 _BITS = {
     name: bits
     for bits, names in {
-        2: "INT2 UINT2",
-        4: "INT4 UINT4 FLOAT4E2M1",
-        8: "INT8 UINT8 BOOL FLOAT8E4M3FN FLOAT8E4M3FNUZ FLOAT8E5M2 FLOAT8E5M2FNUZ FLOAT8E8M0",
-        16: "INT16 UINT16 FLOAT16 BFLOAT16",
-        32: "INT32 UINT32 FLOAT",
-        64: "INT64 UINT64 DOUBLE COMPLEX64",
-        128: "COMPLEX128",
+        2: "int2 uint2",
+        4: "int4 uint4 float4e2m1",
+        8: "int8 uint8 bool float8e4m3fn float8e4m3fnuz float8e5m2 float8e5m2fnuz float8e8m0",
+        16: "int16 uint16 float16 bfloat16",
+        32: "int32 uint32 float",
+        64: "int64 uint64 double complex64",
+        128: "complex128",
     }.items()
     for name in names.split()
 }

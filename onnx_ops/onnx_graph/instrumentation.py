@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 """Property of a node that lists the modules around it, outermost first, and last the node itself."""
 
-MAX_EXPOSED_VALUES = 256
-"""Most values that one copy exposes: each is held in memory while it runs."""
-
 _QUOTED = re.compile(r"'([^']*)'")
 
 
@@ -54,26 +51,12 @@ def list_computed_values(path: Path) -> tuple[ComputedValue, ...]:
 
 
 def write_with_outputs(path: Path, names: Sequence[str], copy: Path) -> None:
-    """Write a copy of the model with the named values as further outputs.
+    """Write a copy of the model with the named values of the main graph as further outputs.
 
-    Weights outside the file are not read: the copy refers to the same files, and so must be in the same folder.
-
-    Args:
-        names: at most `MAX_EXPOSED_VALUES` values of the main graph.
-        copy: another file in the folder of `path`.
-
-    Raises:
-        ValueError: the copy is in another folder, there are too many names, or the graph computes no such value.
-        NotFoundError, UserError, RefusedError: as for reading the file.
+    Weights outside the file are not read: the copy refers to the same files, and so must be in the same folder. Each
+    value is held in memory while the copy runs.
     """
-    if copy.parent != path.parent or copy == path:
-        raise ValueError("the copy must be another file of the same folder")
-    if len(names) > MAX_EXPOSED_VALUES:
-        raise ValueError(f"{len(names)} values are more than {MAX_EXPOSED_VALUES}")
     model = read_structure(path)
-    computed = {name for node in model.graph.node for name in node.output if name}
-    if unknown := sorted(set(names) - computed):
-        raise ValueError(f"no node of the main graph computes {unknown[0]!r}")
     outputs = {value.name for value in model.graph.output}
     for name in dict.fromkeys(names):
         if name not in outputs:

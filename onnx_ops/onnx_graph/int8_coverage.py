@@ -17,7 +17,7 @@ import numpy as np
 from onnx_ops.domain.evidence import Advice, FloatOperator, Int8Coverage
 from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.domain.target import Target
-from onnx_ops.onnx_graph.files import collect_constants, read_model, read_structure
+from onnx_ops.onnx_graph.files import collect_constants, map_readers, read_model, read_structure
 
 if TYPE_CHECKING:
     import onnx
@@ -35,17 +35,19 @@ INT8_OPERATORS = frozenset(
 )
 """The int8 forms of matrix products and convolutions."""
 
-_FLOAT_OPERATORS = frozenset(
-    {"Conv", "FusedConv", "FusedGemm", "FusedMatMul", "Gemm", "MatMul", "NhwcFusedConv", "TransposeMatMul"}
-)
+QUANTIZED = INT8_OPERATORS | {"DequantizeLinear", "DynamicQuantizeLinear"}
+"""Operators that no float model contains."""
+
 _WITHOUT_KERNEL = frozenset({"ConvTranspose"})
 _KINDS = {
+    **{name: name for name in ("Conv", "ConvTranspose", "Gemm", "MatMul")},
     "FusedConv": "Conv",
     "FusedGemm": "Gemm",
     "FusedMatMul": "MatMul",
     "NhwcFusedConv": "Conv",
     "TransposeMatMul": "MatMul",
 }
+"""The float forms of matrix products and convolutions, and the operators that they stand for."""
 
 _AFFIXES = re.compile(r"^fused |(?:_token_\d+|_nchwc|_quant|_MatMul|/\w+Fusion)$")
 """Affixes that the quantizers and the runtime add to a node's name when they rewrite it."""
@@ -82,13 +84,9 @@ def measure_int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str]
         called = node.name or node.output[0]
         names |= dict.fromkeys((called, *node.output), called)
     model = read_structure(rewritten)
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in model.graph.node:
-        for value in node.input:
-            readers.setdefault(value, []).append(node)
     graph = _Graph(
         makers={value: node for node in model.graph.node for value in node.output},
-        readers=readers,
+        readers=map_readers(model.graph.node),
         types={tensor.name: tensor.data_type for tensor in model.graph.initializer},
     )
     excluded_names = set(excluded)
@@ -101,9 +99,8 @@ def measure_int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str]
         name = (name and names.get(name)) or names.get(node.output[0], node.name or node.output[0])
         if node.op_type in INT8_OPERATORS:
             int8.append(name)
-        elif node.op_type in _FLOAT_OPERATORS | _WITHOUT_KERNEL:
+        elif kind := _KINDS.get(node.op_type):
             reason, setting = ("excluded", "") if name in excluded_names else _reason(node, graph)
-            kind = _KINDS.get(node.op_type, node.op_type)
             floats.append(FloatOperator(name=name, op_type=kind, reason=reason, setting=setting))
     return Int8Coverage(
         int8=tuple(int8), floats=tuple(floats), unheeded=tuple(name for name in int8 if name in excluded_names)
@@ -122,7 +119,7 @@ def _reason(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
     if not read[0]:
         maker = makers[0]
         reason = f"its input is not quantized: it comes in float from {maker.op_type if maker else 'the model input'}"
-        return reason, f"name {_KINDS.get(node.op_type, node.op_type)} in `options.op_types`, or leave op_types out"
+        return reason, f"name {_KINDS[node.op_type]} in `options.op_types`, or leave op_types out"
     levels = makers[0].input[2] if makers[0] is not None and len(makers[0].input) > 2 else ""
     if graph.types.get(levels) == _INT8:
         reason = "its QuantizeLinear pair is not fused: activations are int8, kernels of x86 take uint8"

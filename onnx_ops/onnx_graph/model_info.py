@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from onnx_ops.domain.artifact import ModelInfo, TensorSpec
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.files import iterate_nodes, read_structure, resolve_external_files
+from onnx_ops.onnx_graph.files import get_element_type, iterate_nodes, read_structure, resolve_external_files
 
 if TYPE_CHECKING:
     import onnx
@@ -57,14 +57,11 @@ def count_operators(model: onnx.ModelProto) -> dict[str, int]:
 
 
 def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
-    from onnx import TensorProto
-
     form = value.type.WhichOneof("value")
     if form not in ("tensor_type", None):
         return TensorSpec(name=value.name, dtype=form.removesuffix("_type"), shape=())
     kind = value.type.tensor_type
-    known = kind.elem_type in TensorProto.DataType.values()
-    name = TensorProto.DataType.Name(kind.elem_type).lower() if known else "undefined"
+    name = get_element_type(kind.elem_type)
     dtype = {"float": "float32", "double": "float64"}.get(name, name)
     shape = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in kind.shape.dim)
     return TensorSpec(name=value.name, dtype=dtype, shape=shape)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.onnx_graph.files import collect_constants, get_opset, iterate_nodes, read_structure
+from onnx_ops.onnx_graph.int8_coverage import INT8_OPERATORS, QUANTIZED
 from onnx_ops.onnx_graph.ort_format import is_ort_format
 
 if TYPE_CHECKING:
@@ -21,8 +22,7 @@ _HALVES = {10: "float16", 16: "bfloat16"}
 _FLOAT = 1
 _BLOCKED = "MatMulNBits"
 _WITH_WEIGHTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
-_INTEGER = frozenset({"ConvInteger", "MatMulInteger", "QGemm", "QLinearConv", "QLinearMatMul"})
-_MARKS = _INTEGER | {"DequantizeLinear", "DynamicQuantizeLinear", "DynamicQuantizeMatMul", "MatMulIntegerToFloat"}
+_INTEGER = INT8_OPERATORS - {"DynamicQuantizeMatMul", "MatMulIntegerToFloat"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ def _read_kind(model: onnx.ModelProto) -> ModelKind:
         return ModelKind(
             precision="weight-only", why=f"{len(blocked)} of {total} matrix products have {widths} weights"
         )
-    if any(operators[name] for name in _MARKS):
+    if any(operators[name] for name in QUANTIZED):
         return ModelKind(precision="int8", why=_describe_int8(model, operators))
     tensors = list(collect_constants(model).values())
     sizes = Counter[int]()

@@ -15,6 +15,7 @@ from onnx_ops.onnx_graph.compatibility import check_model, find_custom_operators
 from onnx_ops.onnx_graph.files import (
     DEFAULT_DOMAINS,
     get_element_bits,
+    get_element_type,
     iterate_nodes,
     iterate_tensors,
     read_structure,
@@ -56,8 +57,6 @@ class ModelSummary:
 
 def summarize_model(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None) -> ModelSummary:
     """Return the summary of a file; weights beside it are not loaded."""
-    from onnx import TensorProto
-
     model = read_structure(path)
     operators = Counter(
         node.op_type if node.domain in DEFAULT_DOMAINS else f"{node.domain}::{node.op_type}"
@@ -66,9 +65,7 @@ def summarize_model(path: Path, *, batch: int = 1, dims: Mapping[str, int] | Non
     metadata = {prop.key: prop.value for prop in model.metadata_props}
     parameters: Counter[str] = Counter()
     for tensor in model.graph.initializer:
-        known = tensor.data_type in TensorProto.DataType.values()
-        kind = TensorProto.DataType.Name(tensor.data_type).lower() if known else "undefined"
-        parameters[kind] += math.prod(tensor.dims)
+        parameters[get_element_type(tensor.data_type)] += math.prod(tensor.dims)
     problem = ""
     try:
         check_model(path)

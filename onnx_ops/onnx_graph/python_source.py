@@ -83,9 +83,6 @@ def write_python_source(path: Path, source: Path) -> tuple[Path, ...]:
 
     External weights are not copied: the built model names them as the original does. Before this returns, the source is
     run and its model compared with the original.
-
-    Raises:
-        StageError: the source builds another model.
     """
     model, writer = parse_model(path), _Writer()
     body = writer.render(model, 4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from onnx_ops.errors import MeasurementError
-from onnx_ops.onnx_graph.files import collect_constants, get_opset, read_model, read_structure
+from onnx_ops.onnx_graph.files import collect_constants, get_opset, map_readers, read_model, read_structure
 
 if TYPE_CHECKING:
     import onnx
@@ -84,9 +86,8 @@ class _Rewriting:
         from onnx import helper
 
         after = self.fresh(f"{value}.read")
-        vector = scale[0] in self.tensors and int(np.prod(self.tensors[scale[0]].dims, dtype=int)) > 1
         node = helper.make_node("DequantizeLinear", [value, *scale], [after])
-        if vector:
+        if scale[0] in self.tensors and math.prod(self.tensors[scale[0]].dims) > 1:
             node.attribute.append(helper.make_attribute("axis", axis))
         self.nodes.append(node)
         return after
@@ -107,15 +108,12 @@ def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelPr
     Operators that move integers (MaxPool, Reshape, Concat …) keep their scale, and become such a pair too: a consumer
     that reads integers with another scale than they were written with shows as it does in a graph of pairs.
     """
-    import onnx
-
     if not any(_is_integer(node) for node in model.graph.node):
         return model
     if (opset := get_opset(model)) < _AXIS_OPSET:
         remedy = f"Export at {_AXIS_OPSET} or later."
         raise MeasurementError(f"integer operators of opset {opset} cannot be read", where=where, remedy=remedy)
-    expanded = onnx.ModelProto()
-    expanded.CopyFrom(model)
+    expanded = copy.deepcopy(model)
     work = _Rewriting(tensors=collect_constants(model))
     work.names |= {name for node in model.graph.node for name in (*node.input, *node.output)}
     for node in model.graph.node:
@@ -128,8 +126,7 @@ def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelPr
             inputs = [work.read(name, scale, -1) if work.scales.get(name) == scale else name for name in node.input]
             place = len(work.nodes)
             moved = [work.write(name, scale) if name else "" for name in node.output]
-            made = type(node)()
-            made.CopyFrom(node)
+            made = copy.deepcopy(node)
             made.input[:], made.output[:] = inputs, moved
             work.nodes.insert(place, made)
         else:
@@ -232,14 +229,10 @@ def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
 def find_folded_values(path: Path) -> dict[str, str]:
     """Return the output of each ReLU or Clip by its input, if only it reads that: a range can replace it."""
     graph = read_structure(path).graph
-    users: dict[str, list[onnx.NodeProto]] = {}
-    for node in graph.node:
-        for name in node.input:
-            users.setdefault(name, []).append(node)
     outputs = {value.name for value in graph.output}
     return {
         name: nodes[0].output[0]
-        for name, nodes in users.items()
+        for name, nodes in map_readers(graph.node).items()
         if len(nodes) == 1 and nodes[0].op_type in _FOLDED and nodes[0].input[0] == name and name not in outputs
     }
 

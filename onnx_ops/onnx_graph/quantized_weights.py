@@ -189,12 +189,12 @@ def _pair(
     if original.squeeze().shape != levels.squeeze().shape:
         what = f"quantized weight {name} has shape {levels.shape}, its original {original.shape}"
         raise MeasurementError(what, where=where)
-    scale = _along(numpy_helper.to_array(tensors[stored.scale]).astype(np.float64), levels.ndim, stored.axis)
+    scale = shape_along(numpy_helper.to_array(tensors[stored.scale]).astype(np.float64), levels.ndim, stored.axis)
     centre = np.zeros_like(scale)
     if stored.zero_point in tensors:
         zero = numpy_helper.to_array(tensors[stored.zero_point]).astype(np.float64)
-        centre = _along(zero, levels.ndim, stored.axis)
-        levels = levels - centre
+        centre = shape_along(zero, levels.ndim, stored.axis)
+    levels = levels - centre
     original = original.reshape(levels.shape)
     return QuantizedWeight(
         name=name,
@@ -209,9 +209,9 @@ def _pair(
 
 def _stretch(dtype: np.dtype[np.generic], levels: Floats, centre: Floats) -> float | None:
     """Return the range of the type's levels relative to that of the part (channel, or all) that uses them best."""
-    if dtype not in (np.dtype(np.int8), np.dtype(np.uint8)) or not levels.size:
+    if dtype.name not in ("int8", "uint8") or not levels.size:
         return None
-    limits = np.iinfo(np.int8 if dtype == np.dtype(np.int8) else np.uint8)
+    limits = np.iinfo(dtype.name)
     along = tuple(axis for axis in range(levels.ndim) if centre.shape[axis] == 1)
     ends = []
     for end, used in (
@@ -224,7 +224,7 @@ def _stretch(dtype: np.dtype[np.generic], levels: Floats, centre: Floats) -> flo
     return float(stretches.min()) if stretches.size else None
 
 
-def _along(values: Floats, dimensions: int, axis: int) -> Floats:
+def shape_along(values: Floats, dimensions: int, axis: int) -> Floats:
     """Shape values that belong to one axis (or to all) so that they broadcast."""
     if values.size == 1:
         return values.reshape((1,) * dimensions)

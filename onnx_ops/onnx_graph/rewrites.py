@@ -14,6 +14,7 @@ from onnx_ops.onnx_graph.files import (
     DEFAULT_DOMAINS,
     collect_constants,
     iterate_graphs,
+    iterate_nodes,
     read_model,
     read_structure,
     write_model,
@@ -33,10 +34,9 @@ def restore_metadata(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
     del model.metadata_props[:]
     model.metadata_props.extend(source.metadata_props)
     del model.graph.value_info[:]
-    used = {node.domain for node in model.graph.node} | {f.domain for f in model.functions}
-    used |= {node.domain for function in model.functions for node in function.node}
-    used |= {entry.domain for entry in source.opset_import} | set(DEFAULT_DOMAINS)
     declared = {entry.domain: entry.version for entry in source.opset_import}
+    used = {node.domain for node in iterate_nodes(model)} | {function.domain for function in model.functions}
+    used |= {*declared, *DEFAULT_DOMAINS}
     imports = {
         entry.domain: entry.version if entry.domain in DEFAULT_DOMAINS else declared.get(entry.domain, entry.version)
         for entry in model.opset_import

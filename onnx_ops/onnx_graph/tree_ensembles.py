@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -71,9 +71,8 @@ def read_trees(path: Path) -> tuple[Tree, ...]:
         if width * nodes > _MOST_WEIGHTS:
             raise UserError(f"a tree ensemble has {width} outputs", where=where)
         for number, grown in growing.items():
-            below = {child for split in grown.splits.values() for child in (split.low, split.high)}
-            roots = [root for root in (*grown.splits, *grown.leaves) if root not in below]
             try:
+                roots = _find_roots((*grown.splits, *grown.leaves), grown.splits)
                 trees.append(order_nodes(roots, grown.splits, grown.leaves, width))
             except ValueError as error:
                 raise UserError(f"tree {number} is not a tree: {error}", where=where) from error
@@ -92,9 +91,6 @@ def order_nodes(
         roots: nodes that no split leads to.
         splits: by node number: feature, threshold, the node where it holds, the one where not.
         leaves: by node number: weights by output.
-
-    Raises:
-        ValueError: the nodes are no tree.
     """
     if len(roots) != 1:
         raise ValueError(f"{len(roots)} roots")
@@ -141,6 +137,11 @@ def _grow(node: onnx.NodeProto, where: str) -> tuple[dict[int, _Growing], int]:
         else:
             raise UserError(f"a tree asks {mode.decode(errors='replace')}", where=where)
     return growing, len(columns[0])
+
+
+def _find_roots(nodes: Iterable[int], splits: Mapping[int, _Split]) -> list[int]:
+    below = {child for split in splits.values() for child in (split.low, split.high)}
+    return [node for node in nodes if node not in below]
 
 
 def _read_columns(node: onnx.NodeProto, names: Sequence[str], where: str) -> list[Sequence[Any]]:
@@ -231,8 +232,7 @@ def _origin(makers: Mapping[str, onnx.NodeProto], value: str) -> str:
 
 def _probes(tree: Mapping[int, _Split], rows: Floats, factor: Floats, shift: Floats) -> Iterator[Floats]:
     """Yield both sides of the threshold of each split that is reached, shape (2, features)."""
-    below = {split.low for split in tree.values()} | {split.high for split in tree.values()}
-    roots = [node for node in tree if node not in below]
+    roots = _find_roots(tree, tree)
     waiting = [(root, rows[index % len(rows)]) for index, root in enumerate(roots)]
     visited = set(roots)  # a file can contain a cycle
     reached: dict[int, Floats] = dict.fromkeys(roots, rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
@@ -26,7 +25,7 @@ from onnx_ops.orchestration.events import TIMEOUT_S
 from onnx_ops.pipeline.run import DaemonThreadPool, SilentObserver
 from onnx_ops.ports import Observer
 from onnx_ops.reporting.description import result_table
-from onnx_ops.reporting.plots import variants_picture
+from onnx_ops.reporting.plots import as_data_url, variants_picture
 
 
 def publish_tables(summary: Summary) -> None:
@@ -82,9 +81,8 @@ def publish_pictures(summary: Summary, evidence: Collection[Evidence]) -> None:
     for choice in summary.choices:
         picture = variants_picture(choice.target, tuple(evidence), summary.decisions, choice.variant)
         if picture is not None:
-            data = base64.b64encode(picture.svg.encode("utf-8")).decode("ascii")
             create_image_artifact(
-                f"data:image/svg+xml;base64,{data}",
+                as_data_url(picture.svg),
                 key=f"{summary.pipeline}-{choice.target}-variants",
                 description=f"{picture.title}. {picture.caption}",
             )

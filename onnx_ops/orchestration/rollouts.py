@@ -21,6 +21,7 @@ from onnx_ops.release.journal import Journal
 from onnx_ops.release.notify import send_pending_each
 from onnx_ops.release.reconcile import StepReport, reconcile_until_stable
 from onnx_ops.release.status import RolloutTimeline, build_timeline
+from onnx_ops.reporting.formatting import markdown_table
 from onnx_ops.reporting.plots import as_data_url, evidence_svg
 
 _ENDED_BADLY = (ActionKind.ABORT, ActionKind.ROLLBACK)
@@ -93,14 +94,15 @@ def page(endpoint: str, timeline: RolloutTimeline, report: str) -> str:
     name, observations = timeline.candidate.name, timeline.observations
     ended = {ActionKind.FINISH: "has all traffic", ActionKind.ABORT: "was taken back"}
     how = "is on trial" if timeline.end is None else ended.get(timeline.end, "was rolled back")
-    rows = [f"# {endpoint}: {name} {how}", "", "| when (UTC) | what | share | why | by |", "|---|---|---|---|---|"]
+    steps = []
     for step in timeline.steps:
         at = datetime.datetime.fromtimestamp(step.at, tz=datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
         share = "" if step.percent is None else f"{step.percent} %"
-        rows.append("| " + " | ".join([at, step.what, share, _cell(step.why), _cell(step.actor)]) + " |")
+        steps.append((at, step.what, share, step.why, step.actor))
+    lines = [f"# {endpoint}: {name} {how}", "", *markdown_table(("when (UTC)", "what", "share", "why", "by"), steps)]
     if observations is not None and (plot := evidence_svg(trace_guardrails(observations, timeline.policy))):
-        rows += ["", f"![Evidence against {name}]({as_data_url(plot)})"]
-    return "\n".join([*rows, "", report, ""])
+        lines += ["", f"![Evidence against {name}]({as_data_url(plot)})"]
+    return "\n".join([*lines, "", report, ""])
 
 
 def _reconcile(context: Context, endpoint: str, by: str) -> tuple[list[StepReport], OnnxOpsError | None]:
@@ -122,7 +124,3 @@ def _reconcile(context: Context, endpoint: str, by: str) -> tuple[list[StepRepor
     except OnnxOpsError as error:
         return reports, error
     return reports, None
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")

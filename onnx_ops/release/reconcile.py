@@ -270,7 +270,7 @@ def choose_action(
     state, analysis = journal.state, None
     if snapshot.observations is not None:
         # The statistics take longer to import than a rollback takes, and most steps need none.
-        from onnx_ops.statistics.rollout import analyze
+        from onnx_ops.statistics.rollout.judge import analyze
 
         analysis = analyze(snapshot.observations, state.roles, state.policy)
     action = choose_next_action(
@@ -306,7 +306,7 @@ def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action |
     candidate, stable, fixed = action.roles.candidate, action.roles.stable, state.thresholds
     if candidate is None or stable is None or (fixed is not None and fixed.candidate == candidate.manifest):
         return
-    from onnx_ops.statistics.rollout import fix_thresholds
+    from onnx_ops.statistics.rollout.guardrails import fix_thresholds
 
     latencies = journal.context.metrics(journal.config).latencies(journal.config, stable.name)
     thresholds, slower = (

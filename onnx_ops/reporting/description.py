@@ -90,7 +90,6 @@ def version_description(
     variant: str,
     decisions: Mapping[str, Decision],
     lineage: Lineage,
-    evidence_run_url: str | None = None,
     *,
     figures: Sequence[str] = (),
     provenance: Provenance | None = None,
@@ -110,7 +109,6 @@ def version_description(
         parts.append(f"commit {lineage.git_sha[:12]}")
     parts += [f"{name} data {short_digest(digest)}" for name, digest in sorted(lineage.data.items())]
     tail = markdown(_cut(" · ".join(parts), 4 * _REASON_LIMIT))
-    tail += f"\n\n[Evidence]({evidence_run_url})" if evidence_run_url else ""
     verdicts = [
         f"{decision.verdict.value.upper()} on {markdown(decision.target)}: {markdown(_cut(decision.reason))}  "
         for decision in sorted(ordered, key=lambda decision: -decision.verdict.rank)

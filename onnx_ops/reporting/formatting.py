@@ -55,11 +55,7 @@ def format_figure(value: float | None, unit: str) -> str:
 def format_interval(low: float | None, high: float | None, unit: str, *, near: float | None = None) -> str:
     """Format an interval: `[1.21, 1.30] ms`, one-sided `≥ 1.21 ms`; empty without a bound.
 
-    Args:
-        low: lower bound; None or minus infinity if there is none.
-        high: upper bound; None or infinity if there is none.
-        unit: as in `scale_for`.
-        near: the estimate of the interval, whose scale it takes.
+    There is no bound where it is None or infinite. The scale is that of the estimate, `near`.
     """
     low = None if low is not None and math.isinf(low) else low
     high = None if high is not None and math.isinf(high) else high

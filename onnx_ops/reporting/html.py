@@ -90,14 +90,8 @@ def release_report(
     Args:
         decisions: of every variant on every target, in the order of the pipeline file.
         evidence: behind the decisions; decisions without evidence are shown without plots.
-        choices: one for each target.
-        lineage: where the release comes from, if known.
         versions: registered version by variant; empty before registration.
         digests: of the stored evidence by variant and target; by default of its canonical text.
-        searches: those that found some of the variants.
-        provenance: author, time and commit of the report.
-        base: the record of the branch that the release is compared with; None where there is no such branch.
-        pairs: compares two runs' answers to the same rows.
     """
     known = {(e.variant, e.target): e for e in evidence}
     stored = dict(digests or {})

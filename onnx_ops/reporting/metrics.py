@@ -19,15 +19,17 @@ from onnx_ops.statistics.rules.metric import INDEPENDENCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Measured(Interval):
     """A measurement with its interval and the counts behind it; `low` and `high` as in the gate table."""
 
-    estimate: float
-    low: float
-    high: float
     unit: str
     n: int
     of: str
+
+    @classmethod
+    def from_interval(cls, interval: Interval, unit: str, n: int, of: str = "rows") -> Measured:
+        """Return the measurement with that interval."""
+        return cls(estimate=interval.estimate, low=interval.low, high=interval.high, unit=unit, n=n, of=of)
 
     @property
     def figure(self) -> str:
@@ -61,9 +63,7 @@ def median_latency(samples: LatencySamples | None) -> Measured | None:
     if not usable:
         return None
     interval = compare_latency_quantile(usable, 0.5, math.inf)
-    return Measured(
-        estimate=interval.quantile, low=interval.low, high=interval.high, unit="s", n=interval.runs, of="runs"
-    )
+    return Measured.from_interval(interval, "s", interval.n, "runs")
 
 
 def headline(decisions: Sequence[Decision], evidence: Sequence[Evidence]) -> str:
@@ -92,9 +92,7 @@ def champion_values(evidence: Evidence) -> Mapping[str, Measured]:
     for one in evidence.scores:
         if one.against == "champion" and one.baseline is not None:
             own = one.reference or Interval(estimate=one.baseline, low=-math.inf, high=math.inf)
-            scored[one.metric] = Measured(
-                estimate=own.estimate, low=own.low, high=own.high, unit=unit_of(one.metric), n=one.n, of="rows"
-            )
+            scored[one.metric] = Measured.from_interval(own, unit_of(one.metric), one.n)
     return {**counted, **scored}
 
 
@@ -106,15 +104,11 @@ def task_metric(evidence: Evidence, name: str) -> Measured | None:
     for counts in evidence.metrics:
         right = counts.both + counts.only_candidate
         if not counts.against and counts.metric == name and 0 <= right <= counts.n and counts.n:
-            interval = value_interval(counts)
-            return Measured(
-                estimate=interval.estimate, low=interval.low, high=interval.high, unit="1", n=counts.n, of="rows"
-            )
+            return Measured.from_interval(value_interval(counts), "1", counts.n)
     baselines = ("", evidence.baseline)
     for score in evidence.scores:
         if score.metric == name and score.against in baselines and score.candidate is not None:
-            own = score.candidate
-            return Measured(estimate=own.estimate, low=own.low, high=own.high, unit=unit_of(name), n=score.n, of="rows")
+            return Measured.from_interval(score.candidate, unit_of(name), score.n)
     return None
 
 

@@ -17,6 +17,7 @@ from onnx_ops.reporting.metrics import Measured, headline, median_latency, task_
 from onnx_ops.reporting.svg import Axis, Chart, axis_around, make_standalone, room_for
 from onnx_ops.statistics.latency import ALPHA, compare
 from onnx_ops.statistics.parity import pool_noise
+from onnx_ops.statistics.rules.performance import PROCESS_FIGURES
 
 SERIES = 6
 """Colours that the page has for variants; further variants reuse them with other dashes."""
@@ -34,21 +35,16 @@ _LEAST_LOSS = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
-    """One entry of a legend; `series` is the number of its colour."""
-
-    series: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A plot with title, legend and caption. `svg` is markup; the other texts are not escaped yet."""
+    """A plot with title, legend and caption. `svg` is markup; the other texts are not escaped yet.
+
+    `keys` are the entries of the legend: the number of a colour, and a text.
+    """
 
     title: str
     svg: str
     caption: str
-    keys: tuple[Key, ...] = ()
+    keys: tuple[tuple[int, str], ...] = ()
 
 
 def limit_of(decision: Decision | None, gate: str, metric: str) -> float | None:
@@ -81,7 +77,7 @@ def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
         chart.path(points, f"line {_style(series)}")
         lost = f"{share(latency.preempted, latency.runs)} of {latency.runs} runs preempted and left out"
         middle = median_latency(latency)
-        keys.append(Key(series=series, text=f"{e.variant}: median {middle.text() if middle else '?'}, {lost}"))
+        keys.append((series, f"{e.variant}: median {middle.text() if middle else '?'}, {lost}"))
     batches = ", ".join(sorted({str(latency.batch) for _, _, latency, _ in curves}))
     return Figure(
         title=f"Latency on {target}",
@@ -198,7 +194,7 @@ def pareto_figure(
         name = e.variant if len(points) <= _NAMED else f"{series + 1}:"
         beside = f"{name} {format_figure(value.estimate, value.unit)}" if value else name
         chart.note(left, top, beside, above=above[e.variant])
-        keys.append(Key(series=series, text=label if len(points) <= _NAMED else f"{series + 1}: {label}"))
+        keys.append((series, label if len(points) <= _NAMED else f"{series + 1}: {label}"))
     return Figure(
         title=f"Size, latency and {metric} on {target}",
         svg=chart.render(f"Size against latency on {target}"),
@@ -235,7 +231,7 @@ def search_figure(record: SearchRecord, target: str) -> Figure | None:
     export = f"fp32: {format_figure(record.export_bytes, 'B')}"
     chart.dot(1.0, 0.0, "s1 full", export, radius=5)
     chart.note(1.0, 0.0, "fp32")
-    keys = [Key(series=1, text=export)]
+    keys = [(1, export)]
     named = {slot.trial: f"{record.name}-{slot.role}" for slot in record.slots if slot.trial is not None}
     for n, trial in points:
         ratio, loss = trial.ratios[target], 100 * (trial.drop or 0.0)
@@ -247,7 +243,7 @@ def search_figure(record: SearchRecord, target: str) -> Figure | None:
             chart.dot(ratio.estimate, loss, "ring", f"{named[n]} is this one", radius=8)
         if n in record.pareto_front or n in named:
             chart.note(ratio.estimate, loss, str(n))
-            keys.append(Key(series=0, text=f"{named[n]} = {label}" if n in named else label))
+            keys.append((0, f"{named[n]} = {label}" if n in named else label))
     return Figure(
         title=f"What the search {record.name} saw on {target}",
         svg=chart.render(f"Loss of {record.metric} against time on {target}"),
@@ -270,7 +266,6 @@ def _style(series: int) -> str:
 
 
 _LARGEST_LOG = 50.0
-_OF = {"load": "load time", "first": "first inference", "peak": "peak memory"}
 _BAND = f"Band: interval ({100 * (1 - ALPHA):.3g} % a side over all looks)."
 
 
@@ -280,8 +275,7 @@ def measured_ratio(comparison: LatencyComparison | PairedRatios) -> Measured | N
     if not pairs or not all(map(math.isfinite, (x for pair in pairs for x in pair))):
         return None
     interval = compare(pairs, tolerance=0.0)
-    of = f"{_pair(comparison)}s"
-    return Measured(estimate=interval.ratio, low=interval.low, high=interval.high, unit="x", n=interval.pairs, of=of)
+    return Measured.from_interval(interval, "x", interval.n, f"{_pair(comparison)}s")
 
 
 def ratio_figure(
@@ -333,11 +327,11 @@ def name_of(comparison: LatencyComparison | PairedRatios) -> str:
     """Return the name of the quantity of a ratio."""
     if isinstance(comparison, LatencyComparison):
         return "latency"
-    return _OF.get(comparison.figure, f"time per request at {comparison.figure}")
+    return PROCESS_FIGURES.get(comparison.figure, f"time per request at {comparison.figure}")
 
 
 def _pair(comparison: LatencyComparison | PairedRatios) -> str:
-    of_processes = isinstance(comparison, PairedRatios) and comparison.figure in _OF
+    of_processes = isinstance(comparison, PairedRatios) and comparison.figure in PROCESS_FIGURES
     return "process pair" if of_processes else "session pair"
 
 

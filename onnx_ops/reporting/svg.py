@@ -22,11 +22,7 @@ _CHARACTER = 7.2
 
 
 def linear_ticks(low: float, high: float) -> tuple[float, ...]:
-    """Return 2 to 6 round values from `low` to `high`, in steps of 1, 2, 2.5 or 5 times a power of ten.
-
-    Raises:
-        ValueError: `low` is not below `high`, or one is not finite.
-    """
+    """Return 2 to 6 round values from `low` to `high`, in steps of 1, 2, 2.5 or 5 times a power of ten."""
     _check(low, high)
     raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
@@ -36,11 +32,7 @@ def linear_ticks(low: float, high: float) -> tuple[float, ...]:
 
 
 def log_ticks(low: float, high: float) -> tuple[float, ...]:
-    """Return round values from `low` to `high` for a logarithmic axis: powers of ten, and values between if few.
-
-    Raises:
-        ValueError: the bounds are not 0 < low < high, or one is not finite.
-    """
+    """Return round values from `low` to `high` for a logarithmic axis: powers of ten, and values between if few."""
     _check(low, high)
     if low <= 0:
         raise ValueError(f"a logarithmic axis cannot start at {low}")
@@ -156,13 +148,9 @@ class Chart:
         if text:
             self._text(WIDTH - self.right - 2, self._top_of(y) - 4, text, "end")
 
-    def upright(self, x: float, style: str, text: str = "") -> None:
-        """Draw a vertical line over the whole height, with its name at the top."""
+    def upright(self, x: float, style: str) -> None:
+        """Draw a vertical line over the whole height."""
         self.path([(x, self.y.low), (x, self.y.high)], style)
-        left = self._left_of(x)
-        if text:
-            room = left + 4 + len(text) * _CHARACTER < WIDTH
-            self._text(left + (4 if room else -4), self.top + 8, text, "start" if room else "end")
 
     def band(self, low: float, high: float, style: str) -> None:
         """Draw the range between two values of y over the whole width."""

@@ -83,8 +83,7 @@ def _judge_latency(limit: float, gates: Sequence[Gate], then: Evidence, now: Evi
             yield _make_growth(f"ratio vs {EXPORT} since", limit, before, after, text, advisory=False)
     if then.latency is None or now.latency is None:
         return
-    medians = [compare_latency_quantile(one.sorted_ns, 0.5, math.inf) for one in (then.latency, now.latency)]
-    old, new = (Interval(estimate=one.quantile, low=one.low, high=one.high) for one in medians)
+    old, new = (compare_latency_quantile(one.sorted_ns, 0.5, math.inf) for one in (then.latency, now.latency))
     if old.low > 0 and math.isfinite(old.high) and math.isfinite(new.high):
         text = f"{as_ms(old.estimate)} then, {as_ms(new.estimate)} now"
         yield _make_growth("p50 since", limit, old, new, text, advisory=not (then.dedicated and now.dedicated))

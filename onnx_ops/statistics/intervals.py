@@ -8,6 +8,7 @@ sums of losses on the same rows, and holds where few rows carry most of the loss
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -113,9 +114,6 @@ def tango_interval(
 
     Returns:
         (estimate, low, high) of candidate minus baseline, between -1 and 1.
-
-    Raises:
-        ValueError: the counts are negative or exceed n, or n is 0.
     """
     if min(only_baseline, only_candidate) < 0 or only_baseline + only_candidate > n or n < 1:
         raise ValueError(f"counts {only_baseline} and {only_candidate} do not fit {n} rows")
@@ -158,6 +156,14 @@ def clopper_pearson(successes: float, n: float, confidence: float = CONFIDENCE) 
     low = float(special.betaincinv(successes, n - successes + 1, tail)) if successes else 0.0
     high = float(special.betaincinv(successes + 1, n - successes, 1 - tail)) if successes < n else 1.0
     return successes / n, low, high
+
+
+def find_least(is_enough: Callable[[int], bool], above: int = 0) -> int:
+    """Return the least whole number beyond `above` that is enough, as all larger ones are."""
+    short, enough = above, above + 1
+    while not is_enough(enough):
+        short, enough = enough, 2 * enough
+    return short + bisect.bisect_left(range(short, enough), True, key=is_enough)
 
 
 def advise_sample_size(n: int) -> str:

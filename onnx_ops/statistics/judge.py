@@ -84,7 +84,7 @@ def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
         for c in sound.comparisons
         if c.against == EXPORT != evidence.variant and any(c.log_ratios)
     ]
-    ratio = max((c.ratio for c in against_export), default=math.inf)
+    ratio = max((c.estimate for c in against_export), default=math.inf)
     return Decision(
         variant=evidence.variant,
         target=evidence.target,
@@ -168,19 +168,19 @@ def compute_ranking_metrics(gates: Sequence[Gate], evidence: Evidence) -> Rankin
     """
     gate = next((gate for gate in gates if isinstance(gate, MetricGate)), None)
     metric = gate.definition().label if gate else ACCURACY.label
-    lower = gate is not None and False in (gate.higher_is_better, gate.definition().higher_is_better)
+    lower = gate is not None and gate.lower_is_better
     own = evidence.variant == EXPORT
     median = evidence.latency.quantiles_ns.get("p50") if evidence.latency else None
     compared = (
         compare(c.log_ratios, tolerance=0.0) for c in evidence.comparisons if c.against == EXPORT and any(c.log_ratios)
     )
-    ratios = (Interval(estimate=c.ratio, low=c.low, high=c.high) for c in compared if math.isfinite(c.high))
+    ratios = (Interval(estimate=c.estimate, low=c.low, high=c.high) for c in compared if math.isfinite(c.high))
     load = None  # seconds per request over fresh sessions at the highest concurrency
     if measured := [one for one in evidence.throughput if one.per_second]:
         highest = max(measured, key=lambda one: one.concurrency)
         per_request = compare_quantile([1 / rate for rate in highest.per_second], 0.5, math.inf)
         if math.isfinite(per_request.high):
-            load = Interval(estimate=per_request.quantile, low=per_request.low, high=per_request.high)
+            load = Interval(estimate=per_request.estimate, low=per_request.low, high=per_request.high)
     return RankingMetrics(
         size_bytes=evidence.size_bytes,
         ratio=Interval.point(1.0) if own else next(ratios, None),

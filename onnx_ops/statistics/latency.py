@@ -13,7 +13,9 @@ import numpy.typing as npt
 from scipy import special
 
 from onnx_ops.domain.decision import Verdict
+from onnx_ops.domain.evidence import Interval
 from onnx_ops.errors import MeasurementError
+from onnx_ops.statistics.intervals import find_least
 
 FULL_RUN = 40
 """Session pairs that represent a run. An undecided run continues if the pairs up to the last look may decide."""
@@ -62,29 +64,23 @@ _TICK_NS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Latency of B over A with one-sided bounds; 0 and infinity for none.
+class Comparison(Interval):
+    """Latency of B over A in `n` pairs with one-sided bounds; 0 and infinity for none.
 
     `rest` is the factor by which the unmeasured part of a full run may move the bounds: 1 after it.
     """
 
     verdict: Verdict
-    ratio: float
-    low: float
-    high: float
-    pairs: int
-    rest: float = 1.0
+    n: int
+    rest: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantileComparison:
-    """A quantile against a limit; with `needed` good runs it can pass."""
+class QuantileComparison(Interval):
+    """A quantile of `n` runs against a limit; with `needed` good runs it can pass."""
 
     verdict: Verdict
-    quantile: float
-    low: float
-    high: float
-    runs: int
+    n: int
     exceeding: int
     needed: int
 
@@ -218,7 +214,7 @@ def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float) -> Compa
     pairs = sum(1 for p in log_ratios if len(p))
     rest, limit = _exp(DRIFT * max(0.0, 1 - pairs / FULL_RUN)), 1 + tolerance
     verdict = Verdict.PASS if high * rest < limit else Verdict.FAIL if low / rest > limit else Verdict.INCONCLUSIVE
-    return Comparison(verdict=verdict, ratio=ratio, low=low, high=high, pairs=pairs, rest=rest)
+    return Comparison(estimate=ratio, low=low, high=high, verdict=verdict, n=pairs, rest=rest)
 
 
 def estimate_pairs_needed(log_ratios: Sequence[Sequence[float]], tolerance: float) -> int | None:
@@ -340,10 +336,10 @@ def compare_quantile(samples: npt.ArrayLike, q: float, limit: float, *, confiden
         verdict = Verdict.PASS if high <= limit else Verdict.FAIL if low > limit else verdict
     return QuantileComparison(
         verdict=verdict,
-        quantile=float(np.quantile(values, q)) if runs else math.nan,
+        estimate=float(np.quantile(values, q)) if runs else math.nan,
         low=low,
         high=high,
-        runs=runs,
+        n=runs,
         exceeding=exceeding,
         needed=compute_samples_needed(q, exceeding=exceeding, confidence=confidence),
     )
@@ -351,14 +347,7 @@ def compare_quantile(samples: npt.ArrayLike, q: float, limit: float, *, confiden
 
 def compute_samples_needed(q: float, *, exceeding: int = 0, confidence: float = 0.95) -> int:
     """Return the fewest runs that pass with `exceeding` of them too slow."""
-
-    def is_enough(runs: int) -> bool:
-        return bool(special.bdtr(exceeding, runs, 1 - q) <= 1 - confidence)
-
-    short, enough = exceeding, exceeding + 1
-    while not is_enough(enough):
-        short, enough = enough, 2 * enough
-    return short + bisect.bisect_left(range(short, enough), True, key=is_enough)
+    return find_least(lambda runs: bool(special.bdtr(exceeding, runs, 1 - q) <= 1 - confidence), above=exceeding)
 
 
 def _exp(value: float) -> float:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.domain.evidence import BatchInvariance, ParityMeasurement
 from onnx_ops.errors import MeasurementError
+from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.statistics.probes import MIN_NOISE_ROWS, REAL
 
 Floats = npt.NDArray[np.float64]
-AnyArray = npt.NDArray[np.generic]
-Tensors = Mapping[str, AnyArray]
 LARGEST = 1e30
 """Represents infinity in values that are written as JSON."""
 
@@ -32,9 +31,9 @@ def measure_output(
     *,
     group: str,
     output: str,
-    onnx: AnyArray,
-    single: AnyArray | None,
-    double: AnyArray | None,
+    onnx: Array,
+    single: Array | None,
+    double: Array | None,
     epsilon: float = 0.0,
 ) -> ParityMeasurement:
     """Measure how far an export's output is from the source's answers.
@@ -100,7 +99,7 @@ def measure_output(
     )
 
 
-def _label_error(onnx: AnyArray, double: AnyArray, single: AnyArray) -> float:
+def _label_error(onnx: Array, double: Array, single: Array) -> float:
     if not onnx.size:
         return 0.0
     if is_text(onnx):
@@ -122,11 +121,7 @@ def _describe_non_finite_mismatch(onnx: Floats, answers: Sequence[Floats]) -> st
 
 def _classify_numbers(array: Floats) -> npt.NDArray[np.int8]:
     """Return 0 for finite values, 1 for infinity, -1 for minus infinity, 2 for NaN."""
-    kind = np.zeros(array.shape, dtype=np.int8)
-    kind[np.isposinf(array)] = 1
-    kind[np.isneginf(array)] = -1
-    kind[np.isnan(array)] = 2
-    return kind
+    return np.select([np.isnan(array), np.isinf(array)], [2, np.sign(array)], 0).astype(np.int8)
 
 
 def pool_noise(measurements: Sequence[ParityMeasurement]) -> tuple[ParityMeasurement, ...]:
@@ -154,7 +149,7 @@ def compute_ratio(error: float, noise: float) -> float:
     return min(error / noise, LARGEST) if noise > error / LARGEST else LARGEST
 
 
-def compute_epsilon(array: AnyArray) -> float:
+def compute_epsilon(array: Array) -> float:
     """Return the relative spacing of floats, at least that of float32."""
     single = float(np.finfo(np.float32).eps)
     if array.dtype.name == "bfloat16":
@@ -162,22 +157,14 @@ def compute_epsilon(array: AnyArray) -> float:
     return max(single, float(np.finfo(array.dtype.name).eps)) if array.dtype.kind == "f" else single
 
 
-def is_float(array: AnyArray) -> bool:
+def is_float(array: Array) -> bool:
     """Return whether the array holds floats, bfloat16 included."""
     return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
 
 
-def is_text(array: AnyArray) -> bool:
+def is_text(array: Array) -> bool:
     """Return whether the array holds texts."""
     return array.dtype.kind in "USO"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DivergentValue:
-    """The first divergent value; its ratio is `LARGEST` for another shape."""
-
-    value: str
-    ratio: float
 
 
 def is_divergent(measurement: ParityMeasurement, factor: float = DIVERGENCE_FACTOR) -> bool:
@@ -187,11 +174,11 @@ def is_divergent(measurement: ParityMeasurement, factor: float = DIVERGENCE_FACT
 
 def find_first_divergence(
     names: Iterable[str], onnx: Tensors, single: Tensors, double: Tensors | None = None
-) -> DivergentValue | None:
-    """Return the first value whose error exceeds `DIVERGENCE_FACTOR` times its own noise.
+) -> tuple[str, float] | None:
+    """Return the first value whose error exceeds `DIVERGENCE_FACTOR` times its own noise, and that ratio.
 
-    Only floats are compared: integers and booleans change on a tie as soon as their inputs round differently, and a
-    real fault shows at the next float. Values that one side lacks are skipped.
+    The ratio is `LARGEST` for another shape. Only floats are compared: integers and booleans change on a tie as soon as
+    their inputs round differently, and a real fault shows at the next float. Values that one side lacks are skipped.
 
     Args:
         names: values in topological order.
@@ -205,7 +192,7 @@ def find_first_divergence(
             exact = None
         measurement = measure_output(group="", output=name, onnx=onnx[name], single=single[name], double=exact)
         if is_divergent(measurement):
-            return DivergentValue(value=name, ratio=LARGEST if measurement.mismatch else measurement.ratio)
+            return name, LARGEST if measurement.mismatch else measurement.ratio
     return None
 
 
@@ -216,7 +203,7 @@ def pick_evenly(names: Sequence[str], limit: int) -> list[str]:
     return [names[(index + 1) * len(names) // limit - 1] for index in range(limit)]
 
 
-def select_rows(onnx: AnyArray, reference: AnyArray) -> list[int]:
+def select_rows(onnx: Array, reference: Array) -> list[int]:
     """Return at most 32 rows: the worst one, and evenly spaced others."""
     count = len(reference)
     if count <= MIN_NOISE_ROWS:
@@ -227,7 +214,7 @@ def select_rows(onnx: AnyArray, reference: AnyArray) -> list[int]:
     return sorted(even)
 
 
-def find_worst_row(onnx: AnyArray, reference: AnyArray) -> int:
+def find_worst_row(onnx: Array, reference: Array) -> int:
     """Return the row with the largest difference; one-sided NaN is largest."""
     if {onnx.dtype.kind, reference.dtype.kind} <= set("fiub"):
         a, b = onnx.astype(np.float64), reference.astype(np.float64)
@@ -283,7 +270,7 @@ def measure_noise(single: Tensors | None, double: Tensors | None) -> dict[str, f
     }
 
 
-def _compare_batches(name: str, together: AnyArray, single: AnyArray, noise: float) -> BatchInvariance:
+def _compare_batches(name: str, together: Array, single: Array, noise: float) -> BatchInvariance:
     # Fixed tolerances, as for a source with one answer; the noise then takes their place.
     measurement = measure_output(group=REAL, output=name, onnx=together, single=single, double=None)
     error, ratio = measurement.error, measurement.ratio

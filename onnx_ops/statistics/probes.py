@@ -14,11 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.domain.pipeline import InputValues
+from onnx_ops.ports.data import Array, Tensors
 
-AnyArray = npt.NDArray[np.generic]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
-Tensors = Mapping[str, AnyArray]
 
 MARGIN = 0.5
 """Share of its width by which a range of real numbers is widened at each end: rows are a sample of what callers
@@ -62,7 +61,7 @@ class InputDomain:
     high: Floats
     whole: Bools
     listed: Bools
-    categories: AnyArray | None
+    categories: Array | None
     recombined: bool
     missing: Bools
 
@@ -98,7 +97,7 @@ def learn_domains(
     return domains
 
 
-def _learn(array: AnyArray, declared: InputValues, bound: tuple[int, int] | None) -> InputDomain:
+def _learn(array: Array, declared: InputValues, bound: tuple[int, int] | None) -> InputDomain:
     categories = None if declared.values is None else np.asarray(declared.values)
     kind = array.dtype.kind
     if kind not in "fiu":
@@ -249,7 +248,7 @@ def _even_rows(samples: Tensors, rows: int) -> Rows:
     return np.arange(rows) * max(1, count // rows) % count
 
 
-def _draw_in_range(array: AnyArray, rows: Rows, domain: InputDomain, draw: np.random.Generator) -> AnyArray:
+def _draw_in_range(array: Array, rows: Rows, domain: InputDomain, draw: np.random.Generator) -> Array:
     chosen = array[rows]
     if domain.categories is not None:
         return draw.choice(domain.categories, chosen.shape).astype(array.dtype)
@@ -267,7 +266,7 @@ def _draw_in_range(array: AnyArray, rows: Rows, domain: InputDomain, draw: np.ra
     return whole
 
 
-def _draw_numbers(chosen: AnyArray, domain: InputDomain, draw: np.random.Generator) -> Floats:
+def _draw_numbers(chosen: Array, domain: InputDomain, draw: np.random.Generator) -> Floats:
     shape = chosen.shape
     low: Floats = np.broadcast_to(domain.low, shape[1:])
     high: Floats = np.broadcast_to(domain.high, shape[1:])
@@ -293,7 +292,7 @@ def _draw_numbers(chosen: AnyArray, domain: InputDomain, draw: np.random.Generat
     return np.where(domain.whole, np.clip(np.round(made), np.ceil(low), np.floor(high)), made)
 
 
-def _mix_rows(array: AnyArray, shape: tuple[int, ...], draw: np.random.Generator) -> AnyArray:
+def _mix_rows(array: Array, shape: tuple[int, ...], draw: np.random.Generator) -> Array:
     return np.take_along_axis(array, draw.integers(0, len(array), shape), axis=0)
 
 

@@ -9,10 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.domain.evidence import ActivationMeasurement
+from onnx_ops.ports.data import Array
 from onnx_ops.statistics.parity import LARGEST
-
-Floats = npt.NDArray[np.float64]
-AnyArray = npt.NDArray[np.generic]
 
 _LEVELS = 255
 
@@ -46,9 +44,7 @@ class ActivationStatistics:
     least: float = 0.0
     most: float = 0.0
 
-    def update(
-        self, written: AnyArray, read: AnyArray, original: AnyArray | None, meant: AnyArray | None = None
-    ) -> None:
+    def update(self, written: Array, read: Array, original: Array | None, meant: Array | None = None) -> None:
         """Add one run.
 
         Args:
@@ -106,8 +102,7 @@ class ActivationStatistics:
 def compute_weight_error(original: npt.ArrayLike, dequantized: npt.ArrayLike, scale: npt.ArrayLike) -> float:
     """Return the largest |original - dequantized| in quantization steps.
 
-    Returns:
-        Steps; `LARGEST` if a weight is not finite, or moved where the step is 0.
+    It is `LARGEST` if a weight is not finite, or moved where the step is 0.
     """
     before, after = np.asarray(original, dtype=np.float64), np.asarray(dequantized, dtype=np.float64)
     if before.shape != after.shape:

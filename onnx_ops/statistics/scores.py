@@ -73,47 +73,22 @@ def score(
             embeddings, tokens, or what a custom metric takes.
         group: number of each row's group, if rows belong together.
     """
-    if label is not None:
-        return _score(definition, label, answers, seed, function, resamples, group)
-    comparisons = []
-    for name, reference in answers.items():
-        if name != CANDIDATE and not _is_finite(reference):
-            comparisons.append(_make_non_finite(definition, len(reference), name))
-        elif name != CANDIDATE:
+    if label is None:
+        comparisons = []
+        for name, reference in answers.items():
+            if name == CANDIDATE:
+                continue
+            if not _is_finite(reference):
+                comparisons.append(_make_non_finite(definition, len(reference), name))
+                continue
             pair = {CANDIDATE: answers[CANDIDATE], name: reference}
-            for entry in _score(definition, reference, pair, seed, function, resamples, group):
+            for entry in score(definition, reference, pair, seed=seed, resamples=resamples, group=group):
                 # No candidate is closer to the reference than the reference itself: a gain is capped at 0.
                 lost = entry.difference
                 if entry.against or not entry.candidate:
                     capped = None if lost is None else replace(lost, high=min(lost.high, 0.0))
                     comparisons.append(replace(entry, against=name, difference=capped))
-    return tuple(comparisons)
-
-
-def make_unscored(
-    definition: MetricDefinition,
-    n: int = 0,
-    *,
-    against: str = CANDIDATE,
-    undefined: str = "",
-    failed: str = "",
-    broken: str = "",
-) -> ScoreComparison:
-    """Return an entry without a score, and the reason."""
-    return ScoreComparison(
-        metric=definition.label, against=against, n=n, undefined=undefined, failed=failed, broken=broken
-    )
-
-
-def _score(
-    definition: MetricDefinition,
-    label: Array,
-    answers: Mapping[str, Array],
-    seed: int,
-    function: CustomMetric | None,
-    resamples: int,
-    group: Array | None,
-) -> tuple[ScoreComparison, ...]:
+        return tuple(comparisons)
     columns = [np.ascontiguousarray(array) for array in (label, *answers.values())]
     keys = [b"".join(column[row].tobytes() for column in columns) for row in range(len(label))]
     order = np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.intp)
@@ -137,6 +112,21 @@ def _score(
         return (mine,)
     others = [name for name in answers if name != CANDIDATE]
     return (mine, *(entries[name] if name in sound else _make_non_finite(definition, mine.n, name) for name in others))
+
+
+def make_unscored(
+    definition: MetricDefinition,
+    n: int = 0,
+    *,
+    against: str = CANDIDATE,
+    undefined: str = "",
+    failed: str = "",
+    broken: str = "",
+) -> ScoreComparison:
+    """Return an entry without a score, and the reason."""
+    return ScoreComparison(
+        metric=definition.label, against=against, n=n, undefined=undefined, failed=failed, broken=broken
+    )
 
 
 def _compare_by_bootstrap(

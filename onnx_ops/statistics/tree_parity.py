@@ -16,11 +16,10 @@ import numpy.typing as npt
 
 from onnx_ops.domain.evidence import ParityMeasurement, TreeStructure
 from onnx_ops.ports import Tree
+from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.statistics.parity import LARGEST, compute_epsilon, compute_ratio, is_float, is_text, measure_output
 
-AnyArray = npt.NDArray[np.generic]
 Floats = npt.NDArray[np.float64]
-Tensors = Mapping[str, AnyArray]
 
 JITTER = 2.0**-22
 """Largest relative change of an input, four times the rounding of float32."""
@@ -45,7 +44,7 @@ def jitter_rows(samples: Tensors, *, seed: int = 0) -> Tensors:
         (COPIES * n, …) by name, copy by copy. Other types are repeated unchanged.
     """
     draw = np.random.default_rng(seed)
-    jittered: dict[str, AnyArray] = {}
+    jittered: dict[str, Array] = {}
     for name, array in samples.items():
         array_copies = np.concatenate([array] * COPIES)
         if array.dtype.kind == "f":
@@ -56,14 +55,14 @@ def jitter_rows(samples: Tensors, *, seed: int = 0) -> Tensors:
     return jittered
 
 
-def compute_envelope(answers: Sequence[Tensors]) -> dict[str, AnyArray]:
+def compute_envelope(answers: Sequence[Tensors]) -> dict[str, Array]:
     """Return the bounds of several answers to the same rows, by output.
 
     Returns:
         Floats: (2, n, …), the smallest and largest answer. Other types: (k, n, …), the distinct answers; the first one
         is repeated where a row has fewer than k.
     """
-    bounds: dict[str, AnyArray] = {}
+    bounds: dict[str, Array] = {}
     for name, first in answers[0].items():
         stacked = np.stack([answer[name] for answer in answers])
         if is_float(first):
@@ -74,9 +73,9 @@ def compute_envelope(answers: Sequence[Tensors]) -> dict[str, AnyArray]:
     return bounds
 
 
-def join_envelopes(parts: Sequence[Mapping[str, AnyArray]]) -> dict[str, AnyArray]:
+def join_envelopes(parts: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
     """Join the bounds of consecutive row ranges, as `compute_envelope` returns them."""
-    joined: dict[str, AnyArray] = {}
+    joined: dict[str, Array] = {}
     for name in parts[0]:
         arrays = [part[name] for part in parts]
         most = max(len(array) for array in arrays)
@@ -86,7 +85,7 @@ def join_envelopes(parts: Sequence[Mapping[str, AnyArray]]) -> dict[str, AnyArra
 
 
 def measure_within_envelope(
-    *, group: str, output: str, onnx: AnyArray, single: AnyArray | None, double: AnyArray | None, bounds: AnyArray
+    *, group: str, output: str, onnx: Array, single: Array | None, double: Array | None, bounds: Array
 ) -> ParityMeasurement:
     """Measure how far an export's output lies outside the envelope of a tree model.
 
@@ -118,7 +117,7 @@ def measure_within_envelope(
 
 
 def _measure_floats(
-    plain: ParityMeasurement, answer: AnyArray, answers: Sequence[Floats], bounds: Floats
+    plain: ParityMeasurement, answer: Array, answers: Sequence[Floats], bounds: Floats
 ) -> ParityMeasurement:
     onnx, exact = answer.astype(np.float64), answers[0]
     finite = np.isfinite(onnx) & np.isfinite(bounds).all(axis=0)
@@ -150,7 +149,7 @@ def _any_by_row(wrong: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     return np.asarray(wrong.reshape(len(wrong), -1).any(axis=1), dtype=np.bool_)
 
 
-def _find_distinct(stacked: AnyArray) -> AnyArray:
+def _find_distinct(stacked: Array) -> Array:
     """Return the distinct entries along axis 0, place by place; k is the largest number of them."""
     if stacked.dtype.kind == "O":
         stacked = stacked.astype(np.str_)

@@ -1,4 +1,8 @@
-"""Benchmark one ONNX file, or compare two, without a pipeline."""
+"""Benchmark one ONNX file, or compare two, without a pipeline.
+
+Functions raise UserError for a file that is not a valid model or does not fit the target or the other file, and
+MeasurementError where a model does not run, or not on the requested provider.
+"""
 
 from __future__ import annotations
 
@@ -89,12 +93,7 @@ def benchmark(
     seed: int = 0,
     report: Reporter = lambda _: None,
 ) -> SingleModelResult:
-    """Time one model.
-
-    Raises:
-        UserError: the file is not a valid model, or too new for the target.
-        MeasurementError: the model does not run there.
-    """
+    """Time one model."""
     facts = read_runtime_facts(runtime, target, model)
     request = request or MeasurementRequest()
     report(f"{runs} runs of {model.name}")
@@ -128,12 +127,7 @@ def benchmark(
 
 
 def read_runtime_facts(runtime: Runtime, target: Target, model: Path) -> RuntimeFacts:
-    """Return the execution providers that run the model on this machine.
-
-    Raises:
-        UserError: the file is not valid, or the target cannot run it.
-        MeasurementError: no session could be built.
-    """
+    """Return the execution providers that run the model on this machine."""
     require_hardware(runtime, target)
     if reason := explain_incompatibility(model, target):
         remedy = "Export it for this target's opset and IR version, or give the target its operators: custom_ops."
@@ -147,7 +141,7 @@ def read_runtime_facts(runtime: Runtime, target: Target, model: Path) -> Runtime
 
 def _make_figure(quantile: QuantileComparison, unit: str) -> BenchmarkFigure:
     high = quantile.high if math.isfinite(quantile.high) else None
-    return BenchmarkFigure(value=quantile.quantile, unit=unit, low=quantile.low, high=high, n=quantile.runs)
+    return BenchmarkFigure(value=quantile.estimate, unit=unit, low=quantile.low, high=high, n=quantile.n)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,10 +188,6 @@ def benchmark_pair(
     """Time B against A and A against itself, and judge the result.
 
     `gates` are a latency gate with `max_regression`, and others that need further measurements.
-
-    Raises:
-        UserError: a file is not a valid model, too new for the target, or the two have different inputs.
-        MeasurementError: a model does not run there, or not on the requested provider.
     """
     shared_inputs(a, b)
     before = read_runtime_facts(runtime, target, a)

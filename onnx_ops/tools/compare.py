@@ -16,13 +16,13 @@ import numpy as np
 from onnx_ops.domain.artifact import Digest, digest_file
 from onnx_ops.domain.decision import Verdict, combine_verdicts
 from onnx_ops.domain.evidence import Advice, Int8Coverage, ParityMeasurement, TreeStructure
-from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.answers import explain_rejection, run_groups
 from onnx_ops.measure.execution import inspect_execution, require_hardware, require_versions
 from onnx_ops.measure.parity import make_mismatch
+from onnx_ops.measure.quantization import AS_WRITTEN
 from onnx_ops.onnx_graph.compatibility import (
     check_model,
     explain_missing_operators,
@@ -39,11 +39,7 @@ from onnx_ops.statistics.probes import REAL
 from onnx_ops.statistics.tree_parity import compare_trees
 from onnx_ops.tools.probing import InputGroup, SampleRows, build_groups, find_fixed_sizes, shared_inputs
 
-REFERENCE = Target(
-    name="reference",
-    description="One CPU thread, the graph as it stands in the file.",
-    session=SessionSettings(graph_level="disabled"),
-)
+REFERENCE = replace(AS_WRITTEN, name="reference")
 
 _ENOUGH = 8
 """Rows from which on the same answer to all of them is not a coincidence."""
@@ -260,9 +256,7 @@ def _check_repeats(runtime: Runtime, target: Target, a: Path, group: InputGroup)
 
 
 def _same(first: Any, second: Any) -> bool:
-    if first.dtype.kind == "f":
-        return bool(np.array_equal(first, second, equal_nan=True))
-    return bool(np.array_equal(first, second))
+    return bool(np.array_equal(first, second, equal_nan=first.dtype.kind == "f"))
 
 
 def _tensors(answer: Tensors | MeasurementError) -> Tensors:

@@ -37,6 +37,7 @@ from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.metrics import CustomMetric
 from onnx_ops.statistics.parity import measure_output, pool_noise
 from onnx_ops.statistics.rules.common import join_lines
+from onnx_ops.statistics.rules.performance import PROCESS_FIGURES
 from onnx_ops.statistics.scores import CANDIDATE
 from onnx_ops.tools.bench import (
     A,
@@ -62,7 +63,7 @@ _ACTIVATION_ROWS, _FUNCTION_ROWS = 256, 128
 _LARGE_ROW = 1 << 14
 """Bytes of a row from which on a quarter as many rows are enough."""
 
-_METRIC_NAMES = {"ratio": "latency", "load": "load time", "first": "first inference", "peak": "peak memory"}
+_METRIC_NAMES = {"ratio": "latency", **PROCESS_FIGURES}
 
 _NEEDS_REAL_ROWS = frozenset({"saturation", "clipping"})
 """Activation metrics that need rows like those of use."""
@@ -471,9 +472,7 @@ def _judge_agreement(request: JudgeRequest, runtime: Runtime, target: Target, ro
 
 def build_metric_gate(name: str | None, max_drop: float, *, lower_is_better: bool) -> MetricGate:
     """Build the limit on a metric: an absolute drop, or a relative growth."""
+    gate = MetricGate(name=name)  # type: ignore[arg-type]
     if name is not None and ":" in name:
         gate = MetricGate(use=name, higher_is_better=not lower_is_better)
-        return replace(gate, max_increase=max_drop) if lower_is_better else replace(gate, max_drop=max_drop)
-    gate = MetricGate(name=name)  # type: ignore[arg-type]
-    grows = gate.definition().higher_is_better is False
-    return replace(gate, max_increase=max_drop) if grows else replace(gate, max_drop=max_drop)
+    return replace(gate, max_increase=max_drop) if gate.lower_is_better else replace(gate, max_drop=max_drop)

@@ -14,6 +14,7 @@ import numpy as np
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.domain.pipeline import InputValues
 from onnx_ops.errors import UserError
+from onnx_ops.measure.answers import cut_batches
 from onnx_ops.onnx_graph.input_bounds import InputBounds
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Tensors
@@ -100,7 +101,6 @@ def shared_inputs(a: Path, b: Path | None = None) -> tuple[TensorSpec, ...]:
     """Return the inputs of a model, or those that two models share.
 
     Raises:
-        NotFoundError, RefusedError: as for reading the files.
         UserError: a file is not ONNX, or the two do not have the same inputs.
     """
     first = read_model_info(a).inputs
@@ -126,7 +126,7 @@ def find_fixed_sizes(a: Path, b: Path) -> dict[str, int]:
         str(size): int(other)
         for spec in read_model_info(a).inputs
         if spec.name in second and len(spec.shape) == len(second[spec.name].shape)
-        for size, other in _pair_sizes(spec, second[spec.name])
+        for size, other in zip(spec.shape, second[spec.name].shape, strict=True)
         if _is_free(size) and not _is_free(other)
     }
 
@@ -137,15 +137,12 @@ def _merge_specs(a: TensorSpec, b: TensorSpec) -> TensorSpec | None:
         return None
     if not (a.shape and b.shape):  # the rank of one is not known, or it is a scalar
         return a if a.shape else b
-    if len(a.shape) != len(b.shape) or any(
-        not _is_free(x) and not _is_free(y) and x != y for x, y in _pair_sizes(a, b)
-    ):
+    if len(a.shape) != len(b.shape):
         return None
-    return replace(a, shape=tuple(y if _is_free(x) and not _is_free(y) else x for x, y in _pair_sizes(a, b)))
-
-
-def _pair_sizes(a: TensorSpec, b: TensorSpec) -> Iterator[tuple[int | str, int | str]]:
-    return zip(a.shape, b.shape, strict=True)
+    pairs = list(zip(a.shape, b.shape, strict=True))
+    if any(x != y and not _is_free(x) and not _is_free(y) for x, y in pairs):
+        return None
+    return replace(a, shape=tuple(y if _is_free(x) and not _is_free(y) else x for x, y in pairs))
 
 
 def _is_free(size: int | str) -> bool:
@@ -153,7 +150,7 @@ def _is_free(size: int | str) -> bool:
 
 
 def _list_specs(specs: Sequence[TensorSpec]) -> str:
-    return ", ".join(f"{s.name} ({s.dtype} {' × '.join(map(str, s.shape))})" for s in specs) or "nothing"
+    return ", ".join(f"{s.name} ({s.dtype} {_format_shape(s)})" for s in specs) or "nothing"
 
 
 def generate_samples(
@@ -168,14 +165,8 @@ def generate_samples(
 
     Floats are standard normal, booleans 0 or 1, texts known to the model, `a` or `b`. Integers that are indices reach
     every entry; others are most often masks, and are 0 or 1. Inputs that begin with different fixed sizes have no axis
-    for rows: each is drawn once, as a whole.
-
-    Args:
-        inputs: of the model.
-        count: rows; fewer if they would not fit into 64 MiB.
-        dims: sizes of symbolic dimensions by name; others than the batch are 8.
-        seed: of the random generator.
-        bounds: what the graph shows about the inputs.
+    for rows: each is drawn once, as a whole. There are fewer rows than `count` if these would not fit into 64 MiB;
+    symbolic dimensions that are not in `dims`, other than the batch, have the size 8.
 
     Raises:
         UserError: an input is not a tensor, or its type or size cannot be generated, or `dims` names no dimension.
@@ -261,15 +252,13 @@ def find_input_problems(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any])
 
 
 def _has_shape(spec: TensorSpec, array: Any) -> bool:
-    declared = spec.shape
-    if not declared:
-        return True
-    pairs = zip(declared[1:], array.shape[1:], strict=False)
-    return len(declared) == array.ndim and all(_is_free(size) or size == actual for size, actual in pairs)
+    pairs = zip(spec.shape[1:], array.shape[1:], strict=False)
+    fits = len(spec.shape) == array.ndim and all(_is_free(size) or size == actual for size, actual in pairs)
+    return fits or not spec.shape
 
 
 def _format_shape(spec: TensorSpec) -> str:
-    return " × ".join(str(size) for size in spec.shape)
+    return " × ".join(map(str, spec.shape))
 
 
 def build_groups(
@@ -300,7 +289,7 @@ def build_groups(
         if plain := [name for name in whole if name in known_bounds and not known_bounds[name].size]:
             probes["range:whole_numbers"] = ProbeGroup(inputs=_draw_whole_numbers(samples.rows, plain))
     groups = [
-        InputGroup(name=name, runs=tuple(_cut_runs(probe.inputs, samples)), inside=probe.inside)
+        InputGroup(name=name, runs=_cut_runs(probe.inputs, samples), inside=probe.inside)
         for name, probe in probes.items()
     ]
     if not samples.batch:
@@ -323,18 +312,10 @@ def _draw_whole_numbers(rows: Tensors, names: Sequence[str]) -> Tensors:
     return inputs
 
 
-def _cut_runs(rows: Tensors, samples: SampleRows) -> Iterator[Tensors]:
-    """Cut the rows into runs of the batch; the last run of a fixed batch is filled up from the first rows."""
-    count = len(next(iter(rows.values())))
-    if not count:
-        yield {**rows, **samples.fixed}
-        return
-    row_bytes = max(1, sum(array.nbytes for array in rows.values()) // max(1, count))
-    size = samples.batch or max(1, min(count, _RUN_BYTES // row_bytes))
-    whole = -(-count // size) * size if samples.batch else count
-    for start in range(0, whole, size):
-        chosen = np.arange(start, min(start + size, whole)) % count
-        yield {**{name: array[chosen] for name, array in rows.items()}, **samples.fixed}
+def _cut_runs(rows: Tensors, samples: SampleRows) -> tuple[Tensors, ...]:
+    """Cut the rows into runs of the batch; no rows are one run."""
+    feeds = [feed for feed, _ in cut_batches(rows, samples.batch, _RUN_BYTES)] or [rows]
+    return tuple({**feed, **samples.fixed} for feed in feeds)
 
 
 def _find_fixed_batch(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> int:

@@ -1,4 +1,8 @@
-"""Quantize one ONNX file, by a recipe or by search."""
+"""Quantize one ONNX file, by a recipe or by search.
+
+Functions raise UserError for a file that is not valid or exists already, a recipe that does not fit, or a budget that
+nothing keeps; and StageError where a library fails.
+"""
 
 from __future__ import annotations
 
@@ -84,12 +88,7 @@ def quantize_file(
     targets: Sequence[Target],
     calibration: Tensors | None = None,
 ) -> QuantizedFile:
-    """Write the variant to `path`, completely or not at all; the recipe may depend on the targets.
-
-    Raises:
-        UserError: a file is not valid or exists already, or the recipe does not fit.
-        StageError: the library failed.
-    """
+    """Write the variant to `path`, completely or not at all; the recipe may depend on the targets."""
     check_paths(source, path)
     for target in targets:
         require_versions(source, target)
@@ -161,70 +160,61 @@ def _copy_atomically(made: Path, path: Path) -> None:
     os.replace(partial, path)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VariantSearch:
-    """The inputs of a search.
-
-    `section.variants` holds the one wanted role; the metric is measured on the rows of `tuning_data`; `data` are the
-    digests of all rows by use.
-    """
-
-    section: Quantize
-    source: Path
-    path: Path
-    targets: tuple[Target, ...]
-    tuning_data: Dataset
-    metric: MetricDefinition
-    calibration: Tensors | None = None
-    data: Mapping[str, Digest] = field(default_factory=dict)
-
-
-def search_variant(context: Context, request: VariantSearch, *, report: Reporter) -> QuantizedFile:
+def search_variant(
+    context: Context,
+    section: Quantize,
+    source: Path,
+    path: Path,
+    *,
+    targets: tuple[Target, ...],
+    tuning_data: Dataset,
+    metric: MetricDefinition,
+    calibration: Tensors | None,
+    data: Mapping[str, Digest],
+    report: Reporter,
+) -> QuantizedFile:
     """Search, and write the variant of the wanted role, and to `PATH.search.json` everything that was tried.
 
-    The same search resumes where it was interrupted.
-
-    Raises:
-        UserError: a file is not valid or exists already, or nothing keeps the budget.
-        StageError: a library failed.
+    The same search resumes where it was interrupted. `section.variants` holds the one wanted role; the metric is
+    measured on the rows of `tuning_data`; `data` are the digests of all rows by use.
     """
-    check_paths(request.source, request.path)
+    check_paths(source, path)
     key = digest_json(
         {
-            "section": codec.to_json(request.section),
-            "model": digest_file(request.source),
-            "data": dict(request.data),
-            "metric": codec.to_json(request.metric),
-            "targets": [target.digest() for target in request.targets],
-            "hardware": [context.runtime(target.runtime).fingerprint(target).digest() for target in request.targets],
+            "section": codec.to_json(section),
+            "model": digest_file(source),
+            "data": dict(data),
+            "metric": codec.to_json(metric),
+            "targets": [target.digest() for target in targets],
+            "hardware": [context.runtime(target.runtime).fingerprint(target).digest() for target in targets],
         }
     )
     with Scratch() as folder:
-        source = folder / "source" / MODEL_FILE
-        source.parent.mkdir()
-        copy_model(request.source, source)
+        copy = folder / "source" / MODEL_FILE
+        copy.parent.mkdir()
+        copy_model(source, copy)
         search_context = SearchContext(
             project=context,
-            section=request.section,
-            source=source,
+            section=section,
+            source=copy,
             folder=folder / "trials",
-            targets=request.targets,
-            machines=list_machines(context, request.targets),
-            tuning_data=request.tuning_data,
-            calibration=request.calibration,
-            metric=request.metric,
-            lower=request.metric.higher_is_better is False,
+            targets=targets,
+            machines=list_machines(context, targets),
+            tuning_data=tuning_data,
+            calibration=calibration,
+            metric=metric,
+            lower=metric.higher_is_better is False,
             batch=1,
-            budget=request.section.budget or Budget(),
+            budget=section.budget or Budget(),
             seed=int(key[-8:], 16),
         )
         result = search(search_context, context.journal(key), report)
-        record_path = request.path.with_name(f"{request.path.name}.{SEARCH_FILE}")
+        record_path = path.with_name(f"{path.name}.{SEARCH_FILE}")
         record_path.write_bytes(codec.dumps(result.record))
         if not result.models:
             raise UserError(
                 "nothing keeps the budget",
-                where=request.path.name,
+                where=path.name,
                 why="; ".join(slot.reason for slot in result.record.slots),
                 remedy=(
                     "Allow more time with `--budget max_minutes=…`"
@@ -237,9 +227,9 @@ def search_variant(context: Context, request: VariantSearch, *, report: Reporter
         return deliver(
             context,
             made,
-            source,
-            request.path,
-            targets=request.targets,
+            copy,
+            path,
+            targets=targets,
             recipe=tuple(describe_recipe(result.record, trial)),
             excluded=trial.excluded,
         )

@@ -14,7 +14,7 @@ from onnx_ops.domain.rollout_observations import LatencyThresholds, RequestCount
 from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.serving import metrics
 from onnx_ops.serving.metrics import BOUNDS_S, STEPS, MetricsPage, SharedMetrics, count_request
-from onnx_ops.statistics.rollout import fix_thresholds
+from onnx_ops.statistics.rollout.guardrails import fix_thresholds
 from onnx_ops.testing.notifiers import ReceivedRequest, Reply, WebhookSink
 from tests.adapters.endpoint_site import make_config
 

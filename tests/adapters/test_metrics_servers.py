@@ -22,7 +22,7 @@ from onnx_ops.protocol.server_process import TOKEN_FILE
 from onnx_ops.serving import metrics
 from onnx_ops.serving.metrics import BOUNDS_S, SharedMetrics, count_request
 from onnx_ops.serving.rollout_counts import UserCounts, collect_counts
-from onnx_ops.statistics.rollout import fix_thresholds
+from onnx_ops.statistics.rollout.guardrails import fix_thresholds
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.adapters.endpoint_site import make_config
 from tests.support.server import ServerFamily

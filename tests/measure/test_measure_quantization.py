@@ -159,9 +159,7 @@ class TestBalancedChannels:
     @pytest.mark.parametrize("constant", ["n_balanced_scale", "first_scale"])
     def test_a_fault_beside_the_balance_is_found(self, variant: tuple[Path, Path], constant: str) -> None:
         source, derived = variant
-        model = read_model(derived)
-        tensor = next(t for t in model.graph.initializer if t.name in (constant, f"{constant}_quantized"))
-        values = numpy_helper.to_array(tensor)
-        tensor.CopyFrom(numpy_helper.from_array((values * 2).astype(values.dtype), tensor.name))
-        write_model(model, derived)
-        assert max(one.steps for one in measure_weights(source, derived)) > 1
+        tensors = read_model(derived).graph.initializer
+        name = next(t.name for t in tensors if t.name in (constant, f"{constant}_quantized"))
+        changed = write_changed(derived, name, lambda values: (values * 2).astype(values.dtype))
+        assert max(one.steps for one in measure_weights(source, changed)) > 1

@@ -14,7 +14,6 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.target import Target
 from onnx_ops.onnx_graph.files import collect_constants
 from onnx_ops.onnx_graph.instrumentation import (
-    MAX_EXPOSED_VALUES,
     NAME_SCOPES,
     list_activations,
     list_computed_values,
@@ -76,19 +75,6 @@ def test_weights_beside_the_file_are_shared_and_not_copied(perceptron: Path) -> 
     write_with_outputs(perceptron, ["first.sum"], copy)
     assert sorted(p.name for p in perceptron.parent.iterdir()) == ["copy.onnx", "model.onnx", "weights.bin"]
     assert set(OnnxRuntime().run(copy, TARGET, (rows(3),))[0]) == {"scores", "first.sum"}
-
-
-def test_what_cannot_be_shown_is_told(perceptron: Path, tmp_path: Path) -> None:
-    copy = perceptron.with_name("copy.onnx")
-    for names, place, why in (
-        (["first.weight"], copy, r"computes 'first\.weight'"),
-        (["scores"] * (MAX_EXPOSED_VALUES + 1), copy, "are more than"),
-        (["scores"], tmp_path / "elsewhere" / "copy.onnx", "same folder"),
-        (["scores"], perceptron, "same folder"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            write_with_outputs(perceptron, names, place)
-    assert not copy.exists()
 
 
 CPU = Target(name="cpu-1t")

@@ -46,7 +46,7 @@ def test_rows_carry_units_interval_and_n() -> None:
 
 def test_the_verdict_comes_first_and_the_worst_result_with_it(golden: Golden) -> None:
     decisions = {"cuda": _decision("cuda", SIZE), "cpu-1t": _decision("cpu-1t", SIZE, LATENCY)}
-    text = version_description("int8-static", decisions, LINEAGE, "https://mlflow.example/#/runs/1")
+    text = version_description("int8-static", decisions, LINEAGE)
     golden("tables", text)
 
 
@@ -94,10 +94,9 @@ def test_what_does_not_fit_is_counted() -> None:
 def test_never_too_long_and_always_the_same(targets: int, gates: int, reason: str) -> None:
     results = [GateResult(gate="g", metric="m", limit="l", verdict=Verdict.FAIL, reason=reason) for _ in range(gates)]
     decisions = {f"target-{n}": _decision(f"target-{n}", *results) for n in range(targets)}
-    text = version_description("fp32", decisions, LINEAGE, "u" * 300)
+    text = version_description("fp32", decisions, LINEAGE)
     assert len(text) <= DESCRIPTION_LIMIT
-    assert text.endswith(f"[Evidence]({'u' * 300})")
-    assert text == version_description("fp32", dict(reversed(decisions.items())), LINEAGE, "u" * 300)
+    assert text == version_description("fp32", dict(reversed(decisions.items())), LINEAGE)
 
 
 @given(st.text(min_size=1, max_size=200).filter(lambda text: text.strip() == text and text.isprintable()))

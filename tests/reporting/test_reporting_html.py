@@ -22,7 +22,6 @@ from onnx_ops.domain.evidence import (
     PairedCounts,
     PairedRatios,
     ParityMeasurement,
-    RuntimeFacts,
     ThroughputMeasurement,
     WeightMeasurement,
 )
@@ -37,11 +36,11 @@ from onnx_ops.domain.gate import (
     ThroughputGate,
 )
 from onnx_ops.domain.release import Choice, Lineage
-from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.reporting.html import release_report
 from onnx_ops.statistics.choice import choose
 from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.parity import LARGEST
+from tests.support.evidence import CPU, CPU_FACTS, HARDWARE, make_evidence
 from tests.support.golden import Golden
 
 GATES: tuple[Gate, ...] = (
@@ -70,33 +69,17 @@ def evidence_of(variant: str = "fp32", target: str = "cpu-1t", **changes: Any) -
     quantized = variant != "fp32"
     shift = -0.3 if quantized else 0.0
     sorted_ns = tuple(int((10_000 + 20 * i) * math.exp(shift)) for i in range(800))
-    found = Evidence(
+    found = make_evidence(
+        variant,
         pipeline="digits",
-        variant=variant,
         target=target,
-        quantized=quantized,
         release=LINEAGE.release,
         manifest=digest_bytes(variant.encode()),
         target_digest=digest_bytes(target.encode()),
-        dedicated=False,
         size_bytes=10_000 if quantized else 40_000,
-        hardware=HardwareFingerprint(
-            machine="x86_64",
-            cpu_model="Example CPU",
-            cpu_flags=("avx2",),
-            cores=4,
-            memory_bytes=8_000_000_000,
-            runtime="onnxruntime",
-            runtime_version="1.31.1",
-        ),
+        hardware=replace(HARDWARE, cpu_model="Example CPU", cores=4),
         conditions={"load": "0.5"},
-        runtime=RuntimeFacts(
-            runtime="onnxruntime",
-            version="1.31.1",
-            asked=("CPUExecutionProvider",),
-            used=("CPUExecutionProvider",),
-            nodes={"CPUExecutionProvider": 12},
-        ),
+        runtime=replace(CPU_FACTS, nodes={CPU: 12}),
         baseline="fp32" if quantized else "",
         parity=() if quantized else parity(1.5),
         export_parity=parity(1.5),

@@ -48,7 +48,7 @@ def test_the_plot_names_the_front_the_budget_and_the_variants(golden: Golden) ->
     figure = search_figure(RECORD, "cpu")
     assert figure is not None
     drawn(figure.svg)
-    golden("tables", "\n".join([*(key.text for key in figure.keys), figure.caption]))
+    golden("tables", "\n".join([*(text for _, text in figure.keys), figure.caption]))
     assert search_figure(RECORD, "gpu") is None
     assert search_figure(replace(RECORD, trials=()), "cpu") is None
 

@@ -94,7 +94,7 @@ def test_a_chart_is_well_formed_escaped_and_inside_its_box() -> None:
     chart.path([(0, 0), (0.5, 5), (2, 20)], "line")
     chart.dot(0.5, 5, "solid", "<script>alert(1)</script>")
     chart.across(5, "line limit", "limit <5>")
-    chart.upright(0.5, "line limit", "here & there")
+    chart.upright(0.5, "line limit")
     chart.band(4, 6, "band")
     chart.note(1, 5, "</svg>")
     chart.row(3, "a name that is much too long to fit", "<value>")

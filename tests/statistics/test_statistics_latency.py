@@ -218,8 +218,8 @@ class TestUnsteadyHost:
 class TestCompare:
     def test_gives_ratios(self) -> None:
         found = compare([[math.log(2.0)] * 4] * 10, tolerance=0.05)
-        assert (found.verdict, found.pairs) == (Verdict.FAIL, 10)
-        assert (found.ratio, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
+        assert (found.verdict, found.n) == (Verdict.FAIL, 10)
+        assert (found.estimate, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
         assert found.rest == pytest.approx(math.exp(DRIFT * 30 / 40))
 
     def test_one_pair_decides_nothing_and_none_is_refused(self) -> None:
@@ -250,7 +250,7 @@ class TestCompare:
     ) -> None:
         found = compare(pairs, tolerance=tolerance)
         again = compare(pairs[::-1], tolerance=tolerance)
-        assert (again.ratio, again.low, again.high) == pytest.approx((found.ratio, found.low, found.high))
+        assert (again.estimate, again.low, again.high) == pytest.approx((found.estimate, found.low, found.high))
         order = [Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS]
         assert order.index(compare(pairs, tolerance=tolerance + 0.1).verdict) >= order.index(found.verdict)
 
@@ -392,7 +392,7 @@ class TestQuantileGate:
     )
     def test_passes_with_exactly_as_many_runs_as_needed(self, quick: int, slow: int, verdict: Verdict) -> None:
         found = compare_latency_quantile([1_000_000] * quick + [9_000_000] * slow, 0.99, 0.002)
-        assert (found.verdict, found.exceeding, found.runs) == (verdict, slow, quick + slow)
+        assert (found.verdict, found.exceeding, found.n) == (verdict, slow, quick + slow)
         assert quick + slow or (found.low, found.high) == (0.0, math.inf)
 
     @pytest.mark.parametrize("q", [0.5, 0.99])

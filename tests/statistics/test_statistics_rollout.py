@@ -21,9 +21,11 @@ from onnx_ops.domain.rollout_observations import (
     UnitSums,
 )
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ServiceLevel
-from onnx_ops.statistics.rollout import compute_clean_requests, design_effect, fix_thresholds, guardrails, judge
+from onnx_ops.statistics.rollout import design_effect, guardrails
 from onnx_ops.statistics.rollout import evidence as ev
-from onnx_ops.statistics.rollout.evidence import compute_log_likelihood
+from onnx_ops.statistics.rollout.evidence import compute_clean_requests, compute_log_likelihood
+from onnx_ops.statistics.rollout.guardrails import fix_thresholds
+from onnx_ops.statistics.rollout.judge import judge
 from tests.statistics.test_statistics_rollout_judge import CANDIDATE
 
 

@@ -37,9 +37,8 @@ from onnx_ops.domain.rollout_policy import (
     ShadowTrial,
     SplitTest,
 )
-from onnx_ops.statistics.rollout import analyze, judge
 from onnx_ops.statistics.rollout.guardrails import evaluate_cold_start
-from onnx_ops.statistics.rollout.judge import compute_firing_limit, count_events, trace_guardrails
+from onnx_ops.statistics.rollout.judge import analyze, compute_firing_limit, count_events, judge, trace_guardrails
 
 RAILS = (Guardrail(name="errors"), Guardrail(name="latency_p50"), Guardrail(name="latency_p99"))
 CANARY = RolloutPolicy(steps=(0.1, 0.5, 1.0), guardrails=RAILS, min_requests=(300,), step_timeout=3600.0)

@@ -30,7 +30,7 @@ from onnx_ops.domain.ledger import (
 from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Wait, choose_next_action
 from onnx_ops.domain.rollout_observations import LatencyThresholds, MetricsReading, RequestCounts, ShadowCounts
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ServiceLevel, ShadowTrial, SplitTest
-from onnx_ops.statistics.rollout import analyze, judge
+from onnx_ops.statistics.rollout.judge import analyze, judge
 from tests.statistics.test_statistics_rollout_judge import version
 
 RAILS = (Guardrail(name="errors"), Guardrail(name="latency_p99", odds_ratio=1.5))

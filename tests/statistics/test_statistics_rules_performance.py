@@ -186,5 +186,5 @@ def test_gates_without_a_limit_prove_nothing() -> None:
 
 def test_bounds_of_a_median_are_order_statistics_in_any_unit() -> None:
     found = compare_quantile([5, 1, 4, 2, 3], 0.5, 5)
-    assert (found.quantile, found.low, found.high, found.verdict) == (3, 1, 5, Verdict.PASS)
+    assert (found.estimate, found.low, found.high, found.verdict) == (3, 1, 5, Verdict.PASS)
     assert compare_quantile([1, 2, 3, 4], 0.5, 100).verdict is Verdict.INCONCLUSIVE, "four samples bound no median"

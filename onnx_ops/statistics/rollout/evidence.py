@@ -25,13 +25,14 @@ Stat. 49:1055-1080), valid after every request.
 
 from __future__ import annotations
 
-import bisect
 import math
 from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from scipy.special import gammaln
+
+from onnx_ops.statistics.intervals import find_least
 
 Array: TypeAlias = npt.NDArray[np.float64]
 Counts: TypeAlias = npt.NDArray[np.int64]
@@ -70,9 +71,6 @@ def compute_log_likelihood(table: npt.ArrayLike, odds_ratios: npt.ArrayLike) -> 
     Returns:
         (..., m): log P(k | odds ratio) - log P(k | 1) for each interval. Zero where only one outcome was possible,
         as without events or with requests on one side only.
-
-    Raises:
-        ValueError: events are negative or exceed requests.
     """
     counts = np.asarray(table, dtype=np.int64)
     logs = np.log(np.asarray(odds_ratios, dtype=np.float64))
@@ -181,8 +179,6 @@ def run_split_test(
 
     Args:
         table: (intervals, 4): the candidate's successes and outcomes, the stable version's successes and outcomes.
-        higher_is_better: whether a success is good.
-        effect: design effect of the successes.
 
     Returns:
         (decision about the candidate, log10 evidence that its rate is higher, log10 evidence that it is lower).
@@ -266,15 +262,7 @@ def bound_error_rate(errors: int, requests: int, effect: float = 1.0) -> float:
 
 
 def compute_clean_requests(rate: float) -> int:
-    """Return the fewest clean requests that show a rate below `rate`.
-
-    Raises:
-        ValueError: `rate` is not between 0 and 1.
-    """
+    """Return the fewest clean requests that show a rate below `rate`."""
     if not 0 < rate < 1:
         raise ValueError(f"rate {rate} is not between 0 and 1")
-    high = 1
-    while not is_rate_certified(0, high, rate):
-        high *= 2
-    low = high // 2
-    return low + bisect.bisect_left(range(low, high), True, key=lambda n: bool(is_rate_certified(0, n, rate)))
+    return find_least(lambda requests: bool(is_rate_certified(0, requests, rate)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -70,11 +71,7 @@ def fix_thresholds(
     total = sum(counts)
     if total < FEWEST_REQUESTS:
         return None, None
-    over: list[float] = []
-    rest = total
-    for count in counts[:-1]:
-        rest -= count
-        over.append(rest / total)
+    over = [(total - below) / total for below in itertools.accumulate(counts[:-1])]
     shares = {**LATENCY_QUANTILES, **{name: share for name, share in LATENCY_PLACES.items() if name in max_increases}}
     stable: dict[str, float] = {}
     for name, share in shares.items():  # the share of slower requests has the closest log odds

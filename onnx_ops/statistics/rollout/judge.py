@@ -18,8 +18,6 @@ from onnx_ops.domain.rollout_observations import (
 from onnx_ops.domain.rollout_policy import Guardrail, PlannedStep, RolloutPolicy, SplitTest
 from onnx_ops.statistics.rollout import design_effect, guardrails
 from onnx_ops.statistics.rollout import evidence as ev
-from onnx_ops.statistics.rollout.evidence import compute_clean_requests
-from onnx_ops.statistics.rollout.guardrails import evaluate_cold_start
 
 Row = tuple[int, int, int, int]
 
@@ -42,7 +40,7 @@ def judge(observations: Observations, policy: RolloutPolicy) -> AnalysisResult:
     guards = [evaluate_guardrail(rail, observations, here, step, policy) for rail in rails]
     requests, short, mismatch = canary.requests, "", ""
     if step.kind == "cold" and policy.cold is not None:
-        guards.append(evaluate_cold_start(policy.cold, *observations.cold_s, compute_firing_limit(policy)))
+        guards.append(guardrails.evaluate_cold_start(policy.cold, *observations.cold_s, compute_firing_limit(policy)))
     elif step.kind == "shadow" and policy.shadow is not None:
         copies = ShadowCounts(
             compared=sum(each.shadow.compared for each in here),
@@ -281,12 +279,12 @@ def describe_policy(policy: RolloutPolicy, capabilities: frozenset[str]) -> Iter
     """Yield the requirements of a valid policy, one line each."""
     if policy.shadow:
         rate = policy.shadow.max_differing
-        needed = max(policy.shadow.min_requests, compute_clean_requests(rate))
+        needed = max(policy.shadow.min_requests, ev.compute_clean_requests(rate))
         yield f"shadow: to show that less than {100 * rate:g}% of answers differ takes {needed:,} equal ones"
     for step in policy.planned():
         if policy.slo and step.kind in ("canary", "ab_test"):
             rate = policy.slo.error_rate
-            clean = compute_clean_requests(rate)
+            clean = ev.compute_clean_requests(rate)
             in_all = math.ceil(100 * max(clean, step.minimum) / step.percent)
             yield (
                 f"step {step.percent}%: to show an error rate below {100 * rate:g}% takes {clean:,} clean requests "

@@ -104,12 +104,11 @@ class MetricLimit:
 
 def list_limits(gate: MetricGate) -> Iterator[MetricLimit]:
     """Yield the limits that a gate sets."""
-    plain = gate.definition().higher_is_better is False or gate.higher_is_better is False
     kinds: tuple[Literal["max_drop", "max_increase", "min", "max"], ...] = ("max_drop", "max_increase", "min", "max")
     for kind in kinds:
         value: float | None = getattr(gate, kind)
         if value is not None:
-            yield MetricLimit(kind=kind, value=value, plain=plain)
+            yield MetricLimit(kind=kind, value=value, plain=gate.lower_is_better)
 
 
 def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:

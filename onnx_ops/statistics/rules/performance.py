@@ -38,22 +38,18 @@ _SPEEDUP_TEXTS = {
     Verdict.FAIL: "surely not faster",
 }
 
-_PAIRS = "pairs of fresh processes"
+PROCESS_FIGURES = {"load": "load time", "first": "first inference", "peak": "peak memory"}
+"""Quantities of fresh processes by their name in evidence."""
 
 
 def _judge_ratio(
-    gate: str, metric: str, measured: LatencyComparison | PairedRatios, of: str, counted: str, max_regression: float
+    gate: str, metric: str, measured: LatencyComparison | PairedRatios, max_regression: float
 ) -> GateResult:
-    """Judge a ratio, unless the host is too biased for a verdict.
-
-    Args:
-        of: the quantity that the ratio multiplies.
-        counted: what the pairs are, and further facts about them.
-    """
+    """Judge a ratio, unless the host is too biased for a verdict."""
     comparison = compare(measured.log_ratios, tolerance=max_regression)
     noisy = explain_withheld_verdict(measured.log_ratios, measured.self_log_ratios, max_regression)
     limit = f"{1 + max_regression:.4g}x"
-    reason = _describe_ratio(measured, comparison, of, counted, limit)
+    reason = _describe_ratio(measured, comparison, limit)
     if comparison.verdict is Verdict.INCONCLUSIVE:  # how many pairs, or which other limit, would decide
         needed = estimate_pairs_needed(measured.log_ratios, max_regression)
         if needed is None:
@@ -73,15 +69,22 @@ def _judge_ratio(
     return replace(result, verdict=Verdict.INCONCLUSIVE) if noisy else result
 
 
-def _describe_ratio(
-    measured: LatencyComparison | PairedRatios, comparison: Comparison, of: str, counted: str, limit: str
-) -> str:
-    """Return the ratio with its interval, limit and trend as a text."""
-    figures = f"{comparison.ratio:.4g}x [{comparison.low:.4g}, {comparison.high:.4g}] {of}"
+def _describe_ratio(measured: LatencyComparison | PairedRatios, comparison: Comparison, limit: str) -> str:
+    """Return the ratio with its interval, limit, pairs and trend as a text."""
+    if isinstance(measured, LatencyComparison):
+        preempted = measured.preempted / measured.runs if measured.runs > 0 else 0.0
+        means = f", each the mean of {measured.calls}" if measured.calls > 1 else ""
+        of = "latency"
+        counted = f"session pairs ({measured.runs} runs{means}, {as_percent(preempted)} preempted)"
+    else:
+        of = PROCESS_FIGURES.get(measured.figure, f"time per request at {measured.figure}")
+        counted = "pairs of fresh processes" if measured.figure in PROCESS_FIGURES else "session pairs"
     trend = ""
     if (change := find_trend(measured.log_ratios)) is not None:
         trend = f"; it {'grew' if change > 0 else 'fell'} by {as_percent(abs(change))} over the run"
-    return f"{figures}, limit {limit}, {comparison.pairs} {counted}{trend}"
+    interval = f"{comparison.estimate:.4g}x [{comparison.low:.4g}, {comparison.high:.4g}]"
+    against = name_baseline(measured.against)
+    return f"{interval} the {of} of {against}, limit {limit}, {comparison.n} {counted}{trend}"
 
 
 def _make_result(
@@ -95,22 +98,18 @@ def _make_result(
     unit: str,
     advisory: bool = False,
 ) -> GateResult:
-    if isinstance(measured, Comparison):
-        estimate, n = measured.ratio, measured.pairs
-    else:
-        estimate, n = measured.quantile, measured.runs
     return GateResult(
         gate=gate,
         metric=metric,
         limit=limit,
         verdict=measured.verdict,
         reason=reason,
-        estimate=_finite_or_none(estimate),
+        estimate=_finite_or_none(measured.estimate),
         low=_finite_or_none(measured.low),
         high=_finite_or_none(measured.high),
         bound=bound,
         unit=unit,
-        n=n,
+        n=measured.n,
         advisory=advisory,
     )
 
@@ -119,38 +118,27 @@ def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _judge_figure(
-    gate: str, figure: str, of: str, pairs: str, max_regression: float | None, evidence: Evidence
-) -> Iterator[GateResult]:
-    """Judge a quantity in `Evidence.ratios` against the baseline.
+def _judge_regression(gate: str, figure: str, max_regression: float | None, evidence: Evidence) -> Iterator[GateResult]:
+    """Judge the ratio of a quantity to that of the baseline.
 
     Yields nothing where the gate sets no such limit, or there is no baseline.
     """
     baseline = get_baseline(evidence)
     if max_regression is None or not baseline:
         return
+    ratios = [paired for paired in evidence.ratios if paired.figure == figure]
+    measured: Sequence[LatencyComparison | PairedRatios] = evidence.comparisons if gate == "latency" else ratios
+    against = [paired for paired in measured if paired.against == baseline and any(paired.log_ratios)]
     metric = f"{figure} vs {baseline}"
-    measured = [
-        paired
-        for paired in evidence.ratios
-        if (paired.figure, paired.against) == (figure, baseline) and any(paired.log_ratios)
-    ]
-    for paired in measured:
-        yield _judge_ratio(gate, metric, paired, f"{of} of {name_baseline(baseline)}", pairs, max_regression)
-    if not measured:
+    for paired in against:
+        yield _judge_ratio(gate, metric, paired, max_regression)
+    if not against:
         yield make_unmeasured(gate, metric, f"≤ {1 + max_regression:.4g}x")
 
 
 def judge_latency(gate: LatencyGate, evidence: Evidence) -> Iterator[GateResult]:
     """Judge the ratio to the baseline, the speed-up, and absolute quantiles."""
-    baseline = get_baseline(evidence)
-    if gate.max_regression is not None and baseline:
-        against = [c for c in evidence.comparisons if c.against == baseline and any(c.log_ratios)]
-        for comparison in against:
-            of, counted = _describe_pairs(comparison)
-            yield _judge_ratio("latency", f"ratio vs {baseline}", comparison, of, counted, gate.max_regression)
-        if not against:
-            yield make_unmeasured("latency", f"ratio vs {baseline}", f"≤ {1 + gate.max_regression:.4g}x")
+    yield from _judge_regression("latency", "ratio", gate.max_regression, evidence)
     if gate.faster_than is not None and evidence.variant != gate.faster_than:
         # The interval alone decides: on a noisy host it is wide, and shows nothing.
         speedup = gate.min_speedup or 0.0
@@ -160,7 +148,7 @@ def judge_latency(gate: LatencyGate, evidence: Evidence) -> Iterator[GateResult]
         against = [c for c in evidence.comparisons if c.against == gate.faster_than and any(c.log_ratios)]
         for comparison in against:
             compared = compare(comparison.log_ratios, tolerance=bound - 1)
-            ratio = _describe_ratio(comparison, compared, *_describe_pairs(comparison), f"{bound:.4g}x")
+            ratio = _describe_ratio(comparison, compared, f"{bound:.4g}x")
             reason = f"{_SPEEDUP_TEXTS[compared.verdict]}{enough}: {ratio}"
             yield _make_result("latency", metric, limit, reason, compared, bound=bound, unit="x")
         if not against:
@@ -173,29 +161,20 @@ def judge_latency(gate: LatencyGate, evidence: Evidence) -> Iterator[GateResult]
             continue
         quantile = compare_latency_quantile(samples.sorted_ns, share, limit_s)
         reason = (
-            f"{name} is {as_ms(quantile.quantile)} [{as_ms(quantile.low)}, {as_ms(quantile.high)}], "
-            f"limit {as_ms(limit_s)}, {quantile.exceeding} of {quantile.runs} runs above it"
+            f"{name} is {as_ms(quantile.estimate)} [{as_ms(quantile.low)}, {as_ms(quantile.high)}], "
+            f"limit {as_ms(limit_s)}, {quantile.exceeding} of {quantile.n} runs above it"
         )
-        if quantile.verdict is Verdict.INCONCLUSIVE and quantile.runs < quantile.needed:
+        if quantile.verdict is Verdict.INCONCLUSIVE and quantile.n < quantile.needed:
             reason += f"; to pass, {quantile.needed} runs are needed"
         yield _make_result("latency", name, limit, reason, quantile, bound=limit_s, unit="s", advisory=advisory)
     if not limits and gate.max_regression is None and gate.faster_than is None:
         yield make_unlimited("latency", "")
 
 
-def _describe_pairs(comparison: LatencyComparison) -> tuple[str, str]:
-    """Return the quantity of the ratio, and the kind of its pairs."""
-    preempted = comparison.preempted / comparison.runs if comparison.runs > 0 else 0.0
-    means = f", each the mean of {comparison.calls}" if comparison.calls > 1 else ""
-    counted = f"session pairs ({comparison.runs} runs{means}, {as_percent(preempted)} preempted)"
-    return f"the latency of {name_baseline(comparison.against)}", counted
-
-
 def judge_throughput(gate: ThroughputGate, evidence: Evidence) -> Iterator[GateResult]:
     """Judge throughput as time per request, so that more is worse."""
     figure = throughput_metric_name(gate.concurrency)
-    of = f"the time per request at {figure}"
-    yield from _judge_figure("throughput", figure, of, "session pairs", gate.max_regression, evidence)
+    yield from _judge_regression("throughput", figure, gate.max_regression, evidence)
     if gate.min is not None:
         measured = [t for t in evidence.throughput if t.concurrency == gate.concurrency and t.per_second]
         limit, advisory = f"≥ {_rate(gate.min)}", not evidence.dedicated
@@ -206,7 +185,7 @@ def judge_throughput(gate: ThroughputGate, evidence: Evidence) -> Iterator[GateR
             middle = median(session.per_second)
             reason = (
                 f"median {_rate(middle)} [{_rate(low)}, {_rate(high)}] at {figure}, limit {_rate(gate.min)}, "
-                f"{per_request.runs} sessions ({session.requests} requests)"
+                f"{per_request.n} sessions ({session.requests} requests)"
             )
             result = _make_result(
                 "throughput", figure, limit, reason, per_request, bound=gate.min, unit="req/s", advisory=advisory
@@ -224,21 +203,22 @@ def _rate(per_second: float) -> str:
 
 def judge_cold_start(gate: ColdStartGate, evidence: Evidence) -> Iterator[GateResult]:
     """Judge load time and time to the first inference of fresh processes."""
-    samples = {} if evidence.starts is None else {"load": evidence.starts.load_s, "first": evidence.starts.first_s}
-    for figure, of in (("load", "the load time"), ("first", "the first inference")):
-        yield from _judge_figure("cold_start", figure, of, _PAIRS, gate.max_regression, evidence)
-    for figure, limit in (("load", gate.load), ("first", gate.first)):
+    for figure in ("load", "first"):
+        yield from _judge_regression("cold_start", figure, gate.max_regression, evidence)
+    starts = evidence.starts
+    for figure, limit, samples in (
+        ("load", gate.load, starts.load_s if starts else ()),
+        ("first", gate.first, starts.first_s if starts else ()),
+    ):
         if limit is not None:
-            yield _judge_median(
-                "cold_start", figure, samples.get(figure, ()), limit, "s", advisory=not evidence.dedicated
-            )
+            yield _judge_median("cold_start", figure, samples, limit, "s", advisory=not evidence.dedicated)
     if (gate.load, gate.first, gate.max_regression) == (None, None, None):
         yield make_unlimited("cold_start", "")
 
 
 def judge_memory(gate: MemoryGate, evidence: Evidence) -> Iterator[GateResult]:
     """Judge peak memory, which other load of the machine does not change."""
-    yield from _judge_figure("memory", "peak", "the peak memory", _PAIRS, gate.max_regression, evidence)
+    yield from _judge_regression("memory", "peak", gate.max_regression, evidence)
     if gate.max is not None:
         samples = () if evidence.starts is None else evidence.starts.peak_bytes
         yield _judge_median("memory", "peak", samples, gate.max, "B", advisory=False)
@@ -256,8 +236,8 @@ def _judge_median(
         return make_unmeasured(gate, figure, f"≤ {text(limit)}", advisory=advisory)
     center = compare_quantile(samples, 0.5, limit)
     reason = (
-        f"median {figure} {text(center.quantile)} [{text(center.low)}, {text(center.high)}], limit {text(limit)}, "
-        f"{center.runs} fresh processes, from {text(min(samples))} to {text(max(samples))}"
+        f"median {figure} {text(center.estimate)} [{text(center.low)}, {text(center.high)}], limit {text(limit)}, "
+        f"{center.n} fresh processes, from {text(min(samples))} to {text(max(samples))}"
     )
     return _make_result(
         gate, figure, f"≤ {text(limit)}", reason, center, bound=float(limit), unit=unit, advisory=advisory
