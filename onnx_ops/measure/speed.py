@@ -117,7 +117,7 @@ def measure_scheduling(
                 requests = count * max(2, round(_WAY_S / (run_s * rows * count)))
                 schedule = LoadSchedule(concurrency=count, requests=requests, rounds=1, windows=2, seed=seed + turn)
                 samples = runtime.under_load((model,), target, build_feed(model, inputs, rows), schedule)
-                measured.extend(float(rows * requests * 1e9 / ns) for ns in _check_positive([samples]).ravel())
+                measured.extend(float(rows * requests * 1e9 / ns) for ns in _join_windows([samples]).ravel())
         return tuple(
             SchedulingMeasurement(threads=count, rows=rows, rows_per_s=float(np.median(measured)))
             for (count, rows), measured in rates.items()

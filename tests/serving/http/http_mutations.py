@@ -15,7 +15,8 @@ BODY = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2],
 STATUSES = frozenset({200, 400, 403, 404, 405, 408, 411, 413, 414, 415, 417, 422, 429, 431, 501, 503, 505})
 """What may be answered: a 500 is a defect."""
 
-_REQUEST_LINE = re.compile(rb"[A-Z-]{3,} [^ \r\n]+ HTTP/1")
+_REQUEST_LINE = re.compile(rb"[A-Z-]{3,} +[^ \r\n]+ +HTTP/1")
+"""The parser skips further spaces."""
 _ID = b"x-request-id: "
 _HEADS = (
     *(b"content-length: 5", b"content-length: +5", b"content-length: 5, 5", b"content-length : 5", b"content-length:"),
