@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from onnx_ops.domain.artifact import Digest, Manifest, digest_file, digest_json
+from onnx_ops.domain.artifact import Digest, digest_file, digest_folder, digest_json
 from onnx_ops.errors import NotFoundError, ServiceUnavailableError, quoted
 from onnx_ops.plugins import imported, missing_package
 
@@ -48,8 +48,7 @@ class UserSuppliedModels:
             return digest_json([place, versions])
         path = self._path(place)
         if path.is_dir():
-            files = {p.relative_to(path).as_posix(): digest_file(p) for p in path.rglob("*") if p.is_file()}
-            return Manifest(files=files).digest()
+            return digest_folder(path).digest()
         return digest_file(path)
 
     def path(self, place: str, scratch: Path) -> Path:

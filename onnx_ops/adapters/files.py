@@ -86,6 +86,18 @@ def create_file(path: Path, data: bytes, mode: int = PRIVATE) -> bool:
         return True
 
 
+def sweep_unfinished(folder: Path) -> None:
+    """Delete the files and folders that killed writers left directly in a folder more than an hour ago."""
+    before = time.time() - UNFINISHED_S  # noqa: TID251 (compared with times of the file system)
+    for path in folder.glob(f"{TEMPORARY}*"):
+        with suppress(FileNotFoundError):  # deleted in the meantime
+            if max(part.stat().st_mtime for part in (path, *path.rglob("*"))) < before:
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+
+
 def read_private(path: Path, what: str, *, remedy: str = "") -> str:
     """Return the stripped text of a file that only its owner can read.
 
@@ -326,14 +338,6 @@ class LocalObjects(ObjectStore):
                 shutil.copyfileobj(source, sink)
             return True
         return False
-
-    def sweep(self, prefix: str) -> None:
-        """Delete what killed writers left directly below a prefix more than an hour ago."""
-        before = time.time() - UNFINISHED_S  # noqa: TID251 (compared with times of the file system)
-        for path in (self.root / prefix).glob(f"{TEMPORARY}*"):
-            with suppress(FileNotFoundError):
-                if path.stat().st_mtime < before:
-                    path.unlink()
 
 
 class FsspecObjects(ObjectStore):

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from onnx_ops import plugins
 from onnx_ops.attestation import TrustedKeys
-from onnx_ops.domain.artifact import Manifest, digest_file, short_digest
+from onnx_ops.domain.artifact import Manifest, digest_folder, short_digest
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.target import Diagnosis, Target
 from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError, RefusedError
@@ -45,15 +45,14 @@ class CloudEndpoints(EndpointProvider):
 def verify_files(deployment: Deployment) -> dict[str, Path]:
     """Return the model files of a deployment by their relative POSIX names, sorted."""
     folder = Path(deployment.location)
-    paths = sorted(path for path in folder.rglob("*") if path.is_file()) if deployment.location else []
-    if not paths:
+    manifest = digest_folder(folder) if deployment.location else Manifest(files={})
+    if not manifest.files:
         raise NotFoundError(
             f"the files of {deployment.name} are not there",
             where=str(folder),
             remedy="Run this on the machine that fetched the version, or fetch it again with `onnx-ops reconcile`.",
         )
-    files = {path.relative_to(folder).as_posix(): path for path in paths}
-    digest = Manifest(files={name: digest_file(path) for name, path in files.items()}).digest()
+    digest = manifest.digest()
     if digest != deployment.manifest:
         raise DigestMismatchError(
             f"the files of {deployment.name} are not those of its manifest {short_digest(deployment.manifest)}",
@@ -61,7 +60,7 @@ def verify_files(deployment: Deployment) -> dict[str, Path]:
             why=f"their digest is {short_digest(digest)}: they were changed after they were verified",
             remedy="Remove the folder; the files are then fetched again.",
         )
-    return dict(sorted(files.items()))
+    return {name: folder / name for name in manifest}
 
 
 def split_text(name: str, text: str, characters: int) -> dict[str, str]:
