@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -74,19 +74,22 @@ def join_text(name: str, pieces: Mapping[str, str]) -> str:
     return "".join(itertools.takewhile(bool, (pieces.get(f"{name}{number}", "") for number in itertools.count())))
 
 
-def run_check(check: str, find: Callable[[], Iterable[Diagnosis]], *, cloud: str) -> Iterator[Diagnosis]:
-    """Yield the findings of a check; a check that fails to run is a finding, too.
+Finding = tuple[bool, str, str]
+"""Whether a check passed, its finding, and the remedy."""
+
+
+def run_check(check: str, find: Callable[[], Finding], *, cloud: str) -> Diagnosis:
+    """Return the finding of a check; a check that fails to run is a finding, too.
 
     A check without the permission to read is no fault.
     """
     proxy = f"Look at what stands between this machine and {cloud}: a proxy, or a login page."
     try:
-        yield from find()
+        ok, found, remedy = find()
     except RefusedError as error:
-        yield Diagnosis(check=check, ok=True, found=f"not permitted to check: {error.why}")
+        ok, found, remedy = True, f"not permitted to check: {error.why}", ""
     except OnnxOpsError as error:
-        found = f"{error.what} {error.why}".strip()
-        yield Diagnosis(check=check, ok=False, found=found, remedy=error.remedy or proxy)
+        ok, found, remedy = False, f"{error.what} {error.why}".strip(), error.remedy or proxy
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # a success without the expected content
-        found = f"the answer is not what {cloud} answers: {error!r}"
-        yield Diagnosis(check=check, ok=False, found=found, remedy=proxy)
+        ok, found, remedy = False, f"the answer is not what {cloud} answers: {error!r}", proxy
+    return Diagnosis(check=check, ok=ok, found=found, remedy=remedy)

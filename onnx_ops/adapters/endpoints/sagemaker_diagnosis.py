@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from onnx_ops.adapters.aws import Clients, get_error_code, make_clients, read_access, translate_errors
-from onnx_ops.adapters.endpoints.cloud import run_check
+from onnx_ops.adapters.endpoints.cloud import Finding, run_check
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, read_sagemaker_settings
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Diagnosis
@@ -22,8 +22,6 @@ _ECR = re.compile(
     r"(?P<account>\d{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/(?P<repository>[a-z0-9._/-]+)"
     r"(@(?P<digest>sha256:[0-9a-f]{64})|:(?P<tag>[\w.-]+))?"
 )
-_Finding = tuple[bool, str, str]
-"""Whether the check passed, its finding, and the remedy."""
 _PULL_ACTIONS = ("ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer", "ecr:BatchCheckLayerAvailability")
 
 
@@ -45,34 +43,28 @@ def diagnose(given: Mapping[str, Json]) -> Iterator[Diagnosis]:
         yield Diagnosis(check="credentials", ok=False, found=f"{error.what} {error.why}".strip(), remedy=error.remedy)
         return
 
-    def check_credentials() -> _Finding:
+    def check_credentials() -> Finding:
         caller = connect("sts").get_caller_identity()
         return True, f"{caller['Arn']} in {connect('sagemaker').meta.region_name}", ""
 
-    (credentials,) = _run("credentials", check_credentials)
-    yield credentials
+    yield (credentials := _run("credentials", check_credentials))
     if not credentials.ok or settings is None:
         return
-    yield from _run("role", lambda: _check_role(connect("iam"), settings.role))
-    yield from _run("bucket", lambda: _check_bucket(connect("s3"), settings.bucket))
-    yield from _run("image", lambda: _check_image(connect, settings.image))
-    yield from _run("pull", lambda: _check_pull(connect("iam"), settings.role, settings.image))
+    yield _run("role", lambda: _check_role(connect("iam"), settings.role))
+    yield _run("bucket", lambda: _check_bucket(connect("s3"), settings.bucket))
+    yield _run("image", lambda: _check_image(connect, settings.image))
+    yield _run("pull", lambda: _check_pull(connect("iam"), settings.role, settings.image))
     if settings.alarms:
-        yield from _run("alarms", lambda: _check_alarms(connect("cloudwatch"), settings.alarms))
+        yield _run("alarms", lambda: _check_alarms(connect("cloudwatch"), settings.alarms))
     if not settings.serverless:
-        yield from _run("quota", lambda: _check_quota(connect("service-quotas"), settings))
+        yield _run("quota", lambda: _check_quota(connect("service-quotas"), settings))
 
 
-def _run(check: str, find: Callable[[], _Finding]) -> Iterator[Diagnosis]:
-    def find_diagnosis() -> list[Diagnosis]:
-        with translate_errors(""):
-            ok, found, remedy = find()
-        return [Diagnosis(check=check, ok=ok, found=found, remedy=remedy)]
-
-    return run_check(check, find_diagnosis, cloud="AWS")
+def _run(check: str, find: Callable[[], Finding]) -> Diagnosis:
+    return run_check(check, translate_errors("")(find), cloud="AWS")
 
 
-def _check_role(iam: Any, arn: str) -> _Finding:
+def _check_role(iam: Any, arn: str) -> Finding:
     from botocore.exceptions import ClientError
 
     name = arn.rpartition("/")[2]
@@ -89,7 +81,7 @@ def _check_role(iam: Any, arn: str) -> _Finding:
     return trusts, found, f"Add {_PRINCIPAL} to the role's trust policy."
 
 
-def _check_bucket(s3: Any, bucket: str) -> _Finding:
+def _check_bucket(s3: Any, bucket: str) -> Finding:
     from botocore.exceptions import ClientError
 
     try:
@@ -103,7 +95,7 @@ def _check_bucket(s3: Any, bucket: str) -> _Finding:
     return True, f"s3://{bucket}", ""
 
 
-def _check_image(connect: Clients, image: str) -> _Finding:
+def _check_image(connect: Clients, image: str) -> Finding:
     """Check that the image is in ECR, in the endpoint's region."""
     from botocore.exceptions import ClientError
 
@@ -129,7 +121,7 @@ def _check_image(connect: Clients, image: str) -> _Finding:
     return (True, image, "") if answer["imageDetails"] else (False, f"{image} is not described", "")
 
 
-def _check_pull(iam: Any, role: str, image: str) -> _Finding:
+def _check_pull(iam: Any, role: str, image: str) -> Finding:
     """Check that the role's policies allow pulling. A repository of another account also has a policy."""
     match = _ECR.fullmatch(image)
     if match is None:
@@ -152,7 +144,7 @@ def _check_pull(iam: Any, role: str, image: str) -> _Finding:
     return True, "the role may pull it", ""
 
 
-def _check_alarms(cloudwatch: Any, names: tuple[str, ...]) -> _Finding:
+def _check_alarms(cloudwatch: Any, names: tuple[str, ...]) -> Finding:
     answer = cloudwatch.describe_alarms(AlarmNames=list(names), AlarmTypes=["MetricAlarm", "CompositeAlarm"])
     kinds = ("MetricAlarms", "CompositeAlarms")
     states = {alarm["AlarmName"]: alarm["StateValue"] for kind in kinds for alarm in answer.get(kind, ())}
@@ -160,7 +152,7 @@ def _check_alarms(cloudwatch: Any, names: tuple[str, ...]) -> _Finding:
     return set(names) <= set(states), found, "Make them in CloudWatch, or correct `alarms`."
 
 
-def _check_quota(quotas: Any, settings: SageMakerSettings) -> _Finding:
+def _check_quota(quotas: Any, settings: SageMakerSettings) -> Finding:
     """Check the quota: an update runs old and new instances side by side; with `ab` two variants of them."""
     name = f"{settings.instance_type} for endpoint usage"
     pages = quotas.get_paginator("list_service_quotas").paginate(ServiceCode="sagemaker")
