@@ -122,9 +122,8 @@ class AzureClient:
     def settled_deployment(self, name: str) -> ManagedOnlineDeployment | None:
         """Return a deployment once Azure no longer changes it, as `settled_endpoint` does."""
         where = f"deployment {name}"
-        return self._wait_until_settled(
-            where, lambda: self.read(where, lambda: self.ml.online_deployments.get(name, self.name))
-        )
+        deployments = self.ml.online_deployments
+        return self._wait_until_settled(where, lambda: self.read(where, lambda: deployments.get(name, self.name)))
 
     def write(self, where: str, begin: Callable[[], Any], *, instances: int = 1) -> None:
         """Start an operation and wait until it ends. Callers then read its result.
@@ -182,9 +181,8 @@ class AzureClient:
             resource = get()
             return (resource,) if resource is None or _state(resource) in _TERMINAL_STATES else None
 
-        return converge(read_settled, self.policy.attempts(self.policy.operation_s), lambda: make_timeout_error(where))[
-            0
-        ]
+        tries = self.policy.attempts(self.policy.operation_s)
+        return converge(read_settled, tries, lambda: make_timeout_error(where))[0]
 
 
 def has_succeeded(resource: ManagedOnlineDeployment | ManagedOnlineEndpoint) -> bool:
