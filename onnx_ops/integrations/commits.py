@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -33,8 +34,17 @@ from onnx_ops.reporting.pull_request import Checked, title
 
 RESULTS = "results.json"
 
+_COMMIT = re.compile(r"[0-9a-f]{7,64}")
+
 _FAILURES = {UserError.exit_code, InfrastructureError.exit_code, RefusedError.exit_code}
 """A run that ends with one of these failed, regardless of its gate results."""
+
+
+def parse_commit(text: object, where: str, *, remedy: str = "") -> str:
+    """Return a commit's hash that a CI service gave; raise UserError if it is none."""
+    if isinstance(text, str) and _COMMIT.fullmatch(text):
+        return text
+    raise UserError(f"{str(text)[:80]!r} is not a commit", where=where, remedy=remedy)
 
 
 def judge_change(

@@ -64,16 +64,24 @@ def _run(check: str, find: Callable[[], Finding]) -> Diagnosis:
     return run_check(check, translate_errors("")(find), cloud="AWS")
 
 
-def _check_role(iam: Any, arn: str) -> Finding:
+def _ask(request: Callable[[], Any], *codes: str) -> tuple[Any, str]:
+    """Return the answer to a request; or None and the code of its error, if that is among `codes`."""
     from botocore.exceptions import ClientError
 
-    name = arn.rpartition("/")[2]
     try:
-        role = iam.get_role(RoleName=name)["Role"]
+        return request(), ""
     except ClientError as error:
-        if get_error_code(error) != "NoSuchEntity":
+        if (code := get_error_code(error)) not in codes:
             raise
+        return None, code
+
+
+def _check_role(iam: Any, arn: str) -> Finding:
+    name = arn.rpartition("/")[2]
+    answer, is_missing = _ask(lambda: iam.get_role(RoleName=name), "NoSuchEntity")
+    if is_missing:
         return False, f"{arn} does not exist", f"{_DOCS} shows how to make it."
+    role = answer["Role"]
     if role["Arn"] != arn:
         return False, f"{name} is {role['Arn']}", "Correct `role`."
     trusts = _PRINCIPAL in json.dumps(role["AssumeRolePolicyDocument"])
@@ -82,23 +90,16 @@ def _check_role(iam: Any, arn: str) -> Finding:
 
 
 def _check_bucket(s3: Any, bucket: str) -> Finding:
-    from botocore.exceptions import ClientError
-
-    try:
-        s3.head_bucket(Bucket=bucket)
-    except ClientError as error:
-        if get_error_code(error) in ("404", "NoSuchBucket"):
-            return False, f"s3://{bucket} does not exist", f"aws s3 mb s3://{bucket}"
-        if get_error_code(error) != "403":
-            raise
+    _, code = _ask(lambda: s3.head_bucket(Bucket=bucket), "404", "NoSuchBucket", "403")
+    if code == "403":
         return False, f"s3://{bucket} is not permitted", "Permit s3:ListBucket, s3:GetObject and s3:PutObject on it."
+    if code:
+        return False, f"s3://{bucket} does not exist", f"aws s3 mb s3://{bucket}"
     return True, f"s3://{bucket}", ""
 
 
 def _check_image(connect: Clients, image: str) -> Finding:
     """Check that the image is in ECR, in the endpoint's region."""
-    from botocore.exceptions import ClientError
-
     match = _ECR.fullmatch(image)
     if match is None:
         remedy = "Push it to ECR, which SageMaker requires: `aws ecr create-repository --repository-name onnx-ops`."
@@ -109,14 +110,15 @@ def _check_image(connect: Clients, image: str) -> Finding:
         return False, f"it is in {match['region']}, not in {region}", remedy
     tag, repository = match["tag"] or "latest", match["repository"]
     ids = [{"imageDigest": match["digest"]} if match["digest"] else {"imageTag": tag}]
-    try:
-        answer = ecr.describe_images(registryId=match["account"], repositoryName=repository, imageIds=ids)
-    except ClientError as error:
-        if get_error_code(error) == "RepositoryNotFoundException":
-            remedy = f"aws ecr create-repository --repository-name {repository}, then docker push {image}"
-            return False, f"there is no {repository}", remedy
-        if get_error_code(error) != "ImageNotFoundException":
-            raise
+    answer, code = _ask(
+        lambda: ecr.describe_images(registryId=match["account"], repositoryName=repository, imageIds=ids),
+        "RepositoryNotFoundException",
+        "ImageNotFoundException",
+    )
+    if code == "RepositoryNotFoundException":
+        remedy = f"aws ecr create-repository --repository-name {repository}, then docker push {image}"
+        return False, f"there is no {repository}", remedy
+    if code:
         return False, f"{repository} has no {match['digest'] or tag}", f"docker push {image}"
     return (True, image, "") if answer["imageDetails"] else (False, f"{image} is not described", "")
 

@@ -173,7 +173,8 @@ class EndpointResources:
         operation, taken = f"create_{noun}", ("already existing",)
         if self._client.call("sagemaker", operation, ignored_messages=taken, **request) is not None:
             return
-        actual = self._client.call("sagemaker", f"describe_{noun}", **{f"{_NAMES[noun]}Name": name})
+        named: dict[str, Any] = {f"{_NAMES[noun]}Name": name}
+        actual = self._client.call("sagemaker", f"describe_{noun}", **named)
         if not _contains(actual, {key: value for key, value in request.items() if key != "Tags"}):
             raise InfrastructureError(
                 f"another {noun.replace('_', ' ')} has the name {name}",
