@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnx_ops.adapters.files import TEMPORARY, UNFINISHED_S, LocalObjects, ObjectStore, fsync_path, sweep_unfinished
+from onnx_ops.adapters.files import UNFINISHED_S, LocalObjects, ObjectStore, sweep_unfinished
 from onnx_ops.domain.artifact import (
     Digest,
     Manifest,
@@ -31,6 +31,7 @@ from onnx_ops.domain.artifact import (
 )
 from onnx_ops.errors import CorruptStateError, DigestMismatchError, UserError, storage_errors
 from onnx_ops.onnx_graph.files import read_structure
+from onnx_ops.scratch import TEMPORARY, sync_path
 
 _BLOBS, _RECORDS, _LOCK = "blobs", "records", "collect.lock"
 READ_ONLY = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
@@ -293,7 +294,7 @@ class ModelFolders:
             if place.exists():  # only a damaged folder is ever replaced
                 shutil.rmtree(place)
             temporary.rename(place)
-            fsync_path(self.root)
+            sync_path(self.root)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return str(place)

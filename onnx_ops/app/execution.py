@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 from onnx_ops import plugins
-from onnx_ops.adapters.files import durable_file
 from onnx_ops.adapters.isolation.process import OutputTail, describe_exit
 from onnx_ops.app.fork_server import FORK_SERVER, ForkedProcess
 from onnx_ops.app.placement import ask, build_request
@@ -29,7 +28,7 @@ from onnx_ops.pipeline.stage_settings import get_pool
 from onnx_ops.pipeline.stages import execute
 from onnx_ops.pipeline.stages.champion import attach_champion
 from onnx_ops.ports import Context, Pools
-from onnx_ops.scratch import Scratch
+from onnx_ops.scratch import Scratch, write_durably
 
 
 @contextlib.contextmanager
@@ -170,8 +169,7 @@ class StageDurations:
             return
         with self._lock, contextlib.suppress(OSError):
             known = {**self.read(), stage.id: round(seconds, 2)}
-            with durable_file(self._path) as temporary:
-                temporary.write_text(json.dumps(known), encoding="utf-8")
+            write_durably(self._path, json.dumps(known).encode())
 
     @contextlib.contextmanager
     def measure(self, stage: Stage) -> Iterator[None]:

@@ -194,11 +194,7 @@ def _local(place: str) -> Path | None:
 
 
 def results(folder: Path) -> tuple[Checked, ...]:
-    """Return the results that `judge_change` wrote to a folder.
-
-    Raises:
-        UserError: it has not run.
-    """
+    """Return the results of `judge_change`; raise UserError if it has not run."""
     try:
         return codec.loads((folder / RESULTS).read_bytes(), tuple[Checked, ...])
     except FileNotFoundError as error:

@@ -79,11 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_event(environ: Mapping[str, str]) -> Event:
-    """Return the event that started the workflow.
-
-    Raises:
-        UserError: this is not a GitHub workflow.
-    """
+    """Return the workflow's event; raise UserError outside of a workflow."""
     variable = "GITHUB_EVENT_PATH"
     try:
         document = json.loads(Path(environ[variable]).read_text(encoding="utf-8"))

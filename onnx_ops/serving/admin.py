@@ -33,8 +33,8 @@ from onnx_ops.protocol.messages import (
     UserCountsRequest,
     error_to_bytes,
 )
-from onnx_ops.protocol.routing_table import write_durably
 from onnx_ops.protocol.server_process import AUDIT_FILE, TOKEN_FILE
+from onnx_ops.scratch import write_durably
 from onnx_ops.serving.http.app import AsyncHandler, Handler, HttpApp, PendingResponse, read_by
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead, build_error
 

@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 
 from onnx_ops import codec
 from onnx_ops.adapters.data.file import read_arrays, sample_arrays
-from onnx_ops.adapters.files import durable_file
 from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv, hold_lock
 from onnx_ops.adapters.isolation.process import IsolatedProcess, ProcessLimits, build_interpreter_command
 from onnx_ops.config.binding import bind_settings
@@ -40,7 +39,7 @@ from onnx_ops.errors import (
 )
 from onnx_ops.ports import DataSource
 from onnx_ops.ports.data import Array, Sample
-from onnx_ops.scratch import Scratch
+from onnx_ops.scratch import Scratch, write_durably
 
 _WORKER = "onnx_ops.adapters.data.dvc_worker:run_dvc"
 _TIMEOUT_S = 3600.0
@@ -218,7 +217,7 @@ class DvcSource(DataSource):
         key = json.dumps([str(folder.resolve()), commit, path, settings.remote])
         stored = self.repositories / "pointers" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
         with suppress(OSError, ValueError, OnnxOpsError):
-            return codec.from_json(json.loads(stored.read_text(encoding="utf-8")), DvcPointer)
+            return codec.loads(stored.read_bytes(), DvcPointer)
         place = str(folder.resolve())
         answers = self._ask(settings, (), "find", repo=place, rev=commit, path=path, remote=settings.remote)
         if not answers:
@@ -243,9 +242,7 @@ class DvcSource(DataSource):
             raise _wrong_pointer(pointer, f"its size is {pointer.size}")
         if path != pointer.out and not pointer.md5.endswith(_FOLDER_SUFFIX):
             raise _wrong_pointer(pointer, f"{pointer.out} is a file, so there is no {path} in it")
-        stored.parent.mkdir(parents=True, exist_ok=True)
-        with durable_file(stored) as temporary:
-            temporary.write_text(json.dumps(codec.to_json(pointer)), encoding="utf-8")
+        write_durably(stored, codec.dumps(pointer))
         return pointer
 
     def _check_checkout(self, tracked: _TrackedFile) -> None:

@@ -53,13 +53,8 @@ def sample_arrays(path: Path, *, where: str) -> Sample:
 def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | None = None) -> Mapping[str, Array]:
     """Read the arrays of a `.npz` file or the columns of a table.
 
-    They have equal lengths along axis 0; nothing is unpickled.
-
-    Args:
-        path: of the file.
-        where: its place in messages.
-        name: original name of the file; by default that of `path`. Its suffix gives the format.
-        most_bytes: limit of the bytes read, the first rows of each array.
+    They have equal lengths along axis 0; nothing is unpickled. The suffix of `name`, the file's original name, gives
+    the format. With `most_bytes`, the first rows of each array are read.
     """
     suffix = Path(name or path).suffix.lower()
     with path.open("rb") as stream:

@@ -167,10 +167,7 @@ class AzureClient:
     def converge(self, step: Callable[[], T | None], where: str = "", *, retry_reads: bool = False) -> T:
         """Repeat a step until it returns something, while Azure is busy, for `policy.operation_s` seconds.
 
-        Args:
-            step: as for `retry.converge`.
-            where: for errors; the endpoint by default.
-            retry_reads: repeat the step, too, when a read was not answered for `policy.answer_s` seconds.
+        With `retry_reads` it is also repeated when a read was not answered for `policy.answer_s` seconds.
         """
         retried = (BusyError, ServiceUnavailableError if retry_reads else UnansweredWriteError)
         tries = self.policy.attempts(self.policy.operation_s)

@@ -20,8 +20,7 @@ from onnx_ops.protocol.server_process import CONTAINER_PROVIDERS, explain_unserv
 class CloudEndpoints(EndpointProvider):
     """Base of the providers whose endpoints run our image in containers of a cloud.
 
-    Args:
-        trusted: folder of the public keys that containers verify signatures with; without it they load any model.
+    They verify signatures with the public keys in the folder `trusted`; without it they load any model.
     """
 
     metrics_plugin: ClassVar[str]

@@ -24,7 +24,7 @@ from typing import Annotated
 from annotated_types import Ge, Le, doc
 
 from onnx_ops import codec
-from onnx_ops.adapters.files import durable_file, exclusive_lock, try_lock, wait_until
+from onnx_ops.adapters.files import exclusive_lock, try_lock, wait_until
 from onnx_ops.adapters.server_metrics import ServerMetrics
 from onnx_ops.config.binding import bind_settings, file_fields
 from onnx_ops.config.server_options import format_flags
@@ -61,6 +61,7 @@ from onnx_ops.protocol.server_process import (
     list_workers,
     signal_worker,
 )
+from onnx_ops.scratch import write_durably
 
 LOG_FILE = "server.log"
 APPLY_LOCK = "apply.lock"
@@ -104,10 +105,7 @@ class LocalSettings(ContainerOptions):
 class LocalEndpoints(EndpointProvider):
     """Keeps each endpoint in `folder/<endpoint>/`, readable by its owner only.
 
-    Args:
-        folder: of all endpoints.
-        trusted: folder of the public keys that servers verify signatures with; without it they load any model.
-        python: interpreter that runs the servers.
+    Servers verify signatures with the public keys in the folder `trusted`; without it they load any model.
     """
 
     tools = EXTRAS["serve"]
@@ -286,8 +284,7 @@ class LocalEndpoints(EndpointProvider):
         if self._python == sys.executable:
             tools = (*self.tools, *(EXTRAS["grpc"] if options.grpc_port else ()))
             require(*tools, where=f"endpoint {config.endpoint}")
-        with durable_file(server.folder / _PORT_FILE) as temporary:
-            temporary.write_text(str(port), encoding="utf-8")
+        write_durably(server.folder / _PORT_FILE, str(port).encode())
         return server.start(port, options)
 
     def _server(self, config: EndpointConfig) -> LocalServer:
@@ -384,8 +381,7 @@ class LocalServer:
         """Start the server and wait until it is ready; an error holds the end of its log."""
         token = self.folder / TOKEN_FILE
         if not token.exists():
-            with durable_file(token) as temporary:  # made with mode 0600
-                temporary.write_text(secrets.token_urlsafe(32), encoding="utf-8")
+            write_durably(token, secrets.token_urlsafe(32).encode())
         if token.stat().st_mode & 0o077:
             raise RefusedError("others may read the admin token", where=str(token), remedy=f"Run: chmod 600 {token}")
         command = [self._python, "-P", "-m", "onnx_ops.serving.main", "--state-dir", str(self.folder.resolve())]

@@ -11,11 +11,12 @@ from onnx_ops.adapters.exporters.signature import (
     check_opset,
     check_section,
     convert_failures,
+    convert_refusals,
     find_file_with_suffix,
     name_outputs,
     tidy_converted,
 )
-from onnx_ops.errors import UserError, quoted
+from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.ports import Exporter
 from onnx_ops.ports.data import Tensors
@@ -88,10 +89,8 @@ class PaddleExporter(Exporter):
         """Run the layer; None in float64, as a saved program fixes its precision."""
         if precision == "float64":
             return None
-        try:
+        with convert_refusals("the layer", ValueError, RuntimeError, TypeError, IndexError):
             answer = _call(model, inputs)
-        except (ValueError, RuntimeError, TypeError, IndexError) as error:
-            raise ValueError(f"the layer refuses these inputs: {quoted(error)}") from error
         return {name: value.numpy() for name, value in name_outputs(answer).items()}
 
 

@@ -55,9 +55,7 @@ def find_file_with_suffix(folder: Path, suffix: str, remedy: str = "There must b
 def name_axes(model: Any, section: Export) -> None:
     """Name the free axes of inputs, and the first axis of outputs like the batch.
 
-    Args:
-        model: the ONNX model, changed in place; names of its other free axes are taken away.
-        section: what names there should be.
+    Other free axes lose their names.
     """
     for value in model.graph.input:
         for axis, dimension in enumerate(value.type.tensor_type.shape.dim):
@@ -97,6 +95,15 @@ def convert_failures(
     except Exception as error:  # converters raise many types of exceptions
         why = f"{type(error).__name__}: {quoted(error)}"
         raise UserError(what, where="export", why=why, remedy=remedy) from error
+
+
+@contextmanager
+def convert_refusals(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise a framework's exceptions about inputs that it refuses as ValueError."""
+    try:
+        yield
+    except kinds as error:
+        raise ValueError(f"{what} refuses these inputs: {quoted(error)}") from error
 
 
 def check_opset(section: Export, lowest: int, highest: int, tool: str) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from onnx_ops.adapters.exporters.signature import (
     Precision,
     check_section,
+    convert_refusals,
     find_file,
     find_file_with_suffix,
     get_free_axes,
@@ -216,13 +217,11 @@ def _traced(torch: Any, program: Any, inputs: Tensors, names: Collection[str], d
             return value
 
     rows = [_tensor(torch, array, dtype) for array in inputs.values()]
-    try:
+    with convert_refusals("the program", RuntimeError, AssertionError, IndexError, TypeError):
         with _quiet():
             module = copy.deepcopy(program.module())  # the program shares its weights with the model
         with torch.no_grad():
             answer = Watcher(module if dtype is None else module.to(dtype)).run(*rows)
-    except (RuntimeError, AssertionError, IndexError, TypeError) as error:
-        raise ValueError(f"the program refuses these inputs: {error}") from error
     outputs = name_outputs(answer).items()
     return values | {name: value.detach().numpy() for name, value in outputs if name in names}
 
@@ -269,10 +268,8 @@ def _try_out(torch: Any, module: Any, rows: Mapping[str, Any]) -> list[str]:
 
 
 def _answers(torch: Any, module: Any, rows: Mapping[str, Any]) -> dict[str, Array]:
-    try:
+    with convert_refusals("the module", RuntimeError, IndexError, TypeError):
         answer = _forward(torch, module.eval(), rows)
-    except (RuntimeError, IndexError, TypeError) as error:
-        raise ValueError(f"the module refuses these inputs: {error}") from error
     return {name: value.detach().numpy() for name, value in name_outputs(answer).items()}
 
 

@@ -53,13 +53,8 @@ def run_guarded(
 ) -> T:
     """Call a function in a forked process and return its result.
 
-    Function, arguments and result must be picklable.
-
-    Args:
-        work: a function of a module.
-        arguments: its arguments.
-        timeout: in seconds.
-        memory: limit in bytes of the process's own data, by default the machine's.
+    Function, arguments and result must be picklable. `timeout` is in seconds, `memory` in bytes of the process's own
+    data, by default the machine's.
 
     Raises:
         OnnxOpsError: raised by the function.

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from onnx_ops.adapters.files import durable_file
 from onnx_ops.adapters.isolation.process import build_clean_environ, select_last_lines
 from onnx_ops.domain.artifact import digest_json
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import MeasurementError, NotFoundError, StageError, UserError
+from onnx_ops.scratch import write_durably
 
 BASE = (*(f"{name}=={version(name)}" for name in ("annotated-types", "cattrs")), "numpy>=2", "onnx>=1.16")
 """Requirements of the inner side of the protocol, besides this package; the framework decides on the loose ones."""
@@ -145,8 +145,7 @@ def make_once(place: Path, needed: Path, make: Callable[[], Mapping[str, Json]])
         shutil.rmtree(place, ignore_errors=True)
         place.parent.mkdir(parents=True, exist_ok=True)
         document = make()
-        with durable_file(place / MARKER) as temporary:
-            temporary.write_text(json.dumps(document, indent=1), encoding="utf-8")
+        write_durably(place / MARKER, json.dumps(document, indent=1).encode())
 
 
 def run_installer(command: list[str], environ: Mapping[str, str], folder: Path | None = None) -> str:

@@ -37,16 +37,12 @@ class RemoteModel:
 
 @dataclass(kw_only=True)
 class IsolatedTool:
-    """Starts processes for a tool of an isolated environment.
-
-    Args:
-        place: `module:Class`, as in its entry point.
-        python: returns the interpreter of the environment, which is created if missing.
-        limits: of each process.
-    """
+    """Starts processes for a tool of an isolated environment."""
 
     place: str
+    """`module:Class`, as in its entry point."""
     python: Callable[[], Path]
+    """Returns the interpreter of the environment, which is created if missing."""
     limits: ProcessLimits = field(default_factory=ProcessLimits)
     tools: tuple[str, ...] = ()
     """None of this installation."""

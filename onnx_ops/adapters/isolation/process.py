@@ -50,11 +50,9 @@ class ProcessLimits:
 class IsolatedProcess:
     """One process and its children, in a separate process group.
 
-    Args:
-        command: the command to start. It reads requests from standard input, writes answers to the given descriptor,
-            ends when its standard input does, and should keep the memory limit.
-        limits: of memory; the time-out is given with each request.
-        where: the stage, section or target that errors name.
+    The command reads requests from standard input, writes answers to the given descriptor, ends when its standard input
+    does, and should keep the memory limit; the time-out is given with each request. `where` is the stage, section or
+    target that errors name.
     """
 
     def __init__(self, command: Command, limits: ProcessLimits, where: str) -> None:

@@ -128,11 +128,7 @@ def load(text: str | bytes) -> Any:
 
 
 def require_tensors(answers: Mapping[str, Any]) -> None:
-    """Refuse answers that are no arrays.
-
-    Raises:
-        MeasurementError: one is a map or a sequence.
-    """
+    """Raise MeasurementError for an answer that is a map or a sequence."""
     for name, array in answers.items():
         if type(array).__module__ != "numpy":
             remedy = "Export the model with tensors, for example without ZipMap."

@@ -49,12 +49,8 @@ T = TypeVar("T")
 class ReleasePublisher:
     """Publishes one publication into an experiment and a registered model that exist.
 
-    Args:
-        connection: for the process-wide default that creating a version reads.
-        client: of MLflow.
-        publication: what to publish; its records have been checked.
-        experiment: id of the model's experiment.
-        pages: address of MLflow's UI, or empty where links can only be relative to it.
+    Its records have been checked. `pages` is the address of MLflow's UI, or empty where links can only be relative to
+    it.
     """
 
     def __init__(

@@ -10,8 +10,8 @@ from onnx_ops.attestation import Record, TrustedKeys, read_authority_target, ver
 from onnx_ops.domain.artifact import digest_folder, short_digest
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import DigestMismatchError, InfrastructureError, NotFoundError, RefusedError
-from onnx_ops.protocol.routing_table import write_durably
 from onnx_ops.protocol.server_process import ServerOptions
+from onnx_ops.scratch import write_durably
 
 BINDING_FILE = "binding.json"
 
