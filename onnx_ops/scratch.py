@@ -1,4 +1,4 @@
-"""Temporary folders that are removed even if their process is killed, and files that appear whole or not at all."""
+"""Temporary folders that are removed even if their process is killed, and durable and locked files."""
 
 from __future__ import annotations
 
@@ -70,6 +70,15 @@ def _sweep(place: Path) -> None:
                     shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(handle)
+
+
+@contextlib.contextmanager
+def hold_lock(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """Hold the lock (flock) of a file, which is made if missing. It ends with the process."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as stream:
+        fcntl.flock(stream, kind)
+        yield
 
 
 def sync_path(path: Path) -> None:

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from onnx_ops.domain.artifact import (
 )
 from onnx_ops.errors import CorruptStateError, DigestMismatchError, UserError, storage_errors
 from onnx_ops.onnx_graph.files import read_structure
-from onnx_ops.scratch import TEMPORARY, sync_path
+from onnx_ops.scratch import TEMPORARY, hold_lock, sync_path
 
 _BLOBS, _RECORDS, _LOCK = "blobs", "records", "collect.lock"
 READ_ONLY = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
@@ -176,12 +176,11 @@ class ContentStore:
         if not isinstance(self._objects, LocalObjects):
             yield
             return
-        with storage_errors(), ExitStack() as stack:
-            path = self._cache / _LOCK
-            if not path.exists():
+        with storage_errors():
+            if not (self._cache / _LOCK).exists():
                 self._objects.create(_LOCK, b"")
-            fcntl.flock(stack.enter_context(path.open("a")), kind)
-            yield
+            with hold_lock(self._cache / _LOCK, kind):
+                yield
 
     def _intact(self, path: Path, digest: Digest) -> bool:
         """Return whether the file exists with the content of its digest."""

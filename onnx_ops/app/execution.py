@@ -28,16 +28,12 @@ from onnx_ops.pipeline.stage_settings import get_pool
 from onnx_ops.pipeline.stages import execute
 from onnx_ops.pipeline.stages.champion import attach_champion
 from onnx_ops.ports import Context, Pools
-from onnx_ops.scratch import Scratch, write_durably
+from onnx_ops.scratch import Scratch, hold_lock, write_durably
 
 
-@contextlib.contextmanager
-def machine_lock() -> Iterator[None]:
+def machine_lock() -> contextlib.AbstractContextManager[None]:
     """Hold the lock under which one process of this machine measures times. It is released with its holder."""
-    path = Path(tempfile.gettempdir()) / f"onnx-ops-benchmark-{os.getuid()}.lock"
-    with path.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
+    return hold_lock(Path(tempfile.gettempdir()) / f"onnx-ops-benchmark-{os.getuid()}.lock")
 
 
 class MeasurementLock:

@@ -49,8 +49,7 @@ class FakeClock:
     def now(self) -> float:
         return self._now
 
-    def monotonic(self) -> float:
-        return self._now
+    monotonic = now
 
     def advance(self, seconds: float) -> None:
         self._now += seconds

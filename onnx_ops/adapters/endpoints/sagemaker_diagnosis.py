@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from onnx_ops.adapters.aws import Clients, get_error_code, make_clients, read_access, translate_errors
+from onnx_ops.adapters.aws import Clients, describe_alarms, get_error_code, make_clients, read_access, translate_errors
 from onnx_ops.adapters.endpoints.cloud import Finding, run_check
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, read_sagemaker_settings
 from onnx_ops.domain.quantities import Json
@@ -147,9 +147,7 @@ def _check_pull(iam: Any, role: str, image: str) -> Finding:
 
 
 def _check_alarms(cloudwatch: Any, names: tuple[str, ...]) -> Finding:
-    answer = cloudwatch.describe_alarms(AlarmNames=list(names), AlarmTypes=["MetricAlarm", "CompositeAlarm"])
-    kinds = ("MetricAlarms", "CompositeAlarms")
-    states = {alarm["AlarmName"]: alarm["StateValue"] for kind in kinds for alarm in answer.get(kind, ())}
+    states = {name: alarm["StateValue"] for name, alarm in describe_alarms(cloudwatch, names).items()}
     found = ", ".join(f"{name}: {states.get(name, 'does not exist')}" for name in names)
     return set(names) <= set(states), found, "Make them in CloudWatch, or correct `alarms`."
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +18,7 @@ from onnx_ops.domain.artifact import digest_json
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import MeasurementError, NotFoundError, StageError, UserError
-from onnx_ops.scratch import write_durably
+from onnx_ops.scratch import hold_lock, write_durably
 
 BASE = (*(f"{name}=={version(name)}" for name in ("annotated-types", "cattrs")), "numpy>=2", "onnx>=1.16")
 """Requirements of the inner side of the protocol, besides this package; the framework decides on the loose ones."""
@@ -167,12 +165,3 @@ def run_installer(command: list[str], environ: Mapping[str, str], folder: Path |
             remedy="Correct the requirements, or check that the package index is reachable. Then run again.",
         )
     return done.stdout.decode("utf-8", errors="replace")
-
-
-@contextmanager
-def hold_lock(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which is made if missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield

@@ -22,6 +22,8 @@ from onnx_ops.adapters.isolation.worker_main import dump, load
 from onnx_ops.errors import NotFoundError, StageError, from_document
 from onnx_ops.scratch import Scratch
 
+DEFAULT_TIMEOUT_S = 1800.0
+"""Seconds for an answer where `env.timeout` is not set; training has no limit."""
 GRACE_S = 5.0
 """Seconds that a process gets after its time-out to report where it hangs, and to end on request."""
 
@@ -216,6 +218,8 @@ LAST_LINES = 30
 _LONGEST_LINE = 400
 _CHUNK = 1 << 16
 _MUCH = 1_000_000
+_UNREAD_S = 2.0
+"""How long a summary waits for output that is still unread."""
 
 
 class OutputTail:
@@ -225,7 +229,7 @@ class OutputTail:
     """
 
     def __init__(self, stream: IO[bytes], mark: bytes = b"", on_progress: Callable[[str], None] | None = None) -> None:
-        self.total = 0
+        self._total = 0
         self._kept = b""
         self._mark = mark
         self._on_progress = on_progress
@@ -233,16 +237,12 @@ class OutputTail:
         self._thread = threading.Thread(target=self._drain, args=(stream,), daemon=True)
         self._thread.start()
 
-    def text(self, timeout_s: float = 2.0) -> str:
-        """Return the last lines, after waiting for output that is still unread."""
-        self._thread.join(timeout_s)
-        with self._lock:
-            return select_last_lines(self._kept)
-
     def summary(self) -> str:
         """Return the last lines, and the amount of output if it was large."""
-        text = self.text()
-        return f"{text}\n({self.total / 1e6:.0f} MB of output in all)" if self.total > _MUCH else text
+        self._thread.join(_UNREAD_S)
+        with self._lock:
+            text, total = select_last_lines(self._kept), self._total
+        return f"{text}\n({total / 1e6:.0f} MB of output in all)" if total > _MUCH else text
 
     def _drain(self, stream: IO[bytes]) -> None:
         rest = b""
@@ -262,7 +262,7 @@ class OutputTail:
 
     def _keep(self, output: bytes) -> None:
         with self._lock:
-            self.total += len(output)
+            self._total += len(output)
             self._kept = (self._kept + output)[-KEPT_BYTES:]
 
 
