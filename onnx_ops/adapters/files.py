@@ -17,7 +17,7 @@ import stat
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 from typing_extensions import override
 
+from onnx_ops.adapters.retry import wait_until
 from onnx_ops.errors import ConflictError, RefusedError, ServiceUnavailableError, storage_errors
 from onnx_ops.plugins import imported, missing_package
 from onnx_ops.scratch import PRIVATE, TEMPORARY, create_file, durable_file, sync_path, write_durably
@@ -91,16 +92,6 @@ def try_lock(descriptor: int, kind: int) -> bool:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    return True
-
-
-def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
-    """Return whether a condition becomes true within the time."""
-    deadline = time.monotonic() + timeout_s
-    while not is_done():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
     return True
 
 

@@ -1,4 +1,4 @@
-"""Repetition of what fails or is not done yet: retry, converge."""
+"""Repetition of what fails or is not done yet: retry, wait, converge."""
 
 from __future__ import annotations
 
@@ -34,6 +34,11 @@ def attempts(timeout_s: float, pause_s: float, *, longest_s: float = 0.0, at_lea
         count += 1
         time.sleep(pause_s)
         pause_s = max(pause_s, min(pause_s * 1.5, longest_s))
+
+
+def wait_until(is_done: Callable[[], bool], timeout_s: float, pause_s: float = 0.02) -> bool:
+    """Return whether a condition becomes true within the time."""
+    return any(is_done() for _ in attempts(timeout_s, pause_s))
 
 
 def converge(

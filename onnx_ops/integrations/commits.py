@@ -48,12 +48,7 @@ def parse_commit(text: object, where: str, *, remedy: str = "") -> str:
 
 
 def judge_change(
-    folder: Path,
-    base: str,
-    until: StageKind | None,
-    *,
-    hosted: bool | None = None,
-    figures: Path | None = None,
+    folder: Path, base: str, until: StageKind | None, *, hosted: bool | None = None, figures: Path | None = None
 ) -> Iterator[str]:
     """Run every pipeline that the change since `base` touches; yield lines that report the outcome.
 
@@ -86,13 +81,7 @@ def judge_change(
 
 
 def judged(
-    project: Project,
-    one: Affected,
-    until: StageKind | None,
-    folder: Path,
-    since: str,
-    *,
-    hosted: bool | None = None,
+    project: Project, one: Affected, until: StageKind | None, folder: Path, since: str, *, hosted: bool | None = None
 ) -> Checked:
     """Run one pipeline as far as the event and the runner allow; write its report beside the results."""
     if one.problem:

@@ -309,11 +309,7 @@ def test_the_number_of_instances_is_changed_in_place(world: World) -> None:
 
 
 def test_autoscaling_is_sent_compared_and_removed(world: World) -> None:
-    state, name, settings = (
-        world.state(blue=100),
-        world.name(world.blue),
-        world.cloud.control.autoscale.settings,
-    )
+    state, name, settings = (world.state(blue=100), world.name(world.blue), world.cloud.control.autoscale.settings)
     scaled = config_of(world.cloud, min_instances=1, max_instances=4, cpu_percent=60)
     world.provider.apply(scaled, state, generation=1)
     assert world.drift(scaled) == []

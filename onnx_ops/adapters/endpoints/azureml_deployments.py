@@ -149,9 +149,7 @@ class AzureDeployments:
         )
         deployments = client.ml.online_deployments
         client.write(
-            f"deployment {name}",
-            lambda: deployments.begin_create_or_update(desired),
-            instances=settings.instances,
+            f"deployment {name}", lambda: deployments.begin_create_or_update(desired), instances=settings.instances
         )
 
     def _environment_name(self) -> str:

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import zlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
@@ -24,30 +23,19 @@ from typing import Annotated
 from annotated_types import Ge, Le, doc
 
 from onnx_ops import codec
-from onnx_ops.adapters.files import exclusive_lock, try_lock, wait_until
+from onnx_ops.adapters.files import exclusive_lock, try_lock
+from onnx_ops.adapters.retry import attempts, wait_until
 from onnx_ops.adapters.server_metrics import ServerMetrics
 from onnx_ops.config.binding import bind_settings, file_fields
 from onnx_ops.config.server_options import format_flags
-from onnx_ops.domain.endpoint import (
-    EndpointConfig,
-    EndpointState,
-    build_rollback_state,
-    drop_idle_deployments,
-)
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, build_rollback_state, drop_idle_deployments
 from onnx_ops.domain.execution import CPU
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import CorruptStateError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.plugins import EXTRAS, require
 from onnx_ops.ports import EndpointProvider
-from onnx_ops.protocol.messages import (
-    COUNTS_PATH,
-    STATE_PATH,
-    AdminState,
-    Counts,
-    UserCountsRequest,
-    error_from_bytes,
-)
+from onnx_ops.protocol.messages import COUNTS_PATH, STATE_PATH, AdminState, Counts, UserCountsRequest, error_from_bytes
 from onnx_ops.protocol.routing_table import TableFile, build_next_table
 from onnx_ops.protocol.server_process import (
     AUDIT_FILE,
@@ -397,14 +385,12 @@ class LocalServer:
             )
         # Reaps the server should it die before this process does.
         threading.Thread(target=process.wait, name="reap-server", daemon=True).start()
-        deadline = time.monotonic() + _START_S
-        while time.monotonic() < deadline:
+        for _ in attempts(_START_S, 0.02):
             record = self.record()
             if record is not None and record.pid == process.pid:
                 return record
             if process.poll() is not None:
                 raise self._failure(f"the endpoint server ended at once (exit code {process.returncode})")
-            time.sleep(0.02)
         process.kill()
         raise self._failure(f"the endpoint server was not ready within {_START_S:.0f} s")
 

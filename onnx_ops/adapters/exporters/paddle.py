@@ -38,13 +38,7 @@ class PaddleExporter(Exporter):
     tools: tuple[str, ...] = ("paddlepaddle", "numpy")
     options: tuple[str, ...] = ()
     converters: tuple[str, ...] = ("paddle2onnx", "onnx")
-    requirements = (
-        "numpy==2.4.6",
-        "onnx==1.23.2",
-        "paddle2onnx==2.0.1",
-        "paddlepaddle==3.3.1",
-        "setuptools==80.9.0",
-    )
+    requirements = ("numpy==2.4.6", "onnx==1.23.2", "paddle2onnx==2.0.1", "paddlepaddle==3.3.1", "setuptools==80.9.0")
 
     def save(self, model: object, folder: Path) -> None:
         """Save a static layer with `paddle.jit.save`."""

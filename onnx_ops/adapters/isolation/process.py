@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from onnx_ops.adapters.isolation.worker_main import dump, load
+from onnx_ops.adapters.retry import wait_until
 from onnx_ops.errors import NotFoundError, StageError, from_document
 from onnx_ops.scratch import Scratch
 
@@ -161,23 +162,21 @@ def _end(process: subprocess.Popen[bytes], answers: Any, scratch: Scratch) -> No
     """Request the end of the process, which closes what it has opened (a browser); then kill the rest of its group."""
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()  # type: ignore[union-attr]
-    deadline = time.monotonic() + GRACE_S
     if process.returncode is None:
         # WNOWAIT leaves its exit code, so that no other process gets the number of its group.
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         with contextlib.suppress(ChildProcessError):
-            while os.waitid(os.P_PID, process.pid, flags) is None and time.monotonic() < deadline:
-                time.sleep(_STEP_S)
+            wait_until(lambda: os.waitid(os.P_PID, process.pid, flags) is not None, GRACE_S, _STEP_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     answers.close()
-    deadline = time.monotonic() + GRACE_S
-    shutil.rmtree(scratch.path, ignore_errors=True)
-    while scratch.path.exists() and time.monotonic() < deadline:  # processes of other groups may still write into it
-        time.sleep(_STEP_S)
+
+    def is_removed() -> bool:
         shutil.rmtree(scratch.path, ignore_errors=True)
-    if not scratch.path.exists():
+        return not scratch.path.exists()
+
+    if wait_until(is_removed, GRACE_S, _STEP_S):  # processes of other groups may still write into it
         scratch.remove()
 
 
