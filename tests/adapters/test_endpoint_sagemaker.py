@@ -300,14 +300,6 @@ def test_what_a_hand_has_changed_is_seen(site: Site) -> None:
     assert Counter(site.invoke("by-hand")[0] for _ in range(20)) == {"blue": 18, "green": 2}
 
 
-def test_another_state_of_the_same_generation_is_refused(site: Site) -> None:
-    config = config_of("twice")
-    site.apply(3, config, blue=100)
-    with pytest.raises(ConflictError):
-        site.apply(3, config, green=100)
-    assert site.provider.observe(config) == replace(site.state(blue=100), generation=3)
-
-
 def test_leftovers_are_told_and_removed_and_what_is_in_use_stays(site: Site) -> None:
     from botocore.exceptions import ClientError
 
