@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from onnx_ops.domain.pipeline import Export
-from onnx_ops.errors import NotFoundError, UserError, quoted
+from onnx_ops.errors import NotFoundError, UserError, quoted, suggest
 from onnx_ops.ports.data import Tensors
 
 Precision = Literal["float32", "float64"]
@@ -136,9 +135,8 @@ def find_section_problems(
     """Yield entries that would take no effect, each with its location in the section."""
     for name, axes in section.dynamic.items():
         if name not in samples:
-            close = difflib.get_close_matches(name, list(samples), n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(samples)}."
-            yield ("dynamic", name), UserError(f"no input is called {name!r}", where="export.dynamic", remedy=hint)
+            remedy = suggest(name, samples, f"There are {', '.join(samples)}.")
+            yield ("dynamic", name), UserError(f"no input is called {name!r}", where="export.dynamic", remedy=remedy)
             continue
         rank = samples[name].ndim
         for axis, symbol in axes.items():
@@ -146,22 +144,10 @@ def find_section_problems(
                 text = f"input {name} has axes 0 to {rank - 1}, not {axis}"
                 yield ("dynamic", name, axis), UserError(text, where="export.dynamic")
             if not symbol.isidentifier():
-                yield (
-                    ("dynamic", name, axis),
-                    UserError(
-                        f"{symbol!r} is not the name of a dimension",
-                        where="export.dynamic",
-                        remedy="Write it like `batch`.",
-                    ),
-                )
+                text, remedy = f"{symbol!r} is not the name of a dimension", "Write it like `batch`."
+                yield ("dynamic", name, axis), UserError(text, where="export.dynamic", remedy=remedy)
     for name in section.options:
         if name not in options:
-            close = difflib.get_close_matches(name, options, n=1)
-            yield (
-                ("options", name),
-                UserError(
-                    f"exporter {section.framework} has no option {name!r}",
-                    where="export.options",
-                    remedy=f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(options) or 'none'}.",
-                ),
-            )
+            what = f"exporter {section.framework} has no option {name!r}"
+            remedy = suggest(name, options, f"There are {', '.join(options) or 'none'}.")
+            yield ("options", name), UserError(what, where="export.options", remedy=remedy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import re
 import shlex
@@ -52,7 +51,7 @@ from onnx_ops.domain.ledger import (
     VersionRefused,
 )
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
-from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError, RefusedError, UserError
+from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError, RefusedError, UserError, suggest
 from onnx_ops.reporting.description import KEPT
 from onnx_ops.scratch import Scratch
 
@@ -306,9 +305,8 @@ class MlflowRegistry:
             with self._mlflow.session(f"model {model}") as client:
                 models = [entry.name for entry in client.search_registered_models(max_results=_PAGE)]
                 if model not in models:
-                    what, close = f"no model is called {model!r}", difflib.get_close_matches(model, models, n=1)
-                    names = ", ".join(models[:10]) or "none"
-                    remedy = f"Did you mean {close[0]!r}?" if close else f"Registered: {names}"
+                    what = f"no model is called {model!r}"
+                    remedy = suggest(model, models, f"Registered: {', '.join(models[:10]) or 'none'}")
                 elif version in (aliases := self.aliases(model)):
                     remedy = f"{version!r} is an alias of {aliases[version]}"
                 else:
