@@ -232,6 +232,11 @@ def quoted(error: object) -> str:
     return f"{text[:half].rpartition(' ')[0] or text[:half]} … {text[-half:].partition(' ')[2] or text[-half:]}"
 
 
+def describe_error(error: BaseException) -> str:
+    """Return the type of a library's exception, and its message as `quoted` does."""
+    return f"{type(error).__name__}: {quoted(error)}"
+
+
 def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
     """Return `Did you mean 'x'?` if a known name is close, else another remedy."""
     import difflib

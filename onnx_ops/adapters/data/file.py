@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import DataSection, FileData
-from onnx_ops.errors import NotFoundError, RefusedError, UserError, quoted
+from onnx_ops.errors import NotFoundError, RefusedError, UserError, describe_error, quoted
 from onnx_ops.plugins import require
 from onnx_ops.ports import DataSource
 from onnx_ops.ports.data import Array, Sample
@@ -86,7 +86,7 @@ def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | Non
             where=where,
             why="an array of objects, which only a pickle can hold"
             if "allow_pickle" in str(error)
-            else f"{type(error).__name__}: {quoted(error)}",
+            else describe_error(error),
             remedy="Write it with numpy.savez, without arrays of objects; a table must be called .csv or .parquet.",
         ) from error
     lengths = {name: shape[0] if shape else 0 for name, shape in shapes.items()}

@@ -15,7 +15,7 @@ import sys
 import threading
 import zlib
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -356,14 +356,12 @@ class LocalServer:
 
     def is_ready(self, port: int, *, timeout_s: float) -> bool | None:
         """Return whether the server on a port is ready; None if it does not answer."""
-        connection = http.client.HTTPConnection(LOOPBACK, port, timeout=timeout_s)
         try:
-            connection.request("GET", "/v2/health/ready")
-            return connection.getresponse().status == 200
+            with closing(http.client.HTTPConnection(LOOPBACK, port, timeout=timeout_s)) as connection:
+                connection.request("GET", "/v2/health/ready")
+                return connection.getresponse().status == 200
         except (OSError, http.client.HTTPException):
             return None
-        finally:
-            connection.close()
 
     def start(self, port: int, options: ServerOptions) -> ServerRecord:
         """Start the server and wait until it is ready; an error holds the end of its log."""
@@ -420,13 +418,13 @@ class LocalServer:
         self, record: ServerRecord, method: str, body: bytes | None = None, *, path: str = STATE_PATH, timeout_s: float
     ) -> tuple[int, bytes]:
         """Return status and body of the answer to an admin request."""
-        connection = http.client.HTTPConnection(LOOPBACK, record.admin_port, timeout=timeout_s)
         try:
             token = (self.folder / TOKEN_FILE).read_text(encoding="utf-8").strip()
             headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-            connection.request(method, path, body, headers)
-            response = connection.getresponse()
-            return response.status, response.read()
+            with closing(http.client.HTTPConnection(LOOPBACK, record.admin_port, timeout=timeout_s)) as connection:
+                connection.request(method, path, body, headers)
+                response = connection.getresponse()
+                return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
             raise ServiceUnavailableError(
                 "the endpoint server does not answer",
@@ -434,8 +432,6 @@ class LocalServer:
                 why=str(error) or type(error).__name__,
                 remedy=f"Its log is {self.folder / LOG_FILE}.",
             ) from error
-        finally:
-            connection.close()
 
     def _pid(self) -> int | None:
         """Return the process that holds the server's lock."""

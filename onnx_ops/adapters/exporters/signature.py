@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onnx_ops.domain.pipeline import Export
-from onnx_ops.errors import NotFoundError, UserError, quoted, suggest
+from onnx_ops.errors import NotFoundError, UserError, describe_error, quoted, suggest
 from onnx_ops.ports.data import Tensors
 
 Precision = Literal["float32", "float64"]
@@ -92,8 +92,7 @@ def convert_failures(
     try:
         yield
     except Exception as error:  # converters raise many types of exceptions
-        why = f"{type(error).__name__}: {quoted(error)}"
-        raise UserError(what, where="export", why=why, remedy=remedy) from error
+        raise UserError(what, where="export", why=describe_error(error), remedy=remedy) from error
 
 
 @contextmanager

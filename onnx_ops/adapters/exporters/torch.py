@@ -27,7 +27,7 @@ from onnx_ops.adapters.exporters.signature import (
     name_outputs,
 )
 from onnx_ops.domain.pipeline import TRANSLATIONS, Export
-from onnx_ops.errors import NotFoundError, UserError, quoted
+from onnx_ops.errors import NotFoundError, UserError, describe_error
 from onnx_ops.measure.user_functions import load_function
 from onnx_ops.onnx_graph.files import DEFAULT_DOMAINS, iterate_graphs, iterate_nodes, write_model
 from onnx_ops.ports import TracingExporter
@@ -184,7 +184,7 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
         raise UserError(
             "torch.onnx.export cannot export the module",
             where="export",
-            why=f"{type(cause).__name__}: {quoted(cause)}",
+            why=describe_error(cause),
             remedy="Look for data-dependent control flow; give every free axis a name in `export.dynamic`.",
         ) from error
 
@@ -242,7 +242,7 @@ def _try_out(torch: Any, module: Any, rows: Mapping[str, Any]) -> list[str]:
         raise UserError(
             "the module refuses the samples",
             where="export",
-            why=f"{type(error).__name__}: {quoted(error)}",
+            why=describe_error(error),
             remedy=f"They are passed to `forward` in this order: {', '.join(rows)}; see `inputs:` of the data.",
         ) from error
     values = name_outputs(answer)

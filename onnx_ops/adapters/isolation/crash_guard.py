@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar, cast
 
 from onnx_ops.adapters.isolation.process import OutputTail
-from onnx_ops.errors import OnnxOpsError, quoted
+from onnx_ops.errors import OnnxOpsError, describe_error
 
 T = TypeVar("T")
 
@@ -118,5 +118,5 @@ def _child(
     except MemoryError:
         answer = ("memory", None)
     except Exception as error:  # a library raises many types of exceptions
-        answer = ("raised", f"{type(error).__name__}: {quoted(error)}")
+        answer = ("raised", describe_error(error))
     answers.send(answer)

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from onnx_ops.adapters.isolation.process import build_clean_environ, select_last_lines
-from onnx_ops.domain.artifact import digest_json
+from onnx_ops.domain.artifact import digest_json, hex_digits
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import MeasurementError, NotFoundError, StageError, UserError
@@ -51,7 +51,7 @@ class PythonEnvironments:
                 raise UserError(f"{requirement!r} is not a requirement", where="env.requirements", remedy=remedy)
         python = wanted.python or f"{sys.version_info.major}.{sys.version_info.minor}"
         requirements = sorted({*self.base, *wanted.requirements})
-        return self.folder / digest_json([_LAYOUT, python, requirements]).removeprefix("sha256:")[:16]
+        return self.folder / hex_digits(digest_json([_LAYOUT, python, requirements]))[:16]
 
     def _make(self, place: Path, wanted: Environment) -> Mapping[str, Json]:
         requirements = [*self.base, *wanted.requirements]
@@ -98,7 +98,7 @@ class NpmPackages:
         exists.
         """
         parse_pins(requirements)
-        place = self.folder / ("npm-" + digest_json([_NPM_LAYOUT, sorted(requirements)]).removeprefix("sha256:")[:16])
+        place = self.folder / ("npm-" + hex_digits(digest_json([_NPM_LAYOUT, sorted(requirements)]))[:16])
         make_once(place, place / "node_modules", lambda: _install(place, requirements))
         return place
 
