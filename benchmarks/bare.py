@@ -18,7 +18,7 @@ from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.adapters.store import manifest_of
+from onnx_ops.domain.artifact import digest_folder
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.pipeline import Calibrate, Export, Quantize
 from onnx_ops.domain.rollout import build_split_state
@@ -72,7 +72,7 @@ def main(folder: Path) -> None:
 
 
 def deploy(folder: Path, export: Path, version: str) -> None:
-    manifest = manifest_of(export.parent).digest()
+    manifest = digest_folder(export.parent).digest()
     deployment = Deployment(
         name=f"v{version}",
         model="digits-mlp",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from onnx_ops.adapters.store import manifest_of
-from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.artifact import digest_bytes, digest_folder
 from onnx_ops.domain.pipeline import SklearnData
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord
 from onnx_ops.ports import Tensors
@@ -25,7 +24,7 @@ def publication(variants: Mapping[str, Path]) -> Publication:
         VariantRecord(
             variant=name,
             files={"model.onnx": path},
-            manifest=manifest_of(path.parent),
+            manifest=digest_folder(path.parent),
             evidence={},
             metrics={},
             decisions={},

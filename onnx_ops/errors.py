@@ -27,7 +27,7 @@ Exit codes are those of the command line (0 success, 1 failed gate, 2, 3 inconcl
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -230,6 +230,19 @@ def quoted(error: object) -> str:
         return text or type(error).__name__
     half = _QUOTED // 2
     return f"{text[:half].rpartition(' ')[0] or text[:half]} … {text[-half:].partition(' ')[2] or text[-half:]}"
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type of a library's exception, and its message as `quoted` does."""
+    return f"{type(error).__name__}: {quoted(error)}"
+
+
+def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Return `Did you mean 'x'?` if a known name is close, else another remedy."""
+    import difflib
+
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"Did you mean {close[0]!r}?" if close else otherwise
 
 
 def from_document(document: dict[str, object]) -> OnnxOpsError:

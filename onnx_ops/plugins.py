@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import io
 import sys
@@ -13,7 +12,7 @@ from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError, en
 from typing import Any
 
 from onnx_ops.domain.execution import Environment
-from onnx_ops.errors import MissingPackageError, NotFoundError, UserError
+from onnx_ops.errors import MissingPackageError, NotFoundError, UserError, suggest
 
 KINDS = {
     "exporters": "Exporter",
@@ -122,9 +121,8 @@ def find(kind: str, name: str) -> EntryPoint:
         if point.name == name:
             return point
     known = names(kind)
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"Did you mean {close[0]!r}?" if close else f"Installed: {', '.join(known)}."
-    raise NotFoundError(f"no {kind} plugin is called {name!r}", remedy=hint)
+    remedy = suggest(name, known, f"Installed: {', '.join(known)}.")
+    raise NotFoundError(f"no {kind} plugin is called {name!r}", remedy=remedy)
 
 
 def distribution(kind: str, name: str) -> str | None:

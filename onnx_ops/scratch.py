@@ -1,4 +1,4 @@
-"""Temporary folders that are removed even if their process is killed."""
+"""Temporary folders that are removed even if their process is killed, and durable and locked files."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
 PREFIX = "onnx-ops-scratch-"
+TEMPORARY = ".tmp-"
+"""Begins the name of a file that is being written, or whose writer was killed."""
+PRIVATE = 0o600
+"""Mode of a file for its owner only."""
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
@@ -65,3 +70,65 @@ def _sweep(place: Path) -> None:
                     shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(handle)
+
+
+@contextlib.contextmanager
+def hold_lock(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """Hold the lock (flock) of a file, which is made if missing. It ends with the process."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as stream:
+        fcntl.flock(stream, kind)
+        yield
+
+
+def sync_path(path: Path) -> None:
+    """Make the content of a file, or the renames and links in a folder, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _temporary_file(folder: Path, mode: int) -> Iterator[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=folder, prefix=TEMPORARY)
+    os.fchmod(handle, mode)
+    os.close(handle)
+    try:
+        yield Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def durable_file(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
+    """Give a temporary file, by default a private one, that takes its name when the block ends well."""
+    with _temporary_file(path.parent, mode) as temporary:
+        yield temporary
+        sync_path(temporary)
+        temporary.replace(path)
+        sync_path(path.parent)
+
+
+def write_durably(path: Path, data: bytes, mode: int = PRIVATE) -> None:
+    """Replace a file atomically, even in case of a power cut. An OSError leaves the old content."""
+    with durable_file(path, mode) as temporary:
+        temporary.write_bytes(data)
+
+
+def create_file(path: Path, data: bytes, mode: int = PRIVATE) -> bool:
+    """Write a file, by default a private one, if its name is free; return whether it was.
+
+    An exclusive open would leave a torn file if the writer is killed; a link appears whole or not at all.
+    """
+    with _temporary_file(path.parent, mode) as temporary:
+        temporary.write_bytes(data)
+        sync_path(temporary)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        sync_path(path.parent)
+        return True

@@ -1,4 +1,4 @@
-"""Temporary folders of processes that end, are killed, and run side by side."""
+"""Temporary folders of processes that end, are killed, and run side by side; and durable files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.scratch import PREFIX, Scratch
+from onnx_ops.scratch import PREFIX, Scratch, write_durably
 
 HOLDS = """
 import sys
@@ -156,3 +156,22 @@ for number in range(300):
     assert [process.wait() for process in several] == [0, 0, 0, 0]
     sweep()
     assert list(temporary.iterdir()) == []
+
+
+def test_write_durably_flushes_a_file_before_it_takes_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+    fsync, rename = os.fsync, Path.replace
+
+    def recorded_fsync(handle: int) -> None:
+        calls.append(("fsync", os.fstat(handle).st_ino))
+        fsync(handle)
+
+    def recorded_rename(path: Path, target: Path) -> Path:
+        calls.append(("rename", path.stat().st_ino))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(Path, "replace", recorded_rename)
+    write_durably(tmp_path / "table.json", b"{}")
+    file, folder = ((tmp_path / "table.json").stat().st_ino, tmp_path.stat().st_ino)
+    assert calls == [("fsync", file), ("rename", file), ("fsync", folder)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
@@ -196,6 +196,13 @@ def create_once(send: Callable[[], object]) -> None:
     except ClientError as error:
         if get_error_code(error) not in ("PreconditionFailed", "412"):
             raise
+
+
+def describe_alarms(cloudwatch: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return those of CloudWatch's alarms that exist, by name."""
+    answer = cloudwatch.describe_alarms(AlarmNames=list(names), AlarmTypes=["MetricAlarm", "CompositeAlarm"])
+    kinds = ("MetricAlarms", "CompositeAlarms")
+    return {alarm["AlarmName"]: alarm for kind in kinds for alarm in answer.get(kind, ())}
 
 
 def get_error_code(error: Any) -> str:

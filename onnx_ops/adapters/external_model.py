@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from onnx_ops.domain.artifact import Digest, Manifest, digest_file, digest_json
-from onnx_ops.errors import NotFoundError, ServiceUnavailableError, quoted
+from onnx_ops.domain.artifact import Digest, digest_file, digest_folder, digest_json
+from onnx_ops.errors import NotFoundError, ServiceUnavailableError, describe_error
 from onnx_ops.plugins import imported, missing_package
 
 if TYPE_CHECKING:
@@ -48,8 +48,7 @@ class UserSuppliedModels:
             return digest_json([place, versions])
         path = self._path(place)
         if path.is_dir():
-            files = {p.relative_to(path).as_posix(): digest_file(p) for p in path.rglob("*") if p.is_file()}
-            return Manifest(files=files).digest()
+            return digest_folder(path).digest()
         return digest_file(path)
 
     def path(self, place: str, scratch: Path) -> Path:
@@ -69,8 +68,8 @@ class UserSuppliedModels:
                 scratch.mkdir(parents=True)
                 system.get_file(remote, str(target))
         except Exception as error:  # every file system raises its own
-            why = f"{type(error).__name__}: {quoted(error)}"
-            raise ServiceUnavailableError("the model could not be fetched", where=_shown(place), why=why) from error
+            what, why = "the model could not be fetched", describe_error(error)
+            raise ServiceUnavailableError(what, where=_shown(place), why=why) from error
         return target
 
     def _path(self, place: str) -> Path:
@@ -90,8 +89,8 @@ def _open(url: str) -> tuple[Any, str]:
     except ImportError as error:
         raise missing_package(imported(error), where=f"model {_shown(url)}", why=str(error)) from error
     except Exception as error:  # every file system raises its own
-        why = f"{type(error).__name__}: {quoted(error)}"
-        raise ServiceUnavailableError("the place of the model does not answer", where=_shown(url), why=why) from error
+        what, why = "the place of the model does not answer", describe_error(error)
+        raise ServiceUnavailableError(what, where=_shown(url), why=why) from error
     raise NotFoundError("no such model", where=_shown(url), remedy="Look at `model:`, and at who may read that place.")
 
 

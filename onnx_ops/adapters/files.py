@@ -1,4 +1,4 @@
-"""Files of this machine: durable, created once, private, locked, appended to; and named objects.
+"""Files of this machine: private, locked, appended to; and named objects.
 
 Two promises carry the store and the ledger: writing an object is atomic (a reader sees the old content or the new), and
 creating one succeeds for exactly one of several writers. Objects are files of a local folder, or of a file system that
@@ -17,7 +17,7 @@ import stat
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,77 +26,39 @@ from urllib.parse import urlsplit
 
 from typing_extensions import override
 
+from onnx_ops.adapters.retry import wait_until
 from onnx_ops.errors import ConflictError, RefusedError, ServiceUnavailableError, storage_errors
 from onnx_ops.plugins import imported, missing_package
+from onnx_ops.scratch import PRIVATE, TEMPORARY, create_file, durable_file, sync_path, write_durably
 
-TEMPORARY = ".tmp-"
-"""Begins the name of a file that is being written, or whose writer was killed."""
-PRIVATE, SHARED = 0o600, 0o660
-"""Modes of files for their owner, and for a group."""
+SHARED = 0o660
+"""Mode of a file for its group."""
 UNFINISHED_S = 3600.0
-"""Age at which such a file counts as left by a killed writer."""
+"""Age at which an unfinished file counts as left by a killed writer."""
 _TIME_KEYS = ("LastModified", "last_modified", "mtime", "created")
 """Names of an object's modification time, by file system."""
 
 
-def fsync_path(path: Path) -> None:
-    """Make the content of a file, or the renames and links in a folder, survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-@contextmanager
-def _temporary_file(folder: Path, mode: int) -> Iterator[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=folder, prefix=TEMPORARY)
-    os.fchmod(handle, mode)
-    os.close(handle)
-    try:
-        yield Path(name)
-    finally:
-        Path(name).unlink(missing_ok=True)
-
-
-@contextmanager
-def durable_file(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
-    """Give a temporary file, by default a private one, that takes its name when the block ends well."""
-    with _temporary_file(path.parent, mode) as temporary:
-        yield temporary
-        fsync_path(temporary)
-        temporary.replace(path)
-        fsync_path(path.parent)
-
-
-def create_file(path: Path, data: bytes, mode: int = PRIVATE) -> bool:
-    """Write a file, by default a private one, if its name is free; return whether it was.
-
-    An exclusive open would leave a torn file if the writer is killed; a link appears whole or not at all.
-    """
-    with _temporary_file(path.parent, mode) as temporary:
-        temporary.write_bytes(data)
-        fsync_path(temporary)
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            return False
-        fsync_path(path.parent)
-        return True
+def sweep_unfinished(folder: Path) -> None:
+    """Delete the files and folders that killed writers left directly in a folder more than an hour ago."""
+    before = time.time() - UNFINISHED_S  # noqa: TID251 (compared with times of the file system)
+    for path in folder.glob(f"{TEMPORARY}*"):
+        with suppress(FileNotFoundError):  # deleted in the meantime
+            if max(part.stat().st_mtime for part in (path, *path.rglob("*"))) < before:
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
 
 
 def read_private(path: Path, what: str, *, remedy: str = "") -> str:
     """Return the stripped text of a file that only its owner can read.
 
-    Args:
-        path: the file.
-        what: its content for messages, as in "the webhook secret".
-        remedy: what to do if others can read it.
+    `what` is its content for messages, as in "the webhook secret".
 
     Raises:
         FileNotFoundError: there is no such file.
-        RefusedError: others than its owner can read it.
+        RefusedError: others than its owner can read it; `remedy` is what to do then.
     """
     with path.open("rb") as stream:
         mode = os.fstat(stream.fileno()).st_mode & 0o777
@@ -130,16 +92,6 @@ def try_lock(descriptor: int, kind: int) -> bool:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    return True
-
-
-def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
-    """Return whether a condition becomes true within the time."""
-    deadline = time.monotonic() + timeout_s
-    while not is_done():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
     return True
 
 
@@ -179,7 +131,7 @@ class FileJournal:
             stream.flush()
             os.fsync(stream.fileno())
         if is_new:
-            fsync_path(self._path.parent)
+            sync_path(self._path.parent)
 
     def clear(self) -> None:
         """Delete the file."""
@@ -277,8 +229,7 @@ class LocalObjects(ObjectStore):
     @storage_errors()
     def write(self, name: str, data: bytes) -> None:
         path = self.root / name
-        with durable_file(path, self.share(path)) as temporary:
-            temporary.write_bytes(data)
+        write_durably(path, data, self.share(path))
 
     @override
     @storage_errors()
@@ -326,14 +277,6 @@ class LocalObjects(ObjectStore):
                 shutil.copyfileobj(source, sink)
             return True
         return False
-
-    def sweep(self, prefix: str) -> None:
-        """Delete what killed writers left directly below a prefix more than an hour ago."""
-        before = time.time() - UNFINISHED_S  # noqa: TID251 (compared with times of the file system)
-        for path in (self.root / prefix).glob(f"{TEMPORARY}*"):
-            with suppress(FileNotFoundError):
-                if path.stat().st_mtime < before:
-                    path.unlink()
 
 
 class FsspecObjects(ObjectStore):

@@ -1,4 +1,4 @@
-"""Repetition of what fails or is not done yet: retry, converge."""
+"""Repetition of what fails or is not done yet: retry, wait, converge."""
 
 from __future__ import annotations
 
@@ -25,11 +25,8 @@ def retry(call: Callable[[], T], is_transient: Callable[[Exception], bool], atte
 def attempts(timeout_s: float, pause_s: float, *, longest_s: float = 0.0, at_least: int = 1) -> Iterator[int]:
     """Count attempts, pausing between them, until the time is over.
 
-    Args:
-        timeout_s: time after which no further attempt starts.
-        pause_s: pause after the first attempt.
-        longest_s: limit up to which pauses grow by half each time; 0: they do not grow.
-        at_least: minimum number of attempts, even if the time is over.
+    Each pause is longer than the one before by half, up to `longest_s` (0: all are `pause_s`). The first `at_least`
+    attempts take place even if the time is over.
     """
     deadline, count = time.monotonic() + timeout_s, 0
     while count < at_least or time.monotonic() < deadline:
@@ -37,6 +34,11 @@ def attempts(timeout_s: float, pause_s: float, *, longest_s: float = 0.0, at_lea
         count += 1
         time.sleep(pause_s)
         pause_s = max(pause_s, min(pause_s * 1.5, longest_s))
+
+
+def wait_until(is_done: Callable[[], bool], timeout_s: float, pause_s: float = 0.02) -> bool:
+    """Return whether a condition becomes true within the time."""
+    return any(is_done() for _ in attempts(timeout_s, pause_s))
 
 
 def converge(
@@ -48,11 +50,8 @@ def converge(
 ) -> T:
     """Repeat a step until it returns something: observe, diff, make one call.
 
-    Args:
-        step: returns None as long as the goal is not reached.
-        tries: how often, and with which pauses, as by `attempts`.
-        timeout: makes the error that is raised when no attempt is left and none has failed.
-        retried: errors after which the step is repeated; the last one is raised when no attempt is left.
+    `tries` are the attempts with their pauses, as of `attempts`. After the errors in `retried` the step is repeated.
+    When no attempt is left, the last of these errors is raised, or that of `timeout` if there was none.
     """
     last: OnnxOpsError | None = None
     for _ in tries:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -12,11 +11,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnx_ops.adapters.files import TEMPORARY, UNFINISHED_S, LocalObjects, ObjectStore, fsync_path
+from onnx_ops.adapters.files import UNFINISHED_S, LocalObjects, ObjectStore, sweep_unfinished
 from onnx_ops.domain.artifact import (
     Digest,
     Manifest,
@@ -24,6 +23,7 @@ from onnx_ops.domain.artifact import (
     canonical_json,
     digest_bytes,
     digest_file,
+    digest_folder,
     digest_json,
     hex_digits,
     is_digest,
@@ -31,6 +31,7 @@ from onnx_ops.domain.artifact import (
 )
 from onnx_ops.errors import CorruptStateError, DigestMismatchError, UserError, storage_errors
 from onnx_ops.onnx_graph.files import read_structure
+from onnx_ops.scratch import TEMPORARY, hold_lock, sync_path
 
 _BLOBS, _RECORDS, _LOCK = "blobs", "records", "collect.lock"
 READ_ONLY = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
@@ -175,12 +176,11 @@ class ContentStore:
         if not isinstance(self._objects, LocalObjects):
             yield
             return
-        with storage_errors(), ExitStack() as stack:
-            path = self._cache / _LOCK
-            if not path.exists():
+        with storage_errors():
+            if not (self._cache / _LOCK).exists():
                 self._objects.create(_LOCK, b"")
-            fcntl.flock(stack.enter_context(path.open("a")), kind)
-            yield
+            with hold_lock(self._cache / _LOCK, kind):
+                yield
 
     def _intact(self, path: Path, digest: Digest) -> bool:
         """Return whether the file exists with the content of its digest."""
@@ -250,7 +250,7 @@ class ModelFolders:
     def location(self, manifest: Digest) -> str | None:
         """Return the folder if it exists and is intact."""
         folder = self._folder(manifest)
-        if not folder.is_dir() or manifest_of(folder).digest() != manifest:
+        if not folder.is_dir() or digest_folder(folder).digest() != manifest:
             return None
         return str(folder)
 
@@ -262,7 +262,7 @@ class ModelFolders:
             DigestMismatchError: a file is not what the manifest declares.
             RefusedError: the model references weights outside its folder.
         """
-        actual = manifest_of(folder)
+        actual = digest_folder(folder)
         if dict(actual.files) != dict(manifest.files):
             differs = set(actual.files.items()) ^ set(manifest.files.items())
             names = ", ".join(sorted({name for name, _ in differs}))
@@ -271,13 +271,13 @@ class ModelFolders:
                 remedy="The artifact was changed after it was registered; run the pipeline again.",
             )
         for path in sorted(folder.glob("*.onnx")):  # refuses a model that reads outside its folder or its weights
-            with contextlib.suppress(UserError):  # other problems are reported when it is loaded
+            with suppress(UserError):  # other problems are reported when it is loaded
                 read_structure(path)
         place = self._folder(manifest.digest())
         if self.location(manifest.digest()) is not None:
             return str(place)
         self.root.mkdir(parents=True, exist_ok=True)
-        self._sweep()
+        sweep_unfinished(self.root)
         temporary = Path(tempfile.mkdtemp(dir=self.root, prefix=TEMPORARY))
         try:
             for path in sorted(folder.rglob("*")):
@@ -293,7 +293,7 @@ class ModelFolders:
             if place.exists():  # only a damaged folder is ever replaced
                 shutil.rmtree(place)
             temporary.rename(place)
-            fsync_path(self.root)
+            sync_path(self.root)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return str(place)
@@ -323,21 +323,7 @@ class ModelFolders:
             leaving = self.root / f"{TEMPORARY}{folder.name}-{os.getpid()}"
             folder.rename(leaving)
             shutil.rmtree(leaving)
-        self._sweep()
-
-    def _sweep(self) -> None:
-        """Delete leftovers of killed processes that are more than an hour old."""
-        before = time.time() - UNFINISHED_S  # noqa: TID251 (compared with times of the file system)
-        for folder in self.root.glob(f"{TEMPORARY}*"):
-            with contextlib.suppress(FileNotFoundError):  # deleted in the meantime
-                if max(path.stat().st_mtime for path in (folder, *folder.rglob("*"))) < before:
-                    shutil.rmtree(folder)
+        sweep_unfinished(self.root)
 
     def _folder(self, manifest: Digest) -> Path:
         return self.root / hex_digits(manifest)
-
-
-def manifest_of(folder: Path) -> Manifest:
-    """Return the digests of all files below a folder by their relative POSIX names."""
-    files = {p.relative_to(folder).as_posix(): digest_file(p) for p in sorted(folder.rglob("*")) if p.is_file()}
-    return Manifest(files=files)

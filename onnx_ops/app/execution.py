@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 
 from onnx_ops import plugins
-from onnx_ops.adapters.files import durable_file
 from onnx_ops.adapters.isolation.process import OutputTail, describe_exit
 from onnx_ops.app.fork_server import FORK_SERVER, ForkedProcess
 from onnx_ops.app.placement import ask, build_request
@@ -28,16 +27,12 @@ from onnx_ops.pipeline.stage_settings import get_pool
 from onnx_ops.pipeline.stages import execute
 from onnx_ops.pipeline.stages.champion import attach_champion
 from onnx_ops.ports import Context, Pools
-from onnx_ops.scratch import Scratch
+from onnx_ops.scratch import Scratch, hold_lock, write_durably
 
 
-@contextlib.contextmanager
-def machine_lock() -> Iterator[None]:
+def machine_lock() -> contextlib.AbstractContextManager[None]:
     """Hold the lock under which one process of this machine measures times. It is released with its holder."""
-    path = Path(tempfile.gettempdir()) / f"onnx-ops-benchmark-{os.getuid()}.lock"
-    with path.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
+    return hold_lock(Path(tempfile.gettempdir()) / f"onnx-ops-benchmark-{os.getuid()}.lock")
 
 
 class MeasurementLock:
@@ -162,8 +157,7 @@ class StageDurations:
             return
         with self._lock, contextlib.suppress(OSError):
             known = {**self.read(), stage.id: round(seconds, 2)}
-            with durable_file(self._path) as temporary:
-                temporary.write_text(json.dumps(known), encoding="utf-8")
+            write_durably(self._path, json.dumps(known).encode())
 
     @contextlib.contextmanager
     def measure(self, stage: Stage) -> Iterator[None]:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.adapters.files import durable_file
 from onnx_ops.app.context import build_context
 from onnx_ops.app.execution import PROGRESS
 from onnx_ops.app.fork_server import serve
@@ -22,6 +21,7 @@ from onnx_ops.app.placement import parse_request
 from onnx_ops.config.settings import load_settings
 from onnx_ops.errors import OnnxOpsError, StageError, storage_errors
 from onnx_ops.pipeline.stages import execute
+from onnx_ops.scratch import write_durably
 
 
 def main() -> None:
@@ -29,8 +29,7 @@ def main() -> None:
     request = json.loads(sys.stdin.readline())
     threading.Thread(target=_die_with_parent, args=(Path(request["scratch"]),), daemon=True).start()
     document = _answer(request)
-    with durable_file(Path(request["result"])) as temporary:
-        temporary.write_text(json.dumps(document), encoding="utf-8")
+    write_durably(Path(request["result"]), json.dumps(document).encode())
 
 
 def _die_with_parent(scratch: Path) -> None:

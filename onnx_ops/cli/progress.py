@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from onnx_ops.adapters.files import durable_file
 from onnx_ops.cli.common import error_console, markup
 from onnx_ops.domain.pipeline import Plan, Stage, StageOutcome, StageStatus
+from onnx_ops.scratch import durable_file
 
 if TYPE_CHECKING:
     from rich.status import Status

@@ -108,6 +108,12 @@ class Manifest:
         return Manifest(files={n.removeprefix(prefix): d for n, d in self.files.items() if n.startswith(prefix)})
 
 
+def digest_folder(folder: Path) -> Manifest:
+    """Return the digests of all files below a folder by their relative POSIX names."""
+    files = {p.relative_to(folder).as_posix(): digest_file(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+    return Manifest(files=files)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """One input or output. A dimension is a number, or the name of a symbolic one (`?` if it has none)."""

@@ -18,13 +18,12 @@ from onnx_ops.app.context import open_project, resolve_commit
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.errors import OnnxOpsError, UserError
-from onnx_ops.integrations.commits import judge_change, results
+from onnx_ops.integrations.commits import judge_change, parse_commit, results
 from onnx_ops.reporting.pull_request import overall, page, title
 
 PAGE = "onnx-ops.md"
 
 _BEFORE = "HEAD~1"
-_COMMIT = re.compile(r"[0-9a-f]{7,64}")
 _BRANCH = re.compile(r"refs/heads/(?P<name>[\w.][\w./-]*)", re.ASCII)
 
 
@@ -85,9 +84,8 @@ def is_hosted(environ: Mapping[str, str]) -> bool | None:
 
 def publish(folder: Path, environ: Mapping[str, str]) -> int:
     """Attach the page to the build, and end it by the verdict."""
-    commit = environ.get("BUILD_SOURCEVERSION", "")
-    if not _COMMIT.fullmatch(commit):
-        raise UserError(f"{commit[:80]!r} is not a commit", where="BUILD_SOURCEVERSION", remedy="See docs/scale.md.")
+    variable = "BUILD_SOURCEVERSION"
+    commit = parse_commit(environ.get(variable, ""), variable, remedy="See docs/scale.md.")
     checked = results(folder)
     verdict = overall(checked)
     path = (folder / PAGE).resolve()

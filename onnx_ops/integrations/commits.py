@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -33,17 +34,21 @@ from onnx_ops.reporting.pull_request import Checked, title
 
 RESULTS = "results.json"
 
+_COMMIT = re.compile(r"[0-9a-f]{7,64}")
+
 _FAILURES = {UserError.exit_code, InfrastructureError.exit_code, RefusedError.exit_code}
 """A run that ends with one of these failed, regardless of its gate results."""
 
 
+def parse_commit(text: object, where: str, *, remedy: str = "") -> str:
+    """Return a commit's hash that a CI service gave; raise UserError if it is none."""
+    if isinstance(text, str) and _COMMIT.fullmatch(text):
+        return text
+    raise UserError(f"{str(text)[:80]!r} is not a commit", where=where, remedy=remedy)
+
+
 def judge_change(
-    folder: Path,
-    base: str,
-    until: StageKind | None,
-    *,
-    hosted: bool | None = None,
-    figures: Path | None = None,
+    folder: Path, base: str, until: StageKind | None, *, hosted: bool | None = None, figures: Path | None = None
 ) -> Iterator[str]:
     """Run every pipeline that the change since `base` touches; yield lines that report the outcome.
 
@@ -76,13 +81,7 @@ def judge_change(
 
 
 def judged(
-    project: Project,
-    one: Affected,
-    until: StageKind | None,
-    folder: Path,
-    since: str,
-    *,
-    hosted: bool | None = None,
+    project: Project, one: Affected, until: StageKind | None, folder: Path, since: str, *, hosted: bool | None = None
 ) -> Checked:
     """Run one pipeline as far as the event and the runner allow; write its report beside the results."""
     if one.problem:
@@ -184,11 +183,7 @@ def _local(place: str) -> Path | None:
 
 
 def results(folder: Path) -> tuple[Checked, ...]:
-    """Return the results that `judge_change` wrote to a folder.
-
-    Raises:
-        UserError: it has not run.
-    """
+    """Return the results of `judge_change`; raise UserError if it has not run."""
     try:
         return codec.loads((folder / RESULTS).read_bytes(), tuple[Checked, ...])
     except FileNotFoundError as error:

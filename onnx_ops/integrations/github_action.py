@@ -22,7 +22,7 @@ from onnx_ops.app.context import open_project, resolve_commit
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
-from onnx_ops.integrations.commits import judge_change, results
+from onnx_ops.integrations.commits import judge_change, parse_commit, results
 from onnx_ops.reporting.formatting import markdown
 from onnx_ops.reporting.pull_request import overall, page, title
 
@@ -40,7 +40,6 @@ _CONCLUSIONS = {
 }
 """A model that could not be measured has not failed: a person has to find the cause."""
 
-_COMMIT = re.compile(r"[0-9a-f]{7,64}")
 _NONE = re.compile(r"0+")
 
 
@@ -80,13 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_event(environ: Mapping[str, str]) -> Event:
-    """Return the event that started the workflow.
-
-    Raises:
-        UserError: this is not a GitHub workflow.
-    """
+    """Return the workflow's event; raise UserError outside of a workflow."""
+    variable = "GITHUB_EVENT_PATH"
     try:
-        document = json.loads(Path(environ["GITHUB_EVENT_PATH"]).read_text(encoding="utf-8"))
+        document = json.loads(Path(environ[variable]).read_text(encoding="utf-8"))
         commit = environ["GITHUB_SHA"]
     except (KeyError, OSError, ValueError) as error:
         raise UserError(
@@ -96,9 +92,11 @@ def read_event(environ: Mapping[str, str]) -> Event:
         ) from error
     pull: Mapping[str, Any] = document.get("pull_request") or {}
     if pull:
-        return Event(commit=_sha(pull["head"]["sha"]), base=_sha(pull["base"]["sha"]), pull_request=int(pull["number"]))
+        head, base = (parse_commit(pull[side]["sha"], variable) for side in ("head", "base"))
+        return Event(commit=head, base=base, pull_request=int(pull["number"]))
     before = str(document.get("before") or "")
-    return Event(commit=_sha(commit), base="" if _NONE.fullmatch(before) else _sha(before), pull_request=None)
+    base = "" if _NONE.fullmatch(before) else parse_commit(before, variable)
+    return Event(commit=parse_commit(commit, variable), base=base, pull_request=None)
 
 
 def run(event: Event, folder: Path, *, since: str = "", figures: Path | None = None) -> int:
@@ -173,12 +171,6 @@ def _append(environ: Mapping[str, str], variable: str, text: str) -> None:
     if path := environ.get(variable):
         with Path(path).open("a", encoding="utf-8") as stream:
             stream.write(text)
-
-
-def _sha(text: object) -> str:
-    if not (isinstance(text, str) and _COMMIT.fullmatch(text)):
-        raise UserError(f"{str(text)[:80]!r} is not a commit", where="GITHUB_EVENT_PATH")
-    return text
 
 
 def _print_line(line: str) -> None:

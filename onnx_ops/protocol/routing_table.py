@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import canonical_json, digest_bytes, digest_json, short_digest
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.errors import CorruptStateError
+from onnx_ops.scratch import write_durably
 
 _log = logging.getLogger(__name__)
 
@@ -95,30 +94,6 @@ def decode_table(data: bytes, *, where: str = "") -> RoutingTable:
     if not is_intact:
         raise CorruptStateError("the table does not match its checksum", where=where)
     return codec.from_json(content, RoutingTable, where=where)
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Replace a file atomically, even in case of a power loss. An OSError leaves the old content."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_path(path.parent)
-
-
-def sync_path(path: Path) -> None:
-    """Flush a file or folder to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class TableFile:

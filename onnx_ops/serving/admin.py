@@ -27,8 +27,8 @@ from onnx_ops.errors import (
     UserError,
 )
 from onnx_ops.protocol.messages import COUNTS_PATH, MAX_USER_THRESHOLDS, STATE_PATH, UserCountsRequest, error_to_bytes
-from onnx_ops.protocol.routing_table import write_durably
 from onnx_ops.protocol.server_process import AUDIT_FILE, TOKEN_FILE
+from onnx_ops.scratch import write_durably
 from onnx_ops.serving.http.app import Handler, HttpApp, PendingResponse, read_by
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead, build_error
 

@@ -18,13 +18,13 @@ from pathlib import Path
 
 from onnx_ops import codec
 from onnx_ops.config.server_options import list_options
-from onnx_ops.domain.artifact import MODEL_FILE, Manifest, digest_bytes
+from onnx_ops.domain.artifact import MODEL_FILE, digest_bytes, digest_folder
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.errors import InfrastructureError, NotFoundError, OnnxOpsError, UserError
 from onnx_ops.protocol.routing_table import TableFile, build_next_table
 from onnx_ops.protocol.server_process import DEPLOYMENT_FILE, MODEL_FOLDER, OPTION_PREFIX
 from onnx_ops.serving import main as server
-from onnx_ops.serving.inference.integrity import digest_files, verify_files
+from onnx_ops.serving.inference.integrity import verify_files
 
 _FOLDERS = ("ONNX_OPS_MODEL_DIR", "AZUREML_MODEL_DIR")
 _SAGEMAKER_FOLDER = "/opt/ml/model"
@@ -81,7 +81,7 @@ def find_deployment(root: Path, environment: Mapping[str, str]) -> Deployment:
                         version="1",
                         variant="",
                         release=digest_bytes(b""),
-                        manifest=Manifest(files=digest_files(folder)).digest(),
+                        manifest=digest_folder(folder).digest(),
                         location=str(folder.resolve()),
                     )
             level = sorted(path for folder in level if folder.is_dir() for path in folder.iterdir() if path.is_dir())

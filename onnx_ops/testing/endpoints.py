@@ -156,15 +156,16 @@ class EndpointProviderSuite:
         assert provider.observe(config) == first
         assert provider.address(config) == address
 
-    def test_an_older_generation_is_refused_and_changes_nothing(
+    def test_an_older_generation_or_another_state_of_the_same_is_refused_and_changes_nothing(
         self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
     ) -> None:
         blue, green = deployments
         provider.apply(config, state_of(blue, green, blue=50, green=50), generation=7)
         before = provider.observe(config)
-        with pytest.raises(ConflictError):
-            provider.apply(config, state_of(blue, blue=100), generation=6)
-        assert provider.observe(config) == before
+        for generation in (6, 7):
+            with pytest.raises(ConflictError):
+                provider.apply(config, state_of(blue, blue=100), generation=generation)
+            assert provider.observe(config) == before
 
     def test_each_step_answers_by_the_deployment_that_has_the_traffic(
         self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]

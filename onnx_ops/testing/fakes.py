@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 from onnx_ops.adapters.external_model import UserSuppliedModels
 from onnx_ops.adapters.files import FileJournal, FsspecObjects
 from onnx_ops.adapters.ledgers.log import MemoryLedger
-from onnx_ops.adapters.store import ContentStore, manifest_of
+from onnx_ops.adapters.store import ContentStore
 from onnx_ops.attestation import TrustedKeys, compute_key_digest
-from onnx_ops.domain.artifact import Digest, Manifest, StoredObject, digest_file
+from onnx_ops.domain.artifact import Digest, Manifest, StoredObject, digest_file, digest_folder
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, OrphanedResource, build_rollback_state
 from onnx_ops.domain.ledger import LedgerEntry
 from onnx_ops.domain.notification import Notification
@@ -49,8 +49,7 @@ class FakeClock:
     def now(self) -> float:
         return self._now
 
-    def monotonic(self) -> float:
-        return self._now
+    monotonic = now
 
     def advance(self, seconds: float) -> None:
         self._now += seconds
@@ -318,7 +317,7 @@ class FakeRegistry:
         for name, content in self._version(record.model, record.version).files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
-        return manifest_of(folder)
+        return digest_folder(folder)
 
     def document(self, record: VersionRecord, name: str) -> bytes:
         documents = self._version(record.model, record.version).documents
@@ -414,7 +413,7 @@ class FakeModelFiles:
         return f"memory:{manifest}" if manifest in self._admitted else None
 
     def admit(self, folder: Path, manifest: Manifest) -> str:
-        if manifest_of(folder) != manifest:
+        if digest_folder(folder) != manifest:
             raise DigestMismatchError("files are not what the manifest says")
         self._admitted.setdefault(manifest.digest(), self.clock.now())
         return f"memory:{manifest.digest()}"

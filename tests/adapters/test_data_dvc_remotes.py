@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.adapters.data.dvc import DvcSource
-from onnx_ops.errors import (
-    DigestMismatchError,
-    MissingPackageError,
-    NotFoundError,
-    ServiceUnavailableError,
-    UserError,
-)
+from onnx_ops.errors import DigestMismatchError, MissingPackageError, NotFoundError, ServiceUnavailableError, UserError
 from tests.adapters.dvc_parts import Repository, archive, dvc, expected, first, md5, section, source
 from tests.adapters.registry_services import BUCKET, s3
 from tests.adapters.runtime_places import require

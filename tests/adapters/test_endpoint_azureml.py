@@ -234,12 +234,6 @@ def test_copies_are_refused_and_taken_away_where_a_hand_has_set_them(world: Worl
         world.provider.apply(world.config, copied, generation=2)
 
 
-def test_another_state_of_the_same_generation_is_refused(world: World) -> None:
-    world.apply(3, blue=100)
-    with pytest.raises(ConflictError, match="another state of generation 3"):
-        world.apply(3, blue=50, green=50)
-
-
 def test_somebody_elses_endpoint_is_left_alone(world: World) -> None:
     world.apply(1, blue=100)
     other = replace(config_of(world.cloud, name="scaling"), endpoint="other")
@@ -309,11 +303,7 @@ def test_the_number_of_instances_is_changed_in_place(world: World) -> None:
 
 
 def test_autoscaling_is_sent_compared_and_removed(world: World) -> None:
-    state, name, settings = (
-        world.state(blue=100),
-        world.name(world.blue),
-        world.cloud.control.autoscale.settings,
-    )
+    state, name, settings = (world.state(blue=100), world.name(world.blue), world.cloud.control.autoscale.settings)
     scaled = config_of(world.cloud, min_instances=1, max_instances=4, cpu_percent=60)
     world.provider.apply(scaled, state, generation=1)
     assert world.drift(scaled) == []

@@ -33,8 +33,7 @@ def states(draw: st.DrawFn) -> EndpointState:
     cuts = sorted(draw(st.lists(st.integers(0, 100), min_size=len(names) - 1, max_size=len(names) - 1)))
     weights = dict(zip(names, (b - a for a, b in zip([0, *cuts], [*cuts, 100], strict=True)), strict=True))
     return EndpointState(
-        deployments=tuple(deployment(name, name.encode()) for name in names),
-        split=TrafficSplit(weights=weights),
+        deployments=tuple(deployment(name, name.encode()) for name in names), split=TrafficSplit(weights=weights)
     )
 
 

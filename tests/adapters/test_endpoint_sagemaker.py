@@ -15,8 +15,7 @@ import pytest
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.signers.ecdsa import create_key
-from onnx_ops.adapters.store import manifest_of
-from onnx_ops.domain.artifact import digest_bytes, hex_digits
+from onnx_ops.domain.artifact import digest_bytes, digest_folder, hex_digits
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.errors import ConflictError, DigestMismatchError, NotFoundError, RefusedError, UserError
 from onnx_ops.testing.endpoints import EndpointProviderSuite, scaling_deployment, state_of
@@ -171,7 +170,7 @@ def test_a_large_archive_goes_in_parts(site: Site, tmp_path: Path) -> None:
     folder = tmp_path / "large"
     deployment = scaling_deployment(folder, name="large", version="3", scale=4.0)
     (folder / "notes.bin").write_bytes(os.urandom(6 << 20))
-    deployment = replace(deployment, manifest=manifest_of(folder).digest())
+    deployment = replace(deployment, manifest=digest_folder(folder).digest())
     provider = SageMakerEndpoints(part_bytes=5 << 20)
     provider.apply(config_of("large"), state_of(deployment, large=100), generation=1)
     assert sum("partNumber=" in call for call in site.fake.calls()) == 2
@@ -299,14 +298,6 @@ def test_what_a_hand_has_changed_is_seen(site: Site) -> None:
     assert site.observed(config).split.weights == {"blue": 33, "green": 67}
     site.provider.apply(config, state, generation=2)
     assert Counter(site.invoke("by-hand")[0] for _ in range(20)) == {"blue": 18, "green": 2}
-
-
-def test_another_state_of_the_same_generation_is_refused(site: Site) -> None:
-    config = config_of("twice")
-    site.apply(3, config, blue=100)
-    with pytest.raises(ConflictError):
-        site.apply(3, config, green=100)
-    assert site.provider.observe(config) == replace(site.state(blue=100), generation=3)
 
 
 def test_leftovers_are_told_and_removed_and_what_is_in_use_stays(site: Site) -> None:

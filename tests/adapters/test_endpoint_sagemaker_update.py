@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
-from onnx_ops.adapters.store import manifest_of
-from onnx_ops.domain.artifact import digest_bytes, hex_digits
+from onnx_ops.domain.artifact import digest_bytes, digest_folder, hex_digits
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.rollout import Action, OperatorCommand, Roles, Wait, choose_next_action, plan_rollback
 from onnx_ops.domain.rollout_policy import RolloutPolicy
@@ -140,7 +139,7 @@ def test_a_rollback_that_failed_says_what_to_do_and_the_next_apply_does_it(site:
 def test_a_model_that_does_not_start_is_told_and_the_endpoint_made_anew(site: Site, tmp_path: Path) -> None:
     config = config_of("broken")
     (tmp_path / "model.onnx").write_bytes(b"no model")
-    bad = replace(site.blue, name="bad", manifest=manifest_of(tmp_path).digest(), location=str(tmp_path))
+    bad = replace(site.blue, name="bad", manifest=digest_folder(tmp_path).digest(), location=str(tmp_path))
     site.apply(1, config_of("whole"), blue=100)
     site.fake.startup(3)
     with pytest.raises(InfrastructureError, match=r"could not start the endpoint.*ping health check"):

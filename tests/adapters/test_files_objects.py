@@ -9,8 +9,9 @@ from typing import NoReturn
 
 import pytest
 
-from onnx_ops.adapters.files import TEMPORARY, FsspecObjects, LocalObjects, ObjectStore, durable_file, open_objects
+from onnx_ops.adapters.files import FsspecObjects, LocalObjects, ObjectStore, open_objects
 from onnx_ops.errors import MissingPackageError, ServiceUnavailableError
+from onnx_ops.scratch import TEMPORARY, durable_file
 
 
 @pytest.fixture(params=["local", "remote"])

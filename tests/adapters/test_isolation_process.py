@@ -166,8 +166,7 @@ def test_it_trains_exports_and_answers_elsewhere(exporter: IsolatedExporter, tmp
 
 
 @pytest.mark.parametrize(
-    ("do", "how"),
-    [("segfault", "signal SIGSEGV"), ("abort", "signal SIGABRT"), ("leave", "exit code 3")],
+    ("do", "how"), [("segfault", "signal SIGSEGV"), ("abort", "signal SIGABRT"), ("leave", "exit code 3")]
 )
 def test_a_crash_is_told_with_its_last_words(exporter: IsolatedExporter, tmp_path: Path, do: str, how: str) -> None:
     with pytest.raises(StageError, match=f"ended with {how} while it was to export") as failure:

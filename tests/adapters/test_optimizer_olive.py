@@ -62,11 +62,7 @@ def inline_files(config: Any, root: Path = Path(), **rest: Any) -> Quantize:
 
 def test_what_decides_a_variant_is_kept_and_the_rest_is_the_pipeline_s() -> None:
     section = inline_files(CONFIG)
-    assert section.options["config"] == {
-        "passes": CONFIG["passes"],
-        "systems": CONFIG["systems"],
-        "target": "here",
-    }
+    assert section.options["config"] == {"passes": CONFIG["passes"], "systems": CONFIG["systems"], "target": "here"}
     assert OliveOptimizer().quantizes(section)
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.adapters.files import FsspecObjects, LocalObjects
-from onnx_ops.adapters.store import ContentStore, ModelFolders, manifest_of
-from onnx_ops.domain.artifact import Digest, Manifest, StoredObject, digest_bytes, hex_digits
+from onnx_ops.adapters.store import ContentStore, ModelFolders
+from onnx_ops.domain.artifact import Digest, Manifest, StoredObject, digest_bytes, digest_folder, hex_digits
 from onnx_ops.errors import CorruptStateError, DigestMismatchError, RefusedError, StorageError
 from onnx_ops.ports import Store
 from onnx_ops.testing.stores import CONTENT, StoreSuite
@@ -273,13 +273,13 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_model_folders_are_admitted_and_found_again(tmp_path: Path, model: Path) -> None:
-    manifest = manifest_of(model)
+    manifest = digest_folder(model)
     assert set(manifest.files) == {"model.onnx", "weights/w.bin"}
     folders = ModelFolders(tmp_path / "models")
     assert folders.location(manifest.digest()) is None
     place = folders.admit(model, manifest)
     assert folders.location(manifest.digest()) == place == folders.admit(model, manifest)
-    assert manifest_of(Path(place)) == manifest
+    assert digest_folder(Path(place)) == manifest
     assert [path.name for path in (tmp_path / "models").iterdir()] == [hex_digits(manifest.digest())]
 
 
@@ -291,7 +291,7 @@ def test_model_folders_of_killed_processes_are_removed(tmp_path: Path, model: Pa
         (folder / "weights" / "w.bin").write_bytes(b"half")
     for path in (left[0], *left[0].rglob("*")):
         os.utime(path, (0, 0))
-    folders.admit(model, manifest_of(model))
+    folders.admit(model, digest_folder(model))
     assert [folder.exists() for folder in left] == [False, True]
 
 
@@ -299,7 +299,7 @@ def test_model_folders_of_killed_processes_are_removed(tmp_path: Path, model: Pa
 def test_disk_that_cannot_be_used_is_an_error_with_a_remedy(tmp_path: Path, model: Path, number: int) -> None:
     folders, store = ModelFolders(tmp_path / "models"), ContentStore(LocalObjects(tmp_path / "store"), tmp_path)
     acts: list[Callable[[], object]] = [
-        lambda: folders.admit(model, manifest_of(model)),
+        lambda: folders.admit(model, digest_folder(model)),
         lambda: store.put_bytes(b"content"),
     ]
     for act in acts:
@@ -319,7 +319,7 @@ def test_disk_that_cannot_be_used_is_an_error_with_a_remedy(tmp_path: Path, mode
 
 
 def test_a_folder_that_is_not_what_its_manifest_says_is_refused(tmp_path: Path, model: Path) -> None:
-    manifest = manifest_of(model)
+    manifest = digest_folder(model)
     folders = ModelFolders(tmp_path / "models")
     (model / "weights" / "w.bin").write_bytes(b"weighty")
     with pytest.raises(DigestMismatchError, match=r"weights/w\.bin"):
@@ -337,14 +337,14 @@ def test_a_model_with_weights_outside_its_folder_is_refused(tmp_path: Path) -> N
     folder = tmp_path / "model"
     folder.mkdir()
     write_external(folder / "model.onnx", "../weights.bin")
-    folders, manifest = ModelFolders(tmp_path / "models"), manifest_of(folder)
+    folders, manifest = ModelFolders(tmp_path / "models"), digest_folder(folder)
     with pytest.raises(RefusedError):
         folders.admit(folder, manifest)
     assert folders.location(manifest.digest()) is None
 
 
 def test_a_damaged_model_folder_is_not_handed_out_and_can_be_admitted_again(tmp_path: Path, model: Path) -> None:
-    manifest = manifest_of(model)
+    manifest = digest_folder(model)
     folders = ModelFolders(tmp_path / "models")
     place = Path(folders.admit(model, manifest))
     (place / "model.onnx").chmod(0o600)

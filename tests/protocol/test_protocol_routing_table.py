@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from onnx_ops.protocol.routing_table import (
     build_next_table,
     decode_table,
     encode_table,
-    write_durably,
 )
 from tests.support.server import fileless_deployment
 
@@ -162,22 +160,3 @@ def test_table_file_write_that_fails_leaves_the_table_of_before(
         tables.write(history[1])
     assert tables.read() == history[0]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".tmp-")]
-
-
-def test_write_durably_flushes_a_file_before_it_takes_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, int]] = []
-    fsync, rename = os.fsync, Path.replace
-
-    def recorded_fsync(handle: int) -> None:
-        calls.append(("fsync", os.fstat(handle).st_ino))
-        fsync(handle)
-
-    def recorded_rename(path: Path, target: Path) -> Path:
-        calls.append(("rename", path.stat().st_ino))
-        return rename(path, target)
-
-    monkeypatch.setattr(os, "fsync", recorded_fsync)
-    monkeypatch.setattr(Path, "replace", recorded_rename)
-    write_durably(tmp_path / CURRENT_FILE, b"{}")
-    file, folder = ((tmp_path / CURRENT_FILE).stat().st_ino, tmp_path.stat().st_ino)
-    assert calls == [("fsync", file), ("rename", file), ("fsync", folder)]

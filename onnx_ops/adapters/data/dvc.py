@@ -22,8 +22,7 @@ from urllib.parse import urlsplit
 
 from onnx_ops import codec
 from onnx_ops.adapters.data.file import read_arrays, sample_arrays
-from onnx_ops.adapters.files import durable_file
-from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv, hold_lock
+from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv
 from onnx_ops.adapters.isolation.process import IsolatedProcess, ProcessLimits, build_interpreter_command
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.execution import Environment
@@ -40,7 +39,7 @@ from onnx_ops.errors import (
 )
 from onnx_ops.ports import DataSource
 from onnx_ops.ports.data import Array, Sample
-from onnx_ops.scratch import Scratch
+from onnx_ops.scratch import Scratch, hold_lock, write_durably
 
 _WORKER = "onnx_ops.adapters.data.dvc_worker:run_dvc"
 _TIMEOUT_S = 3600.0
@@ -203,7 +202,7 @@ class DvcSource(DataSource):
         pointer = self._find_pointer(settings, folder, commit, path)
         tracked = _TrackedFile(settings=settings, folder=folder, commit=commit, path=path, pointer=pointer)
         if is_checkout and commit == _find_commit(folder, "", str(folder)):
-            self._check_checkout(tracked)
+            self._check_checkout(tracked, Path(_text(top)))
         if settings.md5 and settings.md5 != pointer.md5:
             raise DigestMismatchError(
                 f"the DVC pointer of {settings.path} is not the one that the pipeline pins",
@@ -218,7 +217,7 @@ class DvcSource(DataSource):
         key = json.dumps([str(folder.resolve()), commit, path, settings.remote])
         stored = self.repositories / "pointers" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
         with suppress(OSError, ValueError, OnnxOpsError):
-            return codec.from_json(json.loads(stored.read_text(encoding="utf-8")), DvcPointer)
+            return codec.loads(stored.read_bytes(), DvcPointer)
         place = str(folder.resolve())
         answers = self._ask(settings, (), "find", repo=place, rev=commit, path=path, remote=settings.remote)
         if not answers:
@@ -243,15 +242,12 @@ class DvcSource(DataSource):
             raise _wrong_pointer(pointer, f"its size is {pointer.size}")
         if path != pointer.out and not pointer.md5.endswith(_FOLDER_SUFFIX):
             raise _wrong_pointer(pointer, f"{pointer.out} is a file, so there is no {path} in it")
-        stored.parent.mkdir(parents=True, exist_ok=True)
-        with durable_file(stored) as temporary:
-            temporary.write_text(json.dumps(codec.to_json(pointer)), encoding="utf-8")
+        write_durably(stored, codec.dumps(pointer))
         return pointer
 
-    def _check_checkout(self, tracked: _TrackedFile) -> None:
+    def _check_checkout(self, tracked: _TrackedFile, top: Path) -> None:
         """Refuse a pointer that was changed in the checkout of the very commit that is used."""
         file, path = tracked.pointer.file, tracked.path
-        top = Path(_text(_git(tracked.folder, "rev-parse", "--show-toplevel")))
         if not (top / file).is_file() or not _git(top, "diff", "--quiet", tracked.commit, "--", file).returncode:
             return
         place = str(tracked.folder.resolve())
@@ -332,7 +328,6 @@ class DvcSource(DataSource):
 
 
 def _read_settings(section: DataSection) -> DvcSettings:
-    """Bind `with:`."""
     if not isinstance(section, PluginData) or section.use != "dvc":
         raise UserError("this data source reads `use: dvc`", where=type(section).__name__)
     settings = bind_settings(

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import DataSection, FileData
-from onnx_ops.errors import NotFoundError, RefusedError, UserError, quoted
+from onnx_ops.errors import NotFoundError, RefusedError, UserError, describe_error, quoted
 from onnx_ops.plugins import require
 from onnx_ops.ports import DataSource
 from onnx_ops.ports.data import Array, Sample
@@ -53,13 +53,8 @@ def sample_arrays(path: Path, *, where: str) -> Sample:
 def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | None = None) -> Mapping[str, Array]:
     """Read the arrays of a `.npz` file or the columns of a table.
 
-    They have equal lengths along axis 0; nothing is unpickled.
-
-    Args:
-        path: of the file.
-        where: its place in messages.
-        name: original name of the file; by default that of `path`. Its suffix gives the format.
-        most_bytes: limit of the bytes read, the first rows of each array.
+    They have equal lengths along axis 0; nothing is unpickled. The suffix of `name`, the file's original name, gives
+    the format. With `most_bytes`, the first rows of each array are read.
     """
     suffix = Path(name or path).suffix.lower()
     with path.open("rb") as stream:
@@ -91,7 +86,7 @@ def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | Non
             where=where,
             why="an array of objects, which only a pickle can hold"
             if "allow_pickle" in str(error)
-            else f"{type(error).__name__}: {quoted(error)}",
+            else describe_error(error),
             remedy="Write it with numpy.savez, without arrays of objects; a table must be called .csv or .parquet.",
         ) from error
     lengths = {name: shape[0] if shape else 0 for name, shape in shapes.items()}

@@ -122,9 +122,8 @@ class AzureClient:
     def settled_deployment(self, name: str) -> ManagedOnlineDeployment | None:
         """Return a deployment once Azure no longer changes it, as `settled_endpoint` does."""
         where = f"deployment {name}"
-        return self._wait_until_settled(
-            where, lambda: self.read(where, lambda: self.ml.online_deployments.get(name, self.name))
-        )
+        deployments = self.ml.online_deployments
+        return self._wait_until_settled(where, lambda: self.read(where, lambda: deployments.get(name, self.name)))
 
     def write(self, where: str, begin: Callable[[], Any], *, instances: int = 1) -> None:
         """Start an operation and wait until it ends. Callers then read its result.
@@ -168,10 +167,7 @@ class AzureClient:
     def converge(self, step: Callable[[], T | None], where: str = "", *, retry_reads: bool = False) -> T:
         """Repeat a step until it returns something, while Azure is busy, for `policy.operation_s` seconds.
 
-        Args:
-            step: as for `retry.converge`.
-            where: for errors; the endpoint by default.
-            retry_reads: repeat the step, too, when a read was not answered for `policy.answer_s` seconds.
+        With `retry_reads` it is also repeated when a read was not answered for `policy.answer_s` seconds.
         """
         retried = (BusyError, ServiceUnavailableError if retry_reads else UnansweredWriteError)
         tries = self.policy.attempts(self.policy.operation_s)
@@ -182,9 +178,8 @@ class AzureClient:
             resource = get()
             return (resource,) if resource is None or _state(resource) in _TERMINAL_STATES else None
 
-        return converge(read_settled, self.policy.attempts(self.policy.operation_s), lambda: make_timeout_error(where))[
-            0
-        ]
+        tries = self.policy.attempts(self.policy.operation_s)
+        return converge(read_settled, tries, lambda: make_timeout_error(where))[0]
 
 
 def has_succeeded(resource: ManagedOnlineDeployment | ManagedOnlineEndpoint) -> bool:

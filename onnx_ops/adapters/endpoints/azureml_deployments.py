@@ -10,13 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from onnx_ops.adapters.azure import request_resource
-from onnx_ops.adapters.endpoints.azureml_client import (
-    AzureClient,
-    BusyError,
-    GoneError,
-    has_succeeded,
-    make_unanswered_error,
-)
+from onnx_ops.adapters.endpoints.azureml_client import AzureClient, BusyError, GoneError, has_succeeded
 from onnx_ops.adapters.endpoints.azureml_models import AzureModels
 from onnx_ops.adapters.endpoints.azureml_plan import (
     NOT_SCALED,
@@ -26,10 +20,9 @@ from onnx_ops.adapters.endpoints.azureml_plan import (
     build_record_tags,
     read_record,
 )
-from onnx_ops.adapters.retry import converge
 from onnx_ops.domain.artifact import digest_bytes, short_digest
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.errors import ConflictError, RefusedError, ServiceUnavailableError
+from onnx_ops.errors import ConflictError, RefusedError
 from onnx_ops.protocol.server_process import OPTION_PREFIX, TRUSTED_KEYS_VARIABLE
 
 if TYPE_CHECKING:
@@ -156,9 +149,7 @@ class AzureDeployments:
         )
         deployments = client.ml.online_deployments
         client.write(
-            f"deployment {name}",
-            lambda: deployments.begin_create_or_update(desired),
-            instances=settings.instances,
+            f"deployment {name}", lambda: deployments.begin_create_or_update(desired), instances=settings.instances
         )
 
     def _environment_name(self) -> str:
@@ -269,21 +260,18 @@ class Autoscaling:
     def _request(self, path: str, *, method: str = "GET", document: object = None) -> Any:
         """Return Azure Resource Manager's answer; None if the resource does not exist."""
 
-        def send() -> tuple[Any]:
+        def send() -> Any:
             try:
-                return (request_resource(path, method=method, document=document),)
+                return request_resource(path, method=method, document=document)
             except RefusedError as error:
                 if error.why.startswith("HTTP 404"):
-                    return (None,)
+                    return None
                 if error.why.startswith("HTTP 409"):
                     raise BusyError("Azure is changing it", where=self._client.owner, why=error.why) from error
                 what = "Azure does not permit us to scale a deployment"
                 raise RefusedError(what, where=self._client.owner, why=error.why, remedy=_MONITOR_REMEDY) from error
 
-        tries = self._client.policy.attempts(self._client.policy.answer_s)
-        return converge(
-            send, tries, lambda: make_unanswered_error(self._client.owner), retried=(ServiceUnavailableError,)
-        )[0]
+        return self._client.retry(self._client.owner, send)
 
 
 def _limits(profile: Mapping[str, Any]) -> tuple[object, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 from onnx_ops.adapters.azure import LOGIN_REMEDY, ROLE_REMEDY, fetch_token, get_management_url, request_resource
 from onnx_ops.adapters.endpoints.azureml_client import SPARE
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings, read_azure_settings
-from onnx_ops.adapters.endpoints.cloud import run_check
+from onnx_ops.adapters.endpoints.cloud import Finding, run_check
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Diagnosis
 from onnx_ops.errors import OnnxOpsError, RefusedError
@@ -31,7 +31,6 @@ ACTIONS = (
 _SCALING_ACTIONS = tuple(f"Microsoft.Insights/autoscaleSettings/{verb}" for verb in ("read", "write", "delete"))
 """Additional actions if the settings request autoscaling."""
 _API = "api-version=2024-04-01"
-_CLOUD = "Azure Resource Manager"
 _REGISTRY_SUFFIX = ".azurecr.io"
 _PULL_ROLES = frozenset({"7f951dda-4ed3-4680-a7ca-43fe172d538d", "8311e382-0749-4cb8-b61a-304f252e45ec"})
 """Azure's ids of the roles AcrPull and AcrPush."""
@@ -54,35 +53,48 @@ def diagnose(endpoints: Sequence[Mapping[str, Json]]) -> Iterator[Diagnosis]:
         return
     yield Diagnosis(check="azure credentials", ok=True, found=f"a token for {get_management_url()}")
     for settings in endpoints:
-        yield from run_check("azure workspace", partial(_check_workspace, settings), cloud=_CLOUD)
+        yield from _diagnose_endpoint(settings)
 
 
-def _check_workspace(values: Mapping[str, Json]) -> Iterator[Diagnosis]:
-    settings = read_azure_settings(values)
-    workspace = settings.place
-    check = f"azure workspace {workspace.workspace}"
+def _diagnose_endpoint(values: Mapping[str, Json]) -> Iterator[Diagnosis]:
     try:
-        resource = request_resource(f"{workspace.path}?{_API}")
-    except RefusedError as error:
-        missing = "HTTP 404" in error.why
-        remedy = "Check subscription, resource_group and workspace; make it with infra/." if missing else ROLE_REMEDY
-        yield Diagnosis(check=check, ok=False, found="it does not exist" if missing else error.why, remedy=remedy)
+        settings = read_azure_settings(values)
+    except OnnxOpsError as error:
+        remedy = error.remedy or "See docs/azureml.md."
+        yield Diagnosis(check="azure workspace", ok=False, found=error.what, remedy=remedy)
         return
-    location = str(resource.get("location"))
-    yield Diagnosis(check=check, ok=True, found=f"in {location}")
-    yield from run_check(f"azure role on {workspace.workspace}", lambda: _check_role(settings), cloud=_CLOUD)
-    yield from run_check("azure image", lambda: _check_image(settings, resource), cloud=_CLOUD)
-    quota = f"azure quota for {settings.instance_type}"
-    yield from run_check(quota, lambda: _check_quota(settings, location), cloud=_CLOUD)
+    run, workspace = partial(run_check, cloud="Azure Resource Manager"), dict[str, Any]()
+
+    def check_workspace() -> Finding:
+        try:
+            workspace.update(request_resource(f"{settings.place.path}?{_API}"))
+        except RefusedError as error:
+            if "HTTP 404" not in error.why:
+                return False, error.why, ROLE_REMEDY
+            remedy = "Check subscription, resource_group and workspace; make it with infra/."
+            return False, "it does not exist", remedy
+        return True, f"in {workspace.get('location')}", ""
+
+    yield (found := run(f"azure workspace {settings.workspace}", check_workspace))
+    if not found.ok:
+        return
+    yield run(f"azure role on {settings.workspace}", lambda: _check_role(settings))
+    registries: list[str] = []
+    yield run("azure image", lambda: _check_image(settings, registries))
+    if registries:
+        attached = str(workspace.get("properties", {}).get("containerRegistry", ""))
+        yield run("azure pull", lambda: _check_pull(settings, registries[0], attached))
+    location = str(workspace.get("location"))
+    yield run(f"azure quota for {settings.instance_type}", lambda: _check_quota(settings, location))
 
 
-def _check_role(settings: AzureSettings) -> Iterator[Diagnosis]:
+def _check_role(settings: AzureSettings) -> Finding:
     path = f"{settings.place.path}/providers/Microsoft.Authorization/permissions"
     granted = request_resource(f"{path}?api-version=2022-04-01")
     needed = ACTIONS + _SCALING_ACTIONS * settings.scaled
     missing = [action for action in needed if not is_allowed(action, granted.get("value", ()))]
     found = f"not permitted: {', '.join(missing)}" if missing else f"all {len(needed)} permissions that are needed"
-    yield Diagnosis(check=f"azure role on {settings.place.workspace}", ok=not missing, found=found, remedy=ROLE_REMEDY)
+    return not missing, found, ROLE_REMEDY
 
 
 def is_allowed(action: str, granted: Sequence[Mapping[str, Any]]) -> bool:
@@ -98,32 +110,27 @@ def _matches(action: str, patterns: Sequence[str]) -> bool:
     return any(re.fullmatch(expression, action, re.IGNORECASE) for expression in expressions)
 
 
-def _check_image(settings: AzureSettings, workspace: Mapping[str, Any]) -> Iterator[Diagnosis]:
-    """Check the image's registry and the right to pull. Azure Resource Manager does not know the tags."""
-    host, check = settings.image.partition("/")[0], "azure image"
+def _check_image(settings: AzureSettings, registries: list[str]) -> Finding:
+    """Check the image's registry, and add its resource id. Azure Resource Manager does not know the tags."""
+    host = settings.image.partition("/")[0]
     if not host.endswith(_REGISTRY_SUFFIX):
         found = f"{host} is not an Azure container registry: the permission to pull from it cannot be checked here"
-        yield Diagnosis(check=check, ok=True, found=found)
-        return
+        return True, found, ""
     path = f"/subscriptions/{settings.place.subscription}/providers/Microsoft.ContainerRegistry/registries"
-    registries = request_resource(f"{path}?api-version=2023-07-01").get("value", ())
-    ids = [one["id"] for one in registries if str(one["properties"]["loginServer"]).lower() == host.lower()]
-    if not ids:
-        name = host.removesuffix(_REGISTRY_SUFFIX)
-        remedy = f"az acr create --name {name} --sku Basic --resource-group GROUP, or correct `image`."
-        yield Diagnosis(check=check, ok=False, found=f"the subscription has no registry {host}", remedy=remedy)
-        return
-    yield Diagnosis(check=check, ok=True, found=f"{host} exists")
-    yield _check_pull(settings, str(ids[0]), str(workspace.get("properties", {}).get("containerRegistry", "")))
+    listed = request_resource(f"{path}?api-version=2023-07-01").get("value", ())
+    registries += [str(one["id"]) for one in listed if str(one["properties"]["loginServer"]).lower() == host.lower()]
+    if registries:
+        return True, f"{host} exists", ""
+    name = host.removesuffix(_REGISTRY_SUFFIX)
+    remedy = f"az acr create --name {name} --sku Basic --resource-group GROUP, or correct `image`."
+    return False, f"the subscription has no registry {host}", remedy
 
 
-def _check_pull(settings: AzureSettings, registry: str, attached: str) -> Diagnosis:
-    check = "azure pull"
+def _check_pull(settings: AzureSettings, registry: str, attached: str) -> Finding:
     if not settings.identity:
         if registry.lower() == attached.lower():
-            return Diagnosis(check=check, ok=True, found="it is the workspace's registry, which its endpoints may use")
-        found = "the endpoint's own identity needs the role AcrPull once the endpoint exists"
-        return Diagnosis(check=check, ok=True, found=found)
+            return True, "it is the workspace's registry, which its endpoints may use", ""
+        return True, "the endpoint's own identity needs the role AcrPull once the endpoint exists", ""
     principal = request_resource(f"{settings.identity}?api-version=2023-01-31")["properties"]["principalId"]
     path = f"{registry}/providers/Microsoft.Authorization/roleAssignments?api-version=2022-04-01"
     roles = {
@@ -133,21 +140,19 @@ def _check_pull(settings: AzureSettings, registry: str, attached: str) -> Diagno
     }
     name = settings.identity.rpartition("/")[2]
     if roles & _PULL_ROLES:
-        return Diagnosis(check=check, ok=True, found=f"{name} may pull")
+        return True, f"{name} may pull", ""
     remedy = f"az role assignment create --assignee {principal} --role AcrPull --scope {registry}"
-    return Diagnosis(check=check, ok=False, found=f"{name} has no role AcrPull there", remedy=remedy)
+    return False, f"{name} has no role AcrPull there", remedy
 
 
-def _check_quota(settings: AzureSettings, location: str) -> Iterator[Diagnosis]:
-    check = f"azure quota for {settings.instance_type}"
+def _check_quota(settings: AzureSettings, location: str) -> Finding:
     subscription = settings.place.subscription
     region = f"/subscriptions/{subscription}/providers/Microsoft.MachineLearningServices/locations/{location}"
     sizes = {size["name"].lower(): size for size in request_resource(f"{region}/vmSizes?{_API}")["value"]}
     size = sizes.get(settings.instance_type.lower())
     if size is None:
         remedy = f"Choose one of: az ml compute list-sizes --location {location}."
-        yield Diagnosis(check=check, ok=False, found=f"there is no such size in {location}", remedy=remedy)
-        return
+        return False, f"there is no such size in {location}", remedy
     usages = {usage["name"]["value"].lower(): usage for usage in request_resource(f"{region}/usages?{_API}")["value"]}
     usage = usages.get(str(size["family"]).lower(), {"limit": 0, "currentValue": 0})
     free = int(usage["limit"]) - int(usage["currentValue"])
@@ -155,4 +160,4 @@ def _check_quota(settings: AzureSettings, location: str) -> Iterator[Diagnosis]:
     needed = _VERSIONS_IN_ROLLOUT * instances * int(size["vCPUs"])
     found = f"{free} of {usage['limit']} cores of {size['family']} are free; a rollout needs {needed}"
     remedy = "Request more in the portal (Quotas, Machine learning); Azure keeps 20% of the instances in reserve."
-    yield Diagnosis(check=check, ok=free >= needed, found=found, remedy=remedy)
+    return free >= needed, found, remedy

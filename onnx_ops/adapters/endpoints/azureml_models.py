@@ -40,12 +40,9 @@ class AzureModels:
 
     def ensure(self, name: str, deployment: Deployment) -> str:
         """Return the model's resource id or path in the registry; upload it if missing."""
-        if not self._settings.registry:
-            return f"{self._client.workspace.path}/models/{self._ensure_asset(name, deployment)}/versions/{_VERSION}"
-        registry = _RegistryModel(self._client, self._settings.registry, name)
-        if not registry.exists(deployment):
-            registry.copy(self._ensure_asset(name, deployment))
-        return registry.path
+        if self._settings.registry:
+            return self._ensure_registered(name, deployment)
+        return f"{self._client.workspace.path}/models/{self._ensure_asset(name, deployment)}/versions/{_VERSION}"
 
     def stored(self) -> dict[str, str]:
         """Return manifest digests of the datastore's folders by name; empty if cut off."""
@@ -109,6 +106,53 @@ class AzureModels:
             self._client.retry(where, lambda: models.create_or_update(model))
         return asset
 
+    def _ensure_registered(self, name: str, deployment: Deployment) -> str:
+        """Return the path of the model in the registry, named by its content; copy the workspace's if it is missing.
+
+        Raises:
+            RefusedError: a foreign model has that name.
+        """
+        from azure.ai.ml.entities import WorkspaceModelReference
+
+        client, registry, model = self._client, self._settings.registry, f"onnx-ops--{name}"
+        where, path = f"registry {registry}", f"azureml://registries/{registry}/models/{model}/versions/{_VERSION}"
+        try:
+            models: Any = client.retry(where, lambda: client.registry(registry).models)
+        except GoneError as error:
+            raise NotFoundError(
+                "there is no such registry, or the identity lacks the permission to read it",
+                where=where,
+                why=error.why,
+                remedy="Correct `registry`, or give the identity the role AzureML Registry User on it.",
+            ) from error
+
+        def read() -> Any:
+            return client.read(where, lambda: models.get(model, _VERSION))
+
+        if (registered := read()) is not None:
+            manifest = (registered.tags or {}).get(MANIFEST, deployment.manifest)
+            if manifest != deployment.manifest:
+                raise RefusedError(
+                    f"another model is called {model}",
+                    where=where,
+                    why=f"its manifest is {manifest}",
+                    remedy="It was made by hand: choose another registry, or archive that model.",
+                )
+            return path
+        asset = self._ensure_asset(name, deployment)
+        about = f"{client.workspace.path}?api-version=2024-04-01"
+        workspace: Any = client.read("the workspace", lambda: request_resource(about))
+        source = (
+            f"azureml://locations/{workspace['location']}/workspaces/{workspace['properties']['workspaceId']}"
+            f"/models/{asset}/versions/{_VERSION}"
+        )
+        reference = WorkspaceModelReference(name=model, version=_VERSION, asset_id=source)
+        client.retry(where, lambda: read() or models.create_or_update(reference))
+        for _ in client.policy.attempts(client.policy.lag_s):
+            if read() is not None:
+                return path
+        raise ServiceUnavailableError("the model was copied and does not appear", where=where, remedy="Try again.")
+
     def _upload(self, blob: str, path: Path) -> None:
         with path.open("rb") as stream:
             md5 = hashlib.file_digest(stream, "md5").digest()
@@ -157,58 +201,3 @@ class AzureModels:
             max_single_put_size=_BLOCK_BYTES,
             **build_timeouts(answer_s),
         )
-
-
-class _RegistryModel:
-    """One model of onnx-ops in an Azure ML registry, named by its content."""
-
-    def __init__(self, client: AzureClient, registry: str, name: str) -> None:
-        self._client = client
-        self._name = f"onnx-ops--{name}"
-        self._where = f"registry {registry}"
-        self.path = f"azureml://registries/{registry}/models/{self._name}/versions/{_VERSION}"
-        try:
-            self._models: Any = client.retry(self._where, lambda: client.registry(registry).models)
-        except GoneError as error:
-            raise NotFoundError(
-                "there is no such registry, or the identity lacks the permission to read it",
-                where=self._where,
-                why=error.why,
-                remedy="Correct `registry`, or give the identity the role AzureML Registry User on it.",
-            ) from error
-
-    def exists(self, deployment: Deployment) -> bool:
-        """Return whether the registry has it; raise RefusedError for a foreign model."""
-        model = self._read()
-        if model is None:
-            return False
-        manifest = (model.tags or {}).get(MANIFEST, deployment.manifest)
-        if manifest != deployment.manifest:
-            raise RefusedError(
-                f"another model is called {self._name}",
-                where=self._where,
-                why=f"its manifest is {manifest}",
-                remedy="It was made by hand: choose another registry, or archive that model.",
-            )
-        return True
-
-    def copy(self, asset: str) -> None:
-        """Copy the workspace's model into the registry; return once it can be read there."""
-        from azure.ai.ml.entities import WorkspaceModelReference
-
-        path = self._client.workspace.path
-        workspace: Any = self._client.read("the workspace", lambda: request_resource(f"{path}?api-version=2024-04-01"))
-        source = (
-            f"azureml://locations/{workspace['location']}/workspaces/{workspace['properties']['workspaceId']}"
-            f"/models/{asset}/versions/{_VERSION}"
-        )
-        reference = WorkspaceModelReference(name=self._name, version=_VERSION, asset_id=source)
-        self._client.retry(self._where, lambda: self._read() or self._models.create_or_update(reference))
-        for _ in self._client.policy.attempts(self._client.policy.lag_s):
-            if self._read() is not None:
-                return
-        what = "the model was copied and does not appear"
-        raise ServiceUnavailableError(what, where=self._where, remedy="Try again.")
-
-    def _read(self) -> Any:
-        return self._client.read(self._where, lambda: self._models.get(self._name, _VERSION))

@@ -25,20 +25,7 @@ _Instances = Annotated[int | None, Ge(1), Le(500)]
 class AzureSettings(ContainerOptions):
     """Settings of one endpoint, and options of its server; see docs/azureml.md.
 
-    Attributes:
-        image: The serving image in a registry that the endpoint's identity may pull from, best with its digest.
-        instance_type: Size of the machines of every deployment.
-        cpu_percent: Mean load of the processor above which Azure Monitor adds an instance; it removes one below half.
-        registry: The Azure ML registry that models are copied into and read from.
-        models: Folder of a datastore that gets the models.
-        auth: How clients authenticate.
-        identity: Resource id of a user-assigned identity; a system-assigned one if empty.
-        name: The endpoint's name in Azure.
-        max_concurrent_requests_per_instance: Requests that Azure gives to an instance at a time; the length of the
-            server's queue by default, where Azure's own default is 1.
-        blob_url: Address of the datastore's storage account where it is not the usual one.
-        api_timeout: Time that Azure may take to answer one request.
-        trusted_keys: Public keys that the container trusts; set by the project, not by the pipeline file.
+    The project, not the pipeline, sets `trusted_keys`.
     """
 
     subscription: PlaceName

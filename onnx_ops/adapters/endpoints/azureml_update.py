@@ -22,9 +22,10 @@ from onnx_ops.adapters.endpoints.azureml_client import (
 from onnx_ops.adapters.endpoints.azureml_deployments import AzureDeployments
 from onnx_ops.adapters.endpoints.azureml_models import AzureModels
 from onnx_ops.adapters.endpoints.azureml_plan import OWNER, STATE, TrafficPlan, read_generation
-from onnx_ops.adapters.files import durable_file, exclusive_lock
+from onnx_ops.adapters.files import exclusive_lock
 from onnx_ops.adapters.retry import converge
 from onnx_ops.errors import ConflictError, OnnxOpsError, RefusedError
+from onnx_ops.scratch import write_durably
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import ManagedOnlineDeployment, ManagedOnlineEndpoint
@@ -68,8 +69,7 @@ class SentGeneration:
             self._path.unlink(missing_ok=True)
             return
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with durable_file(self._path) as temporary:
-            temporary.write_text(str(generation), encoding="utf-8")
+        write_durably(self._path, str(generation).encode())
 
 
 class AzureEndpoint:

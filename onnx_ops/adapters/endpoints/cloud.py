@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
 from onnx_ops import plugins
 from onnx_ops.attestation import TrustedKeys
-from onnx_ops.domain.artifact import Manifest, digest_file, short_digest
+from onnx_ops.domain.artifact import Manifest, digest_folder, short_digest
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.target import Diagnosis, Target
 from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError, RefusedError
@@ -20,8 +20,7 @@ from onnx_ops.protocol.server_process import CONTAINER_PROVIDERS, explain_unserv
 class CloudEndpoints(EndpointProvider):
     """Base of the providers whose endpoints run our image in containers of a cloud.
 
-    Args:
-        trusted: folder of the public keys that containers verify signatures with; without it they load any model.
+    They verify signatures with the public keys in the folder `trusted`; without it they load any model.
     """
 
     metrics_plugin: ClassVar[str]
@@ -45,15 +44,14 @@ class CloudEndpoints(EndpointProvider):
 def verify_files(deployment: Deployment) -> dict[str, Path]:
     """Return the model files of a deployment by their relative POSIX names, sorted."""
     folder = Path(deployment.location)
-    paths = sorted(path for path in folder.rglob("*") if path.is_file()) if deployment.location else []
-    if not paths:
+    manifest = digest_folder(folder) if deployment.location else Manifest(files={})
+    if not manifest.files:
         raise NotFoundError(
             f"the files of {deployment.name} are not there",
             where=str(folder),
             remedy="Run this on the machine that fetched the version, or fetch it again with `onnx-ops reconcile`.",
         )
-    files = {path.relative_to(folder).as_posix(): path for path in paths}
-    digest = Manifest(files={name: digest_file(path) for name, path in files.items()}).digest()
+    digest = manifest.digest()
     if digest != deployment.manifest:
         raise DigestMismatchError(
             f"the files of {deployment.name} are not those of its manifest {short_digest(deployment.manifest)}",
@@ -61,7 +59,7 @@ def verify_files(deployment: Deployment) -> dict[str, Path]:
             why=f"their digest is {short_digest(digest)}: they were changed after they were verified",
             remedy="Remove the folder; the files are then fetched again.",
         )
-    return dict(sorted(files.items()))
+    return {name: folder / name for name in manifest}
 
 
 def split_text(name: str, text: str, characters: int) -> dict[str, str]:
@@ -75,19 +73,22 @@ def join_text(name: str, pieces: Mapping[str, str]) -> str:
     return "".join(itertools.takewhile(bool, (pieces.get(f"{name}{number}", "") for number in itertools.count())))
 
 
-def run_check(check: str, find: Callable[[], Iterable[Diagnosis]], *, cloud: str) -> Iterator[Diagnosis]:
-    """Yield the findings of a check; a check that fails to run is a finding, too.
+Finding = tuple[bool, str, str]
+"""Whether a check passed, its finding, and the remedy."""
+
+
+def run_check(check: str, find: Callable[[], Finding], *, cloud: str) -> Diagnosis:
+    """Return the finding of a check; a check that fails to run is a finding, too.
 
     A check without the permission to read is no fault.
     """
     proxy = f"Look at what stands between this machine and {cloud}: a proxy, or a login page."
     try:
-        yield from find()
+        ok, found, remedy = find()
     except RefusedError as error:
-        yield Diagnosis(check=check, ok=True, found=f"not permitted to check: {error.why}")
+        ok, found, remedy = True, f"not permitted to check: {error.why}", ""
     except OnnxOpsError as error:
-        found = f"{error.what} {error.why}".strip()
-        yield Diagnosis(check=check, ok=False, found=found, remedy=error.remedy or proxy)
+        ok, found, remedy = False, f"{error.what} {error.why}".strip(), error.remedy or proxy
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # a success without the expected content
-        found = f"the answer is not what {cloud} answers: {error!r}"
-        yield Diagnosis(check=check, ok=False, found=found, remedy=proxy)
+        ok, found, remedy = False, f"the answer is not what {cloud} answers: {error!r}", proxy
+    return Diagnosis(check=check, ok=ok, found=found, remedy=remedy)

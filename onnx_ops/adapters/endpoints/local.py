@@ -13,10 +13,9 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import zlib
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -24,30 +23,19 @@ from typing import Annotated
 from annotated_types import Ge, Le, doc
 
 from onnx_ops import codec
-from onnx_ops.adapters.files import durable_file, exclusive_lock, try_lock, wait_until
+from onnx_ops.adapters.files import exclusive_lock, try_lock
+from onnx_ops.adapters.retry import attempts, wait_until
 from onnx_ops.adapters.server_metrics import ServerMetrics
 from onnx_ops.config.binding import bind_settings, file_fields
 from onnx_ops.config.server_options import format_flags
-from onnx_ops.domain.endpoint import (
-    EndpointConfig,
-    EndpointState,
-    build_rollback_state,
-    drop_idle_deployments,
-)
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, build_rollback_state, drop_idle_deployments
 from onnx_ops.domain.execution import CPU
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import CorruptStateError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.plugins import EXTRAS, require
 from onnx_ops.ports import EndpointProvider
-from onnx_ops.protocol.messages import (
-    COUNTS_PATH,
-    STATE_PATH,
-    AdminState,
-    Counts,
-    UserCountsRequest,
-    error_from_bytes,
-)
+from onnx_ops.protocol.messages import COUNTS_PATH, STATE_PATH, AdminState, Counts, UserCountsRequest, error_from_bytes
 from onnx_ops.protocol.routing_table import TableFile, build_next_table
 from onnx_ops.protocol.server_process import (
     AUDIT_FILE,
@@ -61,6 +49,7 @@ from onnx_ops.protocol.server_process import (
     list_workers,
     signal_worker,
 )
+from onnx_ops.scratch import write_durably
 
 LOG_FILE = "server.log"
 APPLY_LOCK = "apply.lock"
@@ -104,10 +93,7 @@ class LocalSettings(ContainerOptions):
 class LocalEndpoints(EndpointProvider):
     """Keeps each endpoint in `folder/<endpoint>/`, readable by its owner only.
 
-    Args:
-        folder: of all endpoints.
-        trusted: folder of the public keys that servers verify signatures with; without it they load any model.
-        python: interpreter that runs the servers.
+    Servers verify signatures with the public keys in the folder `trusted`; without it they load any model.
     """
 
     tools = EXTRAS["serve"]
@@ -286,8 +272,7 @@ class LocalEndpoints(EndpointProvider):
         if self._python == sys.executable:
             tools = (*self.tools, *(EXTRAS["grpc"] if options.grpc_port else ()))
             require(*tools, where=f"endpoint {config.endpoint}")
-        with durable_file(server.folder / _PORT_FILE) as temporary:
-            temporary.write_text(str(port), encoding="utf-8")
+        write_durably(server.folder / _PORT_FILE, str(port).encode())
         return server.start(port, options)
 
     def _server(self, config: EndpointConfig) -> LocalServer:
@@ -371,21 +356,18 @@ class LocalServer:
 
     def is_ready(self, port: int, *, timeout_s: float) -> bool | None:
         """Return whether the server on a port is ready; None if it does not answer."""
-        connection = http.client.HTTPConnection(LOOPBACK, port, timeout=timeout_s)
         try:
-            connection.request("GET", "/v2/health/ready")
-            return connection.getresponse().status == 200
+            with closing(http.client.HTTPConnection(LOOPBACK, port, timeout=timeout_s)) as connection:
+                connection.request("GET", "/v2/health/ready")
+                return connection.getresponse().status == 200
         except (OSError, http.client.HTTPException):
             return None
-        finally:
-            connection.close()
 
     def start(self, port: int, options: ServerOptions) -> ServerRecord:
         """Start the server and wait until it is ready; an error holds the end of its log."""
         token = self.folder / TOKEN_FILE
         if not token.exists():
-            with durable_file(token) as temporary:  # made with mode 0600
-                temporary.write_text(secrets.token_urlsafe(32), encoding="utf-8")
+            write_durably(token, secrets.token_urlsafe(32).encode())
         if token.stat().st_mode & 0o077:
             raise RefusedError("others may read the admin token", where=str(token), remedy=f"Run: chmod 600 {token}")
         command = [self._python, "-P", "-m", "onnx_ops.serving.main", "--state-dir", str(self.folder.resolve())]
@@ -401,14 +383,12 @@ class LocalServer:
             )
         # Reaps the server should it die before this process does.
         threading.Thread(target=process.wait, name="reap-server", daemon=True).start()
-        deadline = time.monotonic() + _START_S
-        while time.monotonic() < deadline:
+        for _ in attempts(_START_S, 0.02):
             record = self.record()
             if record is not None and record.pid == process.pid:
                 return record
             if process.poll() is not None:
                 raise self._failure(f"the endpoint server ended at once (exit code {process.returncode})")
-            time.sleep(0.02)
         process.kill()
         raise self._failure(f"the endpoint server was not ready within {_START_S:.0f} s")
 
@@ -438,13 +418,13 @@ class LocalServer:
         self, record: ServerRecord, method: str, body: bytes | None = None, *, path: str = STATE_PATH, timeout_s: float
     ) -> tuple[int, bytes]:
         """Return status and body of the answer to an admin request."""
-        connection = http.client.HTTPConnection(LOOPBACK, record.admin_port, timeout=timeout_s)
         try:
             token = (self.folder / TOKEN_FILE).read_text(encoding="utf-8").strip()
             headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-            connection.request(method, path, body, headers)
-            response = connection.getresponse()
-            return response.status, response.read()
+            with closing(http.client.HTTPConnection(LOOPBACK, record.admin_port, timeout=timeout_s)) as connection:
+                connection.request(method, path, body, headers)
+                response = connection.getresponse()
+                return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
             raise ServiceUnavailableError(
                 "the endpoint server does not answer",
@@ -452,8 +432,6 @@ class LocalServer:
                 why=str(error) or type(error).__name__,
                 remedy=f"Its log is {self.folder / LOG_FILE}.",
             ) from error
-        finally:
-            connection.close()
 
     def _pid(self) -> int | None:
         """Return the process that holds the server's lock."""

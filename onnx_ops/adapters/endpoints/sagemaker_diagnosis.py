@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from onnx_ops.adapters.aws import Clients, get_error_code, make_clients, read_access, translate_errors
-from onnx_ops.adapters.endpoints.cloud import run_check
+from onnx_ops.adapters.aws import Clients, describe_alarms, get_error_code, make_clients, read_access, translate_errors
+from onnx_ops.adapters.endpoints.cloud import Finding, run_check
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, read_sagemaker_settings
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Diagnosis
@@ -22,8 +22,6 @@ _ECR = re.compile(
     r"(?P<account>\d{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/(?P<repository>[a-z0-9._/-]+)"
     r"(@(?P<digest>sha256:[0-9a-f]{64})|:(?P<tag>[\w.-]+))?"
 )
-_Finding = tuple[bool, str, str]
-"""Whether the check passed, its finding, and the remedy."""
 _PULL_ACTIONS = ("ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer", "ecr:BatchCheckLayerAvailability")
 
 
@@ -45,43 +43,45 @@ def diagnose(given: Mapping[str, Json]) -> Iterator[Diagnosis]:
         yield Diagnosis(check="credentials", ok=False, found=f"{error.what} {error.why}".strip(), remedy=error.remedy)
         return
 
-    def check_credentials() -> _Finding:
+    def check_credentials() -> Finding:
         caller = connect("sts").get_caller_identity()
         return True, f"{caller['Arn']} in {connect('sagemaker').meta.region_name}", ""
 
-    (credentials,) = _run("credentials", check_credentials)
-    yield credentials
+    yield (credentials := _run("credentials", check_credentials))
     if not credentials.ok or settings is None:
         return
-    yield from _run("role", lambda: _check_role(connect("iam"), settings.role))
-    yield from _run("bucket", lambda: _check_bucket(connect("s3"), settings.bucket))
-    yield from _run("image", lambda: _check_image(connect, settings.image))
-    yield from _run("pull", lambda: _check_pull(connect("iam"), settings.role, settings.image))
+    yield _run("role", lambda: _check_role(connect("iam"), settings.role))
+    yield _run("bucket", lambda: _check_bucket(connect("s3"), settings.bucket))
+    yield _run("image", lambda: _check_image(connect, settings.image))
+    yield _run("pull", lambda: _check_pull(connect("iam"), settings.role, settings.image))
     if settings.alarms:
-        yield from _run("alarms", lambda: _check_alarms(connect("cloudwatch"), settings.alarms))
+        yield _run("alarms", lambda: _check_alarms(connect("cloudwatch"), settings.alarms))
     if not settings.serverless:
-        yield from _run("quota", lambda: _check_quota(connect("service-quotas"), settings))
+        yield _run("quota", lambda: _check_quota(connect("service-quotas"), settings))
 
 
-def _run(check: str, find: Callable[[], _Finding]) -> Iterator[Diagnosis]:
-    def find_diagnosis() -> list[Diagnosis]:
-        with translate_errors(""):
-            ok, found, remedy = find()
-        return [Diagnosis(check=check, ok=ok, found=found, remedy=remedy)]
-
-    return run_check(check, find_diagnosis, cloud="AWS")
+def _run(check: str, find: Callable[[], Finding]) -> Diagnosis:
+    return run_check(check, translate_errors("")(find), cloud="AWS")
 
 
-def _check_role(iam: Any, arn: str) -> _Finding:
+def _ask(request: Callable[[], Any], *codes: str) -> tuple[Any, str]:
+    """Return the answer to a request; or None and the code of its error, if that is among `codes`."""
     from botocore.exceptions import ClientError
 
-    name = arn.rpartition("/")[2]
     try:
-        role = iam.get_role(RoleName=name)["Role"]
+        return request(), ""
     except ClientError as error:
-        if get_error_code(error) != "NoSuchEntity":
+        if (code := get_error_code(error)) not in codes:
             raise
+        return None, code
+
+
+def _check_role(iam: Any, arn: str) -> Finding:
+    name = arn.rpartition("/")[2]
+    answer, is_missing = _ask(lambda: iam.get_role(RoleName=name), "NoSuchEntity")
+    if is_missing:
         return False, f"{arn} does not exist", f"{_DOCS} shows how to make it."
+    role = answer["Role"]
     if role["Arn"] != arn:
         return False, f"{name} is {role['Arn']}", "Correct `role`."
     trusts = _PRINCIPAL in json.dumps(role["AssumeRolePolicyDocument"])
@@ -89,24 +89,17 @@ def _check_role(iam: Any, arn: str) -> _Finding:
     return trusts, found, f"Add {_PRINCIPAL} to the role's trust policy."
 
 
-def _check_bucket(s3: Any, bucket: str) -> _Finding:
-    from botocore.exceptions import ClientError
-
-    try:
-        s3.head_bucket(Bucket=bucket)
-    except ClientError as error:
-        if get_error_code(error) in ("404", "NoSuchBucket"):
-            return False, f"s3://{bucket} does not exist", f"aws s3 mb s3://{bucket}"
-        if get_error_code(error) != "403":
-            raise
+def _check_bucket(s3: Any, bucket: str) -> Finding:
+    _, code = _ask(lambda: s3.head_bucket(Bucket=bucket), "404", "NoSuchBucket", "403")
+    if code == "403":
         return False, f"s3://{bucket} is not permitted", "Permit s3:ListBucket, s3:GetObject and s3:PutObject on it."
+    if code:
+        return False, f"s3://{bucket} does not exist", f"aws s3 mb s3://{bucket}"
     return True, f"s3://{bucket}", ""
 
 
-def _check_image(connect: Clients, image: str) -> _Finding:
+def _check_image(connect: Clients, image: str) -> Finding:
     """Check that the image is in ECR, in the endpoint's region."""
-    from botocore.exceptions import ClientError
-
     match = _ECR.fullmatch(image)
     if match is None:
         remedy = "Push it to ECR, which SageMaker requires: `aws ecr create-repository --repository-name onnx-ops`."
@@ -117,19 +110,20 @@ def _check_image(connect: Clients, image: str) -> _Finding:
         return False, f"it is in {match['region']}, not in {region}", remedy
     tag, repository = match["tag"] or "latest", match["repository"]
     ids = [{"imageDigest": match["digest"]} if match["digest"] else {"imageTag": tag}]
-    try:
-        answer = ecr.describe_images(registryId=match["account"], repositoryName=repository, imageIds=ids)
-    except ClientError as error:
-        if get_error_code(error) == "RepositoryNotFoundException":
-            remedy = f"aws ecr create-repository --repository-name {repository}, then docker push {image}"
-            return False, f"there is no {repository}", remedy
-        if get_error_code(error) != "ImageNotFoundException":
-            raise
+    answer, code = _ask(
+        lambda: ecr.describe_images(registryId=match["account"], repositoryName=repository, imageIds=ids),
+        "RepositoryNotFoundException",
+        "ImageNotFoundException",
+    )
+    if code == "RepositoryNotFoundException":
+        remedy = f"aws ecr create-repository --repository-name {repository}, then docker push {image}"
+        return False, f"there is no {repository}", remedy
+    if code:
         return False, f"{repository} has no {match['digest'] or tag}", f"docker push {image}"
     return (True, image, "") if answer["imageDetails"] else (False, f"{image} is not described", "")
 
 
-def _check_pull(iam: Any, role: str, image: str) -> _Finding:
+def _check_pull(iam: Any, role: str, image: str) -> Finding:
     """Check that the role's policies allow pulling. A repository of another account also has a policy."""
     match = _ECR.fullmatch(image)
     if match is None:
@@ -152,15 +146,13 @@ def _check_pull(iam: Any, role: str, image: str) -> _Finding:
     return True, "the role may pull it", ""
 
 
-def _check_alarms(cloudwatch: Any, names: tuple[str, ...]) -> _Finding:
-    answer = cloudwatch.describe_alarms(AlarmNames=list(names), AlarmTypes=["MetricAlarm", "CompositeAlarm"])
-    kinds = ("MetricAlarms", "CompositeAlarms")
-    states = {alarm["AlarmName"]: alarm["StateValue"] for kind in kinds for alarm in answer.get(kind, ())}
+def _check_alarms(cloudwatch: Any, names: tuple[str, ...]) -> Finding:
+    states = {name: alarm["StateValue"] for name, alarm in describe_alarms(cloudwatch, names).items()}
     found = ", ".join(f"{name}: {states.get(name, 'does not exist')}" for name in names)
     return set(names) <= set(states), found, "Make them in CloudWatch, or correct `alarms`."
 
 
-def _check_quota(quotas: Any, settings: SageMakerSettings) -> _Finding:
+def _check_quota(quotas: Any, settings: SageMakerSettings) -> Finding:
     """Check the quota: an update runs old and new instances side by side; with `ab` two variants of them."""
     name = f"{settings.instance_type} for endpoint usage"
     pages = quotas.get_paginator("list_service_quotas").paginate(ServiceCode="sagemaker")

@@ -32,6 +32,8 @@ from onnx_ops.protocol.server_process import DEPLOYMENT_FILE, MODEL_FOLDER
 
 PART_BYTES = 64 << 20
 """Larger archives are sent in parts of this size; S3 takes at least 5 MiB."""
+_NAMES = {"model": "Model", "endpoint_config": "EndpointConfig"}
+"""What requests and answers call the two kinds of definitions, by their names in operations."""
 _UPLOAD = "#"
 """Between key and id in the name of an upload that was not completed."""
 
@@ -88,18 +90,17 @@ class EndpointResources:
     def ensure_definitions(self, layout: EndpointLayout) -> None:
         """Create the models and the config of a layout unless they exist."""
         for name, request in layout.models.items():
-            self._create("model", {"ModelName": name}, request)
-        self._create("endpoint_config", {"EndpointConfigName": layout.config_name}, layout.config)
+            self._create("model", name, request)
+        self._create("endpoint_config", layout.config_name, layout.config)
 
     def orphans(self, needed: frozenset[Digest]) -> Iterator[OrphanedResource]:
         """Yield what neither the live endpoint nor a `needed` version uses."""
         live = self._live_configs()
         models: dict[str, Digest | None] = {}
-        for name in self._list_own("list_models", "Models", "ModelName"):
+        for name in self._list_own("model"):
             deployment = read_deployment(self._client.describe_model(name))
             models[name] = None if deployment is None else deployment.manifest
-        names = self._list_own("list_endpoint_configs", "EndpointConfigs", "EndpointConfigName")
-        configs = {name: self._models_of(name) for name in names}
+        configs = {name: self._models_of(name) for name in self._list_own("endpoint_config")}
         used = {model for name in live for model in configs.get(name, ())}
         keep = used | {model for model, manifest in models.items() if manifest in needed}
         for name, config_models in configs.items():
@@ -133,10 +134,8 @@ class EndpointResources:
         archives = [url.removeprefix(f"s3://{self._bucket}/") for url in urls]
         if name in {"endpoint-config": configs, "model": models, "archive": archives}.get(kind, ()):
             raise ConflictError(f"{kind} {name} is in use by now", where=self._client.endpoint)
-        if kind == "endpoint-config":
-            self._delete("endpoint_config", "EndpointConfigName", "EndpointConfigArn", name)
-        elif kind == "model":
-            self._delete("model", "ModelName", "ModelArn", name)
+        if (noun := kind.replace("-", "_")) in _NAMES:
+            self._delete(noun, name)
         elif kind == "archive" and name.startswith(self._archives):
             self._client.call("s3", "delete_object", Bucket=self._bucket, Key=name)
         elif kind == "upload" and name.startswith(self._archives):
@@ -169,15 +168,16 @@ class EndpointResources:
             s3.abort_multipart_upload(**upload)
             raise
 
-    def _create(self, noun: str, named: Mapping[str, Any], request: Mapping[str, Any]) -> None:
+    def _create(self, noun: str, name: str, request: Mapping[str, Any]) -> None:
         """Create an immutable resource; an existing one of its name must be the same."""
         operation, taken = f"create_{noun}", ("already existing",)
         if self._client.call("sagemaker", operation, ignored_messages=taken, **request) is not None:
             return
+        named: dict[str, Any] = {f"{_NAMES[noun]}Name": name}
         actual = self._client.call("sagemaker", f"describe_{noun}", **named)
         if not _contains(actual, {key: value for key, value in request.items() if key != "Tags"}):
             raise InfrastructureError(
-                f"another {noun.replace('_', ' ')} has the name {next(iter(named.values()))}",
+                f"another {noun.replace('_', ' ')} has the name {name}",
                 where=self._client.endpoint,
                 remedy="It was made by hand; delete it.",
             )
@@ -187,19 +187,20 @@ class EndpointResources:
         pending = description.get("PendingDeploymentSummary", {}).get("EndpointConfigName", "")
         return {description.get("EndpointConfigName", ""), pending} - {""}
 
-    def _list_own(self, operation: str, items: str, name: str) -> list[str]:
-        names = [item[name] for item in self._client.list_all("sagemaker", operation, items)]
+    def _list_own(self, noun: str) -> list[str]:
+        listed = self._client.list_all("sagemaker", f"list_{noun}s", f"{_NAMES[noun]}s")
+        names = [item[f"{_NAMES[noun]}Name"] for item in listed]
         return [name for name in names if is_own_name(name, self._client.endpoint)]
 
     def _models_of(self, config: str) -> list[str]:
         return [variant["ModelName"] for variant in list_variants(self._client.describe_config(config))]
 
-    def _delete(self, noun: str, parameter: str, arn_key: str, name: str) -> None:
-        named: dict[str, Any] = {parameter: name}
+    def _delete(self, noun: str, name: str) -> None:
+        named: dict[str, Any] = {f"{_NAMES[noun]}Name": name}
         resource = self._client.call("sagemaker", f"describe_{noun}", ignored_messages=NOT_FOUND, **named)
         if resource is None:
             return
-        if self._client.tag_of(resource[arn_key]) != self._client.endpoint:
+        if self._client.tag_of(resource[f"{_NAMES[noun]}Arn"]) != self._client.endpoint:
             raise RefusedError(f"{name} does not carry our tag", where=self._client.endpoint)
         self._client.call("sagemaker", f"delete_{noun}", ignored_messages=NOT_FOUND, **named)
 

@@ -107,11 +107,8 @@ def _find_contradictions(settings: SageMakerSettings) -> Iterator[tuple[str, str
     yield from ((name, text) for name, text, wrong in serverless_rules if settings.serverless and wrong)
     low, high, count = settings.min_instances, settings.max_instances, settings.instance_count
     rules = (
-        (
-            "provisioned_concurrency",
-            "must not exceed max_concurrency",
-            settings.provisioned_concurrency > settings.max_concurrency,
-        ),
+        ("provisioned_concurrency", "must not exceed max_concurrency",
+         settings.provisioned_concurrency > settings.max_concurrency),
         ("min_instances", "must be from 1 to max_instances", settings.scaled and not 1 <= low <= high),
         ("instance_count", "must be from min_instances to max_instances", settings.scaled and not low <= count <= high),
         ("min_instances", "needs max_instances", low > 0 and not settings.scaled),

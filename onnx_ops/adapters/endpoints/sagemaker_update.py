@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from onnx_ops.adapters.aws import describe_alarms, translate_errors
 from onnx_ops.adapters.endpoints.sagemaker_client import IN_PROGRESS, NOT_FOUND, GenerationFence, SageMakerClient
 from onnx_ops.adapters.endpoints.sagemaker_layout import EndpointLayout, has_weights
 from onnx_ops.adapters.endpoints.sagemaker_scaling import VariantScaling, find_instance_drift
@@ -195,13 +196,8 @@ class EndpointUpdate:
         """Return the state of each guarding alarm, and when it changed."""
         if not self._alarms:
             return {}
-        answer = self._client.call(
-            "cloudwatch",
-            "describe_alarms",
-            AlarmNames=list(self._alarms),
-            AlarmTypes=["MetricAlarm", "CompositeAlarm"],
-        )
-        alarms = {a["AlarmName"]: a for kind in ("MetricAlarms", "CompositeAlarms") for a in answer.get(kind, ())}
+        with translate_errors(self._client.endpoint):
+            alarms = describe_alarms(self._client.clients("cloudwatch"), self._alarms)
         if missing := sorted(set(self._alarms) - set(alarms)):
             raise NotFoundError(
                 f"no alarm is called {', '.join(missing)}",

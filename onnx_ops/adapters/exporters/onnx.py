@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.adapters.exporters.signature import Precision, check_section
+from onnx_ops.adapters.exporters.signature import Precision, check_section, convert_refusals
 from onnx_ops.adapters.isolation.crash_guard import ProcessCrashError, run_guarded
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import CustomOps, Target
-from onnx_ops.errors import UserError, quoted
+from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.compatibility import (
     CONVERT,
     check_libraries,
@@ -92,7 +92,7 @@ class OnnxExporter(Exporter):
         check_libraries(self._custom_ops, "the target")
         path = Path(str(model))
         newer = explain_version_limits(read_model_info(path), _THIS_BUILD)
-        try:
+        with convert_refusals("the model", Exception):  # numpy kernels raise many types of exceptions
             if newer:
                 from onnx.reference import ReferenceEvaluator
 
@@ -107,8 +107,6 @@ class OnnxExporter(Exporter):
             session: Any = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
             names = [output.name for output in session.get_outputs()]
             return dict(zip(names, session.run(names, dict(inputs)), strict=True))
-        except Exception as error:  # numpy kernels raise many types of exceptions
-            raise ValueError(f"the model refuses these inputs: {quoted(error)}") from error
 
 
 def convert_opset(source: Path, result: Path, section: Export) -> None:

@@ -11,11 +11,12 @@ from onnx_ops.adapters.exporters.signature import (
     check_opset,
     check_section,
     convert_failures,
+    convert_refusals,
     find_file_with_suffix,
     name_outputs,
     tidy_converted,
 )
-from onnx_ops.errors import UserError, quoted
+from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.ports import Exporter
 from onnx_ops.ports.data import Tensors
@@ -37,13 +38,7 @@ class PaddleExporter(Exporter):
     tools: tuple[str, ...] = ("paddlepaddle", "numpy")
     options: tuple[str, ...] = ()
     converters: tuple[str, ...] = ("paddle2onnx", "onnx")
-    requirements = (
-        "numpy==2.4.6",
-        "onnx==1.23.2",
-        "paddle2onnx==2.0.1",
-        "paddlepaddle==3.3.1",
-        "setuptools==80.9.0",
-    )
+    requirements = ("numpy==2.4.6", "onnx==1.23.2", "paddle2onnx==2.0.1", "paddlepaddle==3.3.1", "setuptools==80.9.0")
 
     def save(self, model: object, folder: Path) -> None:
         """Save a static layer with `paddle.jit.save`."""
@@ -88,10 +83,8 @@ class PaddleExporter(Exporter):
         """Run the layer; None in float64, as a saved program fixes its precision."""
         if precision == "float64":
             return None
-        try:
+        with convert_refusals("the layer", ValueError, RuntimeError, TypeError, IndexError):
             answer = _call(model, inputs)
-        except (ValueError, RuntimeError, TypeError, IndexError) as error:
-            raise ValueError(f"the layer refuses these inputs: {quoted(error)}") from error
         return {name: value.numpy() for name, value in name_outputs(answer).items()}
 
 

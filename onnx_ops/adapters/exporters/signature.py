@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from onnx_ops.domain.pipeline import Export
-from onnx_ops.errors import NotFoundError, UserError, quoted
+from onnx_ops.errors import NotFoundError, UserError, describe_error, quoted, suggest
 from onnx_ops.ports.data import Tensors
 
 Precision = Literal["float32", "float64"]
@@ -55,9 +54,7 @@ def find_file_with_suffix(folder: Path, suffix: str, remedy: str = "There must b
 def name_axes(model: Any, section: Export) -> None:
     """Name the free axes of inputs, and the first axis of outputs like the batch.
 
-    Args:
-        model: the ONNX model, changed in place; names of its other free axes are taken away.
-        section: what names there should be.
+    Other free axes lose their names.
     """
     for value in model.graph.input:
         for axis, dimension in enumerate(value.type.tensor_type.shape.dim):
@@ -95,8 +92,16 @@ def convert_failures(
     try:
         yield
     except Exception as error:  # converters raise many types of exceptions
-        why = f"{type(error).__name__}: {quoted(error)}"
-        raise UserError(what, where="export", why=why, remedy=remedy) from error
+        raise UserError(what, where="export", why=describe_error(error), remedy=remedy) from error
+
+
+@contextmanager
+def convert_refusals(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise a framework's exceptions about inputs that it refuses as ValueError."""
+    try:
+        yield
+    except kinds as error:
+        raise ValueError(f"{what} refuses these inputs: {quoted(error)}") from error
 
 
 def check_opset(section: Export, lowest: int, highest: int, tool: str) -> None:
@@ -129,9 +134,8 @@ def find_section_problems(
     """Yield entries that would take no effect, each with its location in the section."""
     for name, axes in section.dynamic.items():
         if name not in samples:
-            close = difflib.get_close_matches(name, list(samples), n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(samples)}."
-            yield ("dynamic", name), UserError(f"no input is called {name!r}", where="export.dynamic", remedy=hint)
+            remedy = suggest(name, samples, f"There are {', '.join(samples)}.")
+            yield ("dynamic", name), UserError(f"no input is called {name!r}", where="export.dynamic", remedy=remedy)
             continue
         rank = samples[name].ndim
         for axis, symbol in axes.items():
@@ -139,22 +143,10 @@ def find_section_problems(
                 text = f"input {name} has axes 0 to {rank - 1}, not {axis}"
                 yield ("dynamic", name, axis), UserError(text, where="export.dynamic")
             if not symbol.isidentifier():
-                yield (
-                    ("dynamic", name, axis),
-                    UserError(
-                        f"{symbol!r} is not the name of a dimension",
-                        where="export.dynamic",
-                        remedy="Write it like `batch`.",
-                    ),
-                )
+                text, remedy = f"{symbol!r} is not the name of a dimension", "Write it like `batch`."
+                yield ("dynamic", name, axis), UserError(text, where="export.dynamic", remedy=remedy)
     for name in section.options:
         if name not in options:
-            close = difflib.get_close_matches(name, options, n=1)
-            yield (
-                ("options", name),
-                UserError(
-                    f"exporter {section.framework} has no option {name!r}",
-                    where="export.options",
-                    remedy=f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(options) or 'none'}.",
-                ),
-            )
+            what = f"exporter {section.framework} has no option {name!r}"
+            remedy = suggest(name, options, f"There are {', '.join(options) or 'none'}.")
+            yield ("options", name), UserError(what, where="export.options", remedy=remedy)

@@ -14,6 +14,7 @@ from onnx_ops.adapters.exporters.signature import (
     check_opset,
     check_section,
     convert_failures,
+    convert_refusals,
     find_file_with_suffix,
     get_free_axes,
     name_outputs,
@@ -21,7 +22,7 @@ from onnx_ops.adapters.exporters.signature import (
     tidy_converted,
 )
 from onnx_ops.adapters.exporters.torch import import_classes
-from onnx_ops.errors import NotFoundError, UserError, quoted
+from onnx_ops.errors import NotFoundError, UserError
 from onnx_ops.onnx_graph.files import write_model
 from onnx_ops.onnx_graph.rewrites import renumber_names
 from onnx_ops.ports import Exporter
@@ -113,10 +114,8 @@ class TensorflowExporter(Exporter):
         if precision == "float64":
             return None
         tf = import_tensorflow()
-        try:
+        with convert_refusals("the model", tf.errors.OpError, TypeError):
             answer = _call(model, {name: tf.constant(array) for name, array in inputs.items()})
-        except (tf.errors.OpError, TypeError) as error:
-            raise ValueError(f"the model refuses these inputs: {quoted(error)}") from error
         return {name: value.numpy() for name, value in name_outputs(answer).items()}
 
 
@@ -173,15 +172,13 @@ class TfliteExporter(Exporter):
             model_path=str(model), experimental_op_resolver_type=tf.lite.experimental.OpResolverType.BUILTIN_REF
         )
         details = sorted(interpreter.get_input_details(), key=lambda detail: detail["index"])
-        try:
+        with convert_refusals("the model", RuntimeError):
             for detail, array in zip(details, inputs.values(), strict=True):
                 interpreter.resize_tensor_input(detail["index"], array.shape, strict=True)
             interpreter.allocate_tensors()
             for detail, array in zip(details, inputs.values(), strict=True):
                 interpreter.set_tensor(detail["index"], array)
             interpreter.invoke()
-        except RuntimeError as error:
-            raise ValueError(f"the model refuses these inputs: {quoted(error)}") from error
         return name_outputs([interpreter.get_tensor(detail["index"]) for detail in interpreter.get_output_details()])
 
 

@@ -20,13 +20,14 @@ from typing import Any
 from onnx_ops.adapters.exporters.signature import (
     Precision,
     check_section,
+    convert_refusals,
     find_file,
     find_file_with_suffix,
     get_free_axes,
     name_outputs,
 )
 from onnx_ops.domain.pipeline import TRANSLATIONS, Export
-from onnx_ops.errors import NotFoundError, UserError, quoted
+from onnx_ops.errors import NotFoundError, UserError, describe_error
 from onnx_ops.measure.user_functions import load_function
 from onnx_ops.onnx_graph.files import DEFAULT_DOMAINS, iterate_graphs, iterate_nodes, write_model
 from onnx_ops.ports import TracingExporter
@@ -183,7 +184,7 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
         raise UserError(
             "torch.onnx.export cannot export the module",
             where="export",
-            why=f"{type(cause).__name__}: {quoted(cause)}",
+            why=describe_error(cause),
             remedy="Look for data-dependent control flow; give every free axis a name in `export.dynamic`.",
         ) from error
 
@@ -216,13 +217,11 @@ def _traced(torch: Any, program: Any, inputs: Tensors, names: Collection[str], d
             return value
 
     rows = [_tensor(torch, array, dtype) for array in inputs.values()]
-    try:
+    with convert_refusals("the program", RuntimeError, AssertionError, IndexError, TypeError):
         with _quiet():
             module = copy.deepcopy(program.module())  # the program shares its weights with the model
         with torch.no_grad():
             answer = Watcher(module if dtype is None else module.to(dtype)).run(*rows)
-    except (RuntimeError, AssertionError, IndexError, TypeError) as error:
-        raise ValueError(f"the program refuses these inputs: {error}") from error
     outputs = name_outputs(answer).items()
     return values | {name: value.detach().numpy() for name, value in outputs if name in names}
 
@@ -243,7 +242,7 @@ def _try_out(torch: Any, module: Any, rows: Mapping[str, Any]) -> list[str]:
         raise UserError(
             "the module refuses the samples",
             where="export",
-            why=f"{type(error).__name__}: {quoted(error)}",
+            why=describe_error(error),
             remedy=f"They are passed to `forward` in this order: {', '.join(rows)}; see `inputs:` of the data.",
         ) from error
     values = name_outputs(answer)
@@ -269,10 +268,8 @@ def _try_out(torch: Any, module: Any, rows: Mapping[str, Any]) -> list[str]:
 
 
 def _answers(torch: Any, module: Any, rows: Mapping[str, Any]) -> dict[str, Array]:
-    try:
+    with convert_refusals("the module", RuntimeError, IndexError, TypeError):
         answer = _forward(torch, module.eval(), rows)
-    except (RuntimeError, IndexError, TypeError) as error:
-        raise ValueError(f"the module refuses these inputs: {error}") from error
     return {name: value.detach().numpy() for name, value in name_outputs(answer).items()}
 
 

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar, cast
 
 from onnx_ops.adapters.isolation.process import OutputTail
-from onnx_ops.errors import OnnxOpsError, quoted
+from onnx_ops.errors import OnnxOpsError, describe_error
 
 T = TypeVar("T")
 
@@ -53,13 +53,8 @@ def run_guarded(
 ) -> T:
     """Call a function in a forked process and return its result.
 
-    Function, arguments and result must be picklable.
-
-    Args:
-        work: a function of a module.
-        arguments: its arguments.
-        timeout: in seconds.
-        memory: limit in bytes of the process's own data, by default the machine's.
+    Function, arguments and result must be picklable. `timeout` is in seconds, `memory` in bytes of the process's own
+    data, by default the machine's.
 
     Raises:
         OnnxOpsError: raised by the function.
@@ -123,5 +118,5 @@ def _child(
     except MemoryError:
         answer = ("memory", None)
     except Exception as error:  # a library raises many types of exceptions
-        answer = ("raised", f"{type(error).__name__}: {quoted(error)}")
+        answer = ("raised", describe_error(error))
     answers.send(answer)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from onnx_ops.adapters.files import durable_file
 from onnx_ops.adapters.isolation.process import build_clean_environ, select_last_lines
-from onnx_ops.domain.artifact import digest_json
+from onnx_ops.domain.artifact import digest_json, hex_digits
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import MeasurementError, NotFoundError, StageError, UserError
+from onnx_ops.scratch import hold_lock, write_durably
 
 BASE = (*(f"{name}=={version(name)}" for name in ("annotated-types", "cattrs")), "numpy>=2", "onnx>=1.16")
 """Requirements of the inner side of the protocol, besides this package; the framework decides on the loose ones."""
@@ -53,7 +51,7 @@ class PythonEnvironments:
                 raise UserError(f"{requirement!r} is not a requirement", where="env.requirements", remedy=remedy)
         python = wanted.python or f"{sys.version_info.major}.{sys.version_info.minor}"
         requirements = sorted({*self.base, *wanted.requirements})
-        return self.folder / digest_json([_LAYOUT, python, requirements]).removeprefix("sha256:")[:16]
+        return self.folder / hex_digits(digest_json([_LAYOUT, python, requirements]))[:16]
 
     def _make(self, place: Path, wanted: Environment) -> Mapping[str, Json]:
         requirements = [*self.base, *wanted.requirements]
@@ -100,7 +98,7 @@ class NpmPackages:
         exists.
         """
         parse_pins(requirements)
-        place = self.folder / ("npm-" + digest_json([_NPM_LAYOUT, sorted(requirements)]).removeprefix("sha256:")[:16])
+        place = self.folder / ("npm-" + hex_digits(digest_json([_NPM_LAYOUT, sorted(requirements)]))[:16])
         make_once(place, place / "node_modules", lambda: _install(place, requirements))
         return place
 
@@ -145,8 +143,7 @@ def make_once(place: Path, needed: Path, make: Callable[[], Mapping[str, Json]])
         shutil.rmtree(place, ignore_errors=True)
         place.parent.mkdir(parents=True, exist_ok=True)
         document = make()
-        with durable_file(place / MARKER) as temporary:
-            temporary.write_text(json.dumps(document, indent=1), encoding="utf-8")
+        write_durably(place / MARKER, json.dumps(document, indent=1).encode())
 
 
 def run_installer(command: list[str], environ: Mapping[str, str], folder: Path | None = None) -> str:
@@ -168,12 +165,3 @@ def run_installer(command: list[str], environ: Mapping[str, str], folder: Path |
             remedy="Correct the requirements, or check that the package index is reachable. Then run again.",
         )
     return done.stdout.decode("utf-8", errors="replace")
-
-
-@contextmanager
-def hold_lock(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which is made if missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield

@@ -13,7 +13,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from onnx_ops.adapters.isolation.process import IsolatedProcess, ProcessLimits, build_interpreter_command
+from onnx_ops.adapters.isolation.process import (
+    DEFAULT_TIMEOUT_S,
+    IsolatedProcess,
+    ProcessLimits,
+    build_interpreter_command,
+)
 from onnx_ops.adapters.isolation.worker_main import require_tensors, serve
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.quantities import Json
@@ -22,9 +27,6 @@ from onnx_ops.measure.user_functions import call_training
 from onnx_ops.ports.data import Array, Dataset, Tensors
 from onnx_ops.ports.export import ExportRequest, TrainingExporter
 from onnx_ops.ports.optimize import Optimizer, OptimizeRequest
-
-DEFAULT_TIMEOUT_S = 1800.0
-"""Seconds for an export or an answer where `env.timeout` is not set. Training has no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,16 +39,12 @@ class RemoteModel:
 
 @dataclass(kw_only=True)
 class IsolatedTool:
-    """Starts processes for a tool of an isolated environment.
-
-    Args:
-        place: `module:Class`, as in its entry point.
-        python: returns the interpreter of the environment, which is created if missing.
-        limits: of each process.
-    """
+    """Starts processes for a tool of an isolated environment."""
 
     place: str
+    """`module:Class`, as in its entry point."""
     python: Callable[[], Path]
+    """Returns the interpreter of the environment, which is created if missing."""
     limits: ProcessLimits = field(default_factory=ProcessLimits)
     tools: tuple[str, ...] = ()
     """None of this installation."""

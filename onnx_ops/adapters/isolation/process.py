@@ -19,9 +19,12 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from onnx_ops.adapters.isolation.worker_main import dump, load
+from onnx_ops.adapters.retry import wait_until
 from onnx_ops.errors import NotFoundError, StageError, from_document
 from onnx_ops.scratch import Scratch
 
+DEFAULT_TIMEOUT_S = 1800.0
+"""Seconds for an answer where `env.timeout` is not set; training has no limit."""
 GRACE_S = 5.0
 """Seconds that a process gets after its time-out to report where it hangs, and to end on request."""
 
@@ -50,11 +53,9 @@ class ProcessLimits:
 class IsolatedProcess:
     """One process and its children, in a separate process group.
 
-    Args:
-        command: the command to start. It reads requests from standard input, writes answers to the given descriptor,
-            ends when its standard input does, and should keep the memory limit.
-        limits: of memory; the time-out is given with each request.
-        where: the stage, section or target that errors name.
+    The command reads requests from standard input, writes answers to the given descriptor, ends when its standard input
+    does, and should keep the memory limit; the time-out is given with each request. `where` is the stage, section or
+    target that errors name.
     """
 
     def __init__(self, command: Command, limits: ProcessLimits, where: str) -> None:
@@ -161,23 +162,21 @@ def _end(process: subprocess.Popen[bytes], answers: Any, scratch: Scratch) -> No
     """Request the end of the process, which closes what it has opened (a browser); then kill the rest of its group."""
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()  # type: ignore[union-attr]
-    deadline = time.monotonic() + GRACE_S
     if process.returncode is None:
         # WNOWAIT leaves its exit code, so that no other process gets the number of its group.
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         with contextlib.suppress(ChildProcessError):
-            while os.waitid(os.P_PID, process.pid, flags) is None and time.monotonic() < deadline:
-                time.sleep(_STEP_S)
+            wait_until(lambda: os.waitid(os.P_PID, process.pid, flags) is not None, GRACE_S, _STEP_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     answers.close()
-    deadline = time.monotonic() + GRACE_S
-    shutil.rmtree(scratch.path, ignore_errors=True)
-    while scratch.path.exists() and time.monotonic() < deadline:  # processes of other groups may still write into it
-        time.sleep(_STEP_S)
+
+    def is_removed() -> bool:
         shutil.rmtree(scratch.path, ignore_errors=True)
-    if not scratch.path.exists():
+        return not scratch.path.exists()
+
+    if wait_until(is_removed, GRACE_S, _STEP_S):  # processes of other groups may still write into it
         scratch.remove()
 
 
@@ -218,6 +217,8 @@ LAST_LINES = 30
 _LONGEST_LINE = 400
 _CHUNK = 1 << 16
 _MUCH = 1_000_000
+_UNREAD_S = 2.0
+"""How long a summary waits for output that is still unread."""
 
 
 class OutputTail:
@@ -227,7 +228,7 @@ class OutputTail:
     """
 
     def __init__(self, stream: IO[bytes], mark: bytes = b"", on_progress: Callable[[str], None] | None = None) -> None:
-        self.total = 0
+        self._total = 0
         self._kept = b""
         self._mark = mark
         self._on_progress = on_progress
@@ -235,16 +236,12 @@ class OutputTail:
         self._thread = threading.Thread(target=self._drain, args=(stream,), daemon=True)
         self._thread.start()
 
-    def text(self, timeout_s: float = 2.0) -> str:
-        """Return the last lines, after waiting for output that is still unread."""
-        self._thread.join(timeout_s)
-        with self._lock:
-            return select_last_lines(self._kept)
-
     def summary(self) -> str:
         """Return the last lines, and the amount of output if it was large."""
-        text = self.text()
-        return f"{text}\n({self.total / 1e6:.0f} MB of output in all)" if self.total > _MUCH else text
+        self._thread.join(_UNREAD_S)
+        with self._lock:
+            text, total = select_last_lines(self._kept), self._total
+        return f"{text}\n({total / 1e6:.0f} MB of output in all)" if total > _MUCH else text
 
     def _drain(self, stream: IO[bytes]) -> None:
         rest = b""
@@ -264,7 +261,7 @@ class OutputTail:
 
     def _keep(self, output: bytes) -> None:
         with self._lock:
-            self.total += len(output)
+            self._total += len(output)
             self._kept = (self._kept + output)[-KEPT_BYTES:]
 
 

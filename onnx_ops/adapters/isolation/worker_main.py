@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from onnx_ops.errors import MeasurementError, OnnxOpsError, StageError, quoted
+from onnx_ops.errors import MeasurementError, OnnxOpsError, StageError, describe_error
 
 _ARRAY = "onnx-ops.npy"
 _PLAIN = (str, int, float, bool)
@@ -80,7 +80,7 @@ def _answer(
     except Exception as error:  # a framework raises many types of exceptions
         if isinstance(error, ValueError) and do in refusing:
             return {"refused": str(error)}
-        what, lines = f"{type(error).__name__}: {quoted(error)}", traceback.format_exc().splitlines()
+        what, lines = describe_error(error), traceback.format_exc().splitlines()
         return {"error": StageError(what, where=where, why="\n".join(lines[-15:])).as_document()}
     finally:
         faulthandler.cancel_dump_traceback_later()
@@ -128,11 +128,7 @@ def load(text: str | bytes) -> Any:
 
 
 def require_tensors(answers: Mapping[str, Any]) -> None:
-    """Refuse answers that are no arrays.
-
-    Raises:
-        MeasurementError: one is a map or a sequence.
-    """
+    """Raise MeasurementError for an answer that is a map or a sequence."""
     for name, array in answers.items():
         if type(array).__module__ != "numpy":
             remedy = "Export the model with tensors, for example without ZipMap."

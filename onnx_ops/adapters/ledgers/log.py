@@ -11,7 +11,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from onnx_ops import codec
-from onnx_ops.adapters.files import LocalObjects, ObjectStore
+from onnx_ops.adapters.files import LocalObjects, ObjectStore, sweep_unfinished
 from onnx_ops.domain import ledger as fold_module
 from onnx_ops.domain import rollout, rollout_observations
 from onnx_ops.domain.artifact import Digest, digest_bytes
@@ -104,7 +104,7 @@ class ObjectLedger(Ledger):
                 snapshot = LedgerSnapshot(program=_program(), entry=digest_bytes(data), state=state)
                 self._objects.write(f"{entry.endpoint}/{_SNAPSHOT}", codec.dumps(snapshot))
             if entry.sequence % _SWEEP_EVERY == 0 and isinstance(self._objects, LocalObjects):
-                self._objects.sweep(entry.endpoint)
+                sweep_unfinished(self._objects.root / entry.endpoint)
         except (OnnxOpsError, OSError, ValueError) as error:
             _log.warning("no snapshot of ledger %s: %s", entry.endpoint, error)
 

@@ -73,9 +73,7 @@ def count_values(values: Array, bins: int, *, is_absolute: bool = False) -> Hist
     top = max(-lowest, highest)
     exponent = int(np.frexp(top)[1]) if top else _LEAST
     counts, _ = np.histogram(
-        np.abs(values) if is_absolute else values,
-        bins,
-        range=(0 if is_absolute else -(2.0**exponent), 2.0**exponent),
+        np.abs(values) if is_absolute else values, bins, range=(0 if is_absolute else -(2.0**exponent), 2.0**exponent)
     )
     return Histogram(counts=counts, exponent=exponent, is_absolute=is_absolute, lowest=lowest, highest=highest)
 
@@ -161,9 +159,5 @@ def join_ranges(parts: Sequence[Path], path: Path) -> Path:
 def _read_histogram(found: Any) -> Histogram:
     exponent, is_absolute = map(int, found.bins)
     return Histogram(
-        counts=found.hist,
-        exponent=exponent,
-        is_absolute=bool(is_absolute),
-        lowest=found.lowest,
-        highest=found.highest,
+        counts=found.hist, exponent=exponent, is_absolute=bool(is_absolute), lowest=found.lowest, highest=found.highest
     )

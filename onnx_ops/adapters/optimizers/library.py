@@ -17,7 +17,7 @@ from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.artifact import ModelInfo
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.quantization import find_type_conflict
-from onnx_ops.errors import OnnxOpsError, StageError, UserError, quoted
+from onnx_ops.errors import OnnxOpsError, StageError, UserError, describe_error
 from onnx_ops.onnx_graph.files import collect_constants, iterate_nodes
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports.data import Array, Tensors
@@ -70,9 +70,7 @@ def convert_failures(what: str, variant: str, remedy: str) -> Iterator[None]:
     except OnnxOpsError:
         raise
     except Exception as error:
-        raise StageError(
-            what, where=f"variant {variant}", why=f"{type(error).__name__}: {quoted(error)}", remedy=remedy
-        ) from error
+        raise StageError(what, where=f"variant {variant}", why=describe_error(error), remedy=remedy) from error
 
 
 def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:

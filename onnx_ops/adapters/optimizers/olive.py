@@ -15,7 +15,7 @@ from typing import Any
 from onnx_ops.adapters.optimizers.library import check_interface, read_options
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import NotFoundError, StageError, UserError, quoted
+from onnx_ops.errors import NotFoundError, StageError, UserError, describe_error
 from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.onnx_graph.rewrites import find_quantized_nodes, restore_metadata, trace_nodes
 from onnx_ops.ports import Optimizer
@@ -226,8 +226,7 @@ def _run(workflow: Mapping[str, Any], variant: str) -> Path:
         try:
             done = importlib.import_module("olive.workflows").run(dict(workflow))
         except Exception as error:
-            why = f"{type(error).__name__}: {quoted(error)}"
-            raise StageError("Olive failed", where=where, why=why, remedy=remedy) from error
+            raise StageError("Olive failed", where=where, why=describe_error(error), remedy=remedy) from error
     best = done.get_best_candidate() if done is not None and done.has_output_model() else None
     if best is None or not best.model_path:
         why = "; ".join(messages)[:600] or "it does not say why"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import re
 import shlex
@@ -15,7 +14,12 @@ from urllib.parse import quote, urlsplit
 
 from onnx_ops import codec
 from onnx_ops.adapters.registries import mlflow_folder
-from onnx_ops.adapters.registries.mlflow_connection import ArtifactDownload, MlflowConnection, read_pages
+from onnx_ops.adapters.registries.mlflow_connection import (
+    ArtifactDownload,
+    MlflowConnection,
+    read_pages,
+    suppress_codes,
+)
 from onnx_ops.adapters.registries.mlflow_publication import ReleasePublisher
 from onnx_ops.adapters.registries.mlflow_tags import (
     DIGEST,
@@ -47,7 +51,7 @@ from onnx_ops.domain.ledger import (
     VersionRefused,
 )
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
-from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError, RefusedError, UserError
+from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError, RefusedError, UserError, suggest
 from onnx_ops.reporting.description import KEPT
 from onnx_ops.scratch import Scratch
 
@@ -60,6 +64,8 @@ _PAGE = 1000
 _RUN_TAG_LIMIT = 5000
 """Characters of a tag of a run."""
 _EXISTS = "RESOURCE_ALREADY_EXISTS"
+_GONE = ("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND", "INVALID_STATE")
+"""Codes of a run or model that was deleted before."""
 _log = logging.getLogger(__name__)
 
 
@@ -109,18 +115,13 @@ class MlflowRegistry:
                 experiment=self._ensure_experiment(client, model),
                 pages=f"{self._public_url}/" if self._public_url else "",
             )
-            from mlflow.exceptions import MlflowException
-
             models = client.search_registered_models(f"name = '{model}'", max_results=1)
             description = (models[0].description if models else None) or ""
-            try:
+            with suppress_codes(_EXISTS):
                 if not models:
                     client.create_registered_model(model, description=about)
                 elif about not in ("", description) and (not description or description.endswith(KEPT)):
                     client.update_registered_model(model, about)  # unless a person has written it
-            except MlflowException as error:
-                if error.error_code != _EXISTS:
-                    raise
             return publisher.publish()
 
     def version(self, model: str, version: str) -> VersionRecord:
@@ -167,16 +168,11 @@ class MlflowRegistry:
         except NotFoundError:
             return
         with self._mlflow.session(f"{model} version {version}") as client:
-            from mlflow.exceptions import MlflowException
-
             # The version last, so that after a crash it is still listed.
-            model_id = str(entry.source).removeprefix("models:/")
-            for delete, name in ((client.delete_run, str(entry.run_id)), (client.delete_logged_model, model_id)):
-                try:
-                    delete(name)
-                except MlflowException as error:
-                    if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND", "INVALID_STATE"):
-                        raise
+            with suppress_codes(*_GONE):
+                client.delete_run(str(entry.run_id))
+            with suppress_codes(*_GONE):
+                client.delete_logged_model(str(entry.source).removeprefix("models:/"))
             client.delete_model_version(entry.name, str(entry.version))
 
     def aliases(self, model: str) -> Mapping[str, str]:
@@ -309,9 +305,8 @@ class MlflowRegistry:
             with self._mlflow.session(f"model {model}") as client:
                 models = [entry.name for entry in client.search_registered_models(max_results=_PAGE)]
                 if model not in models:
-                    what, close = f"no model is called {model!r}", difflib.get_close_matches(model, models, n=1)
-                    names = ", ".join(models[:10]) or "none"
-                    remedy = f"Did you mean {close[0]!r}?" if close else f"Registered: {names}"
+                    what = f"no model is called {model!r}"
+                    remedy = suggest(model, models, f"Registered: {', '.join(models[:10]) or 'none'}")
                 elif version in (aliases := self.aliases(model)):
                     remedy = f"{version!r} is an alias of {aliases[version]}"
                 else:

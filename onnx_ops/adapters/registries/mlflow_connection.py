@@ -211,6 +211,18 @@ def read_pages(read: Callable[[str | None], Any]) -> Iterator[Any]:
             return
 
 
+@contextmanager
+def suppress_codes(*codes: str) -> Iterator[None]:
+    """Suppress errors of MLflow with one of these codes."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        if error.error_code not in codes:
+            raise
+
+
 class ArtifactDownload:
     """Files of one LoggedModel or run, which other clients may have changed."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from onnx_ops.adapters.registries import mlflow_folder
-from onnx_ops.adapters.registries.mlflow_connection import MlflowConnection, read_pages
+from onnx_ops.adapters.registries.mlflow_connection import MlflowConnection, read_pages, suppress_codes
 from onnx_ops.adapters.registries.mlflow_tags import (
     DATA_REV,
     DECISION,
@@ -49,12 +49,8 @@ T = TypeVar("T")
 class ReleasePublisher:
     """Publishes one publication into an experiment and a registered model that exist.
 
-    Args:
-        connection: for the process-wide default that creating a version reads.
-        client: of MLflow.
-        publication: what to publish; its records have been checked.
-        experiment: id of the model's experiment.
-        pages: address of MLflow's UI, or empty where links can only be relative to it.
+    Its records have been checked. `pages` is the address of MLflow's UI, or empty where links can only be relative to
+    it.
     """
 
     def __init__(
@@ -120,8 +116,6 @@ class ReleasePublisher:
         After a race of two publishers the lower number counts, and the higher is deleted unless it has an alias. A
         variant built again from the same export with another recipe of quantization is another version.
         """
-        from mlflow.exceptions import MlflowException
-
         name = self._publication.model
         versions = sorted(
             self._client.search_model_versions(
@@ -132,13 +126,9 @@ class ReleasePublisher:
         )
         for duplicate in versions[1:]:
             number = str(duplicate.version)
-            try:
+            with suppress_codes("RESOURCE_DOES_NOT_EXIST"):  # the other publisher has deleted its version itself
                 if not self._client.get_model_version(name, number).aliases:
                     self._client.delete_model_version(name, number)
-            except MlflowException as error:
-                # The other publisher has deleted its version itself.
-                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                    raise
         return versions[0] if versions else None
 
     def _create(self, record: VariantRecord, parent_id: str) -> str:

@@ -44,13 +44,7 @@ def collect_starts(
 
 
 def measure_start(model: Path, target: Target, feed: Tensors, requests: int) -> tuple[int, int, int]:
-    """Load a model in a fresh process.
-
-    Args:
-        model: ONNX file.
-        target: how to run it.
-        feed: one request.
-        requests: inferences before the peak of memory is read, the first included; at least 1.
+    """Load a model in a fresh process, and answer one request `requests` times.
 
     Returns:
         Nanoseconds to build the session and of the first inference, and peak bytes, as in `ports.StartSamples`.

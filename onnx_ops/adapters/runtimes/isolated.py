@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.isolation.process import (
+    DEFAULT_TIMEOUT_S,
     IsolatedProcess,
     ProcessLimits,
     RetainedProcess,
@@ -24,9 +25,6 @@ from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Array, Tensors
 
 _WORKER = "onnx_ops.adapters.runtimes.isolated:run_runtime"
-
-DEFAULT_TIMEOUT_S = 1800.0
-"""Seconds for an answer where `env.timeout` is not set."""
 
 _BUILD = re.compile(r"(?P<name>onnxruntime[a-z0-9_.-]*)(\[[^]]*\])?==(?P<version>\d[\w.+!-]*)", re.ASCII)
 

@@ -229,11 +229,7 @@ def _undisturbed() -> Iterator[None]:
 def run_load_window(call: Callable[[], object], pool: Executor, concurrency: int, requests: int) -> int:
     """Answer `requests` requests, `concurrency` of them at any moment.
 
-    Args:
-        call: answers one request; called from several threads at once.
-        pool: has a free thread for each of `concurrency` calls.
-        concurrency: threads; at least 1.
-        requests: those of the window, shared out among the threads as they become free.
+    The threads of `pool`, of which as many must be free, share out the requests as they become free.
 
     Returns:
         Nanoseconds from the moment that all threads are ready to the last answer.

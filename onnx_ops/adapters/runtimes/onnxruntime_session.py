@@ -89,13 +89,9 @@ def check_machine(target: Target) -> None:
 def build_session(model: Path, target: Target, *, record_assignment: bool = False, write_to: Path | None = None) -> Any:
     """Build a session as the target describes it.
 
-    With an `ort_format`, the converted file is loaded, unless more than running the model is requested.
-
-    Args:
-        model: the file.
-        target: describes the session.
-        record_assignment: keep which provider took which node.
-        write_to: where to write the graph after the runtime's own optimizations.
+    With an `ort_format`, the converted file is loaded, unless more than running the model is requested: with
+    `record_assignment` the session keeps which provider took which node, and the graph is written to `write_to` after
+    the runtime's own optimizations.
 
     Raises:
         MeasurementError: the machine lacks something, or the runtime refuses the model or a setting.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 
-from onnx_ops.adapters.files import create_file, durable_file, read_private
+from onnx_ops.adapters.files import read_private
 from onnx_ops.attestation import PUBLIC_SUFFIX, build_key_error, compute_key_digest
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.errors import InfrastructureError, NotFoundError
+from onnx_ops.scratch import create_file, write_durably
 
 
 class EcdsaSigner:
@@ -82,9 +83,7 @@ def create_key(path: Path) -> EcdsaSigner:
         signer = EcdsaSigner(path)
         public = public_path(path)
         if not public.exists() or public.read_bytes() != signer.public_pem():
-            with durable_file(public) as temporary:
-                temporary.write_bytes(signer.public_pem())
-                temporary.chmod(0o644)
+            write_durably(public, signer.public_pem(), 0o644)
     except OSError as error:
         raise InfrastructureError(
             "the signing key cannot be created", where=str(path), why=str(error), remedy="Choose a folder you may write"

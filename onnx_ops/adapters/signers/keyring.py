@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnx_ops.adapters.files import durable_file
 from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, create_key, public_path
 from onnx_ops.attestation import PUBLIC_SUFFIX, TrustedKeys
 from onnx_ops.domain.artifact import Digest, hex_digits, short_digest
 from onnx_ops.errors import NotFoundError, RefusedError, UserError
+from onnx_ops.scratch import write_durably
 
 RETIRED_SUFFIX = ".retired.pem"
 """`NAME.pub.pem` is trusted; as `NAME.retired.pem` the same file is a record only."""
@@ -101,6 +101,4 @@ class Keyring:
     def _trust(self, signer: EcdsaSigner) -> None:
         path = self._trusted / f"{self._signing.stem}-{short_digest(signer.key)}{PUBLIC_SUFFIX}"
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with durable_file(path) as temporary:
-                temporary.write_bytes(signer.public_pem())
+            write_durably(path, signer.public_pem())

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from onnx_ops.adapters.files import create_file, read_private
+from onnx_ops.adapters.files import read_private
 from onnx_ops.errors import (
     InvalidSignatureError,
     NotFoundError,
@@ -31,6 +31,7 @@ from onnx_ops.errors import (
 )
 from onnx_ops.ports import Clock
 from onnx_ops.protocol.webhooks import MAX_BODY_BYTES, RecentDeliveryIds, verify_delivery
+from onnx_ops.scratch import create_file
 
 PATH = "/webhooks/mlflow"
 VARIABLE = "ONNX_OPS_WEBHOOK_SECRET"
@@ -42,16 +43,10 @@ _TIMEOUT_S = 10.0
 
 
 class WebhookReceiver:
-    """Listens while this context manager is open.
+    """Listens while this context manager is open; port 0 is any free one.
 
-    Args:
-        host: address to bind.
-        port: port; 0 for any.
-        secret: shared with MLflow.
-        clock: determines the age of a delivery.
-        wake: called with the name of the model that a delivery is about.
-        refused: called with the reason why a delivery does not count.
-        metrics: returns `/metrics` in Prometheus' text format.
+    A delivery calls `wake` with the name of its model, or `refused` with the reason why it does not count: `secret` is
+    shared with MLflow, and `clock` determines its age. `metrics` returns `/metrics` in Prometheus' text format.
     """
 
     def __init__(

@@ -56,31 +56,24 @@ def refuse_to_start_wrong() -> None:
 
 Check = Callable[[Guard, str, Any], None]
 
-CHECKS: Mapping[str, tuple[str, Check]] = {
-    "_set_registered_model_alias": (
-        "SetRegisteredModelAlias",
-        lambda guard, user, message: guard.set_alias(user, message.name, message.alias, message.version),
+CHECKS: Mapping[str, Check] = {
+    "_set_registered_model_alias": lambda guard, user, message: guard.set_alias(
+        user, message.name, message.alias, message.version
     ),
-    "_delete_registered_model_alias": (
-        "DeleteRegisteredModelAlias",
-        lambda guard, user, message: guard.delete_alias(user, message.name, message.alias),
+    "_delete_registered_model_alias": lambda guard, user, message: guard.delete_alias(
+        user, message.name, message.alias
     ),
-    "_set_model_version_tag": (
-        "SetModelVersionTag",
-        lambda guard, user, message: guard.set_tag(user, message.name, message.version, message.key, message.value),
+    "_set_model_version_tag": lambda guard, user, message: guard.set_tag(
+        user, message.name, message.version, message.key, message.value
     ),
-    "_delete_model_version_tag": (
-        "DeleteModelVersionTag",
-        lambda guard, user, message: guard.delete_tag(user, message.name, message.version, message.key),
+    "_delete_model_version_tag": lambda guard, user, message: guard.delete_tag(
+        user, message.name, message.version, message.key
     ),
-    "_delete_model_version": (
-        "DeleteModelVersion",
-        lambda guard, _, message: guard.delete_version(message.name, message.version),
-    ),
-    "_delete_registered_model": ("DeleteRegisteredModel", lambda guard, _, message: guard.delete_model(message.name)),
-    "_rename_registered_model": ("RenameRegisteredModel", lambda guard, _, message: guard.rename_model(message.name)),
+    "_delete_model_version": lambda guard, _, message: guard.delete_version(message.name, message.version),
+    "_delete_registered_model": lambda guard, _, message: guard.delete_model(message.name),
+    "_rename_registered_model": lambda guard, _, message: guard.rename_model(message.name),
 }
-"""MLflow's handlers, with their message and check."""
+"""Checks of the messages of MLflow's handlers."""
 
 
 def install(app: Flask, guard: Guard) -> None:
@@ -105,11 +98,11 @@ def install(app: Flask, guard: Guard) -> None:
     def check_request() -> None:
         from flask import g, request
 
-        name, check = CHECKS.get(request.endpoint or "", ("", None))
-        if check is None:
+        handler = request.endpoint or ""
+        if (check := CHECKS.get(handler)) is None:
             return
-        read = handlers._get_request_message  # noqa: SLF001 (see above)
-        message = read(getattr(model_registry_pb2, name)())  # type: ignore[no-untyped-call]
+        kind = getattr(model_registry_pb2, handler.title().replace("_", ""))  # as `SetModelVersionTag`
+        message = handlers._get_request_message(kind())  # type: ignore[no-untyped-call] # noqa: SLF001 (see above)
         user = str(g.get("mlflow_authenticated_user", ""))  # as basic-auth, or what replaces it, has recognised
         try:
             check(guard, user, message)

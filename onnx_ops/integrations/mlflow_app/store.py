@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from onnx_ops.adapters.registries.mlflow_connection import read_pages
 from onnx_ops.adapters.registries.mlflow_tags import DIGEST, RELEASE, read_decisions
 from onnx_ops.domain.decision import SignedDecision
 from onnx_ops.domain.release import VersionRecord
@@ -57,16 +58,12 @@ class ServerStore:
 
     def list_copies(self, record: VersionRecord, target: str) -> Iterator[SignedDecision]:
         """Yield decisions for the target on the model's other versions of the same content."""
-        query, token = f"tags.`{DIGEST}` = '{record.manifest}'", None
-        while True:
-            page = _store().search_model_versions(query, max_results=100, page_token=token)
-            for stored in page:
-                if str(stored.name) == record.model and str(stored.version) != record.version:
-                    signed = read_decisions({str(key): str(value) for key, value in stored.tags.items()}).get(target)
-                    if signed is not None:
-                        yield signed
-            if not (token := page.token):
-                return
+        query, search = f"tags.`{DIGEST}` = '{record.manifest}'", _store().search_model_versions
+        for stored in read_pages(lambda token: search(query, max_results=100, page_token=token)):
+            if str(stored.name) == record.model and str(stored.version) != record.version:
+                signed = read_decisions({str(key): str(value) for key, value in stored.tags.items()}).get(target)
+                if signed is not None:
+                    yield signed
 
     def annotate(self, stored: StoredVersion, key: str, value: str) -> None:
         """Set a tag of a version."""

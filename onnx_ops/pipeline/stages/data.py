@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import DataSection, FileData, PluginData, SklearnData, Stage
-from onnx_ops.errors import ConflictError, UserError
+from onnx_ops.errors import ConflictError, UserError, suggest
 from onnx_ops.measure.files import put_dataset
 from onnx_ops.ports import Context, Dataset
 
@@ -83,9 +82,8 @@ def find_data_problems(
     required += [((key,), name) for key, name in (("label", section.label), ("group", grouped)) if name is not None]
     missing = [(loc, name) for loc, name in required if name not in arrays]
     for loc, name in missing:
-        close = difflib.get_close_matches(name, list(arrays), n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else f"It has: {', '.join(sorted(arrays))}."
-        yield loc, UserError(f"the data set has no array {name!r}", where=where, remedy=hint)
+        remedy = suggest(name, arrays, f"It has: {', '.join(sorted(arrays))}.")
+        yield loc, UserError(f"the data set has no array {name!r}", where=where, remedy=remedy)
     if missing:
         return
     chosen = _select_columns(arrays, section)

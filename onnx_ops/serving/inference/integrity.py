@@ -7,11 +7,11 @@ from pathlib import Path
 
 from onnx_ops import codec
 from onnx_ops.attestation import Record, TrustedKeys, read_authority_target, verify_authority
-from onnx_ops.domain.artifact import Digest, Manifest, digest_file, short_digest
+from onnx_ops.domain.artifact import digest_folder, short_digest
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import DigestMismatchError, InfrastructureError, NotFoundError, RefusedError
-from onnx_ops.protocol.routing_table import write_durably
 from onnx_ops.protocol.server_process import ServerOptions
+from onnx_ops.scratch import write_durably
 
 BINDING_FILE = "binding.json"
 
@@ -66,11 +66,6 @@ class TrustPolicy:
             return None
 
 
-def digest_files(folder: Path) -> dict[str, Digest]:
-    """Return the digests of all files below a folder, by relative path."""
-    return {p.relative_to(folder).as_posix(): digest_file(p) for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
 def verify_files(folder: Path, deployment: Deployment, trust: TrustPolicy | None = None) -> None:
     """Compare every file below a folder with the deployment's manifest.
 
@@ -85,26 +80,25 @@ def verify_files(folder: Path, deployment: Deployment, trust: TrustPolicy | None
     if not folder.is_dir():
         raise NotFoundError("the model folder does not exist", where=str(folder))
     try:
-        files = digest_files(folder)
+        manifest = digest_folder(folder)
     except OSError as error:
         raise InfrastructureError("the model's files cannot be read", where=str(folder), why=str(error)) from error
-    manifest = Manifest(files=files).digest()
-    if manifest != deployment.manifest:
+    if manifest.digest() != deployment.manifest:
         raise DigestMismatchError(
             f"digest mismatch: the manifest of {deployment.name} is {short_digest(deployment.manifest)}",
             where=str(folder),
-            why=f"the files in the folder have {short_digest(manifest)}",
+            why=f"the files in the folder have {short_digest(manifest.digest())}",
             remedy="Fetch the version again; its files were changed after they were registered.",
         )
     for library in deployment.custom_ops:
-        if library not in files:
+        if library not in manifest:
             raise DigestMismatchError(
                 f"the library of operators {library} is not among the files of {deployment.name}",
                 where=str(folder),
                 why="only a library that was registered with the version is loaded",
                 remedy="Run the pipeline again, so that the version contains the libraries of its target.",
             )
-        if record is not None and files[library] not in record.custom_ops:
+        if record is not None and manifest[library] not in record.custom_ops:
             raise RefusedError(
                 f"the library of operators {library} is not one that target {record.target} declares",
                 where=str(folder),

@@ -28,7 +28,7 @@ from onnx_ops.domain.evidence import NAN_PROPERTY
 from onnx_ops.domain.execution import CPU, Execution
 from onnx_ops.errors import InfrastructureError, NotFoundError, UserError, quoted
 from onnx_ops.ports.data import Array, Tensors
-from onnx_ops.protocol.routing_table import sync_path
+from onnx_ops.scratch import sync_path
 from onnx_ops.serving.inference.bound_runs import BoundRun
 from onnx_ops.serving.inference.integrity import TrustPolicy, verify_files
 from onnx_ops.serving.inference.responses import InputsRejectedError

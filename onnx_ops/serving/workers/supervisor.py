@@ -26,7 +26,7 @@ from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.domain.rollout_policy import COLD_START_SAMPLES
 from onnx_ops.errors import ConflictError, InfrastructureError, OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.protocol.messages import AdminState, Counts, UserCountsRequest
-from onnx_ops.protocol.routing_table import RoutingTable, TableFile, build_next_table, write_durably
+from onnx_ops.protocol.routing_table import RoutingTable, TableFile, build_next_table
 from onnx_ops.protocol.server_process import (
     HANDOVER_SOCKET,
     LOCK_FILE,
@@ -36,6 +36,7 @@ from onnx_ops.protocol.server_process import (
     list_workers,
     signal_worker,
 )
+from onnx_ops.scratch import write_durably
 from onnx_ops.serving.admin import AdminApp, AuditTrail, read_token
 from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
 from onnx_ops.serving.http.protocol import HttpProtocol, serve_connections

@@ -121,13 +121,8 @@ class NodeRuntime(Runtime):
         import numpy as np
 
         rounds = _orders(np.random.default_rng(schedule.seed), len(models), schedule.rounds, schedule.blocks)
-        request = {
-            "models": _models(models, target),
-            "rounds": rounds,
-            "runs": schedule.runs,
-            "warmup": schedule.warmup,
-        }
-        answer = self._measure("benchmark", target, feed, **request)
+        request = {"models": [_loaded(model, target) for model in models], "rounds": rounds}
+        answer = self._measure("benchmark", target, feed, **request, runs=schedule.runs, warmup=schedule.warmup)
         shape = (schedule.rounds, schedule.blocks, len(models), schedule.runs)
         probe = None if answer["probe"] is None else np.array(answer["probe"], dtype=np.int64).reshape(shape)
         return PairedBenchmarkSamples(
@@ -142,8 +137,9 @@ class NodeRuntime(Runtime):
         import numpy as np
 
         rounds = _orders(np.random.default_rng(schedule.seed), len(models), schedule.rounds, schedule.windows + 1)
-        request = {"models": _models(models, target), "rounds": rounds, "requests": schedule.requests}
-        answer = self._measure("under_load", target, feed, **request, concurrency=schedule.concurrency)
+        request = {"models": [_loaded(model, target) for model in models], "rounds": rounds}
+        load = {"requests": schedule.requests, "concurrency": schedule.concurrency}
+        answer = self._measure("under_load", target, feed, **request, **load)
         shape = (schedule.rounds, schedule.windows, len(models))
         nanoseconds = np.array(answer["nanoseconds"], dtype=np.int64).reshape(shape)
         return LoadSamples(nanoseconds=nanoseconds, requests=schedule.requests)
@@ -257,10 +253,6 @@ def _orders(draw: Generator, models: int, rounds: int, blocks: int) -> list[dict
 def _limits(target: Target) -> ProcessLimits:
     env = target.env or Environment()
     return ProcessLimits(timeout=env.timeout or DEFAULT_TIMEOUT_S)
-
-
-def _models(models: Sequence[Path], target: Target) -> list[dict[str, Any]]:
-    return [_loaded(model, target) for model in models]
 
 
 def _loaded(model: Path, target: Target) -> dict[str, Any]:
