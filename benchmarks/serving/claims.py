@@ -19,9 +19,6 @@ OURS, KEYED, BINARY, SNIPPET, TUNED, MLFLOW = (
 )
 TRITON, TRITON_BINARY = "Triton", "Triton, binary"
 _ABOUT = 0.95
-_TRITON_RATES = {("mlp", "1"): 1.7, ("mlp", "1, one CPU"): 1.7, ("mlp", "16"): 1.7, ("mlp", "64"): 1.5}
-"""Least requests/s against Triton by model and place; others: 1."""
-_TRITON_CPU = {"mlp": 0.5, "cnn": 0.5, "image": 0.85, "dense": 0.85}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,7 @@ def claims_of_cnn(board: Board) -> list[Claim]:
 def claims_of_image(board: Board) -> list[Claim]:
     ratio = board.faster(BINARY, SNIPPET, "image", "1")
     what = "224×224 image in binary: requests/s against the snippet in JSON, 1 connection"
-    return [_at_least(what, ratio, 60)]
+    return [_at_least(what, ratio, 20)]
 
 
 def claims_of_triton(board: Board) -> list[Claim]:
@@ -79,13 +76,12 @@ def claims_of_triton(board: Board) -> list[Claim]:
             rate = board.faster(name, other, model, place)
             p99 = statistics.median(a / b for a, b in zip(mine.p99_us, theirs.p99_us, strict=True))
             cpu = min(mine.cpu_us) / min(theirs.cpu_us)
-            least, most = _TRITON_RATES.get((model, place), 1.0), _TRITON_CPU[model]
             claim = Claim(
                 gate=name,
                 what=f"requests/s, p99 and CPU a request against {other}: {model}, connections {place}",
-                bound=f"≥ × {least:g}, < × 1, ≤ × {most:g}",
+                bound="≥ × 1, < × 1, < × 1",
                 figure=f"{rate:.3g}, {p99:.3g}, {cpu:.3g}",
-                is_met=rate >= least and p99 < 1 and cpu <= most,
+                is_met=rate >= 1 and p99 < 1 and cpu < 1,
             )
             claims.append(claim)
     return claims
