@@ -28,8 +28,8 @@ REQUIREMENTS = "requirements"
 REVISIONS: Mapping[StageKind, int] = {
     **dict.fromkeys(StageKind, 1),
     StageKind.DATA: 2,
-    StageKind.EXPORT: 5,
-    StageKind.VALIDATE: 5,
+    StageKind.EXPORT: 6,
+    StageKind.VALIDATE: 6,
     StageKind.SEARCH: 6,
     StageKind.CALIBRATE: 3,
     StageKind.QUANTIZE: 7,

@@ -37,6 +37,13 @@ ESTIMATORS: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda sk: sk.pipeline.make_pipeline(sk.preprocessing.StandardScaler(), sk.ensemble.RandomForestClassifier(5)),
         "breast_cancer",
     ),
+    "pipeline in a pipeline": (
+        lambda sk: sk.pipeline.make_pipeline(
+            sk.preprocessing.MinMaxScaler(),
+            sk.pipeline.make_pipeline(sk.preprocessing.StandardScaler(), sk.tree.DecisionTreeClassifier(max_depth=4)),
+        ),
+        "iris",
+    ),
 }
 
 

@@ -240,9 +240,7 @@ def _options(model: object) -> dict[Any, Any]:
     from sklearn.svm import LinearSVC
 
     options: dict[Any, Any] = {}
-    last: Any = model
-    while hasattr(last, "steps"):
-        last = last.steps[-1][1]
+    last = get_last_step(model)
     if is_classifier(last):  # LinearSVC has no ZipMap, and in a pipeline takes the default of one without own options
         options[id(last)] = {"nocl": False} if isinstance(last, LinearSVC) else {"zipmap": False}
     for part in list_estimators(model):

@@ -228,6 +228,7 @@ def tidy_outputs(converted: Any, model: object, *, label: str, variable: str, re
 
 
 def get_last_step(model: object) -> Any:
-    """Return the model, or the last step of a pipeline."""
-    steps = getattr(model, "steps", None)
-    return steps[-1][1] if steps else model
+    """Return the model, or the last step of a pipeline, whose last step may be a pipeline itself."""
+    while steps := getattr(model, "steps", None):
+        model = steps[-1][1]
+    return model
