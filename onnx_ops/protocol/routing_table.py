@@ -17,9 +17,7 @@ from onnx_ops.scratch import write_durably
 _log = logging.getLogger(__name__)
 
 FORMAT = "onnx-ops/table"
-VERSION = 2
-"""Version 1 had no shadow traffic and no batchable deployments."""
-_READABLE_VERSIONS = (1, 2)
+VERSION = 1
 
 CURRENT_FILE = "table.json"
 PREVIOUS_FILE = "table.previous.json"
@@ -84,7 +82,7 @@ def decode_table(data: bytes, *, where: str = "") -> RoutingTable:
         raise CorruptStateError("the table is not JSON", where=where, why=str(error)) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CorruptStateError("not a table of an endpoint", where=where)
-    if document.get("version") not in _READABLE_VERSIONS:
+    if document.get("version") != VERSION:
         raise CorruptStateError(f"table version {document.get('version')!r} is not supported", where=where)
     content = document.get("table")
     try:

@@ -104,7 +104,7 @@ def test_decode_table_of_other_documents_raises() -> None:
         [],
         {},
         {**good, "format": "other"},
-        {**good, "version": 3},
+        {**good, "version": 2},
         {**good, "table": None},
         {**good, "table": content, "checksum": digest_json(content)},
     ):
