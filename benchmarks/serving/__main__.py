@@ -27,6 +27,8 @@ from benchmarks.serving.claims import (
     KEYED,
     MLFLOW,
     OURS,
+    PLAIN,
+    PLAIN_BINARY,
     SNIPPET,
     TRITON,
     TRITON_BINARY,
@@ -47,6 +49,7 @@ from benchmarks.serving.contestants import (
     MlflowServe,
     MlServer,
     Ours,
+    Plain,
     Triton,
     TunedUvicorn,
     Uvicorn,
@@ -118,7 +121,9 @@ def arguments() -> argparse.Namespace:
 
 def list_mlp_matches(folder: Path, cache: Path, triton: Path | None) -> list[Match]:
     ours = Ours(OURS, MLP, folder)
+    plain = Plain(PLAIN, MLP, folder)
     callers = list_callers(ours, folder, triton)
+    callers += [(PLAIN, plain, plain.call()), (PLAIN_BINARY, plain, plain.binary())]
     others: list[Contestant] = [
         tuned_snippet(MLP, folder),
         MlflowServe(MLFLOW, MLP, folder),

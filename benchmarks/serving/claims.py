@@ -17,6 +17,7 @@ OURS, KEYED, BINARY, SNIPPET, TUNED, MLFLOW = (
     "FastAPI snippet, tuned",
     "mlflow",
 )
+PLAIN, PLAIN_BINARY = "plain parser loop", "plain parser loop, binary"
 TRITON, TRITON_BINARY = "Triton", "Triton, binary"
 _ABOUT = 0.95
 

@@ -177,6 +177,16 @@ class Ours(OpenInference):
         return replace(self.call(), keys=1000)
 
 
+class Plain(OpenInference):
+    """A parser loop without split, metrics, limits or checks: what a server in Python takes at the least."""
+
+    def command(self) -> list[str | Path]:
+        return [sys.executable, _PEERS / "plain.py", str(self.port)]
+
+    def environ(self) -> Mapping[str, str]:
+        return {"MODEL": str(self.file)}
+
+
 class Triton(OpenInference):
     """NVIDIA Triton with its ONNX Runtime backend on the CPU, one thread a session, without gRPC and metrics.
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.serving.models import MLP, write_all
-from benchmarks.serving.peers.plain import PlainProtocol
+from benchmarks.serving.peers.plain import PlainProtocol, open_session
 from onnx_ops.serving.inference import request_queue
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import deploy
@@ -149,7 +149,7 @@ def connections(folder: Path) -> Iterator[Mapping[str, Callable[[], Any]]]:
     worker = Worker(state_of(blue, green, blue=80, green=20))
     worker.assemble()
     worker.deployments.get_current()
-    yield {"ours": worker.build_connection, "plain": lambda: PlainProtocol(MLP.path(folder))}
+    yield {"ours": worker.build_connection, "plain": lambda: PlainProtocol(open_session(MLP.path(folder)))}
 
 
 async def measure(rounds: int) -> tuple[float, dict[tuple[str, str, str], float]]:

@@ -12,12 +12,16 @@ import orjson
 import uvloop
 
 
+def open_session(model: Path) -> Any:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+
+
 class PlainProtocol(asyncio.Protocol):
-    def __init__(self, model: Path) -> None:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = 1
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        self.session = ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+    def __init__(self, session: Any) -> None:
+        self.session = session
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -59,8 +63,8 @@ class PlainProtocol(asyncio.Protocol):
 
 
 async def serve(port: int) -> None:
-    protocol = PlainProtocol(Path(os.environ["MODEL"]))
-    server = await asyncio.get_running_loop().create_server(lambda: protocol, "127.0.0.1", port)
+    session = open_session(Path(os.environ["MODEL"]))
+    server = await asyncio.get_running_loop().create_server(lambda: PlainProtocol(session), "127.0.0.1", port)
     await server.serve_forever()
 
 
