@@ -86,10 +86,11 @@ def operations() -> Mapping[str, tuple[str, str]]:
 
 
 def called(text: str) -> Iterator[str]:
-    """Methods that are called by name, or by a verb and a noun, and operations that a paginator is made of."""
+    """Methods that are called by name, or by a verb and a noun, and operations that are listed page by page."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
-            yield from (f"{node.values[0].value!s}{noun}" for noun in NOUNS)
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else None for part in node.values]
+            yield from ("".join(noun if part is None else str(part) for part in parts) for noun in NOUNS)
         if isinstance(node, ast.Attribute):
             yield node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
