@@ -38,7 +38,7 @@ def attempts(timeout_s: float, pause_s: float, *, longest_s: float = 0.0, at_lea
 
 def wait_until(is_done: Callable[[], bool], timeout_s: float, pause_s: float = 0.02) -> bool:
     """Return whether a condition becomes true within the time."""
-    return any(is_done() for _ in attempts(timeout_s, pause_s))
+    return any(is_done() for _ in attempts(timeout_s, pause_s)) or is_done()  # during the last pause
 
 
 def converge(
