@@ -235,7 +235,7 @@ def _call(command: Callable[..., None], *arguments: Any, changes: bool = False, 
     import typer
 
     from onnx_ops.cli.common import CollectedOutput, collected_output
-    from onnx_ops.errors import storage_errors
+    from onnx_ops.scratch import storage_errors
 
     collected, screen, code = CollectedOutput(), io.StringIO(), 0
     reset = collected_output.set(collected)

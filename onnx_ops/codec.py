@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum, StrEnum
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from cattrs import transform_error
 from cattrs.errors import BaseValidationError
@@ -21,13 +22,28 @@ from cattrs.v import format_exception
 from typing_extensions import TypeForm
 
 from onnx_ops.domain.artifact import canonical_json
-from onnx_ops.domain.quantities import is_json, tag_of, union_members
 from onnx_ops.errors import CorruptStateError
 
 T = TypeVar("T")
 
 _LONGEST = 300
 """Longest error about a value, in characters."""
+
+
+def union_members(kind: Any) -> tuple[Any, ...]:
+    """Return the members of a union; nothing for other types."""
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else ()
+
+
+def is_json(kind: Any) -> bool:
+    """Return whether this is the recursive type `Json`, which is unequal to itself once resolved."""
+    return {get_origin(member) for member in union_members(kind)} >= {Sequence, Mapping}
+
+
+def tag_of(kind: Any) -> str | None:
+    """Return the one value of a dataclass's literal field `kind`, which distinguishes members of a union, or None."""
+    hint = get_type_hints(kind).get("kind") if is_dataclass(kind) else None
+    return str(get_args(hint)[0]) if get_origin(hint) is Literal else None
 
 
 def to_json(value: object) -> Any:

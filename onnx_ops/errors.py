@@ -26,9 +26,7 @@ Exit codes are those of the command line (0 success, 1 failed gate, 2, 3 inconcl
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -197,29 +195,6 @@ class DigestMismatchError(RefusedError):
 
 _QUOTED = 2000
 """Longest quotation of a library's message, in characters."""
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
-_FREE = "Free some space and run the command again: finished work is kept. See docs/runbooks/disk-full.md."
-_OPEN = "Grant the current user access to it, or set another folder in onnx-ops.toml."
-
-
-@contextmanager
-def storage_errors(where: str = "") -> Iterator[None]:
-    """Convert an OSError about a full disk or missing access into a `StorageError` with a remedy.
-
-    Raises:
-        StorageError: in place of such an OSError; any other passes unchanged.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _FULL:
-            raise StorageError("the disk is full", where=where, why=str(error), remedy=_FREE) from error
-        if error.errno in _CLOSED:
-            what = "a file or folder is not accessible"
-            raise StorageError(what, where=where, why=str(error), remedy=_OPEN) from error
-        raise
 
 
 def quoted(error: object) -> str:

@@ -1,8 +1,9 @@
-"""Temporary folders that are removed even if their process is killed, and durable and locked files."""
+"""Temporary folders that are removed even if their process is killed; durable and locked files; a full disk."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import os
@@ -13,12 +14,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
+from onnx_ops.errors import StorageError
+
 PREFIX = "onnx-ops-scratch-"
 TEMPORARY = ".tmp-"
 """Begins the name of a file that is being written, or whose writer was killed."""
 PRIVATE = 0o600
 """Mode of a file for its owner only."""
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_FREE = "Free some space and run the command again: finished work is kept. See docs/runbooks/disk-full.md."
+_OPEN = "Grant the current user access to it, or set another folder in onnx-ops.toml."
 
 
 class Scratch:
@@ -132,3 +139,21 @@ def create_file(path: Path, data: bytes, mode: int = PRIVATE) -> bool:
             return False
         sync_path(path.parent)
         return True
+
+
+@contextlib.contextmanager
+def storage_errors(where: str = "") -> Iterator[None]:
+    """Convert an OSError about a full disk or missing access into a `StorageError` with a remedy.
+
+    Raises:
+        StorageError: in place of such an OSError; any other passes unchanged.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise StorageError("the disk is full", where=where, why=str(error), remedy=_FREE) from error
+        if error.errno in _CLOSED:
+            what = "a file or folder is not accessible"
+            raise StorageError(what, where=where, why=str(error), remedy=_OPEN) from error
+        raise

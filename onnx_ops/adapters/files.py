@@ -27,9 +27,9 @@ from urllib.parse import urlsplit
 from typing_extensions import override
 
 from onnx_ops.adapters.retry import wait_until
-from onnx_ops.errors import ConflictError, RefusedError, ServiceUnavailableError, storage_errors
+from onnx_ops.errors import ConflictError, RefusedError, ServiceUnavailableError
 from onnx_ops.plugins import imported, missing_package
-from onnx_ops.scratch import PRIVATE, TEMPORARY, create_file, durable_file, sync_path, write_durably
+from onnx_ops.scratch import PRIVATE, TEMPORARY, create_file, durable_file, storage_errors, sync_path, write_durably
 
 SHARED = 0o660
 """Mode of a file for its group."""

@@ -29,9 +29,9 @@ from onnx_ops.domain.artifact import (
     is_digest,
     short_digest,
 )
-from onnx_ops.errors import CorruptStateError, DigestMismatchError, UserError, storage_errors
+from onnx_ops.errors import CorruptStateError, DigestMismatchError, UserError
 from onnx_ops.onnx_graph.files import read_structure
-from onnx_ops.scratch import TEMPORARY, hold_lock, sync_path
+from onnx_ops.scratch import TEMPORARY, hold_lock, storage_errors, sync_path
 
 _BLOBS, _RECORDS, _LOCK = "blobs", "records", "collect.lock"
 READ_ONLY = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH

@@ -122,7 +122,7 @@ def build_context(settings: Settings) -> Context:
     return Context(
         root=settings.root,
         open_store=_once(
-            lambda: ContentStore(open_objects(settings.store), settings.state / "cache", settings.cache_bytes)
+            lambda: ContentStore(open_objects(settings.store), settings.state / "cache", settings.cache_size)
         ),
         ledger=ObjectLedger(open_objects(settings.ledger)),
         files=ModelFolders(settings.models),

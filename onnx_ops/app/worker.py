@@ -19,9 +19,9 @@ from onnx_ops.app.execution import PROGRESS
 from onnx_ops.app.fork_server import serve
 from onnx_ops.app.placement import parse_request
 from onnx_ops.config.settings import load_settings
-from onnx_ops.errors import OnnxOpsError, StageError, storage_errors
+from onnx_ops.errors import OnnxOpsError, StageError
 from onnx_ops.pipeline.stages import execute
-from onnx_ops.scratch import write_durably
+from onnx_ops.scratch import storage_errors, write_durably
 
 
 def main() -> None:

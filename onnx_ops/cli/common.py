@@ -25,8 +25,9 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from onnx_ops import codec
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.errors import ConfigError, MissingPackageError, OnnxOpsError, UserError, storage_errors
+from onnx_ops.errors import ConfigError, MissingPackageError, OnnxOpsError, UserError
 from onnx_ops.plugins import has_extra, imported, missing_package
+from onnx_ops.scratch import storage_errors
 
 if TYPE_CHECKING:
     from onnx_ops.app.context import Project

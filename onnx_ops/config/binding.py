@@ -16,10 +16,11 @@ from typing import Annotated, Any, Literal, NewType, TypeVar, Union, get_args, g
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, Unit
 
+from onnx_ops.codec import is_json, tag_of, union_members
 from onnx_ops.config.document import BROKEN, Document, Issue, Loc, path_text
 from onnx_ops.config.messages import describe, did_you_mean, quote_names
 from onnx_ops.config.quantities import format_quantity, parse_quantity
-from onnx_ops.domain.quantities import Json, Notation, Pattern, is_json, tag_of, union_members
+from onnx_ops.domain.quantities import Json, Notation, Pattern
 from onnx_ops.domain.quantization import DISTRIBUTION
 from onnx_ops.errors import UserError
 

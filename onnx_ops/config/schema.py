@@ -16,11 +16,12 @@ from typing import Any, Literal, get_args, get_origin
 
 from annotated_types import DocInfo, Ge, Gt, Le, Lt, MaxLen, MinLen, Unit
 
+from onnx_ops.codec import is_json, tag_of, union_members
 from onnx_ops.config.binding import default_of, file_fields, metadata_of, short_field, unwrap, without_none
 from onnx_ops.config.quantities import SCALES, format_quantity
 from onnx_ops.config.substitution import PARAMETERS_FILE, WITHOUT_PARAMETERS
 from onnx_ops.domain.pipeline import Pipeline
-from onnx_ops.domain.quantities import Notation, Pattern, is_json, tag_of, union_members
+from onnx_ops.domain.quantities import Notation, Pattern
 from onnx_ops.domain.target import Target
 
 FOLDER = Path("configs") / "schema"

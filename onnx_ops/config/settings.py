@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onnx_ops.config.binding import bind_settings
-from onnx_ops.config.quantities import parse_quantity
 from onnx_ops.domain.pipeline import StageKind
+from onnx_ops.domain.quantities import Bytes
 from onnx_ops.errors import UserError
 
 FILE = "onnx-ops.toml"
@@ -33,7 +33,7 @@ class FileSettings:
     trusted_keys: str = ""
     notify: str = ""
     pools: str = ""
-    cache_size: str = "50 GB"
+    cache_size: Bytes = 50 * 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +67,7 @@ class Settings:
     trusted_keys: Path
     notify: str
     pools: str
-    cache_size: str
-
-    @property
-    def cache_bytes(self) -> int:
-        """Size of the cache of a remote store."""
-        return int(parse_quantity(self.cache_size, "B"))
+    cache_size: Bytes
 
     @property
     def default_pools(self) -> Mapping[StageKind, str]:
@@ -166,10 +161,6 @@ _POOLED = (StageKind.TRAIN, StageKind.EXPORT, StageKind.VALIDATE, StageKind.CALI
 
 
 def _check_values(given: FileSettings) -> Iterator[tuple[str, str]]:
-    try:
-        parse_quantity(given.cache_size, "B")
-    except ValueError as error:
-        yield "cache_size", str(error)
     for entry in filter(None, map(str.strip, given.pools.split(","))):
         kind, _, pool = (part.strip() for part in entry.partition("="))
         if kind not in _POOLED or not pool:
@@ -179,6 +170,7 @@ def _check_values(given: FileSettings) -> Iterator[tuple[str, str]]:
 def to_environ(settings: Settings) -> dict[str, str]:
     """Return the environment variables that give a child process the same settings."""
     environ = {f"ONNX_OPS_{f.name.upper()}": str(getattr(settings, f.name)) for f in fields(FileSettings)}
+    environ["ONNX_OPS_CACHE_SIZE"] = f"{settings.cache_size} B"
     return {**environ, "ONNX_OPS_ROOT": str(settings.root), "ONNX_OPS_PROFILE": settings.profile}
 
 

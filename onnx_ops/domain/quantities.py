@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, TypeAlias
 
 from annotated_types import Ge, Gt, MaxLen, Unit
 
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
-
-
-def union_members(kind: Any) -> tuple[Any, ...]:
-    """Return the members of a union; nothing for other types."""
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else ()
-
-
-def is_json(kind: Any) -> bool:
-    """Return whether this is the recursive type `Json`, which is unequal to itself once resolved."""
-    return {get_origin(member) for member in union_members(kind)} >= {Sequence, Mapping}
-
-
-def tag_of(kind: Any) -> str | None:
-    """Return the one value of a dataclass's literal field `kind`, which distinguishes members of a union, or None."""
-    hint = get_type_hints(kind).get("kind") if is_dataclass(kind) else None
-    return str(get_args(hint)[0]) if get_origin(hint) is Literal else None
-
 
 OMIT_DEFAULT: Mapping[str, bool] = {"later": True}
 """Metadata of a field that was added after values were first stored. Its default is not written, so that older
