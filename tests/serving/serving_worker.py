@@ -146,7 +146,7 @@ class Worker:
         self.table = None
         self.deployments = LoadedDeployments(self.shared, 0, self._load, endpoint="e")
         self.shadow = ShadowQueue(self._connect_shadow, limit=self.shadow_queue)
-        self.worker_threads = WorkerThreads(self.threads)
+        self.worker_threads = WorkerThreads(self.threads, self.loop.call_soon)
         self.inference = InferenceService(self.deployments, self.shadow, deadline_s=self.deadline)
         self.publish(self.state)
         usual = {"max_connections": 1000, "max_body": MAX_BODY, "read_timeout_s": 60.0, "keep_alive_s": 60.0}

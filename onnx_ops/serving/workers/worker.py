@@ -169,6 +169,7 @@ class Worker:
     async def _serve(self) -> None:
         options, deployments = self.options, self._deployments
         loop = asyncio.get_running_loop()
+        self._threads.defer = loop.call_soon
         channel = await ControlChannel.open(self.control)
         spans = SpanWriter(deployments.endpoint) if find_collector() else None
         writers: list[Writer] = [open_access_log(options.access_log)] if options.access_log else []

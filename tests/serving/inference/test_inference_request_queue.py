@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,23 @@ def test_worker_threads_with_a_hanging_queue_run_the_other(row: MetricsRow) -> N
     stuck.wait(stuck.ended, 2)
     assert stuck.items == [[0], [1]]
     assert free.threads.isdisjoint(stuck.threads)
+
+
+def test_request_queue_batches_what_arrives_in_one_turn_of_the_loop(row: MetricsRow) -> None:
+    deferred: list[Callable[[], None]] = []
+    threads, work = WorkerThreads(defer=deferred.append), Work()
+    work.gate.set()
+    queue = build_queue(threads, work, row, max_batch=4)
+    for turn in ([0], [1, 2, 3]):  # the first batch of a queue holds one request
+        for item in turn:
+            queue.put(item)
+        assert not work.begun.acquire(timeout=0.05)
+        (start,) = deferred
+        deferred.clear()
+        start()
+        work.wait(work.begun)
+        work.wait(work.ended)
+    assert work.items == [[0], [1, 2, 3]]
 
 
 def test_request_queue_runs_at_most_max_batches(row: MetricsRow) -> None:
