@@ -55,8 +55,8 @@ FEWEST_WINDOWS, MOST_WINDOWS = 4, 32
 FEWEST_EACH, MOST_REQUESTS = 4, 20_000
 """Requests of a window: at least for each thread, so that stragglers weigh little, and at most in total."""
 
-WAITING = 16
-"""Requests that wait at a busy server."""
+CLIENTS = 32
+"""Clients of a busy server that each wait for their answer."""
 _WAY_S, _TURNS = 0.1, 3
 """Length of a window of one way to run them, if they were sent one after the other; sessions of each way."""
 _MOST_RUN_S = 0.1
@@ -97,7 +97,8 @@ def measure_scheduling(
 ) -> tuple[SchedulingMeasurement, ...]:
     """Measure ways in which a server can run requests that wait: some at once, alone or in batches.
 
-    The ways share `WAITING` requests among their threads, and take turns, each time in a fresh session.
+    The requests of `CLIENTS` clients are shared among the threads, and one share is on its way from and to clients. The
+    ways take turns, each time in a fresh session.
 
     Returns:
         Median rates. Empty for a model that servers run on the event loop, for one that is too slow to be measured
@@ -109,7 +110,7 @@ def measure_scheduling(
     most = max(1, cores // (target.session.intra_op_threads or cores))
     threads = sorted({most, *(2**n for n in range(most.bit_length()))})
     fixed = read_model_info(model).fixed_batch
-    ways = [(count, rows) for count in threads for rows in ({fixed} if fixed else {1, max(1, WAITING // count)})]
+    ways = [(count, rows) for count in threads for rows in ({fixed} if fixed else {1, max(1, CLIENTS // (count + 1))})]
     rates: dict[tuple[int, int], list[float]] = {way: [] for way in sorted(ways)}
     with contextlib.suppress(MeasurementError):
         for turn in range(_TURNS):

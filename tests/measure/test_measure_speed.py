@@ -207,7 +207,7 @@ def scheduled(
 
 def test_ways_to_run_what_waits_share_it_among_the_threads(tmp_path: Path) -> None:
     rates = scheduled(tmp_path)
-    assert list(rates) == [(1, 1), (1, 16), (2, 1), (2, 8), (4, 1), (4, 4)]
+    assert list(rates) == [(1, 1), (1, 16), (2, 1), (2, 10), (4, 1), (4, 6)]
     assert all(rate == pytest.approx(rows * 1000, rel=0.05) for (_, rows), rate in rates.items())
 
 
@@ -221,7 +221,7 @@ def test_ways_to_run_what_waits_share_it_among_the_threads(tmp_path: Path) -> No
         ({"cores": 1}, [(1, 1), (1, 16)]),
         (
             {"cores": 6, "session": SessionSettings(intra_op_threads=2)},
-            [(1, 1), (1, 16), (2, 1), (2, 8), (3, 1), (3, 5)],
+            [(1, 1), (1, 16), (2, 1), (2, 10), (3, 1), (3, 8)],
         ),
         ({"session": SessionSettings(intra_op_threads=0)}, [(1, 1), (1, 16)]),
         ({"cores": 2, "batch": 3}, [(1, 3), (2, 3)]),
