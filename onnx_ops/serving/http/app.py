@@ -30,7 +30,7 @@ from onnx_ops.serving.inference.responses import (
 )
 from onnx_ops.serving.inference.service import InferenceService
 from onnx_ops.serving.inference.signature import ModelSignature
-from onnx_ops.serving.inference.tensors import describe_tensor
+from onnx_ops.serving.inference.tensors import RequestBody, describe_tensor
 from onnx_ops.serving.metrics import CONTENT_TYPE, OPEN_METRICS_TYPE, MetricsPage
 
 _log = logging.getLogger(__name__)
@@ -57,7 +57,9 @@ class PendingResponse:
     abandoned: bool = False
 
 
-Infer = Callable[[InferenceRoute, RequestHead, bytes, Callable[[RawResponse], None]], RawResponse | PendingRequest]
+Infer = Callable[
+    [InferenceRoute, RequestHead, RequestBody, Callable[[RawResponse], None]], RawResponse | PendingRequest
+]
 
 Methods = Mapping[bytes, InferenceRoute | Handler]
 """Who answers a path, by method."""

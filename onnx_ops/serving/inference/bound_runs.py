@@ -17,7 +17,7 @@ from onnx_ops.ports.data import Array
 from onnx_ops.serving.inference.requests import read_infer
 from onnx_ops.serving.inference.responses import RawResponse
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
-from onnx_ops.serving.inference.tensors import may_contain_literals
+from onnx_ops.serving.inference.tensors import RequestBody, may_contain_literals
 
 _MAX_TEXTS = 256
 _MAX_TEXT_BYTES = 8192
@@ -85,7 +85,7 @@ class BoundRun:
             return False
         return True
 
-    def load_binary(self, body: bytes, at: int) -> None:
+    def load_binary(self, body: RequestBody, at: int) -> None:
         """Take the bytes behind a header."""
         for memory in self._memory:
             end = at + len(memory)
@@ -104,14 +104,15 @@ class BoundRuns:
         self._seen: set[int] = set()
         """Hashes of texts that came once."""
 
-    def load(self, body: bytes, header_length: int | None) -> BoundRun | None:
+    def load(self, body: RequestBody, header_length: int | None) -> BoundRun | None:
         """Return the run of a known text, with the data of this body; else None."""
         if header_length is not None:
-            run = self._known.get(body[:header_length])
+            run = self._known.get(bytes(body[:header_length]))
             if run is None or not run.is_fit or len(body) - header_length != run.size:
                 return None
             run.load_binary(body, header_length)
             return run
+        body = bytes(body)
         start = body.find(_DATA) + len(_DATA)
         end = body.find(b"}", start)
         run = self._known.get((body[:start], body[end:]))
@@ -119,16 +120,22 @@ class BoundRuns:
 
     def learn(
         self,
-        body: bytes,
+        body: RequestBody,
         header_length: int | None,
         request: InferenceRequest,
         outputs: Sequence[Array],
         response: RawResponse,
     ) -> None:
         """Learn the text of a request that had these outputs and this response."""
-        start = body.find(_DATA) + len(_DATA)
-        end = body.find(b"}", start)
-        key: object = (body[:start], body[end:]) if header_length is None else body[:header_length]
+        if header_length is None:
+            text = bytes(body)
+            start = text.find(_DATA) + len(_DATA)
+            end = text.find(b"}", start)
+            around = text[:start], text[end:]
+            key: object = around
+        else:
+            around = bytes(body[:header_length]), b""
+            key = around[0]
         tensors = (*request.feed.values(), *outputs)
         if (
             (len(body) if header_length is None else header_length) > _MAX_TEXT_BYTES
@@ -145,7 +152,7 @@ class BoundRuns:
         if len(self._known) >= _MAX_TEXTS:
             self._known = {}
         if header_length is None:
-            is_known = self._is_data(body[:start], body[end:], request)
+            is_known = self._is_data(*around, request)
         else:  # else some data is in the header
             is_known = sum(array.nbytes for array in request.feed.values()) == len(body) - header_length
         self._known[key] = run = self._bind(request, outputs) if is_known else None

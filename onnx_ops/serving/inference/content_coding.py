@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Mapping
 
 from onnx_ops.errors import TooLargeError, UserError
+from onnx_ops.serving.inference.tensors import RequestBody
 
 CODINGS: Mapping[bytes, int] = {
     b"gzip": 16 + zlib.MAX_WBITS,
@@ -22,7 +23,7 @@ _ACCEPTED = re.compile(rb"\s*([^\s;]+)\s*(?:;\s*q=([01](?:\.[0-9]{0,3})?)\s*)?")
 _MAX_ACCEPT_BYTES = 256
 
 
-def inflate(body: bytes, coding: bytes, max_bytes: int) -> bytes:
+def inflate(body: RequestBody, coding: bytes, max_bytes: int) -> bytes:
     """Return a body without its content coding.
 
     A body is one stream. Members that follow in gzip are refused: to read many empty ones takes far longer than their

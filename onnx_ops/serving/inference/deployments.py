@@ -22,6 +22,7 @@ from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQu
 from onnx_ops.serving.inference.requests import parse_header_length, read_infer, read_invocation
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead, encode_outputs, format_deployment_headers
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
+from onnx_ops.serving.inference.tensors import RequestBody
 from onnx_ops.serving.metrics import WARM_UP_REQUESTS, MetricsRow, SharedMetrics, count_load, make_row
 
 _log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class DeployedModel:
     def __post_init__(self) -> None:
         self.header_lines = format_deployment_headers(self.deployment.name)
 
-    def decode(self, route: InferenceRoute, head: RequestHead, body: bytes) -> InferenceRequest:
+    def decode(self, route: InferenceRoute, head: RequestHead, body: RequestBody) -> InferenceRequest:
         """Decode a request. Raises UserError if it does not fit the model."""
         if route.coding:
             body = inflate(body, route.coding, self.max_body)
@@ -94,7 +95,7 @@ class LoadedDeployment(DeployedModel):
     warm_up: int = WARM_UP_REQUESTS
     bound_runs: BoundRuns | None = None
 
-    def should_run_inline(self, leader: LatencyEstimator, head: RequestHead, body: bytes) -> bool:
+    def should_run_inline(self, leader: LatencyEstimator, head: RequestHead, body: RequestBody) -> bool:
         """Return whether a request should run on the event loop."""
         if not self.latency.should_run_inline(leader):
             return False
@@ -112,7 +113,7 @@ class LoadedDeployment(DeployedModel):
         self.latency.observe(time.perf_counter() - started_at)
         return self.encode(request, arrays)
 
-    def answer_inline(self, route: InferenceRoute, head: RequestHead, body: bytes) -> RawResponse:
+    def answer_inline(self, route: InferenceRoute, head: RequestHead, body: RequestBody) -> RawResponse:
         """Decode and run one request on the event loop. Raises OnnxOpsError."""
         if route.invocation or self.bound_runs is None:
             return self.answer(self.decode(route, head, body))
@@ -306,7 +307,7 @@ class PendingRequest:
 
     route: InferenceRoute
     head: RequestHead
-    body: bytes
+    body: RequestBody
     respond: Callable[[RawResponse], None]
     started_at: float
     snapshot: TableSnapshot

@@ -17,7 +17,15 @@ from typing import Any
 from onnx_ops.errors import TooLargeError, UserError
 from onnx_ops.ports.data import Array
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature, ResponseFormat
-from onnx_ops.serving.inference.tensors import MAX_VALUES, LazyArray, TensorReader, parse_document, shorten, to_plain
+from onnx_ops.serving.inference.tensors import (
+    MAX_VALUES,
+    LazyArray,
+    RequestBody,
+    TensorReader,
+    parse_document,
+    shorten,
+    to_plain,
+)
 
 MLFLOW_FORMS = ("inputs", "instances", "dataframe_split", "dataframe_records")
 SAGEMAKER_TYPE = "application/vnd.sagemaker-triton.binary+json"
@@ -36,13 +44,13 @@ def parse_header_length(value: bytes) -> int:
     return int(value)
 
 
-def read_infer(body: bytes, header_length: int | None, signature: ModelSignature) -> InferenceRequest:
+def read_infer(body: RequestBody, header_length: int | None, signature: ModelSignature) -> InferenceRequest:
     """Decode an Open Inference v2 request.
 
     `header_length` is the bytes of JSON at its start. None: all. 0: the body is the raw data of the only input.
     """
     if header_length is None:
-        document, literals = parse_document(body)
+        document, literals = parse_document(bytes(body))
         return _read_document(document, signature, literals=literals)
     if header_length > len(body):
         raise UserError(f"inference-header-content-length is {header_length}, but the body has {len(body)} bytes")
@@ -51,7 +59,7 @@ def read_infer(body: bytes, header_length: int | None, signature: ModelSignature
         feed = {name: signature.readers[name].read_raw(body)}
         names = signature.output_names
         return InferenceRequest(feed, names, signature.check_feed(feed), _INFER, None, (True,) * len(names))
-    document, literals = parse_document(body[:header_length])
+    document, literals = parse_document(bytes(body[:header_length]))
     return _read_document(document, signature, literals=literals, tail=_BinaryTail(body, header_length))
 
 
@@ -60,7 +68,7 @@ class _BinaryTail:
 
     __slots__ = ("_at", "_body")
 
-    def __init__(self, body: bytes, at: int) -> None:
+    def __init__(self, body: RequestBody, at: int) -> None:
         self._body = body
         self._at = at
 
@@ -167,7 +175,7 @@ def _get_flag(parameters: dict[str, Any], name: str, *, default: bool) -> bool:
 
 
 def read_invocation(
-    body: bytes, content_type: str, header_length: int | None, signature: ModelSignature
+    body: RequestBody, content_type: str, header_length: int | None, signature: ModelSignature
 ) -> InferenceRequest:
     """Decode a body for `/invocations`: any form of MLflow, CSV, Open Inference v2.
 
@@ -188,6 +196,7 @@ def read_invocation(
         return read_infer(body, header_length, signature)
     if kind == "application/octet-stream":
         raise UserError("a body in the binary form needs the header inference-header-content-length")
+    body = bytes(body)
     if kind == "text/csv":
         columns = _map_columns(*_read_csv(body), signature)
         return _build_request(columns, signature, ResponseFormat.RECORDS, literals=True, text=True)

@@ -24,6 +24,7 @@ from onnx_ops.serving.inference.deployments import (
 from onnx_ops.serving.inference.responses import DeadlineExceededError, RawResponse, RequestHead
 from onnx_ops.serving.inference.shadow import ShadowQueue
 from onnx_ops.serving.inference.signature import InferenceRequest
+from onnx_ops.serving.inference.tensors import RequestBody
 from onnx_ops.serving.metrics import BATCHED, RUN_NANOSECONDS, RUNS, count_queued_request, count_request, get_column
 from onnx_ops.serving.request_log import RequestLog
 from onnx_ops.serving.rollout_counts import FeedbackCounter, UserCounts
@@ -67,7 +68,7 @@ class InferenceService:
         self._loop = asyncio.get_running_loop()
 
     def handle(
-        self, route: InferenceRoute, head: RequestHead, body: bytes, respond: Callable[[RawResponse], None]
+        self, route: InferenceRoute, head: RequestHead, body: RequestBody, respond: Callable[[RawResponse], None]
     ) -> RawResponse | PendingRequest:
         """Return the response, or the queued request that calls `respond` with it.
 
@@ -180,7 +181,7 @@ class InferenceService:
         loaded: LoadedDeployment | None,
         route: InferenceRoute,
         head: RequestHead,
-        body: bytes,
+        body: RequestBody,
         user: int | None,
         response: RawResponse,
         seconds: float,

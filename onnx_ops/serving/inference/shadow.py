@@ -25,6 +25,7 @@ from onnx_ops.protocol.messages import BINARY_LENGTH_HEADER
 from onnx_ops.serving.inference.content_coding import CODINGS
 from onnx_ops.serving.inference.deployments import DeployedModel, InferenceRoute, LoadedDeployment
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead, read_header_length
+from onnx_ops.serving.inference.tensors import RequestBody
 from onnx_ops.serving.metrics import (
     SHADOW_DIFFERING,
     SHADOW_DONE,
@@ -69,8 +70,8 @@ class MirroredRequest:
 
 
 def encode_request(
-    route: InferenceRoute, head: RequestHead, body: bytes, expected: RawResponse, tolerance: float
-) -> tuple[bytes, ...]:
+    route: InferenceRoute, head: RequestHead, body: RequestBody, expected: RawResponse, tolerance: float
+) -> tuple[RequestBody, ...]:
     """Return the buffers of a message, which `take_requests` decodes."""
     kind, length = head.get(_CONTENT_TYPE, b""), head.get(_BINARY_LENGTH, b"")
     lines, content = expected.lines, expected.body
@@ -126,7 +127,7 @@ class ShadowQueue:
         loaded: LoadedDeployment,
         route: InferenceRoute,
         head: RequestHead,
-        body: bytes,
+        body: RequestBody,
         expected: RawResponse,
         tolerance: float,
     ) -> None:
@@ -156,7 +157,7 @@ class _ShadowLink:
         self._limit = limit
         self._loop = asyncio.get_running_loop()
         self._socket: socket.socket | None = None
-        self._buffers: deque[tuple[bytes, bool]] = deque()
+        self._buffers: deque[tuple[RequestBody, bool]] = deque()
         """Each with whether a message begins with it."""
         self._sent_bytes = 0
         """Of the first buffer."""
@@ -170,7 +171,7 @@ class _ShadowLink:
             return False
         return len(self._buffers) < self._limit and self._queued_bytes + size <= _MAX_QUEUED_BYTES
 
-    def put(self, message: tuple[bytes, ...]) -> None:
+    def put(self, message: tuple[RequestBody, ...]) -> None:
         is_first = True
         for buffer in message:
             self._buffers.append((buffer, is_first))

@@ -44,6 +44,9 @@ DTYPE_OF_ONNX: Mapping[str, str] = {
 }
 """`TensorSpec.dtype` by the runtime's name of the type."""
 
+RequestBody = bytes | memoryview
+"""The body of a request. A large one in the binary form stays in the memory into which it was read."""
+
 MAX_VALUES = 1 << 22
 """Values in a JSON body. A value of two bytes can take over a hundred bytes of memory."""
 MAX_CONTAINERS = 1 << 20
@@ -428,7 +431,7 @@ class TensorReader:
         except (OverflowError, FloatingPointError) as error:
             raise self.error(f" holds a number that is too large for {self.datatype}") from error
 
-    def read_binary(self, shape: tuple[int, ...], body: bytes, start: int, size: int) -> Array:
+    def read_binary(self, shape: tuple[int, ...], body: RequestBody, start: int, size: int) -> Array:
         """Return an array from `size` bytes at `start`: little-endian, row-major."""
         count = math.prod(shape)
         if self.spec.dtype == "string":
@@ -439,11 +442,10 @@ class TensorReader:
             )
         if self.dtype.kind == "b" and count and np.frombuffer(body, np.uint8, count, start).max() > 1:
             raise self.error(": a byte of BOOL must be 0 or 1")
-        if start % self.dtype.itemsize:  # the runtime reads whole elements, and the memory of a slice is aligned
-            return np.ndarray(shape, self.dtype, body[start : start + size])
-        return np.ndarray(shape, self.dtype, body, start)
+        array = np.ndarray(shape, self.dtype, body, start)
+        return array if array.flags.aligned else array.copy()  # the runtime reads whole elements
 
-    def _split_text(self, body: bytes, start: int, size: int, count: int) -> list[str]:
+    def _split_text(self, body: RequestBody, start: int, size: int, count: int) -> list[str]:
         """Return `count` elements of BYTES: length in four bytes, then UTF-8."""
         if count * _TEXT_LENGTH.size > size:
             raise self.error(f": {count} elements of BYTES need more than {size} bytes")
@@ -457,7 +459,7 @@ class TensorReader:
             if length > end - start:
                 raise self.error(f": element {len(elements)} announces {length} bytes, but {end - start} follow")
             try:
-                elements.append(body[start : start + length].decode())
+                elements.append(str(body[start : start + length], "utf-8"))
             except UnicodeDecodeError as error:
                 raise self.error(f": element {len(elements)} is not UTF-8") from error
             start += length
@@ -465,11 +467,11 @@ class TensorReader:
             raise self.error(f": {end - start} bytes follow after its {count} elements")
         return elements
 
-    def read_raw(self, body: bytes) -> Array:
+    def read_raw(self, body: RequestBody) -> Array:
         """Return an array from a body without a header, by its length."""
         if self.spec.dtype == "string":
             shape, _ = self.check_shape([1 if d is None else d for d in self.dims])
-            body = join_text([body])
+            body = join_text([bytes(body)])
             return self.read_binary(shape, body, 0, len(body))
         known = math.prod(d for d in self.dims if d is not None) * self.dtype.itemsize
         free = self.dims.count(None)

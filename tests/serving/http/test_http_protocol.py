@@ -7,10 +7,14 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from onnx_ops.serving.http.limits import READING
+from onnx_ops.serving.http.protocol import LargeBodyReader
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import INFER, ODD, X, infer_body, wait_until
 from tests.serving.serving_worker import Worker, post, received, without_date
@@ -170,6 +174,41 @@ def test_large_bodies_behind_one_head(worker: Worker, first: int) -> None:
         answers = received(client, 3)
     assert data_of(answers) == [b"[2.0,14.0]", b"[2.0,4.0]}", b"[4.0,14.0]"]
     assert worker.connections.body_bytes == 0
+
+
+@pytest.mark.parametrize("pad", range(8))
+def test_large_tensors_in_the_binary_form_are_aligned_where_they_were_read(worker: Worker, pad: int) -> None:
+    rows = np.arange(80_000, dtype=np.float32).reshape(-1, 2)
+    tensor = {**X, "shape": rows.shape, "parameters": {"binary_data_size": rows.nbytes}}
+    del tensor["data"]
+    text = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode() + b" " * pad
+    headers = {"azureml-model-deployment": "blue", "inference-header-content-length": str(len(text))}
+    request = post(INFER, text + rows.tobytes(), headers)
+    with worker.connect() as client:
+        client.sendall(request + GOOD)
+        answer, following = received(client, 2).split(b"HTTP/1.1 200 OK")[1:]
+    assert answer.endswith((2 * rows).tobytes())
+    assert b'"data":[2.0,4.0]' in following
+
+
+@pytest.mark.parametrize("start", [b"", b"1234567"])
+@pytest.mark.parametrize("length", [b"", b"0", b"5", b"161", b"162", b"-1", b"x", b"9" * 5000])
+def test_a_large_body_reader_aligns_what_follows_the_header(start: bytes, length: bytes) -> None:
+    content = bytes(range(256)) * 300
+    collected: list[tuple[memoryview, int]] = []
+    connection: Any = SimpleNamespace(body_received=lambda body, size: collected.append((body, size)))
+    reader = LargeBodyReader(connection, len(content), content[: len(start)], length)
+    for end in (1000, len(content)):
+        missing = reader.get_buffer(-1)
+        size = end - (len(content) - len(missing))
+        missing[:size] = content[end - size : end]
+        reader.buffer_updated(size)
+    (_, first), (body, size) = collected
+    assert (first, size) == (1000, len(content))
+    assert bytes(body) == content
+    assert body.readonly
+    place = np.frombuffer(body, np.uint8).ctypes.data
+    assert (place + (int(length) if len(length) < 5 and length.isdigit() else 0)) % 8 == 0
 
 
 def test_a_large_body_that_never_ends_is_refused_and_forgotten(hasty: Worker) -> None:

@@ -69,12 +69,14 @@ def test_every_type_survives_json_flat_and_nested(case: tuple[str, np.ndarray[An
 
 
 @settings(deadline=None)
-@given(typed_arrays(list(DATATYPE_OF)), st.integers(0, 7))
-def test_every_type_survives_the_binary_form_bit_by_bit(case: tuple[str, np.ndarray[Any, Any]], pad: int) -> None:
+@given(typed_arrays(list(DATATYPE_OF)), st.integers(0, 7), st.none() | st.integers(0, 7))
+def test_every_type_survives_the_binary_form_bit_by_bit(
+    case: tuple[str, np.ndarray[Any, Any]], pad: int, place: int | None
+) -> None:
     dtype, array = case
     model = mirror(dtype, array)
     body, length = binary({"x": (dtype, array)}, parameters={"binary_data_output": True}, pad=" " * pad)
-    call = read_infer(body, length, model)
+    call = read_infer(body if place is None else memoryview(bytes(place) + body)[place:], length, model)
     read = call.feed["x"]
     assert read.flags.aligned
     document, tail = echoed(call, model)
@@ -282,7 +284,7 @@ def test_a_raw_body_is_the_only_input() -> None:
     assert call.feed["x"].shape == (3, 2)
     assert call.binary == (True, True)
     text = signature([spec("s", "string", "n")])
-    assert read_infer("é".encode(), 0, text).feed["s"].tolist() == ["é"]
+    assert read_infer(memoryview("é".encode()), 0, text).feed["s"].tolist() == ["é"]
     with pytest.raises(UserError, match="needs 8 bytes, not 12"):
         read_infer(bytes(12), 0, PIXELS)
     with pytest.raises(UserError, match="several free dimensions"):
