@@ -28,7 +28,7 @@ _SURELY_WORSE = 0.95
 """Variants with larger p-values are not counted, as they cannot be chosen by mistake. The level is lowered by the same
 factor: Zhao, Small and Su 2019, Journal of the American Statistical Association 114:1291-1304."""
 
-_AS_FAST = 0.95
+_AS_FAST = 0.9
 """Share of the highest rate from which a way to run requests counts as equally fast."""
 
 
@@ -223,7 +223,8 @@ def _describe_ratio(chosen: _Candidate) -> str:
 def choose_scheduling(measured: Sequence[SchedulingMeasurement], *, independent: bool) -> tuple[int, bool]:
     """Return how many requests a server should run at once (0: as many as it can), and whether in batches.
 
-    Of the ways that are as fast as the fastest one, the one with the fewest threads costs the least processor time.
+    Of the ways that are as fast as the fastest one, it is the one with the most threads: one reads and answers requests
+    while the others run, which was not measured.
 
     Args:
         measured: empty if the server runs the model on its event loop, or if it could not be measured.
@@ -235,6 +236,6 @@ def choose_scheduling(measured: Sequence[SchedulingMeasurement], *, independent:
     allowed = [way for way in measured if independent or way.rows == single]
     fastest = max(way.rows_per_s for way in allowed)
     equal = [way for way in allowed if way.rows_per_s >= _AS_FAST * fastest]
-    threads = min(way.threads for way in equal)
+    threads = max(way.threads for way in equal)
     is_batched = any(way.rows > single for way in equal) or all(way.rows == single for way in measured)
     return (0 if threads == max(way.threads for way in measured) else threads), independent and is_batched

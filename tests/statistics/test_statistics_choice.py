@@ -334,21 +334,21 @@ def test_a_growing_error_is_a_change_for_the_worse() -> None:
 WAYS = {"memory bound": {(1, 1): 60.0, (1, 16): 100.0, (2, 1): 60.0, (2, 8): 97.0, (4, 1): 61.0, (4, 4): 80.0}}
 WAYS["compute bound"] = {(1, 1): 25.0, (1, 16): 26.0, (2, 1): 50.0, (2, 8): 52.0, (4, 1): 99.0, (4, 4): 100.0}
 WAYS["better alone"] = {(1, 1): 50.0, (1, 16): 20.0, (2, 1): 100.0, (2, 8): 40.0}
-WAYS["batches on one"] = {(1, 1): 50.0, (1, 16): 100.0, (2, 1): 80.0, (2, 8): 90.0}
+WAYS["batches on one"] = {(1, 1): 50.0, (1, 16): 100.0, (2, 1): 80.0, (2, 8): 85.0}
 WAYS["fixed batch"] = {(1, 3): 100.0, (2, 3): 104.0}
 
 
 @pytest.mark.parametrize(
     ("ways", "independent", "chosen"),
     [
-        ("memory bound", True, (1, True)),
-        ("memory bound", False, (1, False)),
+        ("memory bound", True, (2, True)),
+        ("memory bound", False, (0, False)),
         ("compute bound", True, (0, True)),
         ("compute bound", False, (0, False)),
         ("better alone", True, (0, False)),
         ("batches on one", True, (1, True)),
         ("batches on one", False, (0, False)),
-        ("fixed batch", True, (1, True)),
+        ("fixed batch", True, (0, True)),
         ("", True, (0, True)),
         ("", False, (0, False)),
     ],
@@ -364,8 +364,11 @@ def test_requests_run_at_once_and_in_batches_where_that_is_fast(
 
 
 @given(st.dictionaries(st.sampled_from([(t, r) for t in (1, 2, 4) for r in (1, 16 // t)]), st.floats(1e-3, 1e6)))
-def test_chosen_threads_include_a_way_as_fast_as_any(rates: dict[tuple[int, int], float]) -> None:
+def test_chosen_threads_are_the_most_of_the_ways_as_fast_as_any(rates: dict[tuple[int, int], float]) -> None:
     measured = [SchedulingMeasurement(threads=t, rows=r, rows_per_s=rate) for (t, r), rate in rates.items()]
     threads, _ = choose_scheduling(measured, independent=True)
-    reached = [rate for (count, _), rate in rates.items() if not threads or count <= threads]
-    assert not rates or max(reached) >= 0.95 * max(rates.values())
+    if rates:
+        most = max(count for count, _ in rates)
+        fast = [count for (count, _), rate in rates.items() if rate >= 0.9 * max(rates.values())]
+        assert (threads or most) == max(fast)
+        assert threads != most
