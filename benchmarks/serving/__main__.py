@@ -18,14 +18,18 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks.serving.claims import (
+    ALL,
+    ALL_BINARY,
     BINARY,
     HEAD,
     KEYED,
     MLFLOW,
+    ONE,
+    ONE_BINARY,
     OURS,
     PLAIN,
     PLAIN_BINARY,
@@ -36,6 +40,7 @@ from benchmarks.serving.claims import (
     Board,
     claim_of_failures,
     claims_of_cnn,
+    claims_of_dense,
     claims_of_image,
     claims_of_mlp,
     claims_of_triton,
@@ -56,7 +61,7 @@ from benchmarks.serving.contestants import (
 )
 from benchmarks.serving.load import generator
 from benchmarks.serving.models import CNN, DENSE, IMAGE, MLP, Model, write_all
-from benchmarks.serving.rounds import Match, Score, bare_run_us, run_matches
+from benchmarks.serving.rounds import Match, Score, bare_run_us, choose_threads, run_matches
 from benchmarks.truth.claims import Claim
 from benchmarks.truth.page import fill, markdown, promises
 
@@ -91,7 +96,7 @@ def main() -> int:
             elif model == "image":
                 claims += claims_of_image(Board(play(list_image_matches(folder, triton))))
             else:
-                play(list_matches(list_callers(Ours(OURS, DENSE, folder), folder, triton), (16,)))
+                claims += claims_of_dense(Board(play(list_dense_matches(folder, triton))))
     board = Board(scores)
     claims += [*claims_of_triton(board), claim_of_failures(board)]
     if options.page:
@@ -146,6 +151,16 @@ def list_image_matches(folder: Path, triton: Path | None) -> list[Match]:
     callers = [caller for caller in list_callers(ours, folder, triton) if caller[0] != TRITON]
     others = [tuned_snippet(IMAGE, folder), *floor(IMAGE, folder, ours.binary())]
     return list_matches([*callers, *((other.name, other, other.call()) for other in others)], (1,))
+
+
+def list_dense_matches(folder: Path, triton: Path | None) -> list[Match]:
+    """Return this server with the threads that evidence chooses, and with each other setting."""
+    model = replace(DENSE, threads=choose_threads(DENSE, folder))
+    callers = list_callers(Ours(OURS, model, folder), folder, triton)
+    for name, binary, threads in ((ONE, ONE_BINARY, 1), (ALL, ALL_BINARY, 0)):
+        ours = Ours(name, replace(model, threads=threads), folder)
+        callers += [(name, ours, ours.call()), (binary, ours, ours.binary())]
+    return list_matches(callers, (16, 64))
 
 
 def list_callers(ours: Ours, folder: Path, triton: Path | None) -> list[Caller]:

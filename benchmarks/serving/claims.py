@@ -17,6 +17,8 @@ OURS, KEYED, BINARY, SNIPPET, TUNED, MLFLOW = (
     "FastAPI snippet, tuned",
     "mlflow",
 )
+ONE, ONE_BINARY = "onnx-ops, one thread", "onnx-ops, one thread, binary"
+ALL, ALL_BINARY = "onnx-ops, all threads", "onnx-ops, all threads, binary"
 PLAIN, PLAIN_BINARY = "plain parser loop", "plain parser loop, binary"
 TRITON, TRITON_BINARY = "Triton", "Triton, binary"
 _ABOUT = 0.95
@@ -65,6 +67,19 @@ def claims_of_image(board: Board) -> list[Claim]:
     ratio = board.faster(BINARY, SNIPPET, "image", "1")
     what = "224×224 image in binary: requests/s against the snippet in JSON, 1 connection"
     return [_at_least(what, ratio, 20)]
+
+
+def claims_of_dense(board: Board) -> list[Claim]:
+    """Return how the threads that evidence chose compare with the better of one and all."""
+    return [
+        _at_least(
+            f"dense model: requests/s of the chosen threads against the better of one and all: {name}, {place}",
+            min(board.faster(name, other, "dense", place) for other in others),
+            0.9,
+        )
+        for name, others in ((OURS, (ONE, ALL)), (BINARY, (ONE_BINARY, ALL_BINARY)))
+        for place in ("16", "64")
+    ]
 
 
 def claims_of_triton(board: Board) -> list[Claim]:

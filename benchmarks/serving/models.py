@@ -53,7 +53,7 @@ class Model:
 MLP = Model(name="mlp", shape=(16,))
 CNN = Model(name="cnn", shape=(1, 8, 8))
 IMAGE = Model(name="image", shape=(3, 224, 224))
-DENSE = Model(name="dense", shape=(2048,), outputs=2048, batchable=True, threads=1)
+DENSE = Model(name="dense", shape=(2048,), outputs=2048, batchable=True)
 
 
 def write_all(folder: Path) -> None:

@@ -11,9 +11,16 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.serving.contestants import Call, Contestant
 from benchmarks.serving.load import Burst, burst
 from benchmarks.serving.models import Model
+from onnx_ops import plugins
+from onnx_ops.domain.evidence import LatencySamples
+from onnx_ops.domain.target import Target
+from onnx_ops.measure.speed import measure_scheduling
+from onnx_ops.statistics.choice import choose_scheduling
 from tests.support.processes import cpu_seconds, memory
 
 _BARE = Path(__file__).with_name("peers") / "bare_run.py"
@@ -141,6 +148,17 @@ def _move(pids: Sequence[int], processors: set[int]) -> None:
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with suppress(ProcessLookupError):  # it has ended meanwhile
                 os.sched_setaffinity(int(thread.name), processors)
+
+
+def choose_threads(model: Model, folder: Path) -> int:
+    """Return the threads that a release of the model would be served with on this machine."""
+    runtime = plugins.load("runtimes", "onnxruntime")
+    target, inputs, cores = Target(name="cpu-1t"), {"x": model.rows()[:, 0]}, os.cpu_count() or 1
+    samples = runtime.sample(model.path(folder), target, {"x": inputs["x"][:1]}, runs=20, warmup=20)
+    p50_ns = float(np.median(samples.nanoseconds))
+    latency = LatencySamples(batch=1, runs=20, preempted=0, quantiles_ns={"p50": p50_ns})
+    ways = measure_scheduling(runtime, model.path(folder), target, inputs, latency, cores, seed=1)
+    return choose_scheduling(ways, independent=True)[0]
 
 
 def bare_run_us(model: Model, folder: Path, rounds: int) -> float:
