@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 INFER = b"/v2/models/m/infer"
 BODY = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}).encode()
+_ROWS = 20_000
+_LARGE = {"name": "x", "datatype": "FP32", "shape": [_ROWS, 2], "parameters": {"binary_data_size": 8 * _ROWS}}
+_LARGE_HEADER = json.dumps({"inputs": [_LARGE], "parameters": {"binary_data_output": True}}).encode()
 STATUSES = frozenset({200, 400, 403, 404, 405, 408, 411, 413, 414, 415, 417, 422, 429, 431, 501, 503, 505})
 """What may be answered: a 500 is a defect."""
 
@@ -69,14 +72,25 @@ def _build_request(draw: random.Random, number: int, *, is_nested: bool) -> byte
     if is_nested:  # a request inside of a body must not be answered
         hidden = b"GET /v2 HTTP/1.1\r\nhost: x\r\n%binner-%d\r\n\r\n" % (_ID, number)
         body = draw.choice([hidden, BODY + b"\r\n\r\n" + hidden, hidden * 2])
+    header: list[bytes] = []
+    if (size := draw.random()) < 0.05:  # a large body is read without the parser
+        body += b" " * draw.choice([1 << 16, 70_000, 200_000])
+    elif size < 0.1 and not is_nested:
+        body = _LARGE_HEADER + bytes(8 * _ROWS)
+        header = [b"inference-header-content-length: %d" % len(_LARGE_HEADER)]
     method = b"POST" if is_nested else draw.choice([b"POST"] * 6 + [b"GET", b"PUT", b"OPTIONS", b"CONNECT", b"PRI"])
     path = draw.choice(
         [INFER, INFER, b"/invocations", b"/v2/health/live", b"/docs", b"/v2/models/%6d/infer", b"*", b"//"]
     )
-    lines = [b"%b %b HTTP/1.%d" % (method, path, draw.random() < 0.95), b"host: x", b"%bouter-%d" % (_ID, number)]
+    lines = [
+        b"%b %b HTTP/1.%d" % (method, path, draw.random() < 0.95),
+        b"host: x",
+        b"%bouter-%d" % (_ID, number),
+        *header,
+    ]
     if draw.random() < 0.3:
-        size = draw.randrange(1, len(body) + 1)
-        pieces = [body[start : start + size] for start in range(0, len(body), size)]
+        piece_size = draw.randrange(1 + len(body) // 1000, len(body) + 1)
+        pieces = [body[start : start + piece_size] for start in range(0, len(body), piece_size)]
         body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
         lines.append(b"transfer-encoding: chunked")
     else:
