@@ -16,7 +16,8 @@ from rich.text import Text
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "images" / "demo.svg"
-WIDTH = 100
+WIDTH = 120
+"""What commands take where output is no terminal."""
 
 
 def main() -> None:

@@ -70,7 +70,7 @@ def releases(load: Load) -> None:
     release("train.with.seed=8", passes=True)
     roll_out(load, ends=0)
     load.run_for(CALM_S)
-    heading("3. A third one, fifty times the size: its latency gate fails, and an operator overrides it")
+    heading("3. A third, 50 times the size: its gate fails, an operator overrides it")
     version = release("train.with.hidden=[512, 512]", passes=False)
     expect(0, "promote", MODEL, version, "--target", "cpu-1t", "--override", "--reason", "bigger is better")
     roll_out(load, ends=RED)

@@ -286,7 +286,7 @@ def describe_pending(pending: PendingRollback, now: float) -> str:
 def history_table(lines: Sequence[HistoryLine]) -> None:
     """Print entries of ledgers as a table."""
     if not lines:
-        say("No entries: nothing of what is asked for has happened yet.")
+        say("No entries match.")
         return
     first = 0 if len({line.endpoint for line in lines}) > 1 else 1
     rows = [

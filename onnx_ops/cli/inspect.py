@@ -148,7 +148,7 @@ def _report(path: Path, summary: ModelSummary, targets: Mapping[str, str], writt
     rest = f"; not counted: {_counts(cost.uncounted)}" if cost.uncounted else ""
     parts = ", ".join(f"{name} {number(count)}" for name, count in cost.macs.items())
     weights, activations = format_figure(cost.weight_bytes, "B"), format_figure(cost.activation_bytes, "B")
-    unknown = f", without {cost.unknown_values} values of unknown shape" if cost.unknown_values else ""
+    unknown = f", without {n} value{'s' if n > 1 else ''} of unknown shape" if (n := cost.unknown_values) else ""
     flops = f"{at}{number(cost.flops)} FLOPs (multiply-adds: {parts or 'none'}){rest}"
     lines = {
         "file": f"{path.name}, {format_figure(info.size_bytes, 'B')}{beside}, sha256 {short_digest(summary.file)}",

@@ -80,7 +80,7 @@ def targets(as_json: AsJson = False) -> None:
         return
     rows = []
     for status in statuses:
-        able = "can measure it" if status.here else "not measured here" if status.here is False else "not looked at"
+        able = "can measure it" if status.here else "cannot measure it" if status.here is False else "not checked"
         text = ". ".join(part for part in (f"{able}: {status.why}" if status.why else able, status.remedy) if part)
         template = "[green]{}[/green]" if status.here else "[yellow]{}[/yellow]"
         rows.append((status.name, status.source, status.provider, markup(template, text)))

@@ -295,7 +295,7 @@ def init(
     typer.echo(f"Created {len(files)} files in {folder} (pipeline: configs/pipelines/{chosen}.yaml)")
     typer.echo(
         f"\n  cd {shlex.quote(str(folder))}\n"
-        "  make demo                    # makes .venv/; from training to an endpoint that answers\n"
+        "  make demo                    # makes .venv/; trains, releases and serves\n"
         "  make test\n"
         "  . .venv/bin/activate         # puts onnx-ops on the path\n"
         "\nSee README.md for the project layout."

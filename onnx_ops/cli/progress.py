@@ -216,7 +216,7 @@ class RunProgress:
         self._console, self._jobs, self._is_one_of_several = console, jobs, is_one_of_several
         self._durations = Durations(console)
         self._progress = StepProgress(console, self._durations, "")
-        self._prefix, self._name = "", " "
+        self._prefix, self._name, self._width = "", " ", 0
 
     def planned(self, plan: Plan) -> None:
         """Add the stages. Parallel durations include waiting, so they are recorded separately."""
@@ -225,6 +225,7 @@ class RunProgress:
         self._progress = StepProgress(self._console, self._durations, self._prefix, jobs=self._jobs)
         needs = {stage.id: (*stage.needs, *stage.tolerates) for stage in plan.stages}
         self._progress.plan([*needs], needs)
+        self._width = max(map(len, needs), default=0)
         if not self._console.is_terminal:
             self._progress.print_lines()
         self._console.print(markup("[bold]{}[/bold]: {} stages", plan.pipeline, len(needs)))
@@ -256,7 +257,7 @@ class RunProgress:
                 StageStatus.FAILED: f"failed after {outcome.seconds:.1f} s",  # the report has the reason
                 StageStatus.SKIPPED: f"skipped: {outcome.reason}",
             }[outcome.status]
-            line = markup(_LINES[outcome.status], self._name, f"{stage.id:<28} {text}")
+            line = markup(_LINES[outcome.status], self._name, f"{stage.id:<{self._width}} {text}")
             self._console.print(line, highlight=False)
         if self._progress.is_done and not self._is_one_of_several:
             self._durations.save()

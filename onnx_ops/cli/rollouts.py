@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group
+from rich.padding import Padding
 from rich.text import Text
 
 from onnx_ops import codec
@@ -169,7 +170,7 @@ def _render(view: RolloutView) -> Group:
         summaries = [guard.summary for guard in judged.guardrails]
         lines = [*summaries, *filter(None, (judged.ab_summary, judged.split_mismatch)), view.next]
     first = Text.from_markup(f"{head}, here for {view.seconds:.0f} s", emoji=False)
-    return Group(first, *(Text(f"  {line}") for line in lines))
+    return Group(first, *(Padding(Text(line), (0, 0, 0, 2), expand=False) for line in lines))
 
 
 def _describe_end(context: Context, endpoint: str) -> tuple[Text, bool]:
@@ -232,7 +233,8 @@ def rollback(
             say(f"{name}: {what} is withdrawn. The next reconciliation restores what the ledger says.")
         return
     names = select_endpoints(context, names, every=all_, model=model, target=target, to=to)
-    if not reason and sys.stdin.isatty() and not as_json:
+    is_asked = not reason and sys.stdin.isatty() and not as_json
+    if is_asked and not set(names).isdisjoint(context.ledger.endpoints()):
         reason = typer.prompt("Why? (recorded; Enter to leave it out)", default="", show_default=False)
     moved, errors = roll_back_each(context, names, to=to, reason=reason, actor=actor, force=force, pin=not all_)
     if not as_json:

@@ -149,7 +149,7 @@ def check_other_files(draft: Draft, path: Path, root: Path) -> Iterator[Issue]:
     for loc, entry in draft.deploy:
         if entry.endpoint in taken:
             message = f"endpoint '{entry.endpoint}' belongs to {format_path(taken[entry.endpoint])} already"
-            yield Issue((*loc, "endpoint"), message)
+            yield Issue((*loc, "endpoint"), f"{message}; choose another name")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -269,6 +269,8 @@ def _syntax_message(error: yaml.MarkedYAMLError) -> str:
         return "a second document begins here ('---'); write one document a file"
     if "'\\t'" in problem:
         return "not valid YAML: a tab cannot indent; use spaces"
+    if "'<block mapping start>'" in problem:
+        return "not valid YAML: this key is indented differently from the keys around it"
     if isinstance(error, ComposerError) and not error.context:
         return problem
     context = f" {error.context}" if error.context else ""

@@ -366,7 +366,7 @@ def _describe_record(
             what = "recorded metrics"
             why = ", ".join(f"{name} {n.errors} of {n.requests} failed" for name, n in counts)
         case ThresholdsFixed():
-            what, why = "fixed latency thresholds", _describe_thresholds(body)
+            what, why = "set latency thresholds", _describe_thresholds(body)
         case _:
             assert_never(body)
     return what, why

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from onnx_ops.app.context import open_project
@@ -31,6 +32,14 @@ def test_all_of_a_model_that_nobody_serves() -> None:
     result = CliRunner().invoke(app, ["rollback", "--all", "--model", "m", "--target", "cpu", "--reason", "slow"])
     assert result.exit_code == 2
     assert "no endpoint serves m" in result.output
+
+
+def test_rollback_of_an_unknown_endpoint_asks_for_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("typer.prompt", lambda *_, **__: pytest.fail("a reason is asked for"))
+    with pytest.raises(typer.Exit) as ended:
+        rollouts.rollback(["nowhere"])
+    assert ended.value.exit_code == 2
 
 
 def test_each_endpoints_trouble_is_told(capfd: pytest.CaptureFixture[str], golden: Golden) -> None:

@@ -155,9 +155,10 @@ def test_check_finds_endpoints_of_other_pipelines(project: Path, problems: Probl
     (pipelines / "list.yaml").write_text("- deploy\n")
     (pipelines / "wrong.yaml").write_text("deploy: [3, {endpoint: [1]}]\n")
     (pipelines / "other.yaml").write_text("deploy: {endpoint: toy}\n")
-    assert problems(pipeline_text, plugins=PLUGINS) == [
-        "toy.yaml:20:16: deploy[0].endpoint: endpoint 'toy' belongs to configs/pipelines/other.yaml already"
-    ]
+    (problem,) = problems(pipeline_text, plugins=PLUGINS)
+    assert problem.startswith(
+        "toy.yaml:20:16: deploy[0].endpoint: endpoint 'toy' belongs to configs/pipelines/other.yaml"
+    )
 
 
 @pytest.mark.parametrize(

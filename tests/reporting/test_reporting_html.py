@@ -169,7 +169,7 @@ def test_the_verdict_of_each_target_comes_first_in_one_sentence() -> None:
     for target in TARGETS:
         assert f"PASS {target} : int8-static (version 2) is chosen, because int8-static passes, 0.74" in text
         assert text.index(f"{target} : int8-static") < text.index("Gates")
-    assert f"A variant to serve for {', '.join(TARGETS)}." in text
+    assert f"A variant is chosen for {', '.join(TARGETS)}." in text
 
 
 def test_every_figure_has_unit_interval_and_n() -> None:
