@@ -183,7 +183,7 @@ def promote(
     """
     from onnx_ops.cli.releases import promote as command
 
-    return _call(command, model, str(version), target, reason=reason, actor=actor, override=override, changes=True)
+    return _call(command, f"{model}/{version}", target, reason=reason, actor=actor, override=override, changes=True)
 
 
 def rollback(

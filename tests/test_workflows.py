@@ -114,7 +114,7 @@ def test_a_promotion_is_what_the_command_takes(tmp_path: Path) -> None:
     called, code = run(FOLDER / "promote.yml", tmp_path, model="digits-mlp", version="3", target="cpu-1t")
     assert code == 0
     found = parsed(called)
-    assert (found["model"], found["version"], found["target"]) == ("digits-mlp", "3", "cpu-1t")
+    assert (found["version"], found["target"]) == ("digits-mlp/3", "cpu-1t")
     assert found["override"] is False
 
 
@@ -123,7 +123,7 @@ def test_what_is_typed_stays_data(file: Path, tmp_path: Path) -> None:
     called, _ = run(file, tmp_path, **dict.fromkeys(inputs_of(load(file)), HOSTILE))
     found = parsed(called)
     assert found["reason"] == HOSTILE
-    assert HOSTILE in (found.get("model"), *(found.get("endpoints") or ()))
+    assert (found.get("version") or found["endpoints"]) in (f"{HOSTILE}/{HOSTILE}", [HOSTILE])
     assert not (tmp_path / "hacked").exists()
 
 

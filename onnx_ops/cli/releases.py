@@ -75,8 +75,7 @@ def explain(
 
 
 def promote(
-    model: Annotated[str, typer.Argument(help="Registered model.")],
-    version: Annotated[str, typer.Argument(help="Its version.")],
+    version: Annotated[str, typer.Argument(metavar="MODEL/VERSION", help="A registered version, e.g. digits-mlp/3.")],
     target: Target,
     reason: Reason = "",
     actor: Actor = "",
@@ -87,17 +86,16 @@ def promote(
 ) -> None:
     """Make a version the challenger of a target, and start its rollout on every endpoint that serves the target.
 
-    Example: onnx-ops promote digits-mlp 3 --target cpu-1t --reason "better on zeros"
+    Example: onnx-ops promote digits-mlp/3 --target cpu-1t --reason "better on zeros"
     """
     from onnx_ops.release.notify import send_pending_each
     from onnx_ops.release.promote import promote as make_challenger
     from onnx_ops.release.reconcile import reconcile_each
 
+    model, number = parse_version(version, "promote")
     context = open_project().context
     with working("promote", "registry", "endpoints", "notifications", quiet=as_json) as progress:
-        done = make_challenger(
-            context, model, version.removeprefix("v"), target, actor=actor, reason=reason, override=override
-        )
+        done = make_challenger(context, model, number, target, actor=actor, reason=reason, override=override)
         progress.begin("endpoints")
         reports, errors = reconcile_each(context, done.endpoints, actor=actor)
         progress.begin("notifications")

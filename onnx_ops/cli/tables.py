@@ -275,7 +275,7 @@ def _release_lines(summary: Summary, registration: Registration, project: Projec
         choice = next(c for c in summary.choices if c.target == target)
         version = registration.versions.get(choice.variant or "", "?")
         say(f"Awaiting promotion on {target}: set alias challenger-{target} in MLflow, or")
-        command = f"  onnx-ops promote {registration.model} {version} --target {target}"
+        command = f"  onnx-ops promote {registration.model}/{version} --target {target}"
         out.print(markup("{}", command), soft_wrap=True)
     for target in dict.fromkeys(c.target for c in summary.choices):
         for state in list_sibling_states(project.context, registration.model, target):

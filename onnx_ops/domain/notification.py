@@ -262,8 +262,8 @@ def _describe_refusal(before: ReleaseState, entry: LedgerEntry, refused: Version
 
 def _promote(state: ReleaseState, version: str) -> str:
     if state.config is None:
-        return f"onnx-ops promote MODEL {version} --target TARGET"
-    return f"onnx-ops promote {state.config.model} {version} --target {state.config.target}"
+        return f"onnx-ops promote MODEL/{version} --target TARGET"
+    return f"onnx-ops promote {state.config.model}/{version} --target {state.config.target}"
 
 
 def _version(deployment: Deployment | None) -> str:

@@ -34,7 +34,7 @@ ROLLED_BACK = Notification(
     severity=Severity.CRITICAL,
     headline="v3 was rolled back, v2 has all traffic",
     why="errors: canary 28/800 (3.50%) vs stable 67/7200 (0.93%); evidence 346211:1 (limit 60:1) -> ROLL BACK",
-    commands={"Undo": "onnx-ops promote digits-mlp 3 --target cpu --override"},
+    commands={"Undo": "onnx-ops promote digits-mlp/3 --target cpu --override"},
     model="digits-mlp",
     link="https://registry.example/models/digits-mlp",
 )
@@ -58,7 +58,7 @@ class NotifierSuite:
         inbox.answer = self.usual
         notifier.send(ROLLED_BACK)
         sent = json.dumps(inbox.requests[-1].document)
-        for text in ("digits", "v3 was rolled back", "28/800", "limit 60:1", "onnx-ops promote digits-mlp 3"):
+        for text in ("digits", "v3 was rolled back", "28/800", "limit 60:1", "onnx-ops promote digits-mlp/3"):
             assert text in sent
         assert ROLLED_BACK.link in sent
 

@@ -39,7 +39,7 @@ def test_an_automatic_rollback_says_all_that_is_needed_at_night(golden: Golden) 
     found = only(ALARM)
     assert (found.what, found.severity, found.sequence) == (NotificationKind.ROLLED_BACK, Severity.CRITICAL, 7)
     assert found.why == LINE
-    assert found.commands == {"Undo": 'onnx-ops promote digits 2 --target cpu --override --reason "..."'}
+    assert found.commands == {"Undo": 'onnx-ops promote digits/2 --target cpu --override --reason "..."'}
     golden("tables", "\n".join([found.title, *found.lines]))
 
 

@@ -98,7 +98,7 @@ def test_a_tampered_artifact_in_the_registry_is_refused(released: Project) -> No
     content[-100] ^= 0xFF
     artifact.write_bytes(bytes(content))
     before = state_of(released)
-    done = released.command("promote", "digits-mlp", version, "--target", "cpu-1t")
+    done = released.command("promote", f"digits-mlp/{version}", "--target", "cpu-1t")
     output = done.stdout + done.stderr
     assert done.code == 5
     assert "refused" in output

@@ -77,7 +77,7 @@ CALLS = (
     Call("report m/1", 4, "onnx-ops report, registry: package mlflow", extras="mlflow"),
     Call("export-dvc m/1", 4, "onnx-ops export-dvc, registry: package mlflow", extras="mlflow"),
     Call("drift check", 4, "onnx-ops drift check, registry: package mlflow", extras="mlflow"),
-    Call("promote digits 1 -t cpu", 4, "onnx-ops promote, registry: package mlflow", extras="mlflow"),
+    Call("promote digits/1 -t cpu", 4, "onnx-ops promote, registry: package mlflow", extras="mlflow"),
     Call("rollout status digits", 0, "no rollout in progress"),
     Call("rollout pause digits", 4, "onnx-ops rollout pause, registry: package mlflow", extras="mlflow"),
     Call("rollout abort digits", 2, "no rollout is in progress"),

@@ -160,7 +160,7 @@ def test_a_block_of_prefects_carries_a_message(block: WebhookSink, tmp_path: Any
     (letter,) = block.requests
     assert letter.document["subject"] == ROLLED_BACK.title
     assert ROLLED_BACK.why in letter.document["body"]
-    assert "Undo: onnx-ops promote digits-mlp 3" in letter.document["body"]
+    assert "Undo: onnx-ops promote digits-mlp/3" in letter.document["body"]
 
 
 def test_a_block_that_is_not_there(prefect_server: None, tmp_path: Any) -> None:
