@@ -50,6 +50,7 @@ def require_passing_decision(
         raise RefusedError(
             f"no signed decision for target {target}",
             where=where,
+            why=f"it has decisions for {', '.join(sorted(record.decisions))}" if record.decisions else "",
             remedy="Run its pipeline with this target in `benchmark.targets`, where decisions are signed.",
         )
     about = verify_envelope(own.envelope, DecisionRecord, verifier, where=where)
