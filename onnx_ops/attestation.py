@@ -1,8 +1,8 @@
-"""Signed statements: only files that one names may be loaded.
+"""Signed statements: a file is loaded only if a statement names it.
 
 A statement is an in-toto Statement v1 (https://in-toto.io/Statement/v1) whose subject is a manifest of files and whose
 predicate is a record. It is signed in a DSSE envelope with ECDSA P-256 and SHA-256, over the stored bytes, so that
-no record is ever encoded again to be verified.
+verifying a record never encodes it again.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class AwsAccess:
 
 
 def read_access(*settings: Mapping[str, Json], where: str = "") -> AwsAccess:
-    """Return the access that settings choose among others; later ones win."""
+    """Return the AWS access in mappings of settings; later mappings take precedence."""
     names = [f.name for f in fields(AwsAccess)]
     given = {name: each[name] for each in settings for name in names if name in each}
     return bind_settings(given, AwsAccess, where=where)
@@ -199,7 +199,7 @@ def create_once(send: Callable[[], object]) -> None:
 
 
 def describe_alarms(cloudwatch: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return those of CloudWatch's alarms that exist, by name."""
+    """Return the alarms that exist in CloudWatch, by name."""
     answer = cloudwatch.describe_alarms(AlarmNames=list(names), AlarmTypes=["MetricAlarm", "CompositeAlarm"])
     kinds = ("MetricAlarms", "CompositeAlarms")
     return {alarm["AlarmName"]: alarm for kind in kinds for alarm in answer.get(kind, ())}
@@ -216,7 +216,7 @@ def get_error_message(error: Any) -> str:
 
 
 def build_variant_name(deployment: str) -> str:
-    """Return the name of a deployment's variant: its own where that is allowed."""
+    """Return the variant name of a deployment: the deployment's name if SageMaker allows it."""
     if _NAME.fullmatch(deployment):
         return deployment
     plain = re.sub(r"[^a-zA-Z0-9]+", "-", deployment).strip("-")[:40].strip("-")
@@ -224,7 +224,7 @@ def build_variant_name(deployment: str) -> str:
 
 
 def is_valid_name(text: str) -> bool:
-    """Return whether it can be the name of an endpoint or a variant."""
+    """Return whether a text is a valid name of an endpoint or a variant."""
     return _NAME.fullmatch(text) is not None
 
 

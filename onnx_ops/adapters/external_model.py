@@ -33,7 +33,7 @@ class UserSuppliedModels:
 
         Raises:
             NotFoundError: there is no such model.
-            ServiceUnavailableError: its place does not answer.
+            ServiceUnavailableError: its server does not answer.
             MissingPackageError: fsspec needs another package for this kind of URL.
         """
         if place.startswith(REGISTERED):

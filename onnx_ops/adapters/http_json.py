@@ -29,7 +29,8 @@ def require_https(url: str, what: str) -> str:
     """Return the host of an address that requests can be sent to.
 
     Raises:
-        UserError: it is no https address (http is allowed on this machine). The address, maybe a secret, is not shown.
+        UserError: it is not an https address (http is allowed on this machine). The error does not show the address,
+            which can be a secret.
     """
     try:
         parts = urlsplit(url)

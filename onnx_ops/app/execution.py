@@ -136,7 +136,7 @@ def hold_key_lock(folder: Path, key: Digest) -> Iterator[None]:
 class StageDurations:
     """The last duration of each stage of a pipeline, without the time that it waited: a file of the state folder.
 
-    A file that cannot be read or written costs estimates, and no run.
+    If the file cannot be read or written, there are no estimates; a run does not fail.
     """
 
     def __init__(self, path: Path | None = None) -> None:

@@ -1,4 +1,4 @@
-"""New projects: the needed files of this repository under the project's name, with a model to start from.
+"""New projects: the required files of this repository, renamed for the project, with a model to start from.
 
 Flows, workflows, infrastructure and examples are those that this project itself runs and tests; `templates/` links to
 them, and a wheel holds copies. A project also gets the wheel of this release, so that a runner can install it from a

@@ -106,10 +106,10 @@ def history(
     traffic: Annotated[bool, typer.Option("--traffic", help="Only changes of traffic, drawn as bars.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what happened to endpoints: who, when, what and why; with --json also the evidence.
+    """Show what changed on endpoints, when, by whom and why; with --json also the evidence.
 
     Deleted endpoints are included. Needs no MLflow. Exit code 4 if a ledger is damaged: the entries before the damage
-    are shown, and what is wrong.
+    and the error are shown.
 
     Example: onnx-ops history --model digits-mlp --since 30d --json
     """
@@ -276,7 +276,7 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
 
 
 def describe_pending(pending: PendingRollback, now: float) -> str:
-    """Return the goal of a pending rollback, who requested it how many seconds ago and why it is pending."""
+    """Return the goal of a pending rollback, its requester and age in seconds, and why it is pending."""
     stable = pending.action.roles.stable
     to = stable.name if stable is not None else "nothing"
     text = f"to {to}, asked for by {pending.actor} {max(0.0, now - pending.at):.0f} s ago ({pending.action.why})"

@@ -50,7 +50,7 @@ def inspect(
 
     The cost comes from shapes alone; weights beside the file are not read.
 
-    Exit code: 0 valid, 2 not, 5 its weights lie where they must not.
+    Exit code: 0 valid, 2 not valid, 5 its external weights are refused.
 
     Example: onnx-ops inspect model.onnx --batch 8
     """
@@ -98,7 +98,7 @@ def inspect(
 
 @contextmanager
 def view(path: Path, port: int) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Serve a graph with Netron; give its URL and a function that waits for the end. Port 0 takes a free one."""
+    """Serve a graph with Netron; return its URL and a function that waits until it ends. Port 0 selects a free one."""
     require(*EXTRAS["view"], where="inspect --serve")
     netron = importlib.import_module("netron")
     host, taken = netron.start(str(path), address=("127.0.0.1", port or None), browse=False)

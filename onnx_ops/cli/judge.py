@@ -100,7 +100,7 @@ def judge(
 ) -> None:
     """Judge whether one ONNX file may take the place of another: answers, task metric, latency and size.
 
-    It reads off the files what the candidate is. A model in float must give the same answers. A rounded one (int8,
+    The kind of the candidate is derived from both files. A float model must give the same answers. A rounded one (int8,
     4-bit, float16) is judged by its weights, activations, function without rounding, and task metric.
 
     Exit code: 0 accepted, 1 rejected, 2 wrong input, 3 inconclusive, 4 not measured.

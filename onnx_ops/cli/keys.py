@@ -54,7 +54,7 @@ def keys_new(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a key pair where there is none: a private key with mode 0600, and its public key.
+    """Create a key pair if there is none: a private key with mode 0600, and its public key.
 
     Example: onnx-ops keys new
     """
@@ -70,7 +70,7 @@ def keys_new(
 def keys_rotate(as_json: AsJson = False) -> None:
     """Sign with a new key from now on; old decisions stay valid.
 
-    The old public key stays trusted. Its private key is removed, so that it signs nothing more.
+    The old public key stays trusted. Its private key is removed and cannot sign again.
 
     Example: onnx-ops keys rotate
     """

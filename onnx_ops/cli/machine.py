@@ -40,8 +40,8 @@ def doctor(
 ) -> None:
     """Check packages, providers, services, keys and pins; every problem comes with a remedy.
 
-    With --provider, only what that provider of endpoints needs is looked at: package, credentials, region, role, quota.
-    Exit code 4 if something is broken.
+    With --provider, only the requirements of that endpoint provider are checked: package, credentials, region, role,
+    quota. Exit code 4 if something is broken.
 
     Example: onnx-ops doctor --provider azureml configs/pipelines/digits.yaml
     """
@@ -67,8 +67,8 @@ def doctor(
 def targets(as_json: AsJson = False) -> None:
     """List the project's targets and the shipped profiles, and which this machine can measure.
 
-    A session of a tiny model is built for each; nothing is measured. A profile is used by its name, and a file
-    configs/targets/NAME.yaml wins over the profile of that name.
+    A session of a tiny model is built for each; nothing is measured. A profile is used by its name. A file
+    configs/targets/NAME.yaml overrides the profile of that name.
 
     Example: onnx-ops targets --json
     """
@@ -95,8 +95,8 @@ def work(
     """Execute stages of pipelines on this machine: those that name its work pool.
 
     The pool is created if it is missing. This machine and those that run pipelines need the same Prefect server
-    (PREFECT_API_URL), the same `store` in onnx-ops.toml and the same release of onnx-ops. Ctrl-C or SIGTERM: take
-    nothing further, and end with the running stages; a second one ends them at once.
+    (PREFECT_API_URL), the same `store` in onnx-ops.toml and the same release of onnx-ops. Ctrl-C or SIGTERM lets the
+    running stages finish and takes no further ones; a second one ends them at once.
 
     Example: onnx-ops work --pool gpu --kinds train --kinds benchmark
     """

@@ -172,7 +172,7 @@ def run(
 ) -> None:
     """Run pipelines: train, export, validate, quantize, benchmark, gate, register, deploy.
 
-    Stored results are reused. With --jobs, several pipelines or the stages of one run side by side; a measurement has
+    Stored results are reused. With --jobs, several pipelines, or the stages of one, run in parallel; a measurement has
     the machine to itself.
 
     Exit code: 0 every target has a release, 1 a gate failed, 2 a file is wrong, 3 inconclusive, 4 the environment
@@ -238,10 +238,10 @@ def affected(
     since: Annotated[str, typer.Option(help="Branch, tag or commit to compare with.")] = "main",
     as_json: AsJson = False,
 ) -> None:
-    """List the pipelines that a change touches: by file, target, data, model, or code that they reach.
+    """List the pipelines that a change affects: by file, target, data, model, or imported code.
 
-    What was changed since this branch left the other one, committed or not. A `.dvc` file stands for the data that it
-    points to. Exit code: 0, also where none is touched.
+    All changes since this branch left the other one count, committed or not. A `.dvc` file stands for the data that it
+    points to. Exit code: 0, even if none is affected.
 
     Example: onnx-ops affected --since origin/main
     """
@@ -281,7 +281,7 @@ def init(
 ) -> None:
     """Create a working project: pipeline, model, flows, workflows, infrastructure, tests.
 
-    Its demo and its tests run at once, on data that scikit-learn brings. Nothing that is there is overwritten.
+    Its demo and tests run immediately, on data included in scikit-learn. Existing files are not overwritten.
 
     Example: onnx-ops init fraud --template sklearn
     """

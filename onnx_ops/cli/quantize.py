@@ -69,16 +69,16 @@ def quantize(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Quantize an ONNX file by a recipe that fits its targets, and show what each target makes of it.
+    """Quantize an ONNX file by a recipe that fits its targets, and show how each target runs it.
 
     `--method auto` searches for the recipe under a budget. A repeated call resumes an interrupted search.
     It writes everything it tried beside OUT, as OUT.search.json.
 
-    Shows how the variant was made and why, its size, what runs in int8 (of a float variant: a first measurement of its
-    time), and what slows it down with the setting that fixes it. Whether it is right and fast enough is for `judge` and
-    for the gates of a pipeline.
+    Shows how the variant was made and why, its size, what runs in int8 (for a float variant: an estimate of its time),
+    and what slows it down, with the setting that fixes it. `judge` and the gates of a pipeline decide whether it is
+    correct and fast enough.
 
-    Exit code: 0 made, 2 wrong input, 4 the library failed.
+    Exit code: 0 created, 2 wrong input, 4 the library failed.
 
     Example: onnx-ops quantize model.onnx int8.onnx --method static --data train.npz
 

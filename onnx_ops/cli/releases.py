@@ -47,7 +47,7 @@ def explain(
 ) -> None:
     """Re-evaluate a version's gates from stored evidence, and verify its signature.
 
-    Nothing is measured. Exit code as of `run`, by the worst verdict.
+    Nothing is measured. The exit code is that of `run` for the worst verdict.
 
     Example: onnx-ops explain digits-mlp/3 --target cpu-1t
     """
@@ -128,7 +128,7 @@ def reconcile(
 ) -> None:
     """Move endpoints toward the state that the registry asks for.
 
-    Ends when nothing is left to do now. An endpoint that cannot be moved does not hold up the others.
+    Ends when nothing is left to do now. An endpoint that cannot be moved does not delay the others.
 
     With --watch and --json, every report is one line of JSON.
 
@@ -202,7 +202,7 @@ def export_dvc(
 ) -> None:
     """Write the metrics of a release in DVC's formats, for `dvc metrics show` and `dvc plots show`.
 
-    Nothing is measured; the evidence is that which was signed.
+    Nothing is measured; the evidence is the signed one.
 
     Example: onnx-ops export-dvc digits-mlp/3 --metrics metrics.json --plots plots
     """

@@ -235,7 +235,7 @@ def comparison_report(comparisons: Sequence[ModelComparison]) -> None:
 
 
 def choice_lines(summary: Summary, errors: Mapping[str, OnnxOpsError]) -> None:
-    """Print what each target gets, what failed in a line each, and then each error of a stage, once."""
+    """Print the choice of each target, one line per failure, and then each stage error once."""
     for choice in summary.choices:
         decisions = _without(errors, [one for one in summary.decisions if one.target == choice.target])
         _print_choice(choice, decisions)

@@ -36,7 +36,10 @@ def shorten(text: str) -> str:
 
 
 def did_you_mean(written: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` if a known name is close, else nothing. Another letter case is always close."""
+    """Return `; did you mean 'x'?` if a known name is similar, else an empty text.
+
+    A name that differs only in letter case always counts as similar.
+    """
     names = sorted(known)
     close = [name for name in names if name.lower() == written.lower()]
     close = close or difflib.get_close_matches(written, names, n=1, cutoff=_CLOSE)

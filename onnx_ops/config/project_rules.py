@@ -42,7 +42,7 @@ def load_targets(draft: Draft, files: TargetFiles) -> tuple[dict[str, Target], l
 
 
 def check_project(draft: Draft, files: TargetFiles, targets: Mapping[str, Target]) -> Iterator[Issue]:
-    """Yield missing targets and functions, and what the targets exclude."""
+    """Yield missing targets and functions, and settings that the targets do not support."""
     yield from _check_target_names(draft, files)
     for name, target in targets.items():
         yield from _check_target(draft, name, target)
@@ -138,7 +138,7 @@ def check_plugin_settings(loc: Loc, read: Callable[[], object]) -> Iterator[Issu
 
 
 def check_other_files(draft: Draft, path: Path, root: Path) -> Iterator[Issue]:
-    """Yield endpoints that another pipeline file of the project has too."""
+    """Yield endpoints that another pipeline file of the project also declares."""
     taken: dict[str, Path] = {}
     for other in sorted((root / PIPELINES).glob("*.yaml")) if draft.deploy else ():
         with contextlib.suppress(OSError):  # deleted in the meantime

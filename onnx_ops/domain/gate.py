@@ -50,7 +50,7 @@ _NUMBERS: frozenset[MetricName] = frozenset({"mae", "rmse", "r2"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricDefinition:
-    """All settings that shape a metric's value, without limits. A user's own metric has `use` and no `name`.
+    """All settings that shape a metric's value, without limits. A custom metric has `use` and no `name`.
 
     Two definitions that measure the same are equal: defaults are filled in.
     """
@@ -89,7 +89,7 @@ class MetricDefinition:
 
     @property
     def higher_is_better(self) -> bool | None:
-        """Whether higher is better; None for a user's own metric, whose gate defines it."""
+        """Whether higher is better; None for a custom metric, whose gate defines it."""
         return None if self.name is None else METRICS[self.name].higher_is_better
 
 

@@ -314,10 +314,10 @@ PLACEABLE = (
 class Stage:
     """One stage of a plan, applied to one variant and target where it fans out.
 
-    `settings` is everything in the pipeline that shapes the result; `tools` are the versions that do. `needs` names the
-    stages whose manifests are its inputs; it cannot run without them. `tolerates` names further stages that it waits
-    for and uses if they succeeded. `hints` affect how the stage runs, not its result, and are not part of the key.
-    `own_process` requests a separate process.
+    `settings` is everything in the pipeline that affects the result; `tools` are the versions of the packages that do.
+    `needs` names the stages whose manifests are its inputs; it cannot run without them. `tolerates` names further
+    stages that it waits for and uses if they succeeded. `hints` affect how the stage runs, not its result, and are not
+    part of the key. `own_process` requests a separate process.
     """
 
     id: str

@@ -282,7 +282,7 @@ def list_search_recipes(machines: Sequence[Arithmetic], *, calibrated: bool, sma
     Types within each recipe follow the machines (`choose_static_recipe`, `choose_reduce_range`).
 
     Args:
-        small: size counts, not only time.
+        small: whether small files are wanted, not only fast ones.
     """
     recipes = [Recipe(name="dynamic", method="dynamic", options={"op_types": ["Gather", "Gemm", "MatMul"]})]
     if machines and all(one.fp16 for one in machines):

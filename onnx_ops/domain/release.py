@@ -1,4 +1,4 @@
-"""What a registry receives and returns, and the policy of which user can move which alias."""
+"""Values that a registry receives and returns, and the policy that defines which user can move which alias."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Lineage:
     """Where a release comes from.
 
     `data` maps a data set's name to its digest; `origins` maps it to repository, commit and path at the time of the
-    export, for sources that know them.
+    export, for sources that record them.
     """
 
     pipeline: str

@@ -194,8 +194,8 @@ def choose_next_action(
 ) -> Action | Wait:
     """Return the next action, or the reason to wait.
 
-    A policy without analysis waits for an operator at each step. Otherwise steps follow from `analysis`; a command to
-    advance then skips what is not shown yet, and no command keeps a candidate that a guardrail rejects.
+    A policy without analysis waits for an operator at each step. Otherwise `analysis` determines the steps. A command
+    to advance then skips requirements that are not met yet; no command keeps a candidate that a guardrail rejects.
 
     Args:
         desired: the verified deployment that the registry requests; None if it requests none.

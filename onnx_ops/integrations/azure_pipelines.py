@@ -73,7 +73,7 @@ def run(folder: Path, environ: Mapping[str, str], *, since: str = "") -> int:
 
 
 def is_hosted(environ: Mapping[str, str]) -> bool | None:
-    """Return whether this machine is Microsoft's own and ends with the job; None outside a job.
+    """Return whether Microsoft hosts this machine, which then ends with the job; None outside a job.
 
     Agents that their owners set up have an empty Agent.CloudId (microsoft/azure-pipelines-agent#3984).
     """

@@ -58,7 +58,10 @@ class Event:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: of `run` 0 unless nothing could be done at all; of `publish` 1 for FAIL and ERROR."""
+    """Execute a step and return its exit code.
+
+    `run` returns 0 unless it could not start; `publish` returns 1 for FAIL and ERROR.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("step", choices=("run", "publish"))
     parser.add_argument("--folder", type=Path, required=True, help="where results and reports lie")
@@ -110,14 +113,14 @@ def run(event: Event, folder: Path, *, since: str = "", figures: Path | None = N
 
 
 def is_hosted(environ: Mapping[str, str]) -> bool | None:
-    """Return whether this machine is GitHub's own and ends with the job; None outside a job."""
+    """Return whether GitHub hosts this machine, which then ends with the job; None outside a job."""
     if environ.get("GITHUB_ACTIONS") != "true":
         return None
     return environ.get("RUNNER_ENVIRONMENT") != "self-hosted"
 
 
 def publish(event: Event, folder: Path, environ: Mapping[str, str], *, reports: str = "") -> int:
-    """Write summary, comment and check. The summary reports what GitHub does not permit this run to write."""
+    """Write summary, comment and check. The summary lists the parts that GitHub does not permit this run to write."""
     checked = results(folder)
     text = page(checked, commit=event.commit, reports=reports)
     verdict, notes = overall(checked), []

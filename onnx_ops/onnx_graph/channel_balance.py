@@ -1,4 +1,4 @@
-"""Balance outlier channels between a normalization and the products that read it, so that 8 bits hold both.
+"""Balance outlier channels between a normalization and the products that read it, so that 8 bits represent both.
 
 A normalization may scale a few channels far up, and the weights of the next product scale them down again. One
 quantization step for all channels is then too coarse for the others. Part of the factor is moved into the weights, as

@@ -99,7 +99,7 @@ def explain_missing_operators(operators: Mapping[str, tuple[str, ...]], target: 
 
 
 def explain_incompatibility(path: Path, target: Target) -> str:
-    """Return why a target cannot run a file; empty if nothing in it prevents that."""
+    """Return why a target cannot run a file; empty if nothing in the file prevents it."""
     return explain_version_limits(read_model_info(path), target) or explain_missing_operators(
         find_custom_operators(read_structure(path)), target
     )

@@ -3,7 +3,7 @@
 Every location of external data is checked before a byte of it is read. ONNX Runtime 1.31 and the onnx package refuse
 different locations: the former reads a tensor out of the model file itself, out of the middle of another tensor, and
 through `..` that returns; the latter reads a tensor that is shorter than its shape. A location is refused here if
-either could be misled by it. The same model always gives the same bytes.
+either library could be misled by it. The same model always gives the same bytes.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _INTEGER = INT8_OPERATORS - {"DynamicQuantizeMatMul", "MatMulIntegerToFloat"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelKind:
-    """`precision` determines how a model is judged; `why` is the evidence for it."""
+    """`precision` determines how a model is judged; `why` explains how it was derived."""
 
     precision: Precision
     why: str

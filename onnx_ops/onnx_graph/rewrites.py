@@ -229,7 +229,7 @@ def trace_nodes(names: Iterable[str], source: onnx.ModelProto, prepared: onnx.Mo
     They are matched by name, else by output, else by weights.
 
     Raises:
-        UserError: a name is unknown (all such names at once), or nothing is left of its node.
+        UserError: names are unknown (all are reported at once), or preparation removed the node.
     """
     wanted = tuple(names)
     known = {node.name: node for node in source.graph.node if node.name}

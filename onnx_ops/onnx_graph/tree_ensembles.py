@@ -55,7 +55,7 @@ def read_trees(path: Path) -> tuple[Tree, ...]:
     A split `x < t` is returned with the next smaller threshold, which is equivalent for float32.
 
     Raises:
-        UserError: an ensemble is not well-formed, or a split tests anything but an upper limit of a feature.
+        UserError: an ensemble is not well-formed, or a split is not a comparison of a feature with an upper limit.
     """
     where, trees = path.name, []
     for node in (node for node in read_model(path).graph.node if node.op_type in ENSEMBLES):

@@ -50,7 +50,7 @@ class EnvironmentBlock:
 
 class ModelRegistry(Block, EnvironmentBlock):
     """
-    The MLflow server of a project, and how to sign in there.
+    The MLflow server of a project, and the credentials for it.
 
     Example:
         ```python

@@ -1,4 +1,4 @@
-"""The nightly check of champions as a flow run: a task run for each, a table, and notifications of drift."""
+"""The nightly check of champions as a flow run: a task run per champion, a table, and notifications of drift."""
 
 from __future__ import annotations
 

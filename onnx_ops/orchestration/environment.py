@@ -65,7 +65,7 @@ def environment(blocks: Sequence[str], folder: Path) -> Mapping[str, str]:
     """Return the variables of these blocks; `folder` is an empty folder for files that variables name.
 
     Raises:
-        UserError: a block is not there, is none of ours, or contradicts another.
+        UserError: a block does not exist, belongs to another package, or contradicts another block.
         ServiceUnavailableError: Prefect's server does not answer.
     """
     variables: dict[str, str] = {}

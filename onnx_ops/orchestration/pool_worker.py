@@ -1,4 +1,4 @@
-"""A worker of a Prefect work pool that stays warm: it forks for each stage, and so starts one without any import."""
+"""A worker of a Prefect work pool that stays warm: it forks for each stage, so a stage starts without imports."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def work(request: str, store: str, asker: str) -> State[Any]:
 
     Args:
         request: Digest of the request in the store; not written by hand.
-        store: The store of who asked.
-        asker: Identifies who asked first.
+        store: The location of the requesting machine's store.
+        asker: Identifies the process that requested the stage first.
     """
     return _work(UUID(runtime.flow_run.id), request, store, get_run_logger())
 

@@ -63,8 +63,8 @@ class _WorkerDied(Exception):
 class PrefectPools(Pools):
     """Runs the deployment `work/POOL` for each stage. Durations are seconds.
 
-    A worker that is killed together with its flow run reports nothing: `silence` without a heartbeat counts as death.
-    Another run then takes the work, `tries` in all.
+    A worker that is killed together with its flow run reports nothing: it counts as dead after `silence` without a
+    heartbeat. Another run then takes the work, up to `tries` runs in total.
     """
 
     poll: float = 0.5
@@ -307,7 +307,7 @@ def _wait_for_late(client: SyncPrefectClient, pool: str) -> tuple[list[str], dat
 
 
 def read_announcements(client: SyncPrefectClient) -> dict[str, WorkerStatus]:
-    """Return how workers have described themselves, by Prefect variable; those of dead workers are included."""
+    """Return the descriptions that workers have published, by Prefect variable, including those of dead workers."""
     wanted = {"variables": {"tags": {"all_": [ANNOUNCEMENT]}}, "limit": _PAGE}
     described = dict[str, WorkerStatus]()
     for variable in client.request("POST", "/variables/filter", json=wanted).json():
@@ -457,7 +457,7 @@ def _cancel(client: SyncPrefectClient, run: UUID) -> None:
 
 
 def is_final(state: State[Any] | None) -> bool:
-    """Return whether a flow run in this state has ended, or is asked to end."""
+    """Return whether a flow run in this state has ended, or was requested to end."""
     return _kind(state) in (*_FINAL, *_DEAD)
 
 
@@ -466,7 +466,7 @@ def _kind(state: State[Any] | None) -> str:
 
 
 def is_unavailable(error: Exception) -> bool:
-    """Return whether an exception of Prefect's client means that the server does not answer, for now."""
+    """Return whether an exception of Prefect's client means that the server is temporarily unavailable."""
     import httpx
 
     if isinstance(error, httpx.HTTPStatusError):
@@ -492,9 +492,9 @@ def _open_client() -> Iterator[SyncPrefectClient]:
 
 
 def retry_soon(client: SyncPrefectClient) -> None:
-    """Retry within a second what a server on SQLite refuses to simultaneous writers.
+    """Retry within a second requests that a server on SQLite refuses because of simultaneous writers.
 
-    It answers them with 503, after which Prefect's client would wait two seconds and more.
+    The server answers these with 503, after which Prefect's client would wait two seconds or more.
     """
     http: Any = client._client  # noqa: SLF001 (a transport of our own would lack Prefect's proxies and certificates)
     transport = http._transport_for_url(http.base_url)  # noqa: SLF001

@@ -30,8 +30,8 @@ _ENDED_BADLY = (ActionKind.ABORT, ActionKind.ROLLBACK)
 def run_rollout(context: Context, endpoint: str, *, by: str, limit: str, interval: str) -> State[Any]:
     """Reconcile the endpoint repeatedly until its rollout ends or the time is over.
 
-    Other processes can drive it at the same time. After the time limit the rollout stays where it is: the reconciler,
-    or another run, continues it.
+    Other processes can drive it at the same time. After the time limit the rollout keeps its step, and the reconciler
+    or another run continues it.
 
     Args:
         limit: longest duration, as `1 d`.

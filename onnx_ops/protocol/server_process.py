@@ -93,7 +93,7 @@ class ContainerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions(ContainerOptions):
-    """Options of `onnx-ops serve`. A container sets those of this class itself."""
+    """Options of `onnx-ops serve`. In a container, the entrypoint sets the options of this class."""
 
     grpc_port: Annotated[
         int, Ge(0), Le(65_535), doc("Port of the gRPC API, which needs the extra `grpc`; 0: none.")

@@ -96,7 +96,7 @@ def bind_endpoint(
         abandon: why deployments elsewhere under this name may be left behind; recorded.
 
     Raises:
-        UserError: the endpoint serves another model or target, or cannot be changed so while it exists.
+        UserError: the endpoint serves another model or target, or does not support the change while it exists.
         RefusedError: it runs elsewhere, and `abandon` is empty.
         ConflictError: another process is changing what would be left behind.
     """
@@ -126,7 +126,7 @@ def bind_endpoint(
 def require_no_orphans(
     context: Context, pipeline: str, configs: Sequence[EndpointConfig], *, abandon: str = ""
 ) -> None:
-    """Refuse a pipeline file that would leave running endpoints behind without a manager.
+    """Refuse a pipeline file that would leave running endpoints behind unmanaged.
 
     Args:
         configs: every endpoint that its file names.

@@ -147,7 +147,7 @@ def roll_back_each(
 
 
 def withdraw_request(context: Context, endpoint: str, *, reason: str, actor: str = "") -> str:
-    """Withdraw the endpoint's pending request: a deletion, else a rollback, with its rejections.
+    """Withdraw the endpoint's pending deletion, or otherwise its pending rollback with its rejections.
 
     Returns:
         What was withdrawn, as text.
@@ -199,7 +199,7 @@ def select_endpoints(
     target: str = "",
     to: str | None = None,
 ) -> tuple[str, ...]:
-    """Return the endpoints of a rollback: those that are named, or `every` one of a model and target.
+    """Return the endpoints of a rollback: the named ones, or with `every` all of a model and target.
 
     Without `to`, these are only the endpoints that have the latest release of any of them: an endpoint that it has not
     reached has nothing to roll back.

@@ -39,8 +39,8 @@ class ComparedMetric:
 class ModelComparison:
     """A variant of the release compared with one other model on one target.
 
-    `against` is "the champion", or the name of the base branch. `note` gives the basis of the lines, or why there are
-    none.
+    `against` is "the champion", or the name of the base branch. `note` gives the basis of the lines, or the reason why
+    there are none.
     """
 
     against: str

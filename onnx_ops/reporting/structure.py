@@ -1,4 +1,4 @@
-"""Findings about a variant other than its answers: recipe, trees, activations, int8 coverage, advice, limits."""
+"""Findings about a variant beyond its answers: recipe, trees, activations, int8 coverage, advice, limits."""
 
 from __future__ import annotations
 

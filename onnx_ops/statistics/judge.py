@@ -1,4 +1,4 @@
-"""The judge: gates and evidence in, a decision with reasons out. Pure."""
+"""Judge evidence by gates: a pure function from gates and evidence to a decision with reasons."""
 
 from __future__ import annotations
 

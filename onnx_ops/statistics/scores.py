@@ -1,11 +1,11 @@
 """Scores of several models by one task metric, with intervals.
 
 The intervals of mae, rmse and r2 are of ratios of losses, those of other metrics come from the paired bootstrap over
-rows; where the data names groups, groups take the place of rows. The bootstrap knows nothing of kinds of rows that it
-has not seen. So the interval of a metric with a range is never narrower than what such rows could do: even if none of n
-rows went wrong, up to 3/n of all rows may (at 5 % error), each at the metric's largest step. A metric without a range
-has no largest step: its interval is a point where two models answer every row alike, and is omitted where only the
-scores of the rows are equal.
+rows; where the data names groups, groups take the place of rows. The bootstrap cannot represent kinds of rows that are
+not in the sample. So the interval of a metric with a range is never narrower than what such rows could do: even if none
+of n rows is wrong, up to 3/n of all rows can be (at 5 % error), each at the metric's largest step. A metric without a
+range has no largest step: its interval is a point where two models answer every row alike, and is omitted where only
+the scores of the rows are equal.
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ def _make_contribution(current: Trial, without: Trial, node: str, *, kept: bool)
 
 
 def compute_pareto_front(state: SearchState) -> tuple[int, ...]:
-    """Return the eligible trials that no other trial beats in everything.
+    """Return the eligible trials that no other trial dominates.
 
     fp32 is one of the others. A gain of the metric counts as no loss, since it is chance.
     """

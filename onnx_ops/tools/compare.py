@@ -1,7 +1,7 @@
-"""Compare two ONNX files: whether one computes what the other does.
+"""Compare two ONNX files: check whether they compute the same function.
 
 There is no source in float64, so rounding noise cannot be measured. A's answers without graph optimizations are the
-reference, and fixed tolerances take the place of the noise.
+reference, and fixed tolerances replace the noise.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def compare(
 
     Raises:
         UserError: a file is not a valid model, or the two do not have the same inputs.
-        MeasurementError: a model does not run here, or A does not give the same answer twice.
+        MeasurementError: a model does not run here, or A gives different answers to the same rows.
     """
     shared_inputs(a, b)
     require_hardware(runtime, target)

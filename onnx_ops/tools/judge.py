@@ -1,7 +1,7 @@
 """Judge whether one ONNX file may replace another, without a pipeline.
 
-A float candidate must compute what its baseline computes. A rounded one is judged by the parts of rounding: each weight
-and activation, the function without rounding, and the effect of rounding on the task.
+A float candidate must compute the same function as its baseline. A rounded one is judged by the parts of rounding: each
+weight and activation, the function without rounding, and the effect of rounding on the task.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class JudgeRequest:
 
     @property
     def exact(self) -> Runtime:
-        """Return the runtime of the reference answers."""
+        """Return the runtime that computes the reference answers."""
         return self.runtime(REFERENCE.runtime)
 
 

@@ -271,8 +271,9 @@ def build_groups(
     """Build the groups: the rows, rows derived from them, and batches.
 
     Large rows come without others, and in batches of at most 16 MiB. Whole numbers that are neither indices nor sizes
-    come in all magnitudes and with both signs: a model that rejects these has no answer to compare. `empty` adds one
-    without rows; `bounds` are what the graph shows about the inputs, and `splits` rows next to the splits of trees.
+    have all magnitudes and both signs: a model that rejects these has no answer to compare. `empty` adds a group
+    without rows. `bounds` are the bounds that the graph shows for the inputs, and `splits` rows next to the splits of
+    trees.
     """
     if not samples.rows:
         return (InputGroup(name=REAL, runs=(samples.fixed,)),)

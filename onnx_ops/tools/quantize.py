@@ -134,7 +134,7 @@ def deliver(
     recipe: tuple[str, ...],
     excluded: tuple[str, ...],
 ) -> QuantizedFile:
-    """Put a variant and its weights to its path, and inspect its execution."""
+    """Move a variant and its weights to its path, and inspect its execution."""
     examined = {t.name: inspect_execution(context.runtime(t.runtime), source, made, t, excluded) for t in targets}
     sizes = read_model_info(source).size_bytes, read_model_info(made).size_bytes
     if _weights_path(made).exists():
@@ -173,9 +173,9 @@ def search_variant(
     data: Mapping[str, Digest],
     report: Reporter,
 ) -> QuantizedFile:
-    """Search, and write the variant of the wanted role, and to `PATH.search.json` everything that was tried.
+    """Search, write the variant of the requested role, and record all trials in `PATH.search.json`.
 
-    The same search resumes where it was interrupted. `section.variants` holds the one wanted role; the metric is
+    The same search resumes where it was interrupted. `section.variants` holds the one requested role; the metric is
     measured on the rows of `tuning_data`; `data` are the digests of all rows by use.
     """
     check_paths(source, path)

@@ -1,7 +1,8 @@
 """Read a `.npz`, `.csv` or `.parquet` file that DVC tracks, by path and revision.
 
-DVC itself, in an isolated environment, finds the pointer of a commit and fetches objects that no cache here has. Every
-byte is checked here against the MD5 of the pointer: DVC accepts a changed file of its cache or its remote.
+DVC itself, in an isolated environment, finds the pointer of a commit and fetches objects that are in no cache on this
+machine. Every byte is checked here against the MD5 of the pointer: DVC accepts a changed file of its cache or its
+remote.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Ask DVC inside its isolated environment: where a file is tracked, and for the bytes of its objects.
 
-The objects are copied as they are. Their digests are checked outside, since DVC trusts its cache and its remotes.
+The objects are copied unchanged. The calling process checks their digests, since DVC trusts its cache and its remotes.
 """
 
 from __future__ import annotations

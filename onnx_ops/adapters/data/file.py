@@ -160,8 +160,8 @@ _MOST_COLUMNS = 4096
 def read_table(path: Path, suffix: str, *, where: str, most_bytes: int | None = None) -> Mapping[str, Array]:
     """Read the columns of a table by name; `most_bytes` limits the rows.
 
-    Whole numbers are int64, fractions float32, truth values bool, everything else text; categories are text. A missing
-    value is NaN, which makes a column of numbers or truth values float32; in a column of text it is the empty text.
+    Whole numbers are int64, fractions float32, booleans bool, everything else text; categories are text. A missing
+    value is NaN, which makes a column of numbers or booleans float32; in a column of text it is the empty text.
     """
     require("pyarrow", where=where)
     arrow = importlib.import_module("pyarrow")

@@ -182,9 +182,10 @@ class Autoscaling:
             yield f"instances of {resource.name}: {resource.instance_count}, not {self._settings.instances}"
 
     def apply(self, resource: ManagedOnlineDeployment) -> bool:
-        """Apply the settings to a deployment; return whether nothing was to change.
+        """Apply the settings to a deployment; return True if nothing had to change.
 
-        An autoscale setting always has its tag, so that deployments without the tag need no request for one.
+        A deployment with an autoscale setting always has the tag. For one without the tag, no request to Azure Monitor
+        is needed.
         """
         if (resource.tags or {}).get(SCALING, NOT_SCALED) == self.tag and not self._is_miscounted(resource):
             if self._settings.scaled and self._monitor_drift(resource.name) is not None:

@@ -1,7 +1,7 @@
-"""Models where Azure's containers read them: datastore, workspace, registry, which workspaces of all regions read.
+"""Models in the datastore, the workspace, or a registry that workspaces in all regions can read.
 
-A folder is named by its content and holds `model/` and, written last, `deployment.json`: without that the upload was
-cut off, and is made again.
+A folder is named by its content and holds `model/` and, written last, `deployment.json`. Without that file the upload
+was interrupted and is repeated.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AzureModels:
         return f"{self._client.workspace.path}/models/{self._ensure_asset(name, deployment)}/versions/{_VERSION}"
 
     def stored(self) -> dict[str, str]:
-        """Return manifest digests of the datastore's folders by name; empty if cut off."""
+        """Return the manifest digest of each folder in the datastore; empty for an incomplete upload."""
         from azure.core.exceptions import ResourceNotFoundError
 
         def list_folders() -> dict[str, str]:
@@ -65,7 +65,7 @@ class AzureModels:
     def delete(self, name: str) -> None:
         """Delete a folder; no error if it does not exist.
 
-        The asset stays: Azure keeps assets for ever, and it is valid again once the same files are uploaded.
+        The asset stays: Azure keeps assets forever, and it is valid again once the same files are uploaded.
         """
         from azure.core.exceptions import ResourceNotFoundError
 

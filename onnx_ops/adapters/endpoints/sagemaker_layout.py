@@ -64,7 +64,7 @@ def encode_variables(deployment: Deployment) -> dict[str, str]:
 
 
 def read_deployment(model: Mapping[str, Any]) -> Deployment | None:
-    """Return the deployment in a model's description; None if it is none of ours."""
+    """Return the deployment in a model's description; None if onnx-ops did not create it."""
     environment = model.get("PrimaryContainer", {}).get("Environment", {})
     try:
         return codec.loads(join_text(f"{DOCUMENT}_", environment).encode(), Deployment)
@@ -222,7 +222,7 @@ def read_state(
 
 
 def has_weights(description: Mapping[str, Any], desired: Mapping[str, float]) -> bool:
-    """Return whether traffic is split like that, and is not being changed."""
+    """Return whether traffic has these weights, and is not being changed."""
     desired_total = sum(desired.values())
     for key in ("CurrentWeight", "DesiredWeight"):
         weights = {v["VariantName"]: float(v.get(key, 0.0)) for v in description.get("ProductionVariants", ())}

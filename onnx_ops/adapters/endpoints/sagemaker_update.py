@@ -1,4 +1,4 @@
-"""Updates of an endpoint: observe, make the change that is due, observe again.
+"""Updates of an endpoint: observe, apply the change that is due, observe again.
 
 SageMaker's waiter reports success for an update that was rolled back; this one requires the desired config and
 weights, and reads why they were not reached.
@@ -31,7 +31,7 @@ _TAKEN_BACK = "All traffic is where it was. See the alarms and the log of the ve
 class EndpointUpdate:
     """One `apply` of one endpoint, and its progress.
 
-    No alarm guards a rollback: that would only keep traffic where it must not stay.
+    No alarm guards a rollback: an alarm would return the traffic to the version that must not serve.
     """
 
     def __init__(

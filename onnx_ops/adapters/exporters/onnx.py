@@ -86,7 +86,7 @@ class OnnxExporter(Exporter):
         copy_model(source, request.path)
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
-        """Run the file without graph optimizations, or in ONNX's own evaluator if it is too new; None in float64."""
+        """Run the file without graph optimizations, or in ONNX's evaluator if it is too new; None for float64."""
         if precision == "float64":
             return None
         check_libraries(self._custom_ops, "the target")

@@ -80,7 +80,7 @@ class PaddleExporter(Exporter):
         write_model(converted, request.path)
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
-        """Run the layer; None in float64, as a saved program fixes its precision."""
+        """Run the layer; return None for float64, as a saved program fixes its precision."""
         if precision == "float64":
             return None
         with convert_refusals("the layer", ValueError, RuntimeError, TypeError, IndexError):

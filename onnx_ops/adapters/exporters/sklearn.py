@@ -114,7 +114,7 @@ class SklearnExporter(TreeExporter):
         return model
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
-        """Run the estimator; in float32 with rounded weights, which so count as noise of the source."""
+        """Run the estimator; for float32 with rounded weights, so that their rounding counts as noise of the source."""
         estimator: Any = _round_in_place(copy.deepcopy(model), set()) if precision == "float32" else model
         rows = build_rows(model, inputs, precision)
         try:

@@ -1,4 +1,4 @@
-"""Make isolated environments of Python and JavaScript packages: once, whole or not at all, then used offline."""
+"""Create isolated environments of Python and JavaScript packages, completely or not at all; reuse them offline."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PythonEnvironments:
     """The uv to make them with; None for venv and pip."""
 
     def python(self, wanted: Environment) -> Path:
-        """Return the interpreter of an environment, which is made if missing; else no network is needed."""
+        """Return the interpreter of an environment. A missing environment is created, which needs the network."""
         place = self.place(wanted)
         python = place / "bin" / "python"
         make_once(place, python, lambda: self._make(place, wanted))
@@ -104,7 +104,7 @@ class NpmPackages:
 
 
 def parse_pins(requirements: Sequence[str]) -> Mapping[str, str]:
-    """Return versions by package name."""
+    """Return the pinned version of each package."""
     versions = {}
     for requirement in requirements:
         match = _PINNED.fullmatch(requirement)

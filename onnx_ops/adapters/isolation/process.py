@@ -278,7 +278,7 @@ def describe_exit(code: int) -> str:
 
 @dataclass(slots=True)
 class RetainedProcess:
-    """At most one process: a second would take the machine's cores from the first."""
+    """At most one process: a second one would compete with the first for the cores."""
 
     _kept: tuple[str, IsolatedProcess] | None = None
 

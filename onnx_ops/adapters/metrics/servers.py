@@ -30,7 +30,7 @@ class ServersSettings:
 
 
 class SeveralServers(ServerMetrics):
-    """Counts that are summed over several servers, those by user, too."""
+    """Counts summed over several servers, including counts by user."""
 
     def __init__(self, settings: Mapping[str, Json]) -> None:
         def find_duplicates(read: ServersSettings) -> Iterator[tuple[str, str]]:

@@ -61,7 +61,7 @@ class GraphOptimizer(Optimizer):
     """Saves the graph after ONNX Runtime's optimizations, to load faster.
 
     Option `level`: basic and extended are valid on every machine; all also lays out convolutions for the registers of
-    the machine, so that the targets must be alike.
+    the machine, so the targets must have the same kind of CPU.
     """
 
     tools: tuple[str, ...] = _TOOLS

@@ -93,7 +93,7 @@ class MlflowConnection:
         """Give a client for a few calls, whose errors become errors of onnx-ops.
 
         Raises:
-            ServiceUnavailableError: MLflow does not answer or cannot do it now.
+            ServiceUnavailableError: MLflow does not answer, or cannot process the request now.
             NotFoundError: there is no such resource.
             RefusedError: it is not permitted.
             UserError: a name or value is invalid.

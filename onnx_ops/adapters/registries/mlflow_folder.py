@@ -78,7 +78,7 @@ def find_model_file(names: Iterable[str]) -> str:
 def build_folder(record: VariantRecord, folder: Path, *, model_id: str, run_id: str) -> Digest:
     """Fill an empty folder with a LoggedModel; return the digest of its MLmodel.
 
-    The ONNX files are linked, not copied: they may be larger than the disk that holds temporary files.
+    The ONNX files are linked, not copied: they can be larger than the free space for temporary files.
     """
     for name, path in record.files.items():
         link = folder / name

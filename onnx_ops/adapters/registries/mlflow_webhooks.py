@@ -82,7 +82,7 @@ class MlflowWebhooks:
             )
 
     def install(self, url: str, secret: str) -> WebhookReport:
-        """Create the webhook, or correct all that is wrong with it; then test it."""
+        """Create the webhook, or repair it; then test it."""
         from mlflow.entities.webhook import WebhookEvent
 
         events: list[WebhookEvent | WebhookEventStr] = [WebhookEvent(*event.split(".")) for event in ALIAS_EVENTS]

@@ -69,7 +69,7 @@ def build_dataset(arrays: Mapping[str, Any], section: DataSection, where: str) -
 def find_data_problems(
     arrays: Mapping[str, Any], section: DataSection, where: str
 ) -> Iterator[tuple[tuple[str | int, ...], UserError]]:
-    """Yield why the arrays do not fit the section, with the location.
+    """Yield each reason why the arrays do not fit the section, with its location.
 
     The arrays can be the first rows of a larger set.
     """

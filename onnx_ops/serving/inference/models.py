@@ -300,9 +300,9 @@ def _describe_entry(folder: Path) -> dict[str, object]:
 class LoadedModel:
     """A loaded model. `run` is thread-safe.
 
-    `native` is the runtime's function behind `session.run`, which also checks for missing inputs and for providers to
-    fall back to: a sixth of the time of a small model. A run only reads `options`; creating them would take as long
-    again. `seconds` is the time of a run on one row; 0 if unknown.
+    `native` is the runtime's function behind `session.run`, which also checks for missing inputs and fallback
+    providers; these checks take a sixth of the time of a small model. A run only reads `options`; creating them would
+    take as long again. `seconds` is the time of a run on one row; 0 if unknown.
     """
 
     deployment: Deployment

@@ -1,7 +1,7 @@
 """The trial load: new deployments are first loaded in a separate process.
 
-A model can abort the process that loads it, hang it, or exceed its memory limit. A worker has requests to answer, so it
-loads only what such a process has loaded before.
+A model can abort the process that loads it, hang it, or exceed its memory limit. Because a worker has requests to
+answer, it loads only models that such a process has loaded before.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ async def _wait_first(*futures: asyncio.Future[Any]) -> None:
 
 
 def compute_restart_pause_s(failures: int) -> float:
-    """Return the pause before a process is replaced that has failed so often without success; the first needs none."""
+    """Return the pause in seconds before a failed process is replaced; none after its first failure."""
     return min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2**failures) if failures > 1 else 0.0
 
 

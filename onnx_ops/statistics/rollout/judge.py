@@ -1,4 +1,4 @@
-"""From the counts of a rollout to their evaluation."""
+"""Evaluate the counts of a rollout."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def explain_traffic_mismatch(canary: int, requests: int, step: PlannedStep, effe
 def judge_split_test(
     observations: Observations, here: Sequence[ObservationInterval], test: SplitTest
 ) -> tuple[ev.SplitDecision, str]:
-    """Return the A/B test's decision and its line for people."""
+    """Return the decision of the A/B test, and its description in one line."""
     canary, stable = _sum_tallies([each.canary for each in here]), _sum_tallies([each.stable for each in here])
     if not canary.feedback or not stable.feedback:
         return "undecided", ""

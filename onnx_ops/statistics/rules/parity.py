@@ -242,7 +242,7 @@ def judge_activations(gate: ParityGate, evidence: Evidence) -> Iterator[GateResu
 
 
 def judge_coverage(evidence: Evidence) -> Iterator[GateResult]:
-    """Yield one advisory line where the runtime shows its graph."""
+    """Yield one advisory line if the runtime exposes its optimized graph."""
     coverage = evidence.coverage
     if coverage is None or not (coverage.int8 or coverage.floats):
         return
@@ -289,7 +289,7 @@ def judge_source(evidence: Evidence) -> Iterator[GateResult]:
 
 
 def judge_invariance(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Yield one advisory line where batch invariance was measured."""
+    """Yield one advisory line if batch invariance was measured."""
     measured = [m for m in evidence.batch_invariance if m.rows > 0]
     if not measured:
         return

@@ -217,7 +217,7 @@ def judge_cold_start(gate: ColdStartGate, evidence: Evidence) -> Iterator[GateRe
 
 
 def judge_memory(gate: MemoryGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Judge peak memory, which other load of the machine does not change."""
+    """Judge peak memory, which other load on the machine does not affect."""
     yield from _judge_regression("memory", "peak", gate.max_regression, evidence)
     if gate.max is not None:
         samples = () if evidence.starts is None else evidence.starts.peak_bytes
