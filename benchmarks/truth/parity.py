@@ -196,7 +196,7 @@ def equivalence(export: Exported, faulty: Path) -> tuple[bool, str]:
     rows = sum(len(next(iter(feed.values()))) for feed in inputs)
     if largest > _CLOSE:
         return False, f"gate passes; it differs by {largest:.2g} of the largest output on {rows} further rows"
-    same = "the very same answers" if largest == 0 else f"within rounding ({largest:.1g} of the largest answer)"
+    same = "identical answers" if largest == 0 else f"within rounding ({largest:.1g} of the largest answer)"
     return True, f"{same} on {rows} further rows (real, random, ends of the range, next to splits)"
 
 

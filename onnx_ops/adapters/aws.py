@@ -30,7 +30,7 @@ _NAME = re.compile(r"(?=.{1,63}\Z)[a-zA-Z0-9](-*[a-zA-Z0-9])*")
 _ATTEMPTS = 6
 API_TIMEOUT_S = 60.0
 """Time that AWS may take to answer one request."""
-_UNAVAILABLE = (ServiceUnavailableError, "AWS does not answer as it should", "Try again later.")
+_UNAVAILABLE = (ServiceUnavailableError, "AWS does not answer as expected", "Try again later.")
 _ERRORS_BY_CODES: Mapping[str, tuple[type[OnnxOpsError], str, str]] = {
     "ConditionalRequestConflict InternalFailure InternalServerError RequestTimeout ServiceUnavailable": _UNAVAILABLE,
     "RequestLimitExceeded SlowDown Throttling ThrottlingException TooManyRequestsException": _UNAVAILABLE,
@@ -177,7 +177,7 @@ def translate_errors(where: str) -> Iterator[None]:
     except NoRegionError as error:
         raise _no_region(where) from error
     except (ProfileNotFound, ParamValidationError, InvalidRegionError) as error:
-        raise UserError("AWS cannot be asked like that", where=where, why=str(error)) from error
+        raise UserError("AWS rejected the request as invalid", where=where, why=str(error)) from error
     except BotoCoreError as error:
         what, why = "AWS does not answer", str(error)
         raise ServiceUnavailableError(what, where=where, why=why, remedy="Try again later.") from error
@@ -229,7 +229,7 @@ def is_valid_name(text: str) -> bool:
 
 
 def _no_credentials(where: str, why: str = "") -> UserError:
-    remedy = "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run where a role is given."
+    remedy = "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run on a machine with a role."
     return UserError("there are no AWS credentials", where=where, why=why, remedy=remedy)
 
 

@@ -67,7 +67,7 @@ def read_private(path: Path, what: str, *, remedy: str = "") -> str:
                 f"{what} may be read by others than its owner",
                 where=str(path),
                 why=f"its mode is {mode:04o}",
-                remedy=remedy or f"Renew it if others may have seen it, and: chmod 600 {path}",
+                remedy=remedy or f"Renew it if others may have seen it, then: chmod 600 {path}",
             )
         return stream.read().decode("utf-8", "replace").strip()
 

@@ -88,7 +88,7 @@ class ContentStore:
                 self._downloaded = 0
                 self._trim()
             return local
-        cause = "its content is not what its name says" if local.exists() else "it is missing"
+        cause = "its content does not match its digest" if local.exists() else "it is missing"
         raise CorruptStateError(
             f"stored content {short_digest(digest)} cannot be used",
             where="store",

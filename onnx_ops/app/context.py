@@ -215,7 +215,7 @@ def _signer(settings: Settings) -> Signer | None:
     if settings.signing == "auto":
         return create_key(settings.signing_key)
     if not settings.signing_key.exists():
-        remedy = "Make one with `onnx-ops keys new`, or set signing = 'auto'."
+        remedy = "Create one with `onnx-ops keys new`, or set signing = 'auto'."
         raise UserError("there is no signing key", where=str(settings.signing_key), remedy=remedy)
     return EcdsaSigner(settings.signing_key)
 

@@ -236,13 +236,13 @@ def _require_same_release(stage: Stage) -> None:
             f"{name} is {local} here, {required} is required" for name, (local, required) in differs.items()
         )
         remedy = "Install the same versions on both machines."
-        raise ConflictError(f"it would not compute the same: {what}", where=here, remedy=remedy)
+        raise ConflictError(f"it would not compute the same result: {what}", where=here, remedy=remedy)
 
 
 def _checked_name(name: str) -> PurePosixPath:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts:
-        raise RefusedError(f"a file of the request would lie elsewhere: {name!r}", where="request")
+        raise RefusedError(f"a file of the request would be outside the folder: {name!r}", where="request")
     return path
 
 

@@ -249,7 +249,7 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
             print_text("[yellow]is being deleted[/yellow]", indent=2)
         if state.pending_rollback is not None:
             print_text("[red]rollback pending[/red]: {}", describe_pending(state.pending_rollback, now), indent=2)
-            say(f"{repair} tries again; rollback --withdraw takes it back", indent=2)
+            say(f"{repair} tries again; rollback --withdraw cancels it", indent=2)
         if status.actual is not None:
             waits = "" if state.roles.candidate is None else state.roles.candidate.name
             weights = status.actual.split.weights.items()
@@ -286,7 +286,7 @@ def describe_pending(pending: PendingRollback, now: float) -> str:
 def history_table(lines: Sequence[HistoryLine]) -> None:
     """Print entries of ledgers as a table."""
     if not lines:
-        say("No entries: nothing of what is asked for has happened yet.")
+        say("No entries match the selection yet.")
         return
     first = 0 if len({line.endpoint for line in lines}) > 1 else 1
     rows = [
@@ -316,7 +316,7 @@ def traffic_chart(lines: Sequence[HistoryLine]) -> None:
             console().print(markup("{} {} {} {}", line.at[:10], line.at[11:19], bar, text), soft_wrap=True)
             print_text("[dim]{} ({})[/dim]", line.why, line.actor, indent=20, hang=0)
     if not lines:
-        say("No traffic was moved yet.")
+        say("No traffic has been moved yet.")
 
 
 def _print_runs(*, as_json: bool) -> None:
@@ -327,7 +327,7 @@ def _print_runs(*, as_json: bool) -> None:
     if as_json:
         print_json(codec.to_json(pools))
     elif not pools:
-        say("No pool yet. `onnx-ops work --pool NAME` makes one.")
+        say("No pool yet. `onnx-ops work --pool NAME` creates one.")
     else:
         now, rows = project.context.clock.now(), list[Sequence[str] | str]()
         for pool in pools:
@@ -384,9 +384,9 @@ def _prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:
         print_table(("model", "version", "variant", "release", "age", ""), rows)
     verb = "Removed" if removed else "Would remove"
     size = sum(folder.size_bytes for folder in plan.folders) / 1e6
-    say(f"{verb} {len(leaving)} versions, and {len(plan.folders)} model folders of this machine ({size:.1f} MB).")
+    say(f"{verb} {len(leaving)} versions, and {len(plan.folders)} model folders on this machine ({size:.1f} MB).")
     size = sum(stored.size_bytes for stored in plan.contents) / 1e6
-    say(f"{verb} {len(plan.contents)} unreferenced objects of the store ({size:.1f} MB).")
+    say(f"{verb} {len(plan.contents)} unreferenced objects in the store ({size:.1f} MB).")
     _orphan_report(plan.orphans)
     if not removed and (leaving or plan.folders or plan.contents or plan.orphans.orphans):
         say("Add --yes to remove them.")

@@ -42,8 +42,8 @@ def inspect(
     source: Annotated[
         Path | None, typer.Option("--as-python", metavar="FILE", help="Write Python source that builds the model.")
     ] = None,
-    serve: Annotated[bool, typer.Option("--serve", help="Show the graph with Netron, to this machine only.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="With --serve; 0 takes a free one.")] = 0,
+    serve: Annotated[bool, typer.Option("--serve", help="Show the graph with Netron, on this machine only.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --serve; 0 selects a free one.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Show the contents of an ONNX file and validate it: inputs, outputs, operators, weights, cost, targets.

@@ -31,11 +31,9 @@ if TYPE_CHECKING:
 
 def doctor(
     files: Annotated[
-        list[Path] | None, typer.Argument(help="Pipeline files whose endpoints --provider looks at.")
+        list[Path] | None, typer.Argument(help="Pipeline files whose endpoints --provider checks.")
     ] = None,
-    provider: Annotated[
-        str, typer.Option(help="Look at what this provider of endpoints needs: azureml, sagemaker.")
-    ] = "",
+    provider: Annotated[str, typer.Option(help="Check only this endpoint provider: azureml, sagemaker.")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Check packages, providers, services, keys and pins; every problem comes with a remedy.
@@ -73,7 +71,7 @@ def targets(as_json: AsJson = False) -> None:
     Example: onnx-ops targets --json
     """
 
-    with working("targets", "building a session for each", quiet=as_json):
+    with working("targets", "building a session for each target", quiet=as_json):
         statuses = _list_target_statuses(open_project())
     if as_json:
         print_json([asdict(status) for status in statuses])
@@ -203,4 +201,4 @@ def _find_obstacle(runtime: Runtime, target: Target, probe: Path) -> str:
     facts = runtime.facts(probe, target)
     wanted = target.providers[0].name
     ran = wanted in facts.used and (not facts.nodes or wanted in facts.nodes)
-    return "" if ran else f"{wanted} was asked for, {', '.join(facts.nodes or facts.used)} ran instead"
+    return "" if ran else f"{wanted} was requested, {', '.join(facts.nodes or facts.used)} ran instead"

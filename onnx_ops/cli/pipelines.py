@@ -51,7 +51,7 @@ Abandon = Annotated[
     typer.Option(
         "--abandon",
         metavar="REASON",
-        help="Leave endpoints behind that the file no longer names, or names elsewhere; the reason is recorded.",
+        help="Leave endpoints behind that the file no longer names or has moved; the reason is recorded.",
         show_default=False,
     ),
 ]
@@ -60,7 +60,7 @@ Base = Annotated[
     typer.Option(
         "--base",
         metavar="REF",
-        help="Branch, tag or commit to compare with, by what a run there has recorded; in a pull request, its target.",
+        help="Branch, tag or commit whose recorded results are compared; default in a pull request: its target branch.",
         show_default=False,
     ),
 ]
@@ -271,11 +271,11 @@ class TemplateChoice(StrEnum):
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="New or empty folder.", show_default=False)],
     template: Annotated[
-        TemplateChoice, typer.Option(help="scikit-learn, PyTorch, or an ONNX file that you bring.")
+        TemplateChoice, typer.Option(help="scikit-learn, PyTorch, or an ONNX file of yours.")
     ] = TemplateChoice.SKLEARN,
     name: Annotated[
         str | None,
-        typer.Option(help="Of pipeline, model and endpoint. Default: the folder's name.", show_default=False),
+        typer.Option(help="Name of pipeline, model and endpoint. Default: that of the folder.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

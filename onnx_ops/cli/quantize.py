@@ -49,14 +49,14 @@ def quantize(
     ] = "minmax",
     exclude: Annotated[list[str] | None, typer.Option(help="Node that stays in float; may be repeated.")] = None,
     options: Annotated[
-        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Of the method, e.g. bits=4.")
+        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Option of the method, e.g. bits=4.")
     ] = None,
     per_channel: Annotated[bool, typer.Option(help="One scale per output channel of a weight.")] = True,
     tuning_data: Annotated[
-        Path | None, typer.Option(help="auto: rows that it decides by: .npz, with labels.", show_default=False)
+        Path | None, typer.Option(help="auto: tuning rows of the search: .npz, with labels.", show_default=False)
     ] = None,
-    label: Annotated[str, typer.Option(help="auto: array of the labels among them.")] = "label",
-    metric: Annotated[str, typer.Option(help="auto: task metric that must be kept.")] = "accuracy",
+    label: Annotated[str, typer.Option(help="auto: array of the labels in the tuning rows.")] = "label",
+    metric: Annotated[str, typer.Option(help="auto: task metric that the budget limits.")] = "accuracy",
     budget: Annotated[
         list[str] | None,
         typer.Option(
@@ -236,7 +236,7 @@ def _load_tuning(context: Context, model: Path, path: Path | None, name: str, me
 
     if path is None:
         raise UserError(
-            "a search needs rows that it decides by",
+            "a search needs tuning rows",
             where="--tuning-data",
             remedy="For example: --tuning-data tune.npz, with the model's inputs and an array 'label'.",
         )

@@ -227,9 +227,7 @@ def export_dvc(
             typer.echo(str(path))
 
 
-drift = make_group(
-    "drift", "Detect champions that behave otherwise than when they were released.", "onnx-ops drift check"
-)
+drift = make_group("drift", "Detect champions whose behaviour has changed since their release.", "onnx-ops drift check")
 
 
 @add_command(drift, "check")
@@ -271,5 +269,5 @@ def drift_check(
             rows.append((result.model, result.version, result.target, result.variant, verdict, result.reason))
         print_table(("model", "version", "target", "variant", "verdict", "why"), rows)
     else:
-        typer.echo("no champions yet: the first release of a pipeline makes one")
+        typer.echo("no champions yet: the first release of a pipeline creates one")
     raise typer.Exit(compute_drift_exit_code(results))

@@ -288,7 +288,7 @@ def _release_lines(summary: Summary, registration: Registration, project: Projec
             text = f"{stable.name} ({stable.variant}) at {address}/{path}"
             out.print(markup("Endpoint [bold]{}[/bold] serves {}", state.endpoint, text), soft_wrap=True)
             if state.roles.candidate is not None:
-                follow = f"onnx-ops reconcile --watch moves it on; onnx-ops rollout status {state.endpoint} shows it"
-                say(f"Rollout of {state.roles.candidate.name} has begun: {follow}")
+                follow = f"onnx-ops reconcile --watch continues it; onnx-ops rollout status {state.endpoint} shows it"
+                say(f"Rollout of {state.roles.candidate.name} has started: {follow}")
     out.print(markup("Report: {}", locate_report(registration)), soft_wrap=True)
     out.print(markup("Evidence: {}", registration.where), soft_wrap=True)

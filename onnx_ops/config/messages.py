@@ -27,7 +27,7 @@ def describe(value: object) -> str:
         case list():
             return "a list"
         case _:
-            return "something that cannot be read"
+            return "an unreadable value"
 
 
 def shorten(text: str) -> str:

@@ -266,7 +266,7 @@ def _tag_text(tag: str) -> str:
 def _syntax_message(error: yaml.MarkedYAMLError) -> str:
     problem = error.problem or "it cannot be parsed"
     if "another document" in problem:
-        return "a second document begins here ('---'); write one document a file"
+        return "a second document begins here ('---'); write one document per file"
     if "'\\t'" in problem:
         return "not valid YAML: a tab cannot indent; use spaces"
     if isinstance(error, ComposerError) and not error.context:

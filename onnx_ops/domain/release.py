@@ -24,7 +24,7 @@ class AliasRule:
     """One line of a promotion policy."""
 
     aliases: Annotated[str, MinLen(1), doc("Aliases that the rule covers; `*` and `?` are wildcards.")]
-    users: Annotated[tuple[str, ...], MinLen(1), doc("Users who may set or delete them; `*` is everyone.")]
+    users: Annotated[tuple[str, ...], MinLen(1), doc("Users who may set or delete them; `*` means everyone.")]
     models: Annotated[str, MinLen(1), doc("Registered models that the rule covers; `*` and `?` are wildcards.")] = "*"
 
 
@@ -34,7 +34,7 @@ class PromotionPolicy:
 
     schema: int = 1
     rules: Annotated[tuple[AliasRule, ...], MinLen(1), doc("Rules; the first one that covers an alias applies.")]
-    overrides: Annotated[tuple[str, ...], doc("Users who may override a gate, with a reason; `*` is everyone.")] = ()
+    overrides: Annotated[tuple[str, ...], doc("Users who may override a gate, with a reason; `*` means everyone.")] = ()
 
     def rule(self, model: str, alias: str) -> int | None:
         """Return the index of the rule that decides; None if no rule matches this alias."""

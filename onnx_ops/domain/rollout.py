@@ -213,7 +213,7 @@ def choose_next_action(
         is_wanted = desired is not None and desired.manifest in (candidate.manifest, stable.manifest)
         failure = analysis.abort_reason if policy.is_analyzed and analysis is not None else ""
         if failure or not is_wanted:
-            why = failure if is_wanted else "no longer wanted by the registry"
+            why = failure if is_wanted else "no longer requested by the registry"
             return plan_abort(roles, target, why=why, reject=is_wanted)
         expected = rollout.build_state(candidate, _find_step(policy, roles.step), *idle)
     if observed is None or not observed.covers(expected):

@@ -172,7 +172,7 @@ class Target:
     """A named combination of runtime build, execution provider and machine."""
 
     schema: Annotated[int, Ge(1)] = 1
-    name: Annotated[ShortName, doc("Name of the target: lower-case letters, digits and dashes; part of aliases.")]
+    name: Annotated[ShortName, doc("Name of the target: lower-case letters, digits and hyphens; part of aliases.")]
     description: str = ""
     runtime: Annotated[str, doc("Runtime plugin that runs models on this target.")] = "onnxruntime"
     providers: Annotated[tuple[Provider, ...], MinLen(1), doc("Execution providers in order of preference.")] = (

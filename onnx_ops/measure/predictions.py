@@ -58,7 +58,7 @@ def read_prediction(definition: MetricDefinition, outputs: Tensors) -> Predictio
     raise UserError(
         f"no output can be read as {' or '.join(form.noun for form in forms)}: {shapes}",
         where=definition.label,
-        remedy=f"{definition.other_kind or 'Take a metric that fits the model.'} Or name the output with `output:`.",
+        remedy=f"{definition.other_kind or 'Use a metric that fits the model.'} Or name the output with `output:`.",
     )
 
 
@@ -179,7 +179,7 @@ def _prepare_classes(definition: MetricDefinition, label: Array | None) -> Array
     classes = None if label is None else as_text(flatten_column(label))
     if classes is None or classes.ndim != 1:
         wide = classes is not None and classes.ndim == 2
-        remedy = "Of one column a class, take its number: labels.argmax(axis=1)." if wide else ""
+        remedy = "For one column per class, use the class number: labels.argmax(axis=1)." if wide else ""
         raise _make_label_error(definition, label, "one class per row", remedy)
     if classes.dtype.kind != "f":
         return classes

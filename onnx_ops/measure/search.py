@@ -127,7 +127,7 @@ def search(context: SearchContext, journal: StageJournal, report: Reporter) -> S
         path, _ = runner.make(trial)
         if digest_file(path) != trial.model:
             raise StageError(
-                "the same recipe gave another file than before",
+                "the same recipe gave a different file",
                 where=f"search {name}, {trial.recipe}",
                 remedy="Run the search again: `--no-cache search`.",
             )

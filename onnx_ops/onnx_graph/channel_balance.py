@@ -92,7 +92,7 @@ def write_balanced_like(source: Path, derived: Path, path: Path) -> bool:
         _apply(model, json.loads(recorded))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise MeasurementError(
-            "the recorded balance of its channels does not fit the model it was made from", where=derived.name
+            "the recorded channel balance does not match the model that it was derived from", where=derived.name
         ) from error
     write_model(model, path)
     return True

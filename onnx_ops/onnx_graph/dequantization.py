@@ -78,7 +78,7 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
     """
     model = expand_integer_operators(read_model(derived), derived.name)
     if hidden := sorted(node.op_type for node in model.graph.node if node.op_type in _UNREAD):
-        raise MeasurementError(f"the rounding of {hidden[0]} cannot be taken off", where=derived.name)
+        raise MeasurementError(f"the rounding of {hidden[0]} cannot be removed", where=derived.name)
     tensors = collect_constants(model)
     folded = _folded(source, model, tensors)
     blocks = iterate_block_weights(model, tensors)

@@ -35,7 +35,7 @@ def read_ort_structure(path: Path) -> onnx.ModelProto:
     try:
         return _parse(path.read_bytes())
     except (struct.error, IndexError, ValueError, TypeError, UnicodeDecodeError) as error:
-        remedy = "Make it again from the .onnx file."
+        remedy = "Recreate it from the .onnx file."
         raise UserError("a damaged file in ORT format", where=str(path), why=quoted(error), remedy=remedy) from error
 
 
@@ -88,7 +88,7 @@ class _Table:
         from flatbuffers.table import Table
 
         if not 0 < place < len(self._table.Bytes):
-            raise ValueError("a place outside the file")
+            raise ValueError("a position outside the file")
         return _Table(Table(self._table.Bytes, place))
 
 

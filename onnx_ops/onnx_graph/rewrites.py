@@ -253,7 +253,7 @@ def trace_nodes(names: Iterable[str], source: onnx.ModelProto, prepared: onnx.Mo
         traced[name] = tuple(next((names for names in candidates if names), []))
     if lost := sorted(name for name, heirs in traced.items() if not heirs):
         raise UserError(
-            f"nothing is left to exclude of {', '.join(lost)}",
+            f"there is nothing left to exclude of {', '.join(lost)}",
             where="quantize.exclude",
             why="preparation folded it into a constant or into another node",
             remedy="Leave it out of `quantize.exclude`.",

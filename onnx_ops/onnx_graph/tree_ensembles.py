@@ -150,7 +150,7 @@ def _read_columns(node: onnx.NodeProto, names: Sequence[str], where: str) -> lis
     values: dict[str, Any] = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     columns = [values.get(name, ()) for name in names]
     if len({len(column) for column in columns}) != 1:
-        raise UserError("a tree ensemble's lists are not of one length", where=where)
+        raise UserError("the lists of a tree ensemble have different lengths", where=where)
     return columns
 
 

@@ -70,9 +70,9 @@ def publish_tables(summary: Summary) -> None:
     if summary.registration is not None:
         place = locate_report(summary.registration)
         create_markdown_artifact(
-            f"[Report of the release]({place})" if "://" in place else f"Write the report out: `{place}`",
+            f"[Report of the release]({place})" if "://" in place else f"Write the report to a file: `{place}`",
             key=f"{summary.pipeline}-report",
-            description=f"What was measured about the last release of {summary.pipeline}, and why it was decided so.",
+            description=f"Measurements of the last release of {summary.pipeline}, and the reasons of its decisions.",
         )
 
 

@@ -51,7 +51,7 @@ class PrefectEvents(Notifier):
 
     def __init__(self, place: str = "", state: Path = Path()) -> None:
         if place:
-            raise UserError(f"{NAME} takes no place, not {place!r}", where="notify", remedy=f"Write {NAME} alone.")
+            raise UserError(f"{NAME} takes no argument, not {place!r}", where="notify", remedy=f"Write {NAME} alone.")
 
     def send(self, notification: Notification) -> None:
         """Emit the notification as an event."""
@@ -154,7 +154,7 @@ def post(events: Sequence[ReleaseEvent]) -> None:
             client.request("POST", "/events", json=documents)
     except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: the server has another version
         raise ServiceUnavailableError(
-            "Prefect's server takes no events", where=where, why=type(error).__name__
+            "Prefect's server does not accept events", where=where, why=type(error).__name__
         ) from None
 
 
@@ -164,7 +164,7 @@ def _server() -> str:
     if url := PREFECT_API_URL.value():
         return str(url)
     raise UserError(
-        "events go to a Prefect server, and none is set",
+        "events need a Prefect server, and none is configured",
         where="PREFECT_API_URL",
         remedy="prefect config set PREFECT_API_URL=http://HOST:4200/api",
     )

@@ -166,7 +166,7 @@ def run_affected(project: Project, since: str, until: StageKind | None, jobs: in
     """
     touched = affected(project, changed_since(project.settings.root, since))
     if not touched:
-        return Completed(message="no pipeline is touched by this change")
+        return Completed(message="no pipeline is affected by this change")
     jobs = jobs or os.cpu_count() or 1
 
     def run_one(one: Affected) -> State[Any]:

@@ -134,7 +134,7 @@ def _watched(project: Project, run: UUID) -> Iterator[None]:
                             with contextlib.suppress(Exception):  # the worker sets it when this process has ended
                                 # Before the end of its processes, which the flow run would report as a failure.
                                 client.set_flow_run_state(
-                                    run, Cancelled(message="its result is not wanted"), force=True
+                                    run, Cancelled(message="its result is not needed"), force=True
                                 )
                         project.running().end()
                         os._exit(1)

@@ -141,7 +141,7 @@ class PrefectPools(Pools):
                     deaths.append(str(death))
                     if len(deaths) == self.tries:
                         raise MeasurementError(
-                            f"{self.tries} workers of pool {stage.pool} died over it, one after the other",
+                            f"{self.tries} workers of pool {stage.pool} died while executing it, one after the other",
                             where=stage.title,
                             why=deaths[-1],
                             remedy=f"See the flow runs of `{FLOW}` in Prefect, and the memory of those machines.",
@@ -245,14 +245,14 @@ class PrefectPools(Pools):
                     raise StageError(
                         f"it ran longer than its time-out of {stage.timeout:g} s and was stopped",
                         where=stage.title,
-                        remedy="Raise `timeout` in the pipeline file if the work is really that long.",
+                        remedy="Raise `timeout` in the pipeline file if the stage needs that long.",
                     )
             elif kind == "SCHEDULED" and now - checked > self.silence:
                 checked = now
                 require_workers(client, stage.pool, stage.kind.value, stage.title)
             elif kind == "PENDING" and now - last_beat > self.start_timeout_s:
                 raise MeasurementError(
-                    f"a worker of pool {stage.pool} took it, and did not start it within {self.start_timeout_s:g} s",
+                    f"a worker of pool {stage.pool} took it, but did not start it within {self.start_timeout_s:g} s",
                     where=stage.title,
                     remedy="See the log of that worker.",
                 )
@@ -409,7 +409,7 @@ def _explain_wait(status: PoolStatus, run: PlacedRun, *, is_paused: bool) -> str
     load = Counter(other.worker for other in status.runs if other.state != "waiting")
     if all(load[worker.name] >= worker.limit for worker in takers):
         return "all workers are busy" if takers == status.workers else f"all that take {run.kind} stages are busy"
-    return "the next worker that asks takes it"
+    return "the next worker that polls takes it"
 
 
 def is_alive(worker: Worker, now: datetime) -> bool:
@@ -451,7 +451,7 @@ def _cancel(client: SyncPrefectClient, run: UUID) -> None:
         state = client.read_flow_run(run).state
         if not is_final(state):
             waiting = _kind(state) == "SCHEDULED"
-            message = "its result is no longer wanted"
+            message = "its result is no longer needed"
             ended: State[Any] = Cancelled(message=message) if waiting else Cancelling(message=message)
             client.set_flow_run_state(run, ended, force=True)
 
@@ -480,7 +480,7 @@ def _open_client() -> Iterator[SyncPrefectClient]:
 
     if not PREFECT_API_URL.value():  # before the import of the client, which takes seconds
         raise UserError(
-            "stages with a `pool` run through a Prefect server, and none is set",
+            "stages with a `pool` need a Prefect server, and none is configured",
             where="PREFECT_API_URL",
             remedy="prefect config set PREFECT_API_URL=http://HOST:4200/api; or leave `pool` out.",
         )

@@ -80,10 +80,10 @@ def publish_rollout(context: Context, endpoint: str) -> None:
         link = context.registry().page(model, version, "report.html")
     except OnnxOpsError:  # the registry may be down
         link = ""
-    command = f"Write the report out: `onnx-ops report {model}/{version}`"
+    command = f"Write the report to a file: `onnx-ops report {model}/{version}`"
     text = page(endpoint, timeline, f"[Report of the release]({link})" if link else command)
     key = re.sub(r"[^a-z0-9]+", "-", f"{endpoint}-rollout".lower()).strip("-")
-    description = f"The last rollout of {endpoint}: what was done, and why."
+    description = f"The last rollout of {endpoint}: its steps, and the reasons."
     create_markdown_artifact(text, key=key, description=description)
 
 

@@ -166,7 +166,7 @@ class Runtime(ABC):
             MeasurementError: the file cannot be written.
         """
         raise UserError(
-            f"runtime {target.runtime} makes no .ort files",
+            f"runtime {target.runtime} writes no .ort files",
             where=f"target {target.name}: ort_format",
             remedy="Use runtime onnxruntime, node or browser.",
         )

@@ -124,7 +124,7 @@ def explain_unservable(target: Target, available: Collection[str]) -> str:
     if target.runtime != "onnxruntime":
         return f"it measures with runtime '{target.runtime}', and the server runs 'onnxruntime'"
     if target.env is not None and target.env.isolated:
-        return "its runtime has an isolated environment, and the server's has not"
+        return "its runtime has an isolated environment, but that of the server does not"
     if target.ort_format is not None:
         return "it runs .ort files, and the server .onnx files"
     for provider in target.providers:

@@ -175,7 +175,7 @@ class Journal:
                 )
             if (failure is not None or action.is_rollback) and not self._is_applied(config, action, failure):
                 failure = failure or ServiceUnavailableError(
-                    "the rollback is not observed at the endpoint yet", where=config.endpoint
+                    "the rollback was not observed at the endpoint yet", where=config.endpoint
                 )
                 self._conclude(ActionOutcome(of=sequence, ok=False, detail=str(failure)))
                 raise failure

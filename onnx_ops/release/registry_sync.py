@@ -117,7 +117,7 @@ def require_approval(
         raise RefusedError(
             f"target {target} has changed since this version was evaluated",
             where=f"{record.model}/{record.version}",
-            remedy="Run the pipeline again, so that the evidence is about the present target.",
+            remedy="Run the pipeline again, so that the evidence is about the current target.",
         )
     return signed
 

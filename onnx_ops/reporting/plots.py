@@ -75,7 +75,7 @@ def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
             left = seconds[i] / scale.divisor
             points += [(left, points[-1][1]), (left, 100 * (i + 1) / n)]
         chart.path(points, f"line {_style(series)}")
-        lost = f"{share(latency.preempted, latency.runs)} of {latency.runs} runs preempted and left out"
+        lost = f"{share(latency.preempted, latency.runs)} of {latency.runs} runs preempted and omitted"
         middle = median_latency(latency)
         keys.append((series, f"{e.variant}: median {middle.text() if middle else '?'}, {lost}"))
     batches = ", ".join(sorted({str(latency.batch) for _, _, latency, _ in curves}))

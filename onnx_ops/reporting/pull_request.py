@@ -49,7 +49,7 @@ def overall(checked: Sequence[Checked]) -> Verdict | None:
 def title(checked: Sequence[Checked]) -> str:
     """Return one line that counts pipelines that passed, failed, were inconclusive or could not be measured."""
     if not checked:
-        return "no pipeline is touched by this change"
+        return "no pipeline is affected by this change"
     words = {
         Verdict.FAIL: "failed",
         Verdict.ERROR: "could not be measured",

@@ -97,8 +97,8 @@ def choose(decisions: Sequence[Decision], policy: TargetObjective = LATENCY) -> 
     reason = _describe_choice(chosen, export, policy, loaded=loaded)
     if others:
         is_smallest = all(chosen.bytes < c.bytes for c in others)
-        why = "it has the fewest bytes" if is_smallest else "it stands first in the file"
-        reason += f"; tied with {', '.join(c.decision.variant for c in others)} inside the noise, and {why}"
+        why = "it has the fewest bytes" if is_smallest else "it comes first in the file"
+        reason += f"; tied with {', '.join(c.decision.variant for c in others)} within the noise, and {why}"
     reason += f"; {_describe_undecided(undecided)}" if undecided else ""
     return Choice(
         target=target,
@@ -167,7 +167,7 @@ def _describe_undecided(undecided: Mapping[str, float]) -> str:
     passes = "passes" if len(undecided) == 1 else "pass"
     return (
         f"{', '.join(undecided)} {passes} the metric gate alone, but one of so many variants passes by chance "
-        f"too often (p ≤ {min(undecided.values()):.2g} is asked): more rows decide it"
+        f"too often (p ≤ {min(undecided.values()):.2g} is required): more rows decide it"
     )
 
 

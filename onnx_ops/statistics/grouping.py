@@ -165,7 +165,9 @@ def detect_grouping(
     if chance <= ALARM:
         signs.append(f"neighbouring rows err together more often than by chance (p = {chance:.2g})")
     elif chance <= _HINT and _are_neighbours_alike(inputs, label, rows, draw):
-        signs.append(f"neighbouring rows have inputs alike, and err together more often than usual (p = {chance:.2g})")
+        signs.append(
+            f"neighbouring rows have similar inputs, and err together more often than usual (p = {chance:.2g})"
+        )
     return tuple(signs)
 
 

@@ -168,7 +168,7 @@ def find_least(is_enough: Callable[[int], bool], above: int = 0) -> int:
 
 def advise_sample_size(n: int) -> str:
     """Return advice about the number of rows; empty if there are enough."""
-    return f"below {FEW_SAMPLES} samples expect inconclusive" if n < FEW_SAMPLES else ""
+    return f"expect INCONCLUSIVE below {FEW_SAMPLES} samples" if n < FEW_SAMPLES else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ _NAMED = 10
 CANDIDATE = ""
 """Key of the candidate among the models; other keys are those of `ScoreComparison.against`."""
 
-_NO_SPREAD = "every row scores the same: no spread to estimate an interval from"
+_NO_SPREAD = "every row has the same score: an interval cannot be estimated"
 
 FEW_ROWS = 20
 """Rows or groups below which an interval has no meaningful level."""
@@ -199,7 +199,7 @@ def _compare_losses(
         n=len(label),
         candidate=value(CANDIDATE),
         confidence=CONFIDENCE,
-        method="Student's t of the losses, with rows of the worst kind seen that may be missing",
+        method="Student's t of the losses, with allowance for missing rows of the worst observed kind",
         effective=find_heavy_rows(mine)[0],
         heavy=find_heavy_rows(losses[CANDIDATE])[1][:_NAMED],
     )

@@ -244,7 +244,7 @@ def find_input_problems(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any])
         elif not (array.dtype.kind in "US" if spec.dtype == "string" else array.dtype == _dtype(spec)):
             text = f"{spec.name!r} is of type {array.dtype}, the model takes {spec.dtype}"
             numbers = array.dtype.kind in "biuf" and spec.dtype != "string"
-            yield spec.name, f"{text}. Save it as that: array.astype({spec.dtype!r})" if numbers else text
+            yield spec.name, f"{text}. Convert it: array.astype({spec.dtype!r})" if numbers else text
     known = [spec.name for spec in inputs]
     for name in arrays:
         if name not in known:
@@ -327,7 +327,7 @@ def _find_fixed_batch(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> 
         raise UserError(
             f"its inputs begin with different dimensions: {sorted(sizes)}",
             why="axis 0 is the batch, so all inputs must have the same number of rows",
-            remedy="Export the model with a batch in front of every input.",
+            remedy="Export the model with a batch axis in every input.",
         )
     return min(sizes, default=0)
 

@@ -114,7 +114,7 @@ def check_paths(source: Path, path: Path) -> None:
     refuse_ort(source)
     for place in (path, _weights_path(path)):
         if place.exists():
-            raise UserError("there is a file of that name", where=str(place), remedy="Remove it, or name another.")
+            raise UserError("a file of that name exists", where=str(place), remedy="Remove it, or name another.")
     if not path.parent.is_dir():
         raise UserError("there is no such folder", where=str(path.parent))
 
@@ -221,7 +221,7 @@ def search_variant(
                     if result.record.timed_out
                     else "Allow more with `--budget metric_drop=…`, or keep the float model"
                 )
-                + f"; {record_path.name} holds what was tried.",
+                + f"; {record_path.name} contains all trials.",
             )
         ((made, trial),) = result.models.values()
         return deliver(

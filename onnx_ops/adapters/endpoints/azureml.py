@@ -140,7 +140,7 @@ class AzureEndpoints(CloudEndpoints):
         served = {build_azure_name(record) for record in map(read_record, owned.values()) if record is not None}
         for name, manifest in endpoint.models.stored().items():
             if manifest not in needed and name not in served:
-                why = "no deployment serves it" if manifest else "its upload was cut off"
+                why = "no deployment serves it" if manifest else "its upload was interrupted"
                 orphans.append(OrphanedResource(kind="model", name=name, why=why, paid=True))
         return tuple(orphans)
 

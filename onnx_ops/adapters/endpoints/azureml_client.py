@@ -207,7 +207,7 @@ def make_unanswered_error(where: str, why: str = "") -> ServiceUnavailableError:
 def make_timeout_error(where: str) -> ServiceUnavailableError:
     """Return the error of a change that did not finish in time."""
     what = "Azure did not finish changing it in time"
-    return ServiceUnavailableError(what, where=where, remedy="Look at it in the portal.")
+    return ServiceUnavailableError(what, where=where, remedy="See its state in the portal.")
 
 
 def _explain(error: BaseException, where: str, instances: int) -> OnnxOpsError:
@@ -215,9 +215,7 @@ def _explain(error: BaseException, where: str, instances: int) -> OnnxOpsError:
 
     status, why = getattr(error, "status_code", None), summarize_error(error)
     if isinstance(error, ClientAuthenticationError) and status is None and _NO_CONNECTION.search(str(error)):
-        return ServiceUnavailableError(
-            "the issuer of tokens does not answer", where=where, why=why, remedy="Try again."
-        )
+        return ServiceUnavailableError("the token service does not answer", where=where, why=why, remedy="Try again.")
     if isinstance(error, ClientAuthenticationError) or status == 401:
         return RefusedError("Azure does not accept the credentials", where=where, why=why, remedy=LOGIN_REMEDY)
     if status == 403:

@@ -269,7 +269,7 @@ class Autoscaling:
                     return None
                 if error.why.startswith("HTTP 409"):
                     raise BusyError("Azure is changing it", where=self._client.owner, why=error.why) from error
-                what = "Azure does not permit us to scale a deployment"
+                what = "Azure does not permit scaling a deployment"
                 raise RefusedError(what, where=self._client.owner, why=error.why, remedy=_MONITOR_REMEDY) from error
 
         return self._client.retry(self._client.owner, send)

@@ -136,7 +136,7 @@ class AzureModels:
                     f"another model is called {model}",
                     where=where,
                     why=f"its manifest is {manifest}",
-                    remedy="It was made by hand: choose another registry, or archive that model.",
+                    remedy="It was created manually: choose another registry, or archive that model.",
                 )
             return path
         asset = self._ensure_asset(name, deployment)
@@ -151,7 +151,7 @@ class AzureModels:
         for _ in client.policy.attempts(client.policy.lag_s):
             if read() is not None:
                 return path
-        raise ServiceUnavailableError("the model was copied and does not appear", where=where, remedy="Try again.")
+        raise ServiceUnavailableError("the model was copied but does not appear", where=where, remedy="Try again.")
 
     def _upload(self, blob: str, path: Path) -> None:
         with path.open("rb") as stream:

@@ -82,7 +82,7 @@ def run_check(check: str, find: Callable[[], Finding], *, cloud: str) -> Diagnos
 
     A check without the permission to read is no fault.
     """
-    proxy = f"Look at what stands between this machine and {cloud}: a proxy, or a login page."
+    proxy = f"Check what is between this machine and {cloud}: a proxy, or a login page."
     try:
         ok, found, remedy = find()
     except RefusedError as error:

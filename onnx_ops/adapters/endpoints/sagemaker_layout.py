@@ -150,7 +150,9 @@ def _model_request(
     endpoint: str, deployment: Deployment, settings: SageMakerSettings, trusted_keys: str
 ) -> dict[str, Any]:
     if len(trusted_keys) > _VALUE_CHARACTERS:
-        raise UserError("there are more trusted keys than a container's environment takes", remedy="Retire old ones.")
+        raise UserError(
+            "there are more trusted keys than fit into the environment of a container", remedy="Retire old ones."
+        )
     options = format_option_variables(settings)
     if trusted_keys:
         options[TRUSTED_KEYS_VARIABLE] = trusted_keys

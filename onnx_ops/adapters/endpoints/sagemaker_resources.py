@@ -179,7 +179,7 @@ class EndpointResources:
             raise InfrastructureError(
                 f"another {noun.replace('_', ' ')} has the name {name}",
                 where=self._client.endpoint,
-                remedy="It was made by hand; delete it.",
+                remedy="It was created manually; delete it.",
             )
 
     def _live_configs(self) -> set[str]:

@@ -55,7 +55,7 @@ class PaddleExporter(Exporter):
 
     def load(self, folder: Path) -> object:
         """Load the one program of a folder that `paddle.jit.save` wrote."""
-        remedy = "Bring a folder that paddle.jit.save has written: model.json and model.pdiparams."
+        remedy = "Supply a folder that paddle.jit.save has written: model.json and model.pdiparams."
         file = find_file_with_suffix(folder, ".json", remedy)
         layer: Any = importlib.import_module("paddle").jit.load(str(file.with_suffix("")))
         layer.eval()

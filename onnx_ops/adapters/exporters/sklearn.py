@@ -267,7 +267,7 @@ def _check_analyzer(part: Any) -> None:
         raise UserError(
             f"{type(part).__name__} with its own {own[0]} cannot be converted faithfully",
             where="export",
-            why="the export cuts texts into words of letters, digits and underscores, and knows no other way",
+            why="the export splits texts into words of letters, digits and underscores, and supports no other way",
             remedy=f"Leave out {own[0]}, or prepare the texts before the pipeline.",
         )
 

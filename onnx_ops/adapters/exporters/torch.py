@@ -262,7 +262,7 @@ def _try_out(torch: Any, module: Any, rows: Mapping[str, Any]) -> list[str]:
                 remedy="Return torch.view_as_real(output), which is the same in both.",
             )
         if value.dtype == torch.bfloat16:
-            why = "NumPy has no such type, so that neither a gate nor a client can read it"
+            why = "NumPy has no such type, so neither a gate nor a client can read it"
             raise UserError(what, where="export", why=why, remedy="Return output.float().")
     return list(values)
 

@@ -69,7 +69,7 @@ class SeveralServers(ServerMetrics):
             answer = request_json(method, f"{url}{COUNTS_PATH}", body, host=host, headers=headers)
             return codec.from_json(answer, Counts, where=host)
         except (RefusedError, CorruptStateError) as error:
-            raise ServiceUnavailableError("a server does not show its counts", where=host, why=str(error)) from error
+            raise ServiceUnavailableError("a server does not return its counts", where=host, why=str(error)) from error
 
 
 def _check(counts: Sequence[Counts], config: EndpointConfig) -> None:

@@ -51,7 +51,7 @@ class WebhookNotifier(Notifier):
             raise NotFoundError(
                 "there is no address for notifications",
                 where=str(self._file),
-                remedy=f"Put the chat's webhook address into {VARIABLE}, or into that file with mode 0600.",
+                remedy=f"Put the webhook address of the chat into {VARIABLE}, or into that file with mode 0600.",
             ) from error
 
 

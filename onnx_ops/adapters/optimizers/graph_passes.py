@@ -229,7 +229,9 @@ class _CleanupOptimizer(Optimizer):
         check_interface(request.source, request.path, self.tool, where)
         before, after = (sum(1 for _ in iterate_nodes(model)) for model in (source, derived))
         sizes = [read_model_info(path).size_bytes for path in (request.source, request.path)]
-        effect = f"nothing to tidy: {before} nodes as before" if before == after else f"{before} nodes became {after}"
+        effect = (
+            f"nothing to simplify: {before} nodes as before" if before == after else f"{before} nodes became {after}"
+        )
         return (f"{self.tool} {version(self.tool)}: {effect}, {sizes[1] / sizes[0]:.2f} times the size",)
 
 

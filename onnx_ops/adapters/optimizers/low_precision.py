@@ -98,7 +98,7 @@ class WeightOnlyQuantizer(Optimizer):
                 "on a CPU this is a recipe for size: it took 1.1 to 2.1 times the time of float32 where it was measured"
             )
         if options.get("accuracy") == 4:
-            notes.append("accuracy 4: activations in 8 bits too, found anew in each run")
+            notes.append("accuracy 4: activations in 8 bits too, with ranges computed in each run")
         return tuple(notes)
 
 

@@ -116,7 +116,7 @@ class DynamicQuantizer(Optimizer):
         notes = _quantize(request, options, _dynamic)
         return (
             why,
-            "ranges of activations are found anew for each batch: answers depend on what else is in it",
+            "ranges of activations are computed for each batch: answers depend on the other rows in it",
             *notes,
         )
 

@@ -63,7 +63,9 @@ def validate_record(record: VariantRecord) -> None:
     for name, path in record.files.items():
         if digest_file(path) != record.manifest[name]:
             raise DigestMismatchError(
-                f"{name} is not what the manifest says", where=where, remedy="Run again: the stage is computed again"
+                f"{name} does not match the manifest",
+                where=where,
+                remedy="Run the pipeline again; the stage is executed again",
             )
 
 

@@ -78,7 +78,9 @@ class HostPolicy:
         if self.origins is not None:
             origin = head.get(b"origin")
             if origin is not None and origin.lower() not in self.origins:
-                raise _build_refusal("Origin", origin, "a web page sent it, and any page can", "origins")
+                raise _build_refusal(
+                    "Origin", origin, "a web page sent it, and any page can send such requests", "origins"
+                )
         if len(self.known) < _MAX_KNOWN_HOSTS:
             self.known.add(given)
 

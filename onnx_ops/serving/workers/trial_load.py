@@ -146,7 +146,7 @@ def _build_crash_error(status: int, text: str, deployments: Sequence[Deployment]
 
 
 def _build_memory_error(text: str, limits: str, deployments: Sequence[Deployment]) -> InfrastructureError:
-    why = f"it exceeds the memory limit: {limits}" if limits else "the system has no memory for it"
+    why = f"it exceeds the memory limit: {limits}" if limits else "the system has not enough memory for it"
     return _build_load_error(deployments, f"{why}; {text}" if text else why, _RAISE_LIMIT)
 
 

@@ -114,7 +114,7 @@ class WorkerPool:
                     if not all(attempts.values()):
                         raise InfrastructureError(
                             "a worker process ended whenever it loaded the state",
-                            why="a trial process had loaded it before, so it conflicts with what else a worker holds",
+                            why="a trial process had loaded it before, so it conflicts with other models of the worker",
                             remedy="See the server's log for how it ended, and publish the previous state again.",
                         )
         except TimeoutError as error:
