@@ -153,8 +153,11 @@ def statement_of(**changes: Any) -> Envelope:
         (statement_of(_type="https://in-toto.io/Statement/v0.1"), "not an in-toto statement"),
         (statement_of(predicateType="https://slsa.dev/provenance/v1"), "it is a https://slsa.dev"),
         (statement_of(predicate={"model": "digits"}), "not a DecisionRecord"),
-        (statement_of(subject=[{"name": "manifest.json", "digest": {"sha256": "0" * 64}}]), "its subject does not match"),
-        (statement_of(subject=[]), "its subject does not match"),
+        (
+            statement_of(subject=[{"name": "manifest.json", "digest": {"sha256": "0" * 64}}]),
+            "does not match its predicate",
+        ),
+        (statement_of(subject=[]), "does not match its predicate"),
         (Envelope(payload="é", payloadType=PAYLOAD_TYPE, signatures=()), "not base64"),
     ],
 )

@@ -174,7 +174,7 @@ def _report(path: Path, summary: ModelSummary, targets: Mapping[str, str], writt
     if summary.problem:
         print_text("[red]not valid ONNX[/red]: {}", summary.problem)
     elif is_ort_format(path):
-        print_text("[green]readable[/green]: ORT format, a graph that is optimised for one build of ONNX Runtime")
+        print_text("[green]readable[/green]: ORT format, a graph that is optimized for one build of ONNX Runtime")
     else:
         print_text("[green]valid ONNX[/green]")
 

@@ -83,7 +83,7 @@ class ContainerOptions:
         doc("Time for requests in flight after SIGTERM; clouds send SIGKILL after 30 s."),
     ] = 25.0
     prepack: Annotated[
-        int, Unit("B"), Ge(0), doc("Smallest model that is cached optimised and packed for this processor; 0 B: none.")
+        int, Unit("B"), Ge(0), doc("Smallest model that is cached optimized and packed for this processor; 0 B: none.")
     ] = 4 << 20
     allowed_hosts: Annotated[
         str, doc("Accepted Host headers besides those of loopback, separated by commas; `*`: any.")

@@ -144,7 +144,7 @@ class TestProbing:
 
 
 class TestCompare:
-    def test_a_model_is_itself_whatever_the_optimisations(self, model: Path) -> None:
+    def test_a_model_is_itself_whatever_the_optimizations(self, model: Path) -> None:
         found = compared(model, model)
         assert found.verdict is Verdict.PASS
         assert {d.group for d in found.differences} == {"real", "range", *(f"batches:{n}" for n in BATCH_SIZES)}
