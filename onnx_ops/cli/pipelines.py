@@ -257,7 +257,7 @@ def affected(
         problem = f"\n  {pipeline.problem}" if pipeline.problem else ""
         say(f"{pipeline.file}  because of {', '.join(pipeline.because)}{problem}")
     if not pipelines:
-        say("no pipeline is touched")
+        say("no pipeline is affected")
 
 
 class TemplateChoice(StrEnum):

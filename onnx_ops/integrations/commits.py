@@ -50,7 +50,7 @@ def parse_commit(text: object, where: str, *, remedy: str = "") -> str:
 def judge_change(
     folder: Path, base: str, until: StageKind | None, *, hosted: bool | None = None, figures: Path | None = None
 ) -> Iterator[str]:
-    """Run every pipeline that the change since `base` touches; yield lines that report the outcome.
+    """Run every pipeline that the change since `base` affects; yield lines that report the outcome.
 
     The results for the step that publishes them are in `folder` afterwards, with a report of each pipeline.
 

@@ -1,4 +1,4 @@
-"""The GitHub action: run the pipelines that a commit touches, and report the outcome on the commit.
+"""The GitHub action: run the pipelines that a commit affects, and report the outcome on the commit.
 
 Two steps, so that the reports can be uploaded in between: `run` leaves its results and reports in a folder, `publish`
 writes the job summary, one comment on the pull request, and a check whose conclusion is the verdict. Names in the
@@ -103,7 +103,7 @@ def read_event(environ: Mapping[str, str]) -> Event:
 
 
 def run(event: Event, folder: Path, *, since: str = "", figures: Path | None = None) -> int:
-    """Run every pipeline that the change touches; the results are in `folder` afterwards."""
+    """Run every pipeline that the change affects; the results are in `folder` afterwards."""
     root = open_project().settings.root
     # A force push leaves a commit that the checkout does not have, and a first push has none before it.
     base = since or next((name for name in (event.base, "HEAD~1") if name and resolve_commit(root, name)), "")

@@ -61,7 +61,7 @@ def title(checked: Sequence[Checked]) -> str:
 
 
 def page(checked: Sequence[Checked], *, commit: str, reports: str = "") -> str:
-    """Return Markdown on the pipelines that a commit touches, the worst first, never longer than `LIMIT`.
+    """Return Markdown on the pipelines that a commit affects, the worst first, never longer than `LIMIT`.
 
     `reports` is the address of the whole reports; empty if there is none.
     """
