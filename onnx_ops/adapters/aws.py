@@ -73,7 +73,7 @@ _IDENTITY_SETTINGS = (
 
 @dataclass(frozen=True, kw_only=True)  # no slots: settings inherit from two dataclasses
 class AwsAccess:
-    """Settings that choose account and region; boto3 finds empty ones."""
+    """Settings that select account and region; boto3 determines the empty ones."""
 
     region: str = ""
     profile: str = ""

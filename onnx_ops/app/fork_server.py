@@ -98,7 +98,7 @@ class ForkedProcess:
 class ForkServer:
     """Starts processes of `onnx_ops.app.worker`. Thread-safe, and usable by forks of the process that started it.
 
-    The server process ends with the last process that can ask it.
+    The server process ends when no process that uses it is left.
     """
 
     def __init__(self) -> None:

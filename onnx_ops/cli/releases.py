@@ -126,7 +126,7 @@ def reconcile(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Move endpoints toward the state that the registry asks for.
+    """Move endpoints toward the desired state in the registry.
 
     Ends when nothing is left to do now. An endpoint that cannot be moved does not delay the others.
 

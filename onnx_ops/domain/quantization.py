@@ -231,7 +231,7 @@ def choose_static_recipe(options: Mapping[str, Any], machines: Sequence[Arithmet
     activations = str(options.get("activations", "int8" if signed else "uint8"))
     weights = str(options.get("weights", "int8"))
     if "activations" in options:
-        why = "as asked for"
+        why = "as requested"
     elif signed:
         why = "the types that the kernels of every target accept"
     else:

@@ -73,7 +73,7 @@ class PrefectPools(Pools):
     silence: float = _INTERVALS * HEARTBEAT_S - 1
     """A little less than three heartbeats, so that a death is seen within 15 s."""
     outage: float = 120.0
-    """Of Prefect's server, during which a run that was asked for is waited for."""
+    """Of Prefect's server, during which a requested run is awaited."""
     tries: int = 2
     runs: set[UUID] = field(default_factory=set)
     """Flow runs that were created here and are waited for."""

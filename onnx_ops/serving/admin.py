@@ -84,7 +84,7 @@ class AdminApp(HttpApp):
         return _build_response(codec.dumps(self._supervisor.collect_counts()))
 
     def post_counts(self, _head: RequestHead, body: bytes) -> RawResponse:
-        """Return the counts, with those of two deployments by user."""
+        """Return the counts; for two deployments also by user."""
         try:
             message = codec.loads(body, UserCountsRequest)
             if any(len(s) > MAX_USER_THRESHOLDS or list(s) != sorted(s) for s in message.limits_s.values()):

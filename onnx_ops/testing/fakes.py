@@ -338,7 +338,7 @@ class FakeRegistry:
         return ""
 
     def replace_record(self, record: VersionRecord) -> None:
-        """Forge a version: replace its record."""
+        """Replace the record of a version, as an attacker could."""
         self._version(record.model, record.version).record = record
 
     def versions(self, model: str) -> tuple[ListedVersion, ...]:

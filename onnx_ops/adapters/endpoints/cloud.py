@@ -42,7 +42,7 @@ class CloudEndpoints(EndpointProvider):
 
 
 def verify_files(deployment: Deployment) -> dict[str, Path]:
-    """Return the model files of a deployment by their relative POSIX names, sorted."""
+    """Verify the model files of a deployment; return them by relative POSIX name, sorted."""
     folder = Path(deployment.location)
     manifest = digest_folder(folder) if deployment.location else Manifest(files={})
     if not manifest.files:

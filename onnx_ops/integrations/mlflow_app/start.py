@@ -91,7 +91,7 @@ def install(app: Flask, guard: Guard) -> None:
         raise UserError(
             "this MLflow is not one that the plugin can guard",
             why=f"it has no {', '.join(missing) or '_get_request_message'}",
-            remedy="Install mlflow>=3.17,<4 as onnx-ops asks for.",
+            remedy="Install mlflow>=3.17,<4 as onnx-ops requires.",
         )
 
     @handlers.catch_mlflow_exception  # type: ignore[untyped-decorator]
