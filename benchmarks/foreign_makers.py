@@ -602,7 +602,7 @@ _quantized("half", _halved(keep=False))
 _quantized("half-inside", _halved(keep=True))
 
 
-def _optimised(level: str) -> Make:
+def _optimized(level: str) -> Make:
     def make(path: Path) -> None:
         import onnxruntime as ort
 
@@ -618,7 +618,7 @@ def _optimised(level: str) -> Make:
     return make
 
 
-@_maker("optimised by ONNX Runtime", "ort-format")  # under a name that does not say so
+@_maker("optimized by ONNX Runtime", "ort-format")  # under a name that does not say so
 def _ort_format(path: Path) -> None:
     import onnxruntime as ort
 
@@ -632,7 +632,7 @@ def _ort_format(path: Path) -> None:
 
 
 for _level in ("BASIC", "EXTENDED", "ALL"):
-    _maker("optimised by ONNX Runtime", _level.lower())(_optimised(_level))
+    _maker("optimized by ONNX Runtime", _level.lower())(_optimized(_level))
 
 
 # broken ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Logistic regression on a table of customers: numbers, texts, truth values and missing cells, one input a column."""
+"""Logistic regression on a table of customers: numbers, texts, truth values and missing cells, one input per column."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Signed statements: only files that one names may be loaded.
+"""Signed statements: a file is loaded only if a statement names it.
 
 A statement is an in-toto Statement v1 (https://in-toto.io/Statement/v1) whose subject is a manifest of files and whose
 predicate is a record. It is signed in a DSSE envelope with ECDSA P-256 and SHA-256, over the stored bytes, so that
-no record is ever encoded again to be verified.
+verifying a record never encodes it again.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def read_envelope(data: bytes | Envelope, kind: type[_R], *, where: str = "") ->
         raise CorruptStateError("it has no signature", where=where)
     record = codec.from_json(statement.get("predicate"), kind, where=where)
     if statement.get("subject") != [{"name": _SUBJECT, "digest": {"sha256": hex_digits(record.manifest)}}]:
-        raise CorruptStateError("its subject is not what its predicate is about", where=where)
+        raise CorruptStateError("its subject does not match its predicate", where=where)
     return Attested(record=record, envelope=envelope)
 
 
@@ -145,7 +145,7 @@ def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
         )
     rests_on = (None, False, 0) if decision is None else (decision.evidence, decision.batchable, decision.threads)
     if (deployment.evidence, deployment.batchable, deployment.threads) != rests_on:
-        raise RefusedError("the signed decision rests on other evidence", where=where, remedy=_UNSIGNED)
+        raise RefusedError("the signed decision is based on other evidence", where=where, remedy=_UNSIGNED)
     if deployment.execution != about.execution:
         raise RefusedError(f"it was not to run as target {about.target} runs it", where=where, remedy=_UNSIGNED)
     return about
@@ -242,7 +242,7 @@ def build_key_error(kind: str, where: str) -> UserError:
     return UserError(
         f"this is not an ECDSA P-256 {kind} key",
         where=where,
-        remedy=f"`onnx-ops init` makes a pair: NAME.pem is the private key, NAME{PUBLIC_SUFFIX} the public one",
+        remedy=f"`onnx-ops init` creates a pair: NAME.pem is the private key, NAME{PUBLIC_SUFFIX} the public one",
     )
 
 

@@ -156,9 +156,9 @@ def find_distributions(package: str) -> Mapping[str, str]:
 
 
 def load_cuda(ort: Any, providers: Collection[str]) -> None:
-    """Load CUDA's libraries for providers of NVIDIA's from its Python packages, where the linker does not look.
+    """Load CUDA's libraries from their Python packages, which the dynamic linker does not search.
 
-    What ONNX Runtime prints and logs about missing ones is dropped: building a session raises it.
+    Output of ONNX Runtime about missing libraries is discarded: building a session raises an error for them.
     """
     if _CUDA.intersection(providers) and hasattr(ort, "preload_dlls"):
         ort.set_default_logger_severity(4)
@@ -236,7 +236,8 @@ def select_environment(plugin: object, env: Environment | None) -> Environment |
     """Return the environment to run an exporter or optimizer in; None for this installation.
 
     Raises:
-        UserError: `env` requests packages in this installation, where stages cannot install any, or names none at all.
+        UserError: `env` requests packages in this installation, which stages never change, or an environment without
+            requirements.
     """
     own: tuple[str, ...] = getattr(plugin, "requirements", ())
     if env is not None and not env.isolated:

@@ -81,7 +81,7 @@ def _sweep(place: Path) -> None:
 
 @contextlib.contextmanager
 def hold_lock(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Hold the lock (flock) of a file, which is made if missing. It ends with the process."""
+    """Hold a lock (flock) on a file, which is created if missing. The system releases it when the process ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as stream:
         fcntl.flock(stream, kind)
@@ -89,7 +89,7 @@ def hold_lock(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
 
 
 def sync_path(path: Path) -> None:
-    """Make the content of a file, or the renames and links in a folder, survive a power cut."""
+    """Sync the content of a file, or the renames and links in a folder, so that they survive a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -111,7 +111,7 @@ def _temporary_file(folder: Path, mode: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def durable_file(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
-    """Give a temporary file, by default a private one, that takes its name when the block ends well."""
+    """Yield a temporary file, by default a private one; it is renamed if the block succeeds."""
     with _temporary_file(path.parent, mode) as temporary:
         yield temporary
         sync_path(temporary)
@@ -120,7 +120,7 @@ def durable_file(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
 
 
 def write_durably(path: Path, data: bytes, mode: int = PRIVATE) -> None:
-    """Replace a file atomically, even in case of a power cut. An OSError leaves the old content."""
+    """Replace a file atomically, even in case of a power failure. An OSError leaves the old content."""
     with durable_file(path, mode) as temporary:
         temporary.write_bytes(data)
 
@@ -128,7 +128,7 @@ def write_durably(path: Path, data: bytes, mode: int = PRIVATE) -> None:
 def create_file(path: Path, data: bytes, mode: int = PRIVATE) -> bool:
     """Write a file, by default a private one, if its name is free; return whether it was.
 
-    An exclusive open would leave a torn file if the writer is killed; a link appears whole or not at all.
+    An exclusive open would leave a partial file if the writer is killed. A link appears completely or not at all.
     """
     with _temporary_file(path.parent, mode) as temporary:
         temporary.write_bytes(data)

@@ -153,8 +153,11 @@ def statement_of(**changes: Any) -> Envelope:
         (statement_of(_type="https://in-toto.io/Statement/v0.1"), "not an in-toto statement"),
         (statement_of(predicateType="https://slsa.dev/provenance/v1"), "it is a https://slsa.dev"),
         (statement_of(predicate={"model": "digits"}), "not a DecisionRecord"),
-        (statement_of(subject=[{"name": "manifest.json", "digest": {"sha256": "0" * 64}}]), "its subject is not"),
-        (statement_of(subject=[]), "its subject is not"),
+        (
+            statement_of(subject=[{"name": "manifest.json", "digest": {"sha256": "0" * 64}}]),
+            "does not match its predicate",
+        ),
+        (statement_of(subject=[]), "does not match its predicate"),
         (Envelope(payload="é", payloadType=PAYLOAD_TYPE, signatures=()), "not base64"),
     ],
 )
@@ -189,9 +192,9 @@ def test_a_decision_or_an_override_about_exactly_these_files_lets_them_be_loaded
             deployment(evidence=None, version="3", authority=sign_record(override(), SIGNER).envelope),
             "names other files",
         ),
-        (deployment(evidence=digest_bytes(b"other")), "rests on other evidence"),
-        (deployment(batchable=True), "rests on other evidence"),
-        (deployment(threads=1), "rests on other evidence"),
+        (deployment(evidence=digest_bytes(b"other")), "is based on other evidence"),
+        (deployment(batchable=True), "is based on other evidence"),
+        (deployment(threads=1), "is based on other evidence"),
     ],
 )
 def test_anything_else_is_refused(other: Deployment, why: str) -> None:

@@ -18,7 +18,7 @@ from benchmarks.truth.claims import Claim, at_most, table
 from benchmarks.truth.families import FAMILIES
 from benchmarks.truth.faults import FAULTS
 from benchmarks.truth.latency import LAYERS, WIDTH
-from benchmarks.truth.parity import equivalence, optimise
+from benchmarks.truth.parity import equivalence, optimize
 from benchmarks.truth.quantization import FAULTS as ROUNDED_FAULTS
 from benchmarks.truth.recipes import make, variants
 from onnx_ops.adapters.optimizers.low_precision import Fp16Optimizer, WeightOnlyQuantizer
@@ -158,16 +158,16 @@ def write_slower(path: Path, extra: int) -> Path:
 
 
 def _floats(folder: Path, quick: bool) -> Iterator[Pair]:
-    """Faults of exports, and graphs that were optimised, stored in another format or moved to another opset."""
+    """Faults of exports, and graphs that were optimized, stored in another format or moved to another opset."""
     for family in QUICK_FAMILIES if quick else FAMILY_FAULTS:
         export = FAMILIES[family](family, folder / f"float-{family}.onnx", 0)
         dataset, candidate = Dataset(inputs=export.samples), folder / "candidate.onnx"
-        optimise(export.path, candidate, "extended")
-        yield _judged("float", f"{family}, optimised", True, export.path, candidate, dataset, only="parity")
+        optimize(export.path, candidate, "extended")
+        yield _judged("float", f"{family}, optimized", True, export.path, candidate, dataset, only="parity")
         if _other_opset(export.path, candidate):
             yield _judged("float", f"{family}, other opset", True, export.path, candidate, dataset, only="parity")
         stored = folder / "candidate.ort"
-        optimise(export.path, stored, "basic")
+        optimize(export.path, stored, "basic")
         yield _judged("float", f"{family}, .ort", True, export.path, stored, dataset, only="parity")
         yield _judged("float", f"{family}, beside .ort", True, stored, export.path, dataset, only="parity")
         for number, (fault, inject) in enumerate(FAULTS.items()):

@@ -124,12 +124,12 @@ def _good(export: Exported, folder: Path) -> Iterator[tuple[str, GateResult]]:
         settings = SessionSettings(graph_level=level, intra_op_threads=threads)
         target = replace(TARGET, session=settings)
         yield f"level {level}, {threads} threads", judged(export.path, target, export)
-    optimised = folder / "optimised.onnx"
+    optimized = folder / "optimized.onnx"
     for level in LEVELS[1:]:
-        optimise(export.path, optimised, level)
-        yield f"optimised file, {level}", judged(optimised, TARGET, export)
-    if _multiplied(export.path, optimised):
-        yield "scaled by the reciprocal", judged(optimised, TARGET, export)
+        optimize(export.path, optimized, level)
+        yield f"optimized file, {level}", judged(optimized, TARGET, export)
+    if _multiplied(export.path, optimized):
+        yield "scaled by the reciprocal", judged(optimized, TARGET, export)
 
 
 def _multiplied(source: Path, path: Path) -> bool:
@@ -145,7 +145,7 @@ def _multiplied(source: Path, path: Path) -> bool:
     return bool(found)
 
 
-def optimise(source: Path, path: Path, level: str) -> None:
+def optimize(source: Path, path: Path, level: str) -> None:
     ort = importlib.import_module("onnxruntime")
     options = ort.SessionOptions()
     options.log_severity_level = 3
@@ -196,7 +196,7 @@ def equivalence(export: Exported, faulty: Path) -> tuple[bool, str]:
     rows = sum(len(next(iter(feed.values()))) for feed in inputs)
     if largest > _CLOSE:
         return False, f"gate passes; it differs by {largest:.2g} of the largest output on {rows} further rows"
-    same = "the very same answers" if largest == 0 else f"within rounding ({largest:.1g} of the largest answer)"
+    same = "identical answers" if largest == 0 else f"within rounding ({largest:.1g} of the largest answer)"
     return True, f"{same} on {rows} further rows (real, random, ends of the range, next to splits)"
 
 

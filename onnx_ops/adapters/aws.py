@@ -30,7 +30,7 @@ _NAME = re.compile(r"(?=.{1,63}\Z)[a-zA-Z0-9](-*[a-zA-Z0-9])*")
 _ATTEMPTS = 6
 API_TIMEOUT_S = 60.0
 """Time that AWS may take to answer one request."""
-_UNAVAILABLE = (ServiceUnavailableError, "AWS does not answer as it should", "Try again later.")
+_UNAVAILABLE = (ServiceUnavailableError, "AWS does not answer as expected", "Try again later.")
 _ERRORS_BY_CODES: Mapping[str, tuple[type[OnnxOpsError], str, str]] = {
     "ConditionalRequestConflict InternalFailure InternalServerError RequestTimeout ServiceUnavailable": _UNAVAILABLE,
     "RequestLimitExceeded SlowDown Throttling ThrottlingException TooManyRequestsException": _UNAVAILABLE,
@@ -73,7 +73,7 @@ _IDENTITY_SETTINGS = (
 
 @dataclass(frozen=True, kw_only=True)  # no slots: settings inherit from two dataclasses
 class AwsAccess:
-    """Settings that choose account and region; boto3 finds empty ones."""
+    """Settings that select account and region; boto3 determines the empty ones."""
 
     region: str = ""
     profile: str = ""
@@ -81,7 +81,7 @@ class AwsAccess:
 
 
 def read_access(*settings: Mapping[str, Json], where: str = "") -> AwsAccess:
-    """Return the access that settings choose among others; later ones win."""
+    """Return the AWS access in mappings of settings; later mappings take precedence."""
     names = [f.name for f in fields(AwsAccess)]
     given = {name: each[name] for each in settings for name in names if name in each}
     return bind_settings(given, AwsAccess, where=where)
@@ -177,7 +177,7 @@ def translate_errors(where: str) -> Iterator[None]:
     except NoRegionError as error:
         raise _no_region(where) from error
     except (ProfileNotFound, ParamValidationError, InvalidRegionError) as error:
-        raise UserError("AWS cannot be asked like that", where=where, why=str(error)) from error
+        raise UserError("AWS rejected the request as invalid", where=where, why=str(error)) from error
     except BotoCoreError as error:
         what, why = "AWS does not answer", str(error)
         raise ServiceUnavailableError(what, where=where, why=why, remedy="Try again later.") from error
@@ -199,7 +199,7 @@ def create_once(send: Callable[[], object]) -> None:
 
 
 def describe_alarms(cloudwatch: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return those of CloudWatch's alarms that exist, by name."""
+    """Return the alarms that exist in CloudWatch, by name."""
     answer = cloudwatch.describe_alarms(AlarmNames=list(names), AlarmTypes=["MetricAlarm", "CompositeAlarm"])
     kinds = ("MetricAlarms", "CompositeAlarms")
     return {alarm["AlarmName"]: alarm for kind in kinds for alarm in answer.get(kind, ())}
@@ -216,7 +216,7 @@ def get_error_message(error: Any) -> str:
 
 
 def build_variant_name(deployment: str) -> str:
-    """Return the name of a deployment's variant: its own where that is allowed."""
+    """Return the variant name of a deployment: the deployment's name if SageMaker allows it."""
     if _NAME.fullmatch(deployment):
         return deployment
     plain = re.sub(r"[^a-zA-Z0-9]+", "-", deployment).strip("-")[:40].strip("-")
@@ -224,12 +224,12 @@ def build_variant_name(deployment: str) -> str:
 
 
 def is_valid_name(text: str) -> bool:
-    """Return whether it can be the name of an endpoint or a variant."""
+    """Return whether a text is a valid name of an endpoint or a variant."""
     return _NAME.fullmatch(text) is not None
 
 
 def _no_credentials(where: str, why: str = "") -> UserError:
-    remedy = "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run where a role is given."
+    remedy = "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run on a machine with a role."
     return UserError("there are no AWS credentials", where=where, why=why, remedy=remedy)
 
 

@@ -152,7 +152,7 @@ def request_resource(path: str, *, document: object = None, method: str = "GET")
     answer = request_json(method, f"{base}{path}", document, host=host, headers=headers)
     if isinstance(answer, str) and answer:
         why = f"it begins with {answer[:60]!r}"
-        remedy = f"Look at what stands between this machine and {host}: a proxy, or a login page."
+        remedy = f"Check what is between this machine and {host}: a proxy, or a login page."
         raise ServiceUnavailableError("does not answer in JSON", where=host, why=why, remedy=remedy)
     return answer or None
 

@@ -33,7 +33,7 @@ class UserSuppliedModels:
 
         Raises:
             NotFoundError: there is no such model.
-            ServiceUnavailableError: its place does not answer.
+            ServiceUnavailableError: its server does not answer.
             MissingPackageError: fsspec needs another package for this kind of URL.
         """
         if place.startswith(REGISTERED):
@@ -89,9 +89,11 @@ def _open(url: str) -> tuple[Any, str]:
     except ImportError as error:
         raise missing_package(imported(error), where=f"model {_shown(url)}", why=str(error)) from error
     except Exception as error:  # every file system raises its own
-        what, why = "the place of the model does not answer", describe_error(error)
+        what, why = "the location of the model does not answer", describe_error(error)
         raise ServiceUnavailableError(what, where=_shown(url), why=why) from error
-    raise NotFoundError("no such model", where=_shown(url), remedy="Look at `model:`, and at who may read that place.")
+    raise NotFoundError(
+        "no such model", where=_shown(url), remedy="Check `model:`, and the permissions on that location."
+    )
 
 
 def _shown(url: str) -> str:

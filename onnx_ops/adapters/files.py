@@ -1,8 +1,8 @@
 """Files of this machine: private, locked, appended to; and named objects.
 
-Two promises carry the store and the ledger: writing an object is atomic (a reader sees the old content or the new), and
-creating one succeeds for exactly one of several writers. Objects are files of a local folder, or of a file system that
-fsspec knows.
+The store and the ledger rely on two guarantees: writing an object is atomic (a reader sees the old content or the new),
+and creating one succeeds for exactly one of several writers. Objects are files of a local folder, or of a file system
+that fsspec supports.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def read_private(path: Path, what: str, *, remedy: str = "") -> str:
 
     Raises:
         FileNotFoundError: there is no such file.
-        RefusedError: others than its owner can read it; `remedy` is what to do then.
+        RefusedError: users other than its owner can read it; `remedy` is what to do then.
     """
     with path.open("rb") as stream:
         mode = os.fstat(stream.fileno()).st_mode & 0o777
@@ -67,14 +67,14 @@ def read_private(path: Path, what: str, *, remedy: str = "") -> str:
                 f"{what} may be read by others than its owner",
                 where=str(path),
                 why=f"its mode is {mode:04o}",
-                remedy=remedy or f"Renew it if others may have seen it, and: chmod 600 {path}",
+                remedy=remedy or f"Renew it if others may have seen it, then: chmod 600 {path}",
             )
         return stream.read().decode("utf-8", "replace").strip()
 
 
 @contextmanager
 def exclusive_lock(path: Path, timeout_s: float, *, where: str) -> Iterator[None]:
-    """Hold the lock (flock) on a file, which ends with the process.
+    """Hold a lock (flock) on a file. The system releases it when the process ends.
 
     Raises:
         ConflictError: another process holds it for longer than `timeout_s`.
@@ -102,7 +102,7 @@ class FileJournal:
         self._path = path
 
     def read(self) -> tuple[Any, ...]:
-        """Return the documents up to the first damaged line, and cut the file there."""
+        """Return the documents up to the first damaged line, and truncate the file there."""
         try:
             data = self._path.read_bytes()
         except FileNotFoundError:
@@ -174,7 +174,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def list_objects(self, prefix: str) -> list[ListedObject]:
-        """Return all objects below a prefix by name, unfinished local ones, too."""
+        """Return all objects below a prefix by name, including unfinished local ones."""
 
     @abstractmethod
     def delete(self, name: str) -> None:

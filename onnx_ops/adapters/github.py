@@ -50,10 +50,12 @@ class GitHubRepository:
 
 
 def validate_token(token: str, where: str) -> str:
-    """Return the token; raise UserError if it cannot be one."""
+    """Return the token; raise UserError if it does not have the form of a GitHub token."""
     if token.isascii() and token.isprintable() and " " not in token:
         return token
-    raise UserError("that is not a GitHub token", where=where, remedy="It has letters, digits and underscores only.")
+    raise UserError(
+        "the text is not a GitHub token", where=where, remedy="It has letters, digits and underscores only."
+    )
 
 
 def _api() -> str:

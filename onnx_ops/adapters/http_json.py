@@ -29,7 +29,8 @@ def require_https(url: str, what: str) -> str:
     """Return the host of an address that requests can be sent to.
 
     Raises:
-        UserError: it is no https address (http is allowed on this machine). The address, maybe a secret, is not shown.
+        UserError: it is not an https address (http is allowed on this machine). The error does not show the address,
+            which can be a secret.
     """
     try:
         parts = urlsplit(url)
@@ -39,7 +40,7 @@ def require_https(url: str, what: str) -> str:
     is_safe = scheme == "https" or (scheme == "http" and host in ("localhost", "127.0.0.1", "::1"))
     if host and is_safe and url.isascii() and url.isprintable():
         return host
-    remedy = "It begins with https://; plain http is for this machine."
+    remedy = "It begins with https://; plain http is allowed only on this machine."
     raise UserError(f"{what} is not an https address", remedy=remedy)
 
 
@@ -99,7 +100,7 @@ def _read(response: httpx.Response, deadline: float) -> bytes:
 def _explain(status: int, text: str, host: str) -> OnnxOpsError:
     why = f"HTTP {status} {' '.join(text.split())}".strip()
     if status >= 500 or status in _TRY_LATER:
-        return ServiceUnavailableError("does not take it now", where=host, why=why)
+        return ServiceUnavailableError("does not accept it now", where=host, why=why)
     if 300 <= status < 400:
         remedy = "Put the new address into the settings, if you trust it: what is sent there holds a secret."
         return RefusedError("answers with a redirect", where=host, why=why, remedy=remedy)

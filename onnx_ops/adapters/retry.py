@@ -1,4 +1,4 @@
-"""Repetition of what fails or is not done yet: retry, wait, converge."""
+"""Repetition of operations that failed or are not complete yet: retry, wait, converge."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def retry(call: Callable[[], T], is_transient: Callable[[Exception], bool], atte
 def attempts(timeout_s: float, pause_s: float, *, longest_s: float = 0.0, at_least: int = 1) -> Iterator[int]:
     """Count attempts, pausing between them, until the time is over.
 
-    Each pause is longer than the one before by half, up to `longest_s` (0: all are `pause_s`). The first `at_least`
-    attempts take place even if the time is over.
+    Each pause is 1.5 times the previous one, up to `longest_s` (0: all are `pause_s`). The first `at_least` attempts
+    are made even if the time is over.
     """
     deadline, count = time.monotonic() + timeout_s, 0
     while count < at_least or time.monotonic() < deadline:
@@ -50,8 +50,8 @@ def converge(
 ) -> T:
     """Repeat a step until it returns something: observe, diff, make one call.
 
-    `tries` are the attempts with their pauses, as of `attempts`. After the errors in `retried` the step is repeated.
-    When no attempt is left, the last of these errors is raised, or that of `timeout` if there was none.
+    `tries` yields the attempts with their pauses, as `attempts` does. The step is repeated after the errors in
+    `retried`. When no attempt is left, the last of these errors is raised, or that of `timeout` if there was none.
     """
     last: OnnxOpsError | None = None
     for _ in tries:

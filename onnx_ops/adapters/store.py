@@ -42,8 +42,8 @@ _MAX_VERIFIED = 8192
 class ContentStore:
     """Blobs and records; a remote store reads through a local cache of a limited size.
 
-    Nothing is trusted because of its name: content is hashed before it is handed out, and a record carries its own
-    digest, so that a torn or tampered file counts as missing.
+    Nothing is trusted because of its name: content is hashed before it is returned, and a record contains its own
+    digest, so that a partial or tampered file counts as missing.
     """
 
     def __init__(self, objects: ObjectStore, cache: Path, cache_bytes: int = 50 * 10**9) -> None:
@@ -88,7 +88,7 @@ class ContentStore:
                 self._downloaded = 0
                 self._trim()
             return local
-        cause = "its content is not what its name says" if local.exists() else "it is missing"
+        cause = "its content does not match its digest" if local.exists() else "it is missing"
         raise CorruptStateError(
             f"stored content {short_digest(digest)} cannot be used",
             where="store",

@@ -1,4 +1,4 @@
-"""Pipelines that a change affects: by their files, targets, data, models, and the code that they reach."""
+"""Pipelines that a change affects: by their files, targets, data, models, and the code that they import."""
 
 from __future__ import annotations
 

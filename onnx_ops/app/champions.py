@@ -31,7 +31,7 @@ _CHAMPION = format_alias("champion", "")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChampionRecord:
-    """A version that should serve a target. `basis` is its decision and evidence, or why they are not known."""
+    """A version that should serve a target. `basis` is its decision and evidence, or why they are unknown."""
 
     record: VersionRecord
     target: str
@@ -128,7 +128,8 @@ REQUEST = "request.json"
 def save_benchmark(store: Store, stage: Stage, key: Digest, inputs: Mapping[str, Manifest], evidence: Digest) -> None:
     """Store everything needed to repeat a benchmark, under the digest of its evidence.
 
-    A repetition scores the rows itself: what score stages have read is of an earlier runtime, or of another machine.
+    A repetition scores the rows itself, because results of score stages come from an earlier runtime or another
+    machine.
     """
     stage = replace(stage, settings={name: value for name, value in stage.settings.items() if name != "shards"})
     inputs = {name: manifest for name, manifest in inputs.items() if not name.startswith(f"{StageKind.SCORE}/")}

@@ -1,7 +1,7 @@
-"""A project: its settings, and its adapters from these and from names in a pipeline.
+"""A project: its settings, and the adapters that settings and pipeline files select.
 
-What a command does not use is neither made nor imported: a rollback completes in less time than the import of modules
-that read and run pipelines.
+An adapter is created and imported only when a command uses it: a rollback completes in less time than importing the
+modules that read and run pipelines would take.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Project:
-    """Settings and context of one project, and what its pipelines that run side by side share."""
+    """Settings and context of one project, and the state shared by its pipelines that run in parallel."""
 
     settings: Settings
     context: Context
@@ -75,7 +75,7 @@ class Project:
         Args:
             actor: user recorded in the audit log of its releases.
             observer: gets the progress.
-            abandon: why endpoints may be left behind.
+            abandon: the reason why endpoints may be left behind.
             no_cache: kinds of stages whose cached results are ignored.
             durations: gets the duration of each stage.
         """
@@ -215,7 +215,7 @@ def _signer(settings: Settings) -> Signer | None:
     if settings.signing == "auto":
         return create_key(settings.signing_key)
     if not settings.signing_key.exists():
-        remedy = "Make one with `onnx-ops keys new`, or set signing = 'auto'."
+        remedy = "Create one with `onnx-ops keys new`, or set signing = 'auto'."
         raise UserError("there is no signing key", where=str(settings.signing_key), remedy=remedy)
     return EcdsaSigner(settings.signing_key)
 

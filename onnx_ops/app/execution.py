@@ -136,7 +136,7 @@ def hold_key_lock(folder: Path, key: Digest) -> Iterator[None]:
 class StageDurations:
     """The last duration of each stage of a pipeline, without the time that it waited: a file of the state folder.
 
-    A file that cannot be read or written costs estimates, and no run.
+    If the file cannot be read or written, there are no estimates; a run does not fail.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -249,7 +249,7 @@ def run_in_subprocess(
                 f"it ran longer than its time-out of {stage.timeout:g} s and was stopped",
                 where=stage.id,
                 why=tail.summary(),
-                remedy="Raise `timeout` in the pipeline file if the work is really that long.",
+                remedy="Raise `timeout` in the pipeline file if the stage needs that long.",
             ) from None
         finally:
             processes.discard(process)
@@ -259,7 +259,7 @@ def run_in_subprocess(
                 f"its process ended with {describe_exit(code)}",
                 where=stage.id,
                 why=tail.summary() or "it printed nothing",
-                remedy="Run the stage again; if it crashes again, the lines above are its last words.",
+                remedy="Run the stage again; if it crashes again, the lines above are its last output.",
             )
         document = json.loads(result.read_text(encoding="utf-8"))
     if "error" in document:

@@ -1,8 +1,8 @@
-"""A process that has imported what stages need, and forks for each: a stage then starts in milliseconds.
+"""A process that has imported the modules of stages and forks for each stage, so that it starts in milliseconds.
 
-The fork server of Python's standard library imports the main module of its user in every child, and starts again for
-each process that forked. This one forks a monitor for each request, which forks the stage's process and reports its
-process id and its exit code.
+The fork server of Python's standard library imports the main module in every child, and is started again in each forked
+process. This one forks a monitor for each request, which forks the stage's process and reports its process id and its
+exit code.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class ForkedProcess:
 class ForkServer:
     """Starts processes of `onnx_ops.app.worker`. Thread-safe, and usable by forks of the process that started it.
 
-    The server process ends with the last process that can ask it.
+    The server process ends when no process that uses it is left.
     """
 
     def __init__(self) -> None:

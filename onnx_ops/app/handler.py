@@ -100,7 +100,7 @@ class StageHandler:
         failed = [name for name in stage.tolerates if name not in inputs] if stage.kind is StageKind.DEPLOY else []
         if not failed or self.context.ledger.state(binding(stage)[0].endpoint).config is not None:
             return ""
-        return f"needs {failed[0]}, which did not take place"
+        return f"needs {failed[0]}, which did not run"
 
     def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         """Execute a stage and store its result."""
@@ -227,9 +227,9 @@ def at_rest(endpoint: str, reports: list[StepReport]) -> None:
     last = reports[-1]
     if last.registry_down:
         raise ServiceUnavailableError(
-            "the registry does not answer; the endpoint keeps its course", where=endpoint, why=last.registry_down
+            "the registry does not answer; the endpoint continues unchanged", where=endpoint, why=last.registry_down
         )
     if not last.stable:
         raise ConflictError(
-            "the endpoint does not come to rest", where=endpoint, why=last.why, remedy="See `onnx-ops history`."
+            "the endpoint does not become stable", where=endpoint, why=last.why, remedy="See `onnx-ops history`."
         )

@@ -75,8 +75,8 @@ def ask(
     the champion that a benchmark is compared with.
 
     Args:
-        place: the store, for messages on the other machine.
-        renew: compute the result anew, even if it is known.
+        place: the location of the store, for messages on the other machine.
+        renew: compute the result again, even if it is stored.
         took: gets the seconds that the worker spent.
 
     Raises:
@@ -173,7 +173,7 @@ def answer(project: Project, request: str, *, place: str, run: str, observer: Ob
     Args:
         project: of the worker: its store, its isolated environments, its installation.
         request: digest of the request in the store.
-        place: the store of who asked.
+        place: the location of the requesting machine's store.
         run: an identifier of this execution, under which its error is recorded.
         observer: gets the progress.
 
@@ -236,13 +236,13 @@ def _require_same_release(stage: Stage) -> None:
             f"{name} is {local} here, {required} is required" for name, (local, required) in differs.items()
         )
         remedy = "Install the same versions on both machines."
-        raise ConflictError(f"it would not compute the same: {what}", where=here, remedy=remedy)
+        raise ConflictError(f"it would not compute the same result: {what}", where=here, remedy=remedy)
 
 
 def _checked_name(name: str) -> PurePosixPath:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts:
-        raise RefusedError(f"a file of the request would lie elsewhere: {name!r}", where="request")
+        raise RefusedError(f"a file of the request would be outside the folder: {name!r}", where="request")
     return path
 
 

@@ -169,7 +169,7 @@ def list_capabilities(project: Project, entry: Deploy) -> frozenset[str]:
 
 
 def describe_rollouts(project: Project, pipeline: Pipeline) -> list[str]:
-    """Return how long its rollouts will take, for the author of the file."""
+    """Return how long the rollouts of a pipeline will take, for the author of the file."""
     if not any(entry.rollout.is_analyzed for entry in pipeline.deploy):
         return []
     from onnx_ops.statistics.rollout.judge import describe_policy
@@ -254,8 +254,8 @@ def execute(
 ) -> RunResult:
     """Run a plan, `jobs` stages at once, and compare the release with `base` in the report.
 
-    The measurements of an unchanged commit are recorded under it. A run does not fail if that fails: later comparisons
-    report that nothing is recorded.
+    The measurements of an unchanged commit are recorded under it. If this recording fails, the run does not: later
+    comparisons report that nothing is recorded.
 
     Args:
         actor: user recorded in the audit log of its releases (default: the user of this process).
@@ -348,7 +348,7 @@ def run_files(
 ) -> Iterator[PipelineResult]:
     """Plan and run every file, at most `jobs` of them at once; results come in the order of the files.
 
-    A file that is wrong, or fails, stops no other. Yielded results are not kept, nor are plans that have run.
+    An invalid or failing file does not stop the others. Neither yielded results nor finished plans are kept in memory.
     """
     from onnx_ops.app.results import find_base, summarize
     from onnx_ops.pipeline import ordered_map

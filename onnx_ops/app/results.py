@@ -23,7 +23,7 @@ from onnx_ops.statistics.choice import choose
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """`awaiting` are targets whose choice waits for a person to promote it."""
+    """`awaiting` are the targets whose chosen variant must be promoted by a person."""
 
     pipeline: str
     executed: tuple[str, ...]
@@ -156,7 +156,7 @@ def read_base_branch(environ: Mapping[str, str]) -> str:
 
 
 def record_commit(root: Path, store: Store, summary: Summary) -> None:
-    """Record choices and evidence of a run under the commit that is checked out, for runs that compare with it.
+    """Record choices and evidence of a run under the checked-out commit, for later comparisons.
 
     Nothing is recorded outside a repository, or where files differ from the commit.
     """

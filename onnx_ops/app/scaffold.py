@@ -1,4 +1,4 @@
-"""New projects: the needed files of this repository under the project's name, with a model to start from.
+"""New projects: the required files of this repository, renamed for the project, with a model to start from.
 
 Flows, workflows, infrastructure and examples are those that this project itself runs and tests; `templates/` links to
 them, and a wheel holds copies. A project also gets the wheel of this release, so that a runner can install it from a
@@ -104,7 +104,7 @@ _COPIED: tuple[tuple[str, str, str], ...] = (
 
 def scaffold(folder: Path, name: str, template: TemplateName) -> tuple[str, ...]:
     """Write a project into an empty or new folder; return its files, sorted."""
-    remedy = "Use lower-case letters, digits and dashes, beginning with a letter or digit."
+    remedy = "Use lower-case letters, digits and hyphens, beginning with a letter or digit."
     if not re.fullmatch(NAME_PATTERN, name):
         raise UserError(f"{name!r} cannot name a pipeline", where="--name", remedy=remedy)
     lines = (TEMPLATES / "constraints.txt").read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""The child's side: a fork of the fork server, which reads one request, does one stage, writes one result."""
+"""The child process of a stage, forked by the fork server: reads one request, runs it, writes its result."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def program(
 
 
 class Command(TyperCommand):
-    """A command whose docstring can break its lines anywhere, with `FILE`, `N` or `a|b` for the values of options."""
+    """A command whose docstring can be wrapped anywhere, with `FILE`, `N` or `a|b` for the values of options."""
 
     def __init__(self, name: str | None, **settings: Any) -> None:
         paragraphs = inspect.cleandoc(settings.get("help") or "").split("\n\n")
@@ -160,12 +160,12 @@ class Command(TyperCommand):
         super().__init__(name, **settings)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, shown by their names."""
+        """Return the parameters, with their metavars as this project shows them."""
         return _named(super().get_params(ctx))
 
 
 def make_group(name: str, text: str, example: str) -> typer.Typer:
-    """Return a command whose sub-commands are still to be added."""
+    """Return a command group without sub-commands."""
     return typer.Typer(name=name, cls=CommandGroup, no_args_is_help=True, help=text, epilog=f"Example: {example}")
 
 
@@ -183,7 +183,7 @@ class CommandGroup(TyperGroup):
     """A group whose own options are shown like those of its commands."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, shown by their names."""
+        """Return the parameters, with their metavars as this project shows them."""
         return _named(super().get_params(ctx))
 
 
@@ -246,7 +246,7 @@ def print_json(document: Any) -> None:
 
 
 def print_result(document: Callable[[], Any], report: Callable[[], None] | str, *, as_json: bool) -> None:
-    """Print a result for machines, or a text or report for people. A caller in Python gets the document, too."""
+    """Print a result for machines, or a text or report for people. A caller in Python also gets the document."""
     if (collected := collected_output.get()) is not None:
         collected.document = document()
     if as_json:
@@ -258,7 +258,7 @@ def print_result(document: Callable[[], Any], report: Callable[[], None] | str, 
 
 
 def print_steps(reports: Mapping[str, Sequence[StepReport]], errors: Mapping[str, OnnxOpsError] | None = None) -> None:
-    """Print the steps of reconciliations by endpoint, and the errors that ended some."""
+    """Print the steps of reconciliations by endpoint, and their errors."""
     for name, steps in reports.items():
         for report in steps:
             say(f"{name}: {report.did + ': ' if report.did else ''}{report.why}")
@@ -275,7 +275,7 @@ def documents(errors: Mapping[str, OnnxOpsError]) -> dict[str, Any]:
 def steps_to_document(
     reports: Mapping[str, Sequence[StepReport]], errors: Mapping[str, OnnxOpsError]
 ) -> dict[str, Any]:
-    """Return by endpoint a list of its steps, or the error that it ended with."""
+    """Return the list of steps of each endpoint, or the error that ended its reconciliation."""
     return {**codec.to_json(reports), **documents(errors)}
 
 

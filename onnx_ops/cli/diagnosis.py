@@ -28,8 +28,8 @@ from onnx_ops.release.status import read_statuses
 
 PINS = {
     "fastapi": (">=0.139,<0.151", "newer ones break the Prefect server or `prefect deploy`"),
-    "sqlalchemy": ("<2.1", "with 2.1 Prefect's schedules silently never fire"),
-    "mlflow": (">=3.17", "older ones have known security holes"),
+    "sqlalchemy": ("<2.1", "with 2.1, schedules of Prefect silently never start runs"),
+    "mlflow": (">=3.17", "older ones have known vulnerabilities"),
     "onnxruntime": (">=1.31", "the benchmarks of this release used it"),
 }
 """Packages whose wrong version fails late or silently, and what it breaks. Extras bring all but the last."""
@@ -80,9 +80,9 @@ def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> lis
     provider = project.context.provider(name)
     findings = list(provider.diagnose(settings))
     if not findings:
-        return [_finding(name, "has nothing to look at")]
+        return [_finding(name, "has no endpoints to check")]
     if not settings:
-        findings.append(_finding(f"endpoints of {name}", "none yet; name a pipeline file to look"))
+        findings.append(_finding(f"endpoints of {name}", "none yet; name a pipeline file to check"))
     return findings
 
 
@@ -161,7 +161,7 @@ def _pools(project: Project) -> Iterator[Diagnosis]:
 def _describe_worker(worker: WorkerStatus, project: Project) -> str:
     """Return what a worker takes and can measure."""
     if worker.machine is None:
-        return f"{worker.name} runs, and has not described itself"
+        return f"{worker.name} runs, but has published no description"
     machine = worker.machine
     parts = [
         f"{worker.name} takes {', '.join(worker.kinds)}",
@@ -178,7 +178,7 @@ def _describe_worker(worker: WorkerStatus, project: Project) -> str:
 def _state(project: Project) -> Iterator[Diagnosis]:
     state = project.settings.state
     parent = state if state.exists() else state.parent
-    found = str(state) if state.exists() else f"{state} (made by the first run)"
+    found = str(state) if state.exists() else f"{state} (created by the first run)"
     remedy = f"Make {parent} writable, or set ONNX_OPS_STATE."
     yield _finding("state folder", found, ok=os.access(parent, os.W_OK), remedy=remedy)
 
@@ -193,8 +193,8 @@ def _keys(project: Project) -> Iterator[Diagnosis]:
         yield _finding("signing", "off: runs stop at the gates")
     elif not path.exists():
         made = settings.signing == "auto"
-        found = "no key yet; the first run makes one" if made else "no key"
-        yield _finding("signing", found, ok=made, remedy="Make one with `onnx-ops keys new`.")
+        found = "no key yet; the first run creates one" if made else "no key"
+        yield _finding("signing", found, ok=made, remedy="Create one with `onnx-ops keys new`.")
     else:
         mode = stat.S_IMODE(path.stat().st_mode)
         yield _finding("signing key", f"{path} mode {mode:04o}", ok=not mode & 0o077, remedy=f"chmod 600 {path}")
@@ -213,7 +213,7 @@ def _keys(project: Project) -> Iterator[Diagnosis]:
 def _registry(project: Project) -> Iterator[Diagnosis]:
     uri = project.settings.tracking_uri
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
-        yield _finding("registry", "a new MLflow database; the first run makes it")
+        yield _finding("registry", "a new MLflow database; the first run creates it")
         return
     project.context.registry().aliases("onnx-ops-doctor")
     yield _finding("registry", "answers")

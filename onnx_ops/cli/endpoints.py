@@ -106,10 +106,10 @@ def history(
     traffic: Annotated[bool, typer.Option("--traffic", help="Only changes of traffic, drawn as bars.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what happened to endpoints: who, when, what and why; with --json also the evidence.
+    """Show what changed on endpoints, when, by whom and why; with --json also the evidence.
 
     Deleted endpoints are included. Needs no MLflow. Exit code 4 if a ledger is damaged: the entries before the damage
-    are shown, and what is wrong.
+    and the error are shown.
 
     Example: onnx-ops history --model digits-mlp --since 30d --json
     """
@@ -249,7 +249,7 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
             print_text("[yellow]is being deleted[/yellow]", indent=2)
         if state.pending_rollback is not None:
             print_text("[red]rollback pending[/red]: {}", describe_pending(state.pending_rollback, now), indent=2)
-            say(f"{repair} tries again; rollback --withdraw takes it back", indent=2)
+            say(f"{repair} tries again; rollback --withdraw cancels it", indent=2)
         if status.actual is not None:
             waits = "" if state.roles.candidate is None else state.roles.candidate.name
             weights = status.actual.split.weights.items()
@@ -276,7 +276,7 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
 
 
 def describe_pending(pending: PendingRollback, now: float) -> str:
-    """Return the goal of a pending rollback, who requested it how many seconds ago and why it is pending."""
+    """Return the goal of a pending rollback, its requester and age in seconds, and why it is pending."""
     stable = pending.action.roles.stable
     to = stable.name if stable is not None else "nothing"
     text = f"to {to}, asked for by {pending.actor} {max(0.0, now - pending.at):.0f} s ago ({pending.action.why})"
@@ -316,7 +316,7 @@ def traffic_chart(lines: Sequence[HistoryLine]) -> None:
             console().print(markup("{} {} {} {}", line.at[:10], line.at[11:19], bar, text), soft_wrap=True)
             print_text("[dim]{} ({})[/dim]", line.why, line.actor, indent=20, hang=0)
     if not lines:
-        say("No traffic was moved yet.")
+        say("No traffic has been moved yet.")
 
 
 def _print_runs(*, as_json: bool) -> None:
@@ -327,7 +327,7 @@ def _print_runs(*, as_json: bool) -> None:
     if as_json:
         print_json(codec.to_json(pools))
     elif not pools:
-        say("No pool yet. `onnx-ops work --pool NAME` makes one.")
+        say("No pool yet. `onnx-ops work --pool NAME` creates one.")
     else:
         now, rows = project.context.clock.now(), list[Sequence[str] | str]()
         for pool in pools:
@@ -384,9 +384,9 @@ def _prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:
         print_table(("model", "version", "variant", "release", "age", ""), rows)
     verb = "Removed" if removed else "Would remove"
     size = sum(folder.size_bytes for folder in plan.folders) / 1e6
-    say(f"{verb} {len(leaving)} versions, and {len(plan.folders)} model folders of this machine ({size:.1f} MB).")
+    say(f"{verb} {len(leaving)} versions, and {len(plan.folders)} model folders on this machine ({size:.1f} MB).")
     size = sum(stored.size_bytes for stored in plan.contents) / 1e6
-    say(f"{verb} {len(plan.contents)} unreferenced objects of the store ({size:.1f} MB).")
+    say(f"{verb} {len(plan.contents)} unreferenced objects in the store ({size:.1f} MB).")
     _orphan_report(plan.orphans)
     if not removed and (leaving or plan.folders or plan.contents or plan.orphans.orphans):
         say("Add --yes to remove them.")

@@ -42,15 +42,15 @@ def inspect(
     source: Annotated[
         Path | None, typer.Option("--as-python", metavar="FILE", help="Write Python source that builds the model.")
     ] = None,
-    serve: Annotated[bool, typer.Option("--serve", help="Show the graph with Netron, to this machine only.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="With --serve; 0 takes a free one.")] = 0,
+    serve: Annotated[bool, typer.Option("--serve", help="Show the graph with Netron, on this machine only.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --serve; 0 selects a free one.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Show the contents of an ONNX file and validate it: inputs, outputs, operators, weights, cost, targets.
 
     The cost comes from shapes alone; weights beside the file are not read.
 
-    Exit code: 0 valid, 2 not, 5 its weights lie where they must not.
+    Exit code: 0 valid, 2 not valid, 5 its external weights are refused.
 
     Example: onnx-ops inspect model.onnx --batch 8
     """
@@ -98,7 +98,7 @@ def inspect(
 
 @contextmanager
 def view(path: Path, port: int) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Serve a graph with Netron; give its URL and a function that waits for the end. Port 0 takes a free one."""
+    """Serve a graph with Netron; return its URL and a function that waits until it ends. Port 0 selects a free one."""
     require(*EXTRAS["view"], where="inspect --serve")
     netron = importlib.import_module("netron")
     host, taken = netron.start(str(path), address=("127.0.0.1", port or None), browse=False)
@@ -174,7 +174,7 @@ def _report(path: Path, summary: ModelSummary, targets: Mapping[str, str], writt
     if summary.problem:
         print_text("[red]not valid ONNX[/red]: {}", summary.problem)
     elif is_ort_format(path):
-        print_text("[green]readable[/green]: ORT format, a graph that is optimised for one build of ONNX Runtime")
+        print_text("[green]readable[/green]: ORT format, a graph that is optimized for one build of ONNX Runtime")
     else:
         print_text("[green]valid ONNX[/green]")
 

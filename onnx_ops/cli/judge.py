@@ -45,7 +45,7 @@ def judge(
     *,
     data: Annotated[
         Path | None,
-        typer.Option(help="Rows: arrays by input name, and labels. Default: made up.", show_default=False),
+        typer.Option(help="Rows: arrays by input name, and labels. Default: generated.", show_default=False),
     ] = None,
     labels: Annotated[
         str | None, typer.Option(metavar="NAME", help="Array of the labels in the data.", show_default=False)
@@ -60,10 +60,10 @@ def judge(
     max_drop: Annotated[
         str, typer.Option(metavar="LIMIT", help="Largest loss of the metric: points, or a share of A's error.")
     ] = "1%",
-    lower_is_better: Annotated[bool, typer.Option("--lower-is-better", help="Of a metric of your own.")] = False,
+    lower_is_better: Annotated[bool, typer.Option("--lower-is-better", help="Direction of a custom metric.")] = False,
     targets: Annotated[
         list[str] | None,
-        typer.Option("--target", metavar="TARGET", help="Where to run; repeat for several. Default: cpu-1t."),
+        typer.Option("--target", metavar="TARGET", help="Target to run on; repeat for several. Default: cpu-1t."),
     ] = None,
     max_regression: Annotated[
         str | None,
@@ -76,19 +76,21 @@ def judge(
     batch: Annotated[str, typer.Option(metavar="N[,N…]", help="Rows of one request.")] = "1",
     dims: Annotated[
         list[str] | None,
-        typer.Option("--dim", metavar="NAME=SIZE[,SIZE…]", help="Sizes of a symbolic dimension; default 8."),
+        typer.Option("--dim", metavar="NAME=SIZE[,SIZE…]", help="Sizes of a symbolic dimension; default: 8."),
     ] = None,
     concurrency: Annotated[
-        int | None, typer.Option(min=1, max=256, metavar="N", help="Also the throughput with N requests at once.")
+        int | None,
+        typer.Option(min=1, max=256, metavar="N", help="Also measure the throughput of N concurrent requests."),
     ] = None,
     cold_start: Annotated[
-        bool, typer.Option("--cold-start", help="Also load time, first inference and memory of fresh processes.")
+        bool,
+        typer.Option("--cold-start", help="Also measure load time, first inference and memory of fresh processes."),
     ] = False,
     only: Annotated[
         str | None, typer.Option(metavar="PART", help="Judge one part only: parity or latency.", show_default=False)
     ] = None,
     rows: Annotated[int, typer.Option(min=1, max=100_000, help="Rows to compare answers on.")] = 128,
-    seed: Annotated[int, typer.Option(min=0, help="Of made-up rows and of the order of runs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of generated rows and of the order of runs.")] = 0,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that the answers of one session may take.")] = 1800,
     page: Annotated[
         str | None,
@@ -100,7 +102,7 @@ def judge(
 ) -> None:
     """Judge whether one ONNX file may take the place of another: answers, task metric, latency and size.
 
-    It reads off the files what the candidate is. A model in float must give the same answers. A rounded one (int8,
+    The kind of the candidate is derived from both files. A float model must give the same answers. A rounded one (int8,
     4-bit, float16) is judged by its weights, activations, function without rounding, and task metric.
 
     Exit code: 0 accepted, 1 rejected, 2 wrong input, 3 inconclusive, 4 not measured.
@@ -162,7 +164,7 @@ def judge(
                 notes=(*casts, *judgement.notes),
             )
     origin = (
-        f"{len(settings[0].samples)} made up from the graph (seed {seed}); real ones: --data"
+        f"{len(settings[0].samples)} generated from the graph (seed {seed}); for real rows: --data"
         if dataset is None
         else f"{len(dataset)} of {data}, {f'labels {labels}' if labels else 'without labels'}"
     )
@@ -268,13 +270,15 @@ def _check_metric(name: str | None, *, lower_is_better: bool) -> None:
     known = [str(metric) for metric in METRICS]
     if name is not None and ":" in name:
         if problem := explain_missing_function(name, Path.cwd()):
-            raise UserError(problem, where="--metric", remedy="A function of (predictions, labels) that gives a float.")
+            raise UserError(
+                problem, where="--metric", remedy="A function of (predictions, labels) that returns a float."
+            )
     elif name is not None and name not in known:
         hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"
         remedy = "Or name package.module:function."
         raise UserError(f"no metric is called {name!r}{hint}", where="--metric", remedy=remedy)
     elif lower_is_better:
-        what, remedy = "it is known which way the metric is better", "It is for an own metric."
+        what, remedy = "the direction of the metric is known", "Use it only with a custom metric."
         raise UserError(what, where="--lower-is-better", remedy=remedy)
 
 
@@ -336,10 +340,10 @@ def _head(judgement: Judgement, baseline: str, candidate: str, rows: str, settin
     from onnx_ops.reporting.judgement import Heading
 
     notes = list(judgement.notes)
-    if "made up" in rows:
+    if "generated from" in rows:
         notes.append(
-            "made-up rows show whether B computes what A does; ranges, accuracy and times that depend on values need "
-            "real rows"
+            "generated rows show whether B computes the same as A; ranges, accuracy and times that depend on values "
+            "need real rows"
         )
     several = len(judgement.targets) > 1
     times = []

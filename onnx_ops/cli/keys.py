@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 keys = make_group(
     "keys",
-    "Make, rotate and retire the keys that sign decisions. Private keys are never printed.",
+    "Create, rotate and retire the keys that sign decisions. Private keys are never printed.",
     "onnx-ops keys list",
 )
 
@@ -44,17 +44,17 @@ def keys_list(as_json: AsJson = False) -> None:
         state = f"signs here, {state}" if key.signs else state
         say(f"{short_digest(key.key)}  {state:<24} {', '.join(path.name for path in key.files)}")
     if not known:
-        say("No keys yet: the first run makes one, or `onnx-ops keys new`.")
+        say("No keys yet: the first run or `onnx-ops keys new` creates one.")
 
 
 @add_command(keys, "new")
 def keys_new(
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Another file than the signing key's.")
+        Path | None, typer.Option("--out", metavar="FILE", help="File of the private key. Default: the signing key's.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a key pair where there is none: a private key with mode 0600, and its public key.
+    """Create a key pair if there is none: a private key with mode 0600, and its public key.
 
     Example: onnx-ops keys new
     """
@@ -70,7 +70,7 @@ def keys_new(
 def keys_rotate(as_json: AsJson = False) -> None:
     """Sign with a new key from now on; old decisions stay valid.
 
-    The old public key stays trusted. Its private key is removed, so that it signs nothing more.
+    The old public key stays trusted. Its private key is removed and cannot sign again.
 
     Example: onnx-ops keys rotate
     """
@@ -84,9 +84,11 @@ def keys_rotate(as_json: AsJson = False) -> None:
 
 @add_command(keys, "retire")
 def keys_retire(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="The key, or the first digits of it.")],
-    force: Annotated[bool, typer.Option("--force", help="Even if versions in use lose their decision.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which versions would lose it.")] = False,
+    key: Annotated[str, typer.Argument(metavar="KEY", help="The key, or its first digits.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Retire it even if versions in use lose their decision.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the versions that would lose it.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Stop trusting a key for all its signatures, old and new.
@@ -106,14 +108,14 @@ def keys_retire(
     except ServiceUnavailableError as error:  # a stolen key may be retired while the registry is down
         if not force:
             raise
-        say(f"not known which versions lose their decision: {error}", err=True)
+        say(f"unknown which versions lose their decision: {error}", err=True)
     names = [f"{version.model}/{version.version} as {version.alias}" for version in lost]
     if lost and not (force or dry_run):
         raise RefusedError(
             f"{len(lost)} version{'s' if len(lost) > 1 else ''} under aliases would lose the decision",
             where=f"key {short_digest(known.key)}",
             why=", ".join(names),
-            remedy="Judge them again with the new key (`onnx-ops run FILE --no-cache gate`), or insist with --force.",
+            remedy="Judge them again with the new key (`onnx-ops run FILE --no-cache gate`), or use --force.",
         )
     archived = () if dry_run else keyring.retire(known)
     if as_json:
@@ -121,9 +123,9 @@ def keys_retire(
         return
     for name in names:
         say(f"{'would lose' if dry_run else 'loses'} its decision: {name}")
-    say(f"key {short_digest(known.key)} {'would be' if dry_run else 'is'} trusted no longer")
+    say(f"key {short_digest(known.key)} {'would no longer be' if dry_run else 'is no longer'} trusted")
     for path in archived:
-        say(f"  archived for the record: {path}")
+        say(f"  archived: {path}")
 
 
 def _settings() -> Settings:

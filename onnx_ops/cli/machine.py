@@ -31,17 +31,15 @@ if TYPE_CHECKING:
 
 def doctor(
     files: Annotated[
-        list[Path] | None, typer.Argument(help="Pipeline files whose endpoints --provider looks at.")
+        list[Path] | None, typer.Argument(help="Pipeline files whose endpoints --provider checks.")
     ] = None,
-    provider: Annotated[
-        str, typer.Option(help="Look at what this provider of endpoints needs: azureml, sagemaker.")
-    ] = "",
+    provider: Annotated[str, typer.Option(help="Check only this endpoint provider: azureml, sagemaker.")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Check packages, providers, services, keys and pins; every problem comes with a remedy.
 
-    With --provider, only what that provider of endpoints needs is looked at: package, credentials, region, role, quota.
-    Exit code 4 if something is broken.
+    With --provider, only the requirements of that endpoint provider are checked: package, credentials, region, role,
+    quota. Exit code 4 if something is broken.
 
     Example: onnx-ops doctor --provider azureml configs/pipelines/digits.yaml
     """
@@ -67,13 +65,13 @@ def doctor(
 def targets(as_json: AsJson = False) -> None:
     """List the project's targets and the shipped profiles, and which this machine can measure.
 
-    A session of a tiny model is built for each; nothing is measured. A profile is used by its name, and a file
-    configs/targets/NAME.yaml wins over the profile of that name.
+    A session of a tiny model is built for each; nothing is measured. A profile is used by its name. A file
+    configs/targets/NAME.yaml overrides the profile of that name.
 
     Example: onnx-ops targets --json
     """
 
-    with working("targets", "building a session for each", quiet=as_json):
+    with working("targets", "building a session for each target", quiet=as_json):
         statuses = _list_target_statuses(open_project())
     if as_json:
         print_json([asdict(status) for status in statuses])
@@ -95,8 +93,8 @@ def work(
     """Execute stages of pipelines on this machine: those that name its work pool.
 
     The pool is created if it is missing. This machine and those that run pipelines need the same Prefect server
-    (PREFECT_API_URL), the same `store` in onnx-ops.toml and the same release of onnx-ops. Ctrl-C or SIGTERM: take
-    nothing further, and end with the running stages; a second one ends them at once.
+    (PREFECT_API_URL), the same `store` in onnx-ops.toml and the same release of onnx-ops. Ctrl-C or SIGTERM lets the
+    running stages finish and takes no further ones; a second one ends them at once.
 
     Example: onnx-ops work --pool gpu --kinds train --kinds benchmark
     """
@@ -203,4 +201,4 @@ def _find_obstacle(runtime: Runtime, target: Target, probe: Path) -> str:
     facts = runtime.facts(probe, target)
     wanted = target.providers[0].name
     ran = wanted in facts.used and (not facts.nodes or wanted in facts.nodes)
-    return "" if ran else f"{wanted} was asked for, {', '.join(facts.nodes or facts.used)} ran instead"
+    return "" if ran else f"{wanted} was requested, {', '.join(facts.nodes or facts.used)} ran instead"

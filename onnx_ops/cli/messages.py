@@ -60,11 +60,11 @@ def notify(
 webhooks = make_group(
     "webhooks",
     "Register the MLflow webhook that triggers the reconciler. The secret comes from ONNX_OPS_WEBHOOK_SECRET, or from "
-    "a file in the state folder that `install` makes.",
+    "a file in the state folder that `install` creates.",
     "onnx-ops webhooks install --url http://127.0.0.1:8650/webhooks/mlflow",
 )
 
-WebhookName = Annotated[str, typer.Option("--name", help="Name in MLflow; other projects there need others.")]
+WebhookName = Annotated[str, typer.Option("--name", help="Name in MLflow; other projects there need other names.")]
 
 
 @add_command(webhooks, "install")

@@ -51,7 +51,7 @@ Abandon = Annotated[
     typer.Option(
         "--abandon",
         metavar="REASON",
-        help="Leave endpoints behind that the file no longer names, or names elsewhere; the reason is recorded.",
+        help="Leave endpoints behind that the file no longer names or has moved; the reason is recorded.",
         show_default=False,
     ),
 ]
@@ -60,7 +60,7 @@ Base = Annotated[
     typer.Option(
         "--base",
         metavar="REF",
-        help="Branch, tag or commit to compare with, by what a run there has recorded; in a pull request, its target.",
+        help="Branch, tag or commit whose recorded results are compared; default in a pull request: its target branch.",
         show_default=False,
     ),
 ]
@@ -172,7 +172,7 @@ def run(
 ) -> None:
     """Run pipelines: train, export, validate, quantize, benchmark, gate, register, deploy.
 
-    Stored results are reused. With --jobs, several pipelines or the stages of one run side by side; a measurement has
+    Stored results are reused. With --jobs, several pipelines, or the stages of one, run in parallel; a measurement has
     the machine to itself.
 
     Exit code: 0 every target has a release, 1 a gate failed, 2 a file is wrong, 3 inconclusive, 4 the environment
@@ -238,10 +238,10 @@ def affected(
     since: Annotated[str, typer.Option(help="Branch, tag or commit to compare with.")] = "main",
     as_json: AsJson = False,
 ) -> None:
-    """List the pipelines that a change touches: by file, target, data, model, or code that they reach.
+    """List the pipelines that a change affects: by file, target, data, model, or imported code.
 
-    What was changed since this branch left the other one, committed or not. A `.dvc` file stands for the data that it
-    points to. Exit code: 0, also where none is touched.
+    All changes since this branch left the other one count, committed or not. A `.dvc` file stands for the data that it
+    points to. Exit code: 0, even if none is affected.
 
     Example: onnx-ops affected --since origin/main
     """
@@ -257,7 +257,7 @@ def affected(
         problem = f"\n  {pipeline.problem}" if pipeline.problem else ""
         say(f"{pipeline.file}  because of {', '.join(pipeline.because)}{problem}")
     if not pipelines:
-        say("no pipeline is touched")
+        say("no pipeline is affected")
 
 
 class TemplateChoice(StrEnum):
@@ -271,17 +271,17 @@ class TemplateChoice(StrEnum):
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="New or empty folder.", show_default=False)],
     template: Annotated[
-        TemplateChoice, typer.Option(help="scikit-learn, PyTorch, or an ONNX file that you bring.")
+        TemplateChoice, typer.Option(help="scikit-learn, PyTorch, or an ONNX file of yours.")
     ] = TemplateChoice.SKLEARN,
     name: Annotated[
         str | None,
-        typer.Option(help="Of pipeline, model and endpoint. Default: the folder's name.", show_default=False),
+        typer.Option(help="Name of pipeline, model and endpoint. Default: that of the folder.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Create a working project: pipeline, model, flows, workflows, infrastructure, tests.
 
-    Its demo and its tests run at once, on data that scikit-learn brings. Nothing that is there is overwritten.
+    Its demo and tests run immediately, on data included in scikit-learn. Existing files are not overwritten.
 
     Example: onnx-ops init fraud --template sklearn
     """

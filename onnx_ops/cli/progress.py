@@ -110,7 +110,7 @@ class StepProgress:
             self._print()
 
     def print_lines(self) -> None:
-        """From now on print a line for each running step and each one after them."""
+        """Print a line for each running step, and for each later one."""
         self._is_printing = True
         self._print()
 
@@ -140,7 +140,10 @@ class StepProgress:
         return self._done.issuperset(self._steps)
 
     def line(self) -> str:
-        """Return the line, empty without a running step. Takes no lock: the thread that redraws holds rich's."""
+        """Return the line; empty if no step is running.
+
+        Takes no lock, because the redrawing thread already holds the lock of rich.
+        """
         begun = dict(self._begun)
         if not begun:
             return ""
@@ -209,7 +212,7 @@ def working(command: str, *steps: str, quiet: bool = False) -> Iterator[StepProg
 class RunProgress:
     """Shows a run: the running stages with the remaining time, and each one that has ended.
 
-    Of several runs side by side, only stages that did work are shown, with the name of their pipeline.
+    For several runs in parallel, it shows only stages that did work, with the name of their pipeline.
     """
 
     def __init__(self, console: Console, *, jobs: int = 1, is_one_of_several: bool = False) -> None:

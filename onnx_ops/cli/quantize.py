@@ -49,14 +49,14 @@ def quantize(
     ] = "minmax",
     exclude: Annotated[list[str] | None, typer.Option(help="Node that stays in float; may be repeated.")] = None,
     options: Annotated[
-        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Of the method, e.g. bits=4.")
+        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Option of the method, e.g. bits=4.")
     ] = None,
     per_channel: Annotated[bool, typer.Option(help="One scale per output channel of a weight.")] = True,
     tuning_data: Annotated[
-        Path | None, typer.Option(help="auto: rows that it decides by: .npz, with labels.", show_default=False)
+        Path | None, typer.Option(help="auto: tuning rows of the search: .npz, with labels.", show_default=False)
     ] = None,
-    label: Annotated[str, typer.Option(help="auto: array of the labels among them.")] = "label",
-    metric: Annotated[str, typer.Option(help="auto: task metric that must be kept.")] = "accuracy",
+    label: Annotated[str, typer.Option(help="auto: array of the labels in the tuning rows.")] = "label",
+    metric: Annotated[str, typer.Option(help="auto: task metric that the budget limits.")] = "accuracy",
     budget: Annotated[
         list[str] | None,
         typer.Option(
@@ -69,16 +69,16 @@ def quantize(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Quantize an ONNX file by a recipe that fits its targets, and show what each target makes of it.
+    """Quantize an ONNX file by a recipe that fits its targets, and show how each target runs it.
 
     `--method auto` searches for the recipe under a budget. A repeated call resumes an interrupted search.
     It writes everything it tried beside OUT, as OUT.search.json.
 
-    Shows how the variant was made and why, its size, what runs in int8 (of a float variant: a first measurement of its
-    time), and what slows it down with the setting that fixes it. Whether it is right and fast enough is for `judge` and
-    for the gates of a pipeline.
+    Shows how the variant was made and why, its size, what runs in int8 (for a float variant: an estimate of its time),
+    and what slows it down, with the setting that fixes it. `judge` and the gates of a pipeline decide whether it is
+    correct and fast enough.
 
-    Exit code: 0 made, 2 wrong input, 4 the library failed.
+    Exit code: 0 created, 2 wrong input, 4 the library failed.
 
     Example: onnx-ops quantize model.onnx int8.onnx --method static --data train.npz
 
@@ -236,7 +236,7 @@ def _load_tuning(context: Context, model: Path, path: Path | None, name: str, me
 
     if path is None:
         raise UserError(
-            "a search needs rows that it decides by",
+            "a search needs tuning rows",
             where="--tuning-data",
             remedy="For example: --tuning-data tune.npz, with the model's inputs and an array 'label'.",
         )

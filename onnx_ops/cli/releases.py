@@ -47,7 +47,7 @@ def explain(
 ) -> None:
     """Re-evaluate a version's gates from stored evidence, and verify its signature.
 
-    Nothing is measured. Exit code as of `run`, by the worst verdict.
+    Nothing is measured. The exit code is that of `run` for the worst verdict.
 
     Example: onnx-ops explain digits-mlp/3 --target cpu-1t
     """
@@ -124,9 +124,9 @@ def reconcile(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Move endpoints toward the state that the registry asks for.
+    """Move endpoints toward the desired state in the registry.
 
-    Ends when nothing is left to do now. An endpoint that cannot be moved does not hold up the others.
+    Ends when nothing is left to do now. An endpoint that cannot be moved does not delay the others.
 
     With --watch and --json, every report is one line of JSON.
 
@@ -200,7 +200,7 @@ def export_dvc(
 ) -> None:
     """Write the metrics of a release in DVC's formats, for `dvc metrics show` and `dvc plots show`.
 
-    Nothing is measured; the evidence is that which was signed.
+    Nothing is measured; the evidence is the signed one.
 
     Example: onnx-ops export-dvc digits-mlp/3 --metrics metrics.json --plots plots
     """
@@ -225,9 +225,7 @@ def export_dvc(
             typer.echo(str(path))
 
 
-drift = make_group(
-    "drift", "Detect champions that behave otherwise than when they were released.", "onnx-ops drift check"
-)
+drift = make_group("drift", "Detect champions whose behaviour has changed since their release.", "onnx-ops drift check")
 
 
 @add_command(drift, "check")
@@ -269,5 +267,5 @@ def drift_check(
             rows.append((result.model, result.version, result.target, result.variant, verdict, result.reason))
         print_table(("model", "version", "target", "variant", "verdict", "why"), rows)
     else:
-        typer.echo("no champions yet: the first release of a pipeline makes one")
+        typer.echo("no champions yet: the first release of a pipeline creates one")
     raise typer.Exit(compute_drift_exit_code(results))

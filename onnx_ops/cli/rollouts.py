@@ -230,12 +230,12 @@ def rollback(
             print_json([{"endpoint": name, "withdrawn": what} for name, what in withdrawn.items()])
             return
         for name, what in withdrawn.items():
-            say(f"{name}: {what} is withdrawn. The next reconciliation restores what the ledger says.")
+            say(f"{name}: {what} is withdrawn. The next reconciliation restores the state in the ledger.")
         return
     names = select_endpoints(context, names, every=all_, model=model, target=target, to=to)
     is_asked = not reason and sys.stdin.isatty() and not as_json
     if is_asked and not set(names).isdisjoint(context.ledger.endpoints()):
-        reason = typer.prompt("Why? (recorded; Enter to leave it out)", default="", show_default=False)
+        reason = typer.prompt("Why? (recorded; Enter to skip)", default="", show_default=False)
     moved, errors = roll_back_each(context, names, to=to, reason=reason, actor=actor, force=force, pin=not all_)
     if not as_json:
         for name, done in moved.items():

@@ -235,7 +235,7 @@ def comparison_report(comparisons: Sequence[ModelComparison]) -> None:
 
 
 def choice_lines(summary: Summary, errors: Mapping[str, OnnxOpsError]) -> None:
-    """Print what each target gets, what failed in a line each, and then each error of a stage, once."""
+    """Print the choice of each target, one line per failure, and then each stage error once."""
     for choice in summary.choices:
         decisions = _without(errors, [one for one in summary.decisions if one.target == choice.target])
         _print_choice(choice, decisions)
@@ -288,7 +288,7 @@ def _release_lines(summary: Summary, registration: Registration, project: Projec
             text = f"{stable.name} ({stable.variant}) at {address}/{path}"
             out.print(markup("Endpoint [bold]{}[/bold] serves {}", state.endpoint, text), soft_wrap=True)
             if state.roles.candidate is not None:
-                say(f"Rollout of {state.roles.candidate.name} has begun: onnx-ops rollout status {state.endpoint}")
+                say(f"Rollout of {state.roles.candidate.name} has started: onnx-ops rollout status {state.endpoint}")
                 say("The reconciler advances it: onnx-ops reconcile --watch")
     out.print(markup("Report: {}", locate_report(registration)), soft_wrap=True)
     out.print(markup("Evidence: {}", registration.where), soft_wrap=True)

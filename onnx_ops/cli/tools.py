@@ -50,7 +50,7 @@ Dims = Annotated[
     list[str] | None,
     typer.Option("--dim", metavar="NAME=SIZE", help="Size of a symbolic dimension of random rows; default 8."),
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Of random rows and of the order of runs.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of random rows and of the order of runs.")]
 
 
 def bench(
@@ -59,10 +59,13 @@ def bench(
     target: TargetName = "cpu-1t",
     concurrency: Annotated[
         int | None,
-        typer.Option(min=1, max=256, help="Also the throughput with N requests at once.", metavar="N"),
+        typer.Option(min=1, max=256, help="Also measure the throughput of N concurrent requests.", metavar="N"),
     ] = None,
     cold_start: Annotated[
-        bool, typer.Option("--cold-start", help="Also load time, first inference and peak memory of fresh processes.")
+        bool,
+        typer.Option(
+            "--cold-start", help="Also measure load time, first inference and peak memory of fresh processes."
+        ),
     ] = False,
     data: Data = None,
     batch: Annotated[int, typer.Option(min=1, max=100_000, help="Rows of one request.")] = 1,
@@ -164,9 +167,9 @@ def show_progress(command: str, *places: object, quiet: bool) -> Iterator[Report
         yield progress.show_detail
 
 
-_RUNS = "single runs that kept their core"
+_RUNS = "single runs without preemption"
 _PROCESSES = "fresh processes, file in the page cache; median"
-_UNDER_LOAD = "fresh sessions under that many requests; median"
+_UNDER_LOAD = "fresh sessions under concurrent requests; median"
 _OF = {"p50": _RUNS, "p90": _RUNS, "p99": _RUNS, "load": _PROCESSES, "first": _PROCESSES, "peak": _PROCESSES}
 """The samples behind the values of one model; other values are throughputs."""
 
@@ -181,7 +184,7 @@ def _report(result: SingleModelResult, model: Path, target: str) -> None:
         cells.append([name, *(text.replace(" ", KEEP) for text in texts), f"{figure.n} {_OF.get(name, _UNDER_LOAD)}"])
     print_table(("metric", "value", "interval (95 % a side)", "n"), cells)
     share = result.preempted / result.runs if result.runs else 0.0
-    say(f"{result.preempted} of {result.runs} runs were preempted ({100 * share:.2g}%) and left out.")
+    say(f"{result.preempted} of {result.runs} runs were preempted ({100 * share:.2g}%) and omitted.")
     hardware, facts = result.hardware, result.facts
     nodes = ", ".join(f"{name} {count} node{'' if count == 1 else 's'}" for name, count in facts.nodes.items())
     load = f", load {result.conditions['load']}" if "load" in result.conditions else ""

@@ -55,13 +55,13 @@ def keep_watching(
         _notify(project, watcher, endpoints, seconds),
         _listening(project, watcher, wakeups, listen),
     ):
-        watched = ", ".join(endpoints) or "every endpoint, those that are still to come too"
+        watched = ", ".join(endpoints) or "every endpoint, including later ones"
         watcher.emit("", WatchEventKind.WATCHING, why=f"{watched}; once every {seconds:g} s, until SIGTERM or Ctrl-C")
         watcher.reconcile_all()
         if listen is not None and not wakeups.is_closed():
             _repair_webhook(project, watcher)
         watcher.run()
-    watcher.emit("", WatchEventKind.STOPPED, why="no step was interrupted; start again to continue")
+    watcher.emit("", WatchEventKind.STOPPED, why="no step was interrupted; restart to continue")
 
 
 @contextlib.contextmanager

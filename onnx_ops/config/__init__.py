@@ -1,1 +1,1 @@
-"""Files, settings and options to frozen values: strict, with the position of every problem."""
+"""Bind files, settings and options to frozen values: strictly, with the position of every problem."""

@@ -1,4 +1,4 @@
-"""Plain values to frozen dataclasses: one binder for sections of files, settings of plugins and options.
+"""Bind plain values to frozen dataclasses: one binder for sections of files, settings of plugins and options.
 
 A dataclass declares its fields by annotations: types, limits (`annotated_types`), units and notations
 (`domain.quantities`). The binder reports every problem with its location. It imports no validation library, since the
@@ -146,7 +146,7 @@ def default_of(f: Field[Any]) -> Any:
 
 
 def short_field(kind: type) -> str | None:
-    """Return the key that a text in place of the mapping fills, if there is one."""
+    """Return the key that a plain text sets when it replaces the mapping, if there is one."""
     keys = file_fields(kind).items()
     return next((key for key, (_, hint) in keys if Notation.SHORT_FORM in unwrap(hint)[1]), None)
 

@@ -37,8 +37,8 @@ class Issue:
 
     Attributes:
         on_key: The key itself, or its absence, is wrong, not the value under it.
-        place: The position where the document cannot know it from the location, as for the second of two equal keys.
-        environment: The file is right, and this machine lacks something.
+        place: The position, if the location does not determine it, as for the second of two equal keys.
+        environment: The file is valid, but this machine lacks something.
     """
 
     loc: Loc
@@ -60,7 +60,7 @@ class Document:
     Attributes:
         places: The position of each value, and in `keys` of each key.
         issues: Problems of its values.
-        refused: Problems of overrides that name no place.
+        refused: Problems of overrides that match no location.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""Finds a function by `package.module:function` in source text. Nothing is imported, so nothing of it runs."""
+"""Find a function by `package.module:function` in source text. Nothing is imported, so no code runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parse_python(source: bytes) -> ast.Module:
 
 
 def explain_missing_function(reference: str, root: Path) -> str | None:
-    """Return why the reference leads to no function, or None if it leads to one.
+    """Return why the reference names no function; None if it names one.
 
     Modules are looked for below the project's root, then on `sys.path`. A module that takes names from elsewhere by
     `from … import *` is trusted to have the function.
@@ -195,7 +195,7 @@ def find_module_file(module: str, base: Path) -> Path | None:
 
 
 def list_siblings(module: str, root: Path) -> list[str]:
-    """Return the project's modules beside the place where a module would be."""
+    """Return the project's modules in the package that a module name belongs to."""
     package = module.rpartition(".")[0]
     folder = root.joinpath(*package.split(".")) if package else root
     stems = [path.stem for path in folder.glob("*.py")] if folder.is_dir() else []

@@ -58,8 +58,8 @@ def load_pipeline(
 ) -> Pipeline:
     """Read a pipeline file and report all its problems at once.
 
-    A pipeline without a parity gate gets the default one, in first place: an export that computes something else is
-    never let through by omission.
+    A pipeline without a parity gate gets the default one, in first place: an export that computes another function
+    never passes because the gate was omitted.
 
     Args:
         path: The file.
@@ -71,7 +71,7 @@ def load_pipeline(
             pipeline files are checked, too; a kind that it does not have is not.
         settings, metrics: Check those of installed endpoint plugins and sources of metrics.
         capabilities, unservable: Return what an endpoint plugin can do for an entry, and why it cannot run its models.
-        preflight: Returns what a run would meet.
+        preflight: Returns the problems that a run would have.
 
     Raises:
         NotFoundError: There is no such file.

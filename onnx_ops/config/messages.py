@@ -27,7 +27,7 @@ def describe(value: object) -> str:
         case list():
             return "a list"
         case _:
-            return "something that cannot be read"
+            return "an unreadable value"
 
 
 def shorten(text: str) -> str:
@@ -36,7 +36,10 @@ def shorten(text: str) -> str:
 
 
 def did_you_mean(written: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` if a known name is close, else nothing. Another letter case is always close."""
+    """Return `; did you mean 'x'?` if a known name is similar, else an empty text.
+
+    A name that differs only in letter case always counts as similar.
+    """
     names = sorted(known)
     close = [name for name in names if name.lower() == written.lower()]
     close = close or difflib.get_close_matches(written, names, n=1, cutoff=_CLOSE)

@@ -42,17 +42,17 @@ def load_targets(draft: Draft, files: TargetFiles) -> tuple[dict[str, Target], l
 
 
 def check_project(draft: Draft, files: TargetFiles, targets: Mapping[str, Target]) -> Iterator[Issue]:
-    """Yield missing targets and functions, and what the targets exclude."""
+    """Yield missing targets and functions, and settings that the targets do not support."""
     yield from _check_target_names(draft, files)
     for name, target in targets.items():
         yield from _check_target(draft, name, target)
     for loc, variant in draft.quantize:
         if variant.method == AUTO and variant.pool and variant.pool not in {one.pool for one in targets.values()}:
-            message = f"no target is measured by pool '{variant.pool}', where the search would time its variants"
+            message = f"no target is measured by pool '{variant.pool}', which the search would use to time its variants"
             yield Issue((*loc, "pool"), f"{message}; name the pool of a target, or leave `pool` out")
     for loc, entry in draft.deploy:
         if entry.target in targets and targets[entry.target].ort_format is not None:
-            message = f"'{entry.target}' gets an .ort file, and endpoints serve ONNX files: take it from the registry"
+            message = f"'{entry.target}' runs .ort files, but endpoints serve ONNX: take the file from the registry"
             yield Issue((*loc, "target"), message)
     references: list[tuple[Loc, str]] = [((*loc, "use"), gate.use) for loc, gate in draft.metric_gates]
     references.append((("train", "run"), draft.train.run if draft.train else ""))
@@ -138,7 +138,7 @@ def check_plugin_settings(loc: Loc, read: Callable[[], object]) -> Iterator[Issu
 
 
 def check_other_files(draft: Draft, path: Path, root: Path) -> Iterator[Issue]:
-    """Yield endpoints that another pipeline file of the project has too."""
+    """Yield endpoints that another pipeline file of the project also declares."""
     taken: dict[str, Path] = {}
     for other in sorted((root / PIPELINES).glob("*.yaml")) if draft.deploy else ():
         with contextlib.suppress(OSError):  # deleted in the meantime

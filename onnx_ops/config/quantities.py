@@ -1,4 +1,4 @@
-"""Durations, percentages and sizes: text with a unit to a number in the base unit, and back.
+"""Durations, percentages and sizes: convert text with a unit to a number in the base unit, and back.
 
 The base units are those of `onnx_ops.domain.quantities`: seconds (`s`), a plain ratio (`1`) and bytes (`B`).
 Arithmetic is decimal, so `5 ms` is exactly the float 0.005 and `0.5%` exactly 0.005.
@@ -69,7 +69,7 @@ def parse_quantity(written: object, unit: str) -> float | int:
     """Return the number of base units of a written quantity.
 
     Raises:
-        ValueError: it is not such a quantity; the message shows the value and an example.
+        ValueError: the text is not such a quantity; the message shows the value and an example.
     """
     scale = SCALES[unit]
     example = f"e.g. {scale.examples[0]}"
@@ -104,7 +104,7 @@ def parse_option(text: str, unit: str, where: str, remedy: str = "") -> float:
 def format_quantity(value: float, unit: str) -> str:
     """Return a quantity in the largest unit that needs no decimal places.
 
-    If none fits, it is in the smallest unit with as many places as the number has.
+    If there is no such unit, the smallest unit is used, with all decimal places of the number.
     """
     units = SCALES[unit].units
     exact = Decimal(repr(value))

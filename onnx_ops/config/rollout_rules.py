@@ -109,7 +109,7 @@ def _check_steps(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
         message = f"the A/B test follows the step of {steps[-2] * 100:g}%, so its split must be larger"
         yield Issue((*where, "ab_test", "split"), message)
     if policy.ab_test and not policy.ab_test.metric.strip():
-        yield Issue((*where, "ab_test", "metric"), "a metric's name is not blank")
+        yield Issue((*where, "ab_test", "metric"), "a metric's name must not be blank")
     match policy.strategy:
         case "all-at-once" if len(steps) > 1 or policy.ab_test or policy.shadow:
             message = "all-at-once has one step, 100%, and neither 'shadow' nor 'ab_test'"
@@ -139,7 +139,7 @@ def _check_guardrails(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
                 )
                 yield Issue((*where, "guardrails", index, key), message)
         if rail.max is not None and rail.max_latency_increase is not None:
-            message = "'max' stands instead of 'max_latency_increase'; give one of them"
+            message = "'max' replaces 'max_latency_increase'; keep one of them"
             yield Issue((*where, "guardrails", index, "max_latency_increase"), message)
         seen.add(rail.name)
     if policy.trials:

@@ -155,7 +155,7 @@ def check_gates(gates: Iterable[tuple[Loc, Gate]]) -> Iterator[Issue]:
             case _:
                 pass
         if isinstance(gate, LatencyGate) and gate.min_speedup is not None and gate.faster_than is None:
-            yield Issue((*loc, "min_speedup"), "'min_speedup' says by how much; add 'faster_than: fp32'")
+            yield Issue((*loc, "min_speedup"), "'min_speedup' needs 'faster_than: fp32'")
 
 
 def _check_sections(draft: Draft) -> Iterator[Issue]:
@@ -187,7 +187,7 @@ def _check_inputs(draft: Draft) -> Iterator[Issue]:
             hint = did_you_mean(name, columns) or f"; the data set has {quote_names(sorted(columns))}"
             yield Issue(loc, f"the model has no input '{name}'{hint}", on_key=True)
         if values.values is not None and not (values.min is None and values.max is None):
-            message = "'values' lists all that callers send; leave out 'min' and 'max'"
+            message = "'values' lists everything that callers send; leave out 'min' and 'max'"
             yield Issue((*loc, "values"), message, on_key=True)
         if values.min is not None and values.max is not None and values.min > values.max:
             yield Issue((*loc, "min"), f"{values.min:g} is above max, which is {values.max:g}")
@@ -234,7 +234,7 @@ def _check_searches(draft: Draft) -> Iterator[Issue]:
             message = "method: auto tries what is installed here; leave 'env' out, or name a method"
             yield Issue((*loc, "env"), message, on_key=True)
         if entry.tuning_data is None:
-            message = "method: auto needs 'tuning_data', the rows that it decides by, e.g. tuning_data: {data: tune}"
+            message = "method: auto needs 'tuning_data', the rows for its decisions, e.g. tuning_data: {data: tune}"
             yield Issue((*loc, "tuning_data"), message, on_key=True)
             continue
         name, tuned = entry.tuning_data.data, draft.data.get(entry.tuning_data.data)
@@ -259,13 +259,13 @@ def _share_rows(draft: Draft, name: str) -> bool:
 def _check_metrics(draft: Draft) -> Iterator[Issue]:
     for loc, gate in draft.metric_gates:
         definition = gate.definition()
-        label = definition.name or "an own metric"
+        label = definition.name or "a custom metric"
         if gate.use and gate.name is not None:
             yield Issue((*loc, "use"), "'name' and 'use' exclude each other; keep one", on_key=True)
         if gate.use and gate.higher_is_better is None:
-            yield Issue(loc, "an own metric must say 'higher_is_better: true' or 'false'")
+            yield Issue(loc, "a custom metric must set 'higher_is_better: true' or 'false'")
         if not gate.use and gate.higher_is_better is not None:
-            message = f"only an own metric ('use') says it; {label} is known"
+            message = f"only a custom metric ('use') has 'higher_is_better'; the direction of {label} is known"
             yield Issue((*loc, "higher_is_better"), message, on_key=True)
         known = METRICS[definition.name].options if definition.name is not None else frozenset()
         for option in ("k", "average", "positive", "ignore"):

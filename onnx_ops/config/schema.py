@@ -40,7 +40,7 @@ Schema = dict[str, Any]
 
 
 def pipeline_schema() -> Schema:
-    """Return the JSON Schema (draft 2020-12) of pipeline files. Names that refer to each other are beyond it."""
+    """Return the JSON Schema (draft 2020-12) of pipeline files. It does not cover names that refer to each other."""
     schema = _schema(Pipeline, "onnx-ops pipeline")
     for section in (schema, *schema["$defs"].values()):
         for name, value in section.get("properties", {}).items():

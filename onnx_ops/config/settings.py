@@ -38,7 +38,7 @@ class FileSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Where state lives and how services are reached. Every default is below `state`.
+    """Locations of state, and addresses of services. Every default path is below `state`.
 
     Attributes:
         targets: Folder of target files that several projects share, or empty.
@@ -50,7 +50,7 @@ class Settings:
         trusted_keys: Folder of public keys; the signer's own is always trusted where signing is on.
         notify: Notification targets, separated by commas: `webhook, github:owner/repository, prefect:TYPE/NAME`.
         pools: Work pools of stages that name none, by kind: `train=gpu, quantize=gpu`.
-        cache_size: Most bytes of a remote store's content that this machine keeps, unless more is in use.
+        cache_size: Maximum size of the local cache of a remote store, unless more is in use.
     """
 
     root: Path
@@ -107,7 +107,7 @@ class Settings:
 
     @property
     def webhook_secret(self) -> Path:
-        """File of the secret of MLflow's webhooks."""
+        """File that contains the secret of MLflow's webhooks."""
         return self.state / "webhook.secret"
 
     @property

@@ -93,7 +93,7 @@ class TargetFiles:
             return (self.root / FOLDER,)
         if not self.shared.is_dir():
             remedy = "Correct `targets` in onnx-ops.toml, or ONNX_OPS_TARGETS."
-            raise UserError("the shared targets' folder is not there", where=str(self.shared), remedy=remedy)
+            raise UserError("the folder of shared targets does not exist", where=str(self.shared), remedy=remedy)
         return (self.root / FOLDER, self.shared)
 
 

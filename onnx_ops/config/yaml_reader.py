@@ -85,7 +85,7 @@ def _near(path: Path) -> str:
 
 
 def read_text(text: str, *, source: str, positions: bool = True) -> Document:
-    """Read a text. Without `positions` every place is the source as a whole (for values given by a command line).
+    """Read a text. Without `positions` every place is the source as a whole (for values from the command line).
 
     Problems of single values (duplicate keys, tags, ambiguous numbers) are collected as the document's issues.
     """
@@ -226,7 +226,7 @@ def plain_scalar(text: str) -> str | int | float | bool | None:
     """Return the value of an unquoted scalar by YAML 1.2's core schema.
 
     Raises:
-        ValueError: it is a number that other readers take for another one (`012`), is not finite, or is too long.
+        ValueError: it is a number that other readers interpret differently (`012`), is not finite, or is too long.
     """
     if text in _NULL:
         return None
@@ -266,7 +266,7 @@ def _tag_text(tag: str) -> str:
 def _syntax_message(error: yaml.MarkedYAMLError) -> str:
     problem = error.problem or "it cannot be parsed"
     if "another document" in problem:
-        return "a second document begins here ('---'); write one document a file"
+        return "a second document begins here ('---'); write one document per file"
     if "'\\t'" in problem:
         return "not valid YAML: a tab cannot indent; use spaces"
     if "'<block mapping start>'" in problem:

@@ -196,9 +196,8 @@ SignedDecision: TypeAlias = Attested[DecisionRecord]
 class Drift:
     """The result of measuring a champion again.
 
-    `verdict` is FAIL for one that has drifted, ERROR where it could not be measured, INCONCLUSIVE where the
-    measurements do not decide. `changed` lists differences of the runtime and the machine; `measured` counts the
-    measurements.
+    `verdict` is FAIL for one that has drifted, ERROR where it could not be measured, INCONCLUSIVE if the measurements
+    do not decide. `changed` lists differences of the runtime and the machine; `measured` counts the measurements.
     """
 
     model: str

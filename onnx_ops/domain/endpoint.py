@@ -18,12 +18,12 @@ from onnx_ops.domain.quantities import OMIT_DEFAULT, Json
 class Deployment:
     """One model version that can run behind an endpoint. `location` is the place of its verified files.
 
-    `batchable`: the evidence shows that each row's answer is independent of the rows beside it, so that a server can
-    run requests of several clients together. `threads` limits the requests, or batches, that a server runs at once; 0:
-    its own limit. `evidence` is the digest of the evidence it was approved on; empty where a
-    person overrode that. `custom_ops` names those of its files that are libraries of operators for this endpoint's
-    target. `execution` is how a server runs it, the same as on the target. `authority` is the signed decision or
-    override that names these files.
+    `batchable`: the evidence shows that each row's answer is independent of the other rows in the batch, so that a
+    server can run requests of several clients together. `threads` limits the requests, or batches, that a server runs
+    at once; 0: its own limit. `evidence` is the digest of the evidence it was approved on; empty where a person
+    overrode that. `custom_ops` names those of its files that are libraries of operators for this endpoint's target.
+    `execution` is how a server runs it, the same as on the target. `authority` is the signed decision or override that
+    names these files.
     """
 
     name: str

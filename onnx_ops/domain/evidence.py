@@ -124,7 +124,7 @@ class ParityMeasurement:
     Where the source itself jumps (trees), `explained` counts the rows that differ beyond the noise and lie within the
     source's answers to inputs jittered by rounding. `unexplained` counts the other rows, which alone set the error.
 
-    `inside` is whether callers can send such inputs; `example` shows the row with the largest difference, if any.
+    `inside`: callers can send such inputs. `example` shows the row with the largest difference, if any.
     """
 
     output: str

@@ -80,7 +80,7 @@ PROVIDER_PACKAGES: Mapping[str, str] = {
     "DmlExecutionProvider": "pip install onnxruntime-directml, on Windows.",
     "MIGraphXExecutionProvider": "pip install onnxruntime-migraphx, in place of onnxruntime; it needs ROCm.",
     "NnapiExecutionProvider": "Only builds of ONNX Runtime for Android have it.",
-    "XnnpackExecutionProvider": "Only builds of ONNX Runtime for mobiles have it, and your own with --use_xnnpack.",
+    "XnnpackExecutionProvider": "Only mobile builds of ONNX Runtime have it, and custom builds with --use_xnnpack.",
     "QNNExecutionProvider": "pip install onnxruntime-qnn, and name it: package: onnxruntime_qnn.",
 }
 """Installation command of each provider."""

@@ -50,7 +50,7 @@ _NUMBERS: frozenset[MetricName] = frozenset({"mae", "rmse", "r2"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricDefinition:
-    """All settings that shape a metric's value, without limits. A user's own metric has `use` and no `name`.
+    """All settings that shape a metric's value, without limits. A custom metric has `use` and no `name`.
 
     Two definitions that measure the same are equal: defaults are filled in.
     """
@@ -89,7 +89,7 @@ class MetricDefinition:
 
     @property
     def higher_is_better(self) -> bool | None:
-        """Whether higher is better; None for a user's own metric, whose gate defines it."""
+        """Whether higher is better; None for a custom metric, whose gate defines it."""
         return None if self.name is None else METRICS[self.name].higher_is_better
 
 
@@ -149,9 +149,9 @@ class MetricGate:
     kind: Literal["metric"] = "metric"
     name: Annotated[MetricName | None, doc("Name of the metric; default: accuracy, unless `use` is set.")] = None
     use: Annotated[
-        str, doc("Your own metric, `package.module:function`; takes arrays (predictions, labels) and returns a float.")
+        str, doc("Custom metric, `package.module:function`; takes arrays (predictions, labels) and returns a float.")
     ] = ""
-    higher_is_better: Annotated[bool | None, doc("Direction of your own metric; required with `use`.")] = None
+    higher_is_better: Annotated[bool | None, doc("Direction of a custom metric; required with `use`.")] = None
     k: Annotated[Count | None, doc("top_k: number of highest scores that must include the label; default 5.")] = None
     average: Annotated[
         Average | None, doc("f1: average over classes; default: binary with `positive`, else macro.")
@@ -164,12 +164,10 @@ class MetricGate:
     max_drop: Annotated[Fraction | None, doc("Largest tolerated drop, in percentage points.")] = None
     max_increase: Annotated[
         Fraction | None,
-        doc("mae, rmse, your own errors: largest tolerated increase, as a share of the baseline's value."),
+        doc("mae, rmse, custom errors: largest tolerated increase, as a share of the baseline's value."),
     ] = None
     min: Annotated[Fraction | None, doc("Smallest tolerated value.")] = None
-    max: Annotated[Amount | None, doc("mae, rmse, your own errors: largest tolerated value, in the label's unit.")] = (
-        None
-    )
+    max: Annotated[Amount | None, doc("mae, rmse, custom errors: largest tolerated value, in the label's unit.")] = None
 
     @property
     def lower_is_better(self) -> bool:

@@ -144,7 +144,7 @@ class EndpointAbandoned:
 class ThresholdsFixed:
     """Latency thresholds for the rollout of `candidate` (its manifest), read before the candidate got any request.
 
-    `thresholds` are the stable version's, `slower` the candidate's; None if there were too few requests.
+    `thresholds` apply to the stable version and `slower` to the candidate; None if there were too few requests.
     """
 
     kind: Literal["thresholds-fixed"] = "thresholds-fixed"

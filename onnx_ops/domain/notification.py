@@ -138,7 +138,7 @@ def list_pending_notifications(
 ) -> tuple[Notification, ...]:
     """Return the notifications of entries after sequence `after`, oldest first; `progress` includes good steps.
 
-    Repetitions within `REPEAT_INTERVAL_S` are left out: an effect that fails in every pass, an alias that is set
+    Repetitions within `REPEAT_INTERVAL_S` are omitted: an effect that fails in every pass, an alias that is set
     repeatedly, an endpoint that keeps failing.
     """
     state = ReleaseState(endpoint=endpoint)

@@ -114,7 +114,7 @@ class Train(PlacedAttempts):
         default_factory=dict
     )
     depends: Annotated[
-        tuple[str, ...], doc("Further files that training, the model's classes and your own metrics read.")
+        tuple[str, ...], doc("Further files that training, the model's classes and custom metrics read.")
     ] = ()
     env: Annotated[Environment | None, doc("Isolated environment for training; default: that of `export`.")] = None
 
@@ -174,7 +174,7 @@ class Calibrate:
         Literal["minmax", "entropy", "percentile"], doc("How activation ranges are computed from the rows.")
     ] = "minmax"
     shards: Annotated[
-        int, Ge(1), Le(256), doc("Parts in which ranges are read, each a separate stage; for static.")
+        int, Ge(1), Le(256), doc("Number of parts in which the ranges are read, each a separate stage; for static.")
     ] = field(default=1, metadata=OMIT_DEFAULT)
 
 
@@ -215,7 +215,10 @@ class Benchmark(Attempts):
     targets: Annotated[tuple[ShortName, ...], MinLen(1), doc("Names of files in configs/targets/.")]
     batch: Annotated[int, Ge(1), Le(4096), doc("Rows in one timed request.")] = 1
     shards: Annotated[
-        int, Ge(1), Le(256), doc("Parts in which rows are scored for metrics, each a separate stage; for many rows.")
+        int,
+        Ge(1),
+        Le(256),
+        doc("Number of parts in which rows are scored for metrics, each a separate stage; for many rows."),
     ] = 1
 
 
@@ -251,7 +254,7 @@ class Pipeline:
     """One YAML file."""
 
     schema: Annotated[int, Ge(1), doc("Version of this file format.")] = 1
-    pipeline: Annotated[Name, doc("Name of the pipeline: lower-case letters, digits, dashes.")]
+    pipeline: Annotated[Name, doc("Name of the pipeline: lower-case letters, digits, hyphens.")]
     description: str = ""
     data: Annotated[Mapping[str, DataSection], doc("Named data sets.")] = field(default_factory=dict)
     inputs: Annotated[
@@ -314,10 +317,10 @@ PLACEABLE = (
 class Stage:
     """One stage of a plan, applied to one variant and target where it fans out.
 
-    `settings` is everything in the pipeline that shapes the result; `tools` are the versions that do. `needs` names the
-    stages whose manifests are its inputs; it cannot run without them. `tolerates` names further stages that it waits
-    for and uses if they succeeded. `hints` affect how the stage runs, not its result, and are not part of the key.
-    `own_process` requests a separate process.
+    `settings` is everything in the pipeline that affects the result; `tools` are the versions of the packages that do.
+    `needs` names the stages whose manifests are its inputs; it cannot run without them. `tolerates` names further
+    stages that it waits for and uses if they succeeded. `hints` affect how the stage runs, not its result, and are not
+    part of the key. `own_process` requests a separate process.
     """
 
     id: str

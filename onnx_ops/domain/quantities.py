@@ -23,8 +23,8 @@ COMPUTED: Mapping[str, bool] = {"found": True}
 class Notation(Enum):
     """Shorter ways to write a field of a file. Part of the field's annotation."""
 
-    SINGLE_ENTRY = "one entry stands without its list"
-    SHORT_FORM = "a text in place of the mapping fills this field"
+    SINGLE_ENTRY = "a single entry can appear without its list"
+    SHORT_FORM = "a plain text in place of the mapping sets this field"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Pattern:
 
 
 NAME_PATTERN = "[a-z0-9][a-z0-9-]*"
-_NAME = Pattern(NAME_PATTERN, "a name: use lower-case letters, digits and dashes, beginning with a letter or digit")
+_NAME = Pattern(NAME_PATTERN, "a name: use lower-case letters, digits and hyphens, beginning with a letter or digit")
 
 Name = Annotated[str, _NAME, MaxLen(63)]
 """Names of pipelines, variants and endpoints."""

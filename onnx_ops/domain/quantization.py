@@ -163,7 +163,7 @@ WASM = "wasm"
 
 
 DISTRIBUTION = (
-    "'distribution' derives its ranges for 8-bit floats, and in int8 it destroys a model without a word "
+    "'distribution' derives its ranges for 8-bit floats, and in int8 it silently destroys a model "
     "(a CNN kept 10 % of its answers); choose minmax, entropy or percentile"
 )
 
@@ -231,11 +231,11 @@ def choose_static_recipe(options: Mapping[str, Any], machines: Sequence[Arithmet
     activations = str(options.get("activations", "int8" if signed else "uint8"))
     weights = str(options.get("weights", "int8"))
     if "activations" in options:
-        why = "as asked for"
+        why = "as requested"
     elif signed:
-        why = "what the kernels of every target take"
+        why = "the types that the kernels of every target accept"
     else:
-        why = "what the kernels of x86 take; with int8 its operators stay in float"
+        why = "the types that x86 kernels accept; with int8 its operators stay in float"
     reduce_range, note = choose_reduce_range(options, machines, mixed=activations == "uint8" and weights == "int8")
     return StaticRecipe(
         activations=activations,
@@ -259,8 +259,8 @@ def choose_reduce_range(
     if "reduce_range" in options:
         chosen = bool(options["reduce_range"])
         if needed and not chosen:
-            return False, "weights of 8 bits as asked for: on a target without VNNI their products saturate"
-        return chosen, f"weights of {7 if chosen else 8} bits: as asked for"
+            return False, "weights of 8 bits as requested: on a target without VNNI their products saturate"
+        return chosen, f"weights of {7 if chosen else 8} bits: as requested"
     if needed:
         return True, "weights of 7 bits: a target's CPU has no VNNI, and 8-bit products would saturate there"
     return False, "weights of 8 bits: no target's CPU saturates their products"
@@ -269,7 +269,7 @@ def choose_reduce_range(
 def find_type_conflict(options: Mapping[str, Any]) -> str:
     """Return why a combination of types cannot work; empty if it can."""
     if options.get("activations") == "int8" and options.get("weights") == "uint8":
-        return "int8 activations with uint8 weights: no kernel takes them; set weights: int8 or activations: uint8"
+        return "int8 activations with uint8 weights: no kernel accepts them; set weights: int8 or activations: uint8"
     if options.get("activations") == "uint16" and options.get("reduce_range"):
         return "reduce_range is for products of 8 bits; leave it out with activations: uint16"
     return ""
@@ -282,7 +282,7 @@ def list_search_recipes(machines: Sequence[Arithmetic], *, calibrated: bool, sma
     Types within each recipe follow the machines (`choose_static_recipe`, `choose_reduce_range`).
 
     Args:
-        small: size counts, not only time.
+        small: whether small files are wanted, not only fast ones.
     """
     recipes = [Recipe(name="dynamic", method="dynamic", options={"op_types": ["Gather", "Gemm", "MatMul"]})]
     if machines and all(one.fp16 for one in machines):

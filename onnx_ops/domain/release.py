@@ -1,4 +1,4 @@
-"""What a registry receives and returns, and the policy of which user can move which alias."""
+"""Values that a registry receives and returns, and the policy that defines which user can move which alias."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AliasRule:
     """One line of a promotion policy."""
 
     aliases: Annotated[str, MinLen(1), doc("Aliases that the rule covers; `*` and `?` are wildcards.")]
-    users: Annotated[tuple[str, ...], MinLen(1), doc("Users who may set or delete them; `*` is everyone.")]
+    users: Annotated[tuple[str, ...], MinLen(1), doc("Users who may set or delete them; `*` means everyone.")]
     models: Annotated[str, MinLen(1), doc("Registered models that the rule covers; `*` and `?` are wildcards.")] = "*"
 
 
@@ -34,7 +34,7 @@ class PromotionPolicy:
 
     schema: int = 1
     rules: Annotated[tuple[AliasRule, ...], MinLen(1), doc("Rules; the first one that covers an alias applies.")]
-    overrides: Annotated[tuple[str, ...], doc("Users who may override a gate, with a reason; `*` is everyone.")] = ()
+    overrides: Annotated[tuple[str, ...], doc("Users who may override a gate, with a reason; `*` means everyone.")] = ()
 
     def rule(self, model: str, alias: str) -> int | None:
         """Return the index of the rule that decides; None if no rule matches this alias."""
@@ -56,7 +56,7 @@ class Lineage:
     """Where a release comes from.
 
     `data` maps a data set's name to its digest; `origins` maps it to repository, commit and path at the time of the
-    export, for sources that know them.
+    export, for sources that record them.
     """
 
     pipeline: str

@@ -194,8 +194,8 @@ def choose_next_action(
 ) -> Action | Wait:
     """Return the next action, or the reason to wait.
 
-    A policy without analysis waits for an operator at each step. Otherwise steps follow from `analysis`; a command to
-    advance then skips what is not shown yet, and no command keeps a candidate that a guardrail rejects.
+    A policy without analysis waits for an operator at each step. Otherwise `analysis` determines the steps. A command
+    to advance then skips requirements that are not met yet; no command keeps a candidate that a guardrail rejects.
 
     Args:
         desired: the verified deployment that the registry requests; None if it requests none.
@@ -213,7 +213,7 @@ def choose_next_action(
         is_wanted = desired is not None and desired.manifest in (candidate.manifest, stable.manifest)
         failure = analysis.abort_reason if policy.is_analyzed and analysis is not None else ""
         if failure or not is_wanted:
-            why = failure if is_wanted else "no longer wanted by the registry"
+            why = failure if is_wanted else "no longer requested by the registry"
             return plan_abort(roles, target, why=why, reject=is_wanted)
         expected = rollout.build_state(candidate, _find_step(policy, roles.step), *idle)
     if observed is None or not observed.covers(expected):

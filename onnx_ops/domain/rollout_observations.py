@@ -1,6 +1,7 @@
 """Counts of a rollout: readings of a metrics source, the intervals between them, and fixed thresholds.
 
-Every count is a whole number of requests, so that any metrics source can report it and any process can continue it.
+Every count is a whole number of requests, so that any metrics source can report it and any process can continue
+counting.
 """
 
 from __future__ import annotations
@@ -191,9 +192,10 @@ class ObservationInterval:
 class Observations:
     """All counts of the rollout in progress. `started_at` is when its present step took effect.
 
-    `thresholds` are the stable version's, `slower` the candidate's. `reading` is where the next interval starts; None
-    if the split has changed since, last at `split_at`. `units` are the last ones of each origin: counts by user restart
-    with an origin, and grow from step to step. `cold_s` are the last loads of candidate and stable version.
+    `thresholds` apply to the stable version, `slower` to the candidate. The next interval starts at `reading`; None if
+    the split changed after the last reading. The last change was at `split_at`. `units` holds the latest counts by user
+    of each origin: they restart with a new origin, and grow from step to step. `cold_s` holds the seconds of the last
+    loads of candidate and stable version.
     """
 
     candidate: Digest

@@ -169,10 +169,10 @@ class OrtFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A runtime build, an execution provider and a machine, under one name."""
+    """A named combination of runtime build, execution provider and machine."""
 
     schema: Annotated[int, Ge(1)] = 1
-    name: Annotated[ShortName, doc("Name of the target: lower-case letters, digits and dashes; part of aliases.")]
+    name: Annotated[ShortName, doc("Name of the target: lower-case letters, digits and hyphens; part of aliases.")]
     description: str = ""
     runtime: Annotated[str, doc("Runtime plugin that runs models on this target.")] = "onnxruntime"
     providers: Annotated[tuple[Provider, ...], MinLen(1), doc("Execution providers in order of preference.")] = (

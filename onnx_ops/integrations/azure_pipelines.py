@@ -1,4 +1,4 @@
-"""The Azure Pipelines steps: run the pipelines that a commit touches, and report the outcome on the build.
+"""The Azure Pipelines steps: run the pipelines that a commit affects, and report the outcome on the build.
 
 Two steps, as in GitHub: `run` leaves its results and reports in a folder, `publish` attaches the page to the build and
 ends it by the verdict: FAIL and ERROR fail it, INCONCLUSIVE lets it end with issues. Names in the event (branches,
@@ -62,7 +62,7 @@ def base_of(environ: Mapping[str, str]) -> str:
 
 
 def run(folder: Path, environ: Mapping[str, str], *, since: str = "") -> int:
-    """Run every pipeline that the change touches; one of a pull request stops at its gates."""
+    """Run every pipeline that the change affects; one of a pull request stops at its gates."""
     until = StageKind.GATE if environ.get("BUILD_REASON") == "PullRequest" else None
     base = since or base_of(environ)
     if base == _BEFORE and not resolve_commit(open_project().settings.root, base):  # a first push
@@ -73,7 +73,7 @@ def run(folder: Path, environ: Mapping[str, str], *, since: str = "") -> int:
 
 
 def is_hosted(environ: Mapping[str, str]) -> bool | None:
-    """Return whether this machine is Microsoft's own and ends with the job; None outside a job.
+    """Return whether Microsoft hosts this machine, which then ends with the job; None outside a job.
 
     Agents that their owners set up have an empty Agent.CloudId (microsoft/azure-pipelines-agent#3984).
     """

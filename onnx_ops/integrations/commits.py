@@ -41,7 +41,7 @@ _FAILURES = {UserError.exit_code, InfrastructureError.exit_code, RefusedError.ex
 
 
 def parse_commit(text: object, where: str, *, remedy: str = "") -> str:
-    """Return a commit's hash that a CI service gave; raise UserError if it is none."""
+    """Return the commit hash that a CI service reports; raise UserError if it is invalid."""
     if isinstance(text, str) and _COMMIT.fullmatch(text):
         return text
     raise UserError(f"{str(text)[:80]!r} is not a commit", where=where, remedy=remedy)
@@ -50,13 +50,13 @@ def parse_commit(text: object, where: str, *, remedy: str = "") -> str:
 def judge_change(
     folder: Path, base: str, until: StageKind | None, *, hosted: bool | None = None, figures: Path | None = None
 ) -> Iterator[str]:
-    """Run every pipeline that the change since `base` touches; yield lines that report the outcome.
+    """Run every pipeline that the change since `base` affects; yield lines that report the outcome.
 
     The results for the step that publishes them are in `folder` afterwards, with a report of each pipeline.
 
     Args:
         base: the commit before; empty where there is none, so that every file counts as changed.
-        hosted: whether the machine is the service's own and ends with the job; None outside a job.
+        hosted: whether the CI service hosts the machine, which then ends with the job; None outside a job.
         figures: folder that shares the records of earlier commits between jobs without the project's store: a job that
             stops early reads it, the others write it.
     """
@@ -139,7 +139,8 @@ def judged(
 def lost_with_job(settings: Settings, pipeline: Pipeline, *, hosted: bool) -> str:
     """Return why a release from this runner would be lost with the job; empty if it would be kept.
 
-    A hosted runner keeps nothing. Another one keeps what is outside the checkout, which is cleaned for each job.
+    A hosted runner keeps nothing. A self-hosted one keeps files outside the checkout; the checkout is cleaned for each
+    job.
     """
     if pipeline.register is None:
         return ""

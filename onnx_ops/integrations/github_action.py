@@ -1,4 +1,4 @@
-"""The GitHub action: run the pipelines that a commit touches, and report the outcome on the commit.
+"""The GitHub action: run the pipelines that a commit affects, and report the outcome on the commit.
 
 Two steps, so that the reports can be uploaded in between: `run` leaves its results and reports in a folder, `publish`
 writes the job summary, one comment on the pull request, and a check whose conclusion is the verdict. Names in the
@@ -58,7 +58,10 @@ class Event:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: of `run` 0 unless nothing could be done at all; of `publish` 1 for FAIL and ERROR."""
+    """Execute a step and return its exit code.
+
+    `run` returns 0 unless it could not start; `publish` returns 1 for FAIL and ERROR.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("step", choices=("run", "publish"))
     parser.add_argument("--folder", type=Path, required=True, help="where results and reports lie")
@@ -100,7 +103,7 @@ def read_event(environ: Mapping[str, str]) -> Event:
 
 
 def run(event: Event, folder: Path, *, since: str = "", figures: Path | None = None) -> int:
-    """Run every pipeline that the change touches; the results are in `folder` afterwards."""
+    """Run every pipeline that the change affects; the results are in `folder` afterwards."""
     root = open_project().settings.root
     # A force push leaves a commit that the checkout does not have, and a first push has none before it.
     base = since or next((name for name in (event.base, "HEAD~1") if name and resolve_commit(root, name)), "")
@@ -110,14 +113,14 @@ def run(event: Event, folder: Path, *, since: str = "", figures: Path | None = N
 
 
 def is_hosted(environ: Mapping[str, str]) -> bool | None:
-    """Return whether this machine is GitHub's own and ends with the job; None outside a job."""
+    """Return whether GitHub hosts this machine, which then ends with the job; None outside a job."""
     if environ.get("GITHUB_ACTIONS") != "true":
         return None
     return environ.get("RUNNER_ENVIRONMENT") != "self-hosted"
 
 
 def publish(event: Event, folder: Path, environ: Mapping[str, str], *, reports: str = "") -> int:
-    """Write summary, comment and check. The summary reports what GitHub does not permit this run to write."""
+    """Write summary, comment and check. The summary lists the parts that GitHub does not permit this run to write."""
     checked = results(folder)
     text = page(checked, commit=event.commit, reports=reports)
     verdict, notes = overall(checked), []

@@ -15,7 +15,7 @@ from pathlib import Path
 class RunContext:
     """MLflow's `RunContextProvider`, for runs that a training function starts itself.
 
-    The tags lead from the flow run and the commit to these runs. Runs outside a flow are not tagged.
+    The tags identify the flow run and the commit of these runs. Runs outside a flow are not tagged.
     """
 
     def in_context(self) -> bool:

@@ -1,8 +1,8 @@
 """MLflow's deployments target `onnx-ops`, for `mlflow deployments create -t onnx-ops …` and `get_deploy_client`.
 
-A deployment is an endpoint. Nothing here goes around the rules: a version is promoted as `onnx-ops promote` does it,
-with its signed decision verified, and the reconciler moves the endpoint. Endpoints that serve the same model on the
-same target follow the same alias.
+A deployment is an endpoint, and all rules apply: a version is promoted as by `onnx-ops promote`, with its signed
+decision verified, and the reconciler moves the endpoint. Endpoints that serve the same model on the same target follow
+the same alias.
 """
 
 from __future__ import annotations
@@ -158,8 +158,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         config: Mapping[str, str] | None = None,
         endpoint: str | None = None,
     ) -> dict[str, str]:
-        """Promote another version for the endpoint's target; steps of its rollout that wait for a person stay to be
-        taken."""
+        """Promote another version for the endpoint's target; approval steps of its rollout still wait for a person."""
         _check_flavor(flavor)
         journal = Journal.open(self._context, name)
         bound, given = journal.config, dict(config or {})
@@ -189,7 +188,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
     def delete_deployment(
         self, name: str, config: Mapping[str, str] | None = None, endpoint: str | None = None
     ) -> None:
-        """End the endpoint. Deleting one that is not there is no error."""
+        """Delete the endpoint. Deleting a missing endpoint is no error."""
         if name in list_bound_endpoints(self._context):
             delete_endpoint(self._context, name, reason=dict(config or {}).get("reason", "mlflow deployments delete"))
 

@@ -1,4 +1,4 @@
-"""Answers of a model to rows and groups of inputs, in batches."""
+"""Run a model on rows and groups of inputs, in batches."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def cut_batches(
 def read_values(
     runtime: Runtime, model: Path, target: Target, names: Sequence[str], feeds: tuple[Tensors, ...]
 ) -> list[dict[str, Array]]:
-    """Return the named values inside a model for each feed, but no sequences and maps.
+    """Return the named intermediate values of a model for each feed, except sequences and maps.
 
-    A copy that exposes them is written beside the model for the time being.
+    A temporary copy of the model that exposes them is written beside it.
     """
     with temporary_copy(model, "inside") as copy:
         write_with_outputs(model, names, copy)

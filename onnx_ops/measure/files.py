@@ -114,7 +114,7 @@ def is_float_column(array: Any) -> bool:
 
 
 def widen_columns(inputs: Tensors, names: Collection[str]) -> dict[str, Any]:
-    """Convert columns of whole numbers or booleans to float32, as a file stores them where one cell is missing."""
+    """Convert columns of whole numbers or booleans to float32, as a file stores them if a cell is missing."""
     return {
         name: array.astype("float32")
         if name in names and array.dtype.kind in "iub" and array.shape[1:] == (1,)

@@ -159,10 +159,10 @@ def find_worst(measured: Sequence[ParityMeasurement]) -> ParityMeasurement | Non
 
 
 def locate_divergence(failed: FailedExport, make_tracer: TracerFactory) -> Divergence:
-    """Return the first diverging node, or why none is named.
+    """Return the first diverging node, or the reason why none is known.
 
-    The graph runs unchanged, without the runtime's optimizations, on the inputs where parity failed. Errors on
-    the way end up in the note: the parity gate has failed already, and this only explains it.
+    The graph runs unchanged, without the runtime's optimizations, on the inputs where parity failed. Errors in this
+    search are reported in the note: the parity gate has already failed, and this only explains it.
     """
     plain = replace(failed.target, session=replace(failed.target.session, graph_level="disabled"))
     group = next(g for g in failed.reference if g.name == failed.worst.group)

@@ -1,6 +1,6 @@
 """Model outputs and labels in the terms of a task metric.
 
-Functions raise UserError where outputs or labels do not fit the metric, or one another.
+Functions raise UserError if outputs or labels do not fit the metric, or each other.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _TEXTS = "USO"
 class Prediction:
     """The values that a metric reads from the outputs for some rows.
 
-    With `columns` 0, `values` are comparable with the label's; else they are the index of the best column, the scores
-    in all columns or, with 1 column, one score per row. `broken` counts rows with a score of NaN.
+    With `columns` 0, `values` are comparable with those of the label. Otherwise they are the index of the best column,
+    the scores in all columns or, with 1 column, one score per row. `broken` counts rows with a score of NaN.
     """
 
     values: Array
@@ -58,7 +58,7 @@ def read_prediction(definition: MetricDefinition, outputs: Tensors) -> Predictio
     raise UserError(
         f"no output can be read as {' or '.join(form.noun for form in forms)}: {shapes}",
         where=definition.label,
-        remedy=f"{definition.other_kind or 'Take a metric that fits the model.'} Or name the output with `output:`.",
+        remedy=f"{definition.other_kind or 'Use a metric that fits the model.'} Or name the output with `output:`.",
     )
 
 
@@ -179,7 +179,7 @@ def _prepare_classes(definition: MetricDefinition, label: Array | None) -> Array
     classes = None if label is None else as_text(flatten_column(label))
     if classes is None or classes.ndim != 1:
         wide = classes is not None and classes.ndim == 2
-        remedy = "Of one column a class, take its number: labels.argmax(axis=1)." if wide else ""
+        remedy = "For one column per class, use the class number: labels.argmax(axis=1)." if wide else ""
         raise _make_label_error(definition, label, "one class per row", remedy)
     if classes.dtype.kind != "f":
         return classes
@@ -238,7 +238,7 @@ def read_classes(label: Array, prediction: Prediction, definition: MetricDefinit
 
 
 def find_positive_label(definition: MetricDefinition, label: Array) -> str | int:
-    """Return the positive label: the named one, or the greater of two."""
+    """Return the positive label: the configured one, or the greater of two labels."""
     if definition.positive is not None:
         return str(definition.positive) if label.dtype.kind == "U" else definition.positive
     known = np.unique(label)

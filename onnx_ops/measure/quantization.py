@@ -38,7 +38,7 @@ from onnx_ops.statistics.quantization import ActivationStatistics, compute_weigh
 
 AS_WRITTEN = Target(
     name="as-written",
-    description="One CPU thread, the graph as it stands in the file.",
+    description="One CPU thread, the unmodified graph of the file.",
     session=SessionSettings(graph_level="disabled"),
 )
 

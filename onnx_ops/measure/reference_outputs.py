@@ -151,7 +151,7 @@ class _Source:
                     return f"{share:.3g} of output {name!r} differ"
                 continue
             if not np.array_equal(np.isfinite(one), np.isfinite(other)):
-                return f"output {name!r} is finite once and not the other time"
+                return f"output {name!r} is finite in only one of two runs"
             both = np.nan_to_num(np.stack([one, other]).astype(np.float64), posinf=0, neginf=0)
             apart = np.ptp(both, axis=0).max(initial=0)
             if apart > _AGAIN[precision] * np.abs(both).max(initial=0):
@@ -270,10 +270,10 @@ def _time_answers(source: _Source, tensors: Tensors) -> float:
 
 def _make_samples_error(error: ValueError) -> UserError:
     return UserError(
-        "the source model refuses the samples",
+        "the source model rejects the samples",
         where="validate.samples",
         why=quoted(error),
-        remedy="Validate with rows that it answers.",
+        remedy="Validate with rows that the model accepts.",
     )
 
 

@@ -178,7 +178,7 @@ def read_predictions(
 
 
 def join_parts(parts: Sequence[ModelPredictions]) -> ModelPredictions:
-    """Join what was read from successive rows; the first error of a metric stands for all of its rows."""
+    """Join the values of successive rows; the first error of a metric applies to all of its rows."""
     joined: dict[str, Prediction | OnnxOpsError] = {}
     for label in parts[0] if parts else ():
         predictions = [part[label] for part in parts]

@@ -87,10 +87,10 @@ class SearchResult:
 def search(context: SearchContext, journal: StageJournal, report: Reporter) -> SearchResult:
     """Try recipes until nothing is left or the budget is spent, and resume from the journal of an interrupted search.
 
-    A complete journal belongs to a result that is being recomputed, and is cleared.
+    A complete journal is cleared: its result is being recomputed.
 
     Raises:
-        StageError: a library gives another file for the same recipe.
+        StageError: a library wrote a different file for the same recipe.
     """
     context.folder.mkdir()
     small = context.budget.size is not None or "small" in context.section.variants
@@ -127,7 +127,7 @@ def search(context: SearchContext, journal: StageJournal, report: Reporter) -> S
         path, _ = runner.make(trial)
         if digest_file(path) != trial.model:
             raise StageError(
-                "the same recipe gave another file than before",
+                "the same recipe gave a different file",
                 where=f"search {name}, {trial.recipe}",
                 remedy="Run the search again: `--no-cache search`.",
             )

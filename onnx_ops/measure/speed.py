@@ -95,14 +95,14 @@ def measure_throughput(
 def measure_scheduling(
     runtime: Runtime, model: Path, target: Target, inputs: Tensors, latency: LatencySamples, cores: int, seed: int
 ) -> tuple[SchedulingMeasurement, ...]:
-    """Measure ways in which a server can run requests that wait: some at once, alone or in batches.
+    """Measure how a server can best run queued requests: how many at once, single or in batches.
 
-    The requests of `CLIENTS` clients are shared among the threads, and one share is on its way from and to clients. The
-    ways take turns, each time in a fresh session.
+    The requests of `CLIENTS` clients are shared among the threads; one share is in transit from and to the clients.
+    Configurations alternate, each time in a fresh session.
 
     Returns:
-        Median rates. Empty for a model that servers run on the event loop, for one that is too slow to be measured
-        this often, for one that rejects these batches, and where servers do not run models.
+        Median rates. Empty for a model that servers run on the event loop, that is too slow to be measured this often,
+        or that rejects these batches, and for a target whose models servers do not run.
     """
     run_s = latency.quantiles_ns["p50"] / 1e9 / latency.batch
     if target.runtime != _SERVED_RUNTIME or not INLINE_S <= run_s <= _MOST_RUN_S:

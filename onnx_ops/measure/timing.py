@@ -1,4 +1,4 @@
-"""Timing of one model, and of two side by side until limits are decided.
+"""Time one model, or two in alternation until the limits are decided.
 
 Functions that measure a model raise MeasurementError if it does not run there or its process crashes.
 """
@@ -164,8 +164,8 @@ def measure_until_decided(
     """Measure up to each look, until all is decided or time runs out.
 
     `measure` takes the number of rounds and a seed. `figures` computes the ratios of all samples so far, empty for
-    unknown ones, which are not waited for; `tolerances` are the limits of each, in that order. `noun` names the pairs
-    in progress messages.
+    unknown ones, which do not extend the measurement; `tolerances` are the limits of each, in that order. `noun` names
+    the pairs in progress messages.
     """
     samples: list[S] = []
     measured, begun = 0, time.monotonic()

@@ -77,7 +77,7 @@ def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[s
     except Exception as error:
         raise _failed(f"{reference} failed", error) from error
     if model is None:
-        raise UserError(f"{reference} returned nothing", where="train.run", remedy="Let it return the trained model.")
+        raise UserError(f"{reference} returned nothing", where="train.run", remedy="Make it return the trained model.")
     return model
 
 

@@ -1,4 +1,4 @@
-"""Balance outlier channels between a normalization and the products that read it, so that 8 bits hold both.
+"""Balance outlier channels between a normalization and the products that read it, so that 8 bits represent both.
 
 A normalization may scale a few channels far up, and the weights of the next product scale them down again. One
 quantization step for all channels is then too coarse for the others. Part of the factor is moved into the weights, as
@@ -92,7 +92,7 @@ def write_balanced_like(source: Path, derived: Path, path: Path) -> bool:
         _apply(model, json.loads(recorded))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise MeasurementError(
-            "the recorded balance of its channels does not fit the model it was made from", where=derived.name
+            "the recorded channel balance does not match the model that it was derived from", where=derived.name
         ) from error
     write_model(model, path)
     return True

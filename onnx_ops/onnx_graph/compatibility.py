@@ -51,13 +51,13 @@ def check_model(path: Path) -> None:
     if is_ort_format(path):
         return
     if not structure.graph.output:
-        remedy = "Export the model again, with names for its outputs."
+        remedy = "Export the model again, with named outputs."
         raise UserError("it is not valid ONNX", where=path.name, why="the graph has no outputs", remedy=remedy)
     inference = onnx.shape_inference.InferenceError
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, inference, RuntimeError, ValueError) as error:  # inference raises all three
-        remedy = "Export the model again, or fix what is named; `onnx-ops inspect` shows whether it is valid."
+        remedy = "Export the model again, or fix the named problem; `onnx-ops inspect` shows whether it is valid."
         raise UserError("it is not valid ONNX", where=path.name, why=quoted(error), remedy=remedy) from error
 
 
@@ -99,7 +99,7 @@ def explain_missing_operators(operators: Mapping[str, tuple[str, ...]], target: 
 
 
 def explain_incompatibility(path: Path, target: Target) -> str:
-    """Return why a target cannot run a file; empty if nothing in it prevents that."""
+    """Return why a target cannot run a file; empty if nothing in the file prevents it."""
     return explain_version_limits(read_model_info(path), target) or explain_missing_operators(
         find_custom_operators(read_structure(path)), target
     )
@@ -137,7 +137,7 @@ def copy_libraries(model: Path, libraries: Mapping[str, tuple[CustomOps, ...]]) 
     folder = model.parent / CUSTOM_OPS
     if folder.exists():
         raise RefusedError(
-            f"a file of the model lies in {CUSTOM_OPS}/, whose files are loaded as programs",
+            f"a file of the model lies in {CUSTOM_OPS}/, whose files are loaded as libraries",
             where=model.name,
             remedy="Export the model with its weights beside it.",
         )
@@ -168,7 +168,7 @@ def explain_newer_version(model_info: ModelInfo, section: Export) -> str:
         return ""
     return (
         f"the file has opset {opset} and IR version {model_info.ir_version}, "
-        f"the pipeline asks for opset {section.opset} and IR version {section.ir_version}"
+        f"the pipeline requires opset {section.opset} and IR version {section.ir_version}"
     )
 
 

@@ -1,6 +1,7 @@
-"""A quantized model without its rounding, and its float original with the rounded weights: one function in two files.
+"""Remove rounding: write a quantized model in float, and its float original with the rounded weights.
 
-The two must agree as float models do: a lost node, another axis or another constant shows despite the rounding.
+The two files must agree like float models, so a lost node, a wrong axis or a wrong constant is detected despite the
+rounding.
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
         source: the float original, with the ReLU and Clip that ranges of the quantized model replace.
 
     Raises:
-        MeasurementError: an operator hides its rounding in an unknown way.
+        MeasurementError: the rounding of an operator cannot be removed.
     """
     model = expand_integer_operators(read_model(derived), derived.name)
     if hidden := sorted(node.op_type for node in model.graph.node if node.op_type in _UNREAD):
-        raise MeasurementError(f"the rounding of {hidden[0]} cannot be taken off", where=derived.name)
+        raise MeasurementError(f"the rounding of {hidden[0]} cannot be removed", where=derived.name)
     tensors = collect_constants(model)
     folded = _folded(source, model, tensors)
     blocks = iterate_block_weights(model, tensors)

@@ -3,7 +3,7 @@
 Every location of external data is checked before a byte of it is read. ONNX Runtime 1.31 and the onnx package refuse
 different locations: the former reads a tensor out of the model file itself, out of the middle of another tensor, and
 through `..` that returns; the latter reads a tensor that is shorter than its shape. A location is refused here if
-either could be misled by it. The same model always gives the same bytes.
+either library could be misled by it. The same model always gives the same bytes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def read_structure(path: Path) -> onnx.ModelProto:
     model = parse_model(path)
     real = path.resolve()
     if any(file.resolve() == real for file in resolve_external_files(model, path.parent)):
-        raise RefusedError("its external data is said to lie in the model file itself", where=str(path), remedy=_BESIDE)
+        raise RefusedError("its external data refers to the model file itself", where=str(path), remedy=_BESIDE)
     return model
 
 
@@ -100,7 +100,7 @@ def digest_model(path: Path) -> Digest:
     """Digest a model and its weight files, regardless of their names."""
     weights = [path.parent / name for name in sorted(list_external_names(path))]
     if missing := [file.name for file in weights if not file.is_file()]:
-        raise NotFoundError(f"the weights' file {missing[0]} is not there", where=str(path))
+        raise NotFoundError(f"the weights file {missing[0]} is not there", where=str(path))
     return digest_json([digest_file(path), [digest_file(file) for file in weights]])
 
 
@@ -133,7 +133,7 @@ def _kind_of(path: Path) -> str:
     for begins, what in _OTHERS.items():
         if head.startswith(begins):
             return f"It is {what}."
-    return "Export the model again, and look whether the file was copied whole."
+    return "Export the model again, and check that the file was copied completely."
 
 
 def refuse_ort(path: Path) -> None:
@@ -315,7 +315,7 @@ def resolve_external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, 
         if unsafe or not _inside(path, folder):
             raise RefusedError(f"its external data {name!r} lies outside its folder", where=where, remedy=_AGAIN)
         if not os.path.isfile(path):  # unlike Path.is_file, it takes a name that is too long
-            remedy = f"Put {name} there: it holds the model's weights, and belongs with the file."
+            remedy = f"Put {name} there: it holds the model's weights, and belongs to the model."
             raise NotFoundError(f"its external data {name!r} is missing", where=str(folder), remedy=remedy)
         files[path] = None
         places.append(_locate(tensor, entries, path))
@@ -344,7 +344,7 @@ def _locate(tensor: onnx.TensorProto, entries: dict[str, str], path: Path) -> Te
             f"its external data lies beyond the end of {entries['location']!r}",
             where=where,
             why=f"it should be at bytes {begin} to {begin + length}, the file has {size}",
-            remedy="Copy the file again, whole; or save the model again.",
+            remedy="Copy the complete file again, or save the model again.",
         )
     return TensorLocation(file=path.resolve(), start=begin, end=begin + length, tensor=tensor.name)
 

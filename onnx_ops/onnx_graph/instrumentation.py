@@ -168,7 +168,7 @@ def _steps(model: onnx.ModelProto, name: str, slot: int, limits: ValueRange | No
     written, scale, zero, read = (f"{name}_{what}_{slot}_alone" for what in ("written", "scale", "zero", "read"))
     if limits is None:
         if (opset := get_opset(model)) < _DYNAMIC_OPSET:
-            raise ValueError(f"ranges that are found anew need opset {_DYNAMIC_OPSET}, the model has {opset}")
+            raise ValueError(f"ranges that are computed in each run need opset {_DYNAMIC_OPSET}, the model has {opset}")
         write = helper.make_node("DynamicQuantizeLinear", [name], [written, scale, zero])
     else:
         low, high = min(limits[0], 0.0), max(limits[1], 0.0)

@@ -115,14 +115,17 @@ def _reason(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
     read = [maker is not None and maker.op_type == "DequantizeLinear" for maker in makers]
     weight = graph.constant(node.input[1])
     if not weight and not all(read):
-        return "both of its inputs are computed: it has no constant weight", "method: static, which takes such products"
+        return (
+            "both of its inputs are computed: it has no constant weight",
+            "method: static, which supports such products",
+        )
     if not read[0]:
         maker = makers[0]
         reason = f"its input is not quantized: it comes in float from {maker.op_type if maker else 'the model input'}"
         return reason, f"name {_KINDS[node.op_type]} in `options.op_types`, or leave op_types out"
     levels = makers[0].input[2] if makers[0] is not None and len(makers[0].input) > 2 else ""
     if graph.types.get(levels) == _INT8:
-        reason = "its QuantizeLinear pair is not fused: activations are int8, kernels of x86 take uint8"
+        reason = "its QuantizeLinear pair is not fused: activations are int8, but x86 kernels accept uint8"
         return reason, "options: {activations: uint8}"
     if not weight and not read[1]:
         return "its QuantizeLinear pair is not fused: the second input is not quantized", "leave `options.op_types` out"
@@ -168,7 +171,7 @@ def advise(
             finding = f"{len(names)} left in float: {reason}"
             advice.append(Advice(finding=finding, setting=setting, nodes=tuple(names)))
         if coverage.unheeded:
-            finding = "excluded, and yet in int8: the runtime fuses the pairs of the neighbours around them"
+            finding = "excluded, but in int8: the runtime fuses the pairs of the neighbours around them"
             setting = "exclude the operators before and after them too"
             advice.append(Advice(finding=finding, setting=setting, nodes=coverage.unheeded))
     return (*advice, *_list_conversion_advice(run))
@@ -196,10 +199,10 @@ def _list_type_advice(model: onnx.ModelProto, machine: Arithmetic) -> Iterator[A
     if machine.family != "x86":
         return
     if _INT8 in activations:
-        finding = "activations are int8: kernels of x86 take uint8, so that operators stay in float or run slowly"
+        finding = "activations are int8: x86 kernels accept uint8, so operators stay in float or run slowly"
         yield Advice(finding=finding, setting="options: {activations: uint8}")
     if _UINT8 in weights.values():
-        finding = "weights are uint8: kernels of x86 are made for int8 weights"
+        finding = "weights are uint8: x86 kernels are optimized for int8 weights"
         yield Advice(finding=finding, setting="options: {weights: int8}")
     levels = [np.abs(numpy_helper.to_array(stored[w]).astype(np.int16)) for w, kind in weights.items() if kind == _INT8]
     largest = max((int(level.max()) for level in levels if level.size), default=0)
@@ -219,11 +222,11 @@ def _list_setting_advice(target: Target, machine: Arithmetic, kinds: set[str]) -
         if machine.family == "x86" and session.config.get(name) == "1":
             yield Advice(finding=f"{name}: {cost}", setting=f"target file: leave {name} out of session.config")
     if "ConvInteger" in kinds:
-        finding = "convolutions find their ranges anew in each run: many times the time of float32"
+        finding = "convolutions compute their ranges in each run: many times the time of float32"
         yield Advice(finding=finding, setting="method: static")
     if "MatMulNBits" in kinds and machine.family in ("x86", "arm"):
         finding = "weights in blocks are unpacked in each run: on a CPU this saves memory and no time"
-        yield Advice(finding=finding, setting="method: dynamic or static, if time is what you want")
+        yield Advice(finding=finding, setting="method: dynamic or static, to reduce time")
 
 
 def _list_conversion_advice(run: onnx.ModelProto) -> Iterator[Advice]:

@@ -104,7 +104,7 @@ def write_copy(path: Path, output: Path, values: Mapping[str, str]) -> None:
     version = values.get("version", str(model.model_version))
     if not (version.isascii() and version.isdecimal() and int(version) <= _LARGEST_VERSION):
         remedy = "Set another key: --set release=1.2."
-        raise UserError(f"version {version!r} is not a whole number, which ONNX wants", remedy=remedy)
+        raise UserError(f"version {version!r} is not a whole number, which ONNX requires", remedy=remedy)
     for weights in resolve_external_files(model, path.parent):
         copy = output.parent / weights.relative_to(path.parent)
         if not (copy.exists() and copy.samefile(weights)):

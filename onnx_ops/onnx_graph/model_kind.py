@@ -27,7 +27,7 @@ _INTEGER = INT8_OPERATORS - {"DynamicQuantizeMatMul", "MatMulIntegerToFloat"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelKind:
-    """`precision` determines how a model is judged; `why` is the evidence for it."""
+    """`precision` determines how a model is judged; `why` explains how it was derived."""
 
     precision: Precision
     why: str
@@ -65,7 +65,7 @@ def read_candidate_kind(baseline: Path, candidate: Path) -> CandidateKind:
         fused = {n.op_type for n in iterate_nodes(after) if n.domain.startswith("com.m") and n.op_type not in old}
         added = ", ".join(f"{name} {new[name]}" for name in sorted(fused)[:3])
         sizes = f"{new.total()} nodes, was {old.total()}"
-        changes.append(f"graph-optimised ({added}; {sizes})" if added else f"another graph ({sizes})")
+        changes.append(f"graph-optimized ({added}; {sizes})" if added else f"another graph ({sizes})")
     return replace(kind, changes=tuple(changes))
 
 

@@ -1,7 +1,7 @@
-"""Files in ORT format: ONNX Runtime's own, which holds a graph as it was optimised.
+"""Files in ORT format, ONNX Runtime's own format for optimized graphs.
 
 They are FlatBuffers, whose schema is part of ONNX Runtime (`core/flatbuffers/schema/ort.fbs`). A field is found by its
-place in the table, so that its place here is the schema's.
+position in its table, so the positions here are those of the schema.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read_ort_structure(path: Path) -> onnx.ModelProto:
     try:
         return _parse(path.read_bytes())
     except (struct.error, IndexError, ValueError, TypeError, UnicodeDecodeError) as error:
-        remedy = "Make it again from the .onnx file."
+        remedy = "Recreate it from the .onnx file."
         raise UserError("a damaged file in ORT format", where=str(path), why=quoted(error), remedy=remedy) from error
 
 
@@ -88,7 +88,7 @@ class _Table:
         from flatbuffers.table import Table
 
         if not 0 < place < len(self._table.Bytes):
-            raise ValueError("a place outside the file")
+            raise ValueError("a position outside the file")
         return _Table(Table(self._table.Bytes, place))
 
 

@@ -106,7 +106,7 @@ def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelPr
     """Rewrite integer operators as operators between quantization pairs; a model without any is returned unchanged.
 
     Operators that move integers (MaxPool, Reshape, Concat …) keep their scale, and become such a pair too: a consumer
-    that reads integers with another scale than they were written with shows as it does in a graph of pairs.
+    that reads integers with another scale than the producer used is detected as in a graph of pairs.
     """
     if not any(_is_integer(node) for node in model.graph.node):
         return model
@@ -184,7 +184,7 @@ class QuantizedActivation:
 
     `name` is the float value that is written, `origin` its name in the float export, `read` the value read back. `low`
     and `high` are the values of the least and the largest level, `step` their distance. A range that begins at 0 clips
-    on purpose: it replaces a ReLU that was folded into it.
+    intentionally: it replaces a ReLU that was folded into it.
     """
 
     name: str

@@ -229,7 +229,7 @@ def trace_nodes(names: Iterable[str], source: onnx.ModelProto, prepared: onnx.Mo
     They are matched by name, else by output, else by weights.
 
     Raises:
-        UserError: a name is unknown (all such names at once), or nothing is left of its node.
+        UserError: names are unknown (all are reported at once), or preparation removed the node.
     """
     wanted = tuple(names)
     known = {node.name: node for node in source.graph.node if node.name}
@@ -253,7 +253,7 @@ def trace_nodes(names: Iterable[str], source: onnx.ModelProto, prepared: onnx.Mo
         traced[name] = tuple(next((names for names in candidates if names), []))
     if lost := sorted(name for name, heirs in traced.items() if not heirs):
         raise UserError(
-            f"nothing is left to exclude of {', '.join(lost)}",
+            f"there is nothing left to exclude of {', '.join(lost)}",
             where="quantize.exclude",
             why="preparation folded it into a constant or into another node",
             remedy="Leave it out of `quantize.exclude`.",

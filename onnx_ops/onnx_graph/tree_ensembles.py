@@ -55,7 +55,7 @@ def read_trees(path: Path) -> tuple[Tree, ...]:
     A split `x < t` is returned with the next smaller threshold, which is equivalent for float32.
 
     Raises:
-        UserError: an ensemble is not well-formed, or a split tests anything but an upper limit of a feature.
+        UserError: an ensemble is not well-formed, or a split is not a comparison of a feature with an upper limit.
     """
     where, trees = path.name, []
     for node in (node for node in read_model(path).graph.node if node.op_type in ENSEMBLES):
@@ -150,7 +150,7 @@ def _read_columns(node: onnx.NodeProto, names: Sequence[str], where: str) -> lis
     values: dict[str, Any] = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     columns = [values.get(name, ()) for name in names]
     if len({len(column) for column in columns}) != 1:
-        raise UserError("a tree ensemble's lists are not of one length", where=where)
+        raise UserError("the lists of a tree ensemble have different lengths", where=where)
     return columns
 
 

@@ -1,4 +1,4 @@
-"""Tables and pictures of a run, where Prefect shows them and its API finds them."""
+"""Tables and plots of a run, as Prefect artifacts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from onnx_ops.reporting.plots import as_data_url, variants_picture
 
 
 def publish_tables(summary: Summary) -> None:
-    """Publish the tables of a run; nothing for a run that judged nothing.
+    """Publish the tables of a run; a run without decisions has none.
 
     `<pipeline>-gates`: variant × target × gate with verdict and estimate; `<pipeline>-choices`: one row per target;
     `<pipeline>-report`: the address of the release's report.
@@ -70,9 +70,9 @@ def publish_tables(summary: Summary) -> None:
     if summary.registration is not None:
         place = locate_report(summary.registration)
         create_markdown_artifact(
-            f"[Report of the release]({place})" if "://" in place else f"Write the report out: `{place}`",
+            f"[Report of the release]({place})" if "://" in place else f"Write the report to a file: `{place}`",
             key=f"{summary.pipeline}-report",
-            description=f"What was measured about the last release of {summary.pipeline}, and why it was decided so.",
+            description=f"Measurements of the last release of {summary.pipeline}, and the reasons of its decisions.",
         )
 
 
@@ -90,7 +90,10 @@ def publish_pictures(summary: Summary, evidence: Collection[Evidence]) -> None:
 
 @contextlib.contextmanager
 def publish_progress() -> Iterator[Observer]:
-    """`<pipeline>-progress`: stages that have ended, of those planned. A server that does not take it fails no run."""
+    """Publish `<pipeline>-progress`: the stages that have ended, of those planned.
+
+    A run does not fail if the server rejects the artifact.
+    """
     with DaemonThreadPool[None](1) as sender:
         progress = _Progress(sender.submit)
         yield progress

@@ -50,7 +50,7 @@ class EnvironmentBlock:
 
 class ModelRegistry(Block, EnvironmentBlock):
     """
-    The MLflow server of a project, and how to sign in there.
+    The MLflow server of a project, and the credentials for it.
 
     Example:
         ```python
@@ -66,7 +66,7 @@ class ModelRegistry(Block, EnvironmentBlock):
     _documentation_url = _DOCUMENTATION
 
     tracking_uri: str = Field(default=..., description="Address of MLflow, such as https://mlflow.example.org.")
-    mlflow_url: str = Field(default="", description="Where people open its pages, if that is another address.")
+    mlflow_url: str = Field(default="", description="Address of its pages for people, if it differs.")
     username: str = Field(default="", description="User name at MLflow.")
     password: SecretStr | None = Field(default=None, description="Password of that user.")
     token: SecretStr | None = Field(default=None, description="Bearer token, in place of user name and password.")
@@ -99,11 +99,11 @@ class EndpointAccess(Block, EnvironmentBlock):
     _logo_url = _LOGO
     _documentation_url = _DOCUMENTATION
 
-    ledger: str = Field(default="", description="The ledger, a path or a URL such as s3://bucket/ledger.")
-    store: str = Field(default="", description="The store of files, a path or a URL such as s3://bucket/store.")
+    ledger: str = Field(default="", description="The ledger: a path or a URL such as s3://bucket/ledger.")
+    store: str = Field(default="", description="The store: a path or a URL such as s3://bucket/store.")
     credentials: SecretDict = Field(
         default_factory=lambda: SecretDict({}),
-        description="Variables of the clouds' own, named AWS_... or AZURE_..., such as AWS_SECRET_ACCESS_KEY.",
+        description="Variables of the cloud SDKs, named AWS_... or AZURE_..., such as AWS_SECRET_ACCESS_KEY.",
     )
 
     @field_validator("credentials")
@@ -136,9 +136,9 @@ class NotificationTarget(Block, EnvironmentBlock):
     _logo_url = _LOGO
     _documentation_url = _DOCUMENTATION
 
-    notify: str = Field(default=..., description="Notifiers, with commas between, such as webhook,github:acme/models.")
+    notify: str = Field(default=..., description="Notifiers, separated by commas, such as webhook,github:acme/models.")
     webhook: SecretStr | None = Field(default=None, description="Address of an incoming webhook in Slack's format.")
-    github_token: SecretStr | None = Field(default=None, description="Token of GitHub's that may write issues.")
+    github_token: SecretStr | None = Field(default=None, description="GitHub token with write access to issues.")
 
     def environ(self, folder: Path) -> Mapping[str, str]:
         """Return environment variables; files that they name are written to `folder`."""
@@ -176,7 +176,7 @@ class TargetDefinitions(Block, EnvironmentBlock):
     def _are_targets(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         wrong = [f"{name}: {problem}" for name, target in value.items() for problem in _forbidden(target)]
         if wrong:
-            raise ValueError(f"only a project's own files may say: {'; '.join(wrong)}")
+            raise ValueError(f"only files of the project may set: {'; '.join(wrong)}")
         from onnx_ops.config.targets import TargetFiles
 
         with Scratch() as folder:

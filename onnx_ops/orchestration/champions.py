@@ -1,4 +1,4 @@
-"""The nightly check of champions as a flow run: a task run for each, a table, and notifications of drift."""
+"""The nightly check of champions as a flow run: a task run per champion, a table, and notifications of drift."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_champions(context: Context, perform: ExecuteStage, names: Sequence[str
         for drift in drifts
     ]
     if rows:
-        description = "Champions measured again, with the runtime and the machine of now."
+        description = "Champions measured again, with the current runtime and machine."
         create_table_artifact(rows, key="champions", description=description)
     return concluded(drifts)
 
@@ -64,7 +64,7 @@ def check_champions(context: Context, perform: ExecuteStage, names: Sequence[str
 def concluded(drifts: Sequence[Drift]) -> State[Any]:
     """Return the final state of the flow run: Failed, named `Drifted`, if a champion has drifted."""
     lines = [f"{d.model} v{d.version} @ {d.target}: {_verdict(d)}. {d.reason}" for d in drifts]
-    message = "\n".join(lines) or "no champions yet: the first release of a pipeline makes one"
+    message = "\n".join(lines) or "no champions yet: the first release of a pipeline creates one"
     code = compute_drift_exit_code(drifts)
     return Failed(name=_ENDS[code], message=message) if code else Completed(message=message)
 

@@ -23,8 +23,8 @@ class CollectionSettings(PrefectBaseSettings):
 
     model_config = build_settings_config(("integrations", "onnx_ops"))
 
-    root: Path | None = Field(default=None, description="Folder of the project, where it is not the flow's own.")
-    blocks: str = Field(default="", description="Blocks for flows that name none, with commas between.")
+    root: Path | None = Field(default=None, description="Folder of the project, if it is not that of the flow.")
+    blocks: str = Field(default="", description="Blocks for flows that name none, separated by commas.")
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ def environment(blocks: Sequence[str], folder: Path) -> Mapping[str, str]:
     """Return the variables of these blocks; `folder` is an empty folder for files that variables name.
 
     Raises:
-        UserError: a block is not there, is none of ours, or contradicts another.
+        UserError: a block does not exist, belongs to another package, or contradicts another block.
         ServiceUnavailableError: Prefect's server does not answer.
     """
     variables: dict[str, str] = {}
@@ -80,7 +80,7 @@ def environment(blocks: Sequence[str], folder: Path) -> Mapping[str, str]:
         for name, value in block.environ(own).items():
             if variables.setdefault(name, value) != value:
                 raise UserError(
-                    f"{source[name]} and {place} say different things of {name}",
+                    f"{source[name]} and {place} have different values of {name}",
                     where="blocks",
                     remedy="Leave one of them out.",
                 )

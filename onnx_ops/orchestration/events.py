@@ -39,11 +39,11 @@ _log = logging.getLogger(__name__)
 class PrefectEvents(Notifier):
     """An event for every notification and every step of a rollout.
 
-    Flows emit them automatically where a server is set; if `notify` names it, the commands and the watch do too. The
-    ledger records sent notifications under its name, so that each is sent once.
+    Flows emit them automatically if a server is configured. If `notify` names this notifier, commands and the watch
+    emit them too. The ledger records sent notifications under its name, so that each is sent once.
 
     Raises:
-        UserError: it is given a place.
+        UserError: the setting contains a place.
     """
 
     wants_steps = True
@@ -51,7 +51,7 @@ class PrefectEvents(Notifier):
 
     def __init__(self, place: str = "", state: Path = Path()) -> None:
         if place:
-            raise UserError(f"{NAME} takes no place, not {place!r}", where="notify", remedy=f"Write {NAME} alone.")
+            raise UserError(f"{NAME} takes no argument, not {place!r}", where="notify", remedy=f"Write {NAME} alone.")
 
     def send(self, notification: Notification) -> None:
         """Emit the notification as an event."""
@@ -63,7 +63,7 @@ class PrefectEvents(Notifier):
 
 
 def with_events(context: Context) -> Context:
-    """Return a context with an additional first notifier, which emits events; the same if no server is set."""
+    """Return a context with an additional first notifier, which emits events; the same context without a server."""
     from prefect.settings import PREFECT_API_URL
 
     if not PREFECT_API_URL.value():
@@ -74,7 +74,7 @@ def with_events(context: Context) -> Context:
 def emit_run_events(context: Context, pipeline: Pipeline, summary: Summary) -> None:
     """Emit the new decisions and registrations of a pipeline's run; cached ones were emitted before.
 
-    Failures are logged. Nothing is emitted where no server is set.
+    Failures are logged. Without a configured server nothing is emitted.
     """
     events = tuple(run_events(pipeline, summary, context.clock.now()))
     if not events:
@@ -133,8 +133,8 @@ def run_events(pipeline: Pipeline, summary: Summary, now: float) -> Iterator[Rel
 def post(events: Sequence[ReleaseEvent]) -> None:
     """Send events to the server and wait until it has accepted them.
 
-    Prefect's `emit_event` leaves them to a thread, which drops them where the server is down, and delays the end of the
-    process; a ledger must not record unsent events as sent.
+    Prefect's `emit_event` passes events to a thread, which drops them if the server is down, and delays the end of the
+    process. A ledger must not record unsent events as sent.
 
     Raises:
         ServiceUnavailableError: the server does not answer, or does not accept them.
@@ -154,7 +154,7 @@ def post(events: Sequence[ReleaseEvent]) -> None:
             client.request("POST", "/events", json=documents)
     except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: the server has another version
         raise ServiceUnavailableError(
-            "Prefect's server takes no events", where=where, why=type(error).__name__
+            "Prefect's server does not accept events", where=where, why=type(error).__name__
         ) from None
 
 
@@ -164,7 +164,7 @@ def _server() -> str:
     if url := PREFECT_API_URL.value():
         return str(url)
     raise UserError(
-        "events go to a Prefect server, and none is set",
+        "events need a Prefect server, and none is configured",
         where="PREFECT_API_URL",
         remedy="prefect config set PREFECT_API_URL=http://HOST:4200/api",
     )

@@ -31,7 +31,7 @@ P = ParamSpec("P")
 
 
 def ends_as_failed(flow: Callable[P, State[Any]]) -> Callable[P, State[Any]]:
-    """End a flow run as Failed, with the message and without a traceback, where it raises an `OnnxOpsError`."""
+    """End a flow run as Failed, with the message and without a traceback, if it raises an `OnnxOpsError`."""
 
     @functools.wraps(flow)
     def run(*args: P.args, **kwargs: P.kwargs) -> State[Any]:
@@ -137,7 +137,7 @@ def run_pipeline(
 ) -> State[Any]:
     """Run a pipeline with a task run for each stage; publish artifacts, events and notifications.
 
-    At most `jobs` stages run side by side, by default one for each core; a measurement has the machine to itself.
+    At most `jobs` stages run in parallel, by default one per core; a measurement has the machine to itself.
     """
     prepared = prepare(project, project.settings.root / Path(file), overrides=overrides, until=until)
     with publish_progress() as progress:
@@ -160,13 +160,13 @@ def run_pipeline(
 
 
 def run_affected(project: Project, since: str, until: StageKind | None, jobs: int | None = None) -> State[Any]:
-    """Run the pipelines that the change since a commit affects; a failure stops no other.
+    """Run the pipelines that the changes since a commit affect; a failure does not stop the others.
 
-    Several pipelines run side by side, at most `jobs`; of a single one the stages do.
+    At most `jobs` pipelines run in parallel; a single affected pipeline runs as many of its stages in parallel.
     """
     touched = affected(project, changed_since(project.settings.root, since))
     if not touched:
-        return Completed(message="no pipeline is touched by this change")
+        return Completed(message="no pipeline is affected by this change")
     jobs = jobs or os.cpu_count() or 1
 
     def run_one(one: Affected) -> State[Any]:

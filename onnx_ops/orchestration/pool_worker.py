@@ -1,4 +1,4 @@
-"""A worker of a Prefect work pool that stays warm: it forks for each stage, and so starts one without any import."""
+"""A worker of a Prefect work pool that stays warm: it forks for each stage, so a stage starts without imports."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def work(request: str, store: str, asker: str) -> State[Any]:
 
     Args:
         request: Digest of the request in the store; not written by hand.
-        store: The store of who asked.
-        asker: Identifies who asked first.
+        store: The location of the requesting machine's store.
+        asker: Identifies the process that requested the stage first.
     """
     return _work(UUID(runtime.flow_run.id), request, store, get_run_logger())
 
@@ -134,7 +134,7 @@ def _watched(project: Project, run: UUID) -> Iterator[None]:
                             with contextlib.suppress(Exception):  # the worker sets it when this process has ended
                                 # Before the end of its processes, which the flow run would report as a failure.
                                 client.set_flow_run_state(
-                                    run, Cancelled(message="its result is not wanted"), force=True
+                                    run, Cancelled(message="its result is not needed"), force=True
                                 )
                         project.running().end()
                         os._exit(1)

@@ -63,8 +63,8 @@ class _WorkerDied(Exception):
 class PrefectPools(Pools):
     """Runs the deployment `work/POOL` for each stage. Durations are seconds.
 
-    A worker that is killed together with its flow run reports nothing: `silence` without a heartbeat counts as death.
-    Another run then takes the work, `tries` in all.
+    A worker that is killed together with its flow run reports nothing: it counts as dead after `silence` without a
+    heartbeat. Another run then takes the work, up to `tries` runs in total.
     """
 
     poll: float = 0.5
@@ -73,7 +73,7 @@ class PrefectPools(Pools):
     silence: float = _INTERVALS * HEARTBEAT_S - 1
     """A little less than three heartbeats, so that a death is seen within 15 s."""
     outage: float = 120.0
-    """Of Prefect's server, during which a run that was asked for is waited for."""
+    """Of Prefect's server, during which a requested run is awaited."""
     tries: int = 2
     runs: set[UUID] = field(default_factory=set)
     """Flow runs that were created here and are waited for."""
@@ -141,7 +141,7 @@ class PrefectPools(Pools):
                     deaths.append(str(death))
                     if len(deaths) == self.tries:
                         raise MeasurementError(
-                            f"{self.tries} workers of pool {stage.pool} died over it, one after the other",
+                            f"{self.tries} workers of pool {stage.pool} died while executing it, one after the other",
                             where=stage.title,
                             why=deaths[-1],
                             remedy=f"See the flow runs of `{FLOW}` in Prefect, and the memory of those machines.",
@@ -245,14 +245,14 @@ class PrefectPools(Pools):
                     raise StageError(
                         f"it ran longer than its time-out of {stage.timeout:g} s and was stopped",
                         where=stage.title,
-                        remedy="Raise `timeout` in the pipeline file if the work is really that long.",
+                        remedy="Raise `timeout` in the pipeline file if the stage needs that long.",
                     )
             elif kind == "SCHEDULED" and now - checked > self.silence:
                 checked = now
                 require_workers(client, stage.pool, stage.kind.value, stage.title)
             elif kind == "PENDING" and now - last_beat > self.start_timeout_s:
                 raise MeasurementError(
-                    f"a worker of pool {stage.pool} took it, and did not start it within {self.start_timeout_s:g} s",
+                    f"a worker of pool {stage.pool} took it, but did not start it within {self.start_timeout_s:g} s",
                     where=stage.title,
                     remedy="See the log of that worker.",
                 )
@@ -307,7 +307,7 @@ def _wait_for_late(client: SyncPrefectClient, pool: str) -> tuple[list[str], dat
 
 
 def read_announcements(client: SyncPrefectClient) -> dict[str, WorkerStatus]:
-    """Return how workers have described themselves, by Prefect variable; those of dead workers are included."""
+    """Return the descriptions that workers have published, by Prefect variable, including those of dead workers."""
     wanted = {"variables": {"tags": {"all_": [ANNOUNCEMENT]}}, "limit": _PAGE}
     described = dict[str, WorkerStatus]()
     for variable in client.request("POST", "/variables/filter", json=wanted).json():
@@ -409,7 +409,7 @@ def _explain_wait(status: PoolStatus, run: PlacedRun, *, is_paused: bool) -> str
     load = Counter(other.worker for other in status.runs if other.state != "waiting")
     if all(load[worker.name] >= worker.limit for worker in takers):
         return "all workers are busy" if takers == status.workers else f"all that take {run.kind} stages are busy"
-    return "the next worker that asks takes it"
+    return "the next worker that polls takes it"
 
 
 def is_alive(worker: Worker, now: datetime) -> bool:
@@ -451,13 +451,13 @@ def _cancel(client: SyncPrefectClient, run: UUID) -> None:
         state = client.read_flow_run(run).state
         if not is_final(state):
             waiting = _kind(state) == "SCHEDULED"
-            message = "its result is no longer wanted"
+            message = "its result is no longer needed"
             ended: State[Any] = Cancelled(message=message) if waiting else Cancelling(message=message)
             client.set_flow_run_state(run, ended, force=True)
 
 
 def is_final(state: State[Any] | None) -> bool:
-    """Return whether a flow run in this state has ended, or is asked to end."""
+    """Return whether a flow run in this state has ended, or was requested to end."""
     return _kind(state) in (*_FINAL, *_DEAD)
 
 
@@ -466,7 +466,7 @@ def _kind(state: State[Any] | None) -> str:
 
 
 def is_unavailable(error: Exception) -> bool:
-    """Return whether an exception of Prefect's client means that the server does not answer, for now."""
+    """Return whether an exception of Prefect's client means that the server is temporarily unavailable."""
     import httpx
 
     if isinstance(error, httpx.HTTPStatusError):
@@ -480,7 +480,7 @@ def _open_client() -> Iterator[SyncPrefectClient]:
 
     if not PREFECT_API_URL.value():  # before the import of the client, which takes seconds
         raise UserError(
-            "stages with a `pool` run through a Prefect server, and none is set",
+            "stages with a `pool` need a Prefect server, and none is configured",
             where="PREFECT_API_URL",
             remedy="prefect config set PREFECT_API_URL=http://HOST:4200/api; or leave `pool` out.",
         )
@@ -492,9 +492,9 @@ def _open_client() -> Iterator[SyncPrefectClient]:
 
 
 def retry_soon(client: SyncPrefectClient) -> None:
-    """Retry within a second what a server on SQLite refuses to simultaneous writers.
+    """Retry within a second requests that a server on SQLite refuses because of simultaneous writers.
 
-    It answers them with 503, after which Prefect's client would wait two seconds and more.
+    The server answers these with 503, after which Prefect's client would wait two seconds or more.
     """
     http: Any = client._client  # noqa: SLF001 (a transport of our own would lack Prefect's proxies and certificates)
     transport = http._transport_for_url(http.base_url)  # noqa: SLF001

@@ -30,8 +30,8 @@ _ENDED_BADLY = (ActionKind.ABORT, ActionKind.ROLLBACK)
 def run_rollout(context: Context, endpoint: str, *, by: str, limit: str, interval: str) -> State[Any]:
     """Reconcile the endpoint repeatedly until its rollout ends or the time is over.
 
-    Other processes can drive it at the same time. After the time limit the rollout stays where it is: the reconciler,
-    or another run, continues it.
+    Other processes can drive it at the same time. After the time limit the rollout keeps its step, and the reconciler
+    or another run continues it.
 
     Args:
         limit: longest duration, as `1 d`.
@@ -80,10 +80,10 @@ def publish_rollout(context: Context, endpoint: str) -> None:
         link = context.registry().page(model, version, "report.html")
     except OnnxOpsError:  # the registry may be down
         link = ""
-    command = f"Write the report out: `onnx-ops report {model}/{version}`"
+    command = f"Write the report to a file: `onnx-ops report {model}/{version}`"
     text = page(endpoint, timeline, f"[Report of the release]({link})" if link else command)
     key = re.sub(r"[^a-z0-9]+", "-", f"{endpoint}-rollout".lower()).strip("-")
-    description = f"The last rollout of {endpoint}: what was done, and why."
+    description = f"The last rollout of {endpoint}: its steps, and the reasons."
     create_markdown_artifact(text, key=key, description=description)
 
 

@@ -29,7 +29,7 @@ class ProjectProbe:
         return self.context.source(get_source_name(section)).fingerprint(section, self.context.root)
 
     def origin(self, section: DataSection) -> Mapping[str, str]:
-        """Return the origin of a data set, if its source knows."""
+        """Return the origin of a data set; empty if its source records none."""
         return self.context.source(get_source_name(section)).origin(section, self.context.root)
 
     def code(self, reference: str, depends: tuple[str, ...] = ()) -> UserCode:

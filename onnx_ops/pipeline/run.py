@@ -96,7 +96,7 @@ class Handler(Protocol):
         """Return the stage's result if it is cached and intact, or applied."""
 
     def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
-        """Return why the stage has nothing to do (no variant passed); empty if it has."""
+        """Return why the stage has nothing to do (no variant passed); empty if it must run."""
 
     def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
         """Hold a lock on the same work of other runs."""
@@ -169,8 +169,8 @@ def run(
 
     Args:
         no_cache: kinds of stages whose cached results are ignored.
-        jobs: maximum number of parallel stages on this machine; those of pools are asked for as soon as they can run.
-            1, without pools, runs the stages in the caller's thread, in the order of the plan.
+        jobs: maximum number of parallel stages on this machine; stages of pools are requested as soon as they can run.
+            With 1, and without pools, stages run in the caller's thread, in the order of the plan.
 
     Raises:
         StorageError: the disk is full, or a file or folder cannot be used; finished results are kept.

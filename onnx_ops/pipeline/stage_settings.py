@@ -66,7 +66,8 @@ def make_stage(
 ) -> Stage:
     """Make a stage; its attempts and its pool stay out of the settings and the key.
 
-    One that can be placed has its own process: its libraries can crash, and user code be edited while this one runs.
+    A stage that can be placed in a pool has its own process, since its libraries can crash and user code can be edited
+    during the run.
     """
     pool = {"pool": section.pool} if isinstance(section, PlacedAttempts) and section.pool else {}
     return codec.from_json(
@@ -97,7 +98,7 @@ def get_pool(stage: Stage) -> str:
 
 
 def apply_default_pools(plan: Plan, pools: Mapping[StageKind, str]) -> Plan:
-    """Return a plan whose stages run on the pool of their kind, unless they name one or only copy a file."""
+    """Return the plan with default pools by kind of stage, unless a stage names one or only copies a file."""
     return replace(
         plan,
         stages=tuple(

@@ -67,8 +67,8 @@ def collect_user_code(references: Iterable[str], root: Path, depends: tuple[str,
     """Collect all that some modules can import, and `depends`.
 
     Source is followed in the project and in packages under development (an editable installation, `PYTHONPATH`). An
-    installed package counts with its version, and so does what shapes the results of this product: the revisions of its
-    stages. The standard library is left to the version of Python.
+    installed package counts with its version, and onnx-ops with the revisions of its stages. The version of Python
+    covers the standard library.
     """
     files: dict[str, Digest] = {}
     packages: dict[str, str] = {}
@@ -98,7 +98,7 @@ def find_referenced_modules(path: Path, root: Path) -> frozenset[str]:
     """Find the modules that a trained model's files name.
 
     Of an installed package only its top-level name is returned. The file is not loaded: that would need its framework,
-    and run its code. A name that occurs for another reason does no harm.
+    and run its code. A name that occurs for another reason is harmless.
     """
     if not path.is_file():
         return frozenset(

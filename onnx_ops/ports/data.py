@@ -99,7 +99,7 @@ class DataSource(ABC):
         """
 
     def sample(self, section: DataSection, root: Path) -> Sample | None:
-        """Return the first rows quickly and without network; None if they are not available locally.
+        """Return the first rows quickly and without network access; None if they are not available locally.
 
         Raises:
             NotFoundError, UserError: as `load`, as far as these rows show it.

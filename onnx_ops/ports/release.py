@@ -75,10 +75,10 @@ class Registry(Protocol):
         """
 
     def mirror(self, entry: LedgerEntry, model: str) -> None:
-        """Show a ledger entry to users of the registry. It is allowed to fail; nothing depends on it."""
+        """Show a ledger entry to users of the registry. Failures are allowed; nothing depends on the copy."""
 
     def where(self, model: str) -> str:
-        """Return how a person opens this registry."""
+        """Return the address or the command by which a person opens this registry."""
 
     def page(self, model: str, version: str, name: str) -> str:
         """Return the address of an evidence document of the version; empty if the registry has no pages for them.
@@ -154,7 +154,7 @@ class EndpointProvider(ABC):
         """Validate a change of the settings of an existing endpoint that stays in its place.
 
         Raises:
-            UserError: the existing endpoint cannot be changed so.
+            UserError: the existing endpoint does not support the change.
         """
 
     @abstractmethod
@@ -167,11 +167,11 @@ class EndpointProvider(ABC):
 
         Raises:
             ConflictError: a later generation, or another state of this one, was applied already.
-            NotFoundError, DigestMismatchError: a deployment's files are lost, or not those of its manifest.
-            RefusedError: the provider does not permit it, or a resource of that name is not ours.
+            NotFoundError, DigestMismatchError: a deployment's files are missing, or do not match its manifest.
+            RefusedError: the provider does not permit it, or onnx-ops did not create the resource of that name.
             AlarmRollbackError: alarms guard the endpoint, and one reverted this state.
             ServiceUnavailableError: the endpoint could not be reached or started.
-            InfrastructureError: a model cannot be loaded, or the provider failed or took the change back.
+            InfrastructureError: a model cannot be loaded, or the provider failed or reverted the change.
         """
 
     @abstractmethod
@@ -210,7 +210,7 @@ class EndpointProvider(ABC):
         """Delete an orphaned resource. No error if it is gone.
 
         Raises:
-            ConflictError: it is in use by now.
+            ConflictError: it is in use again.
             ServiceUnavailableError: it could not be removed.
         """
 
@@ -219,7 +219,7 @@ class EndpointProvider(ABC):
         """Remove the endpoint and release what it served. Removing a missing endpoint is no error.
 
         Raises:
-            ServiceUnavailableError: it could not be ended.
+            ServiceUnavailableError: it could not be deleted.
         """
 
     def is_unsupervised(self, config: EndpointConfig) -> bool:
@@ -245,7 +245,7 @@ class EndpointProvider(ABC):
 class MetricsSource(ABC):
     """Counts of an endpoint's requests, from the server itself or a metrics service.
 
-    A source only reads. It can lag by a minute, as cloud metrics do: then every reading does, alike for all
+    A source only reads. It can lag by a minute, as cloud metrics do; every reading then has the same lag for all
     deployments.
     """
 
@@ -302,9 +302,9 @@ class ModelFiles(Protocol):
 
 
 class Notifier(ABC):
-    """A way to reach people: a chat, an issue tracker, a mailbox.
+    """A service that delivers messages to people: a chat, an issue tracker, a mailbox.
 
-    Its exceptions never contain a secret: no token, and no address that is one.
+    Its exceptions never contain a secret, be it a token or an address.
     """
 
     @abstractmethod
@@ -322,7 +322,7 @@ class Notifier(ABC):
         """Return the destination, without secrets. Nothing is sent.
 
         Raises:
-            RefusedError: others may read the secret.
+            RefusedError: other users can read the secret.
             UserError: a setting or a secret is missing or wrong.
         """
 

@@ -164,13 +164,13 @@ class Pools(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Do what the first `run` would have to wait for. Raises nothing."""
+        """Do slow preparations of the first `run` in advance. Raises nothing."""
 
     @abstractmethod
     def run(self, stage: PlacedStage, is_done: Callable[[], bool]) -> EndedRun:
         """Have a worker of the pool execute a stage, and wait for its end.
 
-        Who asks for a stage with the key of one that is under way waits for that one.
+        A request for a key that is already being executed waits for that execution.
 
         Args:
             stage: what to execute.
@@ -190,7 +190,7 @@ class Pools(ABC):
     def work(self, pool: str, kinds: Sequence[StageKind], *, limit: int) -> None:
         """Execute stages that wait in a pool on this machine, at most `limit` at once, until a signal ends it.
 
-        Creates what is missing of the pool.
+        Missing parts of the pool are created.
 
         Raises:
             ServiceUnavailableError: the orchestrator does not answer.
@@ -210,7 +210,7 @@ class Host(Protocol):
     """This machine and its processes, for leases."""
 
     def holder(self) -> str:
-        """Return an identifier of this process that `alive` understands on the same machine."""
+        """Return an identifier of this process, which `alive` accepts on the same machine."""
 
     def alive(self, holder: str) -> bool:
         """Return whether that holder may still be running; True if unknown."""

@@ -105,7 +105,7 @@ class Runtime(ABC):
     """Runs ONNX files on one kind of target.
 
     A runtime in another process raises StageError from every method if that process ended or did not answer in time,
-    which is no failure of the model.
+    which is not a failure of the model.
     """
 
     @abstractmethod
@@ -163,10 +163,10 @@ class Runtime(ABC):
 
         Raises:
             UserError: the runtime has no such format.
-            MeasurementError: the file cannot be made.
+            MeasurementError: the file cannot be written.
         """
         raise UserError(
-            f"runtime {target.runtime} makes no .ort files",
+            f"runtime {target.runtime} writes no .ort files",
             where=f"target {target.name}: ort_format",
             remedy="Use runtime onnxruntime, node or browser.",
         )

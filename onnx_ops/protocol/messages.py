@@ -143,7 +143,7 @@ def error_to_bytes(error: OnnxOpsError) -> bytes:
 
 
 def error_from_bytes(data: bytes) -> OnnxOpsError:
-    """Parse an error of the server; ServiceUnavailableError if it is no such error."""
+    """Parse an error response of the server; any other body gives a ServiceUnavailableError."""
     try:
         document = json.loads(data)
     except ValueError:

@@ -95,7 +95,7 @@ def decode_table(data: bytes, *, where: str = "") -> RoutingTable:
 
 
 class TableFile:
-    """Two files in a folder: the table that was published last, and the one before."""
+    """Two files in a folder: the table that was published last, and the previous one."""
 
     def __init__(self, folder: Path) -> None:
         self._current = folder / CURRENT_FILE
@@ -114,9 +114,9 @@ class TableFile:
         return None
 
     def write(self, table: RoutingTable) -> None:
-        """Write a table durably, and keep the valid one before as the previous table.
+        """Write a table durably, and keep the last valid one as the previous table.
 
-        After an OSError, `read` returns the table of before.
+        After an OSError, `read` returns the old table.
         """
         try:
             current = self._load(self._current)

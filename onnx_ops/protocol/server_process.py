@@ -83,7 +83,7 @@ class ContainerOptions:
         doc("Time for requests in flight after SIGTERM; clouds send SIGKILL after 30 s."),
     ] = 25.0
     prepack: Annotated[
-        int, Unit("B"), Ge(0), doc("Smallest model that is cached optimised and packed for this processor; 0 B: none.")
+        int, Unit("B"), Ge(0), doc("Smallest model that is cached optimized and packed for this processor; 0 B: none.")
     ] = 4 << 20
     allowed_hosts: Annotated[
         str, doc("Accepted Host headers besides those of loopback, separated by commas; `*`: any.")
@@ -93,7 +93,7 @@ class ContainerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions(ContainerOptions):
-    """Options of `onnx-ops serve`. A container sets those of this class itself."""
+    """Options of `onnx-ops serve`. In a container, the entrypoint sets the options of this class."""
 
     grpc_port: Annotated[
         int, Ge(0), Le(65_535), doc("Port of the gRPC API, which needs the extra `grpc`; 0: none.")
@@ -124,7 +124,7 @@ def explain_unservable(target: Target, available: Collection[str]) -> str:
     if target.runtime != "onnxruntime":
         return f"it measures with runtime '{target.runtime}', and the server runs 'onnxruntime'"
     if target.env is not None and target.env.isolated:
-        return "its runtime has an isolated environment, and the server's has not"
+        return "its runtime has an isolated environment, but that of the server does not"
     if target.ort_format is not None:
         return "it runs .ort files, and the server .onnx files"
     for provider in target.providers:

@@ -99,7 +99,7 @@ def reevaluate_release(context: Context, model: str, version: str) -> dict[str, 
         raise NotFoundError(
             "no variant of the release has a signed decision",
             where=f"{model}/{version}",
-            remedy="Decisions are signed where the settings say `signing = 'auto'` or 'required'.",
+            remedy="Decisions are signed if the settings contain `signing = 'auto'` or 'required'.",
         )
     return {variant: reevaluate(context, model, number) for variant, number in newest.items()}
 
@@ -119,7 +119,7 @@ def load_decision_basis(context: Context, record: VersionRecord, target: str) ->
         raise NotFoundError(f"no decision for target {target}", where=where, remedy=remedy)
     verify_envelope(signed.envelope, DecisionRecord, context.verifier(), where=where)
     if signed.record.manifest != record.manifest:
-        remedy = "Promote a version whose decision is about its own files."
+        remedy = "Promote a version whose decision names its files."
         raise DigestMismatchError("the decision is about other files", where=where, remedy=remedy)
     return _load_documents(context, record, target)
 
@@ -162,7 +162,7 @@ def _load_document(context: Context, record: VersionRecord, name: str, digest: D
         data = context.registry().document(record, name)
     if digest_bytes(data) != digest:
         raise DigestMismatchError(
-            f"{name} is not what was signed",
+            f"{name} differs from the signed one",
             where=f"{record.model}/{record.version}",
             remedy="The evidence was changed after the decision; run the pipeline again.",
         )

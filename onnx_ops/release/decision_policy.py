@@ -88,8 +88,8 @@ def is_valid_for(signed: SignedDecision, record: VersionRecord, target: str, ver
 def read_override(record: VersionRecord, target: str, verifier: Verifier) -> SignedOverride | None:
     """Return the override in the version's tags for a target, or None.
 
-    It needs both tags: the reason, which a user can delete again, and the record that was signed for that reason and
-    exactly this version.
+    It needs both tags: the reason, which a user can delete, and the record that was signed for that reason and exactly
+    this version.
     """
     text = record.tags.get(override_record_tag(target), "")
     try:

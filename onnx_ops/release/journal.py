@@ -1,7 +1,7 @@
 """Reading and writing the ledger of one endpoint: the intent before an effect, the outcome after it; and retries.
 
-An open intent is the lease of the endpoint. It is renewed while the effect is in progress, since a cloud takes twenty
-minutes for an update; a process that was killed renews nothing and is replaced after one lease.
+An open intent is the lease of the endpoint. It is renewed while the effect is in progress, since a cloud update can
+take twenty minutes. A killed process no longer renews it, and another one takes over when the lease expires.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class Journal:
     def perform(self, action: Action, effect: Effect | None = None) -> None:
         """Record the intent, apply the action to the endpoint, and record the outcome. Renews the lease meanwhile.
 
-        An effect that failed can have taken place, as an answer can be lost: then the endpoint shows it. A rollback is
-        done only once it was observed.
+        A failed effect may still have taken place, because an answer can be lost; the observed endpoint then shows it.
+        A rollback is complete only once it was observed.
 
         Args:
             effect: performs the action, given the intent's sequence; by default applies the action's state.
@@ -175,7 +175,7 @@ class Journal:
                 )
             if (failure is not None or action.is_rollback) and not self._is_applied(config, action, failure):
                 failure = failure or ServiceUnavailableError(
-                    "the rollback is not observed at the endpoint yet", where=config.endpoint
+                    "the rollback was not observed at the endpoint yet", where=config.endpoint
                 )
                 self._conclude(ActionOutcome(of=sequence, ok=False, detail=str(failure)))
                 raise failure
@@ -278,7 +278,7 @@ class Backoff:
         return True
 
     def record(self, *, failed: bool) -> None:
-        """Record the result of a try."""
+        """Record the result of an attempt."""
         self._skip = min((1 << self._failures) - 1, self._most) if failed else 0
         self._failures = min(self._failures + 1, 30) if failed else 0
 
@@ -302,10 +302,11 @@ def run_concurrently(
 ) -> dict[str, _Result | OnnxOpsError]:
     """Run each call in a separate thread; return its result or error by name.
 
-    A call that has not ended in time continues until this process ends; `on_timeout` gives the error in its place.
+    A call that exceeds the time limit continues until this process ends; `on_timeout` returns the error to report for
+    it.
 
     Raises:
-        BaseException: raised by a call, and no `OnnxOpsError`.
+        BaseException: a call raised an exception other than `OnnxOpsError`.
     """
     results: dict[str, _Result | BaseException] = {}
 
@@ -331,7 +332,7 @@ def run_concurrently(
 
 
 def list_bound_endpoints(context: Context) -> tuple[str, ...]:
-    """Return the endpoints that a pipeline has bound, and those with a damaged ledger, which can be bound."""
+    """Return the endpoints that a pipeline has bound, and those with a damaged ledger, which may be bound."""
     names = (name for name in context.ledger.endpoints() if "@" not in name)
     return tuple(
         name

@@ -1,4 +1,4 @@
-"""Send the pending notifications of the ledger. Any process sends what another one left unsent.
+"""Send the pending notifications of the ledger, including those that another process left unsent.
 
 A notification is sent at least once: it is sent first, and recorded as sent afterwards.
 """

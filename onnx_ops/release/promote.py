@@ -96,7 +96,7 @@ def bind_endpoint(
         abandon: why deployments elsewhere under this name may be left behind; recorded.
 
     Raises:
-        UserError: the endpoint serves another model or target, or cannot be changed so while it exists.
+        UserError: the endpoint serves another model or target, or does not support the change while it exists.
         RefusedError: it runs elsewhere, and `abandon` is empty.
         ConflictError: another process is changing what would be left behind.
     """
@@ -126,7 +126,7 @@ def bind_endpoint(
 def require_no_orphans(
     context: Context, pipeline: str, configs: Sequence[EndpointConfig], *, abandon: str = ""
 ) -> None:
-    """Refuse a pipeline file that would leave running endpoints behind without a manager.
+    """Refuse a pipeline file that would leave running endpoints behind unmanaged.
 
     Args:
         configs: every endpoint that its file names.
@@ -229,7 +229,7 @@ def _override(
 ) -> None:
     """Write the override to the registry first: where its server restricts overrides, the ledger stays unchanged."""
     if not reason.strip():
-        raise UserError("an override needs a reason", remedy="Say why with --reason; it is recorded.")
+        raise UserError("an override needs a reason", remedy="Give the reason with --reason; it is recorded.")
     registry, verifier, reason = context.registry(), context.verifier(), reason[:MAX_REASON_LENGTH]
     before = read_override(record, target, verifier)
     registry.annotate(record.model, record.version, {override_reason_tag(target): reason})
@@ -240,8 +240,8 @@ def _override(
             raise RefusedError(
                 "the override cannot be signed here",
                 where=f"{record.model}/{record.version}",
-                why="it counts only with the signature of a trusted key",
-                remedy="Give it where a signing key is, or as a tag in MLflow if its server signs overrides.",
+                why="it must be signed with a trusted key",
+                remedy="Run it where a signing key is, or set the tag in MLflow if its server signs overrides.",
             )
         by, now = actor or context.host.actor(), context.clock.now()
         signed = sign_record(build_override(record, target, verifier, reason=reason, by=by, now=now), signer)
@@ -289,11 +289,11 @@ def _unbind(journal: Journal, reason: str) -> None:
 def _orphan_error(context: Context, orphans: Sequence[EndpointConfig]) -> RefusedError:
     names = [config.endpoint for config in orphans]
     return RefusedError(
-        f"{', '.join(names)} would be left behind, without a manager",
+        f"{', '.join(names)} would be left behind unmanaged",
         where=f"pipeline {orphans[0].pipeline}",
         why="; ".join(_describe_orphan(context, config) for config in orphans),
         remedy=f"Revert the change; or delete it first with `onnx-ops delete {names[0]}`; or leave it there with "
-        "`onnx-ops run FILE --abandon REASON`: it then runs, and costs, until it is deleted at its provider.",
+        "`onnx-ops run FILE --abandon REASON`: it then runs and costs money until it is deleted at its provider.",
     )
 
 

@@ -1,8 +1,8 @@
 """Retention: find and remove versions, model folders, stored objects and provider resources that nothing needs.
 
-A stored object is needed if a recorded result, the ledger or a decision behind an alias names it, or a document that is
-needed itself. A result is recorded only after its files were stored; so young objects stay, as a run may be about to
-record them.
+A stored object is needed if it is named by a recorded result, the ledger, a decision behind an alias, or another needed
+document. A result is recorded only after its files were stored. Young objects therefore stay, because a run may be
+about to record them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DIGEST = re.compile(rb"sha256:[0-9a-f]{64}")
 
 
 def find_unreferenced(context: Context, *, older_than_s: float) -> tuple[StoredObject, ...]:
-    """Return stored objects older than that (and than a day) that nothing needs. Nothing is changed.
+    """Return stored objects that nothing needs and that are older than the limit and than a day. Nothing is changed.
 
     Raises:
         ServiceUnavailableError: the store, the ledger or the registry does not answer.
@@ -53,7 +53,7 @@ def find_unreferenced(context: Context, *, older_than_s: float) -> tuple[StoredO
 
 
 def find_reachable(roots: Iterable[Digest], names: Callable[[Digest], Iterable[Digest]]) -> frozenset[Digest]:
-    """Return the roots, the digests that they name, and so on."""
+    """Return the roots and all digests that they name, directly or through other documents."""
     reachable: set[Digest] = set()
     queue = list(roots)
     while queue:
@@ -65,7 +65,7 @@ def find_reachable(roots: Iterable[Digest], names: Callable[[Digest], Iterable[D
 
 
 def find_digests(data: bytes) -> frozenset[Digest]:
-    """Return every digest anywhere in the bytes: rather one too many than one too few."""
+    """Return every digest in the bytes; a false positive only keeps an object longer."""
     return frozenset(Digest(text.decode("ascii")) for text in _DIGEST.findall(data))
 
 
@@ -97,7 +97,7 @@ class Orphan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrphanSurvey:
-    """Orphaned resources, and the endpoints whose provider did not answer: there may be more."""
+    """Orphaned resources, and the endpoints whose provider did not answer and may have more."""
 
     orphans: tuple[Orphan, ...] = ()
     silent: tuple[str, ...] = ()

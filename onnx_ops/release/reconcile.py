@@ -1,8 +1,8 @@
 """Move an endpoint toward its desired state, one recorded action at a time, as its metrics allow.
 
-`reconcile_step` is level-triggered and idempotent: it reads desired and observed state, does at most one thing, and can
-be killed anywhere; the next call continues or undoes. `DryRun` makes the same decision over context that only read, so
-that an endpoint with nothing to do costs the registry no request.
+`reconcile_step` is level-triggered and idempotent: it reads desired and observed state, takes at most one action, and
+can be killed at any point; the next call continues or reverts the action. `DryRun` makes the same decision with a
+read-only context, so that an endpoint with nothing to do causes no request to the registry.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ class RegistrySnapshot:
 
 
 def read_registry(context: Context, models: Collection[str] | None = None) -> RegistrySnapshot:
-    """Read the aliases of all models, or of these, in one request. A registry that is down is a result too."""
+    """Read the aliases of all models, or of these, in one request; the result records a registry that is down."""
     try:
         registry = context.registry()
         if models is None:

@@ -57,9 +57,9 @@ MAX_TEXT = 400
 class DesiredState:
     """The deployment that should serve, or why there is none.
 
-    `refused` is a version that an alias points to but that is not allowed to serve; `registry_down` is why the registry
-    could not be read; `blocked_by` is why an approved version does not start yet. `champion` is the version under the
-    target's champion alias.
+    `refused` is a version that an alias points to but that is not allowed to serve. `registry_down` is the reason why
+    the registry could not be read, `blocked_by` the reason why an approved version does not start yet. `champion` is
+    the version under the target's champion alias.
     """
 
     deployment: Deployment | None
@@ -117,7 +117,7 @@ def require_approval(
         raise RefusedError(
             f"target {target} has changed since this version was evaluated",
             where=f"{record.model}/{record.version}",
-            remedy="Run the pipeline again, so that the evidence is about the present target.",
+            remedy="Run the pipeline again, so that the evidence is about the current target.",
         )
     return signed
 

@@ -136,7 +136,7 @@ def roll_back_each(
     requested, errors = call_each(endpoints, lambda name: Journal.update(context, name, request, actor=actor))
     results = {name: result for name, (result, _) in requested.items() if result.already}
     calls = {name: partial(_carry_out, journal, r) for name, (r, journal) in requested.items() if not r.already}
-    late = f"the endpoint did not get there within {timeout_s:g} s"
+    late = f"the endpoint did not reach that state within {timeout_s:g} s"
     carried_out = run_concurrently(calls, timeout_s, lambda name: _still_pending(requested[name][0], late))
     for name, result in carried_out.items():
         if isinstance(result, OnnxOpsError):
@@ -147,7 +147,7 @@ def roll_back_each(
 
 
 def withdraw_request(context: Context, endpoint: str, *, reason: str, actor: str = "") -> str:
-    """Withdraw the endpoint's pending request: a deletion, else a rollback, with its rejections.
+    """Withdraw the endpoint's pending deletion, or otherwise its pending rollback with its rejections.
 
     Returns:
         What was withdrawn, as text.
@@ -157,7 +157,9 @@ def withdraw_request(context: Context, endpoint: str, *, reason: str, actor: str
         UserError: there is no reason.
     """
     if not reason.strip():
-        raise UserError("a withdrawal needs a reason", where=endpoint, remedy="Say why with --reason; it is recorded.")
+        raise UserError(
+            "a withdrawal needs a reason", where=endpoint, remedy="Give the reason with --reason; it is recorded."
+        )
 
     def withdraw(journal: Journal) -> str:
         pending, deleting = journal.state.pending_rollback, journal.state.deleting
@@ -199,7 +201,7 @@ def select_endpoints(
     target: str = "",
     to: str | None = None,
 ) -> tuple[str, ...]:
-    """Return the endpoints of a rollback: those that are named, or `every` one of a model and target.
+    """Return the endpoints of a rollback: the named ones, or with `every` all of a model and target.
 
     Without `to`, these are only the endpoints that have the latest release of any of them: an endpoint that it has not
     reached has nothing to roll back.
@@ -211,7 +213,7 @@ def select_endpoints(
     if bool(endpoints) == every or (every and not model) or (not every and (model or target)):
         raise UserError(
             "no endpoints were selected",
-            remedy="Name them, or write --all --model MODEL; `onnx-ops status` lists them.",
+            remedy="Name them, or use --all --model MODEL; `onnx-ops status` lists them.",
         )
     if not every:
         return endpoints
@@ -323,7 +325,7 @@ def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> Action:
         raise RefusedError(
             "the endpoint is being deleted",
             where=config.endpoint,
-            remedy=f"Complete that with `onnx-ops delete {config.endpoint}`, or withdraw it with "
+            remedy=f"Complete the deletion with `onnx-ops delete {config.endpoint}`, or withdraw it with "
             f"`onnx-ops rollback --withdraw {config.endpoint} --reason ...`.",
         )
     begun = state.open_intent.action if state.open_intent is not None else None
@@ -338,7 +340,7 @@ def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> Action:
             f"{goal.name} was rolled back itself",
             where=config.endpoint,
             why=rejection,
-            remedy="Name another version with --to, or insist with --force.",
+            remedy="Name another version with --to, or use --force.",
         )
     why = reason or "rolled back by an operator, without a reason"
     if roles.candidate is not None and roles.stable is not None and goal.manifest == roles.stable.manifest:

@@ -93,8 +93,8 @@ class HistoryFilter:
 class RolloutView:
     """A rollout in progress. `step` indexes `steps`; `seconds` is the time in that step.
 
-    `judged` and `evidence` are None and empty without analysis, or where no metrics could be read. `next` describes in
-    one line the next action of a reconciliation, or what it waits for.
+    Without analysis or readable metrics, `judged` is None and `evidence` is empty. `next` describes in one line the
+    next action of a reconciliation, or what it waits for.
     """
 
     endpoint: str
@@ -172,7 +172,7 @@ def read_history(
 ) -> tuple[tuple[HistoryLine, ...], dict[str, CorruptStateError]]:
     """Return entries of ledgers, oldest first, deleted endpoints and models without endpoints included.
 
-    Of a damaged ledger the entries before the damage are returned, and its error by name.
+    For a damaged ledger, the entries before the damage are returned, and its error by endpoint.
 
     Raises:
         NotFoundError: a named endpoint has no history.
@@ -263,7 +263,7 @@ def build_timeline(endpoint: str, entries: Sequence[LedgerEntry]) -> RolloutTime
 
 
 def render_pending_metrics(context: Context) -> str:
-    """Return pending rollbacks and deletions in Prometheus' text format, for an alarm that needs no message.
+    """Return pending rollbacks and deletions in Prometheus' text format, for alerts.
 
     Raises:
         ServiceUnavailableError: the ledger does not answer.

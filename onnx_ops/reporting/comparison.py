@@ -16,7 +16,7 @@ from onnx_ops.reporting.plots import measured_ratio, name_of
 from onnx_ops.statistics.intervals import change_interval
 
 CHAMPION = "champion"
-PAIRED = "Changes of task metrics are of the same rows, paired. Ratios are of runs in turns on one machine."
+PAIRED = "Changes of task metrics are paired, on the same rows. Ratios come from alternating runs on one machine."
 APART = (
     "Measured at different times, so a change has an interval only where it is of the same rows, paired. Where it has "
     "none, and the two intervals overlap, noise may explain it."
@@ -39,8 +39,8 @@ class ComparedMetric:
 class ModelComparison:
     """A variant of the release compared with one other model on one target.
 
-    `against` is "the champion", or the name of the base branch. `note` gives the basis of the lines, or why there are
-    none.
+    `against` is "the champion", or the name of the base branch. `note` gives the basis of the lines, or the reason why
+    there are none.
     """
 
     against: str

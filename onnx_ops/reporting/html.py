@@ -68,7 +68,7 @@ def _load_environment() -> Environment:
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a page; the same values always give the same text, and nothing in it refers to a network."""
+    """Return a page; the same values always give the same text, and the page loads nothing from a network."""
     return _load_environment().get_template(template).render(values)
 
 

@@ -25,8 +25,10 @@ from onnx_ops.reporting.structure import advice_lines
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heading:
-    """The text above the table. `rows` describes the rows that the files were run on, `times` the median times of a
-    request after and before, `notes` what was not shown.
+    """The text above the table.
+
+    `rows` describes the rows that the files were run on, `times` the median times of a request after and before, and
+    `notes` what could not be shown.
     """
 
     baseline: str

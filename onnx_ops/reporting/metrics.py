@@ -48,7 +48,7 @@ class Measured(Interval):
 
 
 def sampled_rows(evidence: Iterable[Evidence]) -> str:
-    """Return of which rows the task metrics are, where not all of the data set were scored; else an empty text."""
+    """Return which rows of the data set were scored; empty if all were."""
     texts = {
         f"metrics of {rows.used:,} of {rows.total:,} rows of {rows.data}"
         for one in evidence
@@ -113,7 +113,7 @@ def task_metric(evidence: Evidence, name: str) -> Measured | None:
 
 
 def unit_of(name: str) -> str:
-    """Return `1` for metrics that are shares; others have the label's unit, which is not known here."""
+    """Return `1` for metrics that are shares; others have the label's unit, which is unknown here."""
     traits = {str(metric): traits for metric, traits in METRICS.items()}.get(name.partition(" ")[0])
     return "1" if traits is not None and traits.higher_is_better else ""
 

@@ -75,7 +75,7 @@ def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
             left = seconds[i] / scale.divisor
             points += [(left, points[-1][1]), (left, 100 * (i + 1) / n)]
         chart.path(points, f"line {_style(series)}")
-        lost = f"{share(latency.preempted, latency.runs)} of {latency.runs} runs preempted and left out"
+        lost = f"{share(latency.preempted, latency.runs)} of {latency.runs} runs preempted and omitted"
         middle = median_latency(latency)
         keys.append((series, f"{e.variant}: median {middle.text() if middle else '?'}, {lost}"))
     batches = ", ".join(sorted({str(latency.batch) for _, _, latency, _ in curves}))
@@ -208,7 +208,7 @@ def pareto_figure(
 def variants_picture(
     target: str, evidence: Sequence[Evidence], decisions: Sequence[Decision], chosen: str | None
 ) -> Figure | None:
-    """Return size and latency of a target's variants as a separate SVG file; None if nothing was measured there."""
+    """Plot size and latency of a target's variants as a standalone SVG file; None without measurements."""
     figure = pareto_figure(target, evidence, decisions, chosen)
     return None if figure is None else replace(figure, svg=make_standalone(figure.svg))
 
@@ -365,5 +365,5 @@ def evidence_svg(paths: Sequence[EvidencePath]) -> str:
 
 
 def as_data_url(svg: str) -> str:
-    """Return the picture as a data URL."""
+    """Return an SVG plot as a data URL."""
     return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"

@@ -49,7 +49,7 @@ def overall(checked: Sequence[Checked]) -> Verdict | None:
 def title(checked: Sequence[Checked]) -> str:
     """Return one line that counts pipelines that passed, failed, were inconclusive or could not be measured."""
     if not checked:
-        return "no pipeline is touched by this change"
+        return "no pipeline is affected by this change"
     words = {
         Verdict.FAIL: "failed",
         Verdict.ERROR: "could not be measured",
@@ -61,7 +61,7 @@ def title(checked: Sequence[Checked]) -> str:
 
 
 def page(checked: Sequence[Checked], *, commit: str, reports: str = "") -> str:
-    """Return Markdown on the pipelines that a commit touches, the worst first, never longer than `LIMIT`.
+    """Return Markdown on the pipelines that a commit affects, the worst first, never longer than `LIMIT`.
 
     `reports` is the address of the whole reports; empty if there is none.
     """

@@ -1,4 +1,4 @@
-"""Findings about a variant other than its answers: recipe, trees, activations, int8 coverage, advice, limits."""
+"""Findings about a variant beyond its answers: recipe, trees, activations, int8 coverage, advice, limits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from onnx_ops.domain.evidence import Advice, Evidence, Int8Coverage
 from onnx_ops.reporting.formatting import format_figure, number
 
 _NAN = {
-    "refused": "refused by the source: an endpoint must refuse them too",
+    "refused": "rejected by the source: an endpoint must reject them too",
     "answered": "answered by the source with numbers",
     "passed on": "answered by the source with NaN",
 }
@@ -50,7 +50,7 @@ def coverage_lines(coverage: Int8Coverage | None) -> list[str]:
     total = len(coverage.int8) + len(coverage.floats)
     lines = [f"{len(coverage.int8)} of {total} MatMul/Conv/Gemm run in int8"]
     lines += [f"in float: {one.name} ({one.op_type}): {one.reason}" for one in coverage.floats]
-    return lines + [f"excluded, and yet in int8: {name}" for name in coverage.unheeded]
+    return lines + [f"excluded, but in int8: {name}" for name in coverage.unheeded]
 
 
 def advice_lines(advice: Sequence[Advice]) -> list[str]:

@@ -32,7 +32,7 @@ def linear_ticks(low: float, high: float) -> tuple[float, ...]:
 
 
 def log_ticks(low: float, high: float) -> tuple[float, ...]:
-    """Return round values from `low` to `high` for a logarithmic axis: powers of ten, and values between if few."""
+    """Return round values from `low` to `high` for a logarithmic axis: powers of ten, and values in between if few."""
     _check(low, high)
     if low <= 0:
         raise ValueError(f"a logarithmic axis cannot start at {low}")

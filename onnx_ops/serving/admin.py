@@ -50,9 +50,9 @@ def read_token(folder: Path) -> str:
 
 
 class AdminApp(HttpApp):
-    """Handlers of the admin routes. Without a token, the system lets no other user connect.
+    """Handlers of the admin routes. Without a token, only the server's user can connect.
 
-    `actor` is who makes changes on this listener, for the audit trail.
+    `actor` is the name of clients of this listener in the audit trail.
     """
 
     def __init__(self, supervisor: Supervisor, token: str | None, actor: str) -> None:
@@ -69,7 +69,7 @@ class AdminApp(HttpApp):
     def respond(
         self, handler: Handler, head: RequestHead, body: bytes, deliver: Callable[[RawResponse], None]
     ) -> RawResponse | PendingResponse:
-        """Return what `HttpApp.respond` does, to who may ask."""
+        """Return what `HttpApp.respond` returns, to authorized clients."""
         given = head.get(b"authorization", b"")
         if self._expected is not None and not hmac.compare_digest(given, self._expected):
             return build_error(401, "the admin token is missing or wrong", b"www-authenticate: Bearer\r\n")
@@ -84,7 +84,7 @@ class AdminApp(HttpApp):
         return _build_response(codec.dumps(self._supervisor.collect_counts()))
 
     def post_counts(self, _head: RequestHead, body: bytes) -> RawResponse:
-        """Return the counts, with those of two deployments by user."""
+        """Return the counts; for two deployments also by user."""
         try:
             message = codec.loads(body, UserCountsRequest)
             if any(len(s) > MAX_USER_THRESHOLDS or list(s) != sorted(s) for s in message.limits_s.values()):
@@ -115,7 +115,7 @@ def _build_response(content: bytes, status: int = 200) -> RawResponse:
 class AuditTrail:
     """Records each requested change and its result in a file, durably.
 
-    A change that cannot be recorded (ServiceUnavailableError) is not made. `actor` is `token` for clients with the
+    A change that cannot be recorded is not applied (ServiceUnavailableError). `actor` is `token` for clients with the
     admin token, or `uid:N` for a user of the Unix socket.
     """
 

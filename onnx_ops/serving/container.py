@@ -65,7 +65,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def find_deployment(root: Path, environment: Mapping[str, str]) -> Deployment:
-    """Return the deployment in a model folder; without a record, the environment names it."""
+    """Return the deployment in a model folder; without `deployment.json`, derive it from the environment."""
     try:
         level = [root]
         for _ in range(_MAX_DEPTH + 1):

@@ -1,7 +1,7 @@
 """Log of answered requests: lines of JSON, and spans for an OpenTelemetry collector (extra `otel`).
 
-Requests are recorded when their responses are ready, and written on a thread. The standard variables configure all of
-the spans: the collector, the sampler, the limits of its queue
+Requests are recorded when their responses are ready, and written on a thread. The standard variables configure the
+spans: the collector, the sampler, the limits of its queue
 (https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/).
 """
 
@@ -42,7 +42,7 @@ Writer = Callable[[Sequence[RequestRecord]], object]
 
 
 class RequestLog:
-    """Gives what was answered to writers, in a thread, ten times per second. Overflow is dropped and counted."""
+    """Passes answered requests to writers, in a thread, ten times per second. Overflow is dropped and counted."""
 
     def __init__(self, writers: Sequence[Writer], row: MetricsRow) -> None:
         self._writers = writers
@@ -130,7 +130,7 @@ def find_collector() -> str:
 
 
 class SpanWriter:
-    """Sends spans, children of the callers' spans. What the collector does not take in time is dropped."""
+    """Sends spans, children of the callers' spans. Spans that the collector does not accept in time are dropped."""
 
     def __init__(self, endpoint: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -178,7 +178,7 @@ class SpanWriter:
             span.end(end_time=int(at * 1e9))
 
     def close(self) -> None:
-        """Send what is left, if the collector takes it soon: it must not delay the end of this process."""
+        """Send the remaining spans, if the collector accepts them soon: it must not delay the end of this process."""
         last = threading.Thread(target=self._provider.shutdown, daemon=True)
         last.start()
         last.join(_LAST_S)

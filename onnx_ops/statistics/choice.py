@@ -1,6 +1,6 @@
 """The choice of a variant for each target.
 
-Imports no numbers library, since a run without work needs it too.
+Imports no numerical library, since a run without work needs this module too.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def choose(decisions: Sequence[Decision], policy: TargetObjective = LATENCY) -> 
     """Choose the passing variant to serve on one target, by the objective.
 
     Where latency or cost is preferred, a passing fp32 stays unless a variant beats it with confidence. Variants whose
-    intervals overlap that of the best are tied with it; of those the one with the fewest bytes is chosen, then the
-    first in the file, whose order the decisions have.
+    intervals overlap that of the best are tied with it; of these the one with the fewest bytes is chosen, then the
+    first in the order of the pipeline file.
     """
     targets = {decision.target for decision in decisions}
     if len(targets) != 1:
@@ -97,8 +97,8 @@ def choose(decisions: Sequence[Decision], policy: TargetObjective = LATENCY) -> 
     reason = _describe_choice(chosen, export, policy, loaded=loaded)
     if others:
         is_smallest = all(chosen.bytes < c.bytes for c in others)
-        why = "it has the fewest bytes" if is_smallest else "it stands first in the file"
-        reason += f"; tied with {', '.join(c.decision.variant for c in others)} inside the noise, and {why}"
+        why = "it has the fewest bytes" if is_smallest else "it comes first in the file"
+        reason += f"; tied with {', '.join(c.decision.variant for c in others)} within the noise, and {why}"
     reason += f"; {_describe_undecided(undecided)}" if undecided else ""
     return Choice(
         target=target,
@@ -140,13 +140,13 @@ def _correct_for_family(decisions: Sequence[Decision]) -> tuple[list[Decision], 
 
 
 def estimate_prospects(result: GateResult, tried: int) -> tuple[float, float, float] | None:
-    """Return the chances of variants with known changes, measured as this one.
+    """Return the chances of variants with known true changes, measured like this one.
 
     None for a result that is not about a change.
 
     Returns:
-        (chance that one without a change passes as one of `tried`, the same of one that changes by twice the limit,
-        chance that the latter fails).
+        (chance that a variant without a change passes as one of `tried`, the same chance for a change of twice the
+            limit, chance that the latter fails).
     """
     if result.p_value is None or result.estimate is None or result.low is None or result.high is None:
         return None
@@ -167,7 +167,7 @@ def _describe_undecided(undecided: Mapping[str, float]) -> str:
     passes = "passes" if len(undecided) == 1 else "pass"
     return (
         f"{', '.join(undecided)} {passes} the metric gate alone, but one of so many variants passes by chance "
-        f"too often (p ≤ {min(undecided.values()):.2g} is asked): more rows decide it"
+        f"too often (p ≤ {min(undecided.values()):.2g} is required): more rows decide it"
     )
 
 
@@ -223,8 +223,8 @@ def _describe_ratio(chosen: _Candidate) -> str:
 def choose_scheduling(measured: Sequence[SchedulingMeasurement], *, independent: bool) -> tuple[int, bool]:
     """Return how many requests a server should run at once (0: as many as it can), and whether in batches.
 
-    Of the ways that are as fast as the fastest one, it is the one with the most threads: one reads and answers requests
-    while the others run, which was not measured.
+    Among the configurations that are as fast as the fastest one, the one with the most threads is chosen: a thread
+    reads and answers requests while the others run, which is not measured.
 
     Args:
         measured: empty if the server runs the model on its event loop, or if it could not be measured.

@@ -1,7 +1,7 @@
 """Rows that belong together: their design effect, and their detection.
 
-Rows of one patient, customer or video are right and wrong together. Their errors vary more than those of as many
-independent rows, by a factor that survey statistics calls the design effect (Kish 1965, Survey Sampling, ch. 5).
+Answers to rows of one patient, customer or video are right or wrong together. Their errors vary more than those of as
+many independent rows, by a factor that survey statistics calls the design effect (Kish 1965, Survey Sampling, ch. 5).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def number_groups(array: Array) -> Array | None:
 
 
 def find_group_columns(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Return unnamed arrays that can hold groups, as numbers: values repeat."""
+    """Return, as numbers, the unused arrays that can identify groups: their values repeat."""
     columns: dict[str, Array] = {}
     for name, array in arrays.items():
         numbers = None if array.dtype.kind == "f" and array.size and (array % 1 != 0).any() else number_groups(array)
@@ -82,7 +82,7 @@ def typical_size(group: Array) -> float:
 
 
 def compute_design_effect(values: Array, group: Array) -> float:
-    """Return the factor of rows that dependence costs the mean; at least 1.
+    """Return how many times more rows the mean needs because rows depend on each other; at least 1.
 
     Args:
         values: one per row, between -1 and 1.
@@ -131,7 +131,7 @@ def detect_grouping(
 ) -> tuple[str, ...]:
     """Return the signs that rows belong together, as phrases; empty if there are none.
 
-    Shuffled rows whose group no array names leave no trace but copies.
+    In shuffled rows without an array of groups, only duplicates are detectable.
 
     Args:
         columns: see `find_group_columns`.
@@ -165,7 +165,9 @@ def detect_grouping(
     if chance <= ALARM:
         signs.append(f"neighbouring rows err together more often than by chance (p = {chance:.2g})")
     elif chance <= _HINT and _are_neighbours_alike(inputs, label, rows, draw):
-        signs.append(f"neighbouring rows have inputs alike, and err together more often than usual (p = {chance:.2g})")
+        signs.append(
+            f"neighbouring rows have similar inputs, and err together more often than usual (p = {chance:.2g})"
+        )
     return tuple(signs)
 
 

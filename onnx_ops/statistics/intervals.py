@@ -159,7 +159,7 @@ def clopper_pearson(successes: float, n: float, confidence: float = CONFIDENCE) 
 
 
 def find_least(is_enough: Callable[[int], bool], above: int = 0) -> int:
-    """Return the least whole number beyond `above` that is enough, as all larger ones are."""
+    """Return the least whole number above `above` that is enough; all larger numbers must be enough too."""
     short, enough = above, above + 1
     while not is_enough(enough):
         short, enough = enough, 2 * enough
@@ -168,7 +168,7 @@ def find_least(is_enough: Callable[[int], bool], above: int = 0) -> int:
 
 def advise_sample_size(n: int) -> str:
     """Return advice about the number of rows; empty if there are enough."""
-    return f"below {FEW_SAMPLES} samples expect inconclusive" if n < FEW_SAMPLES else ""
+    return f"expect INCONCLUSIVE below {FEW_SAMPLES} samples" if n < FEW_SAMPLES else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +269,7 @@ def ratio_interval(mine: Losses, theirs: Losses, unseen: float) -> Interval:
 
     A ratio `r` is tested by the sign of the mean of `u = mine - r * theirs` (Fieller 1954, Journal of the Royal
     Statistical Society B 16:175-185), with Student's t. Resampling errs here: rows that are not in the sample are in no
-    resample. Two measures, each for one side of the interval alone, make up for skew and heavy tails: `unseen` more
+    resample. Two corrections, one for each side of the interval, compensate for skew and heavy tails: `unseen` more
     rows count as far to the dangerous side as the worst row, and losses on the harmless side may be cut, since a mean
     that is below zero although its lowest values were raised is below zero. `benchmarks/truth/losses.py` measures the
     error rates.

@@ -1,4 +1,4 @@
-"""The judge: gates and evidence in, a decision with reasons out. Pure."""
+"""Judge evidence by gates: a pure function from gates and evidence to a decision with reasons."""
 
 from __future__ import annotations
 
@@ -119,11 +119,11 @@ def _find_non_finite(evidence: Evidence) -> Iterator[GateResult]:
     """Yield one ERROR for each kind of measurement with NaN or infinity, whether or not a gate needs it."""
     for name, measurements in (("outputs", evidence.parity), ("export", evidence.export_parity)):
         for m in sorted((m for m in measurements if not _is_sound(m)), key=lambda m: (m.output, m.group))[:1]:
-            yield _make_error("parity", f"output {m.output!r}, inputs {m.group!r}: a figure is not a number", name)
+            yield _make_error("parity", f"output {m.output!r}, inputs {m.group!r}: a value is not a number", name)
     if bad := sorted(w.tensor for w in evidence.weights if not _is_sound(w)):
         yield _make_error("parity", f"weight {bad[0]!r}: its error is not a number", "weights")
     if bad_activations := sorted(a.tensor for a in evidence.activations if not _is_sound(a)):
-        yield _make_error("parity", f"activation {bad_activations[0]!r}: a figure is not a number", "activations")
+        yield _make_error("parity", f"activation {bad_activations[0]!r}: a value is not a number", "activations")
     if against := sorted(c.against for c in evidence.comparisons if not _is_sound(c)):
         yield _make_error("latency", f"a ratio against {against[0]} is not a number", f"ratio vs {against[0]}")
     if evidence.latency and not all(map(math.isfinite, evidence.latency.quantiles_ns.values())):
@@ -133,7 +133,7 @@ def _find_non_finite(evidence: Evidence) -> Iterator[GateResult]:
     for t in (t for t in evidence.throughput if not _is_sound(t)):
         yield _make_error("throughput", "a rate is not a positive number", throughput_metric_name(t.concurrency))
     if evidence.starts and not _is_sound(evidence.starts):
-        yield _make_error("cold_start", "a figure of a fresh process is not a positive number", "processes")
+        yield _make_error("cold_start", "a measurement of a fresh process is not a positive number", "processes")
 
 
 def _is_sound(measured: object) -> bool:

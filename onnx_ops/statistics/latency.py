@@ -127,7 +127,7 @@ def session_interval(log_ratios: Sequence[Sequence[float]], alpha_one_sided: flo
 
     The blocks of one session pair share the memory layout and core that its sessions happened to get, so a pair counts
     once, by its median. With blocks as independent samples, one bound in five misses where one in twenty may. Below six
-    pairs the signed-rank distribution has no point as rare as a look needs; Student's interval takes its place.
+    pairs the signed-rank distribution cannot reach the error rate of a look; Student's interval is used instead.
 
     Returns:
         (estimate, low, high) of log(B / A); infinite bounds for a single pair.
@@ -184,8 +184,8 @@ def _compute_widening(values: Floats, alpha: float) -> float:
 def find_trend(log_ratios: Sequence[Sequence[float]]) -> float | None:
     """Return the significant change of the log ratio over the run, or None.
 
-    What slows A and B alike is in no pair. The slope is that of least squares, tested with as many residuals as their
-    correlation leaves.
+    A slow-down of both A and B cancels out in each pair. The slope is that of least squares, tested with as many
+    residuals as their correlation leaves.
     """
     values = _take_medians(log_ratios)
     n = len(values)
@@ -256,8 +256,8 @@ def should_continue(
 ) -> bool:
     """Return whether to measure up to the next look.
 
-    True while looks remain and a limit is undecided, or the host is too biased for it; after a full run only if the
-    pairs up to the last look may decide (see `_may_decide`).
+    True while looks remain and a limit is undecided, or the host is too biased to decide it. After a full run, True
+    only if the pairs up to the last look may decide (see `_may_decide`).
 
     Args:
         self_log_ratios: those of the baseline against itself.
@@ -363,10 +363,10 @@ def compute_block_logs(
 ) -> Floats:
     """Return the log of each block's median run, up to a shared constant.
 
-    Medians are of the runs that were not preempted; of all runs in a block without one. A single run that kept its core
-    is worth more than ten that did not: with runs of 2 ms and three threads a core, pairs varied by 6.7 %, and by 9.4 %
-    with at least three such runs required. Where a probe was timed around each run, its explanation of the run time is
-    subtracted first (`_explain_by_probe`).
+    Medians are of the runs that were not preempted; of all runs in a block without one. A single run that was not
+    preempted is worth more than ten that were: with runs of 2 ms and three threads a core, pairs varied by 6.7 %, and
+    by 9.4 % with at least three such runs required. Where a probe was timed around each run, its explanation of the run
+    time is subtracted first (`_explain_by_probe`).
 
     Args:
         nanoseconds: shape (rounds, blocks, models, runs).

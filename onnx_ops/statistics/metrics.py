@@ -122,7 +122,7 @@ def auc(positive: Array, scores: Array) -> Statistic:
 
 
 def custom(function: CustomMetric, predictions: Array, labels: Array) -> Statistic:
-    """Return a user's own function on the rows of each resample."""
+    """Return a custom metric on the rows of each resample."""
 
     def value(weights: npt.NDArray[np.float64]) -> float:
         rows = np.repeat(np.arange(len(labels)), weights.astype(np.intp))

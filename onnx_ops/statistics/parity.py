@@ -181,7 +181,7 @@ def find_first_divergence(
     their inputs round differently, and a real fault shows at the next float. Values that one side lacks are skipped.
 
     Args:
-        names: values in topological order.
+        names: names of the values in topological order.
         double: the source's values in float64, if it runs in that; otherwise fixed tolerances apply.
     """
     for name in names:
@@ -231,9 +231,9 @@ def measure_batch_invariance(
     """Measure how far the rows of one batch are from the same rows run one by one.
 
     Floats: the ratio is in units of the output's noise or, without one, of a tenth of rtol 1e-3 + atol 1e-5 max
-    |answer|. Labels have no noise: where the model also has scores, a label counts as much as the scores differ, so
-    that a tie is not a finding; otherwise every change counts. A value that is finite on one side only counts as
-    `LARGEST`.
+    |answer|. Labels have no noise. If the model also has scores, a changed label counts only as much as the scores
+    differ, so that a tie is not a finding; otherwise every change counts. A value that is finite on one side only
+    counts as `LARGEST`.
 
     Args:
         alone: outputs of n runs on one row each, in the same order.

@@ -1,4 +1,4 @@
-"""Probes: deterministic input groups on which a wrong export shows.
+"""Probes: deterministic input groups that reveal a wrong export.
 
 The domain of an input is the set of values that callers can send, learned from real rows, the graph and what the
 pipeline declares. A difference on a group within the domain refuses the export; on other groups (NaN where the data
@@ -313,7 +313,7 @@ def _insert_values(samples: Tensors, rows: Rows, values: Sequence[float], at: Ma
 
 
 def choose_other_sizes(size: int) -> tuple[int, ...]:
-    """Return 1, a smaller odd size, the next odd size, and the double."""
+    """Return other sizes of an axis: 1, a smaller odd size, the next odd size, and twice the size."""
     smaller, larger = (size // 2) | 1, size + 1 + size % 2
     return tuple(sorted({1, smaller, larger, 2 * size} - {size}))
 

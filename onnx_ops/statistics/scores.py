@@ -1,11 +1,11 @@
 """Scores of several models by one task metric, with intervals.
 
 The intervals of mae, rmse and r2 are of ratios of losses, those of other metrics come from the paired bootstrap over
-rows; where the data names groups, groups take the place of rows. The bootstrap knows nothing of kinds of rows that it
-has not seen. So the interval of a metric with a range is never narrower than what such rows could do: even if none of n
-rows went wrong, up to 3/n of all rows may (at 5 % error), each at the metric's largest step. A metric without a range
-has no largest step: its interval is a point where two models answer every row alike, and is omitted where only the
-scores of the rows are equal.
+rows; where the data names groups, groups take the place of rows. The bootstrap cannot represent kinds of rows that are
+not in the sample. So the interval of a metric with a range is never narrower than what such rows could do: even if none
+of n rows is wrong, up to 3/n of all rows can be (at 5 % error), each at the metric's largest step. A metric without a
+range has no largest step: its interval is a point where two models answer every row alike, and is omitted where only
+the scores of the rows are equal.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NAMED = 10
 CANDIDATE = ""
 """Key of the candidate among the models; other keys are those of `ScoreComparison.against`."""
 
-_NO_SPREAD = "every row scores the same: no spread to estimate an interval from"
+_NO_SPREAD = "every row has the same score: an interval cannot be estimated"
 
 FEW_ROWS = 20
 """Rows or groups below which an interval has no meaningful level."""
@@ -199,7 +199,7 @@ def _compare_losses(
         n=len(label),
         candidate=value(CANDIDATE),
         confidence=CONFIDENCE,
-        method="Student's t of the losses, with rows of the worst kind seen that may be missing",
+        method="Student's t of the losses, with allowance for missing rows of the worst observed kind",
         effective=find_heavy_rows(mine)[0],
         heavy=find_heavy_rows(losses[CANDIDATE])[1][:_NAMED],
     )

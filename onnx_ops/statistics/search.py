@@ -87,7 +87,7 @@ def choose_next_step(state: SearchState) -> BuildTrial | ProbeNode | StopSearch:
         what = action.recipe if isinstance(action, BuildTrial) else f"{action.recipe}, node {action.node}"
         why = f"{max(0.0, left):.2g} s are left, and the next step ({what}) would take about {cost:.2g} s"
         return StopSearch(reason=f"max_minutes: of {state.budget.max_minutes:g} minutes {why}", timed_out=True)
-    return StopSearch(reason="every recipe was tried, and what could be repaired was")
+    return StopSearch(reason="every recipe was tried, and repaired where possible")
 
 
 def _list_steps(state: SearchState) -> Iterator[BuildTrial | ProbeNode]:
@@ -96,7 +96,7 @@ def _list_steps(state: SearchState) -> Iterator[BuildTrial | ProbeNode]:
     for deferred in (False, True):
         for recipe in new:
             if recipe.deferred == deferred:
-                yield BuildTrial(recipe=recipe.name, excluded=(), why="the recipe as it is")
+                yield BuildTrial(recipe=recipe.name, excluded=(), why="the unmodified recipe")
         if deferred:
             return
         # Recipes that lose too much accuracy and could still win, the fastest first.
@@ -258,7 +258,7 @@ def _make_contribution(current: Trial, without: Trial, node: str, *, kept: bool)
 
 
 def compute_pareto_front(state: SearchState) -> tuple[int, ...]:
-    """Return the eligible trials that no other trial beats in everything.
+    """Return the eligible trials that no other trial dominates.
 
     fp32 is one of the others. A gain of the metric counts as no loss, since it is chance.
     """
@@ -288,7 +288,7 @@ def assign_roles(
     """
     trials, places = state.trials, compute_pareto_front(state)
     if not places:
-        reason = _explain_empty_front(state) + (f"; not everything was tried: {unfinished}" if unfinished else "")
+        reason = _explain_empty_front(state) + (f"; not all recipes were tried: {unfinished}" if unfinished else "")
         return tuple(FrontierSlot(role=role, reason=reason) for role in roles)
     fast = min(places, key=lambda n: (compute_time_ratio(trials[n]), n))
     taken: dict[Role, int] = {}
@@ -297,7 +297,7 @@ def assign_roles(
         place, why = _find_trial(state, role, places, fast, rival="fast" in roles)
         other = next((r for r, n in taken.items() if n == place), None)
         if other is not None:
-            place, why = None, f"{name}-{other} is the best for this too"
+            place, why = None, f"{name}-{other} is also the best for this role"
         if place is not None:
             taken[role] = place
         slots.append(FrontierSlot(role=role, trial=place, reason=why))
@@ -321,13 +321,13 @@ def _find_trial(
             beside = min(fastest.size_bytes, state.export_bytes) if quick and rival else state.export_bytes
             if trials[least].size_bytes <= SMALLER * beside or (quick and rival and least == fast):
                 return least, ""
-            return None, f"nothing that keeps the budget is notably smaller ({trials[least].size_bytes} bytes at best)"
+            return None, f"no model within the budget is notably smaller ({trials[least].size_bytes} bytes at best)"
         case "exact":
             best = min(places, key=lambda n: (max(0.0, trials[n].drop or 0.0), compute_time_ratio(trials[n]), n))
             lost, least_lost = (max(0.0, trials[n].drop or 0.0) for n in (fast, best))
             if not (quick and rival) or best == fast or lost - least_lost > state.budget.metric_drop / 4:
                 return best, ""
-            why = f"nothing on the front is notably more exact than the fastest (it loses {100 * lost:.2g} points)"
+            why = f"no model on the front is notably more exact than the fastest (it loses {100 * lost:.2g} points)"
             return None, why
 
 
@@ -340,8 +340,10 @@ def _explain_empty_front(state: SearchState) -> str:
     keeping = [t for t in measured if keeps_metric(t, state.budget)]
     if not keeping:
         least = min(t.drop or 0.0 for t in measured)
-        return f"nothing keeps the task metric: the least loss is {100 * least:.2g} points"
+        return f"no model keeps the task metric: the smallest loss is {100 * least:.2g} points"
     if not any(is_eligible(t, state.budget) for t in keeping):
-        return "what keeps the task metric is larger, or slower at its 99th percentile, than the budget allows"
+        return (
+            "every model that keeps the task metric is larger, or slower at its 99th percentile, than the budget allows"
+        )
     best = min(map(compute_time_ratio, keeping))
-    return f"nothing that keeps the task metric is faster or smaller than fp32 (best: {best:.3g}x)"
+    return f"no model that keeps the task metric is faster or smaller than fp32 (best: {best:.3g}x)"

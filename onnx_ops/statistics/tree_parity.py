@@ -1,8 +1,8 @@
 """Parity of tree ensembles: node by node, and within a jitter envelope.
 
-A correct export of a scaler with trees differs from its source in some rows, because a feature that rounds otherwise
-falls on the other side of a split. Such a row is explained if the answers of the source to jittered copies of it, by a
-few times the rounding of float32, enclose the export's answer.
+A correct export of a scaler with trees differs from its source in some rows, because a feature that is rounded
+differently falls on the other side of a split. Such a row is explained if the answers of the source to jittered copies
+of it, by a few times the rounding of float32, enclose the export's answer.
 """
 
 from __future__ import annotations

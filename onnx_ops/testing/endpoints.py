@@ -55,7 +55,7 @@ def disturbed_http(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
     """Disturb requests of `http.client`, the base of urllib, requests, boto3 and azure-core, from number `at` on.
 
     Yields the requests made. `error`: the service cannot be reached. Otherwise the first disturbed request takes
-    effect, and its answer and all later requests are lost (`lost answer`), or the client dies (`kill`).
+    effect. Then its answer and all later requests are lost (`lost answer`), or the client is killed (`kill`).
     """
     client, own, hosts = http.client.HTTPConnection, threading.get_ident(), list[str]()
     send, receive = client.endheaders, client.getresponse
@@ -95,7 +95,7 @@ class EndpointProviderSuite:
 
     @pytest.fixture
     def chosen(self) -> Callable[[Iterable[int]], Sequence[int]]:
-        """Choose the requests of a rollback to disturb, one at a time: all of them."""
+        """Choose which requests of a rollback are disturbed, one at a time; by default all."""
         return list
 
     @pytest.fixture

@@ -263,7 +263,7 @@ class FakeRegistry:
         for variant in publication.variants:
             manifest = Manifest(files={name: digest_file(path) for name, path in variant.files.items()})
             if manifest != variant.manifest:
-                raise DigestMismatchError("files are not what the manifest says", where=publication.model)
+                raise DigestMismatchError("files do not match the manifest", where=publication.model)
         model, release, versions = self._models.setdefault(publication.model, _Model()), publication.lineage.release, {}
         for variant in publication.variants:
             key = (release, variant.variant, variant.manifest.digest())
@@ -338,7 +338,7 @@ class FakeRegistry:
         return ""
 
     def replace_record(self, record: VersionRecord) -> None:
-        """Forge a version: replace its record."""
+        """Replace the record of a version, as an attacker could."""
         self._version(record.model, record.version).record = record
 
     def versions(self, model: str) -> tuple[ListedVersion, ...]:
@@ -414,7 +414,7 @@ class FakeModelFiles:
 
     def admit(self, folder: Path, manifest: Manifest) -> str:
         if digest_folder(folder) != manifest:
-            raise DigestMismatchError("files are not what the manifest says")
+            raise DigestMismatchError("files do not match the manifest")
         self._admitted.setdefault(manifest.digest(), self.clock.now())
         return f"memory:{manifest.digest()}"
 

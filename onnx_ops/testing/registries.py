@@ -107,7 +107,7 @@ def _record(folder: Path, lineage: Lineage, model: str, variant: str, target: st
 
 
 class RegistrySuite:
-    """Conformance of a Registry. Each test has its own model, so that tests can run side by side."""
+    """Conformance of a Registry. Each test has its own model, so that tests can run in parallel."""
 
     def tamper(self, registry: Registry, record: VersionRecord, name: str) -> None:
         """Change the stored content of one of the version's files behind the registry's back."""

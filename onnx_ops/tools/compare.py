@@ -1,7 +1,7 @@
-"""Compare two ONNX files: whether one computes what the other does.
+"""Compare two ONNX files: check whether they compute the same function.
 
 There is no source in float64, so rounding noise cannot be measured. A's answers without graph optimizations are the
-reference, and fixed tolerances take the place of the noise.
+reference, and fixed tolerances replace the noise.
 """
 
 from __future__ import annotations
@@ -103,13 +103,13 @@ class ParityResult:
     def reason(self) -> str:
         """Return the reason of the verdict."""
         if not self.differences:
-            return f"no answer can be compared: {'; '.join(self.notes) or 'both models answer with nothing'}"
+            return f"no answer can be compared: {'; '.join(self.notes) or 'both models have empty answers'}"
         worst = f"output {self.worst.output!r}, inputs {self.worst.group!r}: {self.worst.reason}"
         if self.verdict is not Verdict.PASS:
             return worst
         groups = f"{len({d.group for d in self.differences})} groups of inputs"
         if self.worst.error == 0:
-            return f"the very same answers on {groups}"
+            return f"identical answers on {groups}"
         return f"within tolerance on {groups}; nearest to its limit is {worst}"
 
 
@@ -131,7 +131,7 @@ def compare(
 
     Raises:
         UserError: a file is not a valid model, or the two do not have the same inputs.
-        MeasurementError: a model does not run here, or A does not give the same answer twice.
+        MeasurementError: a model does not run here, or A gives different answers to the same rows.
     """
     shared_inputs(a, b)
     require_hardware(runtime, target)
@@ -152,19 +152,19 @@ def compare(
     answers = _run_groups(runtime, target, b, groups)
     _check_repeats(exact, reference, a, groups[0])
     measured, refused = _measure_groups(groups, expected, answers)
-    notes = ["one row is large: edges and large batches were left out"] if samples.large else []
+    notes = ["rows are large: edges and large batches were omitted"] if samples.large else []
     notes += refused
     fixed = find_fixed_sizes(a, b)
     if fixed_sizes := [f"{name} = {size}" for name, size in fixed.items() if name not in sizes]:
-        why = f"B takes {', '.join(fixed_sizes)} only, A takes any; to compare at that size alone: --dim"
+        why = f"B takes {', '.join(fixed_sizes)} only, A takes any; to compare only at that size: --dim"
         measured.append(make_mismatch("*", "sizes", why))
     notes += [f"B takes {name} = {size} only; other sizes were not compared" for name, size in fixed.items()]
     real = _tensors(expected[REAL])
     measured += _find_halved(real, _tensors(answers[REAL]))
     if extra := sorted({name for answer in answers.values() for name in _tensors(answer)} - set(real)):
-        notes.append(f"B has outputs that A has not: {', '.join(extra)}")
+        notes.append(f"B has outputs that A lacks: {', '.join(extra)}")
     maps, sequences = ([n.removesuffix(end) for n in real if n.endswith(end)] for end in (KEYS, LENGTH))
-    notes += [f"{name} holds maps: compared by keys, and as a matrix" for name in maps]
+    notes += [f"{name} contains maps: compared by keys, and as a matrix" for name in maps]
     notes += [f"{name} is a sequence: compared by length, and element by element" for name in sequences]
     labels = {name for answer in expected.values() for name, a in _tensors(answer).items() if a.dtype.kind != "f"}
     trees = compare_trees(read_trees(b), read_trees(a)) if len(readable) > 1 else None
@@ -177,7 +177,7 @@ def compare(
     differences += _judge_distinction(samples, real, [_tensors(expected[g.name]) for g in groups if g.inside])
     if outside := [d for m, d in judged if not m.inside and d.verdict is not Verdict.PASS]:
         names = ", ".join(sorted({d.group for d in outside}))
-        notes.append(f"not judged, since no row is like that: B differs on {names} ({outside[0].reason})")
+        notes.append(f"not judged, because no supplied row is like that: B differs on {names} ({outside[0].reason})")
     examined = inspect_execution(runtime, a, b, target)
     return ParityResult(
         a=digest_file(a),
@@ -236,7 +236,7 @@ def _join_runs(raw: Sequence[Mapping[str, Any]]) -> Tensors:
         if len(shapes := {array.shape[1:] for array in arrays}) > 1:
             raise UserError(
                 f"output {name!r} has another shape for other rows: {' and '.join(map(str, sorted(shapes)[:2]))}",
-                why="its shape depends on the values of the inputs, so that answers cannot be laid side by side",
+                why="its shape depends on the values of the inputs, so answers cannot be compared",
                 remedy="Supply the rows of one run: --data.",
             )
     return {name: np.concatenate(arrays) for name, arrays in parts.items()}
@@ -250,7 +250,7 @@ def _check_repeats(runtime: Runtime, target: Target, a: Path, group: InputGroup)
             raise MeasurementError(
                 f"output {name!r} differs each time",
                 where=a.name,
-                why="the model draws random numbers, so that there is no answer to compare with",
+                why="the model draws random numbers, so there is no answer to compare with",
                 remedy="Export it for inference, without dropout and sampling.",
             )
 
@@ -271,10 +271,10 @@ def _measure_groups(
     for group in groups:
         reference, answer = expected[group.name], answers[group.name]
         if isinstance(reference, MeasurementError):
-            notes.append(f"inputs {group.name!r} were left out: A refuses them ({explain_rejection(reference)})")
+            notes.append(f"inputs {group.name!r} were omitted: A rejects them ({explain_rejection(reference)})")
             continue
         if isinstance(answer, MeasurementError):
-            text = f"B refuses these inputs, A does not: {explain_rejection(answer)}"
+            text = f"B rejects these inputs, A does not: {explain_rejection(answer)}"
             measured.append(replace(make_mismatch("*", group.name, text), inside=group.inside))
             continue
         for name, array in reference.items():
@@ -319,7 +319,7 @@ def _judge_distinction(samples: SampleRows, real: Tensors, groups: Sequence[Tens
     outputs = [array for name, array in real.items() if not name.endswith((KEYS, LENGTH))]
     if count < _ENOUGH or not all(array.ndim and len(array) == count for array in outputs):
         return ()
-    reason = f"A gives the same answer to all {count} rows, so they show nothing; use rows with different answers"
+    reason = f"A gives the same answer to all {count} rows, so they are not conclusive; use rows with different answers"
     blank = _judge_measurement(replace(make_mismatch("*", REAL, reason), rows=count), labels=False)
     return (replace(blank, mismatch="", verdict=Verdict.INCONCLUSIVE),)
 

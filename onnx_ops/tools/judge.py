@@ -1,7 +1,7 @@
 """Judge whether one ONNX file may replace another, without a pipeline.
 
-A float candidate must compute what its baseline computes. A rounded one is judged by the parts of rounding: each weight
-and activation, the function without rounding, and the effect of rounding on the task.
+A float candidate must compute the same function as its baseline. A rounded one is judged by the parts of rounding: each
+weight and activation, the function without rounding, and the effect of rounding on the task.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class JudgeRequest:
 
     @property
     def exact(self) -> Runtime:
-        """Return the runtime of the reference answers."""
+        """Return the runtime that computes the reference answers."""
         return self.runtime(REFERENCE.runtime)
 
 
@@ -286,7 +286,7 @@ def _judge_within_noise(
         if isinstance(exact, MeasurementError) or isinstance(noisy, MeasurementError):
             continue
         if isinstance(answer, MeasurementError):
-            text = f"B refuses these inputs, A does not: {answer.why or answer.what}"
+            text = f"B rejects these inputs, A does not: {answer.why or answer.what}"
             measured.append(make_mismatch("*", name, text))
             continue
         double, single, onnx = _stack_runs(exact), _stack_runs(noisy), _stack_runs(answer)
@@ -386,11 +386,11 @@ def _judge_function(request: JudgeRequest) -> GateResult:
                 metric="function",
                 limit="≤ 1x tolerance",
                 verdict=Verdict.INCONCLUSIVE,
-                reason=join_lines(f"its rounding cannot be taken off: {error}"),
+                reason=join_lines(f"its rounding cannot be removed: {error}"),
             )
     result = _parity_result(parity, "function")
     text = "without its rounding, B computes " + (
-        "what A does with B's weights" if parity.verdict is Verdict.PASS else "something else than A"
+        "what A computes with B's weights" if parity.verdict is Verdict.PASS else "something else than A"
     )
     return replace(result, reason=f"{text}: {result.reason}")
 
@@ -407,11 +407,11 @@ def _judge_task(request: JudgeRequest, runtime: Runtime, target: Target) -> list
     agreement = _judge_agreement(request, runtime, target, rows) if rows else None
     if agreement is None:
         remedy = "give --labels and --metric, or --metric cosine for embeddings"
-        reason = f"what rounding costs the task is not shown: no output can be read as classes; {remedy}"
+        reason = f"the cost of rounding for the task is unknown: no output can be read as classes; {remedy}"
     elif dataset is None:
         reason = (
-            f"what rounding costs the task is not shown: {agreement.reason}, but rows made up from the graph "
-            "say nothing of yours: give --data, and --labels"
+            f"the cost of rounding for the task is unknown: {agreement.reason}, but generated rows "
+            "are not representative of yours: supply --data and --labels"
         )
     elif agreement.verdict is Verdict.PASS:
         return [replace(agreement, reason=f"{agreement.reason}; accuracy cannot drop by more")]

@@ -244,7 +244,7 @@ def find_input_problems(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any])
         elif not (array.dtype.kind in "US" if spec.dtype == "string" else array.dtype == _dtype(spec)):
             text = f"{spec.name!r} is of type {array.dtype}, the model takes {spec.dtype}"
             numbers = array.dtype.kind in "biuf" and spec.dtype != "string"
-            yield spec.name, f"{text}. Save it as that: array.astype({spec.dtype!r})" if numbers else text
+            yield spec.name, f"{text}. Convert it: array.astype({spec.dtype!r})" if numbers else text
     known = [spec.name for spec in inputs]
     for name in arrays:
         if name not in known:
@@ -271,8 +271,9 @@ def build_groups(
     """Build the groups: the rows, rows derived from them, and batches.
 
     Large rows come without others, and in batches of at most 16 MiB. Whole numbers that are neither indices nor sizes
-    come in all magnitudes and with both signs: a model that rejects these has no answer to compare. `empty` adds one
-    without rows; `bounds` are what the graph shows about the inputs, and `splits` rows next to the splits of trees.
+    have all magnitudes and both signs: a model that rejects these has no answer to compare. `empty` adds a group
+    without rows. `bounds` are the bounds that the graph shows for the inputs, and `splits` rows next to the splits of
+    trees.
     """
     if not samples.rows:
         return (InputGroup(name=REAL, runs=(samples.fixed,)),)
@@ -326,7 +327,7 @@ def _find_fixed_batch(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> 
         raise UserError(
             f"its inputs begin with different dimensions: {sorted(sizes)}",
             why="axis 0 is the batch, so all inputs must have the same number of rows",
-            remedy="Export the model with a batch in front of every input.",
+            remedy="Export the model with a batch axis in every input.",
         )
     return min(sizes, default=0)
 

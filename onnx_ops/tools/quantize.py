@@ -114,7 +114,7 @@ def check_paths(source: Path, path: Path) -> None:
     refuse_ort(source)
     for place in (path, _weights_path(path)):
         if place.exists():
-            raise UserError("there is a file of that name", where=str(place), remedy="Remove it, or name another.")
+            raise UserError("a file of that name exists", where=str(place), remedy="Remove it, or name another.")
     if not path.parent.is_dir():
         raise UserError("there is no such folder", where=str(path.parent))
 
@@ -134,7 +134,7 @@ def deliver(
     recipe: tuple[str, ...],
     excluded: tuple[str, ...],
 ) -> QuantizedFile:
-    """Put a variant and its weights to its path, and inspect its execution."""
+    """Move a variant and its weights to its path, and inspect its execution."""
     examined = {t.name: inspect_execution(context.runtime(t.runtime), source, made, t, excluded) for t in targets}
     sizes = read_model_info(source).size_bytes, read_model_info(made).size_bytes
     if _weights_path(made).exists():
@@ -173,9 +173,9 @@ def search_variant(
     data: Mapping[str, Digest],
     report: Reporter,
 ) -> QuantizedFile:
-    """Search, and write the variant of the wanted role, and to `PATH.search.json` everything that was tried.
+    """Search, write the variant of the requested role, and record all trials in `PATH.search.json`.
 
-    The same search resumes where it was interrupted. `section.variants` holds the one wanted role; the metric is
+    The same search resumes where it was interrupted. `section.variants` holds the one requested role; the metric is
     measured on the rows of `tuning_data`; `data` are the digests of all rows by use.
     """
     check_paths(source, path)
@@ -221,7 +221,7 @@ def search_variant(
                     if result.record.timed_out
                     else "Allow more with `--budget metric_drop=…`, or keep the float model"
                 )
-                + f"; {record_path.name} holds what was tried.",
+                + f"; {record_path.name} contains all trials.",
             )
         ((made, trial),) = result.models.values()
         return deliver(

@@ -221,5 +221,5 @@ def test_what_is_carried_was_checked_and_nothing_else_lies_there(tmp_path: Path,
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
     (tmp_path / "custom_ops").mkdir()
     write_external(tmp_path / "weights.onnx", "custom_ops/cpu.so")
-    with pytest.raises(RefusedError, match="loaded as programs"):
+    with pytest.raises(RefusedError, match="loaded as libraries"):
         copy_libraries(tmp_path / "weights.onnx", {})

@@ -270,7 +270,7 @@ def test_an_endpoint_of_somebody_else_is_left_alone(site: Site) -> None:
     theirs = config_of("theirs")
     assert site.provider.observe(theirs) is None
     assert site.provider.address(theirs) is None
-    with pytest.raises(RefusedError, match="did not make"):
+    with pytest.raises(RefusedError, match="did not create"):
         site.apply(1, theirs, blue=100)
     site.provider.remove(theirs)
     ours: Any = boto3.client("sagemaker", region_name="us-east-1")

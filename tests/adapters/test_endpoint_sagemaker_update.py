@@ -31,7 +31,7 @@ def test_an_update_that_was_taken_back_silently_is_told(site: Site, lag: int) ->
     before = replace(site.state(blue=100), generation=1)
     site.provider.apply(config, before, generation=1)
     site.fake.behave(taken_back="the bake was not good", lag=lag)
-    with pytest.raises(InfrastructureError, match=r"took the update back \(the bake was not good\)"):
+    with pytest.raises(InfrastructureError, match=r"reverted the update \(the bake was not good\)"):
         site.apply(2, config, green=100)
     assert site.observed(config).is_equivalent(before)
     assert site.invoke(config.endpoint) == ("blue", 2.0)
@@ -147,7 +147,7 @@ def test_a_model_that_does_not_start_is_told_and_the_endpoint_made_anew(site: Si
     assert site.provider.observe(config) is None
     site.apply(2, config, blue=100)
     assert site.invoke("broken") == ("blue", 2.0)
-    with pytest.raises(InfrastructureError, match=r"took the update back.*ping health check"):
+    with pytest.raises(InfrastructureError, match=r"reverted the update.*ping health check"):
         site.provider.apply(config, state_of(bad, bad=100), generation=3)
     site.fake.startup(60)
     assert site.invoke("broken") == ("blue", 2.0)

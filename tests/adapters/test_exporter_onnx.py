@@ -195,7 +195,7 @@ def test_what_the_converter_cannot_do_is_told(tmp_path: Path) -> None:
 def test_only_whoever_asks_gets_a_conversion(tmp_path: Path) -> None:
     source = tmp_path / "mine.onnx"
     write_perceptron(source, opset=21)
-    with pytest.raises(UserError, match="newer than asked for") as caught:
+    with pytest.raises(UserError, match="newer than the requested version") as caught:
         converted(source, section(18, 10, convert=False))
     assert "export.options: {convert: true}" in caught.value.remedy
     with pytest.raises(UserError, match="must be true or false"):

@@ -1,4 +1,4 @@
-"""Estimators that were fitted on data frames, one input a column."""
+"""Estimators that were fitted on data frames, one input per column."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_a_package_that_cannot_be_had_is_told_with_the_installer_s_words(
 ) -> None:
     environments = replace(environments, uv=environments.uv if installer == "uv" else None)
     wanted = Environment(requirements=("no-such-package-at-all==1",))
-    with pytest.raises(StageError, match="its environment cannot be made") as failure:
+    with pytest.raises(StageError, match="its environment cannot be created") as failure:
         environments.python(wanted)
     assert "no-such-package-at-all" in failure.value.why
     assert "package index" in failure.value.remedy
@@ -208,7 +208,7 @@ def test_they_are_made_once_whole_and_used_again_without_npm(
 
 
 def test_a_version_that_is_not_there_is_told_with_npm_s_words(packages: NpmPackages) -> None:
-    with pytest.raises(StageError, match="cannot be made") as failure:
+    with pytest.raises(StageError, match="cannot be created") as failure:
         packages.installed(("long@999.0.0",))
     assert "999.0.0" in failure.value.why
     assert not list(packages.folder.glob(f"*/{MARKER}"))

@@ -335,7 +335,7 @@ def test_symmetric_activations_have_their_zero_in_the_middle(convolution: Optimi
 
 def test_types_without_a_kernel_are_refused(convolution: OptimizeRequest) -> None:
     section = replace(STATIC, options={"activations": "int8", "weights": "uint8"})
-    with pytest.raises(UserError, match="no kernel takes them"):
+    with pytest.raises(UserError, match="no kernel accepts them"):
         StaticQuantizer().optimize(replace(convolution, section=section))
     for options in ({"activations": "float8"}, {"smooth_quant": True}):
         with pytest.raises(UserError, match="activations"):

@@ -515,7 +515,7 @@ def test_tampered_bookkeeping_is_refused(
     model = f"tampered-{name.lower()}"
     record = publish(registry, tmp_path, model)
     _overwrite(mlflow_home / "mlartifacts", registry, record, name)
-    with pytest.raises(DigestMismatchError, match=f"{name} is not what was registered"):
+    with pytest.raises(DigestMismatchError, match=f"{name} differs from what was registered"):
         registry.fetch(record, tmp_path)
 
 

@@ -94,7 +94,7 @@ def test_its_fingerprint_names_the_build_and_starts_nothing(runtime: TargetedRun
 
 @pytest.mark.parametrize("requirements", [(), ("onnxruntime",), ("onnxruntime>=1.24",), ("numpy==2.4.6",)])
 def test_a_target_must_say_which_build_it_measures(runtime: TargetedRuntime, requirements: tuple[str, ...]) -> None:
-    with pytest.raises(UserError, match="which build") as caught:
+    with pytest.raises(UserError, match="the build") as caught:
         runtime.fingerprint(replace(APART, env=Environment(requirements=requirements)))
     assert "==" in caught.value.remedy
 

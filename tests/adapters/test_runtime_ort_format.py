@@ -102,13 +102,13 @@ def test_what_cannot_be_made_is_told(file: Path, tmp_path: Path) -> None:
     model.graph.node[0].op_type = "Nonsense"
     foreign = tmp_path / "foreign.onnx"
     onnx.save(model, foreign)
-    with pytest.raises(MeasurementError, match=r"cannot be made an \.ort file") as failure:
+    with pytest.raises(MeasurementError, match=r"cannot be converted to an \.ort file") as failure:
         prepare_model_file(foreign, PHONE)
     assert failure.value.where == "target phone: ort_format"
     assert "Nonsense" in failure.value.why
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(b"\x08\x0a" + bytes(64))
-    with pytest.raises(MeasurementError, match=r"cannot be made an \.ort file"):
+    with pytest.raises(MeasurementError, match=r"cannot be converted to an \.ort file"):
         prepare_model_file(broken, PHONE)
 
 

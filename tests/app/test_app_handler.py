@@ -74,7 +74,7 @@ def deploy(*, auto: bool = False, **section: object) -> Stage:
 def test_a_policy_changes_although_a_promotion_is_refused_but_nothing_new_is_bound(tmp_path: Path) -> None:
     context = FakeWorld().context(root=tmp_path)
     handler, inputs = handler_of(context), {"register": registered(context, KEY)}
-    assert handler.refusal(deploy(auto=True), inputs) == "needs promote@cpu, which did not take place"
+    assert handler.refusal(deploy(auto=True), inputs) == "needs promote@cpu, which did not run"
     assert handler.refusal(deploy(auto=True), {**inputs, "promote@cpu": Manifest(files={})}) == ""
     handler.execute(deploy(), KEY, inputs)
     patient = RolloutPolicy(scale_down_delay=7200.0)

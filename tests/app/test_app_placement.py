@@ -213,7 +213,7 @@ def test_files_of_a_request_stay_in_its_folder(asker: Project, worker: Project, 
         "paths": {},
     }
     digest = store.put_bytes(canonical_json(request))
-    with pytest.raises(RefusedError, match="would lie elsewhere"):
+    with pytest.raises(RefusedError, match="would be outside the folder"):
         answer_request(worker, digest, place="", run="run", observer=SilentObserver())
 
 

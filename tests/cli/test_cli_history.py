@@ -36,4 +36,4 @@ def test_a_bar_for_each_change_of_traffic(capsys: pytest.CaptureFixture[str]) ->
 
 def test_no_traffic_yet(capsys: pytest.CaptureFixture[str]) -> None:
     traffic_chart([])
-    assert capsys.readouterr().out == "No traffic was moved yet.\n"
+    assert capsys.readouterr().out == "No traffic has been moved yet.\n"

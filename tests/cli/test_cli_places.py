@@ -175,7 +175,7 @@ def test_doctor_says_who_works_for_each_pool(pools: Mock, tmp_path: Path, monkey
     assert found["pool boards"].found == (
         "board-7-4711 takes benchmark, search; aarch64, Cortex-A76, 4 cores, 8 GB; "
         "ONNX Runtime 1.31.1 with CPUExecutionProvider; onnx-ops 0.1.0\n"
-        "old runs, and has not described itself"
+        "old runs, but has published no description"
     )
     states = {check: (one.ok, one.absent) for check, one in found.items()}
     assert states == {"pool boards": (True, False), "pool gpu": (False, False), "pool theirs": (True, True)}
@@ -185,7 +185,7 @@ def test_doctor_says_who_works_for_each_pool(pools: Mock, tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("error", "named", "states"),
     [
-        (UserError("none is set", where="PREFECT_API_URL"), True, []),
+        (UserError("none is configured", where="PREFECT_API_URL"), True, []),
         (ServiceUnavailableError("it does not answer"), False, [(True, True)]),
         (ServiceUnavailableError("it does not answer"), True, [(False, False)]),
     ],

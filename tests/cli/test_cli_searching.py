@@ -55,13 +55,13 @@ def test_nothing_within_the_budget_is_told_with_what_was_tried(folder: Path) -> 
     said = run("--method", "auto", "--tuning-data", "tune.npz", "--budget", "size=1B", code=2)
     assert "nothing keeps the budget" in said
     assert [path.name for path in folder.glob("best*")] == ["best.onnx.search.json"]
-    assert "best.onnx.search.json holds what was tried" in said
+    assert "best.onnx.search.json contains all trials" in said
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "needs rows that it decides by"),
+        ([], "needs tuning rows"),
         (["--tuning-data", "none.npz"], "no such file"),
         (["--tuning-data", "bare.npz"], "--label NAME"),
         (["--tuning-data", "tune.npz", "--metric", "accurracy"], "no metric is called"),

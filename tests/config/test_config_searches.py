@@ -72,7 +72,7 @@ def test_preferences_of_single_targets(root: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("tuning_data: {data: tune}, ", "", "needs 'tuning_data', the rows that it decides by"),
+        ("tuning_data: {data: tune}, ", "", "needs 'tuning_data', the rows for its decisions"),
         ("tuning_data: {data: tune}", "tuning_data: {data: tun}", "no data set is called 'tun'; did you mean 'tune'?"),
         (
             "tuning_data: {data: tune}",
@@ -111,7 +111,7 @@ def test_an_endpoint_is_not_for_targets_that_get_an_ort_file(root: Path) -> None
     (root / "configs/targets/phone.yaml").write_text("name: phone\nort_format: {platform: arm}\n")
     deployed = "benchmark: {targets: [phone]}\nregister: {model: m}\ndeploy: {endpoint: e, target: phone}"
     found = problems(root, "benchmark: {targets: [cpu, edge]}", deployed)
-    assert [line for line in found if "'phone' gets an .ort file" in line], found
+    assert [line for line in found if "'phone' runs .ort files" in line], found
 
 
 def test_a_variant_may_not_have_the_name_of_what_a_search_finds(root: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_variant_may_not_have_the_name_of_what_a_search_finds(root: Path) -> N
     ("entry", "said"),
     [
         ("{name: v, method: bf16}", "no optimizer plugin is called 'bf16'"),
-        ("{name: v, method: static, calibrate: {data: train, method: distribution}}", "it destroys a model"),
+        ("{name: v, method: static, calibrate: {data: train, method: distribution}}", "silently destroys a model"),
         (
             "{name: v, method: dynamic, calibrate: {data: train, shards: 2}}",
             "ranges are read in shards",

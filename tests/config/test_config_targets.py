@@ -86,7 +86,7 @@ def test_shared_targets_stand_behind_the_projects_own(project: Path, tmp_path: P
         "fleet/t4.yaml",
         "shipped",
     ]
-    with pytest.raises(UserError, match="the shared targets' folder is not there") as gone:
+    with pytest.raises(UserError, match="the folder of shared targets does not exist") as gone:
         TargetFiles(project, tmp_path / "gone").load("cpu-1t")
     assert "ONNX_OPS_TARGETS" in gone.value.remedy
 

@@ -65,7 +65,7 @@ def test_an_operators_rollback_says_how_to_undo_it() -> None:
 
 
 def test_a_candidate_that_nobody_wants_any_more() -> None:
-    found = only(plan_abort(START.roles, "cpu", why="no longer wanted", reject=False))
+    found = only(plan_abort(START.roles, "cpu", why="no longer requested", reject=False))
     assert (found.what, found.severity) == (NotificationKind.WITHDRAWN, Severity.INFO)
 
 

@@ -102,7 +102,7 @@ def test_a_pull_request_is_judged(checkout: Path, size: str, code: int, verdict:
 def test_a_change_that_touches_nothing_says_so(checkout: Path) -> None:
     (checkout / "notes.txt").write_text("nothing")
     ran, ended = agent(checkout, BUILD_REASON="IndividualCI", BUILD_SOURCEVERSION=commit_all(checkout))
-    assert "no pipeline is touched" in ran[1]
+    assert "no pipeline is affected" in ran[1]
     assert ended[0] == 0
     assert "isOutput=true]none" in ended[1]
 

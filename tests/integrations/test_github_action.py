@@ -258,7 +258,7 @@ def test_without_a_token_the_summary_is_written_and_the_log_says_so(
     output = capsys.readouterr().out
     for what in ("check", "comment"):
         assert f"::warning title=onnx-ops::The {what} could not be written: GITHUB_TOKEN: no token was given" in output
-    assert "no pipeline is touched" in runner.summary()
+    assert "no pipeline is affected" in runner.summary()
 
 
 def test_a_new_branch_has_no_commit_before(runner: Runner) -> None:

@@ -282,7 +282,7 @@ def test_a_source_that_refuses_the_real_rows_is_the_users_to_mend(tmp_path: Path
     path = tmp_path / "model.onnx"
     exported(SklearnExporter(), model, SKLEARN, {"x": x}, path)
     x[3, 2] = np.nan
-    with pytest.raises(UserError, match="refuses the samples"):
+    with pytest.raises(UserError, match="rejects the samples"):
         collect_reference_outputs(SklearnExporter(), model, path, {"x": x})
 
 

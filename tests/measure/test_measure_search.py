@@ -133,7 +133,7 @@ def test_another_file_from_the_same_recipe_is_refused(root: Path) -> None:
             line["trial"]["model"] = f"sha256:{'0' * 64}"
         journal.append(line)
     shutil.rmtree(root / "trials")
-    with pytest.raises(StageError, match="another file"):
+    with pytest.raises(StageError, match="a different file"):
         searched(fragile_ground(root))
 
 

@@ -118,5 +118,5 @@ def test_a_record_that_does_not_fit_is_refused(tmp_path: Path, recorded: str) ->
     model = read_model(source)
     model.metadata_props.add(key=PROPERTY, value=recorded)
     write_model(model, derived)
-    with pytest.raises(MeasurementError, match="does not fit the model"):
+    with pytest.raises(MeasurementError, match="does not match the model"):
         write_balanced_like(source, derived, tmp_path / "copy.onnx")

@@ -226,7 +226,7 @@ def test_count_operators_names_the_version_that_a_definition_is_of() -> None:
         (b"\x89HDF\r\n", "HDF5"),
         (b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
         (b"", "is empty"),
-        (b"\x08\x00 text", "copied whole"),
+        (b"\x08\x00 text", "copied completely"),
     ],
 )
 def test_a_file_that_is_no_onnx_is_refused_by_what_it_is(tmp_path: Path, head: bytes, remedy: str) -> None:

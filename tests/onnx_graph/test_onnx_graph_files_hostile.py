@@ -128,8 +128,8 @@ WRONG_PLACES = {
     "nothing at all": ([external()], "without the name of a file"),
     "overlap": ([external(W, ("length", "8")), external(W, ("offset", "4"), name="b")], "overlaps that of tensor"),
     "within another": ([external(W, size=8), external(W, ("offset", "8"), name="b")], "overlaps that of tensor"),
-    "the model itself": ([external(("location", "model.onnx"))], "in the model file itself"),
-    "the model itself by a detour": ([external(("location", "./model.onnx"))], "in the model file itself"),
+    "the model itself": ([external(("location", "model.onnx"))], "to the model file itself"),
+    "the model itself by a detour": ([external(("location", "./model.onnx"))], "to the model file itself"),
 }
 
 

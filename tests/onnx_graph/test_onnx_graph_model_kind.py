@@ -42,7 +42,7 @@ def test_kind_of_another_opset_and_graph_lists_both(perceptron: Path, tmp_path: 
     model.graph.node[2].domain = "com.microsoft"
     onnx.save(model, other)
     changes = read_candidate_kind(perceptron, other).changes
-    assert changes == ("opset 19, was 18", "graph-optimised (FusedRelu 1; 6 nodes, was 6)")
+    assert changes == ("opset 19, was 18", "graph-optimized (FusedRelu 1; 6 nodes, was 6)")
 
 
 def test_graph_without_weights_is_float16_by_its_inputs(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_a_damaged_file_is_refused_or_read_and_never_a_crash(stored: Path, tmp_p
             damaged[place] = int(draw.integers(0, 256))
         path.write_bytes(damaged)
         remedies.add(remedy_of(path))
-    assert remedies == {"", "Make it again from the .onnx file."}
+    assert remedies == {"", "Recreate it from the .onnx file."}
 
 
 def remedy_of(path: Path) -> str:

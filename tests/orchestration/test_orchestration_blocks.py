@@ -161,7 +161,7 @@ def test_a_pipeline_may_name_the_targets_of_a_block(saved: None, here: Path) -> 
 @pytest.mark.parametrize(
     ("target", "expected"),
     [
-        ({"env": {"requirements": ["evil==1"]}}, "only a project's own files may say: t: env"),
+        ({"env": {"requirements": ["evil==1"]}}, "only files of the project may set: t: env"),
         ({"custom_ops": [{"path": "x.so", "digest": "sha256:" + "0" * 64}]}, "custom_ops"),
         ({"providers": [{"name": "QNNExecutionProvider", "package": "evil"}]}, "package"),
         (
@@ -206,7 +206,7 @@ def test_blocks_that_contradict_each_other_are_refused(saved: None, tmp_path: Pa
     from onnx_ops.orchestration.environment import environment
 
     ModelRegistry(tracking_uri="https://other.example").save("other", overwrite=True)
-    with pytest.raises(UserError, match="say different things of ONNX_OPS_TRACKING_URI"):
+    with pytest.raises(UserError, match="have different values of ONNX_OPS_TRACKING_URI"):
         environment(("onnx-ops-registry/prod", "onnx-ops-registry/other"), tmp_path / "one")
     assert environment(("onnx-ops-registry/prod",) * 2, tmp_path / "two") == dict(registry().environ(tmp_path))
 

@@ -153,7 +153,7 @@ def test_a_server_that_is_down_fails_nothing_and_gets_it_later(prefect_server: N
     context = replace(scene.context, notifiers=lambda: {NAME: PrefectEvents(), "chat": chat})
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
         deliveries = {one.notifier: one for one in send_pending_each(context, ("late",))}
-        assert "takes no events" in deliveries[NAME].error
+        assert "does not accept events" in deliveries[NAME].error
         assert [notice.what for notice in chat.received if notice.what is not NotificationKind.WAITING] == [
             NotificationKind.FINISHED
         ] * 2
@@ -169,7 +169,7 @@ def test_without_a_server_there_is_nothing_to_tell(unset: None) -> None:
     context = Scene().context
     assert with_events(context) is context
     emit_run_events(context, PIPE, summary(UNSERVED, 1, outcomes=DONE))
-    with pytest.raises(UserError, match="none is set"):
+    with pytest.raises(UserError, match="none is configured"):
         PrefectEvents().check()
 
 
@@ -178,5 +178,5 @@ def test_it_is_a_notifier_without_a_place(prefect_server: None) -> None:
     assert notifier.wants_steps
     assert not FakeNotifier().wants_steps
     assert notifier.check().startswith("as events, to Prefect's server at http")
-    with pytest.raises(UserError, match="takes no place"):
+    with pytest.raises(UserError, match="takes no argument"):
         PrefectEvents("ops")

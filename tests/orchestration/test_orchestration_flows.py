@@ -172,7 +172,7 @@ def test_a_commit_runs_the_pipelines_that_it_touches(prefect_server: None, repos
     from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
     untouched = end("model_commit")
-    assert (untouched.name, untouched.message) == ("Completed", "no pipeline is touched by this change")
+    assert (untouched.name, untouched.message) == ("Completed", "no pipeline is affected by this change")
     (repository / "configs" / "targets" / "cpu-1t.yaml").write_text("name: cpu-1t\ndescription: changed\n")
     (repository / "configs" / "pipelines" / "wrong.yaml").write_text("pipeline: wrong\n")
     commit_all(repository)

@@ -197,7 +197,7 @@ def test_each_run_has_its_worker_and_each_wait_its_reason(pool: str, client: Syn
     running = ask_for(client, pool, "train")
     assert seen() == {"train": ("waiting", "", "no worker of the pool is running")}
     start_worker(client, pool, "trainer", StageKind.TRAIN)
-    assert seen()["train"] == ("waiting", "", "the next worker that asks takes it")
+    assert seen()["train"] == ("waiting", "", "the next worker that polls takes it")
     take(client, running, "trainer")
     ask_for(client, pool, "quantize/int8")
     ask_for(client, pool, "train/again")

@@ -164,7 +164,7 @@ def test_killed_at_any_moment(name: str, sweep: Sweep) -> None:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_any_call_may_fail(name: str, sweep: Sweep) -> None:
-    """Each call of each port, or its answer, is lost once. What was asked for, or is owed, is done by what follows."""
+    """Each call of each port, or its answer, is lost once. What was requested, or is owed, is done by what follows."""
     scenario = prepared(name)
     counted = Faults()
     expected = without_clean_ups(play(scenario, counted))

@@ -38,7 +38,10 @@ RECORD = SearchRecord(
     sensitivities=(Sensitivity(recipe="dynamic", node="head<b>", error=0.7),),
     contributions=(NodeContribution(recipe="dynamic", node="head<b>", metric=0.11, time={"cpu": 1.04}, kept=True),),
     pareto_front=(1,),
-    slots=(FrontierSlot(role="fast", trial=1), FrontierSlot(role="small", reason="best-fast is the best for this too")),
+    slots=(
+        FrontierSlot(role="fast", trial=1),
+        FrontierSlot(role="small", reason="best-fast is also the best for this role"),
+    ),
     stopped="every recipe was tried",
     seconds=41.0,
 )

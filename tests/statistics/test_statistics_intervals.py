@@ -124,7 +124,7 @@ class TestClopperPearson:
 
 
 def test_advice_for_few_samples_only() -> None:
-    assert advise_sample_size(499) == "below 500 samples expect inconclusive"
+    assert advise_sample_size(499) == "expect INCONCLUSIVE below 500 samples"
     assert advise_sample_size(500) == ""
 
 

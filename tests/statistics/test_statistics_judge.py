@@ -315,7 +315,7 @@ BIASED = against("champion", 1.15, self_log_ratios=((0.1,), (0.11,)) * 20)
     ("gate", "evidence", "metric", "verdict", "reason"),
     [
         (ParityGate(), replace(FP32, parity=(parity(mismatch="shape (1,)"), parity(9.0))), "outputs", FAIL, "(1,)"),
-        (ParityGate(noise_factor=1000), replace(FP32, parity=(parity(1e30, noise=0.0),)), "outputs", FAIL, "no room"),
+        (ParityGate(noise_factor=1000), replace(FP32, parity=(parity(1e30, noise=0.0),)), "outputs", FAIL, "rounding"),
         (ParityGate(), replace(FP32, parity=(parity(), one_row())), "outputs", PASS, ""),
         (ParityGate(), replace(FP32, parity=(one_row(),)), "outputs", FAIL, "50x"),
         (ParityGate(), replace(INT8, export_parity=(parity(11.0),)), "export", FAIL, "11x"),
@@ -323,7 +323,7 @@ BIASED = against("champion", 1.15, self_log_ratios=((0.1,), (0.11,)) * 20)
         (DROP, replace(INT8, metrics=(counts("champion", b=80, c=5),)), "accuracy vs champion", FAIL,
          "changes by -3.75%…limit -1%, n = 2000 (80 lost, 5 won)"),
         (DROP, replace(INT8, baseline="fp32", metrics=(counts("fp32", n=100),)), "accuracy vs fp32", INCONCLUSIVE,
-         "below 500 samples expect inconclusive"),
+         "expect INCONCLUSIVE below 500 samples"),
         (SLOWER, replace(INT8, baseline="fp32", comparisons=(against("fp32", 1.2),)), "ratio vs fp32", FAIL, "1.2x"),
         (SLOWER, replace(INT8, comparisons=(BIASED,)), "ratio vs champion", INCONCLUSIVE, "biased host"),
         (LatencyGate(p99=0.002), replace(FP32, latency=timed(*[1_000_000] * 100)), "p99", INCONCLUSIVE,

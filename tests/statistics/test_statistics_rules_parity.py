@@ -98,7 +98,7 @@ def test_noise_and_saturation_are_judged_by_the_worst_activation() -> None:
 def test_saturation_warns_before_it_fails(share: float, verdict: Verdict, warned: bool) -> None:
     found = certain(replace(INT8, activations=(replace(ACTIVATION, saturated=share),)), "saturation")
     assert found.verdict is verdict
-    assert ("worth a look" in found.reason) == warned
+    assert ("is suspicious" in found.reason) == warned
 
 
 def test_an_activation_that_is_no_number_is_an_error() -> None:
@@ -121,7 +121,7 @@ def test_coverage_is_told_and_never_binds(golden: Golden) -> None:
     assert certain(replace(INT8, coverage=meant), "int8 coverage").verdict is Verdict.PASS
     unheeded = certain(replace(INT8, coverage=replace(meant, unheeded=("b",))), "int8 coverage")
     assert unheeded.verdict is Verdict.FAIL
-    assert "excluded, and run in int8" in unheeded.reason
+    assert "excluded, but run in int8" in unheeded.reason
     assert line(replace(INT8, coverage=Int8Coverage()), "int8 coverage") is None
 
 

@@ -180,7 +180,7 @@ def test_a_search_that_ran_out_of_time_says_so_and_blames_nothing_else() -> None
     assert stop.timed_out
     assert "second" in stop.reason
     (slot,) = assign_roles(known, "best", ("fast",), unfinished=stop.reason)
-    assert "not everything was tried" in slot.reason
+    assert "not all recipes were tried" in slot.reason
     assert not StopSearch(reason="every recipe was tried").timed_out
 
 

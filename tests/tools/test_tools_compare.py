@@ -187,7 +187,7 @@ TROUBLE = {
     "node/test_stft": ("MeasurementError", signal.SIGFPE.name),
     "node/test_constantofshape_int_zeros": ("UserError", "has another shape for other rows"),
     "node/test_nonzero_example": ("UserError", "has another shape for other rows"),
-    "node/test_if_opt": ("inconclusive", "both models answer with nothing"),
+    "node/test_if_opt": ("inconclusive", "both models have empty answers"),
 }
 
 

@@ -144,11 +144,11 @@ class TestProbing:
 
 
 class TestCompare:
-    def test_a_model_is_itself_whatever_the_optimisations(self, model: Path) -> None:
+    def test_a_model_is_itself_whatever_the_optimizations(self, model: Path) -> None:
         found = compared(model, model)
         assert found.verdict is Verdict.PASS
         assert {d.group for d in found.differences} == {"real", "range", *(f"batches:{n}" for n in BATCH_SIZES)}
-        assert "same answers on 8 groups" in found.reason or "within tolerance on 8 groups" in found.reason
+        assert "identical answers on 8 groups" in found.reason or "within tolerance on 8 groups" in found.reason
         assert not found.notes
 
     @pytest.mark.parametrize(
@@ -201,9 +201,9 @@ class TestCompare:
         picky = write_graph(tmp_path / "picky.onnx", RELU.replace("y = Relu(x)", pairs), shape=[-1, 4])
         found = compared(b, picky)
         assert found.verdict is Verdict.FAIL
-        assert "B refuses these inputs" in found.reason
+        assert "B rejects these inputs" in found.reason
         assert {d.group for d in found.differences if d.verdict is Verdict.FAIL} >= {"batches:1", "batches:3"}
-        assert any("A refuses them" in note for note in compared(picky, b).notes)
+        assert any("A rejects them" in note for note in compared(picky, b).notes)
 
     def test_every_row_of_a_table_is_asked_for_and_numbers_of_every_size(self, tmp_path: Path) -> None:
         table = np.random.default_rng(0).standard_normal((400, 3)).astype(np.float32)
@@ -335,7 +335,7 @@ class TestBench:
 
     def test_a_silent_fallback_is_an_error(self, model: Path) -> None:
         runtime = Scripted({model: 1.0}, used=("OtherProvider",))
-        with pytest.raises(MeasurementError, match="CPUExecutionProvider was asked for, OtherProvider ran"):
+        with pytest.raises(MeasurementError, match="CPUExecutionProvider was requested, OtherProvider ran"):
             raced(runtime, model, model)
 
     def test_a_model_too_new_for_the_target_is_refused(self, model: Path) -> None:

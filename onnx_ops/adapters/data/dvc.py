@@ -1,7 +1,8 @@
 """Read a `.npz`, `.csv` or `.parquet` file that DVC tracks, by path and revision.
 
-DVC itself, in an isolated environment, finds the pointer of a commit and fetches objects that no cache here has. Every
-byte is checked here against the MD5 of the pointer: DVC accepts a changed file of its cache or its remote.
+DVC itself, in an isolated environment, finds the pointer of a commit and fetches objects that are in no cache on this
+machine. Every byte is checked here against the MD5 of the pointer: DVC accepts a changed file of its cache or its
+remote.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _SCP_LIKE = re.compile(r"[^/\\:]+@[^/\\:]+:.*|[A-Za-z][A-Za-z0-9+.-]+::.*")
 _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")
 """Set inside hooks; they would select another repository."""
 
-_RESTORE = "Restore it with `git checkout`, or make it again with `dvc add`, and commit."
+_RESTORE = "Restore it with `git checkout`, or recreate it with `dvc add`, and commit."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,7 @@ class DvcSettings:
     rev: str = ""
     repo: str = "."
     remote: str = ""
-    md5: Annotated[str, Pattern(r"([0-9a-f]{32}(\.dir)?)?", "an MD5, as the .dvc file has it")] = ""
+    md5: Annotated[str, Pattern(r"([0-9a-f]{32}(\.dir)?)?", "an MD5, as in the .dvc file")] = ""
     requirements: tuple[str, ...] = ()
 
     @property
@@ -208,7 +209,7 @@ class DvcSource(DataSource):
                 f"the DVC pointer of {settings.path} is not the one that the pipeline pins",
                 where=f"{pointer.file} at {commit[:12]}",
                 why=f"it says {pointer.md5}, the pipeline file {settings.md5}",
-                remedy="If the data was meant to change, write its MD5 into the pipeline file.",
+                remedy="If the data changed intentionally, write its MD5 into the pipeline file.",
             )
         return tracked
 
@@ -232,7 +233,7 @@ class DvcSource(DataSource):
             raise RefusedError(
                 f"the DVC pointer has no MD5 for {pointer.out}",
                 where=pointer.file,
-                why="its remote keeps versions of the cloud, or DVC does not keep the file",
+                why="its remote uses cloud versioning, or DVC does not store the file",
                 remedy="Only what DVC stores by content can be checked: `dvc add` it, with a remote that is neither "
                 "`version_aware` nor `worktree`.",
             )
@@ -286,7 +287,7 @@ class DvcSource(DataSource):
                 where=pointer.file,
                 why=f"neither the cache nor the remote has {md5}: {answer['place']}",
                 remedy="`dvc push` it from where it was added. What was imported is not pushed: name its own "
-                "repository as `repo`. If no copy is left, the pointer may have been changed by hand.",
+                "repository as `repo`. If no copy is left, the pointer may have been edited manually.",
             )
         remedy = "Delete that object, then `dvc push` from a checkout whose cache is right"
         _check_object(copy, pointer, "object in the DVC remote", answer["place"], remedy)
@@ -342,10 +343,10 @@ def _read_settings(section: DataSection) -> DvcSettings:
         )
     if "://" in settings.repo and urlsplit(settings.repo).password is not None:
         raise RefusedError(
-            "a password does not belong into a pipeline file",
+            "a pipeline file must not contain a password",
             where="data.with.repo",
-            why="the URL holds one, and the file and the lineage are kept",
-            remedy="Take it out of the URL; git asks its credential helper, or use an SSH key.",
+            why="the URL contains one, and the file and the lineage are stored",
+            remedy="Remove it from the URL; use git's credential helper or an SSH key.",
         )
     return settings
 
@@ -385,7 +386,7 @@ def _check_object(copy: Path, pointer: DvcPointer, what: str, place: str, remedy
             f"the {what} is not what its pointer names",
             where=place,
             why=f"its MD5 is {digest}; {pointer.file} leads to {wanted}",
-            remedy=f"It was damaged or changed; DVC itself does not check. {remedy}.",
+            remedy=f"It was damaged or changed; DVC does not detect this. {remedy}.",
         )
 
 
@@ -400,7 +401,7 @@ def _copy_cached(source: Path, copy: Path) -> bool:
             "the DVC cache file cannot be read",
             where=str(source),
             why=error.strerror or str(error),
-            remedy="Check who may read it; `dvc cache dir` shows where the cache is.",
+            remedy="Check its permissions; `dvc cache dir` shows where the cache is.",
         ) from error
     return True
 
@@ -436,7 +437,7 @@ def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
             raise NotFoundError("no such folder", where=str(folder), remedy=remedy) from error
         raise InfrastructureError("git is not installed", where=str(folder)) from error
     except (NotADirectoryError, ValueError) as error:
-        raise UserError("git cannot be asked here", where=str(folder), why=str(error)) from error
+        raise UserError("git cannot be run here", where=str(folder), why=str(error)) from error
 
 
 def _text(done: subprocess.CompletedProcess[bytes]) -> str:

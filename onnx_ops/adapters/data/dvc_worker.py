@@ -1,6 +1,6 @@
 """Ask DVC inside its isolated environment: where a file is tracked, and for the bytes of its objects.
 
-The objects are copied as they are. Their digests are checked outside, since DVC trusts its cache and its remotes.
+The objects are copied unchanged. The calling process checks their digests, since DVC trusts its cache and its remotes.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _open_repository(repo: str, rev: str) -> Iterator[Any]:
         raise RefusedError(
             f"several DVC pointers claim {error.output}",
             where=" and ".join(sorted(stage.path_in_repo for stage in error.stages)),
-            why="DVC never writes that: one of them was written by hand",
+            why="DVC never writes such pointers: one of them was written manually",
             remedy="Remove the one that is wrong, and commit.",
         ) from error
     except DvcException as error:
@@ -126,7 +126,7 @@ def _open_repository(repo: str, rev: str) -> Iterator[Any]:
             "DVC cannot read its pointers",
             where=repo if not rev else f"{repo} at {rev[:12]}",
             why=str(error),
-            remedy="Restore the file with `git checkout`, or make it again with `dvc add`, and commit.",
+            remedy="Restore the file with `git checkout`, or recreate it with `dvc add`, and commit.",
         ) from error
 
 

@@ -63,7 +63,7 @@ def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | Non
         remedy = "Fetch the file: git lfs pull"
         raise UserError("the file is a pointer of Git LFS, not the data", where=where, remedy=remedy)
     if not head:
-        raise UserError("the file is empty", where=where, remedy="Write the data again, or fetch the file again.")
+        raise UserError("the file is empty", where=where, remedy="Recreate the file, or fetch it again.")
     if suffix in SUFFIXES:
         return read_table(path, suffix, where=where, most_bytes=most_bytes)
     import numpy as np
@@ -160,8 +160,8 @@ _MOST_COLUMNS = 4096
 def read_table(path: Path, suffix: str, *, where: str, most_bytes: int | None = None) -> Mapping[str, Array]:
     """Read the columns of a table by name; `most_bytes` limits the rows.
 
-    Whole numbers are int64, fractions float32, truth values bool, everything else text; categories are text. A missing
-    value is NaN, which makes a column of numbers or truth values float32; in a column of text it is the empty text.
+    Whole numbers are int64, fractions float32, booleans bool, everything else text; categories are text. A missing
+    value is NaN, which makes a column of numbers or booleans float32; in a column of text it is the empty text.
     """
     require("pyarrow", where=where)
     arrow = importlib.import_module("pyarrow")
@@ -191,7 +191,7 @@ def _read_csv(arrow: Any, path: Path, most_bytes: int | None) -> Any:
     size = path.stat().st_size
     # pyarrow learns the types of the columns from one block, which is the whole file here.
     if size >= 1 << 31:
-        raise ValueError(f"it has {size / 1e9:.3g} GB; a CSV file may have 2, so write it as Parquet")
+        raise ValueError(f"it has {size / 1e9:.3g} GB; a CSV file may have 2 GB; write it as Parquet")
     with path.open("rb") as stream:
         names = stream.readline(1 << 20).decode("utf-8-sig", "replace").count(",")
     if names >= _MOST_COLUMNS:
@@ -259,5 +259,5 @@ def _array(arrow: Any, column: Any, where: str) -> Array:
         return np.asarray(column.to_numpy(), dtype=np.bool_)[:, None]
     if kinds.is_integer(kind):
         return np.asarray(column.cast(arrow.int64()).to_numpy(), dtype=np.int64)[:, None]
-    remedy = "Columns hold numbers, truth values, texts, categories or dates; leave this one out of the file."
+    remedy = "Columns hold numbers, booleans, texts, categories or dates; leave this one out of the file."
     raise UserError(f"the column is of type {kind}", where=where, remedy=remedy)

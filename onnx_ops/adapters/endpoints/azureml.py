@@ -82,7 +82,7 @@ class AzureEndpoints(CloudEndpoints):
         return diagnose(tuple(endpoints.values()))
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return the error of missing credentials, without asking Azure."""
+        """Return the error of missing credentials, without a request."""
         return find_missing_credentials(where=config.endpoint)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
@@ -99,7 +99,7 @@ class AzureEndpoints(CloudEndpoints):
         endpoint.apply(plan_traffic(state, generation=generation, name=name, where=config.endpoint))
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Change the traffic once if the deployment runs; otherwise do as `apply`."""
+        """Change the traffic once if the deployment runs; otherwise call `apply`."""
         try:
             observed, names = self._observe(config)
         except ServiceUnavailableError:
@@ -140,12 +140,12 @@ class AzureEndpoints(CloudEndpoints):
         served = {build_azure_name(record) for record in map(read_record, owned.values()) if record is not None}
         for name, manifest in endpoint.models.stored().items():
             if manifest not in needed and name not in served:
-                why = "no deployment serves it" if manifest else "its upload was cut off"
+                why = "no deployment serves it" if manifest else "its upload was interrupted"
                 orphans.append(OrphanedResource(kind="model", name=name, why=why, paid=True))
         return tuple(orphans)
 
     def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
-        """Delete an orphan; raise ConflictError for a deployment that has traffic by now."""
+        """Delete an orphan; raise ConflictError if a deployment has traffic again."""
         endpoint = self._connect(config)
         (endpoint.deployments if orphan.kind == "deployment" else endpoint.models).delete(orphan.name)
 

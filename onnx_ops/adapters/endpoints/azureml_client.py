@@ -59,9 +59,9 @@ class UnansweredWriteError(ServiceUnavailableError):
 class RetryPolicy:
     """How long to wait for Azure, in seconds.
 
-    `operation_s` for an operation (a new deployment takes 5 to 20 minutes), `answer_s` for a service that fails,
-    `lag_s` until a read shows what was written, between reads from `pause_s` on and up to `longest_s`. A resource
-    counts as missing after `confirmations` reads.
+    `operation_s` limits an operation (a new deployment takes 5 to 20 minutes), `answer_s` the retries of a failing
+    service, and `lag_s` the time until a read shows what was written. Pauses between reads grow from `pause_s` to
+    `longest_s`. A resource counts as missing after `confirmations` reads.
     """
 
     operation_s: float = 2700.0
@@ -205,9 +205,9 @@ def make_unanswered_error(where: str, why: str = "") -> ServiceUnavailableError:
 
 
 def make_timeout_error(where: str) -> ServiceUnavailableError:
-    """Return the error of a change that does not end."""
+    """Return the error of a change that did not finish in time."""
     what = "Azure did not finish changing it in time"
-    return ServiceUnavailableError(what, where=where, remedy="Look at it in the portal.")
+    return ServiceUnavailableError(what, where=where, remedy="See its state in the portal.")
 
 
 def _explain(error: BaseException, where: str, instances: int) -> OnnxOpsError:
@@ -215,9 +215,7 @@ def _explain(error: BaseException, where: str, instances: int) -> OnnxOpsError:
 
     status, why = getattr(error, "status_code", None), summarize_error(error)
     if isinstance(error, ClientAuthenticationError) and status is None and _NO_CONNECTION.search(str(error)):
-        return ServiceUnavailableError(
-            "the issuer of tokens does not answer", where=where, why=why, remedy="Try again."
-        )
+        return ServiceUnavailableError("the token service does not answer", where=where, why=why, remedy="Try again.")
     if isinstance(error, ClientAuthenticationError) or status == 401:
         return RefusedError("Azure does not accept the credentials", where=where, why=why, remedy=LOGIN_REMEDY)
     if status == 403:

@@ -182,9 +182,10 @@ class Autoscaling:
             yield f"instances of {resource.name}: {resource.instance_count}, not {self._settings.instances}"
 
     def apply(self, resource: ManagedOnlineDeployment) -> bool:
-        """Apply the settings to a deployment; return whether nothing was to change.
+        """Apply the settings to a deployment; return True if nothing had to change.
 
-        An autoscale setting always has its tag, so that deployments without the tag need no request for one.
+        A deployment with an autoscale setting always has the tag. For one without the tag, no request to Azure Monitor
+        is needed.
         """
         if (resource.tags or {}).get(SCALING, NOT_SCALED) == self.tag and not self._is_miscounted(resource):
             if self._settings.scaled and self._monitor_drift(resource.name) is not None:
@@ -268,7 +269,7 @@ class Autoscaling:
                     return None
                 if error.why.startswith("HTTP 409"):
                     raise BusyError("Azure is changing it", where=self._client.owner, why=error.why) from error
-                what = "Azure does not permit us to scale a deployment"
+                what = "Azure does not permit scaling a deployment"
                 raise RefusedError(what, where=self._client.owner, why=error.why, remedy=_MONITOR_REMEDY) from error
 
         return self._client.retry(self._client.owner, send)

@@ -1,7 +1,7 @@
-"""Models where Azure's containers read them: datastore, workspace, registry, which workspaces of all regions read.
+"""Models in the datastore, the workspace, or a registry that workspaces in all regions can read.
 
-A folder is named by its content and holds `model/` and, written last, `deployment.json`: without that the upload was
-cut off, and is made again.
+A folder is named by its content and holds `model/` and, written last, `deployment.json`. Without that file the upload
+was interrupted and is repeated.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AzureModels:
         return f"{self._client.workspace.path}/models/{self._ensure_asset(name, deployment)}/versions/{_VERSION}"
 
     def stored(self) -> dict[str, str]:
-        """Return manifest digests of the datastore's folders by name; empty if cut off."""
+        """Return the manifest digest of each folder in the datastore; empty for an incomplete upload."""
         from azure.core.exceptions import ResourceNotFoundError
 
         def list_folders() -> dict[str, str]:
@@ -65,7 +65,7 @@ class AzureModels:
     def delete(self, name: str) -> None:
         """Delete a folder; no error if it does not exist.
 
-        The asset stays: Azure keeps assets for ever, and it is valid again once the same files are uploaded.
+        The asset stays: Azure keeps assets forever, and it is valid again once the same files are uploaded.
         """
         from azure.core.exceptions import ResourceNotFoundError
 
@@ -136,7 +136,7 @@ class AzureModels:
                     f"another model is called {model}",
                     where=where,
                     why=f"its manifest is {manifest}",
-                    remedy="It was made by hand: choose another registry, or archive that model.",
+                    remedy="It was created manually: choose another registry, or archive that model.",
                 )
             return path
         asset = self._ensure_asset(name, deployment)
@@ -151,7 +151,7 @@ class AzureModels:
         for _ in client.policy.attempts(client.policy.lag_s):
             if read() is not None:
                 return path
-        raise ServiceUnavailableError("the model was copied and does not appear", where=where, remedy="Try again.")
+        raise ServiceUnavailableError("the model was copied but does not appear", where=where, remedy="Try again.")
 
     def _upload(self, blob: str, path: Path) -> None:
         with path.open("rb") as stream:

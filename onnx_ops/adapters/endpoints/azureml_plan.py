@@ -1,6 +1,7 @@
 """A state in Azure's terms: names, tags and traffic of an endpoint.
 
-Tags record the applied state and what deployments serve. They are sent with the traffic, so neither is newer.
+Tags record the applied state and what deployments serve. They are sent together with the traffic, so the two always
+match.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _SLUG_CHARACTERS = 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficPlan:
-    """Deployments and percentages of traffic by names in Azure, and tags."""
+    """Deployments and traffic percentages by name in Azure, and the endpoint's tags."""
 
     generation: int
     deployments: Mapping[str, Deployment]
@@ -63,7 +64,7 @@ def plan_traffic(
 
 
 def build_azure_name(deployment: Deployment, immutable: Mapping[str, Json] | None = None) -> str:
-    """Return a name of at most 32 characters that follows from the content.
+    """Return a name of at most 32 characters that is derived from the content.
 
     Args:
         deployment: what it serves. A model is named by that alone.

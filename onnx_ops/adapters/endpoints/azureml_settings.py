@@ -63,7 +63,7 @@ class AzureSettings(ContainerOptions):
 
     @property
     def concurrency(self) -> int:
-        """Requests that an instance gets at a time."""
+        """Maximum number of concurrent requests to an instance."""
         return self.max_concurrent_requests_per_instance or self.queue
 
     @property

@@ -1,4 +1,4 @@
-"""Changes of an endpoint in Azure, which survive a kill between any requests and keep traffic at 100 %.
+"""Changes of an endpoint in Azure that survive a kill between any two requests and keep traffic at 100 %.
 
 Deployments come first, then tags and traffic in one request, and deletions last. There is no ETag: every write follows
 a read that shows no later generation, under a lock of this machine, and is read back.
@@ -83,7 +83,11 @@ class AzureEndpoint:
         self._owner = client.owner
 
     def read(self) -> ManagedOnlineEndpoint | None:
-        """Return the endpoint, no older than what this machine sent; raise RefusedError if it is not ours."""
+        """Return the endpoint, once a read shows this machine's last write; None if it does not exist.
+
+        Raises:
+            RefusedError: onnx-ops did not create the endpoint.
+        """
         policy, sent = self.client.policy, self._sent.value
         endpoint = None
         for count in policy.attempts(policy.pause_s * policy.confirmations if sent is None else policy.lag_s):
@@ -111,7 +115,7 @@ class AzureEndpoint:
         )
 
     def apply(self, plan: TrafficPlan) -> None:
-        """Make deployments, route traffic, and delete unneeded deployments."""
+        """Create deployments, route traffic, and delete unneeded deployments."""
 
         def step() -> dict[str, ManagedOnlineDeployment] | None:
             self._ensure_exists(plan)

@@ -42,7 +42,7 @@ class CloudEndpoints(EndpointProvider):
 
 
 def verify_files(deployment: Deployment) -> dict[str, Path]:
-    """Return the model files of a deployment by their relative POSIX names, sorted."""
+    """Verify the model files of a deployment; return them by relative POSIX name, sorted."""
     folder = Path(deployment.location)
     manifest = digest_folder(folder) if deployment.location else Manifest(files={})
     if not manifest.files:
@@ -82,7 +82,7 @@ def run_check(check: str, find: Callable[[], Finding], *, cloud: str) -> Diagnos
 
     A check without the permission to read is no fault.
     """
-    proxy = f"Look at what stands between this machine and {cloud}: a proxy, or a login page."
+    proxy = f"Check what is between this machine and {cloud}: a proxy, or a login page."
     try:
         ok, found, remedy = find()
     except RefusedError as error:

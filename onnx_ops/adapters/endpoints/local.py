@@ -190,9 +190,9 @@ class LocalEndpoints(EndpointProvider):
             raise error_from_bytes(answer)
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Publish the rollback; restart a server that does not answer, with it alone.
+        """Publish the rollback; restart a server that does not answer, with only this state.
 
-        Its workers answer until the new ones are ready.
+        The old workers answer until the new ones are ready.
         """
         server = self._server(config)
         state = replace(state, generation=generation)
@@ -411,7 +411,7 @@ class LocalServer:
             self._signal_workers(number, _STOP_S)
 
     def wait_until_stopped(self, timeout_s: float) -> bool:
-        """Return whether no server runs, or it stops within the time."""
+        """Return whether the server is stopped, or stops within the time limit."""
         return wait_until(lambda: self._pid() is None, timeout_s)
 
     def request(

@@ -1,7 +1,7 @@
 """Endpoints on Amazon SageMaker, through boto3.
 
 Strategy `ab`: a variant for each deployment, and a rollback changes weights. Strategy `guarded`: one variant, which
-SageMaker replaces under CloudWatch's alarms, and a rollback is an update to the config before.
+SageMaker replaces while CloudWatch alarms guard it; a rollback is an update to the previous config.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class SageMakerEndpoints(CloudEndpoints):
             fence.record_reached(layout.config_name)
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Change weights once if the deployment runs as a variant; else do as `apply`."""
+        """Change weights once if the deployment runs as a variant; otherwise call `apply`."""
         client = self._connect(config)
         fence, state = GenerationFence(client), replace(state, generation=generation)
         claimed = fence.latest()
@@ -185,7 +185,7 @@ class SageMakerEndpoints(CloudEndpoints):
         return tuple(EndpointResources(self._connect(config)).orphans(needed))
 
     def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
-        """Delete an orphan; raises ConflictError if the endpoint uses it by now."""
+        """Delete an orphan; raises ConflictError if the endpoint uses it again."""
         EndpointResources(self._connect(config)).delete_orphan(orphan)
 
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Diagnosis]:

@@ -1,7 +1,8 @@
 """Requests to AWS for one SageMaker endpoint, and the fence of its generation.
 
-SageMaker has no conditional update, and its reads are behind; S3 has, and its are not. So a generation is claimed there
-by an object with the whole state before anything is changed, and the claims are read again before every change.
+SageMaker has no conditional update, and its reads can be stale. S3 has conditional writes and consistent reads. So a
+generation is claimed in S3 by an object with the whole state before anything is changed, and the claims are read again
+before every change.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class SageMakerClient:
         return tags.get(ENDPOINT_TAG)
 
     def converge(self, step: Callable[[], T | None], what: str) -> T:
-        """Repeat a step until it returns something; `what` names what is missing when the time is over."""
+        """Repeat a step until it returns something; `what` names the missing result in the time-out error."""
 
         def timeout() -> ServiceUnavailableError:
             remedy = "The change continues at AWS; run the command again, or raise `timeout`."
@@ -120,7 +121,7 @@ class GenerationFence:
         self._updates = f"{client.folder}/guard/updates/"
 
     def latest(self) -> EndpointState | None:
-        """Return the state that the highest generation claimed."""
+        """Return the state that the highest claimed generation contains."""
         keys = self._client.keys(self._claims)
         if not keys:
             return None
@@ -140,7 +141,7 @@ class GenerationFence:
             raise self._conflict(state.generation)
 
     def check(self, generation: int) -> None:
-        """Raise ConflictError if a later generation is claimed; the next `observe` sees what slips through."""
+        """Raise ConflictError if a later generation is claimed; `observe` detects a later race."""
         keys = self._client.keys(self._claims)
         if keys and keys[-1] > self._key(generation):
             raise self._conflict(generation)
@@ -164,7 +165,7 @@ class GenerationFence:
         self._create(f"{self._updates}{config_name}", json.dumps(alarms).encode())
 
     def alarms_before(self, config_name: str) -> Mapping[str, str] | None:
-        """Return the alarms' states before an update; None if none is under way."""
+        """Return the alarms' states before an update; None if no update is in progress."""
         body = self._read(f"{self._updates}{config_name}")
         return None if body is None else dict(json.loads(body))
 

@@ -149,7 +149,7 @@ def _check_pull(iam: Any, role: str, image: str) -> Finding:
 def _check_alarms(cloudwatch: Any, names: tuple[str, ...]) -> Finding:
     states = {name: alarm["StateValue"] for name, alarm in describe_alarms(cloudwatch, names).items()}
     found = ", ".join(f"{name}: {states.get(name, 'does not exist')}" for name in names)
-    return set(names) <= set(states), found, "Make them in CloudWatch, or correct `alarms`."
+    return set(names) <= set(states), found, "Create them in CloudWatch, or correct `alarms`."
 
 
 def _check_quota(quotas: Any, settings: SageMakerSettings) -> Finding:

@@ -64,7 +64,7 @@ def encode_variables(deployment: Deployment) -> dict[str, str]:
 
 
 def read_deployment(model: Mapping[str, Any]) -> Deployment | None:
-    """Return the deployment in a model's description; None if it is none of ours."""
+    """Return the deployment in a model's description; None if onnx-ops did not create it."""
     environment = model.get("PrimaryContainer", {}).get("Environment", {})
     try:
         return codec.loads(join_text(f"{DOCUMENT}_", environment).encode(), Deployment)
@@ -150,7 +150,9 @@ def _model_request(
     endpoint: str, deployment: Deployment, settings: SageMakerSettings, trusted_keys: str
 ) -> dict[str, Any]:
     if len(trusted_keys) > _VALUE_CHARACTERS:
-        raise UserError("there are more trusted keys than a container's environment takes", remedy="Retire old ones.")
+        raise UserError(
+            "there are more trusted keys than fit into the environment of a container", remedy="Retire old ones."
+        )
     options = format_option_variables(settings)
     if trusted_keys:
         options[TRUSTED_KEYS_VARIABLE] = trusted_keys
@@ -222,7 +224,7 @@ def read_state(
 
 
 def has_weights(description: Mapping[str, Any], desired: Mapping[str, float]) -> bool:
-    """Return whether traffic is split like that, and is not being changed."""
+    """Return whether traffic has these weights, and is not being changed."""
     desired_total = sum(desired.values())
     for key in ("CurrentWeight", "DesiredWeight"):
         weights = {v["VariantName"]: float(v.get(key, 0.0)) for v in description.get("ProductionVariants", ())}

@@ -1,6 +1,6 @@
 """Archives, models and endpoint configs of an endpoint, named by their content, and their deletion on request.
 
-The same version makes the same bytes under the same key; an archive is sent with its digest and never overwritten.
+The same version gives the same bytes under the same key. An archive is sent with its digest and never overwritten.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class EndpointResources:
         """Delete an orphan; no error if it is gone.
 
         Raises:
-            ConflictError: the live endpoint uses it by now. SageMaker itself would delete it nevertheless.
+            ConflictError: the live endpoint uses it again. SageMaker itself would delete it nevertheless.
         """
         kind, name = orphan.kind, orphan.name
         configs = self._live_configs()
@@ -179,7 +179,7 @@ class EndpointResources:
             raise InfrastructureError(
                 f"another {noun.replace('_', ' ')} has the name {name}",
                 where=self._client.endpoint,
-                remedy="It was made by hand; delete it.",
+                remedy="It was created manually; delete it.",
             )
 
     def _live_configs(self) -> set[str]:

@@ -68,12 +68,12 @@ class SageMakerSettings(AwsAccess, ContainerOptions):
 
     @property
     def memory_mib(self) -> int:
-        """Memory of a serverless endpoint in MiB, in which the service counts; 0 if it has instances."""
+        """Memory of a serverless endpoint in MiB, the unit of the SageMaker API; 0 if it has instances."""
         return (self.memory or 0) // _MIB
 
     @property
     def volume_gb(self) -> int:
-        """Storage in GB, in which the service counts; 0 for its default."""
+        """Storage in GB, the unit of the SageMaker API; 0 for its default."""
         return (self.volume or 0) // _GB
 
     @property

@@ -1,4 +1,4 @@
-"""Updates of an endpoint: observe, make the change that is due, observe again.
+"""Updates of an endpoint: observe, apply the change that is due, observe again.
 
 SageMaker's waiter reports success for an update that was rolled back; this one requires the desired config and
 weights, and reads why they were not reached.
@@ -25,13 +25,13 @@ _STALE_READS = 12
 """Reads that may show an endpoint as it was before an accepted request."""
 _CONFIRMATIONS = 3
 """Reads in a row that must show a failure, as a single one may be stale."""
-_TAKEN_BACK = "All traffic is where it was. See the alarms and the log of the version that failed."
+_TAKEN_BACK = "The traffic is unchanged. See the alarms and the log of the version that failed."
 
 
 class EndpointUpdate:
     """One `apply` of one endpoint, and its progress.
 
-    No alarm guards a rollback: that would only keep traffic where it must not stay.
+    No alarm guards a rollback: an alarm would return the traffic to the version that must not serve.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class EndpointUpdate:
             return
         if not self._client.is_ours(description):
             raise RefusedError(
-                "an endpoint of that name exists that onnx-ops did not make",
+                "an endpoint of that name exists that onnx-ops did not create",
                 where=self._client.endpoint,
                 remedy="Choose another name in the pipeline file, or delete that endpoint yourself.",
             )
@@ -186,7 +186,7 @@ class EndpointUpdate:
         changed = [name for name, state in before.items() if now.get(name, state) != state]
         if changed:
             raise AlarmRollbackError(
-                f"SageMaker took the update back: alarm {', '.join(changed)} fired",
+                f"SageMaker reverted the update: alarm {', '.join(changed)} fired",
                 where=self._client.endpoint,
                 why=_failure_reason(description or {}),
                 remedy=_TAKEN_BACK,
@@ -202,7 +202,7 @@ class EndpointUpdate:
             raise NotFoundError(
                 f"no alarm is called {', '.join(missing)}",
                 where=self._client.endpoint,
-                remedy="Make it in CloudWatch (infra does), or remove it from `alarms`.",
+                remedy="Create it in CloudWatch, as `infra/aws` does, or remove it from `alarms`.",
             )
         states = {}
         for name in self._alarms:
@@ -223,7 +223,7 @@ class EndpointUpdate:
             endpoint, why = self._client.endpoint, _failure_reason(description)
             if is_stuck:
                 raise InfrastructureError(
-                    "SageMaker could neither finish the update nor take it back; old and new instances both answer",
+                    "SageMaker could neither finish nor revert the update; old and new instances both answer",
                     where=endpoint,
                     why=why,
                     remedy=f"Free the capacity that the reason names, then run `onnx-ops rollback {endpoint}`, "
@@ -231,7 +231,7 @@ class EndpointUpdate:
                 )
             if self._alarms:
                 self._fence.end_update(layout.config_name)
-            raise InfrastructureError("SageMaker took the update back", where=endpoint, why=why, remedy=_TAKEN_BACK)
+            raise InfrastructureError("SageMaker reverted the update", where=endpoint, why=why, remedy=_TAKEN_BACK)
         if self._was_ignored():
             self._requested = ""
         return not self._requested

@@ -31,7 +31,7 @@ class _BoostedExporter(SklearnExporter):
     def export(self, model: object, request: ExportRequest) -> None:
         if type(model).__name__ == "Booster" or type(model).__module__.startswith(f"{self._package}.basic"):
             raise UserError(
-                f"{self._package}'s Booster does not say which answers it gives",
+                f"{self._package}'s Booster does not contain the type of its answers",
                 where="export",
                 remedy=f"`train.run` must return {self._native}, or a pipeline that ends in one.",
             )

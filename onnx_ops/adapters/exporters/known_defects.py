@@ -34,11 +34,11 @@ def _xgboost(part: Any) -> Iterator[ConversionDefect]:
     if settings.get("num_parallel_tree") not in (None, 1):
         yield (
             "a forest of XGBoost",
-            "onnxmltools counts trees that stand side by side as rounds of boosting",
+            "onnxmltools counts parallel trees as rounds of boosting",
             "Boost single trees (`num_parallel_tree: 1`), or use a forest of scikit-learn or LightGBM.",
         )
     if (booster := settings.get("booster")) in ("dart", "gblinear"):
-        yield f"{name} with booster {booster}", "onnxmltools reads plain trees only", "Use booster gbtree."
+        yield f"{name} with booster {booster}", "onnxmltools reads only plain trees", "Use booster gbtree."
     others = {
         "survival:cox": "Train with another objective, such as reg:squarederror on the logarithm of the target.",
         "reg:logistic": "Train an XGBClassifier with binary:logistic.",
@@ -74,7 +74,7 @@ def _lightgbm(part: Any) -> Iterator[ConversionDefect]:
     if part.booster_.pandas_categorical:
         yield (
             f"{name} with columns of a data frame's type category",
-            "LightGBM numbers such categories on its own, and the export lacks these numbers",
+            "LightGBM assigns its own numbers to such categories, and the export lacks them",
             "Encode the column in a ColumnTransformer with OrdinalEncoder, and name it in `categorical_feature`.",
         )
     if settings.get("linear_tree"):
@@ -108,7 +108,7 @@ def _sklearn(part: Any) -> Iterator[ConversionDefect]:
     if name == "OneHotEncoder" and part.handle_unknown not in ("error", "ignore"):
         yield (
             f"{name} with handle_unknown={part.handle_unknown!r}",
-            "the converted model fails on a category that the training has not seen (measured)",
+            "the converted model fails on a category that did not occur in training (measured)",
             "Use handle_unknown='ignore'.",
         )
     if name == "KBinsDiscretizer" and part.encode == "onehot":

@@ -70,7 +70,7 @@ class OnnxExporter(Exporter):
         source = Path(str(model))
         model_info, section = read_model_info(source), request.section
         if why := explain_non_tensors(source):
-            raise UserError("the file cannot be brought", where=source.name, why=why)
+            raise UserError("the file cannot be used", where=source.name, why=why)
         if others := {name: value for name, value in section.options.items() if name != CONVERT}:
             check_section(replace(section, options=others), request.samples)
         converts = section.options.get(CONVERT, False)
@@ -81,12 +81,15 @@ class OnnxExporter(Exporter):
             return
         if why := explain_newer_version(model_info, section):
             raise UserError(
-                "the file is newer than asked for", where="export", why=why, remedy=suggest_versions(model_info)
+                "the file is newer than the requested version",
+                where="export",
+                why=why,
+                remedy=suggest_versions(model_info),
             )
         copy_model(source, request.path)
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
-        """Run the file without graph optimizations, or in ONNX's own evaluator if it is too new; None in float64."""
+        """Run the file without graph optimizations, or in ONNX's evaluator if it is too new; None for float64."""
         if precision == "float64":
             return None
         check_libraries(self._custom_ops, "the target")

@@ -55,7 +55,7 @@ class PaddleExporter(Exporter):
 
     def load(self, folder: Path) -> object:
         """Load the one program of a folder that `paddle.jit.save` wrote."""
-        remedy = "Bring a folder that paddle.jit.save has written: model.json and model.pdiparams."
+        remedy = "Supply a folder that paddle.jit.save has written: model.json and model.pdiparams."
         file = find_file_with_suffix(folder, ".json", remedy)
         layer: Any = importlib.import_module("paddle").jit.load(str(file.with_suffix("")))
         layer.eval()
@@ -80,7 +80,7 @@ class PaddleExporter(Exporter):
         write_model(converted, request.path)
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
-        """Run the layer; None in float64, as a saved program fixes its precision."""
+        """Run the layer; return None for float64, as a saved program fixes its precision."""
         if precision == "float64":
             return None
         with convert_refusals("the layer", ValueError, RuntimeError, TypeError, IndexError):

@@ -39,7 +39,7 @@ def find_file(folder: Path, name: str) -> Path:
     """Return the file of that name, else the only file of the folder."""
     files = [folder / name] if (folder / name).is_file() else [path for path in folder.iterdir() if path.is_file()]
     if len(files) != 1:
-        raise NotFoundError(f"no {name}, and not one file only", where=str(folder))
+        raise NotFoundError(f"there is no {name}, and the folder does not hold exactly one file", where=str(folder))
     return files[0]
 
 

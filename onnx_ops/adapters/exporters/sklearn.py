@@ -114,7 +114,7 @@ class SklearnExporter(TreeExporter):
         return model
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
-        """Run the estimator; in float32 with rounded weights, which so count as noise of the source."""
+        """Run the estimator; for float32 with rounded weights, so that their rounding counts as noise of the source."""
         estimator: Any = _round_in_place(copy.deepcopy(model), set()) if precision == "float32" else model
         rows = build_rows(model, inputs, precision)
         try:
@@ -267,7 +267,7 @@ def _check_analyzer(part: Any) -> None:
         raise UserError(
             f"{type(part).__name__} with its own {own[0]} cannot be converted faithfully",
             where="export",
-            why="the export cuts texts into words of letters, digits and underscores, and knows no other way",
+            why="the export splits texts into words of letters, digits and underscores, and supports no other way",
             remedy=f"Leave out {own[0]}, or prepare the texts before the pipeline.",
         )
 

@@ -58,7 +58,7 @@ def choose_layout(model: object, parts: list[object], samples: Tensors) -> Input
         raise UserError(
             f"{type(model).__name__} takes columns of texts and of numbers as they are, which cannot be exported",
             where="export",
-            remedy="Begin the pipeline with a ColumnTransformer, which says what becomes of each column.",
+            remedy="Begin the pipeline with a ColumnTransformer, which defines how each column is used.",
         )
     kind = "U" if "U" in kinds else "f8" if kinds == {"f8"} else "f4"
     return InputLayout(types=((f"columns{_INNER}", kind, len(ordered)),), joined=True)

@@ -21,7 +21,7 @@ def read_source_trees(model: object) -> tuple[Tree, ...] | None:
     The estimator is the model itself or the last step of a pipeline.
 
     A forest averages its trees: each leaf weighs 1/n. Boosting adds them up, each times the learning rate; with k
-    classes tree i belongs to class i modulo k. Of two classes a file holds the weights of the second only.
+    classes tree i belongs to class i modulo k. For two classes, a file holds only the weights of the second.
     """
     last, grown = get_last_step(model), _estimators(model)
     if not grown:

@@ -110,7 +110,7 @@ class TensorflowExporter(Exporter):
         _write_converted(converted, names, request)
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
-        """Run the model; None in float64, as layers fix their precision."""
+        """Run the model; return None for float64, as layers fix their precision."""
         if precision == "float64":
             return None
         tf = import_tensorflow()
@@ -159,7 +159,8 @@ class TfliteExporter(Exporter):
         """Run the interpreter without its accelerated kernels.
 
         Raises:
-            ValueError: the model refuses the inputs, or some are not finite: its kernels promise nothing of those.
+            ValueError: the model refuses the inputs, or some are not finite: the kernels do not define their result for
+                these.
         """
         if precision == "float64":
             return None

@@ -124,7 +124,7 @@ class TorchExporter(TracingExporter):
         return trace
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
-        """Run the module; None in float64 if it creates float32 tensors."""
+        """Run the module; return None for float64 if it creates float32 tensors."""
         torch, module = importlib.import_module("torch"), self._module(model, tuple(inputs))
         single = {name: _tensor(torch, array, None) for name, array in inputs.items()}
         if precision == "float32":
@@ -262,7 +262,7 @@ def _try_out(torch: Any, module: Any, rows: Mapping[str, Any]) -> list[str]:
                 remedy="Return torch.view_as_real(output), which is the same in both.",
             )
         if value.dtype == torch.bfloat16:
-            why = "NumPy has no such type, so that neither a gate nor a client can read it"
+            why = "NumPy has no such type, so neither a gate nor a client can read it"
             raise UserError(what, where="export", why=why, remedy="Return output.float().")
     return list(values)
 
@@ -331,7 +331,7 @@ class KerasExporter(TorchExporter):
 
 
 def import_classes(path: Path) -> None:
-    """Import the modules of a `.keras` file's own classes, to register them: Keras imports none but its own."""
+    """Import the modules of a `.keras` file's custom classes, to register them: Keras imports only its own."""
     with contextlib.suppress(zipfile.BadZipFile, KeyError, ValueError), zipfile.ZipFile(path) as archive:
         for module in sorted(set(_own_modules(json.loads(archive.read("config.json"))))):
             importlib.import_module(module)
@@ -383,7 +383,7 @@ class HuggingfaceExporter(TorchExporter):
         model.save_pretrained(folder)
 
     def load(self, folder: Path) -> object:
-        """Load a folder of `save_pretrained`, without network or running its code."""
+        """Load a `save_pretrained` folder without network access and without running its code."""
         transformers = importlib.import_module("transformers")
         if not (folder / TRANSFORMERS_CONFIG).is_file():
             raise NotFoundError(

@@ -1,4 +1,4 @@
-"""Make isolated environments of Python and JavaScript packages: once, whole or not at all, then used offline."""
+"""Create isolated environments of Python and JavaScript packages, completely or not at all; reuse them offline."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PythonEnvironments:
     """The uv to make them with; None for venv and pip."""
 
     def python(self, wanted: Environment) -> Path:
-        """Return the interpreter of an environment, which is made if missing; else no network is needed."""
+        """Return the interpreter of an environment. A missing environment is created, which needs the network."""
         place = self.place(wanted)
         python = place / "bin" / "python"
         make_once(place, python, lambda: self._make(place, wanted))
@@ -47,7 +47,9 @@ class PythonEnvironments:
         """Return the folder of an environment, which need not exist."""
         for requirement in wanted.requirements:
             if not requirement.strip() or requirement.lstrip().startswith("-"):
-                remedy = "Write each as pip takes it: `package==1.2`. Indexes are set in pip's or uv's own settings."
+                remedy = (
+                    "Write each in the format of pip: `package==1.2`. Configure indexes in the settings of pip or uv."
+                )
                 raise UserError(f"{requirement!r} is not a requirement", where="env.requirements", remedy=remedy)
         python = wanted.python or f"{sys.version_info.major}.{sys.version_info.minor}"
         requirements = sorted({*self.base, *wanted.requirements})
@@ -63,7 +65,7 @@ class PythonEnvironments:
         else:
             interpreter = shutil.which(f"python{wanted.python}") if wanted.python is not None else sys.executable
             if interpreter is None:
-                remedy = "Install it, or install uv, which brings it."
+                remedy = "Install it, or install uv, which downloads it."
                 raise NotFoundError(f"there is no python{wanted.python} here", where="env.python", remedy=remedy)
             run_installer([interpreter, "-m", "venv", str(place)], clean)
             pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
@@ -82,7 +84,7 @@ _PINNED = re.compile(r"(?P<name>(@[a-z0-9~][\w.~-]*/)?[a-z0-9~][\w.~-]*)@(?P<ver
 _NPM_LAYOUT = 1
 """Increased when folders of an older release cannot be used any more."""
 
-NPM_REMEDY = "Install npm (Debian, Ubuntu: `apt-get install nodejs npm`), or bring the project's environments along."
+NPM_REMEDY = "Install npm (Debian, Ubuntu: `apt-get install nodejs npm`), or copy the project's environments here."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +106,7 @@ class NpmPackages:
 
 
 def parse_pins(requirements: Sequence[str]) -> Mapping[str, str]:
-    """Return versions by package name."""
+    """Return the pinned version of each package."""
     versions = {}
     for requirement in requirements:
         match = _PINNED.fullmatch(requirement)
@@ -112,7 +114,7 @@ def parse_pins(requirements: Sequence[str]) -> Mapping[str, str]:
             raise UserError(
                 f"{requirement!r} is not an exact version of a package",
                 where="env.requirements",
-                remedy="Write each as `package@1.2.3`. Registries are set in npm's own settings.",
+                remedy="Write each as `package@1.2.3`. Configure registries in the settings of npm.",
             )
         versions[match["name"]] = match["version"]
     return versions
@@ -159,7 +161,7 @@ def run_installer(command: list[str], environ: Mapping[str, str], folder: Path |
     )
     if done.returncode:
         raise StageError(
-            "its environment cannot be made",
+            "its environment cannot be created",
             where="env.requirements",
             why=select_last_lines(done.stdout),
             remedy="Correct the requirements, or check that the package index is reachable. Then run again.",

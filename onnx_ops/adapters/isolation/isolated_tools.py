@@ -103,7 +103,7 @@ class IsolatedExporter(IsolatedTool, TrainingExporter):
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
-        """Run the loaded model in its process; None where the precision is not available."""
+        """Run the loaded model in its process; return None if the precision is not available."""
         process, arguments = _process_of(model), {"inputs": inputs, "precision": precision}
         answers: Mapping[str, Array] | None = process.ask("answer", timeout=self.timeout, **arguments)
         return answers
@@ -122,7 +122,7 @@ def _process_of(model: object) -> IsolatedProcess:
 
 @dataclass(kw_only=True)
 class IsolatedOptimizer(IsolatedTool, Optimizer):
-    """Runs an optimizer in another process; `here` does in this one what needs none of its packages."""
+    """Runs an optimizer in another process. `here` answers in this process what needs no package of its environment."""
 
     here: Optimizer
 

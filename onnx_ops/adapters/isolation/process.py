@@ -146,14 +146,14 @@ class IsolatedProcess:
                 f"it took longer than {late_after:g} s to {do} and was stopped",
                 where=self._where,
                 why=output,
-                remedy="Raise `env.timeout` if the work is really that long.",
+                remedy="Raise `env.timeout` if the work needs that long.",
             )
         how = "closed its answers" if code is None else f"ended with {describe_exit(code)}"
         raise StageError(
             f"its process {how} while it was to {do}",
             where=self._where,
             why=output or "it printed nothing",
-            remedy=f"The lines above are its last words. It may use {self._memory / 1e9:.1f} GB of memory: see "
+            remedy=f"The lines above are its last output. It may use {self._memory / 1e9:.1f} GB of memory: see "
             "`env.memory`. Another version of a package may help: see `env.requirements`.",
         )
 
@@ -278,7 +278,7 @@ def describe_exit(code: int) -> str:
 
 @dataclass(slots=True)
 class RetainedProcess:
-    """At most one process: a second would take the machine's cores from the first."""
+    """At most one process: a second one would compete with the first for the cores."""
 
     _kept: tuple[str, IsolatedProcess] | None = None
 

@@ -132,4 +132,4 @@ def require_tensors(answers: Mapping[str, Any]) -> None:
     for name, array in answers.items():
         if type(array).__module__ != "numpy":
             remedy = "Export the model with tensors, for example without ZipMap."
-            raise MeasurementError(f"{name} is no tensor, and only tensors can be compared", remedy=remedy)
+            raise MeasurementError(f"{name} is not a tensor, and only tensors can be compared", remedy=remedy)

@@ -1,7 +1,7 @@
-"""Metrics of a managed online endpoint in Azure Monitor, which keeps averages of a minute.
+"""Metrics of a managed online endpoint in Azure Monitor, which stores one-minute averages.
 
-That of `RequestsPerMinute` is a number of requests, so sums of whole minutes are counts. Latencies have percentiles
-and no exceedances, so the weaker rule of docs/rollout-analysis.md judges them.
+The average of `RequestsPerMinute` is a number of requests, so sums over whole minutes are counts. Latencies have
+percentiles but no exceedances, so the weaker rule of docs/rollout-analysis.md judges them.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class _Page:
 
 
 class PrometheusMetrics(MetricsSource):
-    """Counts of endpoint servers, by way of Prometheus.
+    """Counts of endpoint servers, read from Prometheus.
 
     `MetricsReading.at` is when the oldest sample was scraped, up to a scrape interval ago. The origin changes with
     every instance that starts or stops; counts across such a change are left out.

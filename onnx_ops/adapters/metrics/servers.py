@@ -30,7 +30,7 @@ class ServersSettings:
 
 
 class SeveralServers(ServerMetrics):
-    """Counts that are summed over several servers, those by user, too."""
+    """Counts summed over several servers, including counts by user."""
 
     def __init__(self, settings: Mapping[str, Json]) -> None:
         def find_duplicates(read: ServersSettings) -> Iterator[tuple[str, str]]:
@@ -69,7 +69,7 @@ class SeveralServers(ServerMetrics):
             answer = request_json(method, f"{url}{COUNTS_PATH}", body, host=host, headers=headers)
             return codec.from_json(answer, Counts, where=host)
         except (RefusedError, CorruptStateError) as error:
-            raise ServiceUnavailableError("a server does not show its counts", where=host, why=str(error)) from error
+            raise ServiceUnavailableError("a server does not return its counts", where=host, why=str(error)) from error
 
 
 def _check(counts: Sequence[Counts], config: EndpointConfig) -> None:

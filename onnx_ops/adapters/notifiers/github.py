@@ -68,7 +68,7 @@ class GitHubNotifier(Notifier):
             raise NotFoundError(
                 "there is no GitHub token for notifications",
                 where=str(self._file),
-                remedy=f"Put one that may write issues into {VARIABLES[0]}, or into that file with mode 0600.",
+                remedy=f"Put one with write access to issues into {VARIABLES[0]}, or into that file with mode 0600.",
             ) from error
 
 

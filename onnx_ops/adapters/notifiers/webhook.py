@@ -1,6 +1,6 @@
-"""Incoming webhooks in Slack's format, which other chats take, too.
+"""Incoming webhooks in Slack's format, which other chat services also accept.
 
-Mattermost and Rocket.Chat take it, and Discord with `/slack` in the address.
+Mattermost and Rocket.Chat accept it, and so does Discord with `/slack` in the address.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LONGEST = 2900
 class WebhookNotifier(Notifier):
     """Sends to the address in ONNX_OPS_NOTIFY_WEBHOOK or `notify.webhook` of the state folder.
 
-    The address is a secret: it is all that is needed to write there.
+    The address is a secret: it is all that is needed to post messages.
     """
 
     def __init__(self, place: str, state: Path) -> None:
@@ -51,7 +51,7 @@ class WebhookNotifier(Notifier):
             raise NotFoundError(
                 "there is no address for notifications",
                 where=str(self._file),
-                remedy=f"Put the chat's webhook address into {VARIABLE}, or into that file with mode 0600.",
+                remedy=f"Put the webhook address of the chat into {VARIABLE}, or into that file with mode 0600.",
             ) from error
 
 

@@ -1,8 +1,8 @@
 """Ranges of activations, read from parts of the calibration rows that add up exactly.
 
 ONNX Runtime's histograms depend on the order of the rows: the first batch decides the width of the bins. Here bins
-reach up to a power of two above the largest value, and those of two histograms become equal by joining neighbours. The
-sum is the same to the last count however the rows are divided.
+reach up to a power of two above the largest value, and the bins of two histograms become equal by joining neighbours.
+The sum is exactly the same, however the rows are divided.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Histogram:
 
 
 def count_values(values: Array, bins: int, *, is_absolute: bool = False) -> Histogram:
-    """Count finite float values of any shape in bins, of which there are a multiple of four."""
+    """Count finite float values of any shape in bins; the number of bins is a multiple of four."""
     import numpy as np
 
     if not values.size:
@@ -92,7 +92,7 @@ def add_histograms(one: Histogram, other: Histogram) -> Histogram:
 
 @contextmanager
 def exact_histograms(*, is_part: bool) -> Iterator[None]:
-    """Let ONNX Runtime calibrate with histograms that add up; those of a part are stored for `join_ranges`."""
+    """Make ONNX Runtime calibrate with histograms that can be added; those of a part are stored for `join_ranges`."""
     library: Any = importlib.import_module(_LIBRARY)
     given = library.HistogramCollector
     library.HistogramCollector = _make_collector(is_part=is_part)

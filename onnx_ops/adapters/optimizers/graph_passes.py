@@ -61,7 +61,7 @@ class GraphOptimizer(Optimizer):
     """Saves the graph after ONNX Runtime's optimizations, to load faster.
 
     Option `level`: basic and extended are valid on every machine; all also lays out convolutions for the registers of
-    the machine, so that the targets must be alike.
+    the machine, so the targets must have the same kind of CPU.
     """
 
     tools: tuple[str, ...] = _TOOLS
@@ -229,7 +229,9 @@ class _CleanupOptimizer(Optimizer):
         check_interface(request.source, request.path, self.tool, where)
         before, after = (sum(1 for _ in iterate_nodes(model)) for model in (source, derived))
         sizes = [read_model_info(path).size_bytes for path in (request.source, request.path)]
-        effect = f"nothing to tidy: {before} nodes as before" if before == after else f"{before} nodes became {after}"
+        effect = (
+            f"nothing to simplify: {before} nodes as before" if before == after else f"{before} nodes became {after}"
+        )
         return (f"{self.tool} {version(self.tool)}: {effect}, {sizes[1] / sizes[0]:.2f} times the size",)
 
 

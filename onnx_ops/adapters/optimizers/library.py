@@ -81,7 +81,7 @@ def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
             raise StageError(
                 f"{tool} changed the model's {side}",
                 where=where,
-                why=f"they were {list(map(str, old))} and became {list(map(str, new))}",
+                why=f"they changed from {list(map(str, old))} to {list(map(str, new))}",
                 remedy="Leave this variant out of `quantize`.",
             )
 
@@ -156,7 +156,7 @@ class BatchReader:
             raise UserError(what, where=where, remedy="Map the arrays to the model's inputs in `data.<set>.inputs`.")
         for name, array in rows.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
-                what = f"calibration rows of input {name} hold NaN or infinity: no range can be read off them"
+                what = f"calibration rows of input {name} hold NaN or infinity: no range can be computed from them"
                 raise UserError(what, where=where, remedy="Calibrate with clean rows.")
         fixed = {spec.shape[0] for spec in info.inputs if spec.shape and isinstance(spec.shape[0], int)}
         count = len(next(iter(rows.values())))

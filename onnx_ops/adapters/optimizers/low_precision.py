@@ -44,8 +44,8 @@ class WeightOnlyOptions:
 class WeightOnlyQuantizer(Optimizer):
     """Stores constant matrices in blocks of few bits, for size.
 
-    Options: `bits` (8), `block` (32), `symmetric` (true), `algorithm` (rtn rounds; hqq and gptq have 4 bits only and
-    move weights so as to keep answers, gptq by calibration rows), `accuracy` (4: activations in 8 bits too).
+    Options: `bits` (8), `block` (32), `symmetric` (true), `algorithm` (rtn rounds; hqq and gptq support 4 bits only and
+    move weights to preserve the answers, gptq by calibration rows), `accuracy` (4: activations in 8 bits too).
     """
 
     tools: tuple[str, ...] = ("onnxruntime", "onnx", "numpy")
@@ -98,7 +98,7 @@ class WeightOnlyQuantizer(Optimizer):
                 "on a CPU this is a recipe for size: it took 1.1 to 2.1 times the time of float32 where it was measured"
             )
         if options.get("accuracy") == 4:
-            notes.append("accuracy 4: activations in 8 bits too, found anew in each run")
+            notes.append("accuracy 4: activations in 8 bits too, with ranges computed in each run")
         return tuple(notes)
 
 

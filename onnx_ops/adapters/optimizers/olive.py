@@ -132,7 +132,7 @@ def _used(config: Any, where: str) -> Mapping[str, Json]:
         raise UserError("there are no passes in it", where=where, remedy="An Olive configuration has `passes: {...}`.")
     flat = {**config.get("engine", {}), **config}  # `engine` is Olive's deprecated nest
     if flat.get("search_strategy"):
-        what = "it searches, and Olive's search keeps what it measured best on a machine that happened to be there"
+        what = "it searches, and Olive's search selects by measurements on whatever machine it runs on"
         raise UserError(what, where=where, remedy="Leave out search_strategy. `method: auto` searches under a budget.")
     used = {key: flat[key] for key in _KEPT if flat.get(key) is not None}
     for path, value in _walk(used):
@@ -229,7 +229,7 @@ def _run(workflow: Mapping[str, Any], variant: str) -> Path:
             raise StageError("Olive failed", where=where, why=describe_error(error), remedy=remedy) from error
     best = done.get_best_candidate() if done is not None and done.has_output_model() else None
     if best is None or not best.model_path:
-        why = "; ".join(messages)[:600] or "it does not say why"
+        why = "; ".join(messages)[:600] or "it gives no reason"
         raise StageError("Olive made no model", where=where, why=why, remedy=remedy)
     path = Path(best.model_path)
     return next(iter(sorted(path.glob("*.onnx")))) if path.is_dir() else path

@@ -116,7 +116,7 @@ class DynamicQuantizer(Optimizer):
         notes = _quantize(request, options, _dynamic)
         return (
             why,
-            "ranges of activations are found anew for each batch: answers depend on what else is in it",
+            "ranges of activations are computed for each batch: answers depend on the other rows in it",
             *notes,
         )
 
@@ -231,7 +231,7 @@ def _type(library: Any, name: str) -> Any:
 def _quantize(
     request: OptimizeRequest, options: Mapping[str, Any], library_call: Callable[[_Job], None]
 ) -> tuple[str, ...]:
-    """Write the quantized model; return what was done beside what was asked for."""
+    """Write the quantized model; return notes on additional steps."""
     from onnx_ops.onnx_graph.channel_balance import balance_channels  # it loads numpy
 
     source = read_model(request.source)

@@ -133,7 +133,7 @@ class MlflowRegistry:
             raise NotFoundError(
                 "this version was not registered by onnx-ops",
                 where=f"{model} version {version}",
-                why=f"its tags {RELEASE}, {VARIANT} and {DIGEST} do not say what it is",
+                why=f"its tags {RELEASE}, {VARIANT} and {DIGEST} do not identify it",
                 remedy="Register it with `onnx-ops run`",
             )
         return record

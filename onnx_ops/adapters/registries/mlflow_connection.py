@@ -37,7 +37,7 @@ _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 _PROBE_S = 5
 _MODEL_URI = re.compile(r"models:/(?P<name>[^/@]+)(?:/(?P<version>\d+)|@(?P<alias>[^/@]+))")
-_ARTIFACT_REMEDY = "Find out who changed MLflow's artifacts, and register the release again"
+_ARTIFACT_REMEDY = "Find out who changed the artifacts in MLflow, and register the release again"
 
 _ENVIRONMENT: Mapping[str, str] = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -63,7 +63,7 @@ class MlflowConnection:
             raise UserError(
                 "this MLflow tracking URI cannot be used",
                 where=self.shown,
-                why="folders of files are no longer a registry in MLflow 3",
+                why="MLflow 3 no longer supports file stores as a registry",
                 remedy="Write http://HOST:PORT, or a database such as sqlite:///mlflow.db",
             )
         require("mlflow", where="registry")
@@ -93,7 +93,7 @@ class MlflowConnection:
         """Give a client for a few calls, whose errors become errors of onnx-ops.
 
         Raises:
-            ServiceUnavailableError: MLflow does not answer or cannot do it now.
+            ServiceUnavailableError: MLflow does not answer, or cannot process the request now.
             NotFoundError: there is no such resource.
             RefusedError: it is not permitted.
             UserError: a name or value is invalid.
@@ -233,7 +233,7 @@ class ArtifactDownload:
         self._where = where
 
     def has(self, name: str) -> bool:
-        """Return whether there is a file of that name."""
+        """Return whether a file of that name exists."""
         parent = name.rpartition("/")[0]
         return any(info.path == name and not info.is_dir for info in self._files.list_artifacts(parent or None))
 
@@ -248,7 +248,7 @@ class ArtifactDownload:
     def verify(self, path: Path, digest: Digest) -> None:
         """Raise DigestMismatchError if a downloaded file differs from what was registered."""
         if digest_file(path) != digest:
-            what = f"{path.name} is not what was registered"
+            what = f"{path.name} differs from what was registered"
             raise DigestMismatchError(what, where=self._where, remedy=_ARTIFACT_REMEDY)
 
 

@@ -63,7 +63,9 @@ def validate_record(record: VariantRecord) -> None:
     for name, path in record.files.items():
         if digest_file(path) != record.manifest[name]:
             raise DigestMismatchError(
-                f"{name} is not what the manifest says", where=where, remedy="Run again: the stage is computed again"
+                f"{name} does not match the manifest",
+                where=where,
+                remedy="Run the pipeline again; the stage is executed again",
             )
 
 
@@ -78,7 +80,7 @@ def find_model_file(names: Iterable[str]) -> str:
 def build_folder(record: VariantRecord, folder: Path, *, model_id: str, run_id: str) -> Digest:
     """Fill an empty folder with a LoggedModel; return the digest of its MLmodel.
 
-    The ONNX files are linked, not copied: they may be larger than the disk that holds temporary files.
+    The ONNX files are linked, not copied: they can be larger than the free space for temporary files.
     """
     for name, path in record.files.items():
         link = folder / name

@@ -21,8 +21,8 @@ _READS = 8
 """Concurrent requests for the list of webhooks: workers of a server without a common key fail some of them."""
 
 KEY_REMEDY = (
-    "Start every worker of MLflow's server with the same MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY (a Fernet key). What was "
-    "stored under another key cannot be read again: give the old key back, or delete the rows of table `webhooks`."
+    "Start every worker of MLflow's server with the same MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY (a Fernet key). "
+    "Webhooks stored under another key cannot be read: restore the old key, or delete the rows of table `webhooks`."
 )
 _HINTS = (
     ("url scheme", "Use https, or start MLflow's server with MLFLOW_WEBHOOK_ALLOWED_SCHEMES=http,https."),
@@ -31,7 +31,7 @@ _HINTS = (
         "Start MLflow's server with MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS=true; the receiver's address is private.",
     ),
     ("connection refused", "Nothing listens there: start `onnx-ops reconcile --watch --listen HOST:PORT`."),
-    ("resolve", "The name leads nowhere from MLflow's server."),
+    ("resolve", "MLflow's server cannot resolve the host name."),
     ("certificate", "MLflow's server does not trust the receiver's certificate."),
     ("timed out", "The receiver cannot be reached from MLflow's server."),
     ("500 error", f"If it answers other requests: {KEY_REMEDY}"),
@@ -82,7 +82,7 @@ class MlflowWebhooks:
             )
 
     def install(self, url: str, secret: str) -> WebhookReport:
-        """Create the webhook, or correct all that is wrong with it; then test it."""
+        """Create the webhook, or repair it; then test it."""
         from mlflow.entities.webhook import WebhookEvent
 
         events: list[WebhookEvent | WebhookEventStr] = [WebhookEvent(*event.split(".")) for event in ALIAS_EVENTS]

@@ -61,7 +61,7 @@ def read_runtime_build(target: Target) -> tuple[str, str]:
         if build := _BUILD.fullmatch(requirement.replace(" ", "").partition(";")[0]):
             return build["name"], build["version"]
     raise UserError(
-        "its environment does not say which build of ONNX Runtime it measures",
+        "its environment does not name the build of ONNX Runtime to measure",
         where=f"target {target.name}: env.requirements",
         remedy="Name exactly one version, such as `onnxruntime-openvino==1.24.1`.",
     )

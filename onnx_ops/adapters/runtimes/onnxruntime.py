@@ -229,7 +229,7 @@ def _undisturbed() -> Iterator[None]:
 def run_load_window(call: Callable[[], object], pool: Executor, concurrency: int, requests: int) -> int:
     """Answer `requests` requests, `concurrency` of them at any moment.
 
-    The threads of `pool`, of which as many must be free, share out the requests as they become free.
+    The threads of `pool` take the requests as they become free. `concurrency` of them must be free.
 
     Returns:
         Nanoseconds from the moment that all threads are ready to the last answer.

@@ -36,14 +36,14 @@ _LARGE = 1 << 30
 
 _REMEDIES = {
     "Failed to construct locale": "Install that locale (Debian: locales, and locale-gen), or export with `locale: C`.",
-    "Got invalid dimensions": "Give rows of the shape that the model takes.",
+    "Got invalid dimensions": "Supply rows of the shape that the model takes.",
     "Failed to load library": "Install what the library needs; `ldd` shows what is missing.",
     "is not a registered function/op": "Export with another opset, or give the target the operators: custom_ops.",
     "NOT_IMPLEMENTED": "This build has no kernel for that operator and these types: export with other ones.",
 }
 """The remedy of an error, by a part of its text."""
 
-_ANY_REMEDY = "These are the words of ONNX Runtime; what the file holds and asks for: onnx-ops inspect {model}."
+_ANY_REMEDY = "This is the message of ONNX Runtime. To see what the file contains: onnx-ops inspect {model}."
 
 _QUIET = 4
 """Fatal messages only: errors are also raised, and a warning would be taken for one of onnx-ops."""

@@ -39,7 +39,7 @@ def prepare_model_file(model: Path, target: Target) -> Path:
         key = hex_digits(digest_json([digest_model(model), target.digest()]))
     except UserError as error:
         raise MeasurementError(
-            "the model cannot be made an .ort file", where=model.name, why=f"{error.what}: {error.why}"
+            "the model cannot be converted to an .ort file", where=model.name, why=f"{error.what}: {error.why}"
         ) from error
     folder = _scratch().path / key
     if (folder / MODEL).is_file():
@@ -55,7 +55,7 @@ def prepare_model_file(model: Path, target: Target) -> Path:
         run_guarded(_convert, model.resolve(), folder, target.ort_format, level, library)
     except ProcessCrashError as crash:
         raise MeasurementError(
-            "the model cannot be made an .ort file",
+            "the model cannot be converted to an .ort file",
             where=where,
             why=crash.explanation,
             remedy="Leave this target out of benchmark.targets.",

@@ -140,19 +140,19 @@ class GuardedRuntime(OnnxRuntime):
         return answers
 
     def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
-        """Time runs of a model that ran in a forked process."""
+        """Time runs of a model that a forked process has run before."""
         self._run_once([model], target, feed)
         return super().sample(model, target, feed, runs=runs, warmup=warmup)
 
     def benchmark(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
-        """Time models that ran in a forked process."""
+        """Time models that a forked process has run before."""
         self._run_once(models, target, feed)
         return super().benchmark(models, target, feed, schedule)
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
-        """Time windows of requests to models that ran in a forked process."""
+        """Measure concurrent requests to models that a forked process has run before."""
         self._run_once(models, target, feed)
         return super().under_load(models, target, feed, schedule)
 

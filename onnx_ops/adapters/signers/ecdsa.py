@@ -30,14 +30,14 @@ class EcdsaSigner:
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
         try:
-            remedy = f"chmod 600 {path}; and make a new key if others had access to this one"
+            remedy = f"chmod 600 {path}; and create a new key if others had access to this one"
             pem = read_private(path, "the signing key", remedy=remedy).encode()
         except OSError as error:
             raise NotFoundError(
                 "the signing key cannot be read",
                 where=str(path),
                 why=error.strerror or "",
-                remedy="Make one with `onnx-ops init`, or name the right file in the settings",
+                remedy="Create one with `onnx-ops init`, or name the right file in the settings",
             ) from error
         try:
             key = load_pem_private_key(pem, password=None)

@@ -1,4 +1,4 @@
-"""The life of signing keys: created, rotated, retired."""
+"""Signing keys: creation, rotation and retirement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An HTTP server, on a separate thread, for MLflow's webhooks and for metrics; and the secret that it shares.
+"""An HTTP server, on a separate thread, for MLflow's webhooks and for metrics; and the webhook secret.
 
 It runs on Starlette and uvicorn, which are dependencies of MLflow and Prefect.
 """
@@ -45,7 +45,7 @@ _TIMEOUT_S = 10.0
 class WebhookReceiver:
     """Listens while this context manager is open; port 0 is any free one.
 
-    A delivery calls `wake` with the name of its model, or `refused` with the reason why it does not count: `secret` is
+    A delivery calls `wake` with the name of its model, or `refused` with the reason why it was rejected. `secret` is
     shared with MLflow, and `clock` determines its age. `metrics` returns `/metrics` in Prometheus' text format.
     """
 

@@ -40,7 +40,7 @@ _REASON = re.compile(rf"{re.escape(OVERRIDE_TAG_PREFIX)}({NAME_PATTERN})")
 class Configuration:
     """Settings of the server's operator.
 
-    `keys` are the trusted ones, None if no folder is named; `signer` signs overrides, None if none are taken.
+    `keys` are the trusted keys, None if no folder is named; `signer` signs overrides, None if overrides are refused.
     """
 
     keys: TrustedKeys | None = None
@@ -53,8 +53,8 @@ def read_configuration(environ: Mapping[str, str]) -> Configuration:
     """Read the configuration from the environment; an empty variable counts as not set.
 
     Raises:
-        UserError: a value cannot be used, or two of them do not go together.
-        NotFoundError, ConfigError, RefusedError: a file is missing, wrong or readable by others.
+        UserError: a value is invalid, or two of them contradict each other.
+        NotFoundError, ConfigError, RefusedError: a file is missing, invalid, or readable by other users.
     """
     folder, policy_file, key_file = (environ.get(name, "") for name in (TRUSTED_KEYS, POLICY, OVERRIDE_KEY))
     flag = environ.get(BASIC_AUTH, "")
@@ -79,7 +79,7 @@ def read_configuration(environ: Mapping[str, str]) -> Configuration:
 
 
 class Guard:
-    """The rules, applied to the server's store. `user` is empty where the server knows none."""
+    """The rules, applied to the server's store. `user` is empty if the server does not authenticate users."""
 
     def __init__(self, configuration: Configuration, versions: ServerStore, clock: Clock) -> None:
         self._configuration = configuration

@@ -91,7 +91,7 @@ def install(app: Flask, guard: Guard) -> None:
         raise UserError(
             "this MLflow is not one that the plugin can guard",
             why=f"it has no {', '.join(missing) or '_get_request_message'}",
-            remedy="Install mlflow>=3.17,<4 as onnx-ops asks for.",
+            remedy="Install mlflow>=3.17,<4 as onnx-ops requires.",
         )
 
     @handlers.catch_mlflow_exception  # type: ignore[untyped-decorator]
@@ -103,7 +103,7 @@ def install(app: Flask, guard: Guard) -> None:
             return
         kind = getattr(model_registry_pb2, handler.title().replace("_", ""))  # as `SetModelVersionTag`
         message = handlers._get_request_message(kind())  # type: ignore[no-untyped-call] # noqa: SLF001 (see above)
-        user = str(g.get("mlflow_authenticated_user", ""))  # as basic-auth, or what replaces it, has recognised
+        user = str(g.get("mlflow_authenticated_user", ""))  # as basic-auth, or what replaces it, has recognized
         try:
             check(guard, user, message)
         except RefusedError as error:

@@ -69,7 +69,7 @@ def build_dataset(arrays: Mapping[str, Any], section: DataSection, where: str) -
 def find_data_problems(
     arrays: Mapping[str, Any], section: DataSection, where: str
 ) -> Iterator[tuple[tuple[str | int, ...], UserError]]:
-    """Yield why the arrays do not fit the section, with the location.
+    """Yield each reason why the arrays do not fit the section, with its location.
 
     The arrays can be the first rows of a larger set.
     """
@@ -96,7 +96,7 @@ def find_data_problems(
         array = arrays[grouped]
         if number_groups(array) is None:
             text = f"it is {array.dtype} {tuple(array.shape)}"
-            remedy = "Name an array such as the patient's or the customer's number."
+            remedy = "Name an array such as the id of the patient or the customer."
             yield (
                 ("group",),
                 UserError(
@@ -135,6 +135,6 @@ def _find_matrix_problem(columns: Mapping[str, Any], where: str) -> UserError | 
             return UserError(
                 f"column {name!r} does not fit into a matrix of numbers: it is {array.dtype} {tuple(array.shape)}",
                 where=where,
-                remedy="Choose the columns (`columns: [age, income]`), or leave out `inputs`: one input a column.",
+                remedy="Choose the columns (`columns: [age, income]`), or leave out `inputs`: one input per column.",
             )
-    return None if columns else UserError("there is no column to make a matrix of", where=where)
+    return None if columns else UserError("there is no column for the matrix", where=where)

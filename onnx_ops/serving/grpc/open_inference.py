@@ -1,7 +1,7 @@
 """Messages of the Open Inference Protocol over gRPC, and their translation to the binary form of HTTP.
 
-The descriptors are built from the table below: generated code would have to match the version of protobuf, and would
-occupy names in its default pool that a client in the same process (such as Triton's) registers too.
+The descriptors are built from the table below: generated code would have to match the version of protobuf. It would
+also register names in the default pool that a client in the same process (such as Triton's) registers.
 
 - https://github.com/kserve/open-inference-protocol (specification/protocol/open_inference_grpc.proto)
 - https://github.com/triton-inference-server/common (protobuf/grpc_service.proto), for `ModelStreamInfer` and

@@ -1,7 +1,7 @@
 """A worker's gRPC server: the same requests as over HTTP, answered by the same service.
 
-Each message becomes a request in the binary form of HTTP, and its response becomes a message again. So the rules of
-tensors, errors and counts exist once. Metadata takes the place of headers.
+Each message becomes a request in the binary form of HTTP, and its response becomes a message again. So the rules for
+tensors, errors and counts are implemented once. Metadata takes the place of headers.
 """
 
 from __future__ import annotations

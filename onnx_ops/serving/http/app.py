@@ -69,7 +69,7 @@ class HttpApp:
     """Answers the requests of a listener (see `HttpProtocol`).
 
     Args:
-        routes: what answers the fixed paths, by method.
+        routes: handlers of the fixed paths, by method.
         service: answers inference requests, if there are any.
     """
 
@@ -93,7 +93,7 @@ class HttpApp:
         return methods[method]
 
     def find_methods(self, _path: str) -> Methods:
-        """Return what answers a path that is no fixed one, by method."""
+        """Return the handlers of a path that is not fixed, by method."""
         return {}
 
     def respond(
@@ -156,7 +156,7 @@ class PublicApp(HttpApp):
         )
 
     def find_methods(self, path: str) -> Methods:
-        """Return what answers an invocation, or a request about a model."""
+        """Return the handlers of an invocation or of a request about a model, by method."""
         if _INVOCATIONS.fullmatch(path):
             return {b"POST": InferenceRoute(invocation=True)}
         if (match := _MODEL.fullmatch(path)) is None:
@@ -178,7 +178,7 @@ class PublicApp(HttpApp):
         return await asyncio.to_thread(build_start_page, None if snapshot is None else snapshot.model)
 
     async def get_docs_page(self, head: RequestHead, _body: bytes) -> RawResponse:
-        """Return the page that describes the API. To render a page takes too long for the event loop."""
+        """Return the page that describes the API, rendered on a thread to keep the event loop free."""
         return await asyncio.to_thread(build_docs_page, self._list_signatures(), head)
 
     def get_server(self, _head: RequestHead, _body: bytes) -> RawResponse:

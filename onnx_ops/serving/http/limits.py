@@ -42,8 +42,8 @@ _MAX_KNOWN_HOSTS = 64
 class HostPolicy:
     """Allowed Host headers, with port or for any port, and Origin headers; None: any.
 
-    This protects a server on loopback from DNS rebinding: a web page that lets its own name resolve to 127.0.0.1 cannot
-    change the Host header of its requests (docs/serving.md, "Web pages").
+    This protects a server on loopback from DNS rebinding: a web page that makes its own host name resolve to 127.0.0.1
+    cannot change the Host header of its requests (docs/serving.md, "Web pages").
     """
 
     hosts: frozenset[bytes] | None = None
@@ -56,7 +56,7 @@ class HostPolicy:
         """Return the policy of a server that listens on an IP address.
 
         On loopback, the server allows its own names and those of the options. Elsewhere, it checks only headers for
-        which the options have a list: the names there depend on the proxy before it.
+        which the options have a list: the names there depend on the proxy in front of it.
         """
         on_loopback = ip_address(address).is_loopback
         hosts, origins = _split_list(options.allowed_hosts), _split_list(options.allowed_origins)
@@ -78,7 +78,9 @@ class HostPolicy:
         if self.origins is not None:
             origin = head.get(b"origin")
             if origin is not None and origin.lower() not in self.origins:
-                raise _build_refusal("Origin", origin, "a web page sent it, and any page can", "origins")
+                raise _build_refusal(
+                    "Origin", origin, "a web page sent it, and any page can send such requests", "origins"
+                )
         if len(self.known) < _MAX_KNOWN_HOSTS:
             self.known.add(given)
 
@@ -129,7 +131,7 @@ class ConnectionLimits:
         self.date_line = f"date: {formatdate(usegmt=True)}\r\n".encode()
 
     def admit(self, connection: HttpProtocol) -> bool:
-        """Return whether there is room; an idle or slow connection makes way."""
+        """Return whether there is room; if necessary, close an idle or slow connection."""
         if len(self.open) >= self.max_connections:
             victim = None
             if self._full_at != self.now:  # a burst of connections must not search all of them each time

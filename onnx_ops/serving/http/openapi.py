@@ -229,7 +229,7 @@ def _build_tensor(spec: TensorSpec, *, nested: bool) -> Schema:
         low, high = (0, 2**bits - 1) if spec.dtype.startswith("u") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
         element = {**_INTEGER, "minimum": low, "maximum": high}
     flat = _list(element)
-    data = {"description": "Flat, or nested as the shape.", "anyOf": [flat, _list(_list({}))]} if nested else flat
+    data = {"description": "Flat, or nested like the shape.", "anyOf": [flat, _list(_list({}))]} if nested else flat
     parameters = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
     return _object(
         {"data": data, "parameters": parameters},

@@ -139,7 +139,7 @@ class HttpProtocol(asyncio.Protocol):
         self._write_paused = self._blocked = True
 
     def resume_writing(self) -> None:
-        """Answer what waits."""
+        """Answer the waiting requests."""
         self._write_paused = False
         self._resume()
 
@@ -235,7 +235,7 @@ class HttpProtocol(asyncio.Protocol):
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Add a header; the first of several with one name counts, and what follows the body is ignored."""
+        """Add a header; the first of several with the same name counts, and trailers after the body are ignored."""
         if self._place is _IN_BODY:
             return
         name = name.lower()
@@ -250,7 +250,7 @@ class HttpProtocol(asyncio.Protocol):
             head[b":%d" % len(head)] = name + value  # only to count its bytes: no header can have this name
 
     def on_headers_complete(self) -> None:
-        """Find who answers the request, and check what is unusual about it."""
+        """Find the handler of the request, and check its special headers."""
         head = self._head
         answer = None if self._deployments is None else self._deployments.routes.get(self._url)
         length = head.get(b"content-length")

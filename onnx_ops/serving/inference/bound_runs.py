@@ -1,7 +1,8 @@
-"""Runs of small models on dedicated memory, for requests of which all but the data is known.
+"""Runs of small models on dedicated memory, for requests that differ from earlier ones only in their data.
 
-The text before and after the data determines names, types, shapes and outputs. One that came twice gets memory to which
-the session's inputs and outputs are bound: a third less time (docs/adr/0008-endpoint-server.md, "One path").
+The text before and after the data determines names, types, shapes and outputs. A text that arrives twice gets memory to
+which the session's inputs and outputs are bound, which saves a third of the time (docs/adr/0008-endpoint-server.md,
+"One path").
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ class BoundRun:
         self._start = self._end = self._lines = b""
 
     def learn_response(self, response: RawResponse) -> None:
-        """Learn what is before and after the data in the response with the present outputs."""
+        """Learn the text before and after the data in the response with the current outputs."""
         if len(self.outputs) == 1:
             self._start, _, self._end = response.body.rpartition(self._encode())
             self._lines = response.lines
 
     def build_response(self) -> RawResponse | None:
-        """Return the response with the present outputs; None if it has several."""
+        """Return the response with the current outputs; None if it has several."""
         return RawResponse(200, self._lines, self._start + self._encode() + self._end) if self._lines else None
 
     def _encode(self) -> bytes:

@@ -26,12 +26,12 @@ _MAX_ACCEPT_BYTES = 256
 def inflate(body: RequestBody, coding: bytes, max_bytes: int) -> bytes:
     """Return a body without its content coding.
 
-    A body is one stream. Members that follow in gzip are refused: to read many empty ones takes far longer than their
-    size suggests.
+    A body is one stream. Further members of gzip are refused: reading many empty ones takes far longer than their size
+    suggests.
 
     Raises:
         TooLargeError: it has more than `max_bytes`. No more than that is inflated.
-        UserError: it is broken, ends too early, or has bytes behind its end.
+        UserError: it is malformed, ends too early, or has bytes after its end.
     """
     stream = zlib.decompressobj(CODINGS[coding])
     try:

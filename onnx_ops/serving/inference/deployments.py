@@ -46,7 +46,7 @@ class DeployedModel:
 
     Args:
         run: returns outputs by name for a feed; thread-safe.
-        max_body: bytes that a compressed body may have when it is inflated.
+        max_body: maximum size of a decompressed body in bytes.
     """
 
     deployment: Deployment
@@ -154,7 +154,7 @@ class TrafficRouter:
 
     @classmethod
     def from_table(cls, table: RoutingTable) -> TrafficRouter:
-        """Return the router of a table."""
+        """Build the router of a routing table."""
         salt = zlib.crc32("\0".join(table.get_experiment()).encode())
         return cls(slots=table.list_slots(), names=frozenset(table.layout), salt=salt)
 
@@ -253,7 +253,7 @@ class TableSnapshot:
     control: ControlReplica | None
 
     def list_loaded(self) -> tuple[LoadedDeployment, ...]:
-        """Return everything that it keeps loaded."""
+        """Return all deployments and replicas that the snapshot keeps loaded."""
         return (*self.deployments.values(), *(() if self.control is None else (self.control.replica,)))
 
     def build_model_error(self, model: str) -> NotFoundError:
@@ -277,8 +277,8 @@ class TableSnapshot:
     def get_leader(self, previous: LatencyEstimator) -> LatencyEstimator:
         """Return the latency of the leading deployment, which decides where models run.
 
-        The leader stays the same while it gets traffic, which is until a rollout ends. Else it is the deployment with
-        most of the traffic, the oldest of equals.
+        The leader stays the same while it gets traffic, that is until a rollout ends. Otherwise it is the deployment
+        with the most traffic, and the oldest among equals.
         """
         weights = self.table.state.split.weights
         serving = {name: loaded.latency for name, loaded in self.deployments.items() if weights.get(name)}

@@ -18,7 +18,7 @@ BINDING_FILE = "binding.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointBinding:
-    """Model and target that a server serves for its whole life."""
+    """Model and target that a server serves for its whole lifetime."""
 
     model: str
     target: str
@@ -53,7 +53,7 @@ class TrustPolicy:
         return record
 
     def bind(self, state: EndpointState) -> None:
-        """Bind the server to model and target of its first publication."""
+        """Bind the server to the model and target of its first publication."""
         if self._read_binding() is None:
             leader = state.leader()
             binding = EndpointBinding(model=leader.model, target=read_authority_target(leader))

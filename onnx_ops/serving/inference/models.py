@@ -81,7 +81,7 @@ def open_session(
     execution: Execution | None = None,
     *,
     libraries: Sequence[Path] = (),
-    optimise: bool = True,
+    optimize: bool = True,
     cache: Path | None = None,
     **entries: str,
 ) -> Any:
@@ -91,7 +91,7 @@ def open_session(
 
     Args:
         libraries: of custom operators. They must be verified: loading a library runs its code.
-        optimise: not needed if the graph was optimised before it was written.
+        optimize: not needed if the graph was optimized before it was written.
         cache: value of `{cache}` in options of providers.
         entries: further configuration of the session; `optimized_model_filepath` is where the result is written.
 
@@ -111,7 +111,7 @@ def open_session(
     options = ort.SessionOptions()
     options.intra_op_num_threads = settings.intra_op_threads
     options.inter_op_num_threads = settings.inter_op_threads
-    options.graph_optimization_level = _LEVELS[settings.graph_level if optimise else "disabled"]
+    options.graph_optimization_level = _LEVELS[settings.graph_level if optimize else "disabled"]
     options.enable_cpu_mem_arena = not _may_loop(path)
     options.log_severity_level = 4  # errors are raised anyway; clients must not be able to fill the log
     for kind in ("intra_op", "inter_op"):
@@ -159,7 +159,7 @@ def measure_folder(folder: Path) -> int:
 
 
 class PackedModelCache:
-    """Optimised models with packed weights, mapped by all workers of a machine.
+    """Optimized models with packed weights, mapped by all workers of a machine.
 
     The key of an entry is the model's manifest, the processor's features and the runtime's version. An entry is used
     only while its files have the digests that were recorded when it was made. It is made only if its model returns the
@@ -198,7 +198,7 @@ class PackedModelCache:
             if recorded != _describe_entry(entry):
                 raise ValueError("its files differ from those that were recorded")
             os.utime(entry)
-            return open_model(entry / _PACKED_MODEL, optimise=False)
+            return open_model(entry / _PACKED_MODEL, optimize=False)
         except FileNotFoundError:
             return None
         except (ValueError, *RUNTIME_ERRORS) as error:
@@ -217,7 +217,7 @@ class PackedModelCache:
                 optimized_model_external_initializers_min_size_in_bytes=str(_MIN_WEIGHT_BYTES),
                 save_external_prepacked_constant_initializers="1",
             )
-            packed = open_model(temporary / _PACKED_MODEL, optimise=False)
+            packed = open_model(temporary / _PACKED_MODEL, optimize=False)
             if not return_same_bits(original, packed):
                 _log.warning("%s is not cached packed: its outputs would differ", path)
                 return original
@@ -232,7 +232,7 @@ class PackedModelCache:
             for unused in entries[_MAX_ENTRIES:]:
                 shutil.rmtree(unused, ignore_errors=True)
                 unused.with_name(f"{unused.name}.lock").unlink(missing_ok=True)
-            return open_model(entry / _PACKED_MODEL, optimise=False)
+            return open_model(entry / _PACKED_MODEL, optimize=False)
         except RUNTIME_ERRORS as error:
             _log.warning("%s cannot be cached packed: %s", path, get_first_line(error))
             return open_model(path)
@@ -300,9 +300,9 @@ def _describe_entry(folder: Path) -> dict[str, object]:
 class LoadedModel:
     """A loaded model. `run` is thread-safe.
 
-    `native` is the runtime's function behind `session.run`, which also checks for missing inputs and for providers to
-    fall back to: a sixth of the time of a small model. A run only reads `options`; creating them would take as long
-    again. `seconds` is the time of a run on one row; 0 if unknown.
+    `native` is the runtime's function behind `session.run`, which also checks for missing inputs and fallback
+    providers; these checks take a sixth of the time of a small model. A run only reads `options`; creating them would
+    take as long again. `seconds` is the time of a run on one row; 0 if unknown.
     """
 
     deployment: Deployment

@@ -47,7 +47,7 @@ class QueueFullError(ServiceUnavailableError):
 
 
 class InputsRejectedError(UserError):
-    """Inputs that fit the model's signature and fail in its run (422).
+    """Inputs that match the model's signature but make its run fail (422).
 
     Another version may accept them: for example, if a vocabulary has fewer tokens than clients send.
     """

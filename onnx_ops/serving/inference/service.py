@@ -1,4 +1,4 @@
-"""From a request to its response: choose a deployment, queue or run, count, log."""
+"""Turn a request into its response: choose a deployment, queue or run, count, log."""
 
 from __future__ import annotations
 

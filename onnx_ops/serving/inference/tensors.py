@@ -138,7 +138,7 @@ class LargeArray(LazyArray):
         self._body, self._start, self._end, self.shape = body, start, end, shape
 
     def to_numbers(self, kind: str) -> Array | None:
-        """Return flat numbers of numpy's `kind` (f, i or u); None if an element is no number that fits."""
+        """Return flat numbers of numpy's `kind` (f, i or u); None if an element is not a number of that kind."""
         parser, numbers = simdjson.Parser(), []
         try:
             for piece in self._divide():

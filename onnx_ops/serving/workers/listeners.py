@@ -1,7 +1,7 @@
 """The listening sockets, and how they survive the supervisor that made them.
 
-Workers accept from one shared socket, so that a worker that dies takes no waiting connection with it. If the supervisor
-dies, the next one gets the socket from a worker over the folder's handover socket (docs/adr/0008-endpoint-server.md).
+Workers accept from one shared socket, so that a dying worker loses no waiting connection. If the supervisor dies, the
+next one gets the socket from a worker over the folder's handover socket (docs/adr/0008-endpoint-server.md).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def get_shadow_path(folder: Path, origin: str, slot: int) -> Path:
 
 
 def receive_sockets(folder: Path, host: str, port: int) -> ListenerSockets | None:
-    """Return the sockets of workers whose supervisor died, if they fit."""
+    """Return the sockets of workers whose supervisor died, if they have this host and port."""
     try:
         with connect_unix(folder / HANDOVER_SOCKET, timeout_s=_HANDOVER_S) as client:
             _, descriptors, _, _ = socket.recv_fds(client, 1, 2)

@@ -102,7 +102,7 @@ def _lower_priority() -> None:
 def answer_mirrored_requests(
     model: DeployedModel, row: MetricsRow, listener: socket.socket, control: socket.socket
 ) -> None:
-    """Run what arrives on connections of `listener`, until `control` is closed and all that was sent has run."""
+    """Run requests from connections of `listener`, until `control` is closed and all received requests have run."""
     listener.setblocking(False)
     timeout_s: float | None = None
     received: dict[object, bytearray] = {}
@@ -165,7 +165,7 @@ class _Shadow:
             self.path.unlink(missing_ok=True)
 
     def fail(self, why: str) -> None:
-        """Record why it has no process until the next publication. Requests to it are dropped."""
+        """Record why the shadow has no process until the next publication. Requests to it are dropped."""
         _log.error("the shadow %s has no process: %s", self.deployment.name, why)
         self.failed = why
         self.close_listener()
@@ -211,7 +211,7 @@ class ShadowProcesses:
             self._shadows.pop(deployment).close()
 
     async def stop(self, timeout_s: float) -> None:
-        """Let all processes run what they were sent, and kill those that do not end in time."""
+        """Let all processes run the requests that they have received, and kill those that do not end in time."""
         self._stopping = True
         for shadow in self._shadows.values():
             if shadow.control is not None:

@@ -1,6 +1,6 @@
 """The supervisor: owns folder, sockets and table, runs workers, and publishes.
 
-It has imported everything, but loads no model and has no thread, so that it can fork a new worker at any time.
+It has imported all modules, but loads no model and starts no thread, so that it can fork a worker at any time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The trial load: new deployments are first loaded in a separate process.
 
-A model can abort the process that loads it, hang it, or exceed its memory limit. A worker has requests to answer, so it
-loads only what such a process has loaded before.
+A model can abort the process that loads it, hang it, or exceed its memory limit. Because a worker has requests to
+answer, it loads only models that such a process has loaded before.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _build_crash_error(status: int, text: str, deployments: Sequence[Deployment]
 
 
 def _build_memory_error(text: str, limits: str, deployments: Sequence[Deployment]) -> InfrastructureError:
-    why = f"it exceeds the memory limit: {limits}" if limits else "the system has no memory for it"
+    why = f"it exceeds the memory limit: {limits}" if limits else "the system has not enough memory for it"
     return _build_load_error(deployments, f"{why}; {text}" if text else why, _RAISE_LIMIT)
 
 

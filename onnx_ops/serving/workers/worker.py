@@ -87,7 +87,7 @@ ControlMessage = PrepareRevision | FinishRevision | WorkerReady | RevisionPrepar
 
 
 def encode_message(message: ControlMessage) -> bytes:
-    """Return a message as a `ControlChannel` receives it."""
+    """Encode a message for `ControlChannel.receive`."""
     data = codec.dumps(message)
     return _LENGTH.pack(len(data)) + data
 

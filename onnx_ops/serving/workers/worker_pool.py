@@ -114,7 +114,7 @@ class WorkerPool:
                     if not all(attempts.values()):
                         raise InfrastructureError(
                             "a worker process ended whenever it loaded the state",
-                            why="a trial process had loaded it before, so it conflicts with what else a worker holds",
+                            why="a trial process had loaded it before, so it conflicts with other models of the worker",
                             remedy="See the server's log for how it ended, and publish the previous state again.",
                         )
         except TimeoutError as error:
@@ -266,7 +266,7 @@ async def _wait_first(*futures: asyncio.Future[Any]) -> None:
 
 
 def compute_restart_pause_s(failures: int) -> float:
-    """Return the pause before a process is replaced that has failed so often without success; the first needs none."""
+    """Return the pause in seconds before a failed process is replaced; none after its first failure."""
     return min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2**failures) if failures > 1 else 0.0
 
 

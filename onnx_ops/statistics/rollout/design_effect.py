@@ -1,10 +1,10 @@
 """The effective number of independent units behind the counts of a rollout.
 
-The split assigns users, not requests. Ten errors of one user went to one version by one draw, and are evidence of one.
-The *design effect* D is how much more the candidate's share of the events varies than if each request were assigned
-independently (Kish 1965, Survey Sampling; for a split by users: Deng, Lu and Litz 2017, WSDM, 641-649). The log
-likelihood is divided by it, as for any overdispersed count (quasi-likelihood: Wedderburn 1974, Biometrika 61:439-447),
-so counts are never worth more than those of as many independent requests.
+The split assigns users, not requests. Ten errors of one user reached one version by a single assignment, and count as
+one. The *design effect* D is how much more the candidate's share of the events varies than if each request were
+assigned independently (Kish 1965, Survey Sampling; for a split by users: Deng, Lu and Litz 2017, WSDM, 641-649). The
+log likelihood is divided by it, as for any overdispersed count (quasi-likelihood: Wedderburn 1974, Biometrika
+61:439-447), so counts are never worth more than those of as many independent requests.
 
 A user's counts grow during the rollout, and stay on one side. The summed evidence of fixed users is then more alike
 from look to look than that of a martingale with the same variance, and crosses a boundary no more often (Slepian 1962,
@@ -58,8 +58,8 @@ def compute_request_effect(epochs: Sequence[UnitSums]) -> float:
 def compute_error_effect(events: npt.ArrayLike, events_squared: npt.ArrayLike, crowded: npt.ArrayLike) -> Array:
     """Return the design effect of errors for a service level.
 
-    It is the mean size of the burst that an error comes in. A few errors are added in bursts as large as a user's
-    requests, since unseen errors may be as bad.
+    It is the mean size of the burst that an error comes in. A few errors are added, in bursts as large as a user's
+    requests, since errors that were not observed may be as bad.
 
     Args:
         events_squared: the sum over units of their squares.

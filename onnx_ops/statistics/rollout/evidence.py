@@ -9,8 +9,8 @@ bursts or not: the assignment alone is the experiment.
 An e-process starts at 1 and, under its null hypothesis, is at most 1 in expectation at any stopping time; the chance
 that it ever reaches L is at most 1/L (Ville 1939; Ramdas, Grünwald, Vovk and Shafer 2023, Statistical Science
 38:576-601). Here it is a mixture of likelihood ratios over odds ratios above the tolerated one (method of mixtures:
-Robbins 1970, Ann. Math. Stat. 41:1397-1409). The noncentral hypergeometric law has a monotone likelihood ratio, so what
-holds at the tolerated odds ratio holds for all below it. The log likelihood is divided by the design effect of the
+Robbins 1970, Ann. Math. Stat. 41:1397-1409). The noncentral hypergeometric law has a monotone likelihood ratio, so the
+guarantee at the tolerated odds ratio holds for all below it. The log likelihood is divided by the design effect of the
 counts (see `design_effect`), which is 1 where each request is assigned independently.
 
 Evidence does not depend on the order of intervals. Merging intervals changes it, since their rates are then assumed to
@@ -123,7 +123,7 @@ def compute_evidence_limit(guardrails: int) -> float:
 
 
 def make_alternatives(tolerated: float, grid: Array = GRID) -> Array:
-    """Return the tolerated odds ratio, then those that are looked for; (25,)."""
+    """Return the tolerated odds ratio, followed by the alternatives; shape (25,)."""
     return np.concatenate([[tolerated], tolerated * grid])
 
 
@@ -262,7 +262,7 @@ def bound_error_rate(errors: int, requests: int, effect: float = 1.0) -> float:
 
 
 def compute_clean_requests(rate: float) -> int:
-    """Return the fewest clean requests that show a rate below `rate`."""
+    """Return the fewest error-free requests that show a rate below `rate`."""
     if not 0 < rate < 1:
         raise ValueError(f"rate {rate} is not between 0 and 1")
     return find_least(lambda requests: bool(is_rate_certified(0, requests, rate)))

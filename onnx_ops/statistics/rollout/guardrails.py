@@ -101,7 +101,8 @@ def evaluate_cold_start(
     """Evaluate whether the candidate takes longer to start, once, before any traffic.
 
     The loads of both versions alternate. A single test needs no e-process: its p-value is below 1 / L with a chance of
-    at most 1 / L, as anytime-valid evidence reaches L. So it shares the family error like any other guardrail.
+    at most 1 / L, like anytime-valid evidence that reaches L. It therefore shares the family-wise error with the other
+    guardrails.
 
     Args:
         rail: compared with a fixed `max` if it has one, else with the stable version.
@@ -143,9 +144,9 @@ def count_slower_intervals(intervals: Sequence[ObservationInterval], name: Guard
 
     The weaker latency rule, for sources that report percentiles of each interval but count no exceedances. An interval
     in which the candidate's percentile is more than a tenth above the stable version's is a sign against it. For a
-    candidate that is not slower, a sign is at most as likely as heads of a coin. The rule needs at least nine
-    intervals, assumes that they are independent, and shows no slow-down below a tenth. The percentile of few requests
-    is biased: intervals with fewer than `MIN_SIGN_REQUESTS` of either version do not count.
+    candidate that is not slower, the chance of a sign is at most one half. The rule needs at least nine intervals,
+    assumes that they are independent, and detects no slow-down below a tenth. The percentile of few requests is biased:
+    intervals with fewer than `MIN_SIGN_REQUESTS` of either version do not count.
     """
     slower = compared = 0
     for interval in intervals:
@@ -162,7 +163,7 @@ def count_slower_intervals(intervals: Sequence[ObservationInterval], name: Guard
 
 
 def compute_sign_evidence(slower: int, compared: int) -> float:
-    """Return log10 evidence that signs are likelier than heads."""
+    """Return log10 evidence that the chance of a sign is above one half."""
     logs = slower * np.log(2 * _CHANCES) + (compared - slower) * np.log(2 * (1 - _CHANCES))
     return float(log_mean_exp(logs)) / math.log(10)
 

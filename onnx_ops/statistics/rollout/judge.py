@@ -1,4 +1,4 @@
-"""From the counts of a rollout to their evaluation."""
+"""Evaluate the counts of a rollout."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def explain_traffic_mismatch(canary: int, requests: int, step: PlannedStep, effe
 def judge_split_test(
     observations: Observations, here: Sequence[ObservationInterval], test: SplitTest
 ) -> tuple[ev.SplitDecision, str]:
-    """Return the A/B test's decision and its line for people."""
+    """Return the decision of the A/B test, and its description in one line."""
     canary, stable = _sum_tallies([each.canary for each in here]), _sum_tallies([each.stable for each in here])
     if not canary.feedback or not stable.feedback:
         return "undecided", ""
@@ -280,15 +280,15 @@ def describe_policy(policy: RolloutPolicy, capabilities: frozenset[str]) -> Iter
     if policy.shadow:
         rate = policy.shadow.max_differing
         needed = max(policy.shadow.min_requests, ev.compute_clean_requests(rate))
-        yield f"shadow: to show that less than {100 * rate:g}% of answers differ takes {needed:,} equal ones"
+        yield f"shadow: to show that less than {100 * rate:g}% of answers differ takes {needed:,} equal answers"
     for step in policy.planned():
         if policy.slo and step.kind in ("canary", "ab_test"):
             rate = policy.slo.error_rate
             clean = ev.compute_clean_requests(rate)
             in_all = math.ceil(100 * max(clean, step.minimum) / step.percent)
             yield (
-                f"step {step.percent}%: to show an error rate below {100 * rate:g}% takes {clean:,} clean requests "
-                f"to the candidate; with min_requests {step.minimum:,} that is about {in_all:,} in all"
+                f"step {step.percent}%: to show an error rate below {100 * rate:g}% takes {clean:,} error-free "
+                f"requests to the candidate; with min_requests {step.minimum:,} that is about {in_all:,} in total"
             )
     if any(rail.name != "errors" for rail in policy.guardrails) and "exceedances" not in capabilities:
         yield "latency is judged by percentiles: the provider does not count requests over a threshold"

@@ -18,7 +18,7 @@ def name_baseline(baseline: str) -> str:
 
 
 def make_unmeasured(gate: str, metric: str, limit: str, *, advisory: bool = False) -> GateResult:
-    """Return an INCONCLUSIVE result of something that was not measured."""
+    """Return an INCONCLUSIVE result for a missing measurement."""
     return GateResult(
         gate=gate,
         metric=metric,
@@ -30,7 +30,7 @@ def make_unmeasured(gate: str, metric: str, limit: str, *, advisory: bool = Fals
 
 
 def make_unlimited(gate: str, metric: str) -> GateResult:
-    """Return an INCONCLUSIVE result of a gate without limits."""
+    """Return an INCONCLUSIVE result for a gate without limits."""
     return GateResult(gate=gate, metric=metric, limit="", verdict=Verdict.INCONCLUSIVE, reason="the gate sets no limit")
 
 

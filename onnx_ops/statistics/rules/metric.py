@@ -252,7 +252,7 @@ def _find_problem(entry: _Entry) -> str:
         return "its counts do not add up" if min(parts) < 0 or sum(parts) > entry.n else ""
     intervals = [i for i in (entry.candidate, entry.difference, entry.ratio) if i is not None]
     if not all(i.is_finite for i in intervals):
-        return "a figure is not a number"
+        return "a value is not a number"
     if entry.n < 1 or not all(i.low <= i.estimate <= i.high for i in intervals):
         return "it has no rows, or its interval does not contain its estimate"
     return ""

@@ -116,7 +116,7 @@ def _describe(m: ParityMeasurement) -> str:
     if m.mismatch:
         return f"{where}: {join_lines(m.mismatch)}"
     if m.noise == 0 and m.error > 0:
-        return f"{where}: error {m.error:.3g} where the source leaves no room"
+        return f"{where}: error {m.error:.3g} although the source has no rounding noise"
     if m.tolerance:
         unit = f"a tenth of the tolerance {m.tolerance} (the source does not run in float64)"
     else:
@@ -135,7 +135,7 @@ def _judge_weights(gate: ParityGate, evidence: Evidence) -> GateResult:
             f", and its layer's answers on real rows have {worst.output_error:.3g}x the squared error of plain rounding"
         )
         if not _is_rounded(worst, gate):
-            answers += f" (at most {COMPENSATED}x, and {FURTHEST:g} steps, would do)"
+            answers += f" (at most {COMPENSATED}x, and {FURTHEST:g} steps, would be accepted)"
     return _make_result(
         "weights",
         f"weight {worst.tensor!r} is {worst.steps:.3g} quantization steps from its original, "
@@ -197,7 +197,7 @@ def judge_activations(gate: ParityGate, evidence: Evidence) -> Iterator[GateResu
             n=values,
         )
         worst = max(measured, key=lambda a: (a.saturated, a.tensor))
-        note = f"; more than {as_percent(SATURATION_WARNING)} is worth a look: calibrate with more rows"
+        note = f"; more than {as_percent(SATURATION_WARNING)} is suspicious: calibrate with more rows"
         yield _make_result(
             "saturation",
             f"{as_percent(worst.saturated)} of activation {worst.tensor!r} lie outside its quantized range, "
@@ -242,7 +242,7 @@ def judge_activations(gate: ParityGate, evidence: Evidence) -> Iterator[GateResu
 
 
 def judge_coverage(evidence: Evidence) -> Iterator[GateResult]:
-    """Yield one advisory line where the runtime shows its graph."""
+    """Yield one advisory line if the runtime exposes its optimized graph."""
     coverage = evidence.coverage
     if coverage is None or not (coverage.int8 or coverage.floats):
         return
@@ -254,7 +254,7 @@ def judge_coverage(evidence: Evidence) -> Iterator[GateResult]:
         more = f", and {len(ranked) - _NAMED} more" if len(ranked) > _NAMED else ""
         text += f"; {len(coverage.floats)} in float: {named}{more}"
     if coverage.unheeded:
-        text += f"; excluded, and run in int8 by the runtime all the same: {', '.join(coverage.unheeded[:_NAMED])}"
+        text += f"; excluded, but run in int8 by the runtime: {', '.join(coverage.unheeded[:_NAMED])}"
     yield _make_result(
         "int8 coverage",
         join_lines(text),
@@ -278,7 +278,7 @@ def judge_source(evidence: Evidence) -> Iterator[GateResult]:
     detected = 1 - (1 - _RARE) ** source.rows
     yield _make_result(
         "rows",
-        f"the source is slow: it was asked {source.rows} of {source.samples} rows; a difference in "
+        f"the source is slow: it answered {source.rows} of {source.samples} rows; a difference in "
         f"{as_percent(_RARE)} of all rows is seen with a chance of {as_percent(round(detected, 2))} "
         f"(`validate: {{source_time: …}}` allows more)",
         passes=True,
@@ -289,14 +289,14 @@ def judge_source(evidence: Evidence) -> Iterator[GateResult]:
 
 
 def judge_invariance(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Yield one advisory line where batch invariance was measured."""
+    """Yield one advisory line if batch invariance was measured."""
     measured = [m for m in evidence.batch_invariance if m.rows > 0]
     if not measured:
         return
     rows = max(m.rows for m in measured)
     non_finite = [m.output for m in measured if not all(map(math.isfinite, (m.error, m.ratio, m.changed or 0.0)))]
     if non_finite:
-        reason = f"output {min(non_finite)!r}: a figure is not a number"
+        reason = f"output {min(non_finite)!r}: a value is not a number"
         result = _make_result(METRIC, reason, limit=_limit(gate), unit="", n=rows, advisory=True)
         yield replace(result, verdict=Verdict.ERROR)
         return

@@ -56,7 +56,7 @@ def _judge_ratio(
             reason += "; the ratio is too near to the limit for any number of pairs"
         elif needed > LOOKS[-1]:
             remedy = f"a run has at most {LOOKS[-1]}: measure on a quieter machine"
-            reason += f"; about {needed} pairs on end would decide, and {remedy}"
+            reason += f"; about {needed} consecutive pairs would decide, and {remedy}"
         else:
             reason += f"; {needed} pairs would decide, and the time for them ran out"
         if comparison.low > 0 and math.isfinite(comparison.high):
@@ -217,7 +217,7 @@ def judge_cold_start(gate: ColdStartGate, evidence: Evidence) -> Iterator[GateRe
 
 
 def judge_memory(gate: MemoryGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Judge peak memory, which other load of the machine does not change."""
+    """Judge peak memory, which other load on the machine does not affect."""
     yield from _judge_regression("memory", "peak", gate.max_regression, evidence)
     if gate.max is not None:
         samples = () if evidence.starts is None else evidence.starts.peak_bytes
@@ -271,13 +271,13 @@ def judge_provider(evidence: Evidence) -> Iterator[GateResult]:
     if facts is None or not first:
         reason = "which provider ran was not recorded"
     elif first not in facts.used:
-        verdict, reason = Verdict.ERROR, f"{first} was asked for, {', '.join(facts.used) or 'nothing'} ran instead"
+        verdict, reason = Verdict.ERROR, f"{first} was requested, {', '.join(facts.used) or 'nothing'} ran instead"
     elif first != "CPUExecutionProvider":
         moved = Counter(facts.nodes) - Counter(facts.shape_nodes)
         others = {name: nodes for name, nodes in sorted(moved.items()) if name != first}
         if others:
             fallbacks = ", ".join(f"{nodes} nodes fell back on {name}" for name, nodes in others.items())
-            verdict, reason = Verdict.ERROR, f"{first} was asked for, {fallbacks}"
+            verdict, reason = Verdict.ERROR, f"{first} was requested, {fallbacks}"
         elif not facts.nodes.get(first):
             reason = f"which nodes {first} took was not recorded"
     if reason:

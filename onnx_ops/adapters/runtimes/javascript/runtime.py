@@ -192,7 +192,7 @@ class NodeRuntime(Runtime):
             return own
         if not target.env.isolated or target.env.python or target.env.memory:
             raise UserError(
-                "packages of JavaScript have a folder of their own, need no Python, and keep no limit of memory",
+                "JavaScript packages have a separate folder, need no Python, and have no memory limit",
                 where=f"target {target.name}: env",
                 remedy="Leave out `isolated`, `python` and `memory`.",
             )
