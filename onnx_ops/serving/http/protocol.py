@@ -567,11 +567,11 @@ class LargeBodyReader(asyncio.BufferedProtocol):
         self._connection.connection_lost(error)
 
     def pause_writing(self) -> None:
-        """Tell the connection that its client does not read."""
+        """Forward the event to the connection."""
         self._connection.pause_writing()
 
     def resume_writing(self) -> None:
-        """Tell the connection that its client reads again."""
+        """Forward the event to the connection."""
         self._connection.resume_writing()
 
 
