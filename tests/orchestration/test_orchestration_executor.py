@@ -16,7 +16,8 @@ from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
 from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageStatus
 from onnx_ops.errors import MeasurementError, UserError
-from onnx_ops.pipeline import RunResult, SilentObserver, run
+from onnx_ops.pipeline import RunResult, run
+from onnx_ops.ports import Observer
 from tests.orchestration.flow_runs import in_flow, run_of, task_runs_of
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def performed(handler: FakeHandler, executor: PrefectExecutor) -> FlowRunRecord:
     results: list[RunResult] = []
 
     def fake() -> None:
-        results.append(run(PLAN, handler=handler, executor=executor, observer=SilentObserver(), clock=SystemClock()))
+        results.append(run(PLAN, handler=handler, executor=executor, observer=Observer(), clock=SystemClock()))
 
     state = in_flow(fake)
 
@@ -275,7 +276,7 @@ def test_independent_stages_run_side_by_side_as_task_runs_of_their_flow_run(pref
             plan,
             handler=Meeting(),
             executor=PrefectExecutor(),
-            observer=SilentObserver(),
+            observer=Observer(),
             clock=clock,
             jobs=len(stages),
         )
