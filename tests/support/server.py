@@ -5,7 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -65,6 +67,35 @@ class Answer:
 
     def json(self) -> Any:
         return json.loads(self.body)
+
+
+def parse_answers(data: bytes) -> tuple[list[Answer], bytes]:
+    """The whole answers in what a server sent, interim ones too, and what follows them."""
+    answers = []
+    while b"\r\n\r\n" in data:
+        head, _, rest = data.partition(b"\r\n\r\n")
+        start, *lines = head.decode("latin-1").split("\r\n")
+        match = re.fullmatch(r"HTTP/1\.1 (\d{3}) [A-Za-z -]+", start)
+        assert match is not None, f"no answer: {start[:80]!r}"
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+        size = int(headers.get("content-length", 0))
+        if len(rest) < size:
+            break
+        answers.append(Answer(int(match[1]), headers, rest[:size]))
+        data = rest[size:]
+    return answers, data
+
+
+def received(client: socket.socket, answers: int = 1) -> bytes:
+    """As many whole answers as asked for, or all until the connection is closed."""
+    data = b""
+    with suppress(ConnectionError):
+        while sum(answer.status != 100 for answer in parse_answers(data)[0]) < answers:
+            piece = client.recv(1 << 16)
+            if not piece:
+                break
+            data += piece
+    return data
 
 
 @dataclass(slots=True, kw_only=True)
