@@ -121,17 +121,3 @@ def test_get_inference_statistics_counts_what_was_answered(client: triton.Infere
     with pytest.raises(triton.InferenceServerException):
         client.infer("m", inputs[:1])
     assert count() == (successes + 1, failures + 1)
-
-
-def test_get_model_repository_index_lists_the_version(client: triton.InferenceServerClient) -> None:
-    assert client.get_model_repository_index() == [{"name": "m", "version": "1", "state": "READY"}]
-
-
-def test_error_shows_the_message_of_the_server(client: triton.InferenceServerClient) -> None:
-    import tritonclient.http as triton
-    from tritonclient.utils import InferenceServerException
-
-    tensor = triton.InferInput("fp32", [1, 3], "FP32")
-    tensor.set_data_from_numpy(np.zeros((1, 3), np.float32))
-    with pytest.raises(InferenceServerException, match="tensor 'fp32' must have shape"):
-        client.infer("m", [tensor])
