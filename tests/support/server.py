@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import CorruptStateError, MeasurementError
 from onnx_ops.protocol.messages import COUNTS_PATH, STATE_PATH, AdminState, Counts, UserCountsRequest
@@ -47,14 +46,6 @@ def scaled(root: Path, name: str) -> Deployment:
     """The deployment of a model in its folder below `root`."""
     version, scale = SCALES[name]
     return scaling_deployment(root / name, name=name, version=version, scale=scale, model="m")
-
-
-def fileless_deployment(name: str, content: str = "") -> Deployment:
-    """A deployment of model `m` that is nowhere, with digests of its content."""
-    digest = digest_bytes((content or name).encode())
-    return Deployment(
-        name=name, model="m", version=name, variant="fp32", release=digest, manifest=digest, location=f"/models/{name}"
-    )
 
 
 @dataclass(frozen=True, slots=True)
