@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -113,29 +112,6 @@ def test_one_that_was_being_made_when_its_maker_died_is_made_again(
     (place / "leftover").write_text("half of a download")
     assert say(environments.python(wanted), VERSION) == "1.0"
     assert not (place / "leftover").exists()
-
-
-@pytest.mark.nightly
-def test_a_maker_that_is_killed_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> None:
-    path = wheel(tmp_path)
-    code = f"""
-from pathlib import Path
-from onnx_ops.adapters.isolation.environments import PythonEnvironments
-from onnx_ops.domain.execution import Environment
-PythonEnvironments(folder=Path({str(tmp_path / "e")!r}), base=()).python(Environment(requirements=({str(path)!r},)))
-"""
-    environments = PythonEnvironments(folder=tmp_path / "e", base=())
-    wanted = Environment(requirements=(str(path),))
-    place = environments.place(wanted)
-    maker = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    deadline = time.monotonic() + 60
-    while not place.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert place.exists(), "it was not being made"
-    maker.kill()
-    maker.wait()
-    assert not (place / MARKER).exists()
-    assert say(environments.python(wanted), VERSION) == "1.0"
 
 
 def test_two_at_once_make_one(environments: PythonEnvironments, tmp_path: Path) -> None:
