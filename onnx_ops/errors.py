@@ -26,6 +26,7 @@ Exit codes are those of the command line (0 success, 1 failed gate, 2, 3 inconcl
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -210,6 +211,12 @@ def quoted(error: object) -> str:
 def describe_error(error: BaseException) -> str:
     """Return the type of a library's exception, and its message as `quoted` does."""
     return f"{type(error).__name__}: {quoted(error)}"
+
+
+def describe_exit(code: int) -> str:
+    """Describe how a process ended: its signal or exit code."""
+    names = {number.value: number.name for number in signal.Signals}
+    return f"signal {names.get(-code, -code)}" if code < 0 else f"exit code {code}"
 
 
 def suggest(name: str, known: Iterable[str], otherwise: str) -> str:

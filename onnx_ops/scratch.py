@@ -1,4 +1,4 @@
-"""Temporary folders that are removed even if their process is killed; durable and locked files; a full disk."""
+"""Temporary folders that survive no kill, durable and locked files, errors of a full disk, durations of steps."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import contextlib
 import errno
 import fcntl
 import functools
+import json
 import os
 import shutil
 import tempfile
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +24,8 @@ TEMPORARY = ".tmp-"
 """Begins the name of a file that is being written, or whose writer was killed."""
 PRIVATE = 0o600
 """Mode of a file for its owner only."""
+_REMEMBERED = 2000
+"""Number of steps whose last duration is kept."""
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -157,3 +162,46 @@ def storage_errors(where: str = "") -> Iterator[None]:
             what = "a file or folder is not accessible"
             raise StorageError(what, where=where, why=str(error), remedy=_OPEN) from error
         raise
+
+
+class Durations:
+    """The last duration of each step, in a file. A file that cannot be read or written costs estimates, and no work."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._new: dict[str, float] = {}
+        self.last = self.read()
+        """Seconds by step, of the file and of this process."""
+
+    def read(self) -> dict[str, float]:
+        """Return seconds by step."""
+        with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+            if self._path is not None:
+                return {step: float(s) for step, s in json.loads(self._path.read_text(encoding="utf-8")).items()}
+        return {}
+
+    def add(self, step: str, seconds: float) -> None:
+        """Set the duration of a step in memory; the latest are kept longest."""
+        self._new.pop(step, None)
+        self.last[step] = self._new[step] = round(seconds, 2)
+
+    def save(self) -> None:
+        """Write the durations that were added."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._path is not None:
+                new = {**self._new}
+                known = {**{step: s for step, s in self.read().items() if step not in new}, **new}
+                write_durably(self._path, json.dumps(dict([*known.items()][-_REMEMBERED:])).encode())
+
+    def record(self, step: str, seconds: float) -> None:
+        """Record the duration of a step in the file; 0 is an unknown one."""
+        if seconds:
+            self.add(step, seconds)
+            self.save()
+
+    @contextlib.contextmanager
+    def measure(self, step: str) -> Iterator[None]:
+        """Record the duration of a block that executes a step, if it raises nothing."""
+        started = time.monotonic()
+        yield
+        self.record(step, time.monotonic() - started)

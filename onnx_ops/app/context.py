@@ -29,10 +29,11 @@ from onnx_ops.domain.execution import Environment
 from onnx_ops.errors import InfrastructureError, UserError
 from onnx_ops.ports import Context, EndpointProvider, MetricsSource, Notifier, Observer, Registry, Signer
 from onnx_ops.protocol.server_process import LocalHost
+from onnx_ops.scratch import Durations
 
 if TYPE_CHECKING:
     from onnx_ops.adapters.registries.mlflow_connection import MlflowModels
-    from onnx_ops.app.execution import RunningStages, StageDurations
+    from onnx_ops.app.execution import RunningStages
     from onnx_ops.app.handler import StageHandler
     from onnx_ops.config.targets import TargetFiles
     from onnx_ops.domain.pipeline import StageKind
@@ -56,11 +57,9 @@ class Project:
 
         return TargetFiles(self.settings.root, self.settings.shared_targets)
 
-    def durations(self, pipeline: str) -> StageDurations:
+    def durations(self, pipeline: str) -> Durations:
         """Return how long the stages of a pipeline took here when they were executed last."""
-        from onnx_ops.app.execution import StageDurations
-
-        return StageDurations(self.settings.durations / f"{pipeline}.json")
+        return Durations(self.settings.durations / f"{pipeline}.json")
 
     def handler(
         self,
@@ -68,7 +67,7 @@ class Project:
         observer: Observer | None = None,
         abandon: str = "",
         no_cache: Collection[StageKind] = (),
-        durations: StageDurations | None = None,
+        durations: Durations | None = None,
     ) -> StageHandler:
         """Return the stage handler of this project.
 
@@ -79,11 +78,10 @@ class Project:
             no_cache: kinds of stages whose cached results are ignored.
             durations: gets the duration of each stage.
         """
-        from onnx_ops.app.execution import StageDurations, StageExecutor
+        from onnx_ops.app.execution import StageExecutor
         from onnx_ops.app.handler import StageHandler
-        from onnx_ops.pipeline import SilentObserver
 
-        report_progress, durations = (observer or SilentObserver()).progressed, durations or StageDurations()
+        report_progress, durations = (observer or Observer()).progressed, durations or Durations()
         return StageHandler(
             context=self.context,
             perform=StageExecutor(

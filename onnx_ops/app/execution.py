@@ -9,25 +9,24 @@ import os
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from onnx_ops import plugins
-from onnx_ops.adapters.isolation.process import OutputTail, describe_exit
+from onnx_ops.adapters.isolation.process import OutputTail
 from onnx_ops.app.fork_server import FORK_SERVER, ForkedProcess
 from onnx_ops.app.placement import ask, build_request
 from onnx_ops.config.settings import Settings, to_environ
 from onnx_ops.domain.artifact import Digest, Manifest, hex_digits
 from onnx_ops.domain.pipeline import Stage, StageKind
-from onnx_ops.errors import StageError, from_document
+from onnx_ops.errors import StageError, describe_exit, from_document
 from onnx_ops.pipeline.stage_settings import get_pool
 from onnx_ops.pipeline.stages import execute
 from onnx_ops.pipeline.stages.champion import attach_champion
 from onnx_ops.ports import Context, Pools
-from onnx_ops.scratch import Scratch, hold_lock, write_durably
+from onnx_ops.scratch import Durations, Scratch, hold_lock
 
 
 def machine_lock() -> contextlib.AbstractContextManager[None]:
@@ -133,40 +132,6 @@ def hold_key_lock(folder: Path, key: Digest) -> Iterator[None]:
             return
 
 
-class StageDurations:
-    """The last duration of each stage of a pipeline, without the time that it waited: a file of the state folder.
-
-    If the file cannot be read or written, there are no estimates; a run does not fail.
-    """
-
-    def __init__(self, path: Path | None = None) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-
-    def read(self) -> dict[str, float]:
-        """Return seconds by stage."""
-        if self._path is None:
-            return {}
-        with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
-            return {str(stage): float(s) for stage, s in json.loads(self._path.read_text(encoding="utf-8")).items()}
-        return {}
-
-    def record(self, stage: Stage, seconds: float) -> None:
-        """Record the duration of a stage; 0 is an unknown one."""
-        if self._path is None or not seconds:
-            return
-        with self._lock, contextlib.suppress(OSError):
-            known = {**self.read(), stage.id: round(seconds, 2)}
-            write_durably(self._path, json.dumps(known).encode())
-
-    @contextlib.contextmanager
-    def measure(self, stage: Stage) -> Iterator[None]:
-        """Record the duration of a block that executes a stage, if it raises nothing."""
-        started = time.monotonic()
-        yield
-        self.record(stage, time.monotonic() - started)
-
-
 PROGRESS = b"\x1eprogress "
 """Prefix of a line of a child's output that reports the progress of its stage."""
 
@@ -195,7 +160,7 @@ class StageExecutor:
     """Kinds of stages whose result is computed anew, even if a pool's worker has it."""
     report_progress: ReportProgress = _silent
     running: RunningStages = field(default_factory=RunningStages)
-    durations: StageDurations = field(default_factory=StageDurations)
+    durations: Durations = field(default_factory=Durations)
 
     def __call__(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         """Execute a stage, on a worker of its pool if it has one."""
@@ -203,16 +168,16 @@ class StageExecutor:
             raise StageError("its run was cancelled", where=stage.id, remedy="Run the pipeline again.")
         if get_pool(stage):
             renew = stage.kind in self.no_cache
-            took, place = partial(self.durations.record, stage), self.settings.store
+            took, place = partial(self.durations.record, stage.id), self.settings.store
             return ask(self.running.pools, self.context, stage, key, inputs, place=place, renew=renew, took=took)
         if not stage.own_process and stage.timeout is None:
-            with self.durations.measure(stage):
+            with self.durations.measure(stage.id):
                 return execute(stage, key, inputs, self.context)
         if stage.kind not in _TIMED:
-            with self.running.lock.hold(alone=False), self.durations.measure(stage):
+            with self.running.lock.hold(alone=False), self.durations.measure(stage.id):
                 return run_in_subprocess(self.settings, stage, key, inputs, self.report_progress, self.running)
         prepared = attach_champion(stage, self.context) if stage.kind is StageKind.BENCHMARK else stage
-        with self.running.lock.hold(alone=True), machine_lock(), self.durations.measure(stage):
+        with self.running.lock.hold(alone=True), machine_lock(), self.durations.measure(stage.id):
             return run_in_subprocess(self.settings, prepared, key, inputs, self.report_progress, self.running)
 
 

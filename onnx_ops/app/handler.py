@@ -12,7 +12,7 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.app.champions import save_benchmark
-from onnx_ops.app.execution import ExecuteStage, StageDurations, hold_key_lock
+from onnx_ops.app.execution import ExecuteStage, hold_key_lock
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.decision import Decision
 from onnx_ops.domain.endpoint import EndpointConfig
@@ -30,6 +30,7 @@ from onnx_ops.ports import Context
 from onnx_ops.release.journal import format_stream_name
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import StepReport, reconcile_until_stable
+from onnx_ops.scratch import Durations
 
 RELEASE = (StageKind.PROMOTE, StageKind.DEPLOY)
 """Stages whose result is the state of an endpoint, which the ledger holds instead of the store."""
@@ -58,7 +59,7 @@ class StageHandler:
         seconds.
     """
 
-    durations: StageDurations = field(default_factory=StageDurations)
+    durations: Durations = field(default_factory=Durations)
     """Durations of release stages; `perform` records the others."""
 
     def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
@@ -106,7 +107,7 @@ class StageHandler:
         """Execute a stage and store its result."""
         context = self.context
         released = stage.kind is StageKind.REGISTER or stage.kind in RELEASE
-        timed = self.durations.measure(stage) if stage.kind in RELEASE else contextlib.nullcontext()
+        timed = self.durations.measure(stage.id) if stage.kind in RELEASE else contextlib.nullcontext()
         with self.releasing if released else contextlib.nullcontext(), timed:
             if stage.kind is StageKind.PROMOTE:
                 registration, choice, version = _read_choice(context, stage, inputs)

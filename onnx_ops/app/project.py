@@ -269,7 +269,7 @@ def execute(
     from onnx_ops.app.handler import binding
     from onnx_ops.app.results import find_base, read_base_branch, read_provenance, record_commit, summarize
     from onnx_ops.domain.pipeline import StageKind, StageStatus
-    from onnx_ops.pipeline import InlineExecutor, SilentObserver, run
+    from onnx_ops.pipeline import InlineExecutor, run
     from onnx_ops.pipeline.stage_settings import get_pool
     from onnx_ops.pipeline.stages.register import BASE, PROVENANCE
     from onnx_ops.release.promote import abandon_dropped, require_no_orphans
@@ -298,7 +298,7 @@ def execute(
         planned,
         handler=project.handler(actor, observer, abandon, no_cache, project.durations(name)),
         executor=executor or InlineExecutor(),
-        observer=observer or SilentObserver(),
+        observer=observer or Observer(),
         clock=project.context.clock,
         no_cache=no_cache,
         jobs=jobs,

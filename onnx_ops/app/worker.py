@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from onnx_ops.adapters.isolation.process import read_memory_bytes
 from onnx_ops.app.context import build_context
 from onnx_ops.app.execution import PROGRESS
 from onnx_ops.app.fork_server import serve
@@ -49,7 +50,7 @@ def _die_with_parent(scratch: Path) -> None:
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     stage, key, inputs = parse_request(request)
-    limit = stage.memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = stage.memory or read_memory_bytes()
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, most))  # its own children may have other limits
     try:

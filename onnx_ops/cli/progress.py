@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import threading
 import time
@@ -17,7 +16,8 @@ from rich.text import Text
 
 from onnx_ops.cli.common import error_console, markup
 from onnx_ops.domain.pipeline import Plan, Stage, StageOutcome, StageStatus
-from onnx_ops.scratch import durable_file
+from onnx_ops.ports import Observer
+from onnx_ops.scratch import Durations
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -32,37 +32,11 @@ _LINES = {
 _SLOW_AFTER_S = 2.0
 """Longer steps are shown, also without a terminal."""
 
-_REMEMBERED = 2000
-"""Number of steps whose last duration is kept."""
 
-
-class Durations:
-    """The last duration of each step, in a file of the user's cache. Only terminals show estimates."""
-
-    def __init__(self, console: Console) -> None:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self._path = home / "onnx-ops" / "durations.json" if console.is_terminal else None
-        self._known: dict[str, float] = {}
-        if self._path is not None:
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                self._known = {str(key): float(s) for key, s in json.loads(self._path.read_text("utf-8")).items()}
-
-    def get(self, key: str) -> float | None:
-        """Return the last duration of a step, in seconds."""
-        return self._known.get(key)
-
-    def record(self, key: str, seconds: float) -> None:
-        """Record the duration of a step."""
-        self._known.pop(key, None)
-        self._known[key] = round(seconds, 2)
-
-    def save(self) -> None:
-        """Write the durations; a failure is ignored, since estimates are not worth an error."""
-        if self._path is None:
-            return
-        recent = dict(list(self._known.items())[-_REMEMBERED:])
-        with contextlib.suppress(OSError), durable_file(self._path) as temporary:
-            temporary.write_text(json.dumps(recent), encoding="utf-8")
+def read_durations(console: Console) -> Durations:
+    """Return the last durations of commands, from the user's cache. Only terminals show estimates."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Durations(home / "onnx-ops" / "durations.json" if console.is_terminal else None)
 
 
 class StepProgress:
@@ -127,7 +101,7 @@ class StepProgress:
         """End one step, or remove it from the plan."""
         with self._lock:
             if name in self._begun:
-                self._durations.record(self._prefix + name, time.monotonic() - self._begun.pop(name))
+                self._durations.add(self._prefix + name, time.monotonic() - self._begun.pop(name))
             self._done.add(name)
             self._detail = ""
             if self._status is not None and not self._begun:
@@ -169,9 +143,9 @@ class StepProgress:
         names = dict.fromkeys([*begun, *(name for name in self._steps if name not in self._done)])
         known: dict[str, float] = {}
         for name in names:
-            last = self._durations.get(self._prefix + name)
+            last = self._durations.last.get(self._prefix + name)
             if last is None and "/" in name:  # that of the latest step of its kind (`benchmark/…`) in this run
-                last = self._durations.get(f"{self._prefix}{name.partition('/')[0]}/")
+                last = self._durations.last.get(f"{self._prefix}{name.partition('/')[0]}/")
             if last is not None:
                 known[name] = last
         if len(known) < len(names) or sum(known.values()) < _SLOW_AFTER_S:
@@ -193,7 +167,7 @@ def format_seconds(value: float) -> str:
 def working(command: str, *steps: str, quiet: bool = False) -> Iterator[StepProgress]:
     """Show the steps of a command that can take longer than two seconds; start with the first."""
     console = Console(quiet=True, file=io.StringIO()) if quiet else error_console()
-    durations = Durations(console)
+    durations = read_durations(console)
     progress = StepProgress(console, durations, f"{command} ", steps)
     progress.begin(steps[0])
     timer = threading.Timer(_SLOW_AFTER_S, progress.print_lines)
@@ -209,7 +183,7 @@ def working(command: str, *steps: str, quiet: bool = False) -> Iterator[StepProg
         progress.end()
 
 
-class RunProgress:
+class RunProgress(Observer):
     """Shows a run: the running stages with the remaining time, and each one that has ended.
 
     For several runs in parallel, it shows only stages that did work, with the name of their pipeline.
@@ -217,7 +191,7 @@ class RunProgress:
 
     def __init__(self, console: Console, *, jobs: int = 1, is_one_of_several: bool = False) -> None:
         self._console, self._jobs, self._is_one_of_several = console, jobs, is_one_of_several
-        self._durations = Durations(console)
+        self._durations = read_durations(console)
         self._progress = StepProgress(console, self._durations, "")
         self._prefix, self._name, self._width = "", " ", 0
 
@@ -252,7 +226,7 @@ class RunProgress:
         """Show the outcome of a stage."""
         self._progress.finish(stage.id)
         if outcome.status is StageStatus.DONE:
-            self._durations.record(f"{self._prefix}{stage.id.partition('/')[0]}/", outcome.seconds)
+            self._durations.add(f"{self._prefix}{stage.id.partition('/')[0]}/", outcome.seconds)
         if not self._is_one_of_several or outcome.status is not StageStatus.CACHED:
             text = {
                 StageStatus.CACHED: "unchanged",

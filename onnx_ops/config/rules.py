@@ -283,21 +283,19 @@ def _check_metrics(draft: Draft) -> Iterator[Issue]:
 
 
 def _check_metric_limits(loc: Loc, gate: MetricGate, label: str) -> Iterator[Issue]:
-    definition = gate.definition()
-    is_better = gate.higher_is_better if definition.name is None else definition.higher_is_better
-    if is_better is None:
+    if gate.use and gate.higher_is_better is None:
         return
     fitting, others = ("max_drop", "min"), ("max_increase", "max")
-    if not is_better:
+    if gate.lower_is_better:
         fitting, others = others, fitting
     for key in others:
         if getattr(gate, key) is not None:
-            direction = "higher" if is_better else "lower"
+            direction = "lower" if gate.lower_is_better else "higher"
             message = f"of {label}, {direction} is better: limit it by {quote_names(fitting)}"
             yield Issue((*loc, key), message, on_key=True)
     if all(getattr(gate, key) is None for key in (*fitting, *others)):
         yield Issue(loc, "a metric gate needs " + " or ".join(f"'{key}'" for key in fitting))
-    for key in fitting if is_better and definition.name is not None else ():
+    for key in fitting if not (gate.lower_is_better or gate.use) else ():
         if (getattr(gate, key) or 0) > 1:
             yield Issue((*loc, key), f"{label} is never more than 100%")
 

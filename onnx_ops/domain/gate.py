@@ -172,7 +172,7 @@ class MetricGate:
     @property
     def lower_is_better(self) -> bool:
         """Whether less of the metric is better."""
-        return False in (self.higher_is_better, self.definition().higher_is_better)
+        return (self.higher_is_better if self.use else self.definition().higher_is_better) is False
 
     def definition(self) -> MetricDefinition:
         """Return the metric that it measures, with defaults filled in."""

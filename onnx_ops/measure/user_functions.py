@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.errors import NotFoundError, OnnxOpsError, StageError, UserError, quoted
+from onnx_ops.errors import NotFoundError, OnnxOpsError, StageError, UserError, describe_error
 from onnx_ops.plugins import imported, missing_package
 
 
@@ -97,7 +97,7 @@ def _failed(what: str, error: Exception) -> OnnxOpsError:
         ] or frames[-1:]
         place = f"{_shown_path(own[-1].filename)}:{own[-1].lineno}"
     kind = StageError if isinstance(error, OSError) else UserError
-    why = f"{type(error).__name__}: {quoted(error)}"
+    why = describe_error(error)
     return kind(what, where=place, why=why, remedy="Fix the code at that line, or its data, and run again.")
 
 

@@ -22,7 +22,6 @@ _HALVES = {10: "float16", 16: "bfloat16"}
 _FLOAT = 1
 _BLOCKED = "MatMulNBits"
 _WITH_WEIGHTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
-_INTEGER = INT8_OPERATORS - {"DynamicQuantizeMatMul", "MatMulIntegerToFloat"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +103,7 @@ def _describe_int8(model: onnx.ModelProto, operators: Counter[str]) -> str:
         if node.op_type == "DequantizeLinear" and node.input and node.input[0] in stored
     }
     pairs = sum(node.op_type in _WITH_WEIGHTS and bool(read & set(node.input[1:2])) for node in iterate_nodes(model))
-    whole = sum(operators[name] for name in _INTEGER)
+    whole = sum(operators[name] for name in INT8_OPERATORS)
     floats = sum(operators[name] for name in _WITH_WEIGHTS) - pairs
     style = (
         "dynamic"

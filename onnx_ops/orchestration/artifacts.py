@@ -22,7 +22,7 @@ from onnx_ops.app.results import Summary, locate_report
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import Plan, Stage, StageOutcome
 from onnx_ops.orchestration.events import TIMEOUT_S
-from onnx_ops.pipeline.run import DaemonThreadPool, SilentObserver
+from onnx_ops.pipeline.run import DaemonThreadPool
 from onnx_ops.ports import Observer
 from onnx_ops.reporting.description import result_table
 from onnx_ops.reporting.plots import as_data_url, variants_picture
@@ -101,7 +101,7 @@ def publish_progress() -> Iterator[Observer]:
             progress.sent.result(timeout=TIMEOUT_S)
 
 
-class _Progress(SilentObserver):
+class _Progress(Observer):
     """Sends through a separate thread: no stage waits for the server."""
 
     def __init__(self, submit: Callable[[Callable[[], None]], Future[None]]) -> None:

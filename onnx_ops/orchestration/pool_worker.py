@@ -38,13 +38,12 @@ from prefect.states import Cancelled, Completed, Pending, Running
 from prefect.types.names import MAX_VARIABLE_NAME_LENGTH
 
 from onnx_ops import codec, plugins
-from onnx_ops.adapters.isolation.process import describe_exit
 from onnx_ops.adapters.runtimes.hardware import read_hardware
 from onnx_ops.app.context import Project
 from onnx_ops.app.fork_server import FORK_SERVER
 from onnx_ops.app.placement import answer
 from onnx_ops.domain.pipeline import PLACEABLE, Stage, StageKind
-from onnx_ops.errors import OnnxOpsError
+from onnx_ops.errors import OnnxOpsError, describe_exit
 from onnx_ops.orchestration.environment import project_of
 from onnx_ops.orchestration.pools import (
     ANNOUNCEMENT,
@@ -61,8 +60,7 @@ from onnx_ops.orchestration.pools import (
     server_time,
 )
 from onnx_ops.orchestration.tasks import failed
-from onnx_ops.pipeline import SilentObserver
-from onnx_ops.ports import WorkerStatus
+from onnx_ops.ports import Observer, WorkerStatus
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -103,7 +101,7 @@ def _work(run: UUID, request: str, store: str, logger: _Logger) -> State[Any]:
     return Completed(message="its result is in the store") if error is None else failed(error)
 
 
-class _Log(SilentObserver):
+class _Log(Observer):
     """Writes the progress of a stage to the log of its flow run."""
 
     def __init__(self, logger: _Logger) -> None:

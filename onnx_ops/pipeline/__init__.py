@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from onnx_ops.pipeline.planning import plan
-from onnx_ops.pipeline.run import Handler, InlineExecutor, RunResult, SilentObserver, ordered_map, preview, run
+from onnx_ops.pipeline.run import Handler, InlineExecutor, RunResult, ordered_map, preview, run
 from onnx_ops.pipeline.user_code import UserCode, collect_user_code, find_referenced_modules
 
 __all__ = [
     "Handler",
     "InlineExecutor",
     "RunResult",
-    "SilentObserver",
     "UserCode",
     "collect_user_code",
     "find_referenced_modules",

@@ -322,10 +322,9 @@ def _write_metric(pipeline: Pipeline, probe: ProjectProbe) -> Json:
     """Return the metric that the search optimizes: that of the first metric gate, else accuracy."""
     gate = next((gate for gate in pipeline.gates if isinstance(gate, MetricGate)), None)
     definition = gate.definition() if gate else ACCURACY
-    better = gate.higher_is_better if gate and gate.use else definition.higher_is_better
     return {
         "definition": codec.to_json(definition),
-        "lower": better is False,
+        "lower": gate is not None and gate.lower_is_better,
         "code": digest_metric_code(pipeline, definition, probe),
     }
 

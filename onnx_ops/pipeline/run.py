@@ -122,22 +122,6 @@ class RunResult:
         return tuple(s.id for s in self.plan.stages if self.outcomes[s.id].status in busy)
 
 
-class SilentObserver:
-    """An observer that reports nothing."""
-
-    def planned(self, plan: Plan) -> None:
-        """Ignore the plan."""
-
-    def started(self, stage: Stage) -> None:
-        """Ignore the start of a stage."""
-
-    def progressed(self, stage: Stage, line: str) -> None:
-        """Ignore a progress message."""
-
-    def finished(self, stage: Stage, outcome: StageOutcome) -> None:
-        """Ignore the end of a stage."""
-
-
 class InlineExecutor:
     """Run stages in this process, with retries after environment failures."""
 

@@ -51,8 +51,8 @@ class Executor(Protocol):
         """Show the outcome of a stage that needed no work (cached, skipped); an earlier failed gate shows as failed."""
 
 
-class Observer(Protocol):
-    """Watches a run."""
+class Observer:
+    """Watches a run. The base class ignores every event."""
 
     def planned(self, plan: Plan) -> None:
         """Report the plan."""

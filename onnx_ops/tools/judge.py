@@ -19,7 +19,7 @@ from onnx_ops.domain.evidence import ActivationMeasurement, Advice, ParityMeasur
 from onnx_ops.domain.gate import ACCURACY, MetricGate, ParityGate
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
-from onnx_ops.measure.answers import read_answers, run_groups
+from onnx_ops.measure.answers import explain_rejection, read_answers, run_groups
 from onnx_ops.measure.execution import inspect_execution
 from onnx_ops.measure.parity import make_mismatch
 from onnx_ops.measure.predictions import join_predictions, read_prediction
@@ -286,7 +286,7 @@ def _judge_within_noise(
         if isinstance(exact, MeasurementError) or isinstance(noisy, MeasurementError):
             continue
         if isinstance(answer, MeasurementError):
-            text = f"B rejects these inputs, A does not: {answer.why or answer.what}"
+            text = f"B rejects these inputs, A does not: {explain_rejection(answer)}"
             measured.append(make_mismatch("*", name, text))
             continue
         double, single, onnx = _stack_runs(exact), _stack_runs(noisy), _stack_runs(answer)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
 from onnx_ops.domain.quantities import Json
 from onnx_ops.ports.release import EndpointProvider
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
+from tests.support.endpoints import endpoint_config
 
 
 @dataclass(kw_only=True)
@@ -43,13 +43,4 @@ def make_models(folder: Path) -> tuple[Deployment, Deployment]:
 
 
 def make_config(endpoint: str, provider: str = "local", **settings: Json) -> EndpointConfig:
-    digest = digest_bytes(b"target")
-    return EndpointConfig(
-        endpoint=endpoint,
-        provider=provider,
-        model="scale",
-        target="cpu",
-        target_digest=digest,
-        pipeline="p",
-        settings=settings,
-    )
+    return endpoint_config(endpoint, provider=provider, model="scale", settings=settings)

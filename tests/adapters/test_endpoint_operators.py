@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -36,6 +35,7 @@ from onnx_ops.testing.fakes import FakeSigner
 from tests.adapters.endpoint_site import make_config
 from tests.support.external import write_external
 from tests.support.operators import build_library, released, write_softsign
+from tests.support.processes import running_process
 
 SOURCE = Path(__file__).resolve().parents[2] / "examples" / "custom_ops" / "softsign.c"
 CONFIG = make_config("softsign", workers=2, prepack="1 B")  # the cache of packed models loads libraries too
@@ -185,16 +185,9 @@ def test_the_clouds_container_has_it_in_the_model_s_folder(tmp_path: Path, doubl
     }
     command = [sys.executable, "-P", "-m", "onnx_ops.serving.container", "serve"]
     environment |= {"ONNX_OPS_MODEL_DIR": str(tmp_path / "ml"), "ONNX_OPS_PORT": "0"}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    try:
-        deadline = time.monotonic() + 60
-        while not port_file.exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
+    with running_process(command, tmp_path / "log", port_file.exists, env=environment):
         port = codec.loads(port_file.read_bytes(), ServerRecord).port
         assert ask(f"http://127.0.0.1:{port}") == [-1.0, 0.0, 1.5]
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
     rewrite(next((tmp_path / "ml" / "model" / "custom_ops" / "cpu").iterdir()), lambda data: data + b"\0")
     refused: Any = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == DigestMismatchError.exit_code

@@ -26,7 +26,6 @@ from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.attestation import Envelope, EnvelopeSignature
-from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import UserError
 from onnx_ops.protocol.server_process import TRUSTED_KEYS_VARIABLE
@@ -34,6 +33,7 @@ from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.support.clouds.sagemaker import SETTINGS
 from tests.support.clouds.sagemaker_parts import check_config
 from tests.support.clouds.sagemaker_wire import Wire
+from tests.support.endpoints import fileless_deployment
 
 IDENTITIES = (
     "AWS_ACCESS_KEY_ID",
@@ -42,13 +42,6 @@ IDENTITIES = (
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )
 NAMES = some.from_regex(r"(?=.{1,63}\Z)[a-zA-Z0-9](-*[a-zA-Z0-9])*", fullmatch=True)
-
-
-def deployment(name: str) -> Deployment:
-    digest = digest_bytes(name.encode())
-    return Deployment(
-        name=name, model="m", version="1", variant="fp32", release=digest, manifest=digest, location="somewhere"
-    )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +116,7 @@ def wire() -> Wire:
 
 @given(endpoint=NAMES, cut=some.integers(min_value=0, max_value=100), guarded=some.booleans())
 def test_layouts_are_what_the_service_model_allows(wire: Wire, endpoint: str, cut: int, guarded: bool) -> None:
-    blue, green = deployment("v1"), deployment("v2")
+    blue, green = fileless_deployment("v1"), fileless_deployment("v2")
     share = 100 if guarded else cut
     state = state_of(blue, green, v1=share, v2=100 - share)
     settings = read_sagemaker_settings(
@@ -146,7 +139,10 @@ def test_layouts_are_what_the_service_model_allows(wire: Wire, endpoint: str, cu
 def test_weights_change_no_layout_and_another_image_does(first: int, second: int) -> None:
     settings = read_sagemaker_settings(SETTINGS)
 
-    states = [state_of(deployment("v1"), deployment("v2"), v1=share, v2=100 - share) for share in (first, second)]
+    states = [
+        state_of(fileless_deployment("v1"), fileless_deployment("v2"), v1=share, v2=100 - share)
+        for share in (first, second)
+    ]
     one, other = (build_layout("e", state, settings) for state in states)
     assert one.has_config(other.config_name)
     assert (one.config_name == other.config_name) == (first == second)
@@ -166,7 +162,7 @@ def test_deployment_with_signed_decision_fits_container_environment(tmp_path: Pa
 
 
 def test_eight_trusted_keys_fit_the_environment_of_a_container_and_a_ninth_is_refused(tmp_path: Path) -> None:
-    state = state_of(deployment("v1"), v1=100)
+    state = state_of(fileless_deployment("v1"), v1=100)
     for number in range(8):
         create_key(tmp_path / f"{number}.pem")
     keys = TrustedKeys(tmp_path).encoded()
@@ -178,7 +174,7 @@ def test_eight_trusted_keys_fit_the_environment_of_a_container_and_a_ninth_is_re
 
 
 def test_rotated_keys_reach_all_containers_with_the_next_change(tmp_path: Path) -> None:
-    state = state_of(deployment("v1"), deployment("v2"), v1=90, v2=10)
+    state = state_of(fileless_deployment("v1"), fileless_deployment("v2"), v1=90, v2=10)
     settings = read_sagemaker_settings(SETTINGS)
     create_key(tmp_path / "old.pem")
     before = build_layout("e", state, settings, trusted_keys=TrustedKeys(tmp_path).encoded())
@@ -205,7 +201,7 @@ def test_the_same_files_make_the_same_archive(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["my_endpoint", f"a{'-' * 62}b"])
 def test_a_name_that_sagemaker_does_not_take_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="cannot be the name"):
-        build_layout(name, state_of(deployment("v1"), v1=100), read_sagemaker_settings(SETTINGS))
+        build_layout(name, state_of(fileless_deployment("v1"), v1=100), read_sagemaker_settings(SETTINGS))
 
 
 @pytest.mark.parametrize(

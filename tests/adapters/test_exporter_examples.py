@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from onnx_ops.adapters.data.sklearn import SklearnSource
+from onnx_ops.adapters.exporters.signature import Precision
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.domain.pipeline import SklearnData
 from onnx_ops.ports import Dataset
+from onnx_ops.ports.export import Exporter
 from tests.adapters.model_runs import reference
-
-HALVES = ("train", "test")
 
 
 def dataset(split: str, name: str, array: str) -> Dataset:
@@ -22,29 +23,22 @@ def dataset(split: str, name: str, array: str) -> Dataset:
     return Dataset(inputs={name: arrays[array]}, label=arrays["target"])
 
 
-def accuracy(labels: object, test: Dataset) -> float:
-    return float(np.mean(np.asarray(labels) == test.label))
-
-
-def test_the_perceptron_is_right_on_95_of_100_and_the_same_each_time() -> None:
-    from examples import digits_mlp
-
-    train, test = (dataset(split, "x", "data") for split in HALVES)
-    models = (digits_mlp.train({"train": train}) for _ in range(2))
-    answers = [reference(SklearnExporter(), model, test.inputs, "float64") for model in models]
-    assert accuracy(answers[0]["label"], test) >= 0.95
-    np.testing.assert_array_equal(answers[0]["probabilities"], answers[1]["probabilities"])
-
-
-@pytest.mark.nightly
-def test_the_convolution_is_right_on_95_of_100_and_the_same_each_time() -> None:
-    from examples import digits_cnn
-
-    train, test = (dataset(split, "image", "images") for split in HALVES)
-    models = (digits_cnn.train({"train": train}) for _ in range(2))
-    answers = [reference(TorchExporter(), model, test.inputs) for model in models]
-    assert accuracy(answers[0]["output"].argmax(1), test) >= 0.95
-    np.testing.assert_array_equal(answers[0]["output"], answers[1]["output"])
+@pytest.mark.parametrize(
+    ("name", "feed", "exporter", "precision"),
+    [
+        ("digits_mlp", ("x", "data"), SklearnExporter(), "float64"),
+        pytest.param("digits_cnn", ("image", "images"), TorchExporter(), "float32", marks=pytest.mark.nightly),
+    ],
+)
+def test_an_example_is_right_on_95_of_100_and_the_same_each_time(
+    name: str, feed: tuple[str, str], exporter: Exporter, precision: Precision
+) -> None:
+    example = importlib.import_module(f"examples.{name}")
+    train, test = (dataset(split, *feed) for split in ("train", "test"))
+    answers = [reference(exporter, example.train({"train": train}), test.inputs, precision) for _ in range(2)]
+    *_, scores = answers[0].values()
+    assert np.mean(scores.argmax(1) == test.label) >= 0.95
+    np.testing.assert_array_equal(scores, [*answers[1].values()][-1])
 
 
 @pytest.mark.nightly

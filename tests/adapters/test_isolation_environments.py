@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,6 +17,7 @@ from onnx_ops.adapters.isolation.process import build_clean_environ
 from onnx_ops.domain.execution import Environment
 from onnx_ops.errors import MeasurementError, NotFoundError, StageError, UserError
 from tests.adapters.runtime_places import require
+from tests.support.processes import until
 
 UNREACHABLE = {
     "PIP_NO_INDEX": "1",
@@ -128,10 +128,7 @@ PythonEnvironments(folder=Path({str(tmp_path / "e")!r}), base=()).python(Environ
     wanted = Environment(requirements=(str(path),))
     place = environments.place(wanted)
     maker = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    deadline = time.monotonic() + 60
-    while not place.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert place.exists(), "it was not being made"
+    until(place.exists)
     maker.kill()
     maker.wait()
     assert not (place / MARKER).exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from onnx_ops.adapters.isolation.process import LAST_LINES, ProcessLimits
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import NotFoundError, RefusedError, StageError, UserError
 from onnx_ops.ports import Dataset, ExportRequest, TrainingExporter
+from tests.support.processes import is_alive, until
 
 CONVERTER = """
 import ctypes, os, subprocess, sys, threading, time
@@ -196,7 +196,7 @@ def test_a_hang_ends_with_all_its_processes_and_says_where(tmp_path: Path, do: s
     assert f"in {do}" in failure.value.why
     assert "env.timeout" in failure.value.remedy
     if do == "hang":
-        assert gone(int((tmp_path / "o").read_text()))
+        until(lambda: not is_alive(int((tmp_path / "o").read_text())))
 
 
 def test_memory_beyond_the_limit_is_told(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_model_that_is_let_go_takes_its_process_along(exporter: IsolatedExport
     model = load(exporter, tmp_path / "m")
     process, scratch = model.process._process.pid, model.process.folder
     del model
-    assert gone(process)
+    until(lambda: not is_alive(process))
     assert not scratch.exists()
 
 
@@ -261,7 +261,7 @@ Path({str(tmp_path / "pid")!r}).write_text(str(model.process._process.pid))
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
-    assert gone(int((tmp_path / "pid").read_text()))
+    until(lambda: not is_alive(int((tmp_path / "pid").read_text())))
 
 
 def test_it_sees_nothing_of_this_process_path(
@@ -278,13 +278,3 @@ def test_it_sees_nothing_of_this_process_path(
 def test_a_model_that_is_not_there_is_told(exporter: IsolatedExporter, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no such model"):
         exporter.save(tmp_path / "nowhere", tmp_path)
-
-
-def gone(pid: int) -> bool:
-    """Whether a process ends; the patience is a limit, no measurement."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.02)
-    return False

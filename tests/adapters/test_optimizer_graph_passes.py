@@ -140,7 +140,7 @@ def freeze(source: Path, result: Path, passes: Sequence[str]) -> None:
 @pytest.mark.parametrize(
     ("clean", "why"),
     [
-        (crash, "ended by SIGABRT\nassertion failed in a pass"),
+        (crash, "ended with signal SIGABRT\nassertion failed in a pass"),
         (hang, "longer than 1 s and was stopped"),
         (stumble, "RuntimeError: the graph must be sorted"),
     ],

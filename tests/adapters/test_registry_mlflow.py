@@ -23,7 +23,6 @@ from onnx_ops.adapters.registries.mlflow_connection import MlflowConnection
 from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.ledger import ActionOutcome, AliasesWritten, EndpointBound, EntryBody, Intent, LedgerEntry
 from onnx_ops.domain.release import Publication, VersionRecord
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, build_split_state
@@ -40,6 +39,7 @@ from onnx_ops.ports.release import Registry
 from onnx_ops.reporting.description import model_description
 from onnx_ops.testing.fakes import FakeSigner
 from onnx_ops.testing.registries import RegistrySuite, publication
+from tests.support.endpoints import endpoint_config, fileless_deployment
 from tests.support.mlflow_server import mlflow_server as started_server
 from tests.support.ports import free_port
 from tests.support.suite import Sweep
@@ -670,13 +670,8 @@ def test_where_to_look(tmp_path: Path) -> None:
 
 
 def _entries() -> tuple[LedgerEntry, ...]:
-    digest = digest_bytes(b"x")
-    new = Deployment(
-        name="v2", model="digits", version="2", variant="fp32", release=digest, manifest=digest, location="/models/v2"
-    )
-    config = EndpointConfig(
-        endpoint="digits", provider="local", model="digits", target="cpu-1t", target_digest=digest, pipeline="digits"
-    )
+    new = fileless_deployment("v2", model="digits")
+    config = endpoint_config("digits", model="digits", target="cpu-1t")
     action = Action(
         kind=ActionKind.FIRST, state=build_split_state(None, new, 100), roles=Roles(stable=new), why="first deployment"
     )

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -88,23 +87,6 @@ def test_what_two_share_is_done_once_and_what_fails_stops_no_other(project: Proj
     assert list(project.settings.claims.iterdir()) == []
 
 
-@pytest.mark.nightly
-def test_two_processes_that_share_a_stage_do_it_once(project: Project) -> None:
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "onnx_ops", "run", str(file), "--until", "train", "--json"],
-            cwd=project.settings.root,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for file in files(project, "same-a", "same-b")
-    ]
-    summaries: list[dict[str, Any]] = [json.loads(process.communicate(timeout=120)[0]) for process in running]
-    assert [process.returncode for process in running] == [0, 0]
-    assert trained(project) == ["good"]
-    assert sum("train" in one["executed"] for one in summaries) == 1
-
-
 def test_the_command_tells_of_each_and_ends_with_the_worst(
     project: Project, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,14 +104,6 @@ def test_the_command_tells_of_each_and_ends_with_the_worst(
     assert (again.exit_code, document["exit_code"]) == (4, 4)
     assert [one["exit_code"] for one in document["pipelines"]] == [4, 0]
     assert document["pipelines"][1]["executed"] == []
-
-
-@pytest.mark.nightly
-def test_stages_of_one_file_run_side_by_side(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(project.settings.root)
-    done = CliRunner().invoke(app, ["run", "same-a.yaml", "--jobs", "3", "--until", "train"])
-    assert (done.exit_code, trained(project)) == (0, ["good"])
-    assert CliRunner().invoke(app, ["run", "same-a.yaml", "--jobs", "0"]).exit_code == 2
 
 
 def test_interrupted_it_leaves_at_once_and_so_do_its_stages(project: Project) -> None:

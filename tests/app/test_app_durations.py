@@ -10,27 +10,24 @@ from unittest.mock import create_autospec
 import pytest
 
 from onnx_ops.app.context import build_context
-from onnx_ops.app.execution import RunningStages, StageDurations, StageExecutor
+from onnx_ops.app.execution import RunningStages, StageExecutor
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.ports import EndedRun, PlacedStage, Pools
+from onnx_ops.scratch import Durations
 
 KEY = digest_bytes(b"key")
 
 
-def stage(name: str, pool: str = "") -> Stage:
-    return Stage(id=name, kind=StageKind.EXPORT, settings={}, hints={"pool": pool} if pool else {})
-
-
 def test_the_last_duration_of_each_stage_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "durations" / "p.json"
-    durations = StageDurations(path)
+    durations = Durations(path)
     assert durations.read() == {}
     for name, seconds in (("export", 3.0), ("validate", 1.0), ("export", 2.0)):
-        durations.record(stage(name), seconds)
-    durations.record(stage("validate"), 0.0)  # unknown: a worker of another release
-    assert StageDurations(path).read() == {"export": 2.0, "validate": 1.0}
+        durations.record(name, seconds)
+    durations.record("validate", 0.0)  # unknown: a worker of another release
+    assert Durations(path).read() == {"export": 2.0, "validate": 1.0}
     assert [file.name for file in path.parent.iterdir()] == ["p.json"]
 
 
@@ -38,23 +35,23 @@ def test_the_last_duration_of_each_stage_is_kept(tmp_path: Path) -> None:
 def test_a_damaged_file_costs_what_it_held(damage: bytes, tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     path.write_bytes(damage)
-    durations = StageDurations(path)
+    durations = Durations(path)
     assert durations.read() == {}
-    durations.record(stage("export"), 2.0)
+    durations.record("export", 2.0)
     assert durations.read() == {"export": 2.0}
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "durations").touch()
-    StageDurations(tmp_path / "durations" / "p.json").record(stage("export"), 2.0)
+    Durations(tmp_path / "durations" / "p.json").record("export", 2.0)
 
 
 def test_a_failed_stage_has_no_duration(tmp_path: Path) -> None:
-    durations = StageDurations(tmp_path / "p.json")
-    with pytest.raises(ZeroDivisionError), durations.measure(stage("export")):
+    durations = Durations(tmp_path / "p.json")
+    with pytest.raises(ZeroDivisionError), durations.measure("export"):
         raise ZeroDivisionError
     assert durations.read() == {}
-    with durations.measure(stage("export")):
+    with durations.measure("export"):
         pass
     assert json.loads((tmp_path / "p.json").read_bytes()).keys() == {"export"}
 
@@ -72,7 +69,7 @@ def test_a_placed_stage_took_the_seconds_of_its_worker(tmp_path: Path) -> None:
     pools.run.side_effect = run
     running = RunningStages()
     running._pools = pools
-    durations = StageDurations(settings.durations / "p.json")
+    durations = Durations(settings.durations / "p.json")
     executor = StageExecutor(settings=settings, context=context, running=running, durations=durations)
-    executor(stage("export", "gpu"), KEY, {})
+    executor(Stage(id="export", kind=StageKind.EXPORT, settings={}, hints={"pool": "gpu"}), KEY, {})
     assert durations.read() == {"export": 7.5}

@@ -15,8 +15,6 @@ from onnx_ops.app.project import PreparedPipeline, execute
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, short_digest
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.ledger import ActionOutcome, Intent
 from onnx_ops.domain.pipeline import Benchmark, Deploy, Export, Pipeline, Plan, Stage, StageKind
 from onnx_ops.domain.release import Choice, Lineage, Publication, Registration, VariantRecord
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, build_split_state
@@ -26,6 +24,7 @@ from onnx_ops.ports import Context
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.testing.fakes import FakeWorld
+from tests.support.endpoints import fileless_deployment
 
 KEY = digest_bytes(b"key")
 REGISTER = Stage(id="register", kind=StageKind.REGISTER, settings={})
@@ -89,15 +88,11 @@ def test_run_that_would_leave_an_endpoint_behind_does_nothing_and_ends_refused(t
     context = world.context(root=tmp_path)
     config, section = binding(deploy())
     bind_endpoint(context, config, section.rollout)
-    release, manifest = digest_bytes(b"release"), digest_bytes(b"files")
-    served = Deployment(
-        name="v1", model="m", version="1", variant="fp32", release=release, manifest=manifest, location=str(tmp_path)
+    served = fileless_deployment("v1")
+    state, roles = build_split_state(None, served, 100), Roles(stable=served)
+    Journal.open(context, "e").perform(
+        Action(kind=ActionKind.FIRST, state=state, roles=roles, why="new"), lambda _: None
     )
-    action = Action(
-        kind=ActionKind.FIRST, state=build_split_state(None, served, 100), roles=Roles(stable=served), why="new"
-    )
-    for body in (Intent(action=action, holder="h", expires_at=0.0), ActionOutcome(of=2, ok=True)):
-        Journal.open(context, "e").append(body)
     register = Stage(id="register", kind=StageKind.REGISTER, settings={}, needs=("train",))
     pipeline = Pipeline(pipeline="p", export=Export(framework="onnx"), benchmark=Benchmark(targets=("cpu",)))
     prepared = PreparedPipeline(pipeline=pipeline, targets={}, plan=Plan(pipeline="p", stages=(register,)))

@@ -19,9 +19,9 @@ from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_by
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import ConflictError, MeasurementError, OnnxOpsError, RefusedError, UserError
-from onnx_ops.pipeline import SilentObserver, collect_user_code
+from onnx_ops.pipeline import collect_user_code
 from onnx_ops.pipeline.stage_settings import REVISIONS
-from onnx_ops.ports import EndedRun, PlacedStage, Pools, PoolStatus
+from onnx_ops.ports import EndedRun, Observer, PlacedStage, Pools, PoolStatus
 from tests.support.evidence import make_evidence
 
 KEY = digest_bytes(b"key")
@@ -56,7 +56,7 @@ class Nearby(Pools):
         run = f"run-{len(self.asked)}"
         store, request = stage.parameters["store"], stage.parameters["request"]
         try:
-            error = answer_request(self.worker, request, place=store, run=run, observer=SilentObserver())
+            error = answer_request(self.worker, request, place=store, run=run, observer=Observer())
         except OnnxOpsError as refusal:
             error = refusal
         return EndedRun(run=run, failed=error is not None, message=str(error))
@@ -214,7 +214,7 @@ def test_files_of_a_request_stay_in_its_folder(asker: Project, worker: Project, 
     }
     digest = store.put_bytes(canonical_json(request))
     with pytest.raises(RefusedError, match="would be outside the folder"):
-        answer_request(worker, digest, place="", run="run", observer=SilentObserver())
+        answer_request(worker, digest, place="", run="run", observer=Observer())
 
 
 def test_libraries_travel_by_digest_to_the_place_that_the_stage_finds(

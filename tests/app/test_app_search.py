@@ -17,7 +17,8 @@ from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.quantization import SEARCH_FILE, SearchRecord
-from onnx_ops.pipeline import RunResult, SilentObserver
+from onnx_ops.pipeline import RunResult
+from onnx_ops.ports import Observer
 from tests.support.checkout import copy_parts
 from tests.support.must import must
 
@@ -45,7 +46,7 @@ register: {model: searched}
 """
 
 
-class Listening(SilentObserver):
+class Listening(Observer):
     def __init__(self) -> None:
         self.lines: list[tuple[str, str]] = []
 
@@ -83,7 +84,7 @@ def project(tmp_path: Path) -> Project:
     return open_project(tmp_path)
 
 
-def run(project: Project, observer: SilentObserver | None = None, *overrides: str) -> tuple[RunResult, Summary]:
+def run(project: Project, observer: Observer | None = None, *overrides: str) -> tuple[RunResult, Summary]:
     prepared = prepare(project, project.settings.root / "configs/pipelines/searched.yaml", overrides=overrides)
     result = execute(project, prepared, observer=observer)
     return result, summarize(prepared.pipeline, result, project.context)

@@ -17,9 +17,10 @@ from onnx_ops.app.context import Project, open_project
 from onnx_ops.app.project import prepare
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import Stage, StageKind
-from onnx_ops.pipeline import InlineExecutor, SilentObserver
+from onnx_ops.pipeline import InlineExecutor
 from onnx_ops.pipeline import run as run_plan
 from onnx_ops.pipeline.stages import execute as perform_stage
+from onnx_ops.ports import Observer
 
 FILES = {
     "onnx-ops.toml": 'signing = "auto"\n',
@@ -142,7 +143,7 @@ class World:
             plan,
             handler=handler,
             executor=InlineExecutor(),
-            observer=SilentObserver(),
+            observer=Observer(),
             clock=self.project.context.clock,
         )
         assert not result.errors

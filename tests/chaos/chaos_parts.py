@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from tests.support.processes import memory, peak_memory
-from tests.support.server import ServerFamily
+from tests.support.server import ServerFamily, parse_answers, received
 
 INFER = "/v2/models/m/infer"
 X = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}
@@ -28,38 +28,15 @@ def post(body: bytes = GOOD, *, path: str = INFER, length: int | None = None, **
     return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body
 
 
-def chunked(body: bytes, size: int) -> bytes:
-    pieces = [body[start : start + size] for start in range(0, len(body), size)]
-    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
-
-
 def status_of(client: socket.socket, timeout_s: float = 10.0) -> int | None:
-    """The status of what the server answers next, whose body is read; None if it closes the connection instead.
+    """The status of what the server answers next; None if it closes the connection instead.
 
     Raises:
         TimeoutError: it does neither.
     """
     client.settimeout(timeout_s)
-    seen, wanted = b"", 1
-    with suppress(ConnectionResetError, BrokenPipeError):
-        while len(seen) < wanted and (piece := client.recv(65536)):
-            seen += piece
-            head, ended, _ = seen.partition(b"\r\n\r\n")
-            length = head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]
-            wanted = len(head) + 4 + int(length or 0) if ended else len(seen) + 1
-    return int(seen.split(b" ", 2)[1]) if seen else None
-
-
-def answers_of(client: socket.socket, count: int) -> list[tuple[int, bytes]]:
-    """Status and body of the next answers, each of which has a content-length."""
-    found = []
-    with client.makefile("rb") as stream:
-        for _ in range(count):
-            status = int(stream.readline().split(b" ", 2)[1])
-            lines = [line.lower() for line in iter(stream.readline, b"\r\n")]
-            length = next((int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length")), 0)
-            found.append((status, stream.read(length)))
-    return found
+    answers, _ = parse_answers(received(client))
+    return answers[0].status if answers else None
 
 
 @dataclass

@@ -38,14 +38,6 @@ def test_slow_senders_keep_nobody_waiting_and_are_sent_away(patient: Patient) ->
         assert not clients, f"{len(clients)} are still there"
 
 
-@pytest.mark.parametrize("part", [b"POST ", post()[:60], post()[:-5]])
-def test_an_unfinished_request_ends_by_the_time_limit(patient: Patient, part: bytes) -> None:
-    with patient.connect() as client:
-        client.sendall(part)
-        assert status_of(client, 15) in (400, 408, None)
-    patient.is_well()
-
-
 @pytest.mark.nightly
 def test_a_slow_reader_costs_bounded_memory(patient: Patient) -> None:
     """Clients that ask, pipelined, and never read: the answers must not pile up."""
@@ -58,26 +50,6 @@ def test_a_slow_reader_costs_bounded_memory(patient: Patient) -> None:
                 for _ in range(300):
                     client.sendall(post() * 100)
         patient.is_well()
-
-
-@pytest.mark.parametrize("data", [b"", b"POST ", post()[:40], post()[:-1], post(), post() * 3])
-def test_half_closed_connections_end(patient: Patient, data: bytes) -> None:
-    """A client that sends no more gets the answers to whole requests, or a clean end; never silence."""
-    with patient.connect() as client:
-        client.sendall(data)
-        client.shutdown(socket.SHUT_WR)
-        assert status_of(client) in ((200, None) if data.startswith(post()) else (400, 408, None))
-    patient.is_well()
-
-
-def test_clients_that_vanish_are_forgotten(patient: Patient) -> None:
-    with patient.bounded(32 * MB):
-        for number in range(300):
-            client = patient.connect()
-            client.sendall(post()[: 40 + number % 200])
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
-            client.close()  # with that option: a reset
-    patient.is_well()
 
 
 @pytest.mark.nightly

@@ -45,13 +45,6 @@ def test_a_killed_worker_costs_only_what_it_was_at_and_is_replaced(server: Serve
     Patient(server).is_well()
 
 
-def test_every_worker_killed_at_once_comes_back(server: ServerFamily) -> None:
-    for pid in server.workers():
-        os.kill(pid, signal.SIGKILL)
-    Patient(server).is_well()  # the listening socket holds the request until a worker is there
-    until(lambda: len(server.workers()) == 2, "two workers")
-
-
 def test_workers_outlive_their_supervisor_and_give_way_to_the_next(
     server: ServerFamily, plan: Plan, blue: Deployment, green: Deployment
 ) -> None:

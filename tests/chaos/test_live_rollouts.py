@@ -21,7 +21,6 @@ from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.store import ModelFolders
 from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.execution import INLINE_S, Execution
 from onnx_ops.domain.ledger import Intent, MetricsRecorded, ReleaseState, fold
 from onnx_ops.domain.rollout import ActionKind
@@ -33,6 +32,7 @@ from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.release.status import read_status
 from onnx_ops.testing.fakes import FakeWorld
 from tests.release.release_parts import TARGET_DIGEST, publish_file, roll_back
+from tests.support.endpoints import endpoint_config
 from tests.support.load import LoadPlan, LoadProcess, Payload, Records
 from tests.support.must import must
 from tests.support.processes import until
@@ -120,14 +120,7 @@ class Site:
 
     def __post_init__(self) -> None:
         self.local = LocalEndpoints(self.folder / "endpoints")
-        self.config = EndpointConfig(
-            endpoint=ENDPOINT,
-            provider="local",
-            model=MODEL,
-            target=TARGET,
-            target_digest=TARGET_DIGEST,
-            pipeline="p",
-        )
+        self.config = endpoint_config(ENDPOINT, target_digest=TARGET_DIGEST)
         self.context: Context = replace(
             self.world.context(root=self.folder),
             provider=lambda _: self.local,

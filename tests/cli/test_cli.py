@@ -166,23 +166,6 @@ def test_wrong_yaml_tells_all_its_problems_at_their_places(project: Path, golden
     golden("errors", error_text(run_command("check", "wrong.yaml", cwd=project)))
 
 
-def test_problems_of_references_are_told_with_a_suggestion(project: Path, golden: Golden) -> None:
-    text = WRONG.replace("pipeline: again\n", "").replace("opsett", "opset").replace("fast", "5%")
-    text = text.replace("test_size: 50,", "test_size: 50%,").replace("  - {kind: size}\n", "")
-    (project / "wrong.yaml").write_text(text, encoding="utf-8")
-    done = run_command("run", "wrong.yaml", cwd=project)
-    assert done.code == 2
-    assert {line.split(":")[1] for line in done.stderr.splitlines()} == {"6", "8"}
-    golden("errors", error_text(done))
-
-
-def test_problems_as_json(project: Path) -> None:
-    (project / "wrong.yaml").write_text("pipeline: [\n", encoding="utf-8")
-    document = run_command("check", "wrong.yaml", "--json", cwd=project).document()
-    assert document["exit_code"] == 2
-    assert document["problems"][0]["line"] >= 1
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -207,12 +190,6 @@ def test_a_users_mistake_is_told(project: Path, arguments: str, golden: Golden) 
     done = run_command(*arguments.split(), cwd=project)
     assert (done.code, done.stdout) == (2, "")
     golden("errors", error_text(done))
-
-
-def test_the_example_pipelines_are_in_order(project: Path) -> None:
-    files = ("configs/pipelines/digits-mlp.yaml", "configs/pipelines/digits-cnn.yaml")
-    done = run_command("check", *files, "--json", cwd=project)
-    assert (done.code, json.loads(done.stdout)) == (0, {"files": list(files), "problems": [], "notes": []})
 
 
 def test_check_tells_what_a_rollout_will_take(project: Path, golden: Golden) -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from onnx_ops.app.context import open_project
 from onnx_ops.attestation import sign_record
-from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, build_split_state
@@ -25,6 +24,7 @@ from onnx_ops.testing.fakes import FakeProvider, FakeRegistry
 from tests.release.release_parts import config_of, override_record
 from tests.support.clouds.sagemaker import SETTINGS
 from tests.support.command import run_command
+from tests.support.endpoints import fileless_deployment
 from tests.support.extras import require
 from tests.support.must import must
 from tests.support.processes import end_all
@@ -51,10 +51,7 @@ COMMANDS = {
 
 
 def deployment(version: str, signer: Signer) -> Deployment:
-    digest = digest_bytes(version.encode())
-    plain = Deployment(
-        name=f"v{version}", model="m", version=version, variant="fp32", release=digest, manifest=digest, location=""
-    )
+    plain = fileless_deployment(f"v{version}")
     return replace(plain, authority=sign_record(override_record(plain), signer).envelope)
 
 

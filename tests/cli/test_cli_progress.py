@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from onnx_ops.cli.progress import Durations, RunProgress, StepProgress, working
+from onnx_ops.cli.progress import RunProgress, StepProgress, read_durations, working
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
 
 
@@ -23,7 +23,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
 def shown(clock: list[float], steps: list[str], seconds: list[float]) -> list[str]:
     """Lines at the end of each step."""
     console = Console(file=io.StringIO(), force_terminal=True)
-    durations = Durations(console)
+    durations = read_durations(console)
     one, lines = StepProgress(console, durations, "test ", steps), []
     for step, taken in zip(steps, seconds, strict=True):
         one.begin(step)
@@ -111,7 +111,7 @@ def test_stages_side_by_side_share_a_line_with_the_time_left(clock: list[float])
 def test_time_left_is_no_less_than_the_work_shared_out(clock: list[float]) -> None:
     console = Console(file=io.StringIO(), force_terminal=True)
     shown(clock, ["a", "b", "c"], [10, 10, 10])
-    progress = StepProgress(console, Durations(console), "test ", ["a", "b", "c"], jobs=2)
+    progress = StepProgress(console, read_durations(console), "test ", ["a", "b", "c"], jobs=2)
     progress.start("a")
     progress.start("b")
     assert progress.line() == "[0/3 done, about 15 s left] a, b …"

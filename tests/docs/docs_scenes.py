@@ -6,7 +6,6 @@ import contextlib
 import json
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from onnx_ops.release.journal import Journal, list_bound_endpoints
 from onnx_ops.testing.endpoints import state_of
 from onnx_ops.testing.notifiers import WebhookSink
 from tests.docs.docs_shell import Shell
+from tests.support.git import commit_all, git
 from tests.support.mlflow_server import mlflow_server
 from tests.support.server import ServerFamily
 
@@ -79,14 +79,9 @@ def there(what: str, project: Path, shell: Shell) -> Iterator[None]:
                 yield
                 assert inbox.requests
         case "a repository with a remote, and a change that is not pushed":
-            for arguments in (
-                ("init", "-q", "-b", "main"),
-                ("add", "-A"),
-                ("-c", "user.name=a", "-c", "user.email=a@example.org", "commit", "-q", "-m", "first"),
-                ("remote", "add", "origin", "."),
-                ("fetch", "-q", "origin"),
-            ):
-                subprocess.run(["git", *arguments], cwd=project, check=True)
+            commit_all(project)
+            git(project, "remote", "add", "origin", ".")
+            git(project, "fetch", "--quiet", "origin")
             code = project / "models" / "train.py"
             code.write_text(code.read_text(encoding="utf-8") + "\n# changed\n", encoding="utf-8")
             yield

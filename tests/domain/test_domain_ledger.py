@@ -10,7 +10,7 @@ import pytest
 
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.attestation import Envelope
-from onnx_ops.domain.endpoint import Deployment, EndpointConfig
+from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.ledger import (
     ActionOutcome,
     AliasesWritten,
@@ -36,28 +36,15 @@ from onnx_ops.domain.rollout import (
     plan_rollback,
 )
 from onnx_ops.domain.rollout_policy import RolloutPolicy
+from tests.support.endpoints import endpoint_config, fileless_deployment
 
 POLICY = RolloutPolicy(steps=(0.1, 0.5, 1.0))
-CONFIG = EndpointConfig(
-    endpoint="digits",
-    provider="local",
-    model="digits",
-    target="cpu",
-    target_digest=digest_bytes(b"cpu"),
-    pipeline="digits",
-)
+CONFIG = endpoint_config("digits", model="digits", pipeline="digits")
 
 
 def version(number: int, *, release: str = "") -> Deployment:
-    return Deployment(
-        name=f"v{number}",
-        model="digits",
-        version=str(number),
-        variant="fp32",
-        release=digest_bytes((release or f"release {number}").encode()),
-        manifest=digest_bytes(f"manifest {number}".encode()),
-        location=f"/models/{number}",
-    )
+    manifest = digest_bytes(f"manifest {number}".encode())
+    return fileless_deployment(f"v{number}", release or f"release {number}", model="digits", manifest=manifest)
 
 
 def log(*bodies: EntryBody | Action) -> list[LedgerEntry]:

@@ -23,11 +23,12 @@ from onnx_ops.domain.artifact import (
     short_digest,
 )
 from onnx_ops.domain.decision import Decision, GateResult, Verdict, combine_verdicts
-from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
+from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.gate import LatencyGate, SizeGate, select_gates
 from onnx_ops.domain.release import is_among
 from onnx_ops.domain.target import HardwareFingerprint, Target
+from tests.support.endpoints import fileless_deployment
 
 verdicts = st.sampled_from(Verdict)
 ORDER = (Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.ERROR, Verdict.FAIL)
@@ -35,13 +36,6 @@ ORDER = (Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.ERROR, Verdict.FAIL)
 
 def result(verdict: Verdict, *, gate: str = "size", advisory: bool = False) -> GateResult:
     return GateResult(gate=gate, metric="m", limit="l", verdict=verdict, reason=f"{gate} said so", advisory=advisory)
-
-
-def deployment(name: str) -> Deployment:
-    digest = digest_bytes(name.encode())
-    return Deployment(
-        name=name, model="m", version=name[1:], variant="fp32", release=digest, manifest=digest, location="/nowhere"
-    )
 
 
 def test_verdicts_are_ordered_from_pass_to_fail() -> None:
@@ -118,13 +112,13 @@ def test_a_user_who_is_not_known_is_among_everyone_only(user: str, users: tuple[
 def test_endpoint_states_are_consistent() -> None:
     whole = TrafficSplit(weights={"v1": 100})
     with pytest.raises(ValueError, match="repeat"):
-        EndpointState(deployments=(deployment("v1"), deployment("v1")), split=whole)
+        EndpointState(deployments=(fileless_deployment("v1"), fileless_deployment("v1")), split=whole)
     with pytest.raises(ValueError, match="do not exist"):
-        EndpointState(deployments=(deployment("v2"),), split=whole)
+        EndpointState(deployments=(fileless_deployment("v2"),), split=whole)
 
 
 def test_states_are_compared_by_content_not_by_generation_or_order() -> None:
-    one, two = deployment("v1"), deployment("v2")
+    one, two = fileless_deployment("v1"), fileless_deployment("v2")
     left = EndpointState(deployments=(one, two), split=TrafficSplit(weights={"v1": 100}), generation=3)
     right = EndpointState(deployments=(two, one), split=TrafficSplit(weights={"v1": 100, "v2": 0}), generation=4)
     assert left.is_equivalent(right)

@@ -2,62 +2,31 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import threading
-from collections import Counter
-from urllib.parse import urlsplit
+import time
 
 import pytest
 
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 from tests.e2e.e2e_project import ONLY_FP32, SECOND, Project
+from tests.support.load import LoadPlan, LoadProcess, Payload, Records
 from tests.support.mlflow_server import mlflow_server
 from tests.support.ports import free_port
-from tests.support.processes import until
 
 pytestmark = pytest.mark.services
 
 ROWS = {"inputs": [{"name": "x", "shape": [1, 64], "datatype": "FP32", "data": [1.0] * 64}]}
 
 
-class Client:
-    """Asks the endpoint again and again on one connection, and counts who answered and what went wrong."""
+def load(project: Project) -> LoadProcess:
+    """One client that asks the endpoint again and again."""
+    url = f"{project.status()['address']}/v2/models/digits-mlp/infer"
+    return LoadProcess(LoadPlan(url=url, payloads=[Payload(body=json.dumps(ROWS).encode())], seconds=300.0))
 
-    def __init__(self, address: str) -> None:
-        self._place = urlsplit(address)
-        self._stop = threading.Event()
-        self.answers: Counter[str] = Counter()
-        self.errors: list[str] = []
-        self.last = ""
-        self._thread = threading.Thread(target=self._loop, daemon=True)
 
-    def __enter__(self) -> Client:
-        self._thread.start()
-        until(lambda: self.answers, what="a first answer")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(timeout=30)
-
-    def _loop(self) -> None:
-        body = json.dumps(ROWS)
-        connection = http.client.HTTPConnection(self._place.hostname or "", self._place.port, timeout=30)
-        while not self._stop.is_set():
-            try:
-                connection.request("POST", "/v2/models/digits-mlp/infer", body, {"content-type": "application/json"})
-                response = connection.getresponse()
-                response.read()
-            except (OSError, http.client.HTTPException) as error:
-                self.errors.append(repr(error))
-                connection.close()
-                continue
-            if response.status != 200:
-                self.errors.append(f"status {response.status}")
-            self.last = response.headers.get("x-onnx-ops-deployment", "")
-            self.answers[self.last] += 1
-        connection.close()
+def answered(records: Records, *, after_ns: int) -> set[str]:
+    """The deployments that answered requests which were sent after this moment."""
+    return {records.names[index] for index in records.deployment[records.sent_ns > after_ns]}
 
 
 def names(project: Project) -> tuple[str, str]:
@@ -68,16 +37,14 @@ def names(project: Project) -> tuple[str, str]:
 
 def test_rollback_under_load_fails_no_request_and_the_old_version_answers(twice: Project) -> None:
     old, new = names(twice)
-    address = twice.status()["address"]
-    with Client(address) as client:
-        until(lambda: client.last == new, what="the new version answers")
+    with load(twice) as clients:
         rolled = twice.document("rollback", "digits", "--reason", "wrong on sevens", "--actor", "night shift")
-        answered = client.answers[old]
-        until(lambda: client.answers[old] > answered + 20, what="answers by the old version")
-        fresh = client.answers[new]
-        until(lambda: client.answers[old] > answered + 60, what="more answers by the old version")
-        assert client.answers[new] == fresh, "no request goes to the version that was rolled back"
-    assert client.errors == []
+        rolled_ns = time.monotonic_ns()
+        time.sleep(0.5)  # in which some requests are sent
+        records = clients.stop()
+    assert records.failures() == {}
+    assert set(records.by_deployment()) == {old, new}
+    assert answered(records, after_ns=rolled_ns) == {old}, "no request goes to the version that was rolled back"
     assert (rolled["moved_from"], rolled["moved_to"]) == (new, old)
     (line,) = [e for e in twice.document("history", "digits") if e["what"].startswith("rollback")]
     assert line["actor"] == "night shift"
@@ -91,12 +58,13 @@ def test_rollback_with_the_registry_stopped_and_the_aliases_follow(twice: Projec
     port = free_port()
     twice.environ["ONNX_OPS_TRACKING_URI"] = f"http://127.0.0.1:{port}"
     old, new = names(twice)
-    address = twice.status()["address"]
-    with Client(address) as client:
-        until(lambda: client.last == new, what="the new version answers")
+    with load(twice) as clients:
         rolled = twice.document("rollback", "digits", "--wait", "--reason", "night")
-        until(lambda: client.last == old, what="the old version answers")
-    assert client.errors == []
+        rolled_ns = time.monotonic_ns()
+        time.sleep(0.5)
+        records = clients.stop()
+    assert records.failures() == {}
+    assert answered(records, after_ns=rolled_ns) == {old}
     assert rolled["registry_pending"] is True
     status = twice.status()
     assert status["traffic"][old] == 100

@@ -12,10 +12,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from onnx_ops.protocol.server_process import DEPLOYMENT_FILE, MODEL_FOLDER
 from onnx_ops.testing.endpoints import scaling_deployment
 from tests.infra.infra_tools import INFRA, ROOT, tool
 from tests.support.ports import free_port
+from tests.support.processes import running_process
 
 pytestmark = pytest.mark.services
 
@@ -107,24 +108,13 @@ def running(image: Path, folder: Path, given: Mapping[str, str]) -> Iterator[Non
         **given,
     }
     command = [word.replace(IN_THE_IMAGE, str(image)) for word in instruction("ENTRYPOINT")]
-    log = folder / "log"
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            [*command, *instruction("CMD")], env=environ, cwd="/", stdout=stream, stderr=stream, start_new_session=True
-        )
-    try:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not healthy(image, environ):
-            assert process.poll() is None, log.read_text(encoding="utf-8")
-            assert time.monotonic() < deadline, log.read_text(encoding="utf-8")
+    command += instruction("CMD")
+    log, is_ready = folder / "log", partial(healthy, image, environ)
+    with running_process(command, log, is_ready, env=environ, cwd="/", start_new_session=True) as process:
         yield
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 0, log.read_text(encoding="utf-8")
         assert not healthy(image, environ)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 def ask(port: str) -> Any:

@@ -19,11 +19,11 @@ from onnx_ops.app.scaffold import PROJECTS, TemplateName
 from onnx_ops.testing.notifiers import ReceivedRequest, Reply, WebhookSink
 from tests.install.bare_environments import install_base, installed_in
 from tests.install.workflow_runner import Runner, bare_path, load
+from tests.support.git import commit_all, git
 from tests.support.processes import end_all
 
 pytestmark = pytest.mark.nightly  # installs the platform into new environments: minutes for each template
 
-PERSON = {f"GIT_{role}_{what}": "ada@example.org" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
 MACHINE = re.compile(r"PIP_|UV_|SSL_|https?_proxy|no_proxy|OMP_", re.IGNORECASE)
 """Variables of the machine, such as where its packages come from."""
 TOKEN = "ghs_0123456789"  # noqa: S105 (nobody's)
@@ -38,13 +38,6 @@ class World:
     folder: Path
     github: WebhookSink
 
-    def git(self, *arguments: str, cwd: Path | None = None) -> str:
-        environ = {**os.environ, **PERSON}
-        done = subprocess.run(
-            ["git", *arguments], cwd=cwd or self.origin, env=environ, capture_output=True, text=True, check=True
-        )
-        return done.stdout.strip()
-
     def commit(self, *, was: str = "", becomes: str = "") -> str:
         """Commit all that is there, after a change of the pipeline file; return the commit."""
         file = self.origin / "configs" / "pipelines" / f"{self.name}.yaml"
@@ -52,9 +45,7 @@ class World:
         assert was in text
         if was:
             file.write_text(text.replace(was, becomes), encoding="utf-8")
-        self.git("add", "-A")
-        self.git("commit", "--quiet", "--message", "change")
-        return self.git("rev-parse", "HEAD")
+        return commit_all(self.origin)
 
     def runner(
         self, event_name: str, event: dict[str, Any], *, hosted: bool, token: str = TOKEN, **inputs: str
@@ -63,8 +54,8 @@ class World:
         checkout, temp = self.folder / "checkout", self.folder / "temp"
         if checkout.exists():
             subprocess.run(["rm", "-rf", str(checkout)], check=True)
-        self.git("clone", "--quiet", str(self.origin), str(checkout), cwd=self.folder)
-        head = self.git("rev-parse", "HEAD")
+        git(self.folder, "clone", "--quiet", str(self.origin), str(checkout))
+        head = git(self.origin, "rev-parse", "HEAD")
         (self.folder / "event.json").write_text(json.dumps(event), encoding="utf-8")
         environ = {name: text for name, text in os.environ.items() if MACHINE.match(name)} | {
             "PATH": bare_path(self.folder / "tools"),
@@ -121,7 +112,6 @@ def world(request: pytest.FixtureRequest, onnx_ops: Path, tmp_path: Path) -> Ite
     (tmp_path / "home").mkdir()
     with WebhookSink(answer).open() as github:
         made = World(name="fraud", origin=origin, folder=tmp_path, github=github)
-        made.git("init", "--quiet", "--initial-branch", "main")
         made.commit()
         try:
             yield made
@@ -134,7 +124,7 @@ def log(runner: Runner) -> str:
 
 
 def test_every_workflow_runs_on_a_bare_machine(world: World) -> None:
-    first = world.git("rev-parse", "HEAD")
+    first = git(world.origin, "rev-parse", "HEAD")
     pipeline = yaml.safe_load((world.origin / "configs" / "pipelines" / "fraud.yaml").read_text(encoding="utf-8"))
     seed = 7 if "train" in pipeline else 0
     second_release = str(2 + len(pipeline.get("quantize", ())))
@@ -179,11 +169,11 @@ def test_every_workflow_runs_on_a_bare_machine(world: World) -> None:
     variables = {
         "TF_BUILD": "True",
         "BUILD_REASON": "PullRequest",
-        "BUILD_SOURCEVERSION": world.git("rev-parse", "HEAD"),
+        "BUILD_SOURCEVERSION": git(world.origin, "rev-parse", "HEAD"),
         "SYSTEM_PULLREQUEST_TARGETBRANCH": "refs/heads/main",
         "REPORTS": str(world.folder / "reports"),
     }
-    world.git("update-ref", "refs/remotes/origin/main", first, cwd=runner.checkout)
+    git(runner.checkout, "update-ref", "refs/remotes/origin/main", first)
     for step in azure["jobs"][0]["steps"]:
         if "script" in step:
             code, _ = runner.run_script({"name": step["displayName"], "run": step["script"]}, variables)

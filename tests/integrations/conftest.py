@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,11 +14,11 @@ from tests.integrations.veto_process import (
     AUTH,
     PASSWORD,
     GuardedServer,
-    await_answer,
     server_command,
     server_environment,
 )
 from tests.support.ports import free_port
+from tests.support.processes import does_answer, running_process
 
 
 @pytest.fixture(scope="session")
@@ -37,23 +37,16 @@ def veto_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def veto_server(veto_home: Path) -> Iterator[GuardedServer]:
     port = free_port()
-    environment = server_environment(veto_home)
-    with (veto_home / "log").open("wb") as log:
-        process = subprocess.Popen(
-            server_command(veto_home, port), cwd=veto_home, env=environment, stdout=log, stderr=log
-        )
+    command, environ = server_command(veto_home, port), server_environment(veto_home)
     signer = EcdsaSigner(veto_home / "keys" / "signing.pem")
     server = GuardedServer(url=f"http://127.0.0.1:{port}", home=veto_home, signer=signer)
-    try:
-        await_answer(server, process)
+    is_ready = partial(does_answer, f"{server.url}/health")
+    with running_process(command, veto_home / "log", is_ready, cwd=veto_home, env=environ):
         for user in ("alice", "bob"):
             asked = {"username": user, "password": PASSWORD}
             status, answer = server.call("release-bot", "POST", "/api/2.0/mlflow/users/create", asked)
             assert status == 200, answer
         yield server
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
 
 
 @pytest.fixture(scope="module")

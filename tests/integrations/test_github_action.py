@@ -261,11 +261,6 @@ def test_without_a_token_the_summary_is_written_and_the_log_says_so(
     assert "no pipeline is affected" in runner.summary()
 
 
-def test_a_new_branch_has_no_commit_before(runner: Runner) -> None:
-    runner.event({"before": "0" * 40})
-    assert read_event(os.environ).base == ""
-
-
 @pytest.mark.parametrize("document", [{"before": "--output=/etc/passwd"}, {"before": "main; rm -rf /"}])
 def test_what_is_no_commit_goes_nowhere_near_git(runner: Runner, document: dict[str, Any]) -> None:
     runner.event(document)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
-import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -70,16 +68,3 @@ def server_command(home: Path, port: int) -> list[str]:
     command = [sys.executable, "-m", "mlflow", "server", "--app-name", "onnx-ops", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--workers", "1", "--backend-store-uri", f"sqlite:///{home}/mlflow.db"]
     return [*command, "--artifacts-destination", str(home / "files")]
-
-
-def await_answer(server: GuardedServer, process: subprocess.Popen[bytes]) -> None:
-    log = server.home / "log"
-    for _ in range(600):
-        assert process.poll() is None, log.read_text()
-        try:
-            urllib.request.urlopen(f"{server.url}/health", timeout=2).close()
-        except OSError:
-            time.sleep(0.2)
-        else:
-            return
-    raise AssertionError(log.read_text())

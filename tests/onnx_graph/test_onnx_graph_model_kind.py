@@ -45,6 +45,23 @@ def test_kind_of_another_opset_and_graph_lists_both(perceptron: Path, tmp_path: 
     assert changes == ("opset 19, was 18", "graph-optimized (FusedRelu 1; 6 nodes, was 6)")
 
 
+@pytest.mark.parametrize(
+    ("operator", "more", "why"),
+    [
+        ("DynamicQuantizeMatMul", "", "dynamic: 1 of 2 MatMul/Conv/Gemm in int8"),
+        ("MatMulIntegerToFloat", "s, ", "static, integer operators: 1 of 2 MatMul/Conv/Gemm in int8"),
+    ],
+)
+def test_matrix_products_that_the_runtime_fused_count_as_int8(
+    operator: str, more: str, why: str, tmp_path: Path
+) -> None:
+    inputs = f"{'int8' if more else 'float'}[N,4] x, int8[4,4] w, float s, float[4,4] f"
+    nodes = f"y = com.microsoft.{operator}(x, w, {more}s) z = MatMul(y, f)"
+    path = write_graph(tmp_path / "fused.onnx", f"({inputs}) => (float[N,4] z) {{ {nodes} }}")
+    found = read_candidate_kind(path, path)
+    assert (found.candidate.precision, found.candidate.why) == ("int8", why)
+
+
 def test_graph_without_weights_is_float16_by_its_inputs(tmp_path: Path) -> None:
     text = "(float16[N,4] x) => (float16[N,4] y) { one = Constant<value_float = 1.0>() half = Cast<to = 10>(one)"
     path = write_graph(tmp_path / "half.onnx", f"{text} y = Add(x, half) }}")

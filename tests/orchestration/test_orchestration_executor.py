@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -16,8 +15,10 @@ from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
 from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageStatus
 from onnx_ops.errors import MeasurementError, UserError
-from onnx_ops.pipeline import RunResult, SilentObserver, run
+from onnx_ops.pipeline import RunResult, run
+from onnx_ops.ports import Observer
 from tests.orchestration.flow_runs import in_flow, run_of, task_runs_of
+from tests.support.processes import until
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import TaskRun
@@ -98,19 +99,11 @@ class FlowRunRecord:
         return {other for other, task_run in self.runs.items() if task_run.id in ids}
 
 
-def waited(condition: Callable[[], bool]) -> None:
-    """Task runs and logs reach the server a moment after they happen."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def performed(handler: FakeHandler, executor: PrefectExecutor) -> FlowRunRecord:
     results: list[RunResult] = []
 
     def fake() -> None:
-        results.append(run(PLAN, handler=handler, executor=executor, observer=SilentObserver(), clock=SystemClock()))
+        results.append(run(PLAN, handler=handler, executor=executor, observer=Observer(), clock=SystemClock()))
 
     state = in_flow(fake)
 
@@ -118,7 +111,7 @@ def performed(handler: FakeHandler, executor: PrefectExecutor) -> FlowRunRecord:
         found = task_runs_of(run_of(state))
         return len(found) == len(PLAN.stages) and all(r.state is not None and r.state.is_final() for r in found)
 
-    waited(complete)
+    until(complete)
     return FlowRunRecord(result=results[0], handler=handler, runs={r.name: r for r in task_runs_of(run_of(state))})
 
 
@@ -211,8 +204,8 @@ def test_each_line_of_the_log_names_its_stage_and_stands_there_once(seen: FlowRu
         with get_client(sync_client=True) as client:
             return [log.message for log in client.read_logs(log_filter=wanted, sort=LogSort.TIMESTAMP_ASC)]
 
-    waited(lambda: len(lines("data train")) == 1 and len(lines("gate fp32 @ cpu-1t")) == 1)
-    waited(lambda: len(lines("quantize int8")) == 2)
+    until(lambda: len(lines("data train")) == 1 and len(lines("gate fp32 @ cpu-1t")) == 1)
+    until(lambda: len(lines("quantize int8")) == 2)
     for name in ("data train", "quantize int8", "gate fp32 @ cpu-1t"):
         text = "\n".join(lines(name))
         assert "Traceback" not in text
@@ -275,12 +268,12 @@ def test_independent_stages_run_side_by_side_as_task_runs_of_their_flow_run(pref
             plan,
             handler=Meeting(),
             executor=PrefectExecutor(),
-            observer=SilentObserver(),
+            observer=Observer(),
             clock=clock,
             jobs=len(stages),
         )
         assert result.errors == {}
 
     state = in_flow(meet)
-    waited(lambda: {task_run.state_name for task_run in task_runs_of(run_of(state))} == {"Completed"})
+    until(lambda: {task_run.state_name for task_run in task_runs_of(run_of(state))} == {"Completed"})
     assert {task_run.name for task_run in task_runs_of(run_of(state))} == {f"quantize {name}" for name in "abcd"}

@@ -16,7 +16,6 @@ from onnx_ops.app.context import open_project
 from onnx_ops.app.results import Summary
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.decision import Decision, GateResult, Verdict
-from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.ledger import ActionOutcome, Intent
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.release import Choice, Registration
@@ -29,6 +28,7 @@ from onnx_ops.release.reconcile import DryRun, read_registry
 from onnx_ops.testing.models import FEATURES, rows, write_perceptron
 from tests.orchestration.flow_runs import artifacts_of, in_flow, run_of
 from tests.release.release_scenes import serving
+from tests.support.endpoints import endpoint_config, fileless_deployment
 from tests.support.git import commit_all
 
 if TYPE_CHECKING:
@@ -191,13 +191,8 @@ def test_a_commit_runs_the_pipelines_that_it_touches(prefect_server: None, repos
 
 def test_an_endpoint_stays_behind_only_with_a_reason(prefect_server: None, repository: Path) -> None:
     context = open_project(repository).context
-    config = EndpointConfig(
-        endpoint="old", provider="local", model="m", target="cpu-1t", target_digest=KEY, pipeline="brought"
-    )
-    bind_endpoint(context, config, RolloutPolicy())
-    served = Deployment(
-        name="v1", model="m", version="1", variant="fp32", release=KEY, manifest=KEY, location=str(repository)
-    )
+    bind_endpoint(context, endpoint_config("old", target="cpu-1t", pipeline="brought"), RolloutPolicy())
+    served = fileless_deployment("v1", location=str(repository))
     first = Action(
         kind=ActionKind.FIRST, state=build_split_state(None, served, 100), roles=Roles(stable=served), why="new"
     )

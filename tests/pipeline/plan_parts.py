@@ -34,7 +34,7 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.pipeline import UserCode
 from onnx_ops.pipeline.probe import ProjectProbe
-from onnx_ops.ports import Work
+from onnx_ops.ports import Observer, Work
 
 TARGETS = {name: Target(name=name) for name in ("cpu", "edge")}
 
@@ -138,7 +138,7 @@ class CountingHandler:
         return None
 
 
-class Watching:
+class Watching(Observer):
     """An executor and observer that records its calls."""
 
     def __init__(self) -> None:
@@ -156,9 +156,6 @@ class Watching:
 
     def started(self, stage: Stage) -> None:
         self.events.append(f"started {stage.id}")
-
-    def progressed(self, stage: Stage, line: str) -> None:
-        self.events.append(f"told {stage.id}: {line}")
 
     def finished(self, stage: Stage, outcome: StageOutcome) -> None:
         self.events.append(f"{outcome.status.value} {stage.id}")

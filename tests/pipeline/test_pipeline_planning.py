@@ -26,7 +26,8 @@ from onnx_ops.domain.pipeline import (
     Validate,
 )
 from onnx_ops.domain.quantization import Arithmetic, Budget, TuningData
-from onnx_ops.pipeline import InlineExecutor, SilentObserver, plan, run
+from onnx_ops.pipeline import InlineExecutor, plan, run
+from onnx_ops.ports import Observer
 from onnx_ops.testing.fakes import FakeClock
 from tests.pipeline.plan_parts import PIPELINE, TARGETS, CountingHandler, TableProbe, ids
 
@@ -39,9 +40,7 @@ def planned(pipeline: Pipeline = PIPELINE, probe: TableProbe | None = None, unti
 
 def keys(some: Plan) -> dict[str, Digest]:
     """The key of every stage of a run from scratch."""
-    result = run(
-        some, handler=CountingHandler(), executor=InlineExecutor(), observer=SilentObserver(), clock=FakeClock()
-    )
+    result = run(some, handler=CountingHandler(), executor=InlineExecutor(), observer=Observer(), clock=FakeClock())
     return {name: outcome.key for name, outcome in result.outcomes.items() if outcome.key is not None}
 
 

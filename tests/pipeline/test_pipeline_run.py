@@ -29,8 +29,9 @@ from onnx_ops.errors import (
     StorageError,
     UserError,
 )
-from onnx_ops.pipeline import InlineExecutor, RunResult, SilentObserver, ordered_map, plan, preview, run
+from onnx_ops.pipeline import InlineExecutor, RunResult, ordered_map, plan, preview, run
 from onnx_ops.pipeline.run import DaemonThreadPool
+from onnx_ops.ports import Observer
 from onnx_ops.testing.fakes import FakeClock
 from tests.pipeline.plan_parts import PIPELINE, TARGETS, CountingHandler, TableProbe, Watching
 
@@ -39,7 +40,7 @@ OTHER_GATES = plan(replace(PIPELINE, gates=(SizeGate(max=5),)), TARGETS, TablePr
 
 
 def go(handler: CountingHandler, some: Plan = PLAN, **options: Any) -> RunResult:
-    executor, observer = InlineExecutor(), SilentObserver()
+    executor, observer = InlineExecutor(), Observer()
     return run(some, handler=handler, executor=executor, observer=observer, clock=FakeClock(), **options)
 
 

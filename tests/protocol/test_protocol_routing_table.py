@@ -21,7 +21,7 @@ from onnx_ops.protocol.routing_table import (
     decode_table,
     encode_table,
 )
-from tests.support.server import fileless_deployment
+from tests.support.endpoints import fileless_deployment
 
 
 def state(weights: dict[str, int], generation: int = 1) -> EndpointState:

@@ -25,6 +25,7 @@ from onnx_ops.release.promote import PromotionResult, bind_endpoint, promote
 from onnx_ops.release.reconcile import StepReport, reconcile_until_stable
 from onnx_ops.release.rollback import RollbackResult, roll_back_each, send_command
 from onnx_ops.testing.fakes import FakeSigner, FakeWorld
+from tests.support.endpoints import endpoint_config
 from tests.support.faults import Faults
 
 MODEL, TARGET = "digits", "cpu"
@@ -36,9 +37,7 @@ EXECUTION = Execution(session=SessionSettings(intra_op_threads=3))
 
 
 def config_of(endpoint: str) -> EndpointConfig:
-    return EndpointConfig(
-        endpoint=endpoint, provider="fake", model=MODEL, target=TARGET, target_digest=TARGET_DIGEST, pipeline="p"
-    )
+    return endpoint_config(endpoint, provider="fake", model=MODEL, target_digest=TARGET_DIGEST)
 
 
 def decision_record(release: Digest, variant: str, manifest: Digest) -> DecisionRecord:

@@ -30,6 +30,7 @@ from onnx_ops.serving.inference.shadow import ShadowQueue
 from onnx_ops.serving.metrics import REVISION, MetricsPage, MetricsRow, SharedMetrics, SlotAllocator
 from onnx_ops.serving.workers.listeners import connect_unix, listen_tcp, listen_unix
 from onnx_ops.serving.workers.shadow_processes import answer_mirrored_requests
+from tests.support.server import received
 
 Wrap = Callable[[Any], Any]
 MAX_BODY = 1 << 20
@@ -203,32 +204,6 @@ class Worker:
             for piece in pieces:
                 client.sendall(piece)
             return received(client)
-
-
-def received(client: socket.socket, answers: int = 1) -> bytes:
-    """As many whole answers as asked for, or all until the connection is closed."""
-    data = b""
-    while True:
-        rest, complete = data, 0
-        while b"\r\n\r\n" in rest:
-            head, _, tail = rest.partition(b"\r\n\r\n")
-            lines = [line.lower() for line in head.split(b"\r\n")]
-            if lines[0].endswith(b"100 continue"):
-                rest = tail
-                continue
-            length = next((int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length")), 0)
-            if len(tail) < length:
-                break
-            rest, complete = tail[length:], complete + 1
-        if complete >= answers:
-            return data
-        try:
-            piece = client.recv(1 << 16)
-        except ConnectionError:
-            return data
-        if not piece:
-            return data
-        data += piece
 
 
 def post(

@@ -75,21 +75,6 @@ def released(folder: Path) -> Deployment:
     return deployment
 
 
-def test_sagemaker(container: Container, tmp_path: Path) -> None:
-    released(tmp_path / "ml")
-    process = container.start("serve", port="SAGEMAKER_BIND_TO_PORT", ONNX_OPS_MODEL_DIR=str(tmp_path / "ml"))
-    status, answer, headers = container.ask("/invocations", BODY)
-    assert (status, answer["predictions"]["y"]) == (200, [[2.0, 4.0]])
-    assert headers["x-onnx-ops-deployment"] == "v7"
-    assert container.stop(process) == 0
-
-
-def test_azure_mounts_the_model_below_the_folder(container: Container, tmp_path: Path) -> None:
-    released(tmp_path / "azureml-models" / "digits" / "7")
-    container.start(AZUREML_MODEL_DIR=str(tmp_path / "azureml-models"))
-    assert container.ask("/invocations", BODY)[1]["predictions"]["y"] == [[2.0, 4.0]]
-
-
 def test_a_plain_model(container: Container, tmp_path: Path) -> None:
     scaling_deployment(tmp_path / "plain", name="any", version="1", scale=3.0)
     container.start(ONNX_OPS_MODEL_DIR=str(tmp_path / "plain"), ONNX_OPS_MODEL="scale", ONNX_OPS_SERVE_WORKERS="2")

@@ -26,7 +26,7 @@ from onnx_ops.serving.metrics import (
     get_service_latency,
 )
 from onnx_ops.testing.endpoints import state_of
-from tests.support.server import fileless_deployment
+from tests.support.endpoints import fileless_deployment
 
 
 def table(*names: str, previous: RoutingTable | None = None) -> RoutingTable:

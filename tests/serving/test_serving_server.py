@@ -84,38 +84,6 @@ def test_an_inference_is_answered_with_its_deployment(steady: Server) -> None:
     assert answer.headers["content-type"] == "application/json"
 
 
-def test_a_version_or_a_pin_chooses_whatever_the_weights(
-    published: Server, blue: Deployment, green: Deployment
-) -> None:
-    published.publish(state_of(blue, green, blue=100, green=0), 3)
-    for headers, path, name in (
-        ({}, "/v2/models/m/versions/2/infer", "green"),
-        ({"azureml-model-deployment": "green"}, INFER, "green"),
-        ({"azureml-model-deployment": "blue", "x-user-key": "u"}, INFER, "blue"),
-        ({}, INFER, "blue"),
-    ):
-        assert published.who_answers(headers, path) == name
-
-
-@pytest.mark.parametrize(
-    ("body", "prediction"),
-    [
-        ({"inputs": {"x": [[1, 2]]}}, {"y": [[2.0, 4.0]]}),
-        ({"instances": [[1, 2]]}, {"y": [[2.0, 4.0]]}),
-        (
-            {"dataframe_split": {"columns": ["a", "b"], "data": [[1, 2], [3, 4]]}},
-            [{"y": [2.0, 4.0]}, {"y": [6.0, 8.0]}],
-        ),
-        ({"dataframe_records": [{"a": 1, "b": 2}]}, [{"y": [2.0, 4.0]}]),
-    ],
-)
-def test_invocations(steady: Server, body: object, prediction: object) -> None:
-    answer = steady.call("POST", "/invocations", body, {"azureml-model-deployment": "blue"})
-    assert answer.status == 200
-    assert answer.json() == {"predictions": prediction}
-    assert answer.headers["x-onnx-ops-deployment"] == "blue"
-
-
 def test_the_document_describes_what_is_served(steady: Server, server: Server) -> None:
     document = steady.call("GET", "/openapi.json").json()
     assert "/v2/models/m/infer" in document["paths"]
@@ -132,18 +100,12 @@ def test_the_document_describes_what_is_served(steady: Server, server: Server) -
     ("method", "path", "body", "headers", "status", "message"),
     [
         ("POST", INFER, b"{", {}, 400, "not JSON"),
-        ("POST", "/invocations", {"rows": []}, {}, 400, "exactly one of"),
-        ("POST", "/invocations", b"1,2\n", {"content-type": "text/csv"}, 400, "must name its columns"),
-        ("POST", INFER, b"x", {"inference-header-content-length": "x"}, 400, "must be a number of bytes"),
         ("POST", INFER, b"[" + b"[]," * (1 << 20) + b"[]]", {}, 413, "binary form"),
         ("POST", INFER, b"x", {"content-encoding": "br"}, 415, "use gzip or deflate"),
         ("POST", INFER, b"x", {"content-encoding": "gzip"}, 400, "ends before its gzip stream"),
         ("POST", "/v2/models/z/infer", {"inputs": [X]}, {}, 404, "no model is named 'z'"),
         ("POST", "/v2/models/m/versions/9/infer", {"inputs": [X]}, {}, 404, "no version '9'"),
-        ("POST", INFER, {"inputs": [X]}, {"azureml-model-deployment": "grey"}, 404, "'grey'"),
         ("GET", "/v2/models/z", None, {}, 404, "no model is named 'z'"),
-        ("GET", "/unrouted", None, {}, 404, "Not Found"),
-        ("GET", INFER, None, {}, 405, "Method Not Allowed"),
     ],
 )
 def test_a_wrong_request_gets_the_right_status_and_says_why(

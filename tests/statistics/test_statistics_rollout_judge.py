@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.endpoint import Deployment, EndpointState
+from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.domain.rollout import (
     Action,
     ActionKind,
@@ -39,24 +38,13 @@ from onnx_ops.domain.rollout_policy import (
 )
 from onnx_ops.statistics.rollout.guardrails import evaluate_cold_start
 from onnx_ops.statistics.rollout.judge import analyze, compute_firing_limit, count_events, judge, trace_guardrails
+from tests.support.endpoints import fileless_deployment
 
 RAILS = (Guardrail(name="errors"), Guardrail(name="latency_p50"), Guardrail(name="latency_p99"))
 CANARY = RolloutPolicy(steps=(0.1, 0.5, 1.0), guardrails=RAILS, min_requests=(300,), step_timeout=3600.0)
 
 
-def version(number: int) -> Deployment:
-    return Deployment(
-        name=f"v{number}",
-        model="m",
-        version=str(number),
-        variant="fp32",
-        release=digest_bytes(f"release {number}".encode()),
-        manifest=digest_bytes(f"manifest {number}".encode()),
-        location="",
-    )
-
-
-STABLE, CANDIDATE = version(1), version(2)
+STABLE, CANDIDATE = fileless_deployment("v1"), fileless_deployment("v2")
 
 
 def counted(

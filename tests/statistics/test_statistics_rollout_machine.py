@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import Digest, digest_bytes
-from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.domain.ledger import (
     ActionOutcome,
     EndpointBound,
@@ -31,7 +31,7 @@ from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Wait, c
 from onnx_ops.domain.rollout_observations import LatencyThresholds, MetricsReading, RequestCounts, ShadowCounts
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ServiceLevel, ShadowTrial, SplitTest
 from onnx_ops.statistics.rollout.judge import analyze, judge
-from tests.statistics.test_statistics_rollout_judge import version
+from tests.support.endpoints import endpoint_config, fileless_deployment
 
 RAILS = (Guardrail(name="errors"), Guardrail(name="latency_p99", odds_ratio=1.5))
 POLICIES = (
@@ -47,12 +47,7 @@ POLICIES = (
     ),
     RolloutPolicy(ab_test=SplitTest(duration=900.0, on_inconclusive="finish"), min_requests=(30,)),
 )
-CONFIG = EndpointConfig(
-    endpoint="digits", provider="local", model="m", target="cpu", target_digest=digest_bytes(b"t"), pipeline="p"
-)
-
-
-VERSIONS = tuple(version(number) for number in range(4))
+VERSIONS = tuple(fileless_deployment(f"v{number}") for number in range(4))
 
 
 @st.composite
@@ -98,7 +93,7 @@ class JudgedRollouts(RuleBasedStateMachine):
         self.origin = 0
         self.totals: dict[str, RequestCounts] = {}
         self.shadow = ShadowCounts()
-        self.append(EndpointBound(config=CONFIG, policy=POLICIES[0]))
+        self.append(EndpointBound(config=endpoint_config("digits"), policy=POLICIES[0]))
         self.step()
 
     def append(self, body: EntryBody) -> None:
@@ -123,7 +118,7 @@ class JudgedRollouts(RuleBasedStateMachine):
     @precondition(lambda self: self.state.roles.candidate is None)
     @rule(policy=st.sampled_from(POLICIES))
     def configure(self, policy: RolloutPolicy) -> None:
-        self.append(EndpointBound(config=CONFIG, policy=policy))
+        self.append(EndpointBound(config=endpoint_config("digits"), policy=policy))
 
     @rule(desired=st.sampled_from(VERSIONS))
     def want(self, desired: Deployment) -> None:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.ports import free_port
-
-_PATIENCE = 120.0
-"""Seconds within which it must answer. On a machine with much else to do it takes tens of them."""
+from tests.support.processes import does_answer, running_process
 
 
 @contextmanager
@@ -46,27 +41,6 @@ def mlflow_server(
     command += ["--workers", str(workers), "--backend-store-uri", database or f"sqlite:///{folder}/mlflow.db"]
     command += ["--artifacts-destination", str(folder / artifacts)]
     quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    log = folder / "server.log"
-    with log.open("ab") as stream:
-        server = subprocess.Popen(
-            command, cwd=folder, env={**os.environ, **quiet, **(environ or {})}, stdout=stream, stderr=stream
-        )
-    try:
-        _await(f"http://127.0.0.1:{port}/health", server, log)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait(timeout=60)
-
-
-def _await(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + _PATIENCE
-    while time.monotonic() < deadline:
-        assert server.poll() is None, log.read_text()
-        try:
-            urllib.request.urlopen(url, timeout=2).close()
-        except OSError:
-            time.sleep(0.1)
-        else:
-            return
-    raise AssertionError(log.read_text())
+    url, env = f"http://127.0.0.1:{port}", {**os.environ, **quiet, **(environ or {})}
+    with running_process(command, folder / "server.log", lambda: does_answer(f"{url}/health"), cwd=folder, env=env):
+        yield url

@@ -1,14 +1,16 @@
-"""What processes of this machine use, read from /proc (proc(5))."""
+"""Processes of this machine: what they use, read from /proc (proc(5)), and servers to start."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -37,6 +39,37 @@ def until(
         assert time.monotonic() < deadline, f"{what} did not come true within {seconds:.0f} s"
         time.sleep(pause_s)
     return found
+
+
+@contextmanager
+def running_process(
+    command: Sequence[str], log: Path, is_ready: Callable[[], bool], *, seconds: float = 120.0, **options: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is ready, until the end of the block; its output is appended to `log`. `options` are of Popen."""
+    with log.open("ab") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=stream, **options)
+    deadline = time.monotonic() + seconds
+    try:
+        while not is_ready():
+            assert process.poll() is None, log.read_text(encoding="utf-8", errors="replace")
+            assert time.monotonic() < deadline, log.read_text(encoding="utf-8", errors="replace")
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def does_answer(url: str) -> bool:
+    """Whether a server answers to a GET."""
+    with suppress(OSError):
+        urllib.request.urlopen(url, timeout=2).close()
+        return True
+    return False
 
 
 def session_of(leader: int) -> list[int]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +18,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import CorruptStateError, MeasurementError
 from onnx_ops.protocol.messages import COUNTS_PATH, STATE_PATH, AdminState, Counts, UserCountsRequest
@@ -47,14 +48,6 @@ def scaled(root: Path, name: str) -> Deployment:
     return scaling_deployment(root / name, name=name, version=version, scale=scale, model="m")
 
 
-def fileless_deployment(name: str, content: str = "") -> Deployment:
-    """A deployment of model `m` that is nowhere, with digests of its content."""
-    digest = digest_bytes((content or name).encode())
-    return Deployment(
-        name=name, model="m", version=name, variant="fp32", release=digest, manifest=digest, location=f"/models/{name}"
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
     """An HTTP answer; header names are in lower case."""
@@ -65,6 +58,35 @@ class Answer:
 
     def json(self) -> Any:
         return json.loads(self.body)
+
+
+def parse_answers(data: bytes) -> tuple[list[Answer], bytes]:
+    """The whole answers in what a server sent, interim ones too, and what follows them."""
+    answers = []
+    while b"\r\n\r\n" in data:
+        head, _, rest = data.partition(b"\r\n\r\n")
+        start, *lines = head.decode("latin-1").split("\r\n")
+        match = re.fullmatch(r"HTTP/1\.1 (\d{3}) [A-Za-z -]+", start)
+        assert match is not None, f"no answer: {start[:80]!r}"
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+        size = int(headers.get("content-length", 0))
+        if len(rest) < size:
+            break
+        answers.append(Answer(int(match[1]), headers, rest[:size]))
+        data = rest[size:]
+    return answers, data
+
+
+def received(client: socket.socket, answers: int = 1) -> bytes:
+    """As many whole answers as asked for, or all until the connection is closed."""
+    data = b""
+    with suppress(ConnectionError):
+        while sum(answer.status != 100 for answer in parse_answers(data)[0]) < answers:
+            piece = client.recv(1 << 16)
+            if not piece:
+                break
+            data += piece
+    return data
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 
-from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import DigestMismatchError, InvalidSignatureError, ServiceUnavailableError
@@ -18,10 +17,9 @@ from onnx_ops.ports import EndpointProvider, Registry
 from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite, Killed
 from onnx_ops.testing.fakes import FakeModelFiles, FakeProvider, FakeRegistry, FakeSigner, FakeWorld
 from onnx_ops.testing.registries import RegistrySuite, publication
+from tests.support.endpoints import endpoint_config, fileless_deployment
 
-CONFIG = EndpointConfig(
-    endpoint="e", provider="fake", model="m", target="t", target_digest=digest_bytes(b"t"), pipeline="p"
-)
+CONFIG = endpoint_config("e", provider="fake")
 SCALES = {"blue": 2.0, "green": 3.0}
 
 
@@ -47,19 +45,7 @@ class TestFakeProvider(EndpointProviderSuite):
 
     @pytest.fixture
     def deployments(self) -> tuple[Deployment, Deployment]:
-        blue, green = (
-            Deployment(
-                name=name,
-                model="m",
-                version=name,
-                variant="fp32",
-                release=digest_bytes(name.encode()),
-                manifest=digest_bytes(name.encode()),
-                location="memory",
-            )
-            for name in SCALES
-        )
-        return blue, green
+        return fileless_deployment("blue"), fileless_deployment("green")
 
     @contextmanager
     def disturbed(self, fault: Disturbance, at: int = 0) -> Iterator[Sized]:

@@ -9,15 +9,14 @@ import faulthandler
 import multiprocessing
 import os
 import resource
-import signal
 import time
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar, cast
 
-from onnx_ops.adapters.isolation.process import OutputTail
-from onnx_ops.errors import OnnxOpsError, describe_error
+from onnx_ops.adapters.isolation.process import OutputTail, read_memory_bytes
+from onnx_ops.errors import OnnxOpsError, describe_error, describe_exit
 
 T = TypeVar("T")
 
@@ -60,7 +59,7 @@ def run_guarded(
         OnnxOpsError: raised by the function.
         ProcessCrashError: it raised something else, crashed, or exceeded its time or memory.
     """
-    limit = memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = memory or read_memory_bytes()
     prepare(work.__module__)
     context = multiprocessing.get_context("forkserver")
     answers, theirs = context.Pipe(duplex=False)
@@ -97,9 +96,7 @@ def _explain(kind: str, value: str | None, code: int, timeout: float, limit: int
         return f"it took longer than {timeout:g} s and was stopped"
     if kind == "memory":
         return f"it needs more memory than its limit of {limit / 1e9:.1f} GB"
-    if value is not None:
-        return value
-    return f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"its process ended with {code}"
+    return value if value is not None else f"its process ended with {describe_exit(code)}"
 
 
 def _child(

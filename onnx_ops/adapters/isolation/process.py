@@ -20,7 +20,7 @@ from typing import IO, Any, NoReturn
 
 from onnx_ops.adapters.isolation.worker_main import dump, load
 from onnx_ops.adapters.retry import wait_until
-from onnx_ops.errors import NotFoundError, StageError, from_document
+from onnx_ops.errors import NotFoundError, StageError, describe_exit, from_document
 from onnx_ops.scratch import Scratch
 
 DEFAULT_TIMEOUT_S = 1800.0
@@ -50,6 +50,11 @@ class ProcessLimits:
     timeout: float | None = None
 
 
+def read_memory_bytes() -> int:
+    """Return the memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 class IsolatedProcess:
     """One process and its children, in a separate process group.
 
@@ -60,7 +65,7 @@ class IsolatedProcess:
 
     def __init__(self, command: Command, limits: ProcessLimits, where: str) -> None:
         self._where = where
-        self._memory = limits.memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self._memory = limits.memory or read_memory_bytes()
         self._scratch = Scratch()
         answers, inner = os.pipe()
         self._process = subprocess.Popen(
@@ -269,11 +274,6 @@ def select_last_lines(output: bytes) -> str:
     """Return the last lines of an output, each cut to a readable length."""
     lines = output[-KEPT_BYTES:].decode("utf-8", errors="replace").splitlines()
     return "\n".join(line[:_LONGEST_LINE] for line in lines[-LAST_LINES:])
-
-
-def describe_exit(code: int) -> str:
-    """Describe how a process ended: its signal or exit code."""
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 @dataclass(slots=True)

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
-from onnx_ops.adapters.isolation.process import describe_exit
 from onnx_ops.adapters.isolation.worker_main import dump, load
 from onnx_ops.adapters.runtimes.onnxruntime_session import build_session, check_machine, convert_runtime_errors
 from onnx_ops.adapters.runtimes.ort_format import prepare_model_file
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementError, OnnxOpsError, from_document
+from onnx_ops.errors import MeasurementError, OnnxOpsError, describe_exit, from_document
 from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.runtime import StartSamples, StartSchedule
 from onnx_ops.scratch import Scratch

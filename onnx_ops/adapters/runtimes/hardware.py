@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from onnx_ops.adapters.isolation.process import read_memory_bytes
 from onnx_ops.domain.target import SPEED_FLAGS, HardwareFingerprint
 
 
@@ -21,7 +22,7 @@ def read_hardware(runtime: str, runtime_version: str) -> HardwareFingerprint:
         cpu_model=model,
         cpu_flags=tuple(flag for flag in SPEED_FLAGS if flag in flags),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_bytes=read_memory_bytes(),
         runtime=runtime,
         runtime_version=runtime_version,
         accelerators=accelerators,

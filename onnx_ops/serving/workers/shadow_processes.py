@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.errors import OnnxOpsError
+from onnx_ops.errors import OnnxOpsError, describe_exit
 from onnx_ops.protocol.server_process import ServerOptions
 from onnx_ops.serving.inference.deployments import DeployedModel, TableRevision
 from onnx_ops.serving.inference.shadow import run_mirrored_request, take_requests
@@ -34,7 +34,6 @@ from onnx_ops.serving.workers.worker import ControlChannel, WorkerReady, encode_
 from onnx_ops.serving.workers.worker_pool import (
     MAX_LOAD_FAILURES,
     compute_restart_pause_s,
-    describe_exit,
     fork_child,
     kill_process,
     prefer_for_oom_kill,
@@ -242,7 +241,7 @@ class ShadowProcesses:
             if ready is not None and ready.failed:
                 shadow.fail(ready.failed[shadow.deployment.name])
                 return
-            why = describe_exit(status)
+            why = describe_exit(os.waitstatus_to_exitcode(status))
             load_deaths = 0 if ready is not None else load_deaths + 1
             if load_deaths >= MAX_LOAD_FAILURES:
                 shadow.fail(f"{load_deaths} processes ended before they had loaded it, the last with {why}")

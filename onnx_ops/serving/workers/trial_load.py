@@ -21,11 +21,11 @@ from typing import BinaryIO
 
 from onnx_ops.domain.artifact import MODEL_FILE
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.errors import InfrastructureError, OnnxOpsError
+from onnx_ops.errors import InfrastructureError, OnnxOpsError, describe_exit
 from onnx_ops.protocol.messages import error_from_bytes, error_to_bytes
 from onnx_ops.protocol.server_process import ServerOptions
 from onnx_ops.serving.workers.worker import load_deployment
-from onnx_ops.serving.workers.worker_pool import describe_exit, fork_child, prefer_for_oom_kill, wait_exit
+from onnx_ops.serving.workers.worker_pool import fork_child, prefer_for_oom_kill, wait_exit
 
 _log = logging.getLogger(__name__)
 
@@ -59,8 +59,9 @@ async def run_trial_load(
     if message.startswith(b"{"):
         raise error_from_bytes(message)
     if status:
-        _log.error("a trial load ended with %s; its last output:\n%s", describe_exit(status), text)
-        raise _build_crash_error(status, text, deployments, limit_s)
+        code = os.waitstatus_to_exitcode(status)
+        _log.error("a trial load ended with %s; its last output:\n%s", describe_exit(code), text)
+        raise _build_crash_error(code, text, deployments, limit_s)
     return float(message)
 
 
@@ -130,15 +131,15 @@ def _measure_private_bytes() -> int:
     return (int(resident) - int(shared)) * mmap.PAGESIZE
 
 
-def _build_crash_error(status: int, text: str, deployments: Sequence[Deployment], limit_s: int) -> InfrastructureError:
-    why = f"the process that loaded it before the workers ended with {describe_exit(status)}"
+def _build_crash_error(code: int, text: str, deployments: Sequence[Deployment], limit_s: int) -> InfrastructureError:
+    why = f"the process that loaded it before the workers ended with {describe_exit(code)}"
     path = Path(deployments[0].location) / MODEL_FILE
     program = f"import onnxruntime; onnxruntime.InferenceSession({str(path)!r})"
     remedy = f"Reproduce it, and publish a version that loads: python -c {shlex.quote(program)}"
-    if status == signal.SIGKILL:
+    if code == -signal.SIGKILL:
         why += ", which the kernel sends when a memory limit is exceeded"
         remedy = _RAISE_LIMIT
-    elif status == signal.SIGALRM:
+    elif code == -signal.SIGALRM:
         why += f", as it took longer than {limit_s} s"
     if lines := text.splitlines()[-_SHOWN_LINES:]:
         why += f"; its last output: {' | '.join(lines)}"

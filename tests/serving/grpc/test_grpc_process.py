@@ -73,21 +73,6 @@ def check_outputs(result: triton.InferResult) -> None:
         np.testing.assert_array_equal(output, array)
 
 
-def test_get_model_repository_index_lists_the_version(client: triton.InferenceServerClient) -> None:
-    index = client.get_model_repository_index(as_json=True)
-    assert index == {"models": [{"name": "m", "version": "1", "state": "READY"}]}
-
-
-def test_triton_reads_health_and_metadata(client: triton.InferenceServerClient) -> None:
-    assert client.is_server_live()
-    assert client.is_server_ready()
-    assert client.is_model_ready("m", "1")
-    assert not client.is_model_ready("other")
-    assert client.get_server_metadata().name == "onnx-ops"
-    metadata = client.get_model_metadata("m", as_json=True)
-    assert {"name": "text", "datatype": "BYTES", "shape": ["-1", "2"]} in metadata["inputs"]
-
-
 def test_triton_sends_and_receives_every_type(client: triton.InferenceServerClient, types: Server) -> None:
     import tritonclient.grpc as triton
 
@@ -112,17 +97,6 @@ def test_triton_streams(client: triton.InferenceServerClient) -> None:
     for result, _ in responses:
         check_outputs(result)
         assert result.get_response().parameters["triton_final_response"].bool_param
-
-
-def test_triton_shows_the_error_of_the_server(client: triton.InferenceServerClient) -> None:
-    import tritonclient.grpc as triton
-    from tritonclient.utils import InferenceServerException
-
-    tensor = triton.InferInput("fp32", [1, 3], "FP32")
-    tensor.set_data_from_numpy(np.zeros((1, 3), np.float32))
-    with pytest.raises(InferenceServerException, match="tensor 'fp32' must have shape") as caught:
-        client.infer("m", [tensor])
-    assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
 
 
 def test_health_and_reflection_are_the_standard_services(types: Server, connect: Connect, port: int) -> None:

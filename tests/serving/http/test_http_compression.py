@@ -16,8 +16,8 @@ from onnx_ops.serving import metrics
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.inference.tensor_cases import binary
 from tests.serving.serving_process import INFER, infer_body, mirrored, wait_until
-from tests.serving.serving_worker import MAX_BODY, Gate, Worker, post, received
-from tests.support.server import scaled
+from tests.serving.serving_worker import MAX_BODY, Gate, Worker, post
+from tests.support.server import parse_answers, received, scaled
 
 CODINGS: Mapping[str, tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]] = {
     "gzip": (gzip.compress, gzip.decompress),
@@ -63,11 +63,9 @@ def next_good_request_is_answered(worker: Worker) -> Iterator[None]:
 
 
 def parse(answer: bytes) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body as it was sent."""
-    head, _, body = answer.partition(b"\r\n\r\n")
-    status, *lines = head.decode().split("\r\n")
-    headers = dict(line.split(": ", 1) for line in lines if not line.startswith("date"))
-    return int(status.split()[1]), headers, body
+    """Status, headers and body as it was sent, of the first answer."""
+    first = parse_answers(answer)[0][0]
+    return first.status, {name: value for name, value in first.headers.items() if name != "date"}, first.body
 
 
 @pytest.mark.parametrize("coding", CODINGS)
@@ -200,12 +198,9 @@ def test_responses_keep_their_order_whatever_their_way(worker: Worker) -> None:
         client.sendall(b"".join(requests))
         data = received(client, len(requests))
     sizes = []
-    while data:
-        _, headers, rest = parse(data)
-        length = int(headers["content-length"])
-        decode = CODINGS[headers["content-encoding"]][1] if "content-encoding" in headers else bytes
-        sizes.append(json.loads(decode(rest[:length]))["outputs"][0]["shape"][0])
-        data = rest[length:]
+    for answer in parse_answers(data)[0]:
+        decode = CODINGS[answer.headers["content-encoding"]][1] if "content-encoding" in answer.headers else bytes
+        sizes.append(json.loads(decode(answer.body))["outputs"][0]["shape"][0])
     assert sizes == [20_000, 3000, 1, 20_000, 1]
 
 

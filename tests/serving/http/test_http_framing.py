@@ -12,7 +12,7 @@ import pytest
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import INFER, infer_body
 from tests.serving.serving_worker import Worker
-from tests.support.server import scaled
+from tests.support.server import Answer, parse_answers, scaled
 
 OFFERS = {
     "no offer": "",
@@ -52,6 +52,7 @@ class Client:
         self._socket = server.connect()
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._data = b""
+        self._answers: list[Answer] = []
 
     def __enter__(self) -> Client:
         return self
@@ -71,30 +72,23 @@ class Client:
 
     def answer(self) -> tuple[int, bytes]:
         """Status and body of the next answer."""
-        while b"\r\n\r\n" not in self._data:
-            self._receive()
-        head, _, self._data = self._data.partition(b"\r\n\r\n")
-        lengths = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")]
-        size = int(lengths[0]) if lengths else 0
-        while len(self._data) < size:
-            self._receive()
-        body, self._data = self._data[:size], self._data[size:]
-        return int(head.split(b" ", 2)[1]), body
+        while not self._answers:
+            piece = self._socket.recv(1 << 16)
+            assert piece, self._data
+            self._answers, self._data = parse_answers(self._data + piece)
+        answer = self._answers.pop(0)
+        return answer.status, answer.body
 
     def rest(self) -> bytes:
         """What comes after the answers that were read, until the server has closed the connection."""
+        assert not self._answers
         self._socket.shutdown(socket.SHUT_WR)
         while piece := self._socket.recv(1 << 16):
             self._data += piece
         return self._data
 
     def is_closed_by_server(self) -> bool:
-        return not self._data and not self._socket.recv(1)
-
-    def _receive(self) -> None:
-        piece = self._socket.recv(1 << 16)
-        assert piece, self._data
-        self._data += piece
+        return not self._answers and not self._data and not self._socket.recv(1)
 
 
 def product(answer: tuple[int, bytes]) -> float:

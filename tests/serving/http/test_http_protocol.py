@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +18,8 @@ from onnx_ops.serving.http.limits import READING
 from onnx_ops.serving.http.protocol import LargeBodyReader
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import INFER, ODD, X, infer_body, wait_until
-from tests.serving.serving_worker import Worker, post, received, without_date
-from tests.support.server import scaled
+from tests.serving.serving_worker import Worker, post, without_date
+from tests.support.server import parse_answers, received, scaled
 
 BODY = infer_body([1, 2])
 GOOD = post(INFER, BODY, {"azureml-model-deployment": "blue"})
@@ -76,7 +77,7 @@ CORPUS: Mapping[str, tuple[str, bytes, dict[str, str]]] = {
 
 def chunked(path: str, body: bytes, headers: dict[str, str], trailers: bytes = b"") -> bytes:
     head = post(path, b"", {**headers, "transfer-encoding": "chunked"}).replace(b"content-length: 0\r\n", b"")
-    return head + (b"%x\r\n%b\r\n" % (len(body), body) if body else b"") + b"0\r\n" + trailers + b"\r\n"
+    return head + (b"%x;a=b\r\n%b\r\n" % (len(body), body) if body else b"") + b"0\r\n" + trailers + b"\r\n"
 
 
 FORMS: Mapping[str, Callable[[str, bytes, dict[str, str]], bytes]] = {
@@ -227,6 +228,17 @@ def test_a_large_body_that_never_ends_is_refused_and_forgotten(hasty: Worker) ->
     [
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 50, b"400"),
         (b"hello\r\n\r\n", b"400"),
+        (random.Random(5).randbytes(4096), b"400"),  # noqa: S311
+        (b"\r\n" * 5000 + b"x\r\n\r\n", b"400"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"400"),
+        (b"POST /v2/models/m/infer\r\n\r\n", b"505"),
+        (b"BREW /pot HTTP/1.1\r\nhost: x\r\n\r\n", b"400"),
+        (post(INFER, b"").replace(b"length: 0", b"length: eighty"), b"400"),
+        (post(INFER, b"").replace(b"length: 0", b"length: %d" % 10**30), b"400"),
+        (b"POST /invocations HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n-5\r\n", b"400"),
+        (post(INFER, BODY, {"a\0b": "c"}), b"400"),
+        (post(INFER, BODY, {" ": "y"}), b"400"),
+        (b"A" * 200_000, b"400"),
         (b"\xff" * 500, b"400"),
         (b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n", b"400"),
         (b"POST /invocations HTTP/1.1\r\ncontent-length: 99999999999999999999999\r\n\r\n", b"400"),
@@ -241,7 +253,13 @@ def test_a_large_body_that_never_ends_is_refused_and_forgotten(hasty: Worker) ->
         (post(INFER, b"\x1f\x8b" + b"0" * 100, {"content-encoding": "gzip, gzip"}), b"415"),
         (post("/invocations", b"0" * 100, {"content-encoding": "br"}), b"415"),
         (post(INFER, BODY, method="PUT"), b"405"),
+        (post("/v2", BODY), b"405"),
         (post("/unrouted", BODY), b"404"),
+        (post("/admin/state", BODY), b"404"),
+        (post("/v2/models/../../etc/passwd", BODY), b"404"),
+        (post("/v2/models/%6d%00/infer", BODY), b"404"),
+        (post("/v2/models/" + "m" * 10_000 + "/infer", BODY), b"404"),
+        (post(INFER, BODY, {"azureml-model-deployment": "grey"}), b"404"),
     ],
 )
 def test_what_is_wrong_is_refused_at_once(worker: Worker, request_bytes: bytes, status: bytes) -> None:
@@ -292,11 +310,14 @@ def test_an_idle_connection_is_closed(hasty: Worker) -> None:
         assert client.recv(1) == b""
 
 
-def test_a_half_closed_connection_still_gets_its_answer(worker: Worker) -> None:
+@pytest.mark.parametrize("data", [b"", b"POST ", GOOD[:40], GOOD[:-1], GOOD, GOOD * 3])
+def test_a_half_closed_connection_gets_its_answers_and_ends(worker: Worker, data: bytes) -> None:
     with worker.connect() as client:
-        client.sendall(GOOD)
+        client.sendall(data)
         client.shutdown(socket.SHUT_WR)
-        assert b" 200 OK" in received(client)
+        statuses = [answer.status for answer in parse_answers(received(client, 4))[0]]
+    assert statuses in ([200] * (len(data) // len(GOOD)), [400], [408])
+    assert statuses[:1] == [200] if len(data) >= len(GOOD) else 200 not in statuses
 
 
 def test_idle_connections_give_way_and_busy_ones_do_not(tmp_path: Path) -> None:

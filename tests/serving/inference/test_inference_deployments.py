@@ -35,7 +35,7 @@ from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQu
 from onnx_ops.serving.metrics import LOAD_FAILURES, LOADS, REVISION, MetricsRow, SharedMetrics
 from onnx_ops.serving.workers.supervisor import TablePublisher
 from onnx_ops.testing.endpoints import state_of
-from tests.support.server import fileless_deployment
+from tests.support.endpoints import fileless_deployment
 
 
 class Loads:

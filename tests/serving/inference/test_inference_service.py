@@ -25,7 +25,8 @@ from onnx_ops.serving.inference.signature import InferenceRequest
 from onnx_ops.serving.metrics import WARM_UP_REQUESTS
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.serving.serving_process import INFER, ODD, infer_body, mirrored, wait_until
-from tests.serving.serving_worker import Gate, Worker, post, received
+from tests.serving.serving_worker import Gate, Worker, post
+from tests.support.server import received
 
 BODY = infer_body([1, 1])
 REQUEST = post(INFER, BODY)

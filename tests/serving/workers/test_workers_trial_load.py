@@ -93,9 +93,9 @@ def refused(server: Server, deployment: Deployment) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fate", "words"),
     [
-        ("abort", ["signal 6 (SIGABRT)", "assertion failed: boom"]),
+        ("abort", ["signal SIGABRT", "assertion failed: boom"]),
         ("exit", ["exit code 3", "assertion failed: boom"]),
-        ("kill", ["signal 9 (SIGKILL)", "memory limit", "assertion failed: boom"]),
+        ("kill", ["signal SIGKILL", "memory limit", "assertion failed: boom"]),
         ("hang", ["longer than 2 s", "assertion failed: boom"]),
     ],
 )
@@ -124,7 +124,7 @@ def test_a_model_that_crashes_on_other_numbers_than_zeros_is_refused(
     write_softsign(tmp_path / "model" / "model.onnx")
     build_library(tmp_path / "ops.c", tmp_path / "model" / "ops.so")
     error = refused(start(), replace(deploy(tmp_path / "model", name="crash"), custom_ops=("ops.so",)))
-    assert "signal 6 (SIGABRT)" in error["why"]
+    assert "signal SIGABRT" in error["why"]
 
 
 def test_a_model_beyond_the_memory_limit_of_a_process_is_refused(start: Callable[..., Server], tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_model_beyond_the_memory_limit_of_all_workers_together_is_refused(
     server = start(f"open('{folder / 'cgroup.procs'}', 'w').write('0')", "--workers=2")
     limit.write_text(str(GIB))
     error = refused(server, large(tmp_path / "large", int(share * GIB)))
-    assert "signal 9 (SIGKILL), which the kernel sends when a memory limit is exceeded" in error["why"]
+    assert "signal SIGKILL, which the kernel sends when a memory limit is exceeded" in error["why"]
 
 
 RECORDED = """
@@ -207,7 +207,7 @@ def test_publishing_bad_models_fails_no_live_request(
 ) -> None:
     server = start(LIMITED, "--workers=2")
     bad = {
-        "signal 6 (SIGABRT)": fatal(tmp_path / "abort", "abort"),
+        "signal SIGABRT": fatal(tmp_path / "abort", "abort"),
         f"limited to {LIMIT >> 20} MiB": large(tmp_path / "large", 2 * LIMIT),
     }
     plan = LoadPlan(url=server.url(INFER), payloads=[Payload(body=infer_body([1, 2]))], connections=8, seconds=600)

@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import MeasurementError
 from tests.support.clouds.iam import BUCKET, ROLE, resources
 from tests.support.clouds.sagemaker_parts import ACCOUNT, CALLER, REGION
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, running_process
 
 __all__ = ["BUCKET", "ROLE", "SETTINGS", "FakeSageMaker", "client", "fake_sagemaker"]
 
@@ -36,7 +34,6 @@ SETTINGS: Mapping[str, Json] = {
     "poll_interval": "0 s",
     "timeout": "2 min",
 }
-_START_S = 60.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,32 +103,12 @@ class FakeSageMaker:
 @contextmanager
 def fake_sagemaker(folder: Path) -> Iterator[FakeSageMaker]:
     """Start one, with a bucket and a role that SageMaker may assume; end it and its containers afterwards."""
-    log = folder / "fake.log"
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.clouds.sagemaker_server", str(folder)],
-            cwd=ROOT,
-            stdout=stream,
-            stderr=stream,
-            env={**os.environ, "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"},
-        )
-    try:
-        deadline = time.monotonic() + _START_S
-        while not (folder / "url").exists():
-            if time.monotonic() > deadline or process.poll() is not None:
-                said = log.read_text(encoding="utf-8", errors="replace")[-1000:]
-                raise MeasurementError("the fake did not start", why=said)
-            time.sleep(0.01)
+    command = [sys.executable, "-m", "tests.support.clouds.sagemaker_server", str(folder)]
+    environ = {**os.environ, "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
+    with running_process(command, folder / "fake.log", (folder / "url").exists, cwd=ROOT, env=environ) as process:
         fake = FakeSageMaker(url=(folder / "url").read_text(encoding="utf-8"), process=process)
         _furnish(fake)
         yield fake
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def client(fake: FakeSageMaker, service: str) -> Any:
