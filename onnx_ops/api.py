@@ -139,7 +139,7 @@ def run(*files: str | Path, overrides: Sequence[str] = (), quiet: bool = False, 
         files: Pipeline files.
         overrides: Values to replace, such as `train.with.seed=3`.
         quiet: Show no progress.
-        options: Others of the command: `until`, `no_cache`, `jobs`, `abandon`.
+        options: Further options of the command: `until`, `no_cache`, `jobs`, `abandon`.
 
     Raises:
         ConfigError: a file is wrong; all of its problems are in the error.

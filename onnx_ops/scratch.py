@@ -1,4 +1,4 @@
-"""Temporary folders that survive no kill, durable and locked files, errors of a full disk, durations of steps."""
+"""Files of this machine: temporary folders, durable and locked files, errors of a full disk, durations of steps."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _HARMLESS = re.compile(r"[\w ,:+=-]*|\d+\.\d+")
 
 
 class EnvironmentBlock:
-    """Base of the blocks here."""
+    """Base class of the Prefect blocks."""
 
     def environ(self, folder: Path) -> Mapping[str, str]:
         """Return environment variables, with secrets in plain text; empty fields set none.

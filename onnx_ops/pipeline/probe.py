@@ -70,7 +70,7 @@ class ProjectProbe:
         return self._machine(target).digest()
 
     def arithmetic(self, target: Target) -> Arithmetic:
-        """Return how the machine of a target computes in few bits."""
+        """Return the low-precision arithmetic of a target's machine."""
         return detect_arithmetic(self._machine(target), target)
 
     def _machine(self, target: Target) -> HardwareFingerprint:

@@ -163,5 +163,5 @@ def read_operators(stage: Stage) -> Mapping[str, tuple[CustomOps, ...]]:
 
 
 def read_reference_operators(stage: Stage) -> tuple[CustomOps, ...]:
-    """Return the libraries of the first target with any."""
+    """Return the libraries of custom operators of the first target that has any."""
     return next(iter(read_operators(stage).values()), ())

@@ -155,7 +155,7 @@ class PoolStatus:
     runs: tuple[PlacedRun, ...] = ()
 
     def list_takers(self, kind: str) -> tuple[WorkerStatus, ...]:
-        """Return the workers that take a kind of stage; one that described nothing counts as taking all."""
+        """Return the workers that run a kind of stage; a worker without a description counts for all kinds."""
         return tuple(worker for worker in self.workers if not worker.kinds or kind in worker.kinds)
 
 

@@ -95,7 +95,7 @@ def _structure(value: Any, kind: Any) -> Any:
 
 
 def dump(value: object, folder: Path) -> str:
-    """Return a value as JSON on one line; arrays go to files of the folder, texts without pickle."""
+    """Return a value as JSON on one line; arrays go to files in the folder, text arrays without pickle."""
 
     def encode(part: object) -> Any:
         if type(part).__module__ != "numpy":

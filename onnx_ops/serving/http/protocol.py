@@ -204,7 +204,7 @@ class HttpProtocol(asyncio.Protocol):
         self.transport.resume_reading()
 
     def body_received(self, body: memoryview, size: int) -> None:
-        """Go on with a large body of which `size` bytes are there."""
+        """Continue with a large body of which `size` bytes have arrived."""
         if not self._hold(size):
             self._reject_overload()
         elif size == len(body):
