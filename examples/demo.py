@@ -72,7 +72,7 @@ def releases(load: Load) -> None:
     load.run_for(CALM_S)
     heading("3. A third, 50 times the size: its gate fails, an operator overrides it")
     version = release("train.with.hidden=[512, 512]", passes=False)
-    expect(0, "promote", MODEL, version, "--target", "cpu-1t", "--override", "--reason", "bigger is better")
+    expect(0, "promote", f"{MODEL}/{version}", "--target", "cpu-1t", "--override", "--reason", "bigger is better")
     roll_out(load, ends=RED)
     heading("4. An operator goes back to the first release")
     expect(0, "rollback", ENDPOINT, "--to", "1", "--reason", "wrong on sevens")
