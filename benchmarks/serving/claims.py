@@ -66,7 +66,7 @@ def claims_of_cnn(board: Board) -> list[Claim]:
 def claims_of_image(board: Board) -> list[Claim]:
     ratio = board.faster(BINARY, SNIPPET, "image", "1")
     what = "224×224 image in binary: requests/s against the snippet in JSON, 1 connection"
-    return [_at_least(what, ratio, 20)]
+    return [_at_least(what, ratio, 40)]
 
 
 def claims_of_dense(board: Board) -> list[Claim]:
