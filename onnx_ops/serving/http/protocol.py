@@ -132,7 +132,8 @@ class HttpProtocol(asyncio.Protocol):
         self._hold(0)
         self._backlog.clear()
         self.stage = REJECTED
-        del self._parser, self._feed  # they refer to this object
+        self._reader = None
+        del self._parser, self._feed  # like the reader, they refer to this object
 
     def pause_writing(self) -> None:
         """Answer no further request until the client has read enough."""
@@ -353,17 +354,18 @@ class HttpProtocol(asyncio.Protocol):
         if self._upgrade_offered:
             return
         self._place = _BETWEEN
-        answer = self._answer
+        answer, body = self._answer, self._body
+        self._body = b""  # an idle connection keeps no memory
         if self._held_bytes:
             self._hold(0)
         if answer is None:
             if self.stage is READING:
                 self.stage, self.since = IDLE, self._limits.now
         elif self._blocked:
-            self._enqueue(answer, self._head, self._body, self._keep_alive)
+            self._enqueue(answer, self._head, body, self._keep_alive)
             self._must_continue = False
         else:
-            self._respond_to(answer, self._head, self._body, self._keep_alive)
+            self._respond_to(answer, self._head, body, self._keep_alive)
 
     # Responses
 

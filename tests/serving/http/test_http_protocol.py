@@ -173,6 +173,8 @@ def test_large_bodies_behind_one_head(worker: Worker, first: int) -> None:
             assert b" 200 OK" in received(client)
         client.sendall(requests[0] + GOOD + requests[1])
         answers = received(client, 3)
+        (connection,) = worker.connections.open
+        assert (connection._body, connection._reader) == (b"", None), "an idle connection keeps no memory"
     assert data_of(answers) == [b"[2.0,14.0]", b"[2.0,4.0]}", b"[4.0,14.0]"]
     assert worker.connections.body_bytes == 0
 
