@@ -162,6 +162,7 @@ def test_nothing_to_distort_gives_no_groups() -> None:
 
 
 @example(np.full((3, 1), -128, np.int8))
+@example(np.full((3, 1), 2**63 - 512, np.int64))
 @given(
     arrays.arrays(
         dtype=st.sampled_from([np.float16, np.float32, np.float64, np.int8, np.int32, np.int64, np.uint8]),
