@@ -184,6 +184,18 @@ def test_requests_and_feedback_are_counted_by_user_over_the_workers(server: Serv
     assert server.counts().deployments[who].users == ""
 
 
+def test_a_new_worker_goes_on_from_the_counts_by_user_of_the_one_before() -> None:
+    shared, slot = SharedMetrics(1), 3
+    shared.header[metrics.WATCH], shared.header[metrics.WATCH + 1] = 7, slot
+    for _ in range(2):
+        UserCounts(shared, 0).count_request(slot, 5, 200, 0.0)
+    _, cells = shared.get_user_counts(0)
+    assert cells[5] == 2
+    shared.header[metrics.WATCH] = 8
+    UserCounts(shared, 0).count_request(slot, 5, 200, 0.0)
+    assert cells[5] == 1, "another watch starts at 0"
+
+
 def test_a_watch_that_is_none_is_refused(server: ServerFamily) -> None:
     for body in (b"{}", b'{"limits_s": {"blue": [2, 1]}}', b'{"limits_s": {"blue": [%s 1]}}' % (b"1," * 24)):
         assert server.admin("POST", body, COUNTS_PATH).status == 400
