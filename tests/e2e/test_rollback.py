@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+import urllib.request
 
 import pytest
 
@@ -12,6 +14,7 @@ from tests.e2e.e2e_project import ONLY_FP32, SECOND, Project
 from tests.support.load import LoadPlan, LoadProcess, Payload, Records
 from tests.support.mlflow_server import mlflow_server
 from tests.support.ports import free_port
+from tests.support.processes import until
 
 pytestmark = pytest.mark.services
 
@@ -29,6 +32,18 @@ def answered(records: Records, *, after_ns: int) -> set[str]:
     return {records.names[index] for index in records.deployment[records.sent_ns > after_ns]}
 
 
+def wait_for_answers(project: Project, name: str) -> None:
+    """Wait until a deployment has answered twenty more requests, by the server's counts."""
+    page, line = f"{project.status()['address']}/metrics", f'onnx_ops_requests_total{{.*deployment="{name}".*}} (.*)'
+
+    def count() -> float:
+        with urllib.request.urlopen(page, timeout=10) as answer:
+            return sum(map(float, re.findall(line, answer.read().decode())))
+
+    before = count()
+    until(lambda: count() >= before + 20, what=f"answers by {name}")
+
+
 def names(project: Project) -> tuple[str, str]:
     """The deployments of both releases, the older one first."""
     roles = project.status()["roles"]
@@ -38,9 +53,10 @@ def names(project: Project) -> tuple[str, str]:
 def test_rollback_under_load_fails_no_request_and_the_old_version_answers(twice: Project) -> None:
     old, new = names(twice)
     with load(twice) as clients:
+        wait_for_answers(twice, new)
         rolled = twice.document("rollback", "digits", "--reason", "wrong on sevens", "--actor", "night shift")
         rolled_ns = time.monotonic_ns()
-        time.sleep(0.5)  # in which some requests are sent
+        wait_for_answers(twice, old)
         records = clients.stop()
     assert records.failures() == {}
     assert set(records.by_deployment()) == {old, new}
@@ -61,7 +77,7 @@ def test_rollback_with_the_registry_stopped_and_the_aliases_follow(twice: Projec
     with load(twice) as clients:
         rolled = twice.document("rollback", "digits", "--wait", "--reason", "night")
         rolled_ns = time.monotonic_ns()
-        time.sleep(0.5)
+        wait_for_answers(twice, old)
         records = clients.stop()
     assert records.failures() == {}
     assert answered(records, after_ns=rolled_ns) == {old}
