@@ -170,11 +170,10 @@ class Durations:
     def __init__(self, path: Path | None = None) -> None:
         self._path, self._lock = path, threading.Lock()
         self._new: dict[str, float] = {}
-        self.last = self.read()
+        self.last = self._read()
         """Seconds by step, of the file and of this process."""
 
-    def read(self) -> dict[str, float]:
-        """Return seconds by step."""
+    def _read(self) -> dict[str, float]:
         with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
             if self._path is not None:
                 return {step: float(s) for step, s in json.loads(self._path.read_text(encoding="utf-8")).items()}
@@ -190,7 +189,7 @@ class Durations:
         with self._lock, contextlib.suppress(OSError):
             if self._path is not None:
                 new = {**self._new}
-                known = {**{step: s for step, s in self.read().items() if step not in new}, **new}
+                known = {**{step: s for step, s in self._read().items() if step not in new}, **new}
                 write_durably(self._path, json.dumps(dict([*known.items()][-_REMEMBERED:])).encode())
 
     def record(self, step: str, seconds: float) -> None:

@@ -137,7 +137,7 @@ def plan(
     prepared = projects.prepare(project, file, overrides=overrides or (), until=until)
     handler = replace(project.handler(), confirms=False)
     outcomes = preview(prepared.plan, handler=handler, no_cache=no_cache or ())
-    last, rows = project.durations(prepared.plan.pipeline).read(), []
+    last, rows = project.durations(prepared.plan.pipeline).last, []
     for stage in prepared.plan.stages:
         outcome = outcomes[stage.id]
         skipped = outcome is not None and outcome.status is not StageStatus.CACHED

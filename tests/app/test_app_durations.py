@@ -23,11 +23,11 @@ KEY = digest_bytes(b"key")
 def test_the_last_duration_of_each_stage_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "durations" / "p.json"
     durations = Durations(path)
-    assert durations.read() == {}
+    assert durations.last == {}
     for name, seconds in (("export", 3.0), ("validate", 1.0), ("export", 2.0)):
         durations.record(name, seconds)
     durations.record("validate", 0.0)  # unknown: a worker of another release
-    assert Durations(path).read() == {"export": 2.0, "validate": 1.0}
+    assert Durations(path).last == {"export": 2.0, "validate": 1.0}
     assert [file.name for file in path.parent.iterdir()] == ["p.json"]
 
 
@@ -36,9 +36,9 @@ def test_a_damaged_file_costs_what_it_held(damage: bytes, tmp_path: Path) -> Non
     path = tmp_path / "p.json"
     path.write_bytes(damage)
     durations = Durations(path)
-    assert durations.read() == {}
+    assert durations.last == {}
     durations.record("export", 2.0)
-    assert durations.read() == {"export": 2.0}
+    assert durations.last == {"export": 2.0}
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_failed_stage_has_no_duration(tmp_path: Path) -> None:
     durations = Durations(tmp_path / "p.json")
     with pytest.raises(ZeroDivisionError), durations.measure("export"):
         raise ZeroDivisionError
-    assert durations.read() == {}
+    assert durations.last == {}
     with durations.measure("export"):
         pass
     assert json.loads((tmp_path / "p.json").read_bytes()).keys() == {"export"}
@@ -72,4 +72,4 @@ def test_a_placed_stage_took_the_seconds_of_its_worker(tmp_path: Path) -> None:
     durations = Durations(settings.durations / "p.json")
     executor = StageExecutor(settings=settings, context=context, running=running, durations=durations)
     executor(Stage(id="export", kind=StageKind.EXPORT, settings={}, hints={"pool": "gpu"}), KEY, {})
-    assert durations.read() == {"export": 7.5}
+    assert durations.last == {"export": 7.5}
