@@ -48,11 +48,11 @@ def checkout_files(store: Store, manifest: Manifest, prefix: str, folder: Path) 
 
 
 def pack_arrays(arrays: Mapping[str, Any]) -> bytes:
-    """Return arrays as `.npz`; the same arrays always give the same bytes."""
+    """Return arrays as `.npz`, which keeps their order; the same arrays in the same order give the same bytes."""
     import numpy as np
 
     stream = io.BytesIO()
-    np.savez(stream, **{name: arrays[name] for name in sorted(arrays)})
+    np.savez(stream, **arrays)
     return stream.getvalue()
 
 

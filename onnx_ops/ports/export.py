@@ -20,11 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportRequest:
-    """Input of an exporter. `samples` holds real inputs by ONNX name, at least two rows."""
+    """Input of an exporter.
+
+    `samples` holds real inputs by ONNX name, at least two rows. `ordered`: whether the pipeline declares their order,
+    which a model needs that takes several inputs without names.
+    """
 
     section: Export
     samples: Tensors
     path: Path
+    ordered: bool = False
 
 
 class Exporter(ABC):

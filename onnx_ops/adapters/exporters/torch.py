@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import inspect
 import io
 import json
 import logging
@@ -13,10 +12,12 @@ import os
 import re
 import warnings
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from onnx_ops.adapters.exporters.input_binding import CallBinding, bind_call
+from onnx_ops.adapters.exporters.keras_inputs import call_keras, check_keras_inputs
 from onnx_ops.adapters.exporters.signature import (
     Precision,
     check_section,
@@ -45,7 +46,7 @@ _UNTRANSLATED = re.compile(r"No ONNX function found for <OpOverload\(op='([^']+)
 
 
 class TorchExporter(TracingExporter):
-    """Inputs are passed to `forward` in the order of the data set's `inputs:`.
+    """Inputs are passed to `forward` by the names of its parameters.
 
     Options: `translations` (`package.module:TABLE`), ONNX functions of the project for operators of torch.
     """
@@ -75,7 +76,7 @@ class TorchExporter(TracingExporter):
     def export(self, model: object, request: ExportRequest) -> None:
         """Export the module and remove from the file what depends on this machine."""
         section = request.section
-        module = self._module(model, tuple(request.samples))
+        module = self._module(model, request)
         proto = _export(importlib.import_module("torch"), module, request).model_proto
         # Below its own lowest opset the exporter converts the file, and keeps the newer one if that fails.
         written = max(entry.version for entry in proto.opset_import if entry.domain in DEFAULT_DOMAINS)
@@ -113,31 +114,46 @@ class TorchExporter(TracingExporter):
     def tracer(self, model: object, request: ExportRequest) -> Tracer:
         """Return a tracer of the exported program, whose names the file keeps."""
         torch = importlib.import_module("torch")
-        program = _export(torch, self._module(model, tuple(request.samples)), request).exported_program
+        module = self._module(model, request)
+        program, binding = _export(torch, module, request).exported_program, _bind(module, request.samples)
 
         def trace(inputs: Tensors, names: Collection[str]) -> tuple[Tensors, Tensors | None]:
-            single = _traced(torch, program, inputs, names, None)
+            rows = {name: inputs[name] for name in binding.names}
+            single = _traced(torch, program, rows, names, None)
             with contextlib.suppress(ValueError):
-                return single, _traced(torch, program, inputs, names, torch.float64)
+                return single, _traced(torch, program, rows, names, torch.float64)
             return single, None
 
         return trace
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
-        """Run the module; return None for float64 if it creates float32 tensors."""
-        torch, module = importlib.import_module("torch"), self._module(model, tuple(inputs))
+        """Run the module as its user calls it; return None for float64 if it creates float32 tensors."""
+        torch: Any = importlib.import_module("torch")
+        module: Any = model
         single = {name: _tensor(torch, array, None) for name, array in inputs.items()}
         if precision == "float32":
-            return _answers(torch, module, single)
+            return self._answers(torch, module, single)
         double = {name: _tensor(torch, array, torch.float64) for name, array in inputs.items()}
         try:
-            return _answers(torch, copy.deepcopy(module).double(), double)
+            return self._answers(torch, copy.deepcopy(module).double(), double)
         except ValueError:
-            _answers(torch, module, single)
+            self._answers(torch, module, single)
             return None
 
-    def _module(self, model: Any, names: tuple[str, ...]) -> Any:
-        """Return the module that takes inputs of these names in order."""
+    def _answers(self, torch: Any, module: Any, rows: Mapping[str, Any]) -> dict[str, Array]:
+        with convert_refusals("the module", RuntimeError, IndexError, TypeError), torch.no_grad():
+            answer = self._call(module.eval(), rows)
+        return {name: value.detach().numpy() for name, value in name_outputs(answer).items()}
+
+    def _call(self, module: Any, rows: Mapping[str, Any]) -> Any:
+        """Call the module with the inputs of these names."""
+        positional, keyword = _bind(module, rows).pack(rows)
+        return module(*positional, **keyword)
+
+    def _module(self, model: Any, request: ExportRequest) -> Any:
+        """Return the module to export, after a check that it takes the inputs of the request."""
+        if isinstance(model, importlib.import_module("torch").nn.Module):
+            _bind(model, request.samples, ordered=request.ordered)
         return model
 
 
@@ -150,23 +166,23 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
     table = _load_translations(section)
     module: Any = model.eval()
     rows = {name: _tensor(torch, array[:2], None) for name, array in request.samples.items()}
-    outputs = _try_out(torch, module, rows)
-    axes: Any = tuple(
-        {axis: torch.export.Dim(symbol) for axis, symbol in get_free_axes(section, name).items()} for name in rows
-    )
-    kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
-    if kinds[:1] == [inspect.Parameter.VAR_POSITIONAL]:  # `forward` takes all of its inputs in one `*argument`
-        axes = (axes,)
+    binding = _bind(module, rows)
+    positional, keyword = binding.pack(rows)
+    outputs = _try_out(torch, module, positional, keyword)
+    axes = {
+        name: {axis: torch.export.Dim(symbol) for axis, symbol in get_free_axes(section, name).items()} for name in rows
+    }
     try:
         with _quiet():
             return torch.onnx.export(
                 module,
-                tuple(rows.values()),
+                positional,
+                kwargs=keyword,
                 dynamo=True,
                 opset_version=section.opset,
-                input_names=list(rows),
+                input_names=list(binding.names),
                 output_names=outputs,
-                dynamic_shapes=axes,
+                dynamic_shapes=binding.by_parameter(axes),
                 custom_translation_table=table,
                 verbose=False,
             )
@@ -231,19 +247,25 @@ def _tensor(torch: Any, array: Any, dtype: Any) -> Any:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-def _try_out(torch: Any, module: Any, rows: Mapping[str, Any]) -> list[str]:
+def _bind(module: Any, inputs: Collection[str], *, ordered: bool = True) -> CallBinding:
+    """Bind inputs to the parameters of `forward`; the order of nameless ones is checked before an export only."""
+    return bind_call(module.forward, inputs, owner=f"`forward` of {type(module).__name__}", ordered=ordered)
+
+
+def _try_out(torch: Any, module: Any, positional: tuple[Any, ...], keyword: Mapping[str, Any]) -> list[str]:
     """Return the names of the module's outputs for the samples.
 
     They must be tensors of types that the exporter does not write as something else, and that clients can read.
     """
     try:
-        answer = _forward(torch, module, rows)
+        with torch.no_grad():
+            answer = module(*positional, **keyword)
     except Exception as error:  # forward is the user's own code
         raise UserError(
             "the module refuses the samples",
             where="export",
             why=describe_error(error),
-            remedy=f"They are passed to `forward` in this order: {', '.join(rows)}; see `inputs:` of the data.",
+            remedy="Each is passed to the parameter of `forward` that has its name; see `inputs:` of the data.",
         ) from error
     values = name_outputs(answer)
     if not all(isinstance(value, torch.Tensor) for value in values.values()):
@@ -267,15 +289,19 @@ def _try_out(torch: Any, module: Any, rows: Mapping[str, Any]) -> list[str]:
     return list(values)
 
 
-def _answers(torch: Any, module: Any, rows: Mapping[str, Any]) -> dict[str, Array]:
-    with convert_refusals("the module", RuntimeError, IndexError, TypeError):
-        answer = _forward(torch, module.eval(), rows)
-    return {name: value.detach().numpy() for name, value in name_outputs(answer).items()}
+def _wrap(model: Any, names: Collection[str], call: Callable[[Any, Mapping[str, Any]], Any]) -> Any:
+    """Return a module that takes inputs of these names in order, and calls the model with them by name."""
+    torch: Any = importlib.import_module("torch")
 
+    class Named(torch.nn.Module):  # type: ignore[misc,name-defined,unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
 
-def _forward(torch: Any, module: Any, rows: Mapping[str, Any]) -> Any:
-    with torch.no_grad():
-        return module(*rows.values())
+        def forward(self, *tensors: Any) -> Any:
+            return call(self.inner, dict(zip(names, tensors, strict=True)))
+
+    return Named().eval()
 
 
 @contextlib.contextmanager
@@ -328,6 +354,13 @@ class KerasExporter(TorchExporter):
             return keras.saving.load_model(file, compile=False).eval()
         except (ValueError, TypeError, OSError, ImportError) as error:
             raise UserError(f"cannot load the model: {error}", where=file.name) from error
+
+    def _call(self, module: Any, rows: Mapping[str, Any]) -> Any:
+        return call_keras(module, rows)
+
+    def _module(self, model: Any, request: ExportRequest) -> Any:
+        check_keras_inputs(model, request.samples)
+        return model if len(request.samples) == 1 else _wrap(model, tuple(request.samples), self._call)
 
 
 def import_classes(path: Path) -> None:
@@ -397,19 +430,15 @@ class HuggingfaceExporter(TorchExporter):
         model_class = getattr(transformers, names[0])
         return model_class.from_pretrained(folder, local_files_only=True, attn_implementation="eager").eval()
 
-    def _module(self, model: Any, names: tuple[str, ...]) -> Any:
-        """Wrap the model as a module that takes its inputs in order and returns tensors only."""
+    def _call(self, module: Any, rows: Mapping[str, Any]) -> Any:
+        """Call the model without a cache, and return its tensors by name."""
         torch: Any = importlib.import_module("torch")
+        extra = {"use_cache": False} if "use_cache" in vars(module.config) else {}
+        answer = module(**rows, **extra, return_dict=True)
+        return {name: value for name, value in answer.items() if isinstance(value, torch.Tensor)}
 
-        class Named(torch.nn.Module):  # type: ignore[misc,name-defined,unused-ignore]
-            def __init__(self) -> None:
-                super().__init__()
-                self.inner = model
-
-            def forward(self, *tensors: Any) -> dict[str, Any]:
-                given = dict(zip(names, tensors, strict=True))
-                extra = {"use_cache": False} if "use_cache" in vars(self.inner.config) else {}
-                answer = self.inner(**given, **extra, return_dict=True)
-                return {name: value for name, value in answer.items() if isinstance(value, torch.Tensor)}
-
-        return Named().eval()
+    def _module(self, model: Any, request: ExportRequest) -> Any:
+        """Check that `forward` names every input: it takes others in `**kwargs` and ignores them."""
+        owner = f"`forward` of {type(model).__name__}"
+        bind_call(model.forward, request.samples, owner=owner, ordered=request.ordered, renamed=False)
+        return _wrap(model, tuple(request.samples), self._call)

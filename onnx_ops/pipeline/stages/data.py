@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from onnx_ops import codec
@@ -29,10 +30,12 @@ def get_source_name(section: DataSection) -> str:
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
     """Load the arrays and store the data set."""
-    section = codec.from_json(stage.settings["section"], DataSection, where=stage.id)
+    settings: Mapping[str, Any] = stage.settings
+    section = codec.from_json(settings["section"], DataSection, where=stage.id)
+    section = replace(section, inputs={name: section.inputs[name] for name in settings["inputs"]})
     source = context.source(get_source_name(section))
     arrays = source.load(section, context.root)
-    if source.fingerprint(section, context.root) != stage.settings["fingerprint"]:
+    if source.fingerprint(section, context.root) != settings["fingerprint"]:
         raise ConflictError(
             "the data was changed after the run was planned",
             where=stage.id,

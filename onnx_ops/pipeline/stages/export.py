@@ -51,7 +51,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
         exported = folder / "onnx"
         exported.mkdir()
         path = exported / MODEL_FILE
-        exporter.export(model, ExportRequest(section=section, samples=dataset.inputs, path=path))
+        request = ExportRequest(section=section, samples=dataset.inputs, path=path, ordered=settings["ordered"])
+        exporter.export(model, request)
         declared = codec.from_json(settings["inputs"], Mapping[str, InputValues], where=stage.id)
         reference = collect_reference_outputs(
             exporter, model, path, dataset.inputs, declared, seconds=settings["source_time"]

@@ -80,7 +80,8 @@ class _LazySource:
         if not isinstance(exporter, TracingExporter):
             return None
         with self._loaded(exporter) as model:
-            request = ExportRequest(section=section, samples=samples, path=self.folder / MODEL_FILE)
+            # The export has succeeded: a model without names has a declared order.
+            request = ExportRequest(section=section, samples=samples, path=self.folder / MODEL_FILE, ordered=True)
             return exporter.tracer(model, request)
 
     def trees(self, path: Path) -> tuple[TreeStructure, ...]:
