@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
@@ -78,9 +78,7 @@ def bind_call(
         return CallBinding(positional=dict.fromkeys(inputs, (required or [*named])[0]), keyword=())
     check_names(inputs, named, required=required, owner=owner)
     positional = [
-        name
-        for name, parameter in named.items()
-        if name in inputs and parameter.kind is Parameter.POSITIONAL_ONLY
+        name for name, parameter in named.items() if name in inputs and parameter.kind is Parameter.POSITIONAL_ONLY
     ]
     return CallBinding(
         positional={name: name for name in positional},
@@ -101,8 +99,8 @@ def check_names(
     if not unknown and not missing:
         return
     listed = ", ".join(list(names)[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
-    wanted = [name for name in names if name in inputs or name in missing]
-    written = f"Write the inputs of every data set by these names: `inputs: {{{_pair(wanted)}}}`."
+    wanted = ", ".join(f"{name}: ARRAY" for name in [n for n in names if n in inputs or n in missing][:_SHOWN])
+    written = f"Write the inputs of every data set by these names{f': `inputs: {{{wanted}}}`' if wanted else ''}."
     if unknown:
         raise UserError(
             f"{owner} has no input {unknown[0]!r}",
@@ -128,7 +126,3 @@ def check_order(inputs: Collection[str], *, ordered: bool, owner: str, why: str)
         remedy="List the inputs of every data set in the order of the model, by "
         f"`columns: [{', '.join(list(inputs)[:_SHOWN])}]` or by `inputs:`; or give the model names.",
     )
-
-
-def _pair(names: Iterable[str]) -> str:
-    return ", ".join(f"{name}: ARRAY" for name in list(names)[:_SHOWN])

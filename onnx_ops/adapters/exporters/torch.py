@@ -6,18 +6,16 @@ import contextlib
 import copy
 import importlib
 import io
-import json
 import logging
 import os
 import re
 import warnings
-import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.exporters.input_binding import CallBinding, bind_call
-from onnx_ops.adapters.exporters.keras_inputs import call_keras, check_keras_inputs
+from onnx_ops.adapters.exporters.keras_models import call_keras, check_keras_inputs, load_keras
 from onnx_ops.adapters.exporters.signature import (
     Precision,
     check_section,
@@ -265,7 +263,8 @@ def _try_out(torch: Any, module: Any, positional: tuple[Any, ...], keyword: Mapp
             "the module refuses the samples",
             where="export",
             why=describe_error(error),
-            remedy="Each is passed to the parameter of `forward` that has its name; see `inputs:` of the data.",
+            remedy="Inputs are passed by name: to the parameters of `forward`, to a Keras model as a dictionary; "
+            "see `inputs:` of the data.",
         ) from error
     values = name_outputs(answer)
     if not all(isinstance(value, torch.Tensor) for value in values.values()):
@@ -348,12 +347,8 @@ class KerasExporter(TorchExporter):
 
     def load(self, folder: Path) -> object:
         """Load the one `.keras` file of a folder as a PyTorch module."""
-        file, keras = find_file_with_suffix(folder, ".keras"), _keras()
-        try:
-            import_classes(file)
-            return keras.saving.load_model(file, compile=False).eval()
-        except (ValueError, TypeError, OSError, ImportError) as error:
-            raise UserError(f"cannot load the model: {error}", where=file.name) from error
+        _keras()
+        return load_keras(find_file_with_suffix(folder, ".keras")).eval()
 
     def _call(self, module: Any, rows: Mapping[str, Any]) -> Any:
         return call_keras(module, rows)
@@ -361,23 +356,6 @@ class KerasExporter(TorchExporter):
     def _module(self, model: Any, request: ExportRequest) -> Any:
         check_keras_inputs(model, request.samples)
         return model if len(request.samples) == 1 else _wrap(model, tuple(request.samples), self._call)
-
-
-def import_classes(path: Path) -> None:
-    """Import the modules of a `.keras` file's custom classes, to register them: Keras imports only its own."""
-    with contextlib.suppress(zipfile.BadZipFile, KeyError, ValueError), zipfile.ZipFile(path) as archive:
-        for module in sorted(set(_own_modules(json.loads(archive.read("config.json"))))):
-            importlib.import_module(module)
-
-
-def _own_modules(config: Any) -> Iterator[str]:
-    if isinstance(config, dict):
-        if config.get("module") and config.get("registered_name"):
-            yield config["module"]
-        config = list(config.values())
-    if isinstance(config, list):
-        for part in config:
-            yield from _own_modules(part)
 
 
 def _keras() -> Any:

@@ -1,15 +1,66 @@
-"""Named inputs of Keras 3 models, on any of its backends."""
+"""Keras 3 models on any of its backends: their files and the names of their inputs."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import inspect
-from collections.abc import Collection, Mapping
+import json
+import warnings
+import zipfile
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.exporters.input_binding import bind_call, check_names
+from onnx_ops.errors import UserError
 
 _CONTEXT = ("training", "mask")
 """Parameters of `call` that Keras sets."""
+
+
+_UNBUILT = "Model .* had a build config, but the model cannot be built"
+"""Start of Keras 3.15's warning about a subclassed model that it creates anew without loading its weights."""
+
+
+def load_keras(file: Path) -> Any:
+    """Load a `.keras` file.
+
+    Raises:
+        UserError: it cannot be loaded, or its weights cannot.
+    """
+    keras: Any = importlib.import_module("keras")
+    try:
+        _import_classes(file)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=_UNBUILT)
+            return keras.saving.load_model(file, compile=False)
+    except UserWarning as error:
+        raise UserError(
+            "Keras did not load the weights of the model",
+            where=file.name,
+            why="it cannot build the layers of a subclassed model that takes its inputs like this",
+            remedy="Define `build` of the model with a shape for each argument, or take the inputs in one dictionary.",
+        ) from error
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        raise UserError(f"cannot load the model: {error}", where=file.name) from error
+
+
+def _import_classes(path: Path) -> None:
+    """Import the modules of a `.keras` file's custom classes, to register them: Keras imports only its own."""
+    with contextlib.suppress(zipfile.BadZipFile, KeyError, ValueError), zipfile.ZipFile(path) as archive:
+        for module in sorted(set(_own_modules(json.loads(archive.read("config.json"))))):
+            importlib.import_module(module)
+
+
+def _own_modules(config: Any) -> Iterator[str]:
+    if isinstance(config, dict):
+        if config.get("module") and config.get("registered_name"):
+            yield config["module"]
+        config = list(config.values())
+    if isinstance(config, list):
+        for part in config:
+            yield from _own_modules(part)
 
 
 def check_keras_inputs(model: Any, names: Collection[str]) -> None:
