@@ -405,7 +405,8 @@ class Evidence:
     counts its nodes by operator and version of its definition (`Gemm-13`). `champion` is what served then, even if its
     files are those of the variant and there is nothing to compare. `grouped` explains why the scored rows seem to
     belong together in groups where no key names groups. `scored_on` are the machines that scored the rows in shards;
-    none where the measuring machine did. `sampled` is None where all rows of the data set are scored.
+    none where the measuring machine did. `sampled` is None where all rows of the data set are scored. `unused_inputs`
+    are the inputs on which no answer of the export depends.
     """
 
     schema: int = EVIDENCE_SCHEMA
@@ -430,6 +431,7 @@ class Evidence:
     weights: tuple[WeightMeasurement, ...] = ()
     source: SourceLimits | None = None
     trees: TreeStructure | None = None
+    unused_inputs: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
     activations: tuple[ActivationMeasurement, ...] = ()
     coverage: Int8Coverage | None = None
     recipe: tuple[str, ...] = ()

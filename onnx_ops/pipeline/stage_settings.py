@@ -27,13 +27,13 @@ REQUIREMENTS = "requirements"
 
 REVISIONS: Mapping[StageKind, int] = {
     **dict.fromkeys(StageKind, 1),
-    StageKind.DATA: 2,
-    StageKind.EXPORT: 6,
-    StageKind.VALIDATE: 6,
+    StageKind.DATA: 3,
+    StageKind.EXPORT: 7,
+    StageKind.VALIDATE: 7,
     StageKind.SEARCH: 6,
     StageKind.CALIBRATE: 3,
     StageKind.QUANTIZE: 7,
-    StageKind.BENCHMARK: 15,
+    StageKind.BENCHMARK: 16,
     StageKind.GATE: 10,
     StageKind.REGISTER: 6,
 }

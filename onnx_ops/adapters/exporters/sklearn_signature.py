@@ -52,8 +52,6 @@ def choose_layout(model: object, parts: list[object], samples: Tensors, *, order
         if by_column and names is not None and columns > 1:
             return InputLayout(types=tuple((column, _kind(rows), 1) for column in names), order=(name,), split=True)
         return InputLayout(types=((names[0] if by_column and names else name, _kind(rows), columns),), order=(name,))
-    if names is None:
-        _check_positions(model, samples, ordered=ordered)
     columns_in_order = _ordered(samples, names)
     if wide := next((name for name, array in columns_in_order.items() if array.ndim != 2 or array.shape[1] != 1), None):
         raise UserError(
@@ -61,6 +59,8 @@ def choose_layout(model: object, parts: list[object], samples: Tensors, *, order
             where=WHERE,
             remedy="Name one array in `inputs:`, or leave `inputs:` out for a table.",
         )
+    if names is None:
+        _check_positions(model, samples, ordered=ordered)
     if by_column:
         types = tuple((name, _kind(array), 1) for name, array in columns_in_order.items())
         return InputLayout(types=types, order=tuple(columns_in_order))

@@ -122,6 +122,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
             weights=_read_documents(context, variant["weights.json"], WeightMeasurement) if quantized else (),
             source=codec.loads(store.read(inputs["export"]["source.json"]), SourceLimits),
             trees=next(iter(_read_documents(context, inputs["validate"]["trees.json"], TreeStructure)), None),
+            unused_inputs=_read_documents(context, inputs["validate"]["unused.json"], str),
             activations=_read_documents(context, variant["activations.json"], ActivationMeasurement)
             if quantized
             else (),

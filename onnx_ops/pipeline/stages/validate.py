@@ -14,6 +14,7 @@ from onnx_ops.domain.evidence import Divergence, TreeStructure
 from onnx_ops.domain.pipeline import Export, Stage
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.files import MODEL, TRAINED, checkout_files, put_document
+from onnx_ops.measure.input_use import find_unused_inputs
 from onnx_ops.measure.parity import (
     REFERENCE_TARGET,
     FailedExport,
@@ -33,11 +34,12 @@ from onnx_ops.statistics.tree_parity import compare_trees
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
-    """Measure parity; locate the node of a failure, and compare trees."""
+    """Measure parity; locate the node of a failure, compare trees, and find inputs without effect."""
     export = inputs["export"]
     target = replace(REFERENCE_TARGET, custom_ops=read_reference_operators(stage))
     divergence: tuple[Divergence, ...] = ()
     trees: tuple[TreeStructure, ...] = ()
+    unused: tuple[str, ...] = ()
     with Scratch() as folder:
         path = checkout_files(context.store, export, MODEL, folder) / MODEL_FILE
         try:
@@ -50,6 +52,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
         except (MeasurementError, UserError) as error:
             measured = (make_mismatch("*", "load", f"it does not run: {error}"),)
         else:
+            unused = find_unused_inputs(runtime, path, target, reference)
             if worst := find_worst(measured):
                 failed_export = FailedExport(
                     runtime=runtime, target=target, model=path, reference=reference, worst=worst
@@ -60,6 +63,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
             "parity.json": put_document(context.store, measured),
             "divergence.json": put_document(context.store, divergence),
             "trees.json": put_document(context.store, trees),
+            "unused.json": put_document(context.store, unused),
         }
     )
 

@@ -268,7 +268,12 @@ def judge_coverage(evidence: Evidence) -> Iterator[GateResult]:
 
 
 def judge_source(evidence: Evidence) -> Iterator[GateResult]:
-    """Yield advisory lines on a source that refuses NaN or is slow."""
+    """Yield advisory lines on inputs without effect, and on a source that refuses NaN or is slow."""
+    if evidence.unused_inputs:
+        names = ", ".join(evidence.unused_inputs[:_NAMED])
+        more = f" and {len(evidence.unused_inputs) - _NAMED} more" if len(evidence.unused_inputs) > _NAMED else ""
+        reason = f"no answer to the compared rows depends on {names}{more}: leave it out, or look for a wrong name"
+        yield _make_result("unused inputs", join_lines(reason), passes=True, unit="", advisory=True)
     source = evidence.source
     if source is not None and source.nan == "refused":  # no ONNX file does so automatically
         reason = "the source refuses NaN, so that there is no answer to compare with: an endpoint must refuse it too"
