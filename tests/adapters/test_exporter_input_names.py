@@ -122,15 +122,17 @@ def keras_subclass(*, dictionary: bool) -> Any:
     keras = load_keras_package()
 
     class Base(keras.Model):  # type: ignore[misc,name-defined,unused-ignore]
-        def __init__(self) -> None:
-            super().__init__()
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
             self.last = keras.layers.Dense(2)
             self.last.build((None, 3))
 
+    @keras.saving.register_keras_serializable()
     class OfDictionary(Base):
         def call(self, inputs: Any) -> Any:
             return self.last(inputs["user"] - 2.0 * inputs["item"])
 
+    @keras.saving.register_keras_serializable()
     class OfArguments(Base):
         def build(self, user_shape: Any, item_shape: Any) -> None:
             self.built = True
@@ -324,6 +326,27 @@ def test_inputs_that_transformers_would_ignore_are_refused(tmp_path: Path) -> No
         samples = {"input_ids": TOKENS["input_ids"], wrong: TOKENS["attention_mask"]}
         with pytest.raises(UserError, match=f"has no input '{wrong}'"):
             HuggingfaceExporter().export(bert(), request_of(samples, tmp_path / "m.onnx", ordered=True))
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_a_keras_model_whose_weights_would_not_be_loaded_is_refused(tmp_path: Path) -> None:
+    keras = load_keras_package()
+
+    @keras.saving.register_keras_serializable()
+    class Unbuilt(keras.Model):  # type: ignore[misc,name-defined,unused-ignore]
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            self.last = keras.layers.Dense(2)
+
+        def call(self, user: Any, item: Any) -> Any:
+            return self.last(user - 2.0 * item)
+
+    model = Unbuilt()
+    model(**tensors(PAIR))
+    KerasExporter().save(model, tmp_path)
+    with pytest.raises(UserError, match=r"did not load the weights.*Define `build`"):
+        KerasExporter().load(tmp_path)
 
 
 def test_an_input_without_effect_is_found(tmp_path: Path) -> None:
