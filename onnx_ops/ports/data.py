@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,13 +30,15 @@ class Dataset:
     """Named arrays of equal length along axis 0: model inputs by ONNX name, and labels if there are any.
 
     `group` numbers the group of each row, where the pipeline names one. Otherwise `columns` holds the same for arrays
-    that are neither input nor label and that can show which rows belong together.
+    that are neither input nor label and that can show which rows belong together. `features` are the names of a
+    matrix's columns, where the pipeline joins columns of a table.
     """
 
     inputs: Tensors
     label: Array | None = None
     group: Array | None = None
     columns: Tensors = field(default_factory=dict)
+    features: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return int(next(iter(self.inputs.values())).shape[0])
@@ -52,7 +54,8 @@ class Dataset:
 
     def head(self, rows: int) -> Dataset:
         """Return the first `rows` rows."""
-        return Dataset(
+        return replace(
+            self,
             inputs={name: array[:rows] for name, array in self.inputs.items()},
             label=None if self.label is None else self.label[:rows],
             group=None if self.group is None else self.group[:rows],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -23,13 +23,15 @@ class ExportRequest:
     """Input of an exporter.
 
     `samples` holds real inputs by ONNX name, at least two rows. `ordered`: whether the pipeline declares their order,
-    which a model needs that takes several inputs without names.
+    which a model needs that takes several inputs without names. `features` are the names of the columns of a matrix,
+    where they are known.
     """
 
     section: Export
     samples: Tensors
     path: Path
     ordered: bool = False
+    features: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class Exporter(ABC):

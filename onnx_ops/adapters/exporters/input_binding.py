@@ -123,6 +123,7 @@ def check_order(inputs: Collection[str], *, ordered: bool, owner: str, why: str)
         f"{owner} takes {len(inputs)} inputs by position, and their order is not declared",
         where=WHERE,
         why=why,
-        remedy="List the inputs of every data set in the order of the model, by "
-        f"`columns: [{', '.join(list(inputs)[:_SHOWN])}]` or by `inputs:`; or give the model names.",
+        # Without the names of the data: copied, they would declare its order, which need not be the model's.
+        remedy="List them in the order of the model in every data set: `columns: [FIRST, SECOND]` for a table, "
+        "`inputs: {FIRST: ARRAY, SECOND: ARRAY}` for arrays.",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,12 @@ from onnx_ops.adapters.exporters.input_binding import WHERE, check_order
 from onnx_ops.adapters.exporters.signature import Precision, rename_values
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Tensors, frame_of
+from onnx_ops.ports.export import ExportRequest
 
 _INNER = "_inside"
+
+_SHOWN = 12
+"""Most names that a message lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +35,13 @@ class InputLayout:
     split: bool = False
 
 
-def choose_layout(model: object, parts: list[object], samples: Tensors, *, ordered: bool) -> InputLayout:
+def choose_layout(model: object, parts: list[object], request: ExportRequest) -> InputLayout:
     """Choose the layout by the inputs that the estimator was fitted on.
 
     Raises:
         UserError: the data lacks a column, or the model has no names and the order of the columns is not declared.
     """
+    samples = request.samples
     by_column = any(type(part).__name__ == "ColumnTransformer" for part in parts)
     names = read_fitted_names(model, samples)
     for name, array in samples.items():
@@ -49,6 +54,7 @@ def choose_layout(model: object, parts: list[object], samples: Tensors, *, order
             raise UserError(f"input {name} must be a matrix, not of shape {rows.shape}", where=WHERE)
         if names is not None and columns != len(names):
             raise _not_fitted(list(samples), names)
+        _check_features(request.features.get(name, ()), names)
         if by_column and names is not None and columns > 1:
             return InputLayout(types=tuple((column, _kind(rows), 1) for column in names), order=(name,), split=True)
         return InputLayout(types=((names[0] if by_column and names else name, _kind(rows), columns),), order=(name,))
@@ -60,7 +66,7 @@ def choose_layout(model: object, parts: list[object], samples: Tensors, *, order
             remedy="Name one array in `inputs:`, or leave `inputs:` out for a table.",
         )
     if names is None:
-        _check_positions(model, samples, ordered=ordered)
+        _check_positions(model, samples, ordered=request.ordered)
     if by_column:
         types = tuple((name, _kind(array), 1) for name, array in columns_in_order.items())
         return InputLayout(types=types, order=tuple(columns_in_order))
@@ -74,6 +80,18 @@ def choose_layout(model: object, parts: list[object], samples: Tensors, *, order
     kind = "U" if "U" in kinds else "f8" if kinds == {"f8"} else "f4"
     joined = (f"columns{_INNER}", kind, len(columns_in_order))
     return InputLayout(types=(joined,), order=tuple(columns_in_order), joined=True)
+
+
+def _check_features(features: Sequence[str], names: Sequence[str] | None) -> None:
+    """Check that a matrix of named columns has the order of the fit."""
+    if names is None or list(features) == list(names) or sorted(features) != sorted(names):
+        return
+    raise UserError(
+        "the columns of the matrix are in another order than in the fit",
+        where=WHERE,
+        why=f"the model takes {', '.join(names[:_SHOWN])}; the matrix has {', '.join(features[:_SHOWN])}",
+        remedy=_list_columns(names),
+    )
 
 
 def _check_positions(model: Any, samples: Tensors, *, ordered: bool) -> None:
@@ -210,10 +228,15 @@ def _not_fitted(inputs: list[str], names: list[str]) -> UserError:
     return UserError(
         "the data does not hold the columns that the model was fitted on",
         where=WHERE,
-        why=f"the model takes {', '.join(names[:12])}; the data "
+        why=f"the model takes {', '.join(names[:_SHOWN])}; the data "
         + (f"lacks {lacking[0]!r}" if lacking else f"also has {spare[0]!r}"),
-        remedy=f"Choose them: `columns: [{', '.join(names[:12])}{', …' if len(names) > 12 else ''}]`.",
+        remedy=_list_columns(names),
     )
+
+
+def _list_columns(names: Sequence[str]) -> str:
+    more = ", …" if len(names) > _SHOWN else ""
+    return f"List them in every data set: `columns: [{', '.join(names[:_SHOWN])}{more}]`."
 
 
 def _as_precision(array: Any, precision: str) -> Any:

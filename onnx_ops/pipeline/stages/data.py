@@ -55,6 +55,7 @@ def build_dataset(arrays: Mapping[str, Any], section: DataSection, where: str) -
         label = label[:, 0]
     chosen = _select_columns(arrays, section) if _uses_all_columns(section) else []
     inputs = {name: arrays[name] for name in chosen}
+    features = {name: tuple(chosen) for name, array in section.inputs.items() if array == _MATRIX}
     if section.inputs:
         if chosen:
             import numpy as np
@@ -63,10 +64,10 @@ def build_dataset(arrays: Mapping[str, Any], section: DataSection, where: str) -
             arrays = {**arrays, _MATRIX: np.concatenate(columns, axis=1)}
         inputs = {name: arrays[array] for name, array in section.inputs.items()}
     if (group := _get_group(section)) is not None:
-        return Dataset(inputs=inputs, label=label, group=number_groups(arrays[group]))
+        return Dataset(inputs=inputs, label=label, group=number_groups(arrays[group]), features=features)
     used = {*chosen, *section.inputs.values(), section.label}
     unused = {name: array for name, array in arrays.items() if name not in used}
-    return Dataset(inputs=inputs, label=label, columns=find_group_columns(unused))
+    return Dataset(inputs=inputs, label=label, columns=find_group_columns(unused), features=features)
 
 
 def find_data_problems(

@@ -12,13 +12,16 @@ from onnx_ops.domain.evidence import NAN_PROPERTY
 from onnx_ops.domain.pipeline import Export, InputValues, Stage
 from onnx_ops.domain.release import Lineage, flatten_origins
 from onnx_ops.measure.files import (
+    FEATURES,
     FRACTIONS,
     MODEL,
     TRAINED,
+    arrange_features,
     checkout_files,
     get_dataset,
     put_document,
     put_folder,
+    read_features,
     widen_columns,
 )
 from onnx_ops.measure.reference_outputs import collect_reference_outputs, put_reference
@@ -36,6 +39,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
     section = codec.from_json(settings["section"], Export, where=stage.id)
     exporter = get_exporter(stage, context, section.framework)
     dataset = get_dataset(context.store, inputs[f"data/{settings['data']}"]).head(settings["limit"])
+    dataset = arrange_features(dataset, read_features(context.store, inputs["train"]))
     if FRACTIONS in inputs["train"].files:
         fractions = codec.loads(context.store.read(inputs["train"][FRACTIONS]), tuple[str, ...])
         dataset = replace(dataset, inputs=widen_columns(dataset.inputs, fractions))
@@ -51,7 +55,13 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
         exported = folder / "onnx"
         exported.mkdir()
         path = exported / MODEL_FILE
-        request = ExportRequest(section=section, samples=dataset.inputs, path=path, ordered=settings["ordered"])
+        request = ExportRequest(
+            section=section,
+            samples=dataset.inputs,
+            path=path,
+            ordered=settings["ordered"],
+            features=dataset.features,
+        )
         exporter.export(model, request)
         declared = codec.from_json(settings["inputs"], Mapping[str, InputValues], where=stage.id)
         reference = collect_reference_outputs(
@@ -69,6 +79,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
         return Manifest(
             files={
                 **put_folder(context.store, exported, MODEL),
+                FEATURES: put_document(context.store, dataset.features),
                 "info.json": put_document(context.store, read_model_info(path)),
                 "lineage.json": put_document(context.store, lineage),
                 "reference.npz": put_reference(context.store, reference.groups),
