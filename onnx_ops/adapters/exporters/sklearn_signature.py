@@ -96,10 +96,11 @@ def _check_features(features: Sequence[str], names: Sequence[str] | None) -> Non
 
 def _check_positions(model: Any, samples: Tensors, *, ordered: bool) -> None:
     """Check that an estimator without names can take columns by position."""
-    name, expected = type(model).__name__, getattr(model, "n_features_in_", len(samples))
+    name = type(model).__name__
+    expected = 1 if _takes_texts(model) else getattr(model, "n_features_in_", len(samples))
     if expected != len(samples):
         raise UserError(
-            f"{name} was fitted on {expected} columns, and the data has {len(samples)}",
+            f"{name} takes {expected} column{'s' if expected > 1 else ''}, and the data has {len(samples)}",
             where=WHERE,
             remedy="List the columns of the fit in their order, by `columns: [age, income]`, in every data set.",
         )
@@ -112,8 +113,7 @@ def build_rows(model: object, inputs: Tensors, precision: Precision) -> Any:
 
     arrays = {name: _as_precision(array, precision) for name, array in inputs.items()}
     names = read_fitted_names(model, inputs)
-    steps = getattr(model, "steps", None)
-    if hasattr(steps[0][1] if steps else model, "build_analyzer"):  # a vectorizer takes a vector of texts
+    if _takes_texts(model):
         return next(iter(arrays.values())).reshape(-1)
     if names is None:
         if len(arrays) == 1:
@@ -129,6 +129,12 @@ def build_rows(model: object, inputs: Tensors, precision: Precision) -> Any:
     frame = frame_of(_ordered(arrays, names))
     frame.columns = names
     return frame
+
+
+def _takes_texts(model: object) -> bool:
+    """Return whether the model is, or begins with, a vectorizer: it takes a vector of texts."""
+    steps = getattr(model, "steps", None)
+    return hasattr(steps[0][1] if steps else model, "build_analyzer")
 
 
 def read_fitted_names(model: object, inputs: Collection[str]) -> list[str] | None:
