@@ -28,7 +28,7 @@ REQUIREMENTS = "requirements"
 REVISIONS: Mapping[StageKind, int] = {
     **dict.fromkeys(StageKind, 1),
     StageKind.DATA: 2,
-    StageKind.EXPORT: 6,
+    StageKind.EXPORT: 7,
     StageKind.VALIDATE: 6,
     StageKind.SEARCH: 6,
     StageKind.CALIBRATE: 3,
