@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import onnxscript
 import torch
-from onnxscript import opset18 as op
 from torch.overrides import TorchFunctionMode
 
 from onnx_ops.errors import UserError
+
+op: Any = onnxscript.opset18  # it also takes lists, which its types leave out
 
 _SIGNATURE = (
     "(Tensor input, {state} hx, Tensor[] params, bool has_biases, int num_layers, float dropout, bool train, "
