@@ -28,7 +28,7 @@ REQUIREMENTS = "requirements"
 REVISIONS: Mapping[StageKind, int] = {
     **dict.fromkeys(StageKind, 1),
     StageKind.DATA: 3,
-    StageKind.EXPORT: 7,
+    StageKind.EXPORT: 8,
     StageKind.VALIDATE: 7,
     StageKind.SEARCH: 6,
     StageKind.CALIBRATE: 3,

@@ -133,7 +133,7 @@ class Guarded(nn.Module):
 
 
 class Counted(nn.Module):
-    """Makes a plain number of the batch, which an export then fixes."""
+    """Makes a plain number of the batch, where torch.export needs its strict mode to keep it free."""
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         return image.reshape(len(image), -1)

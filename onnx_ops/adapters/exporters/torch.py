@@ -85,16 +85,6 @@ class TorchExporter(TracingExporter):
                 why="it could not convert the operators of this module",
                 remedy=f"Set export.opset: {written}, or a newer one.",
             )
-        for value in proto.graph.input:
-            sizes = value.type.tensor_type.shape.dim
-            for axis, symbol in get_free_axes(section, value.name).items():
-                if sizes[axis].HasField("dim_value"):  # the exporter fixes an axis without a warning
-                    raise UserError(
-                        f"the exporter fixed axis {axis} of {value.name} ({symbol}) at {sizes[axis].dim_value}",
-                        where="export.dynamic",
-                        why="`forward`, or a layer that it calls, makes a plain number of that size, as `len(x)` does",
-                        remedy=f"Use `x.shape[{axis}]`; or leave the axis out of `export.dynamic.{value.name}`.",
-                    )
         proto.ir_version = section.ir_version
         proto.producer_version = ""
         for node in iterate_nodes(proto):
@@ -167,11 +157,11 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
     binding = _bind(module, rows)
     positional, keyword = binding.pack(rows)
     outputs = _try_out(torch, module, positional, keyword)
-    axes = {
-        name: {axis: torch.export.Dim(symbol) for axis, symbol in get_free_axes(section, name).items()} for name in rows
-    }
+    # Names, not torch.export.Dim: with those, torch.onnx fixes what it cannot keep free, without a warning.
+    free = {name: dict(get_free_axes(section, name)) for name in binding.names}
+    recurrent = importlib.import_module("onnx_ops.adapters.exporters.torch_recurrent")
     try:
-        with _quiet():
+        with _quiet(), recurrent.RecurrentOperators():
             return torch.onnx.export(
                 module,
                 positional,
@@ -180,27 +170,54 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
                 opset_version=section.opset,
                 input_names=list(binding.names),
                 output_names=outputs,
-                dynamic_shapes=binding.by_parameter(axes),
-                custom_translation_table=table,
+                dynamic_shapes=binding.by_parameter(free),
+                custom_translation_table={**recurrent.TRANSLATIONS, **(table or {})},
                 verbose=False,
             )
     except Exception as error:  # the exporter raises many types of exceptions
-        cause = error.__cause__ or error  # the outer one only names the failed step
-        if unknown := _UNTRANSLATED.search(str(error)):
-            name = ".".join(unknown.groups()).replace("::", ".")
-            raise UserError(
-                f"torch.onnx.export has no translation of operator {name}",
-                where="export",
-                why="torch has neither an ONNX function nor a decomposition of it",
-                remedy=f"Map torch.ops.{name} to a function of onnxscript in a table of the project, and set "
-                f"export.options: {{{TRANSLATIONS}: package.module:TABLE}}.",
-            ) from error
-        raise UserError(
-            "torch.onnx.export cannot export the module",
+        with _quiet(), recurrent.RecurrentOperators():
+            raise _explain_failure(error, module, binding, rows, free) from error
+
+
+def _explain_failure(
+    error: Exception,
+    module: Any,
+    binding: CallBinding,
+    rows: Mapping[str, Any],
+    free: Mapping[str, Mapping[int, str]],
+) -> UserError:
+    """Return the error of an export that failed; `free` are the free axes in the order of the arguments."""
+    cause = error.__cause__ or error  # the outer ones only name failed steps
+    while type(cause).__name__ == "PassError" and cause.__cause__:
+        cause = cause.__cause__
+    if isinstance(cause, UserError):
+        return cause
+    if unknown := _UNTRANSLATED.search(str(error)):
+        name = ".".join(unknown.groups()).replace("::", ".")
+        return UserError(
+            f"torch.onnx.export has no translation of operator {name}",
             where="export",
-            why=describe_error(cause),
-            remedy="Look for data-dependent control flow; give every free axis a name in `export.dynamic`.",
-        ) from error
+            why="torch has neither an ONNX function nor a decomposition of it",
+            remedy=f"Map torch.ops.{name} to a function of onnxscript in a table of the project, and set "
+            f"export.options: {{{TRANSLATIONS}: package.module:TABLE}}.",
+        )
+    watch = importlib.import_module("onnx_ops.adapters.exporters.torch_fixed_axes")
+    automatic = {name: dict.fromkeys(axes, watch.AUTOMATIC) for name, axes in free.items()}
+    shapes = binding.by_parameter(automatic)
+    for fixed in watch.find_fixed_axes(module, *binding.pack(rows), list(free.items()), shapes):
+        return UserError(
+            f"the module fixes axis {fixed.axis} of {fixed.name} ({free[fixed.name][fixed.axis]}) at {fixed.size}",
+            where="export.dynamic",
+            why=fixed.place,
+            remedy="Replace what needs this size there: a loop over the axis, or a layer or constant as long as it. "
+            f"Or leave the axis out of `export.dynamic.{fixed.name}`.",
+        )
+    return UserError(
+        "torch.onnx.export cannot export the module",
+        where="export",
+        why=describe_error(cause),
+        remedy="Look for data-dependent control flow; give every free axis a name in `export.dynamic`.",
+    )
 
 
 def _load_translations(section: Export) -> Mapping[Any, Any] | None:

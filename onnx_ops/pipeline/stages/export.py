@@ -24,6 +24,7 @@ from onnx_ops.measure.files import (
     read_features,
     widen_columns,
 )
+from onnx_ops.measure.free_axes import check_free_axes
 from onnx_ops.measure.reference_outputs import collect_reference_outputs, put_reference
 from onnx_ops.measure.user_functions import importable
 from onnx_ops.onnx_graph.compatibility import copy_libraries
@@ -67,6 +68,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
         reference = collect_reference_outputs(
             exporter, model, path, dataset.inputs, declared, seconds=settings["source_time"]
         )
+        check_free_axes(section, read_model_info(path), reference)
         properties = {"onnx-ops.pipeline": lineage.pipeline, "onnx-ops.release": lineage.release}
         if lineage.git_sha:
             properties["onnx-ops.git.sha"] = lineage.git_sha
