@@ -1,10 +1,10 @@
 """The processor at hand, and an emulated one: x86 without VNNI, whose int8 products saturate.
 
-    python -m tests.support.processor [--processor SandyBridge] [ARGUMENTS OF PYTEST]
+    python -m tests.support.processor [ARGUMENTS OF PYTEST]
 
-runs the tests with the marker `processor` on an emulated processor (`qemu-x86_64` of Debian's and Ubuntu's package
-qemu-user). The emulator has no AVX-512, so the opposite direction, VNNI on a processor without it, is not possible.
-Programs that a test starts run on the real processor.
+runs the tests with the marker `processor` on an emulated Haswell, which has AVX2 and neither AVX-512 nor VNNI (program
+qemu-x86_64 of Debian's and Ubuntu's package qemu-user). The emulator has no AVX-512: VNNI on a processor without it
+cannot be emulated. Programs that a test starts run on the real processor.
 
 A plugin of pytest, loaded by `tests/conftest.py`: with `--emulated`, onnx-ops sees the features of the emulated
 processor, since `/proc/cpuinfo` keeps those of the real one.
@@ -12,14 +12,12 @@ processor, since `/proc/cpuinfo` keeps those of the real one.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from unittest.mock import patch
 
 import pytest
@@ -28,16 +26,13 @@ from onnx_ops.domain.quantization import Arithmetic, detect_arithmetic
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from tests.support.processes import ROOT
 
-PROCESSORS: Mapping[str, tuple[str, ...]] = {
-    "Haswell": ("avx", "avx2", "f16c", "fma", "sse4_1", "sse4_2"),
-    "SandyBridge": ("avx", "sse4_1", "sse4_2"),
-}
-"""Models of qemu, and their features among those that select ONNX Runtime's kernels."""
-
 EMULATOR = "qemu-x86_64"
 
-_ABSENT = "-pcid,-x2apic,-tsc-deadline,-hle,-rtm,-invpcid"
-"""Features that qemu does not emulate: each thread would print a warning for each, among the output that tests read."""
+_FEATURES = frozenset({"avx", "avx2", "f16c", "fma", "sse4_1", "sse4_2"})
+"""Features of a Haswell among those that select ONNX Runtime's kernels."""
+
+_MODEL = "Haswell,-pcid,-x2apic,-tsc-deadline,-hle,-rtm,-invpcid"
+"""Without the features that qemu does not emulate: each thread would print warnings, among the output of tests."""
 
 _HERE = Target(name="here")
 
@@ -67,30 +62,26 @@ def _read_here() -> HardwareFingerprint:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--emulated", choices=PROCESSORS, help="the emulated processor that this process runs on")
+    parser.addoption("--emulated", action="store_true", help="this process runs on an emulated processor without VNNI")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "processor: holds on x86 with and without VNNI; runs on an emulated one as well")
-    if name := config.option.emulated:
+    if config.option.emulated:
         # Before the tests are collected: some ask for the processor when they are imported.
-        features = patch("onnx_ops.adapters.runtimes.hardware._cpu", lambda: (name, frozenset(PROCESSORS[name])))
+        features = patch("onnx_ops.adapters.runtimes.hardware._cpu", lambda: ("Haswell", _FEATURES))
         features.start()
         config.add_cleanup(features.stop)
 
 
 def main() -> int:
     """Run the marked tests on an emulated processor; return the exit code of pytest."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processor", choices=PROCESSORS, default="Haswell", help="model of qemu")
-    options, arguments = parser.parse_known_args()
     if problem := _find_problem():
         sys.stderr.write(f"The tests of the emulated processor were NOT RUN: {problem}\n")
         return int(os.environ.get("ONNX_OPS_TEST_SERVICES") == "required")
     files = sorted(str(file) for file in (ROOT / "tests").rglob("test_*.py") if "mark.processor" in file.read_text())
-    pytest_command = [sys.executable, "-m", "pytest", "-m", "processor", "--emulated", options.processor, *files]
-    command = [EMULATOR, "-cpu", f"{options.processor},{_ABSENT}", *pytest_command, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=os.environ | _ENVIRONMENT, check=False).returncode
+    command = [EMULATOR, "-cpu", _MODEL, sys.executable, "-m", "pytest", "-m", "processor", "--emulated", *files]
+    return subprocess.run([*command, *sys.argv[1:]], cwd=ROOT, env=os.environ | _ENVIRONMENT, check=False).returncode
 
 
 def _find_problem() -> str:
