@@ -204,7 +204,8 @@ class PairedCounts:
     `against` is `champion`, `fp32` or, for an absolute value, empty.
 
     Where the data names groups, `groups` counts them. The design effects `change_effect` and `value_effect` are how
-    many times as many rows as independent ones are needed for the change and for the candidate's own value.
+    many times as many rows as independent ones are needed for the change and for the candidate's own value. `equal`:
+    all outputs of both models are equal on every row, so that the change is exactly 0.
     """
 
     metric: str
@@ -216,6 +217,7 @@ class PairedCounts:
     groups: int = field(default=0, metadata=OMIT_DEFAULT)
     change_effect: float = field(default=1.0, metadata=OMIT_DEFAULT)
     value_effect: float = field(default=1.0, metadata=OMIT_DEFAULT)
+    equal: bool = field(default=False, metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +232,11 @@ class Interval:
     def point(cls, value: float) -> Interval:
         """Return the interval of an exact value."""
         return cls(estimate=value, low=value, high=value)
+
+    @property
+    def is_point(self) -> bool:
+        """Return whether the value is exact."""
+        return self.low == self.estimate == self.high
 
     @property
     def is_finite(self) -> bool:
@@ -249,6 +256,8 @@ class ScoreComparison:
 
     `groups` counts the groups that replace rows. `effective` is how many equally bad rows (or groups) would carry the
     candidate's error as evenly; `heavy` holds the indices of the rows that carry half of it, the worst first.
+    `carrying` counts the heaviest rows (or groups) without which the others carry the losses of both models evenly
+    enough, 0 if all do; `rest` is the difference or ratio of those others, None if they have no loss.
     """
 
     metric: str
@@ -267,6 +276,8 @@ class ScoreComparison:
     effective: float | None = field(default=None, metadata=OMIT_DEFAULT)
     heavy: tuple[int, ...] = field(default=(), metadata=OMIT_DEFAULT)
     reference: Interval | None = field(default=None, metadata=OMIT_DEFAULT)
+    carrying: int = field(default=0, metadata=OMIT_DEFAULT)
+    rest: float | None = field(default=None, metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

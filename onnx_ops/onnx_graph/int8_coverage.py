@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from onnx_ops.domain.evidence import Advice, FloatOperator, Int8Coverage
 from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.onnx_graph.files import collect_constants, map_readers, read_model, read_structure
+from onnx_ops.onnx_graph.saturation import find_saturating_weights
 
 if TYPE_CHECKING:
     import onnx
@@ -138,9 +137,6 @@ def _reason(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
 
 
 _FLOAT, _UINT8, _INT8, _UINT16, _HALF = 1, 2, 3, 4, 10
-_REDUCED = 64
-"""Largest level of a weight of 7 bits."""
-
 _SLOW_SETTINGS = {
     "session.x64quantprecision": "2.9 times the time, for sums that reduce_range keeps right as well",
     "session.qdqisint8allowed": "3.7 times the time: activations become int8, which kernels of x86 do not take",
@@ -179,8 +175,6 @@ def advise(
 
 def _list_type_advice(model: onnx.ModelProto, machine: Arithmetic) -> Iterator[Advice]:
     """Yield advice on the element types of quantized activations and weights."""
-    from onnx import numpy_helper
-
     stored = collect_constants(model)
     activations: set[int] = set()
     weights: dict[str, int] = {}
@@ -204,9 +198,7 @@ def _list_type_advice(model: onnx.ModelProto, machine: Arithmetic) -> Iterator[A
     if _UINT8 in weights.values():
         finding = "weights are uint8: x86 kernels are optimized for int8 weights"
         yield Advice(finding=finding, setting="options: {weights: int8}")
-    levels = [np.abs(numpy_helper.to_array(stored[w]).astype(np.int16)) for w, kind in weights.items() if kind == _INT8]
-    largest = max((int(level.max()) for level in levels if level.size), default=0)
-    if machine.saturates and _UINT8 in activations and largest > _REDUCED:
+    if machine.saturates and find_saturating_weights(model):
         finding = "weights use all 8 bits and the CPU has no VNNI: sums of products saturate, and answers are wrong"
         setting = "options: {reduce_range: true}, or leave it to the target"
         yield Advice(finding=f"{finding} without a message", setting=setting)

@@ -34,7 +34,8 @@ REVISIONS: Mapping[StageKind, int] = {
     StageKind.CALIBRATE: 3,
     StageKind.QUANTIZE: 7,
     StageKind.BENCHMARK: 16,
-    StageKind.GATE: 10,
+    StageKind.GATE: 11,
+    StageKind.SCORE: 2,
     StageKind.REGISTER: 6,
 }
 """Version of a stage's code, increased when it changes the result of the same inputs."""

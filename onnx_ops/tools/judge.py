@@ -19,8 +19,8 @@ from onnx_ops.domain.evidence import ActivationMeasurement, Advice, ParityMeasur
 from onnx_ops.domain.gate import ACCURACY, MetricGate, ParityGate
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
-from onnx_ops.measure.answers import explain_rejection, read_answers, run_groups
-from onnx_ops.measure.execution import inspect_execution
+from onnx_ops.measure.answers import GroupAnswers, explain_rejection, read_answers, run_groups
+from onnx_ops.measure.execution import explain_saturation, inspect_execution
 from onnx_ops.measure.parity import make_mismatch
 from onnx_ops.measure.predictions import join_predictions, read_prediction
 from onnx_ops.measure.quantization import measure_activations, measure_weights
@@ -239,8 +239,16 @@ def _judge_answers(
             notes |= dict.fromkeys(parity.notes)
             results.append(_parity_result(parity, f"outputs, {name}" if name else "outputs"))
             advice = advice or parity.advice
-    results += _judge_task(request, runtime, target)
+    saturation = explain_saturation(runtime, request.candidate, target, "B")
+    results += [_add_cause(result, saturation) for result in _judge_task(request, runtime, target)]
     return results, advice
+
+
+def _add_cause(result: GateResult, cause: str) -> GateResult:
+    """Add the cause of a difference to the reason of a result that does not pass."""
+    if not cause or result.verdict is Verdict.PASS or result.advisory:
+        return result
+    return replace(result, reason=f"{result.reason}; {cause}")
 
 
 def _parity_result(parity: ParityResult, metric: str) -> GateResult:
@@ -265,7 +273,8 @@ def _judge_within_noise(
     """Judge the answers in units of the noise of their precision, by the rule of the parity gate.
 
     For float16 the noise is the effect of rounding the baseline's constants; for a quantized baseline, that of the
-    target's own graph optimizations.
+    target's own graph optimizations. Where the baseline's sums saturate on the target, that noise is no measure of
+    rounding: then only equal answers pass.
     """
     samples = request.settings[0].samples
     groups = [g for g in build_groups(samples, empty=False, bounds=read_input_bounds(request.baseline)) if g.inside]
@@ -309,7 +318,25 @@ def _judge_within_noise(
     result = next(r for r in judge((ParityGate(),), evidence).results if r.gate == "parity")
     noise = "the noise of float16" if of == "float16" else "A's own noise"
     reason = result.reason.replace("the source's noise", noise).replace("the source gives", "A gives")
-    return replace(result, limit=f"≤ {ParityGate().noise_factor:g}x noise", reason=reason)
+    result = replace(result, limit=f"≤ {ParityGate().noise_factor:g}x noise", reason=reason)
+    saturation = explain_saturation(runtime, request.baseline, target, "A") if of == "baseline" else ""
+    if saturation and result.verdict is Verdict.PASS and not _are_equal(rough, answers):
+        result = replace(result, verdict=Verdict.INCONCLUSIVE)
+    return _add_cause(result, saturation)
+
+
+def _are_equal(one: GroupAnswers, other: GroupAnswers) -> bool:
+    """Return whether two models give equal answers to all groups of inputs that both accept."""
+    for name, runs in one.items():
+        others = other[name]
+        if isinstance(runs, MeasurementError) or isinstance(others, MeasurementError):
+            continue
+        mine, theirs = _stack_runs(runs), _stack_runs(others)
+        if mine.keys() != theirs.keys():
+            return False
+        if not all(np.array_equal(mine[n], theirs[n], equal_nan=mine[n].dtype.kind == "f") for n in mine):
+            return False
+    return True
 
 
 def _stack_runs(answers: Sequence[Tensors]) -> Tensors:

@@ -19,6 +19,8 @@ from onnx_ops.testing.models import rows, write_perceptron
 from tests.onnx_graph.norms import CHANNELS, answers, write_norm
 from tests.support.pairs import derive, write_changed
 
+pytestmark = pytest.mark.processor
+
 
 @pytest.fixture
 def variant(tmp_path: Path) -> tuple[Path, Path]:

@@ -168,6 +168,7 @@ def test_weights_of_eight_bits_saturate_without_vnni(maker: Maker, optimizer: Op
     assert maker.advice(VNNI) == ()
 
 
+@pytest.mark.processor
 def test_the_recipe_keeps_sums_right_on_this_machine(tmp_path: Path) -> None:
     """Products at the ends of their ranges, where a CPU without VNNI cuts sums of two of them to 16 bits."""
     text = "(float[batch,64] x) => (float[batch,8] y) { [product] y = MatMul(x, w) }"

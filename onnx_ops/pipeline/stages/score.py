@@ -74,7 +74,11 @@ def _put(store: Store, predictions: ModelPredictions) -> dict[str, Digest]:
     for label, prediction in predictions.items():
         if isinstance(prediction, Prediction):
             arrays[label] = prediction.values
-            entries[label] = {"columns": prediction.columns, "broken": prediction.broken}
+            entries[label] = {
+                "columns": prediction.columns,
+                "broken": prediction.broken,
+                "outputs": list(prediction.outputs),
+            }
         else:
             entries[label] = prediction.as_document()
     document = json.dumps(entries, sort_keys=True).encode("utf-8")
@@ -84,6 +88,8 @@ def _put(store: Store, predictions: ModelPredictions) -> dict[str, Digest]:
 def _get(store: Store, manifest: Manifest) -> ModelPredictions:
     entries, arrays = json.loads(store.read(manifest[_PREDICTIONS])), load_arrays(store, manifest[_ARRAYS])
     return {
-        label: Prediction(values=arrays[label], **entry) if label in arrays else from_document(entry)
+        label: Prediction(values=arrays[label], **entry | {"outputs": tuple(entry["outputs"])})
+        if label in arrays
+        else from_document(entry)
         for label, entry in entries.items()
     }
