@@ -28,8 +28,8 @@ from onnx_ops.onnx_graph.quantized_activations import (
 )
 from onnx_ops.onnx_graph.quantized_weights import (
     QuantizedWeight,
+    pair_quantized_weights,
     read_float_weights,
-    read_quantized_weights,
     write_with_layer_errors,
 )
 from onnx_ops.ports import Runtime, Tensors
@@ -41,6 +41,8 @@ AS_WRITTEN = Target(
     description="One CPU thread, the unmodified graph of the file.",
     session=SessionSettings(graph_level="disabled"),
 )
+
+SIMPLIFIED = replace(AS_WRITTEN, name="simplified", session=SessionSettings(graph_level="basic"))
 
 ACTIVATION_ROWS, ROWS_AT_ONCE = 256, 16
 PAIRS_AT_ONCE = 16
@@ -163,14 +165,25 @@ def measure_weights(
     Raises:
         MeasurementError: a quantized weight cannot be compared, or the export does not run.
     """
+    measurements, unpaired = measure_paired_weights(source, derived, runtime, samples)
+    if unpaired:
+        what = f"quantized weight {unpaired[0]} cannot be compared: it has no original, or another layout"
+        raise MeasurementError(what, where=derived.name)
+    return measurements
+
+
+def measure_paired_weights(
+    source: Path, derived: Path, runtime: Runtime | None = None, samples: Tensors | None = None
+) -> tuple[tuple[WeightMeasurement, ...], tuple[str, ...]]:
+    """Measure as `measure_weights` does, and return the names of quantized weights without an original besides."""
     with _balanced_like(derived, source) as exact:
-        pairs = (*read_quantized_weights(exact, derived), *read_float_weights(exact, derived))
+        pairs, unpaired = _list_pairs(exact, derived)
         steps = [compute_weight_error(pair.original, pair.dequantized, pair.scale) for pair in pairs]
         moved = [
             pair for pair, distance in zip(pairs, steps, strict=True) if ROUNDING < distance < LARGEST and pair.origin
         ]
         errors = _measure_layer_errors(runtime, exact, derived, moved, samples) if runtime and samples and moved else {}
-    return tuple(
+    measurements = tuple(
         WeightMeasurement(
             tensor=pair.name,
             steps=distance,
@@ -180,6 +193,34 @@ def measure_weights(
         )
         for pair, distance in zip(pairs, steps, strict=True)
     )
+    return measurements, unpaired
+
+
+def _list_pairs(source: Path, derived: Path) -> tuple[tuple[QuantizedWeight, ...], tuple[str, ...]]:
+    paired = pair_quantized_weights(source, derived)
+    return (*paired.pairs, *read_float_weights(source, derived)), paired.unpaired
+
+
+def choose_source_form(runtime: Runtime, source: Path, derived: Path, simplified: Path) -> Path:
+    """Return the float file with originals for more weights of `derived`: the source, or its simplified form.
+
+    Quantizers often simplify a model first, which folds normalizations into the weights before them. ONNX Runtime's
+    basic optimizations, which do the same, are written to `simplified` if a weight does not match.
+    """
+    misfits = _count_misfits(source, derived)
+    if not misfits:
+        return source
+    try:
+        runtime.rewritten(source, SIMPLIFIED, simplified)
+        return simplified if _count_misfits(simplified, derived) < misfits else source
+    except MeasurementError:
+        return source
+
+
+def _count_misfits(source: Path, derived: Path) -> int:
+    pairs, unpaired = _list_pairs(source, derived)
+    distances = [compute_weight_error(pair.original, pair.dequantized, pair.scale) for pair in pairs]
+    return len(unpaired) + sum(distance > ROUNDING for distance in distances)
 
 
 def _measure_layer_errors(

@@ -17,7 +17,7 @@ import numpy as np
 from onnx_ops.domain.evidence import Advice, FloatOperator, Int8Coverage
 from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.domain.target import Target
-from onnx_ops.onnx_graph.files import collect_constants, map_readers, read_model, read_structure
+from onnx_ops.onnx_graph.files import collect_constants, iterate_nodes, map_readers, read_model, read_structure
 
 if TYPE_CHECKING:
     import onnx
@@ -35,8 +35,6 @@ INT8_OPERATORS = frozenset(
 )
 """The int8 forms of matrix products and convolutions."""
 
-QUANTIZED = INT8_OPERATORS | {"DequantizeLinear", "DynamicQuantizeLinear"}
-"""Operators that no float model contains."""
 
 _WITHOUT_KERNEL = frozenset({"ConvTranspose"})
 _KINDS = {
@@ -54,6 +52,18 @@ _AFFIXES = re.compile(r"^fused |(?:_token_\d+|_nchwc|_quant|_MatMul|/\w+Fusion)$
 
 FUSE = "target file: session: {graph_level: all}"
 """The setting with which the runtime fuses pairs into operators."""
+
+
+def quantizes_activations(model: onnx.ModelProto) -> bool:
+    """Return whether a model computes in integers: it quantizes values that are no constants, or has such operators."""
+    stored = set(collect_constants(model))
+    return any(
+        node.op_type in INT8_OPERATORS
+        or node.op_type == "DynamicQuantizeLinear"
+        or node.op_type.startswith("QLinear")
+        or (node.op_type == "QuantizeLinear" and node.input[0] not in stored)
+        for node in iterate_nodes(model)
+    )
 
 
 @dataclass(frozen=True, slots=True)
