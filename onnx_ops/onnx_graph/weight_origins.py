@@ -145,8 +145,9 @@ class OriginFinder:
     def _list_candidates(self, weight: StoredWeight) -> Iterator[_Candidate]:
         shape = tuple(size for size in weight.values.shape if size != 1)
         use = self._derived_uses.get(weight.tensor)
-        places = _sample_places(weight.values.shape)
-        values = weight.values[places].astype(np.float64)
+        own_shape = weight.values.shape or (1,)
+        places = _sample_places(own_shape)
+        values = weight.values.reshape(own_shape)[places]
         names = set(_list_names(weight.name))
         for name in self._shapes.get(tuple(sorted(shape)), ()):
             own = self._uses.get(name)
@@ -155,7 +156,7 @@ class OriginFinder:
                 if (plain[::-1] if transposed else plain) != shape:
                     continue
                 origin = Origin(name=name, transposed=transposed)
-                original = self.read(origin).reshape(weight.values.shape)[places].astype(np.float64)
+                original = self.read(origin).reshape(own_shape)[places].astype(np.float64)
                 yield _Candidate(
                     origin=origin,
                     distance=_measure_distance(values, original),

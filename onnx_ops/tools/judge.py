@@ -68,6 +68,11 @@ _NAMED = 3
 
 _METRIC_NAMES = {"ratio": "latency", **PROCESS_FIGURES}
 
+_OPTIMIZED = (
+    "at graph level basic it is right: the fault is in an optimization of ONNX Runtime, not in the file; "
+    "target file: session: {graph_level: basic}"
+)
+
 _NEEDS_REAL_ROWS = frozenset({"saturation", "clipping"})
 """Activation metrics that need rows like those of use."""
 
@@ -175,7 +180,7 @@ def _judge_target(
         read_runtime_facts(runtime, target, request.candidate)
         if request.only != "latency":
             answers, advice = _judge_answers(request, runtime, target, notes)
-            results += answers
+            results += _name_optimization_faults(request, runtime, target, answers)
         if request.only != "parity":
             for number, setting in enumerate(request.settings):
                 cold = request.cold and not number
@@ -198,11 +203,50 @@ def _judge_target(
                 advice = advice or comparison.evidence.advice
     except MeasurementError as error:
         why = f": {error.why}" if error.why else ""
-        remedy = error.remedy
+        remedy = _find_running_level(request, target) or error.remedy
         reason = join_lines(f"{error.where}: {error.what}{why}" + (f". {remedy}" if remedy else ""))
         results.append(GateResult(gate="target", metric="", limit="", verdict=Verdict.ERROR, reason=reason))
     decision = Decision(variant=request.candidate.name, target=target.name, results=tuple(results))
     return TargetJudgement(target=target.name, decision=decision, paired=tuple(paired), advice=advice, remedy=remedy)
+
+
+def _name_optimization_faults(
+    request: JudgeRequest, runtime: Runtime, target: Target, answers: Sequence[GateResult]
+) -> list[GateResult]:
+    """Return the results; a failure that ends with fewer graph optimizations names them as its cause."""
+    plain = _with_fewer_optimizations(target)
+    if plain is None or not any(r.verdict is Verdict.FAIL and not r.advisory for r in answers):
+        return list(answers)
+    request.report(f"running again with graph level {plain.session.graph_level}")
+    again, _ = _judge_answers(request, runtime, plain, {})
+    passed = {result.metric for result in again if result.verdict is Verdict.PASS}
+    return [
+        replace(result, reason=f"{result.reason}; {_OPTIMIZED}")
+        if result.verdict is Verdict.FAIL and result.metric in passed
+        else result
+        for result in answers
+    ]
+
+
+def _find_running_level(request: JudgeRequest, target: Target) -> str:
+    """Return the remedy for a candidate that runs with fewer graph optimizations only; or ""."""
+    plain, feed = _with_fewer_optimizations(target), request.settings[0].samples.feed(1)
+
+    def runs(place: Target) -> bool:
+        try:
+            request.runtime(place.runtime).run(request.candidate, place, (feed,))
+        except (MeasurementError, UserError):
+            return False
+        return True
+
+    return _OPTIMIZED if plain is not None and not runs(target) and runs(plain) else ""
+
+
+def _with_fewer_optimizations(target: Target) -> Target | None:
+    """Return the target at graph level basic; None if it optimizes no more than that."""
+    if target.runtime != REFERENCE.runtime or target.session.graph_level in ("disabled", "basic"):
+        return None
+    return replace(target, session=replace(target.session, graph_level="basic"))
 
 
 def _judge_answers(
