@@ -92,6 +92,7 @@ class StoredWeightReader:
         read = {weight.tensor for node in self._nodes if (weight := self.read_weight(node)) is not None}
         parameters = self.parameters()
         taken = {name for node in self._all_nodes if node.domain.startswith("com.") for name in node.input}
+        taken |= {node.input[0] for node in self._all_nodes if node.op_type == "DequantizeLinear"}
         return tuple(
             sorted(
                 name
