@@ -4,7 +4,7 @@ Eight networks are trained on the digits of scikit-learn. Each quantizer that is
 them, and those that keep the task metric are sound. Planted faults are in scales, zero points, blocks and ranges; one
 counts if it moves the answers by more than 1 % of their spread.
 
-    python -m benchmarks.foreign_quantizers [--seed N] [--models 2] [--only ort]
+    python -m benchmarks.foreign_quantizers [--seed N] [--networks mlp,cnn] [--only ort]
 
 Quantizers beside ONNX Runtime's are optional: Olive, neural-compressor, NNCF, ModelOpt. The table names those that are
 missing. Run it with the interpreter of an environment that has them.
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,8 @@ def _answers(path: Path, rows: Any) -> Any:
 # Networks ------------------------------------------------------------------------------------------------------------
 
 
-def networks(folder: Path, seed: int, count: int) -> Iterator[Network]:
-    """Train and export the first `count` networks."""
+def networks(folder: Path, seed: int, names: Collection[str]) -> Iterator[Network]:
+    """Train and export the networks of those names; all if there are none."""
     import torch
     from sklearn.datasets import load_digits
 
@@ -81,7 +81,9 @@ def networks(folder: Path, seed: int, count: int) -> Iterator[Network]:
     images, labels = images[order], digits.target[order]
     torch.manual_seed(seed)
     torch.set_num_threads(1)
-    for name, build in list(_networks().items())[:count]:
+    for name, build in _networks().items():
+        if names and name not in names:
+            continue
         net = build()
         _train(net, images[:900], labels[:900])
         path = folder / name / "model.onnx"
@@ -702,7 +704,7 @@ def main() -> int:
     """Run the table; 1 if a promise is not kept."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 20))
-    parser.add_argument("--models", type=int, default=8)
+    parser.add_argument("--networks", default="", help="Names, with commas; default: all eight.")
     parser.add_argument("--only", default="", help="Names of quantizers that begin with this.")
     parser.add_argument("--keep", type=Path, help="Folder for the files.")
     parser.add_argument("--verbose", action="store_true", help="Show the output of each wrong verdict.")
@@ -722,7 +724,7 @@ def _run(folder: Path, options: argparse.Namespace) -> int:
     planted: dict[str, Counter[str]] = defaultdict(Counter)
     missing: dict[str, str] = {}
     lossy = 0
-    for network in networks(folder, options.seed, options.models):
+    for network in networks(folder, options.seed, tuple(filter(None, options.networks.split(",")))):
         rows = network.path.with_name("rows.npz")
         np.savez(rows, image=network.scored, y=network.labels)
         exact = network.answers(network.path)
@@ -752,6 +754,8 @@ def _run(folder: Path, options: argparse.Namespace) -> int:
                     planted[fault][verdict] += 1
                     if verdict != "FAIL":
                         _show(f"{network.name}, {name}, {fault}: {verdict}, moved {moved:.2g}", text, options.verbose)
+        judged = sum(counts.total() for counts in (*sound.values(), *planted.values()))
+        print(f"{network.name}: {judged} files judged so far", flush=True)
     return _table(sound, planted, missing, lossy)
 
 

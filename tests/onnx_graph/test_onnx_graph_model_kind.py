@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 
@@ -60,6 +61,32 @@ def test_matrix_products_that_the_runtime_fused_count_as_int8(
     path = write_graph(tmp_path / "fused.onnx", f"({inputs}) => (float[N,4] z) {{ {nodes} }}")
     found = read_candidate_kind(path, path)
     assert (found.candidate.precision, found.candidate.why) == ("int8", why)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attributes", "why"),
+    [
+        ("int4", "<axis = 0, block_size = 2>", "1 of 2 matrix products have 4-bit weights"),
+        ("uint8", "<axis = 0, block_size = 2>", "1 of 2 matrix products have 8-bit weights"),
+    ],
+)
+def test_file_with_rounded_weights_only_is_named_after_their_bits(
+    kind: str, attributes: str, why: str, tmp_path: Path
+) -> None:
+    head = f"(float[N,4] x) => (float[N,4] y) <float[4,4] f, {kind}[4,4] w = {{1, 2, 3, 4, 5, 6, 7, 1, 1, 1, 1, 1, 1, 1, 1, 1}}"
+    nodes = f"r = DequantizeLinear{attributes}(w, s) p = MatMul(x, r) y = MatMul(p, f)"
+    stored = {"s": np.ones((2, 4), np.float32), "f": np.ones((4, 4), np.float32)}
+    text = head.replace("float[4,4] f, ", "") + f"> {{ {nodes} }}"
+    found = read_candidate_kind(*[write_graph(tmp_path / "m.onnx", text, opset=21, **stored)] * 2)
+    assert (found.candidate.precision, found.candidate.why) == ("weight-only", why)
+
+
+def test_partly_float16_file_is_float16(tmp_path: Path) -> None:
+    nodes = "h = Cast<to = 10>(x) p = MatMul(h, w) q = Cast<to = 1>(p) y = MatMul(q, f)"
+    stored = {"w": np.ones((4, 4), np.float16), "f": np.ones((4, 9), np.float32)}
+    path = write_graph(tmp_path / "m.onnx", f"(float[N,4] x) => (float[N,9] y) {{ {nodes} }}", **stored)
+    found = read_candidate_kind(path, path)
+    assert (found.candidate.precision, found.candidate.why) == ("float16", "16 of 52 float weights are float16")
 
 
 def test_graph_without_weights_is_float16_by_its_inputs(tmp_path: Path) -> None:
