@@ -364,4 +364,4 @@ def test_weights_that_are_constant_nodes_are_narrowed(perceptron: OptimizeReques
     del model.graph.initializer[:]
     write_model(model, perceptron.source)
     WeightOnlyQuantizer().optimize(replace(perceptron, section=Quantize(name="w8", method="weight-only")))
-    assert operators(perceptron.path)["MatMulNBits"] == 3
+    assert operators(perceptron.path).count("MatMulNBits") == 3

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from onnx_ops.onnx_graph.model_kind import read_candidate_kind
 from onnx_ops.testing.models import write_perceptron
@@ -63,22 +64,17 @@ def test_matrix_products_that_the_runtime_fused_count_as_int8(
     assert (found.candidate.precision, found.candidate.why) == ("int8", why)
 
 
-@pytest.mark.parametrize(
-    ("kind", "attributes", "why"),
-    [
-        ("int4", "<axis = 0, block_size = 2>", "1 of 2 matrix products have 4-bit weights"),
-        ("uint8", "<axis = 0, block_size = 2>", "1 of 2 matrix products have 8-bit weights"),
-    ],
-)
-def test_file_with_rounded_weights_only_is_named_after_their_bits(
-    kind: str, attributes: str, why: str, tmp_path: Path
-) -> None:
-    head = f"(float[N,4] x) => (float[N,4] y) <float[4,4] f, {kind}[4,4] w = {{1, 2, 3, 4, 5, 6, 7, 1, 1, 1, 1, 1, 1, 1, 1, 1}}"
-    nodes = f"r = DequantizeLinear{attributes}(w, s) p = MatMul(x, r) y = MatMul(p, f)"
-    stored = {"s": np.ones((2, 4), np.float32), "f": np.ones((4, 4), np.float32)}
-    text = head.replace("float[4,4] f, ", "") + f"> {{ {nodes} }}"
-    found = read_candidate_kind(*[write_graph(tmp_path / "m.onnx", text, opset=21, **stored)] * 2)
-    assert (found.candidate.precision, found.candidate.why) == ("weight-only", why)
+@pytest.mark.parametrize(("kind", "bits"), [(TensorProto.INT4, 4), (TensorProto.UINT8, 8)])
+def test_file_with_rounded_weights_only_is_named_after_their_bits(kind: int, bits: int, tmp_path: Path) -> None:
+    nodes = "r = DequantizeLinear<axis = 0, block_size = 2>(w, s) p = MatMul(x, r) y = MatMul(p, f)"
+    stored = {
+        "w": helper.make_tensor("w", kind, [4, 4], [1, 2, 3, 4] * 4),
+        "s": np.ones((2, 4), np.float32),
+        "f": np.ones((4, 4), np.float32),
+    }
+    path = write_graph(tmp_path / "m.onnx", f"(float[N,4] x) => (float[N,4] y) {{ {nodes} }}", opset=21, **stored)
+    found = read_candidate_kind(path, path).candidate
+    assert (found.precision, found.why) == ("weight-only", f"1 of 2 matrix products have {bits}-bit weights")
 
 
 def test_partly_float16_file_is_float16(tmp_path: Path) -> None:
