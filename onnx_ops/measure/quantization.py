@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +28,11 @@ from onnx_ops.onnx_graph.quantized_activations import (
     read_quantized_activations,
 )
 from onnx_ops.onnx_graph.quantized_weights import (
+    ErrorSumNames,
     QuantizedWeight,
     pair_quantized_weights,
     read_float_weights,
+    write_with_bias_errors,
     write_with_layer_errors,
 )
 from onnx_ops.ports import Runtime, Tensors
@@ -182,14 +185,22 @@ def measure_paired_weights(
         moved = [
             pair for pair, distance in zip(pairs, steps, strict=True) if ROUNDING < distance < LARGEST and pair.origin
         ]
-        errors = _measure_layer_errors(runtime, exact, derived, moved, samples) if runtime and samples and moved else {}
+        errors, biases = dict[str, float](), dict[str, float]()
+        if runtime and samples and moved:
+            feeds = tuple(split_feeds(derived, samples))
+            weights = [pair for pair in moved if pair.rounded]
+            errors = _measure_layer_errors(runtime, exact, feeds, weights, write_with_layer_errors)
+            rounded = [pair for pair in pairs if pair.rounded]
+            others = [pair for pair in moved if pair.name not in errors]
+            biases = _measure_layer_errors(runtime, exact, feeds, others, partial(_write_bias_errors, rounded))
     measurements = tuple(
         WeightMeasurement(
             tensor=pair.name,
             steps=distance,
             elements=int(pair.original.size),
-            output_error=errors.get(pair.name),
+            output_error=errors.get(pair.name, biases.get(pair.name)),
             stretch=pair.stretch,
+            bias=pair.name in biases,
         )
         for pair, distance in zip(pairs, steps, strict=True)
     )
@@ -223,15 +234,23 @@ def _count_misfits(source: Path, derived: Path) -> int:
     return len(unpaired) + sum(distance > ROUNDING for distance in distances)
 
 
+_WriteErrors = Callable[[Path, Sequence[QuantizedWeight], Path], Mapping[str, tuple[ErrorSumNames, ...]]]
+
+
+def _write_bias_errors(
+    weights: Sequence[QuantizedWeight], source: Path, biases: Sequence[QuantizedWeight], copy: Path
+) -> Mapping[str, tuple[ErrorSumNames, ...]]:
+    return write_with_bias_errors(source, biases, weights, copy)
+
+
 def _measure_layer_errors(
-    runtime: Runtime, source: Path, derived: Path, moved: Sequence[QuantizedWeight], samples: Tensors
+    runtime: Runtime, source: Path, feeds: tuple[Tensors, ...], moved: Sequence[QuantizedWeight], write: _WriteErrors
 ) -> dict[str, float]:
     """Return by weight the error of the worst layer that uses it."""
-    feeds = tuple(split_feeds(derived, samples))
     errors: dict[str, float] = {}
     for start in range(0, len(moved), _WEIGHTS_AT_ONCE):
         with temporary_copy(source, "layers") as copy:
-            outputs = write_with_layer_errors(source, moved[start : start + _WEIGHTS_AT_ONCE], copy)
+            outputs = write(source, moved[start : start + _WEIGHTS_AT_ONCE], copy)
             runs = runtime.run(copy, AS_WRITTEN, feeds) if outputs else ()
         for weight, pairs in outputs.items():
             sums = [[float(np.sum([run[name] for run in runs], dtype=np.float64)) for name in pair] for pair in pairs]

@@ -6,7 +6,7 @@ weight and activation, the function without rounding, and the effect of rounding
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -30,13 +30,14 @@ from onnx_ops.onnx_graph.files import copy_model
 from onnx_ops.onnx_graph.input_bounds import read_input_bounds
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.model_kind import CandidateKind
-from onnx_ops.onnx_graph.quantized_weights import pair_quantized_weights
+from onnx_ops.onnx_graph.quantized_weights import pair_quantized_weights, read_float_weights
 from onnx_ops.ports import Dataset, Runtime, Tensors
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.metrics import CustomMetric
 from onnx_ops.statistics.parity import measure_output, pool_noise
 from onnx_ops.statistics.rules.common import join_lines
+from onnx_ops.statistics.rules.parity import is_compensating
 from onnx_ops.statistics.rules.performance import PROCESS_FIGURES
 from onnx_ops.statistics.scores import CANDIDATE
 from onnx_ops.tools.bench import (
@@ -391,7 +392,8 @@ def _judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[G
                     activations = tuple(replace(one, clipping=None, stretch=None) for one in activations)
             except (MeasurementError, UserError) as error:
                 notes[f"activations were not measured: {error}"] = None
-        function = _judge_function(request, a, notes)  # in its own process, so that a crash is reported
+        corrected = {weight.tensor for weight in weights if weight.bias and is_compensating(weight)}
+        function = _judge_function(request, a, corrected, notes)  # in its own process, so that a crash is reported
     target = request.targets[0]
     evidence = replace(
         make_evidence(request.runtime(target.runtime), target, request.candidate),
@@ -428,8 +430,12 @@ def _take_few(rows: Tensors, count: int) -> Tensors:
     return {name: array[: count if size < _LARGE_ROW else count // 4] for name, array in rows.items()}
 
 
-def _judge_function(request: JudgeRequest, baseline: Path, notes: dict[str, None]) -> list[GateResult]:
+def _judge_function(
+    request: JudgeRequest, baseline: Path, corrected: Collection[str], notes: dict[str, None]
+) -> list[GateResult]:
     """Judge whether the candidate without its rounding is the baseline with the candidate's weights.
+
+    `corrected` names biases that the quantizer moved to compensate for rounding.
 
     Nothing is returned where that cannot be computed; the task metric decides then, and a note gives the reason.
     """
@@ -439,7 +445,8 @@ def _judge_function(request: JudgeRequest, baseline: Path, notes: dict[str, None
             paired = pair_quantized_weights(baseline, request.candidate)
             if paired.unpaired:
                 return []
-            write_with_weights(baseline, paired.pairs, plain)
+            biases = [w for w in read_float_weights(baseline, request.candidate) if w.name in corrected]
+            write_with_weights(baseline, (*paired.pairs, *biases), plain)
             write_dequantized(baseline, request.candidate, exact)
             samples = request.settings[0].samples
             samples = replace(samples, rows=_take_few(samples.rows, _FUNCTION_ROWS))
