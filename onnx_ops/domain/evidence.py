@@ -177,7 +177,8 @@ class WeightMeasurement:
 
     Where that is more than rounding moves a weight, `output_error` is the mean square error of its layer's outputs on
     real rows, relative to that of plain rounding; None where it was not measured. `stretch` is the range of the type's
-    levels relative to that of the levels in use; None where the weight has no 8-bit levels.
+    levels relative to that of the levels in use; None where the weight has no 8-bit levels. `bias`: it is one, and
+    `output_error` is relative to that of its layer with the original bias.
     """
 
     tensor: str
@@ -185,6 +186,7 @@ class WeightMeasurement:
     elements: int
     output_error: float | None = field(default=None, metadata=OMIT_DEFAULT)
     stretch: float | None = field(default=None, metadata=OMIT_DEFAULT)
+    bias: bool = field(default=False, metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

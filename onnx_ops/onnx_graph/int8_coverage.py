@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING
 from onnx_ops.domain.evidence import Advice, FloatOperator, Int8Coverage
 from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.domain.target import Target
-from onnx_ops.onnx_graph.files import collect_constants, map_readers, read_model, read_structure
+from onnx_ops.onnx_graph.files import (
+    collect_constants,
+    iterate_graphs,
+    iterate_nodes,
+    map_readers,
+    read_model,
+    read_structure,
+)
 from onnx_ops.onnx_graph.saturation import find_saturating_weights
 
 if TYPE_CHECKING:
@@ -34,8 +41,6 @@ INT8_OPERATORS = frozenset(
 )
 """The int8 forms of matrix products and convolutions."""
 
-QUANTIZED = INT8_OPERATORS | {"DequantizeLinear", "DynamicQuantizeLinear"}
-"""Operators that no float model contains."""
 
 _WITHOUT_KERNEL = frozenset({"ConvTranspose"})
 _KINDS = {
@@ -55,13 +60,30 @@ FUSE = "target file: session: {graph_level: all}"
 """The setting with which the runtime fuses pairs into operators."""
 
 
+def quantizes_activations(model: onnx.ModelProto) -> bool:
+    """Return whether a model computes in integers: it quantizes values that are no constants, or has such operators."""
+    stored = set(collect_constants(model))
+    return any(
+        node.op_type in INT8_OPERATORS
+        or node.op_type == "DynamicQuantizeLinear"
+        or node.op_type.startswith("QLinear")
+        or (node.op_type == "QuantizeLinear" and node.input[0] not in stored)
+        for node in iterate_nodes(model)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """The rewritten graph: producers and consumers of values, and stored constants."""
+    """The rewritten graph with its subgraphs: producers and consumers of values, and stored constants.
+
+    `inner` are the values of subgraphs; `dynamic`: ranges are computed in each run.
+    """
 
     makers: Mapping[str, onnx.NodeProto]
     readers: Mapping[str, Sequence[onnx.NodeProto]]
     types: Mapping[str, int]
+    inner: frozenset[str]
+    dynamic: bool
 
     def constant(self, name: str) -> bool:
         """Return whether a value is stored directly or behind a DequantizeLinear."""
@@ -79,19 +101,23 @@ def measure_int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str]
         rewritten: the variant's graph as the runtime runs it.
     """
     names: dict[str, str] = {}  # by name and by output; a node without a name is identified by its first output
-    for node in read_structure(source).graph.node:
+    for node in iterate_nodes(read_structure(source)):
         called = node.name or node.output[0]
         names |= dict.fromkeys((called, *node.output), called)
     model = read_structure(rewritten)
+    nodes = list(model.graph.node)
+    nodes += [node for subgraph in list(iterate_graphs(model))[1:] for node in subgraph.node]
     graph = _Graph(
-        makers={value: node for node in model.graph.node for value in node.output},
-        readers=map_readers(model.graph.node),
-        types={tensor.name: tensor.data_type for tensor in model.graph.initializer},
+        makers={value: node for node in nodes for value in node.output},
+        readers=map_readers(nodes),
+        types={t.name: t.data_type for subgraph in iterate_graphs(model) for t in subgraph.initializer},
+        inner=frozenset(value for node in nodes[len(model.graph.node) :] for value in node.output),
+        dynamic=any(node.op_type in _DYNAMIC for node in nodes),
     )
     excluded_names = set(excluded)
     int8: list[str] = []
     floats: list[FloatOperator] = []
-    for node in model.graph.node:
+    for node in nodes:
         name, before = node.name, ""
         while name not in names and name != before:  # without the affixes
             before, name = name, _AFFIXES.sub("", name, count=1)
@@ -106,10 +132,21 @@ def measure_int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str]
     )
 
 
-def _reason(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
-    """Return why the node runs in float, and the setting that fixes it."""
+def _explain_unreached(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str] | None:
+    """Return why no quantizer reaches the node, and the setting that fixes it; None if one does."""
     if node.op_type in _WITHOUT_KERNEL:
         return f"the runtime has no int8 kernel for {node.op_type}", ""
+    if node.output[0] in graph.inner:
+        return "it stands in a subgraph of If, Loop or Scan, which quantizers do not rewrite", ""
+    if graph.dynamic and _KINDS[node.op_type] == "Conv":
+        return "dynamic quantization leaves convolutions in float, which are slower with it", "method: static"
+    return None
+
+
+def _reason(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
+    """Return why the node runs in float, and the setting that fixes it."""
+    if unreached := _explain_unreached(node, graph):
+        return unreached
     makers = [graph.makers.get(name) for name in node.input[:2]]
     read = [maker is not None and maker.op_type == "DequantizeLinear" for maker in makers]
     weight = graph.constant(node.input[1])

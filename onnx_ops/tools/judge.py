@@ -6,7 +6,7 @@ weight and activation, the function without rounding, and the effect of rounding
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -23,20 +23,21 @@ from onnx_ops.measure.answers import GroupAnswers, explain_rejection, read_answe
 from onnx_ops.measure.execution import explain_saturation, inspect_execution
 from onnx_ops.measure.parity import make_mismatch
 from onnx_ops.measure.predictions import join_predictions, read_prediction
-from onnx_ops.measure.quantization import measure_activations, measure_weights
+from onnx_ops.measure.quantization import choose_source_form, measure_activations, measure_paired_weights
 from onnx_ops.measure.scoring import ScoringRequest, measure_metrics
 from onnx_ops.onnx_graph.dequantization import write_dequantized, write_with_fp16_weights, write_with_weights
 from onnx_ops.onnx_graph.files import copy_model
 from onnx_ops.onnx_graph.input_bounds import read_input_bounds
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.model_kind import CandidateKind
-from onnx_ops.onnx_graph.quantized_weights import read_quantized_weights
+from onnx_ops.onnx_graph.quantized_weights import pair_quantized_weights, read_float_weights
 from onnx_ops.ports import Dataset, Runtime, Tensors
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.metrics import CustomMetric
 from onnx_ops.statistics.parity import measure_output, pool_noise
 from onnx_ops.statistics.rules.common import join_lines
+from onnx_ops.statistics.rules.parity import is_compensating
 from onnx_ops.statistics.rules.performance import PROCESS_FIGURES
 from onnx_ops.statistics.scores import CANDIDATE
 from onnx_ops.tools.bench import (
@@ -63,7 +64,15 @@ _ACTIVATION_ROWS, _FUNCTION_ROWS = 256, 128
 _LARGE_ROW = 1 << 14
 """Bytes of a row from which on a quarter as many rows are enough."""
 
+_NAMED = 3
+"""Weights that a note names."""
+
 _METRIC_NAMES = {"ratio": "latency", **PROCESS_FIGURES}
+
+_OPTIMIZED = (
+    "at graph level basic it is right: the fault is in an optimization of ONNX Runtime, not in the file; "
+    "target file: session: {graph_level: basic}"
+)
 
 _NEEDS_REAL_ROWS = frozenset({"saturation", "clipping"})
 """Activation metrics that need rows like those of use."""
@@ -172,7 +181,7 @@ def _judge_target(
         read_runtime_facts(runtime, target, request.candidate)
         if request.only != "latency":
             answers, advice = _judge_answers(request, runtime, target, notes)
-            results += answers
+            results += _name_optimization_faults(request, runtime, target, answers)
         if request.only != "parity":
             for number, setting in enumerate(request.settings):
                 cold = request.cold and not number
@@ -195,11 +204,50 @@ def _judge_target(
                 advice = advice or comparison.evidence.advice
     except MeasurementError as error:
         why = f": {error.why}" if error.why else ""
-        remedy = error.remedy
+        remedy = _find_running_level(request, target) or error.remedy
         reason = join_lines(f"{error.where}: {error.what}{why}" + (f". {remedy}" if remedy else ""))
         results.append(GateResult(gate="target", metric="", limit="", verdict=Verdict.ERROR, reason=reason))
     decision = Decision(variant=request.candidate.name, target=target.name, results=tuple(results))
     return TargetJudgement(target=target.name, decision=decision, paired=tuple(paired), advice=advice, remedy=remedy)
+
+
+def _name_optimization_faults(
+    request: JudgeRequest, runtime: Runtime, target: Target, answers: Sequence[GateResult]
+) -> list[GateResult]:
+    """Return the results; a failure that ends with fewer graph optimizations names them as its cause."""
+    plain = _with_fewer_optimizations(target)
+    if plain is None or not any(r.verdict is Verdict.FAIL and not r.advisory for r in answers):
+        return list(answers)
+    request.report(f"running again with graph level {plain.session.graph_level}")
+    again, _ = _judge_answers(request, runtime, plain, {})
+    passed = {result.metric for result in again if result.verdict is Verdict.PASS}
+    return [
+        replace(result, reason=f"{result.reason}; {_OPTIMIZED}")
+        if result.verdict is Verdict.FAIL and result.metric in passed
+        else result
+        for result in answers
+    ]
+
+
+def _find_running_level(request: JudgeRequest, target: Target) -> str:
+    """Return the remedy for a candidate that runs with fewer graph optimizations only; or ""."""
+    plain, feed = _with_fewer_optimizations(target), request.settings[0].samples.feed(1)
+
+    def runs(place: Target) -> bool:
+        try:
+            request.runtime(place.runtime).run(request.candidate, place, (feed,))
+        except (MeasurementError, UserError):
+            return False
+        return True
+
+    return _OPTIMIZED if plain is not None and not runs(target) and runs(plain) else ""
+
+
+def _with_fewer_optimizations(target: Target) -> Target | None:
+    """Return the target at graph level basic; None if it optimizes no more than that."""
+    if target.runtime != REFERENCE.runtime or target.session.graph_level in ("disabled", "basic"):
+        return None
+    return replace(target, session=replace(target.session, graph_level="basic"))
 
 
 def _judge_answers(
@@ -346,7 +394,8 @@ def _stack_runs(answers: Sequence[Tensors]) -> Tensors:
 def _judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[GateResult]:
     """Judge the structural invariants of a pipeline's parity gate, and the function without rounding.
 
-    Copies are measured, since files that expose intermediate values are written beside them.
+    Copies are measured, since files that expose intermediate values are written beside them. Weights that cannot be
+    compared are a note: the task metric decides about them.
     """
     a, b = request.baseline, request.candidate
     request.report(f"comparing weights and activations of {b.name} with those of {a.name}")
@@ -354,18 +403,15 @@ def _judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[G
     rows = _take_few(request.settings[0].samples.rows, _ACTIVATION_ROWS)
     weights: tuple[WeightMeasurement, ...] = ()
     activations: tuple[ActivationMeasurement, ...] = ()
-    weights_error = ""
-    function = _judge_function(request)  # in its own process, so that a crash is reported
     with Scratch() as folder:
         try:
-            copies = folder / "baseline" / a.name, folder / "candidate" / b.name
-            for path, copy in zip((a, b), copies, strict=True):
-                copy.parent.mkdir()
-                copy_model(path, copy)
-            a, b = copies
-            weights = measure_weights(a, b, request.inside, rows)
+            a, b = _copy_pair(a, b, folder)
+            a = choose_source_form(request.inside, a, b, folder / "simplified.onnx")
+            weights, unpaired = measure_paired_weights(a, b, request.inside, rows)
+            if unpaired:
+                notes[_describe_unpaired(unpaired)] = None
         except (MeasurementError, UserError) as error:
-            weights_error = str(error)
+            notes[f"weights were not compared: {error}"] = None
         if request.kind.candidate.precision == "int8" and rows:
             try:
                 activations = measure_activations(request.inside, a, b, rows)
@@ -373,6 +419,8 @@ def _judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[G
                     activations = tuple(replace(one, clipping=None, stretch=None) for one in activations)
             except (MeasurementError, UserError) as error:
                 notes[f"activations were not measured: {error}"] = None
+        corrected = {weight.tensor for weight in weights if weight.bias and is_compensating(weight)}
+        function = _judge_function(request, a, corrected, notes)  # in its own process, so that a crash is reported
     target = request.targets[0]
     evidence = replace(
         make_evidence(request.runtime(target.runtime), target, request.candidate),
@@ -383,11 +431,24 @@ def _judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[G
     for result in judge((ParityGate(),), evidence).results:
         if result.gate != "parity" or result.metric == "export" or (not is_real and result.metric in _NEEDS_REAL_ROWS):
             continue
-        if result.metric == "weights" and weights_error:
-            yield replace(result, reason=join_lines(f"weights cannot be compared: {weights_error}"))
-        else:
+        if result.metric != "weights" or weights:
             yield result
-    yield function
+    yield from function
+
+
+def _copy_pair(a: Path, b: Path, folder: Path) -> tuple[Path, Path]:
+    """Copy two models into folders of their own and return the copies."""
+    copies = folder / "baseline" / a.name, folder / "candidate" / b.name
+    for path, copy in zip((a, b), copies, strict=True):
+        copy.parent.mkdir()
+        copy_model(path, copy)
+    return copies
+
+
+def _describe_unpaired(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    count = "1 weight was" if len(names) == 1 else f"{len(names)} weights were"
+    return f"{count} not compared, since A has no original of them ({shown}): the task metric decides about them"
 
 
 def _take_few(rows: Tensors, count: int) -> Tensors:
@@ -396,30 +457,35 @@ def _take_few(rows: Tensors, count: int) -> Tensors:
     return {name: array[: count if size < _LARGE_ROW else count // 4] for name, array in rows.items()}
 
 
-def _judge_function(request: JudgeRequest) -> GateResult:
-    """Judge whether the candidate without its rounding is the baseline with the candidate's weights."""
+def _judge_function(
+    request: JudgeRequest, baseline: Path, corrected: Collection[str], notes: dict[str, None]
+) -> list[GateResult]:
+    """Judge whether the candidate without its rounding is the baseline with the candidate's weights.
+
+    `corrected` names biases that the quantizer moved to compensate for rounding.
+
+    Nothing is returned where that cannot be computed; the task metric decides then, and a note gives the reason.
+    """
     with Scratch() as folder:
         plain, exact = folder / "baseline.onnx", folder / "candidate.onnx"
         try:
-            weights = read_quantized_weights(request.baseline, request.candidate)
-            write_with_weights(request.baseline, weights, plain)
-            write_dequantized(request.baseline, request.candidate, exact)
+            paired = pair_quantized_weights(baseline, request.candidate)
+            if paired.unpaired:
+                return []
+            biases = [w for w in read_float_weights(baseline, request.candidate) if w.name in corrected]
+            write_with_weights(baseline, (*paired.pairs, *biases), plain)
+            write_dequantized(baseline, request.candidate, exact)
             samples = request.settings[0].samples
             samples = replace(samples, rows=_take_few(samples.rows, _FUNCTION_ROWS))
             parity = compare(request.exact, REFERENCE, plain, exact, samples, request.report, sizes=request.sizes)
         except (MeasurementError, UserError) as error:
-            return GateResult(
-                gate="parity",
-                metric="function",
-                limit="≤ 1x tolerance",
-                verdict=Verdict.INCONCLUSIVE,
-                reason=join_lines(f"its rounding cannot be removed: {error}"),
-            )
+            notes[f"the function without rounding was not compared: {error}"] = None
+            return []
     result = _parity_result(parity, "function")
     text = "without its rounding, B computes " + (
         "what A computes with B's weights" if parity.verdict is Verdict.PASS else "something else than A"
     )
-    return replace(result, reason=f"{text}: {result.reason}")
+    return [replace(result, reason=f"{text}: {result.reason}")]
 
 
 def _judge_task(request: JudgeRequest, runtime: Runtime, target: Target) -> list[GateResult]:

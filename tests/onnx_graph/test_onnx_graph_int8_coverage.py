@@ -250,3 +250,15 @@ def test_a_graph_level_that_fuses_nothing_is_told(maker: Maker) -> None:
     maker.make(StaticQuantizer())
     basic = Target(name="basic", session=SessionSettings(graph_level="basic"))
     assert "graph_level: all" in about(maker.advice(target=basic), "at graph level basic").setting
+
+
+def test_products_in_branches_are_counted(tmp_path: Path) -> None:
+    text = (
+        "(float[N,8] x, bool c) => (float[N,8] y) { h = MatMul(x, w) "
+        "y = If(c) <then_branch = t () => (float[N,8] a) { a = MatMul(h, v) }, "
+        "else_branch = e () => (float[N,8] b) { b = MatMul(h, u) }> }"
+    )
+    stored = {name: np.random.default_rng(1).random((8, 8), np.float32) for name in "wvu"}
+    found = covered(write_graph(tmp_path / "m.onnx", text, **stored), "dynamic", None)
+    assert (len(found.int8), len(found.floats)) == (1, 2)
+    assert {one.setting for one in found.floats} == {""}

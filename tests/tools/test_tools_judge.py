@@ -16,6 +16,7 @@ from onnx_ops.config.targets import PROFILES, TargetFiles
 from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.execution import Provider
 from onnx_ops.domain.target import HardwareFingerprint, Target
+from onnx_ops.errors import MeasurementError
 from onnx_ops.onnx_graph.input_bounds import read_input_bounds
 from onnx_ops.onnx_graph.model_kind import read_candidate_kind
 from onnx_ops.ports import Dataset
@@ -226,6 +227,33 @@ def test_latency_is_judged_for_every_setting_of_the_sweep(source: Path) -> None:
     assert list(results) == ["latency, batch 1", "latency, batch 8"]
     assert {result.verdict for result in results.values()} == {Verdict.FAIL}
     assert [one.batch for one in found.targets[0].paired] == [1, 8]
+
+
+class WrongOptimizer(OnnxRuntime):
+    """A runtime with a fault in its graph optimization: other answers, or no session."""
+
+    def __init__(self, *, raises: bool) -> None:
+        self.raises = raises
+
+    def run(self, model: Path, target: Any, batches: Any) -> Any:
+        answers = super().run(model, target, batches)
+        if target.session.graph_level != "all" or model.name != "copy.onnx":
+            return answers
+        if self.raises:
+            raise MeasurementError("ONNX Runtime cannot run the model", where=model.name)
+        return tuple({name: array * 1.1 for name, array in answer.items()} for answer in answers)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_fault_of_graph_optimization_is_told_apart_from_one_of_the_model(source: Path, raises: bool) -> None:
+    copy = write_changed(source, "third.bias", lambda a: a, "copy.onnx")
+    found = judged(source, copy, runtime=lambda _: WrongOptimizer(raises=raises)).targets[0]
+    assert found.decision.verdict is (Verdict.ERROR if raises else Verdict.FAIL)
+    assert "session: {graph_level: basic}" in found.decision.reason
+    wrong = write_changed(source, "third.bias", lambda a: a + 1, "copy.onnx")
+    found = judged(source, wrong, runtime=lambda _: WrongOptimizer(raises=False)).targets[0]
+    assert found.decision.verdict is Verdict.FAIL
+    assert "graph_level" not in found.decision.reason
 
 
 def test_metric_gate_takes_the_limit_that_fits_the_metric() -> None:

@@ -44,6 +44,9 @@ _QUANTIZED = frozenset(
 """Operators that quantizers write and that no float export has."""
 
 
+_INNER = "in a subgraph or function, which quantizers do not rewrite"
+
+
 @contextlib.contextmanager
 def suppress_output() -> Iterator[None]:
     """Suppress printed output and logs; restore loggers afterwards."""
@@ -100,6 +103,7 @@ def build_no_effect_error(
             remedy="Give the float model that it was made from.",
         )
     stored = collect_constants(source)
+    outer = {node.output[0] for node in source.graph.node if node.output}
     reasons: Counter[tuple[str, str]] = Counter()
     for node in iterate_nodes(source):
         place = 0 if node.op_type == "Gather" else 1
@@ -110,6 +114,8 @@ def build_no_effect_error(
             reason = f"{section.method} does not quantize this type here"
         elif node.name in section.exclude:
             reason = "excluded"
+        elif node.output[0] not in outer:
+            reason = _INNER
         elif weight is None:
             reason = "no constant weights"
         elif weight.data_type != TensorProto.FLOAT:
@@ -122,7 +128,7 @@ def build_no_effect_error(
     remedy = "Leave this variant out of `quantize`."
     if any("only float32" in reason for _, reason in reasons):
         remedy = "Quantize the model as it was in float32."
-    elif source.functions and all(reason == "no constant weights" for _, reason in reasons):
+    elif source.functions and all(reason in ("no constant weights", _INNER) for _, reason in reasons):
         remedy = "Weights in functions are not seen; inline them: onnx.inliner.inline_local_functions(model)."
     return UserError(
         what,

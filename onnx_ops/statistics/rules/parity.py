@@ -152,10 +152,16 @@ def _judge_weights(gate: ParityGate, evidence: Evidence) -> GateResult:
 def _is_rounded(weight: WeightMeasurement, gate: ParityGate) -> bool:
     """Return whether a weight was rounded, or moved further so that errors compensate, as GPTQ does.
 
-    No fault brings a layer's answers closer to the float export's than plain rounding does.
+    No fault brings a layer's answers closer to the float export's than plain rounding does. A bias that does so is
+    corrected, however far it moves: it adds to every row alike.
     """
-    moved = weight.output_error is not None and weight.output_error <= COMPENSATED and weight.steps <= FURTHEST
-    return weight.steps <= gate.weight_steps or moved
+    return weight.steps <= gate.weight_steps or is_compensating(weight)
+
+
+def is_compensating(weight: WeightMeasurement) -> bool:
+    """Return whether a weight or bias was moved so that the errors of rounding compensate."""
+    moved = weight.output_error is not None and weight.output_error <= COMPENSATED
+    return moved and (weight.bias or weight.steps <= FURTHEST)
 
 
 def judge_trees(evidence: Evidence) -> Iterator[GateResult]:
