@@ -31,6 +31,9 @@ Rows = npt.NDArray[np.intp]
 REAL = "real"
 """Name of the group of unchanged real samples."""
 
+RANGE = "range"
+"""Name of the group of rows that are made up within the domain."""
+
 MIN_NOISE_ROWS = 32
 """Rows below which the largest rounding error is not a fair sample of the noise."""
 
@@ -196,7 +199,7 @@ def make_probe_groups(samples: Tensors, domains: Mapping[str, InputDomain], *, e
     groups = {REAL: ProbeGroup(inputs=samples)}
     kinds = {array.dtype.kind for array in samples.values()}
     if kinds - set("b"):
-        groups["range"] = ProbeGroup(inputs=make_range_inputs(samples, domains))
+        groups[RANGE] = ProbeGroup(inputs=make_range_inputs(samples, domains))
     rows = _even_rows(samples, MIN_NOISE_ROWS)
     if "f" in kinds:
         room = []  # the largest value of each float input, and of its type
