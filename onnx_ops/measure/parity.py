@@ -25,6 +25,7 @@ from onnx_ops.statistics.parity import (
     find_first_divergence,
     find_worst_row,
     is_divergent,
+    is_ranked_by_scores,
     measure_batch_invariance,
     measure_columns,
     measure_noise,
@@ -66,6 +67,7 @@ def measure_parity(
     feeds = {group.name: (group.inputs,) for group in groups}
     answers = run_groups(runtime, target, model, feeds)
     roundings = measure_roundings(exact or runtime, model, feeds, custom_ops=target.custom_ops)
+    roundings = _drop_useless_scores(groups, roundings)
     known = _measure_known_columns(groups, roundings)
     measurements: list[ParityMeasurement] = []
     for group in groups:
@@ -85,6 +87,22 @@ def measure_parity(
                 ]
         measurements += [replace(m, inside=group.inside) for m in measured]
     return tuple(measurements)
+
+
+def _drop_useless_scores(
+    groups: Sequence[ReferenceGroup], roundings: Mapping[str, Mapping[str, Rounding]]
+) -> dict[str, dict[str, Rounding]]:
+    """Return the roundings without scores that rank nothing on real rows."""
+    real = next((group for group in groups if group.name == REAL), None)
+    useless = set()
+    for name, rounding in roundings.get(REAL, {}).items():
+        answers = [a[name] for a in (real.single, real.double) if a and name in a] if real else []
+        if rounding.scores is not None and not (answers and is_ranked_by_scores(answers[0], answers[-1], rounding)):
+            useless.add(name)
+    return {
+        group: {name: WHOLE if name in useless else one for name, one in by_output.items()}
+        for group, by_output in roundings.items()
+    }
 
 
 def _measure_known_columns(

@@ -68,4 +68,5 @@ def _read_rounding(output: str, described: RoundingOutputs, answers: tuple[Tenso
         scores=scores,
         scores_error=scores_error,
         scores_axis=described.scores_axis,
+        labels=described.labels,
     )

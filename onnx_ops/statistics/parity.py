@@ -24,8 +24,8 @@ _ATOL_OF_RTOL = 1e-2
 _TOLERANCE_FACTOR = 10.0
 _BFLOAT16_EPSILON = 2.0**-7
 
-_FEW_TIES = 0.5
-"""Share of rows whose scores may all tie; beyond it they rank nothing."""
+_FEW_TIES, _OFTEN_UNSURE = 0.5, 0.05
+"""Share of rows whose scores may all tie, and of rows in which the source's two answers then have to differ."""
 
 DIVERGENCE_FACTOR = 16.0
 """Error / noise above which a value diverges. With 16, 153 of 189 injected faults show at the faulty node or its
@@ -40,7 +40,9 @@ class Rounding:
         floor: error of each element in float32, of the output's shape; None if it is unknown.
         axis: axis of the columns; None makes the whole output one column.
         segments: number of the part that each element comes from, of the output's shape.
-        scores: what an output of indices ranks along `scores_axis`, with the error `scores_error` of each score.
+        scores: what an output of indices or classes ranks along `scores_axis`, with the error `scores_error` of each
+            score.
+        labels: the class of each index; None if the output holds indices.
     """
 
     floor: Array | None = None
@@ -49,6 +51,7 @@ class Rounding:
     scores: Array | None = None
     scores_error: Array | None = None
     scores_axis: int = -1
+    labels: Array | None = None
 
 
 WHOLE = Rounding(axis=None)
@@ -323,14 +326,17 @@ def _measure_labels(
 
 
 def find_ties(onnx: Array, expected: Array, rounding: Rounding) -> Bools:
-    """Return where two indices differ, and rank scores that rounding cannot tell apart.
+    """Return where two indices or classes differ, and have scores that rounding cannot tell apart.
 
-    An index that occurs twice is no tie, unless it does so in the expected answer. If all scores tie in more than half
-    of the rows, they rank nothing.
+    An index that occurs twice is no tie, unless it does so in the expected answer.
     """
     none = np.zeros(onnx.shape, dtype=bool)
     scores, errors, axis = rounding.scores, rounding.scores_error, rounding.scores_axis
-    if scores is None or errors is None or onnx.dtype.kind not in "iu" or not scores.size or not onnx.size:
+    if scores is None or errors is None or not scores.size or not onnx.size:
+        return none
+    if rounding.labels is not None:
+        onnx, expected = (_find_places(a, rounding.labels) for a in (onnx, expected))
+    if onnx.dtype.kind not in "iu":
         return none
     count, rest = divmod(onnx.size * scores.shape[axis], scores.size)
     shape = list(scores.shape)
@@ -340,13 +346,34 @@ def find_ties(onnx: Array, expected: Array, rounding: Rounding) -> Bools:
     chosen, wanted = (np.clip(a.reshape(shape), 0, scores.shape[axis] - 1).astype(np.intp) for a in (onnx, expected))
     scores = np.where(np.isfinite(scores), scores, 0.0).astype(np.float64)
     limits = _TOLERANCE_FACTOR * np.where(np.isfinite(errors), errors, 0.0).astype(np.float64)
-    if (np.ptp(scores, axis=axis) <= limits.max(axis=axis)).mean() > _FEW_TIES:
-        return none
     gaps = np.abs(np.take_along_axis(scores, chosen, axis) - np.take_along_axis(scores, wanted, axis))
     allowed = np.maximum(np.take_along_axis(limits, chosen, axis), np.take_along_axis(limits, wanted, axis))
     twice = _has_duplicates(chosen, axis) & ~_has_duplicates(wanted, axis)
     inside = (onnx >= 0).reshape(shape) & (onnx < scores.shape[axis]).reshape(shape)
     return np.asarray(((gaps <= allowed) & ~twice & inside).reshape(onnx.shape))
+
+
+def _find_places(classes: Array, labels: Array) -> Array:
+    """Return the index of each class; -1 for others."""
+    classes, labels = (a.astype(np.str_) for a in (classes, labels))
+    order = np.argsort(labels)
+    places = order[np.searchsorted(labels, classes, sorter=order).clip(max=len(labels) - 1)]
+    return np.asarray(np.where(labels[places] == classes, places, -1))
+
+
+def is_ranked_by_scores(single: Array, double: Array, rounding: Rounding) -> bool:
+    """Return whether the scores of real rows rank anything, so that their ties explain a difference.
+
+    A wrong export may give the same score to everything. Its ties count only if the source, too, is often unsure.
+    """
+    scores, errors, axis = rounding.scores, rounding.scores_error, rounding.scores_axis
+    if scores is None or errors is None or not scores.size:
+        return False
+    finite = np.where(np.isfinite(scores), scores, 0.0).astype(np.float64)
+    limits = _TOLERANCE_FACTOR * np.where(np.isfinite(errors), errors, 0.0).astype(np.float64)
+    tied = (np.ptp(finite, axis=axis) <= limits.max(axis=axis)).mean()
+    unsure = any_by_row(single != double).mean() if single.shape == double.shape and single.size else 0.0
+    return bool(tied <= _FEW_TIES or unsure >= _OFTEN_UNSURE)
 
 
 def _has_duplicates(indices: Array, axis: int) -> Bools:
