@@ -123,6 +123,7 @@ _EXACT = frozenset(
 """Operators whose answers do not round: they are right or wrong."""
 
 _INDICES = ("ArgMax", "ArgMin", "TopK")
+_RANKINGS = ("ArgMax", "ArgMin", "NonMaxSuppression")
 _CLASSES = ("classlabels_int64s", "classlabels_ints", "classlabels_strings")
 _BEHIND_INDICES = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 
@@ -148,6 +149,24 @@ class RoundingOutputs:
     scores_error: str = ""
     scores_axis: int = -1
     labels: npt.NDArray[Any] | None = None
+
+
+def list_ranked_outputs(path: Path) -> frozenset[str]:
+    """List the outputs of the main graph that depend on a ranking, but are no indices themselves.
+
+    They jump where two scores change places: boxes, for example, in the order of their scores.
+    """
+    model = read_structure(path)
+    ranked: set[str] = set()
+    for node in model.graph.node:
+        if node.op_type == "TopK":  # its values are sorted, and do not jump
+            ranked.update(node.output[1:])
+        if node.op_type in _RANKINGS or not ranked.isdisjoint(node.input):
+            ranked.update(node.output)
+    ranked.discard("")
+    builder = _Builder(model)
+    names = [value.name for value in model.graph.output if value.name in ranked]
+    return frozenset(name for name in names if builder.find_ranking(name) is None)
 
 
 def write_with_rounding_errors(path: Path, copy: Path) -> dict[str, RoundingOutputs]:
@@ -192,7 +211,7 @@ class _Builder:
 
     def describe(self, name: str) -> RoundingOutputs:
         """Return the outputs that describe one output of the model."""
-        if (ranking := self._find_ranking(name)) is not None:
+        if (ranking := self.find_ranking(name)) is not None:
             scores = ranking.scores
             error = self.error(scores) or self.zeros(scores)
             return replace(ranking, scores=self.emit("Identity", [scores]), scores_error=error)
@@ -369,7 +388,7 @@ class _Builder:
             return before
         return self.copy(node, [before, *node.input[1:]])
 
-    def _find_ranking(self, name: str) -> RoundingOutputs | None:
+    def find_ranking(self, name: str) -> RoundingOutputs | None:
         """Return what an output of indices or classes ranks, and along which axis."""
         labels: npt.NDArray[Any] | None = None
         for _ in range(_MOST_STEPS):

@@ -364,16 +364,22 @@ def _find_places(classes: Array, labels: Array) -> Array:
 def is_ranked_by_scores(single: Array, double: Array, rounding: Rounding) -> bool:
     """Return whether the scores of real rows rank anything, so that their ties explain a difference.
 
-    A wrong export may give the same score to everything. Its ties count only if the source, too, is often unsure.
+    A wrong export may give all classes the same score. Where that is so, its ties count only if the source is often
+    unsure too, or gives practically one answer, while the scores are not the same in all rows.
     """
     scores, errors, axis = rounding.scores, rounding.scores_error, rounding.scores_axis
     if scores is None or errors is None or not scores.size:
         return False
     finite = np.where(np.isfinite(scores), scores, 0.0).astype(np.float64)
     limits = _TOLERANCE_FACTOR * np.where(np.isfinite(errors), errors, 0.0).astype(np.float64)
-    tied = (np.ptp(finite, axis=axis) <= limits.max(axis=axis)).mean()
-    unsure = any_by_row(single != double).mean() if single.shape == double.shape and single.size else 0.0
-    return bool(tied <= _FEW_TIES or unsure >= _OFTEN_UNSURE)
+    if (np.ptp(finite, axis=axis) <= limits.max(axis=axis)).mean() <= _FEW_TIES:
+        return True
+    if single.shape != double.shape or not single.size:
+        return False
+    _, counts = np.unique(double.astype(np.str_) if is_text(double) else double, return_counts=True)
+    varies = float(np.ptp(finite, axis=0).max()) > float(limits.max())
+    one_answer = counts.max() >= (1 - _OFTEN_UNSURE) * double.size
+    return bool(any_by_row(single != double).mean() >= _OFTEN_UNSURE or (one_answer and varies))
 
 
 def _has_duplicates(indices: Array, axis: int) -> Bools:
