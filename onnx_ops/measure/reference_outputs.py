@@ -124,7 +124,7 @@ class _Source:
     exporter: Exporter
     model: object
     trees: bool
-    ranked: frozenset[str]
+    ranked: frozenset[str] = frozenset()
 
     @property
     def jumps(self) -> bool:
