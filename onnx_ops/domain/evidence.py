@@ -113,10 +113,26 @@ EVIDENCE_SCHEMA = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParityColumn:
+    """One column of an output on real rows: its largest |answer|, and the largest error beside the noise.
+
+    Errors up to the noise times the gate's `noise_factor` are not visible.
+    """
+
+    column: str
+    scale: float
+    error: float
+    noise: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParityMeasurement:
     """One output on one group of inputs.
 
-    `error` is max |onnx - src64|; `noise` is max(max |src32 - src64|, 2 eps max |src64|); `ratio` is error / noise.
+    Floats are measured by column, an index of the last axis (of the channels behind a convolution, and apart in each
+    segment of a joined output). `error`, `noise` and `ratio` = error / noise are those of the worst `column`, whose
+    largest |answer| is `scale`: `error` is max |onnx - src64|, and `noise` the larger of max |src32 - src64| and the
+    rounding error that the graph shows. `columns` are those in which the least is visible, on real rows.
     For integer and string outputs `error` is the share of rows that differ although the source is sure of them.
     `mismatch` names a difference of shape or of the non-finite values, which no tolerance covers. `tolerance` is
     the fixed tolerance that replaces the noise where the source does not run in float64.
@@ -139,6 +155,9 @@ class ParityMeasurement:
     unexplained: int = 0
     inside: bool = field(default=True, metadata=OMIT_DEFAULT)
     example: str = field(default="", metadata=OMIT_DEFAULT)
+    column: str = field(default="", metadata=OMIT_DEFAULT)
+    scale: float = field(default=0.0, metadata=OMIT_DEFAULT)
+    columns: tuple[ParityColumn, ...] = field(default=(), metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

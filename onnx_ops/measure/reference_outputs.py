@@ -19,9 +19,11 @@ from onnx_ops.measure.files import load_arrays, pack_arrays, slice_rows
 from onnx_ops.onnx_graph.compatibility import is_unsafe_without_rows
 from onnx_ops.onnx_graph.input_bounds import read_index_bounds
 from onnx_ops.onnx_graph.model_info import read_model_info
+from onnx_ops.onnx_graph.rounding_errors import list_ranked_outputs
 from onnx_ops.onnx_graph.tree_ensembles import build_split_probes, has_trees
 from onnx_ops.ports import Exporter, Store, Tensors
 from onnx_ops.statistics.probes import (
+    RANGE,
     REAL,
     ProbeGroup,
     learn_domains,
@@ -57,8 +59,8 @@ _JITTER_BYTES = 1 << 26
 class ReferenceGroup:
     """Inputs and the source's outputs on them, by ONNX names.
 
-    `single` are outputs in float32, `double` in float64, None where the source has none; `bounds` is the envelope of a
-    tree model's outputs (`statistics.tree_parity.compute_envelope`); `inside`: whether callers can send such inputs.
+    `single` are outputs in float32, `double` in float64, None where the source has none; `bounds` is the envelope of
+    outputs that jump (`statistics.tree_parity.compute_envelope`); `inside`: whether callers can send such inputs.
     """
 
     name: str
@@ -117,11 +119,17 @@ class ReferenceOutputs:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A loaded source model. `jumps`: it is a tree model."""
+    """A loaded source model. `trees`: it is a tree model; `ranked`: outputs that depend on a ranking."""
 
     exporter: Exporter
     model: object
-    jumps: bool
+    trees: bool
+    ranked: frozenset[str] = frozenset()
+
+    @property
+    def jumps(self) -> bool:
+        """Return whether its answers jump at some inputs."""
+        return self.trees or bool(self.ranked)
 
     def answers(self, tensors: Tensors) -> tuple[Tensors | None, Tensors | None]:
         """Return the answers in float32 and float64; raise ValueError if the source rejects the inputs."""
@@ -133,7 +141,8 @@ class _Source:
         single, double = self.answers(tensors)
         bounds = None
         if self.jumps and name != SPLITS and len(next(iter(tensors.values()))):
-            bounds = self._bounds(tensors, [answer for answer in (double, single) if answer is not None])
+            known = [answer for answer in (double, single) if answer is not None]
+            bounds = self._bounds(tensors, known, made_up=name == RANGE)
         return ReferenceGroup(name=name, inputs=tensors, single=single, double=double, bounds=bounds)
 
     def changes(self, group: ReferenceGroup) -> str:
@@ -158,20 +167,29 @@ class _Source:
                 return f"output {name!r} differs by up to {apart:.3g}"
         return ""
 
-    def _bounds(self, tensors: Tensors, known: list[Tensors]) -> Tensors | None:
-        """Return the envelope of the answers to the rows and to jittered copies, a range of rows at a time."""
+    def _bounds(self, tensors: Tensors, known: list[Tensors], *, made_up: bool) -> Tensors | None:
+        """Return the envelope of the answers to the rows and to jittered copies, a range of rows at a time.
+
+        None if the number of answers depends on the rows.
+        """
         count = len(next(iter(tensors.values())))
         row_bytes = sum(array.nbytes for array in tensors.values()) // count
         step = max(1, _JITTER_BYTES // max(1, COPIES * row_bytes))
         parts = []
         for start in range(0, count, step):
             chosen = slice_rows(tensors, start, start + step)
-            many = self.exporter.reference(self.model, jitter_rows(chosen, seed=start), "float64")
+            jittered = jitter_rows(chosen, seed=start, parts_ties=made_up and not self.trees)
+            many = self.exporter.reference(self.model, jittered, "float64")
             if many is None:
                 return None
             size = len(next(iter(chosen.values())))
+            if not self.trees:
+                many = {name: array for name, array in many.items() if name in self.ranked}
+                if any(not array.ndim or len(array) != COPIES * size for array in many.values()):
+                    return None
             answers = [slice_rows(many, copy * size, (copy + 1) * size) for copy in range(COPIES)]
-            parts.append(compute_envelope([*(slice_rows(answer, start, start + step) for answer in known), *answers]))
+            own = [{name: answer[name][start : start + step] for name in many} for answer in known]
+            parts.append(compute_envelope([*own, *answers]))
         return join_envelopes(parts)
 
 
@@ -192,7 +210,7 @@ def collect_reference_outputs(
     Raises:
         UserError: it rejects the real samples, or answers them differently each time.
     """
-    source = _Source(exporter, model, has_trees(path))
+    source = _Source(exporter, model, trees=has_trees(path), ranked=list_ranked_outputs(path))
     groups_of_inputs = build_probes(path, samples, declared)
     total = len(next(iter(samples.values())))
     max_rows = None if read_model_info(path).fixed_batch else _count_affordable_rows(source, groups_of_inputs, seconds)

@@ -34,6 +34,9 @@ REAL = "real"
 LENGTHS = "lengths:"
 """Begin of the names of groups at other sizes of free axes, as in `lengths:height=1,width=1`."""
 
+RANGE = "range"
+"""Name of the group of rows that are made up within the domain."""
+
 MIN_NOISE_ROWS = 32
 """Rows below which the largest rounding error is not a fair sample of the noise."""
 
@@ -199,7 +202,7 @@ def make_probe_groups(samples: Tensors, domains: Mapping[str, InputDomain], *, e
     groups = {REAL: ProbeGroup(inputs=samples)}
     kinds = {array.dtype.kind for array in samples.values()}
     if kinds - set("b"):
-        groups["range"] = ProbeGroup(inputs=make_range_inputs(samples, domains))
+        groups[RANGE] = ProbeGroup(inputs=make_range_inputs(samples, domains))
     rows = _even_rows(samples, MIN_NOISE_ROWS)
     if "f" in kinds:
         room = []  # the largest value of each float input, and of its type

@@ -23,6 +23,7 @@ from onnx_ops.measure.answers import explain_rejection, run_groups
 from onnx_ops.measure.execution import inspect_execution, require_hardware, require_versions
 from onnx_ops.measure.parity import make_mismatch
 from onnx_ops.measure.quantization import AS_WRITTEN
+from onnx_ops.measure.rounding import measure_roundings
 from onnx_ops.onnx_graph.compatibility import (
     check_model,
     explain_missing_operators,
@@ -34,8 +35,8 @@ from onnx_ops.onnx_graph.input_bounds import read_input_bounds
 from onnx_ops.onnx_graph.ort_format import is_ort_format
 from onnx_ops.onnx_graph.tree_ensembles import build_split_probes, has_trees, read_trees
 from onnx_ops.ports import Runtime, Tensors
-from onnx_ops.statistics.parity import measure_output, pool_noise
-from onnx_ops.statistics.probes import REAL
+from onnx_ops.statistics.parity import WHOLE, ColumnNoise, Rounding, measure_columns, measure_output
+from onnx_ops.statistics.probes import MIN_NOISE_ROWS, REAL
 from onnx_ops.statistics.tree_parity import compare_trees
 from onnx_ops.tools.probing import InputGroup, SampleRows, build_groups, find_fixed_sizes, shared_inputs
 
@@ -151,7 +152,8 @@ def compare(
     report(f"running {b.name} on {len(groups)} groups of inputs")
     answers = _run_groups(runtime, target, b, groups)
     _check_repeats(exact, reference, a, groups[0])
-    measured, refused = _measure_groups(groups, expected, answers)
+    roundings = measure_roundings(exact, a, {group.name: group.runs for group in groups}, custom_ops=target.custom_ops)
+    measured, refused = _measure_groups(groups, expected, answers, roundings)
     notes = ["rows are large: edges and large batches were omitted"] if samples.large else []
     notes += refused
     fixed = find_fixed_sizes(a, b)
@@ -171,7 +173,7 @@ def compare(
     if trees is not None and trees.changed:
         measured.append(make_mismatch("*", "trees", f"{trees.changed} nodes of trees differ: {trees.differences[0]}"))
     order = {name: i for i, name in enumerate(("*", *real))}
-    measured = sorted(pool_noise(measured), key=lambda m: order.get(m.output, len(order)))
+    measured = sorted(measured, key=lambda m: order.get(m.output, len(order)))
     judged = [(m, _judge_measurement(m, labels=m.output in labels)) for m in measured]
     differences = tuple(difference for m, difference in judged if m.inside)
     differences += _judge_distinction(samples, real, [_tensors(expected[g.name]) for g in groups if g.inside])
@@ -264,10 +266,17 @@ def _tensors(answer: Tensors | MeasurementError) -> Tensors:
 
 
 def _measure_groups(
-    groups: Sequence[InputGroup], expected: JoinedAnswers, answers: JoinedAnswers
+    groups: Sequence[InputGroup],
+    expected: JoinedAnswers,
+    answers: JoinedAnswers,
+    roundings: Mapping[str, Mapping[str, Rounding]],
 ) -> tuple[list[ParityMeasurement], list[str]]:
     """Measure B's answers to each group; notes name the groups that A refuses."""
     measured, notes = [], []
+    real = roundings.get(REAL, {})
+    known: dict[str, ColumnNoise | None] = {
+        name: measure_columns(array, array, real.get(name, WHOLE)) for name, array in _tensors(expected[REAL]).items()
+    }
     for group in groups:
         reference, answer = expected[group.name], answers[group.name]
         if isinstance(reference, MeasurementError):
@@ -280,7 +289,15 @@ def _measure_groups(
         for name, array in reference.items():
             base = name.removesuffix(KEYS).removesuffix(LENGTH)
             if name in answer:
-                one = measure_output(group=group.name, output=name, onnx=answer[name], single=array, double=None)
+                one = measure_output(
+                    group=group.name,
+                    output=name,
+                    onnx=answer[name],
+                    single=array,
+                    double=None,
+                    rounding=roundings.get(group.name, {}).get(name, WHOLE),
+                    known=known.get(name) if array.ndim and len(array) < MIN_NOISE_ROWS else None,
+                )
             # Where one model returns a matrix and the other maps, keys and lengths have no counterpart.
             elif base in answer if base != name else not array.size and f"{name}{LENGTH}" in answer:
                 continue
@@ -333,7 +350,8 @@ def _judge_measurement(m: ParityMeasurement, *, labels: bool) -> OutputDifferenc
     elif labels:
         reason = f"answers differ in {100 * m.error:.3g}% of {_format_rows(m)}, limit 0%"
     else:
-        reason = f"error {m.error:.3g}, limit {limit:.3g}, {_format_rows(m)}"
+        place = f"{m.column}: " if m.column else ""
+        reason = f"{place}error {m.error:.3g}, limit {limit:.3g}, largest answer {m.scale:.3g}, {_format_rows(m)}"
     return OutputDifference(
         output=m.output,
         group=m.group,

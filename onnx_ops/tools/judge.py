@@ -24,6 +24,7 @@ from onnx_ops.measure.execution import explain_saturation, inspect_execution
 from onnx_ops.measure.parity import make_mismatch
 from onnx_ops.measure.predictions import join_predictions, read_prediction
 from onnx_ops.measure.quantization import choose_source_form, measure_activations, measure_paired_weights
+from onnx_ops.measure.rounding import measure_roundings
 from onnx_ops.measure.scoring import ScoringRequest, measure_metrics
 from onnx_ops.onnx_graph.dequantization import write_dequantized, write_with_fp16_weights, write_with_weights
 from onnx_ops.onnx_graph.files import copy_model
@@ -35,7 +36,7 @@ from onnx_ops.ports import Dataset, Runtime, Tensors
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.metrics import CustomMetric
-from onnx_ops.statistics.parity import measure_output, pool_noise
+from onnx_ops.statistics.parity import WHOLE, Rounding, measure_output
 from onnx_ops.statistics.rules.common import join_lines
 from onnx_ops.statistics.rules.parity import is_compensating
 from onnx_ops.statistics.rules.performance import PROCESS_FIGURES
@@ -320,8 +321,9 @@ def _judge_within_noise(
 ) -> GateResult:
     """Judge the answers in units of the noise of their precision, by the rule of the parity gate.
 
-    For float16 the noise is the effect of rounding the baseline's constants; for a quantized baseline, that of the
-    target's own graph optimizations. Where the baseline's sums saturate on the target, that noise is no measure of
+    For float16 the noise is the effect of rounding the baseline's constants, by column; for a quantized baseline, that
+    of the target's own graph optimizations. It moves single elements by whole steps, which the columns share, so that
+    the output is measured as a whole. Where the baseline's sums saturate on the target, that noise is no measure of
     rounding: then only equal answers pass.
     """
     samples = request.settings[0].samples
@@ -330,10 +332,12 @@ def _judge_within_noise(
     request.report(f"running {request.candidate.name} on {len(groups)} groups of inputs")
     with Scratch() as folder:
         right = run_groups(request.exact, REFERENCE, request.baseline, runs)
+        roundings: Mapping[str, Mapping[str, Rounding]] = {}
         if of == "float16":
             rounded = folder / "halves.onnx"
             write_with_fp16_weights(request.baseline, rounded)
             rough = run_groups(request.exact, REFERENCE, rounded, runs)
+            roundings = measure_roundings(request.exact, request.baseline, runs)
         else:
             rough = run_groups(runtime, target, request.baseline, runs)
         answers = run_groups(runtime, target, request.candidate, runs)
@@ -360,9 +364,10 @@ def _judge_within_noise(
                     single=single[output],
                     double=expected,
                     epsilon=epsilon,
+                    rounding=roundings.get(name, {}).get(output, WHOLE),
                 )
             )
-    evidence = replace(make_evidence(runtime, target, request.candidate), parity=pool_noise(measured))
+    evidence = replace(make_evidence(runtime, target, request.candidate), parity=tuple(measured))
     result = next(r for r in judge((ParityGate(),), evidence).results if r.gate == "parity")
     noise = "the noise of float16" if of == "float16" else "A's own noise"
     reason = result.reason.replace("the source's noise", noise).replace("the source gives", "A gives")

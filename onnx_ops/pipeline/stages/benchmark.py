@@ -28,7 +28,12 @@ from onnx_ops.errors import UserError
 from onnx_ops.measure.execution import ExecutionReport, inspect_execution, require_hardware
 from onnx_ops.measure.files import MODEL, PACKAGE, checkout_files, get_dataset, pack_arrays, put_document, put_folder
 from onnx_ops.measure.paired_rows import digest_rows
-from onnx_ops.measure.parity import find_hardware_divergence, measure_invariance, measure_parity
+from onnx_ops.measure.parity import (
+    REFERENCE_TARGET,
+    find_hardware_divergence,
+    measure_invariance,
+    measure_parity,
+)
 from onnx_ops.measure.reference_outputs import get_reference
 from onnx_ops.measure.scoring import (
     ModelPredictions,
@@ -96,7 +101,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
             excluded = _read_documents(context, variant["excluded.json"], str)
             execution = inspect_execution(runtime, export, candidate, target, excluded)
         reference = get_reference(store, inputs["export"]["reference.npz"])
-        parity = () if quantized else measure_parity(runtime, candidate, target, reference)
+        exact = context.runtime(REFERENCE_TARGET.runtime)
+        parity = () if quantized else measure_parity(runtime, candidate, target, reference, exact)
         package = _make_package(runtime, candidate, target, folder / "package", context)
 
         divergence = next(iter(_read_documents(context, inputs["validate"]["divergence.json"], Divergence)), None)
