@@ -6,6 +6,7 @@ counting.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -158,17 +159,98 @@ class UnitSums:
         return cls(requests=requests, events=events, requests_squared=requests, events_squared=events, products=events)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsReading:
-    """The counts of a source since `origin`, by name of deployment. `at` is in seconds since the epoch.
+BADNESS_BINS = 32
+"""Bins of badness above 0. Rounding up needs no correction: it does not depend on the assignment."""
+USER_BLOCKS = 64
+"""Blocks of users, which the cell of a user's key modulo this number belongs to."""
 
-    Another origin means that the counters restarted, as after a restart of the server. `shadow` counts copies to the
-    candidate. `units` are by name of guardrail, and `feedback` for those; empty where the source knows no users.
-    `cold_s` are durations of loads of either version, before the candidate got any traffic.
+
+def find_badness_bin(events: int, requests: int) -> int:
+    """Return the bin of a unit: 0 without events, else k where events / requests lies in ((k - 1) / 32, k / 32]."""
+    return -(-events * BADNESS_BINS // requests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitCounts:
+    """Units of either version by badness, the share of a unit's requests that were events.
+
+    A unit is what is assigned to a version independently of others: the requests of one cell of users in one epoch, or
+    a single request without a key. Each version has `BADNESS_BINS` + 1 numbers; zeros at the end may be left out.
+    """
+
+    candidate: tuple[int, ...] = ()
+    stable: tuple[int, ...] = ()
+
+    def plus(self, other: UnitCounts) -> UnitCounts:
+        """Return the units of both."""
+        return UnitCounts(
+            candidate=_add(self.candidate, other.candidate),
+            stable=_add(self.stable, other.stable),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochUnits:
+    """Units of one epoch, for all of which the traffic split of the routing table `generation` held.
+
+    `units` are by place: `errors`, `refused`, and the latency guardrails and places with a threshold. For the latter, a
+    unit counts its timed requests. Counts of one cell from several servers are added before its badness is formed.
+    `requests` and `errors` are the candidate's, for a service level.
+    """
+
+    generation: int
+    epoch: int
+    units: Mapping[str, UnitCounts]
+    requests: int = 0
+    errors: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserBlocks:
+    """Requests and events of one deployment by block of users, for a split that is sticky by user.
+
+    Each has `USER_BLOCKS` + 1 numbers; the last one is of requests without a key. For feedback, requests are entries
+    and events are successes.
+    """
+
+    requests: tuple[int, ...]
+    events: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationCounts:
+    """Counts of one server since one start, under one generation of its routing table. They only grow.
+
+    `origin` identifies server and start. `tallies` are by deployment. `shadow` counts copies to the candidate. `blocks`
+    are by deployment and place (`errors`, `feedback`, latency); empty unless the split is sticky by user.
     """
 
     origin: str
+    generation: int
+    tallies: Mapping[str, RequestCounts]
+    shadow: ShadowCounts = field(default_factory=ShadowCounts, metadata=OMIT_DEFAULT)
+    blocks: Mapping[str, Mapping[str, UserBlocks]] = field(default_factory=dict, metadata=OMIT_DEFAULT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsReading:
+    """The counts of a source. `at` is in seconds since the epoch, by the source's clock.
+
+    Servers of onnx-ops report `counts` by server, start and generation, and `epochs`: the closed epochs that they still
+    know, in ascending order. An epoch is closed once every server has closed it. `open_epoch` is the latest one that is
+    not. Their clocks are never compared.
+
+    Sources that know no assignment (CloudWatch, Azure Monitor, Prometheus) report `tallies` by deployment, and perhaps
+    `shadow` and `quantiles`, since `origin`: another origin means that the counters restarted.
+
+    `cold_s` are durations of loads of either version, before the candidate got any traffic.
+    """
+
     at: float
+    counts: tuple[GenerationCounts, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    epochs: tuple[EpochUnits, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    open_epoch: EpochUnits | None = field(default=None, metadata=OMIT_DEFAULT)
+    origin: str = ""
     tallies: Mapping[str, RequestCounts] = field(default_factory=dict)
     shadow: ShadowCounts = field(default_factory=ShadowCounts)
     quantiles: Mapping[str, LatencyQuantiles] = field(default_factory=dict)
@@ -265,6 +347,10 @@ def diff_readings(
 
 def _over_field(name: str) -> str:
     return f"over_{name.removeprefix('latency_')}"
+
+
+def _add(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in itertools.zip_longest(one, other, fillvalue=0))
 
 
 def _subtract(now: int | None, before: int | None) -> int | None:
