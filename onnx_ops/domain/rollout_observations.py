@@ -6,6 +6,7 @@ counting.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -159,15 +160,18 @@ class UnitSums:
         return cls(requests=requests, events=events, requests_squared=requests, events_squared=events, products=events)
 
 
-BADNESS_BINS = 32
-"""Bins of badness above 0. Rounding up needs no correction: it does not depend on the assignment."""
+BADNESS_EDGES = (0.0, *(2.0**-k for k in range(10, 5, -1)), *(k / 32 for k in range(1, 33)))
+"""Upper edges of the bins of badness: no event, halves of 1/32 for rare events of busy users, then steps of 1/32."""
 USER_BLOCKS = 64
 """Blocks of users, which the cell of a user's key modulo this number belongs to."""
 
 
 def find_badness_bin(events: int, requests: int) -> int:
-    """Return the bin of a unit: 0 without events, else k where events / requests lies in ((k - 1) / 32, k / 32]."""
-    return -(-events * BADNESS_BINS // requests)
+    """Return the bin of a unit: the first whose edge is not below events / requests.
+
+    Rounding up needs no correction, since it does not depend on the assignment.
+    """
+    return bisect.bisect_left(BADNESS_EDGES, events / requests)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +179,8 @@ class UnitCounts:
     """Units of either version by badness, the share of a unit's requests that were events.
 
     A unit is what is assigned to a version independently of others: the requests of one cell of users in one epoch, or
-    a single request without a key. Each version has `BADNESS_BINS` + 1 numbers; zeros at the end may be left out.
+    a single request without a key. Each version has a number for each of
+    `BADNESS_EDGES`; zeros at the end may be left out.
     """
 
     candidate: tuple[int, ...] = ()
@@ -195,14 +200,11 @@ class EpochUnits:
 
     `units` are by place: `errors`, `refused`, and the latency guardrails and places with a threshold. For the latter, a
     unit counts its timed requests. Counts of one cell from several servers are added before its badness is formed.
-    `requests` and `errors` are the candidate's, for a service level.
     """
 
     generation: int
     epoch: int
     units: Mapping[str, UnitCounts]
-    requests: int = 0
-    errors: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
