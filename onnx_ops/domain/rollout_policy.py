@@ -9,6 +9,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen, Unit, doc
 
+from onnx_ops.domain.endpoint import MAX_EPOCH_S, MIN_EPOCH_S
 from onnx_ops.domain.quantities import Count, Fraction, Notation, Seconds
 
 DAY = 86_400.0
@@ -166,6 +167,12 @@ class RolloutPolicy:
         ),
     ] = DEFAULT_UNITS
     slo: Annotated[ServiceLevel | None, doc("Service level that must be shown before each advance.")] = None
+    epoch: Annotated[
+        Seconds,
+        Ge(MIN_EPOCH_S),
+        Le(MAX_EPOCH_S),
+        doc("How long a user stays with one version in a canary step; then all users are drawn anew."),
+    ] = 60.0
     min_step_duration: Annotated[
         Seconds | None, doc("Shortest time at each step, regardless of the number of requests.")
     ] = None

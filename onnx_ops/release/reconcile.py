@@ -277,6 +277,7 @@ def choose_action(
         from onnx_ops.statistics.rollout.judge import analyze
 
         analysis = analyze(snapshot.observations, state.roles, state.policy)
+    provider = journal.context.provider(journal.config.provider)
     action = choose_next_action(
         desired=desired.deployment,
         observed=observed,
@@ -286,6 +287,7 @@ def choose_action(
         command=state.command,
         now=journal.context.clock.now(),
         analysis=analysis,
+        draws_epochs="epochs" in provider.capabilities(journal.config.settings),
     )
     if not isinstance(action, Wait):
         return action
@@ -377,7 +379,9 @@ class DryRun:
             ledger=cast("Ledger", ledger),
             files=cast("ModelFiles", _ReadOnlyPort(context.files)),
             registry=lambda: self._unless_down(lambda: cast("Registry", registry)),
-            provider=lambda name: cast("EndpointProvider", _ReadOnlyPort(context.provider(name), "observe")),
+            provider=lambda name: cast(
+                "EndpointProvider", _ReadOnlyPort(context.provider(name), "observe", "capabilities")
+            ),
             metrics=lambda config: cast("MetricsSource", _ReadOnlyPort(context.metrics(config), "read")),
         )
 
