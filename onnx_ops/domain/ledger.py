@@ -16,7 +16,7 @@ from onnx_ops.domain.attestation import Envelope
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Roles, WaitKind
-from onnx_ops.domain.rollout_observations import LatencyThresholds, MetricsReading, Observations
+from onnx_ops.domain.rollout_observations import GenerationUnits, LatencyThresholds, MetricsReading, Observations
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 
 
@@ -518,5 +518,10 @@ def _start_observations(state: ReleaseState, action: Action, at: float) -> Obser
         fixed = state.thresholds
         if fixed is not None and fixed.candidate == candidate.manifest:
             observations = replace(observations, thresholds=fixed.thresholds, slower=fixed.slower or fixed.thresholds)
-    percent = action.state.split.weights.get(candidate.name, 0)
-    return observations.move_to_step(step, at, generation=state.generation, percent=percent)
+    split = GenerationUnits(
+        generation=state.generation,
+        step=step,
+        percent=action.state.split.weights.get(candidate.name, 0),
+        is_drawn=action.state.split.epoch_s > 0,
+    )
+    return observations.move_to_step(split, at)

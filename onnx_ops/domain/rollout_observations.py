@@ -316,12 +316,14 @@ class ObservationInterval:
 class GenerationUnits:
     """The traffic split of one generation of the routing table, and the units of its `epochs` until `last_epoch`.
 
-    `percent` is the candidate's share. `units` are by place.
+    `percent` is the candidate's share. `units` are by place; there are none unless users are assigned anew in each
+    epoch (`is_drawn`).
     """
 
     generation: int
     step: int
     percent: int
+    is_drawn: bool
     epochs: int = 0
     last_epoch: int = -1
     units: Mapping[str, UnitCounts] = field(default_factory=dict)
@@ -363,9 +365,9 @@ class Observations:
     cold_s: tuple[tuple[float, ...], tuple[float, ...]] = field(default=((), ()), metadata=OMIT_DEFAULT)
 
     @property
-    def has_units(self) -> bool:
-        """Whether the source counts units: it is made of servers of onnx-ops."""
-        return bool(self.counts)
+    def drawn(self) -> tuple[GenerationUnits, ...]:
+        """The splits whose units are counted and were assigned anew in each epoch; empty for other sources."""
+        return tuple(split for split in self.generations if split.is_drawn) if self.counts else ()
 
     def sum_blocks(self, place: str) -> tuple[UserBlocks, ...]:
         """Return the counts by block of users of the present step, for each version; empty if the source has none."""
@@ -375,15 +377,14 @@ class Observations:
             total = total.plus(one) if one.generation in ours else total
         return tuple(by_place[place] for by_place in total.blocks.values() if place in by_place)
 
-    def move_to_step(self, step: int, at: float, *, generation: int, percent: int) -> Observations:
+    def move_to_step(self, split: GenerationUnits, at: float) -> Observations:
         """Return the observations after the traffic split was set (again) for a step."""
-        split = GenerationUnits(generation=generation, step=step, percent=percent)
         moved = replace(self.reset_reading(at), generations=(*self.generations, split), open_epoch=None)
-        return moved if step == self.step else replace(moved, step=step, started_at=at)
+        return moved if split.step == self.step else replace(moved, step=split.step, started_at=at)
 
     def reset_reading(self, at: float) -> Observations:
         """Return the observations after the split changed or may have changed: no interval spans that."""
-        return self if self.has_units else replace(self, reading=None, split_at=at)
+        return self if self.counts else replace(self, reading=None, split_at=at)
 
     def select_new(self, reading: MetricsReading) -> MetricsReading:
         """Return the reading without counts of other rollouts and without epochs that are counted already."""

@@ -122,7 +122,7 @@ class FakeProvider(EndpointProvider):
         self._settings: dict[str, Mapping[str, Json]] = {}
 
     def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
-        return frozenset({"split"})
+        return frozenset({"split", "epochs"})
 
     def validate_settings(self, settings: Mapping[str, Json]) -> None:
         """Accept any settings."""
@@ -504,12 +504,16 @@ def _count_requests_as_units(candidate: RequestCounts, stable: RequestCounts) ->
     def bins(events: int, requests: int) -> tuple[int, ...]:
         return (requests - events, *[0] * (len(BADNESS_EDGES) - 2), events)
 
-    places: dict[str, Callable[[RequestCounts], tuple[int, int]]] = {
-        "errors": lambda one: (one.errors, one.requests),
-        "refused": lambda one: (one.refused, one.requests),
-        **{place: lambda one, place=place: (one.over()[place], one.measured) for place in candidate.over()},
+    units = {
+        "errors": UnitCounts(
+            candidate=bins(candidate.errors, candidate.requests), stable=bins(stable.errors, stable.requests)
+        ),
+        "refused": UnitCounts(
+            candidate=bins(candidate.refused, candidate.requests), stable=bins(stable.refused, stable.requests)
+        ),
     }
-    return {
-        place: UnitCounts(candidate=bins(*count(candidate)), stable=bins(*count(stable)))
-        for place, count in places.items()
-    }
+    for place, over in candidate.over().items():
+        units[place] = UnitCounts(
+            candidate=bins(over, candidate.measured), stable=bins(stable.over()[place], stable.measured)
+        )
+    return units

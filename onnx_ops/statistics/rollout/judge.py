@@ -68,7 +68,7 @@ def judge(observations: Observations, policy: RolloutPolicy) -> AnalysisResult:
         guardrails=tuple(guards),
         unmet_target=short,
         split_mismatch=mismatch,
-        gross_failure=_describe_failure(observations, here, step, policy),
+        gross_failure=_describe_failure(observations, here),
         ab_outcome=outcome,
         ab_summary=line,
     )
@@ -97,17 +97,17 @@ def evaluate_guardrail(
         return GuardrailResult(name=rail.name, limit=limit, required=needed, holds=holds)
     evidences, effects = {}, {}
     for place in rail.places:
-        evidences[place], effects[place] = _measure_place(place, rail.tolerated(place), observations, policy)
+        evidences[place], effects[place] = _measure_place(place, rail.tolerated(place), observations)
     worst = max(evidences, key=lambda place: evidences[place])
     rows, alone = counted[worst], len(evidences) == 1
     # Bounds of the place that was chosen for being the worst would not hold, and units have no odds ratio.
-    low, high = ev.bound_odds_ratio(rows, effects[worst]) if alone and not observations.has_units else (None, None)
+    low, high = ev.bound_odds_ratio(rows, effects[worst]) if alone and not observations.drawn else (None, None)
     return GuardrailResult(
         name=rail.name,
         percentile="" if alone else worst.partition("@")[2],
         canary=(sum(row[0] for row in rows), sum(row[1] for row in rows)),
         stable=(sum(row[2] for row in rows), sum(row[3] for row in rows)),
-        units=_count_bad_units(observations, policy, worst),
+        units=_count_bad_units(observations, worst),
         evidence=float(ev.average_evidence(list(evidences.values()))),
         limit=limit,
         low=low,
@@ -150,37 +150,29 @@ def trace_guardrails(history: Sequence[Observations], policy: RolloutPolicy) -> 
     return tuple(paths)
 
 
-def _measure_place(
-    place: str, tolerated: float, observations: Observations, policy: RolloutPolicy
-) -> tuple[float, float]:
+def _measure_place(place: str, tolerated: float, observations: Observations) -> tuple[float, float]:
     """Return log10 of the evidence of the whole rollout, and the design effect of the counts that need one.
 
     Evidence of units and that of an A/B test after them multiply: the latter is an e-process given the former.
     """
-    evidence, intervals, effect = 0.0, observations.intervals, 1.0
-    if observations.has_units:
-        evidence = measure_unit_evidence(_list_drawn(observations, policy), place, tolerated)
-        sticky = {index for index, step in enumerate(policy.planned()) if step.kind == "ab_test"}
-        intervals = tuple(each for each in intervals if each.step in sticky)
-    if rows := count_events(place, intervals):
+    evidence, effect = measure_unit_evidence(observations.drawn, place, tolerated), 1.0
+    steps = {split.step for split in observations.drawn}
+    if rows := count_events(place, [each for each in observations.intervals if each.step not in steps]):
         effect = _compute_effect(observations, place, rows)
         evidence += ev.measure_evidence(rows, tolerated, effect)
     return evidence, effect
 
 
-def _list_drawn(observations: Observations, policy: RolloutPolicy) -> list[GenerationUnits]:
-    """Return the splits whose units were assigned anew in each epoch."""
-    kinds = [step.kind for step in policy.planned()]
-    return [split for split in observations.generations if kinds[min(split.step, len(kinds) - 1)] == "canary"]
+def _is_drawn(observations: Observations) -> bool:
+    """Return whether users are assigned anew in each epoch of the present step, and the source counts units."""
+    return any(split.step == observations.step for split in observations.drawn)
 
 
-def _count_bad_units(
-    observations: Observations, policy: RolloutPolicy, place: str
-) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Return the units of either version with any event, and all; None where the source counts no units."""
-    if not observations.has_units:
+def _count_bad_units(observations: Observations, place: str) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """Return the units of either version with any event, and all; None where none are counted."""
+    if not observations.drawn:
         return None
-    counts = _sum_units(_list_drawn(observations, policy), place).astype(int)
+    counts = _sum_units(observations.drawn, place).astype(int)
     (good, mine), (fine, theirs) = ((int(row[0]), int(row.sum())) for row in counts)
     return (mine - good, mine), (theirs - fine, theirs)
 
@@ -230,16 +222,15 @@ def _find_shortage(
     """Return what the traffic of the step has not shown yet, guardrails apart; empty if nothing is missing."""
     if policy.slo is not None and (short := _explain_service_level(here, policy.slo.error_rate)):
         return short
-    if step.kind == "ab_test" and observations.has_units:
-        users = _count_users(observations, "feedback" if policy.ab_test else "errors")
-        return "" if users >= policy.min_units else _explain_few_users(users, policy)
-    if observations.has_units:
-        units = _count_units(observations, step)[0]
-        if units < policy.min_units:
+    if _is_drawn(observations):
+        if (units := _count_units(observations, step)[0]) < policy.min_units:
             return (
                 f"{units} of {policy.min_units} independent units of the candidate "
                 "(a user in an epoch, or a request without a key)"
             )
+    elif observations.counts:
+        users = _count_users(observations, "feedback" if step.kind == "ab_test" else "errors")
+        return "" if users >= policy.min_units else _explain_few_users(users, policy)
     elif policy.guardrails and len(here) < (fewest := design_effect.MIN_INTERVALS):
         # Without units, one interval's counts may be of one user.
         return f"{len(here)} of {fewest} intervals, which a source takes that does not count by user"
@@ -248,7 +239,7 @@ def _find_shortage(
 
 def _count_units(observations: Observations, step: PlannedStep) -> tuple[int, int]:
     """Return the candidate's units in closed epochs of the present step, and those of both versions."""
-    splits = [s for s in observations.generations if (s.step, s.percent) == (observations.step, step.percent)]
+    splits = [s for s in observations.drawn if (s.step, s.percent) == (observations.step, step.percent)]
     counts = _sum_units(splits, "errors")
     return int(counts[0].sum()), int(counts.sum())
 
@@ -291,10 +282,10 @@ def _find_mismatch(observations: Observations, canary: int, requests: int, step:
     if not 0 < step.percent < 100:
         return ""
     noun, effect = "requests", 1.0
-    if observations.has_units and step.kind == "canary":
+    if _is_drawn(observations):
         noun, (canary, requests) = "units", _count_units(observations, step)
-    elif observations.has_units:
-        effect = design_effect.compute_split_effect(observations.sum_blocks("errors"))
+    elif blocks := observations.sum_blocks("errors"):
+        effect = design_effect.compute_split_effect(blocks)
     if float(guardrails.compute_mismatch_evidence(canary, requests, step.percent, effect)) < guardrails.MISMATCH_LIMIT:
         return ""
     return f"{canary} of {requests} {noun} ({100 * canary / requests:.1f} %) went to the candidate"
@@ -323,7 +314,7 @@ def judge_split_test(
         design_effect=effect,
     )
     line = guard.summary.removesuffix(" -> ROLL BACK")
-    if observations.has_units and (users := _count_users(observations, "feedback")) < policy.min_units:
+    if observations.counts and (users := _count_users(observations, "feedback")) < policy.min_units:
         return "undecided", f"{line}; {_explain_few_users(users, policy)} -> UNDECIDED"
     return decision, f"{line} -> {decision.upper()}"
 
@@ -342,12 +333,10 @@ def _get_events(place: str, tally: RequestCounts) -> tuple[int | None, int]:
     return tally.over().get(place), tally.measured
 
 
-def _describe_failure(
-    observations: Observations, here: Sequence[ObservationInterval], step: PlannedStep, policy: RolloutPolicy
-) -> str:
+def _describe_failure(observations: Observations, here: Sequence[ObservationInterval]) -> str:
     """Describe a gross failure of the candidate; empty if there is none."""
-    if observations.has_units and step.kind == "canary":
-        return _describe_failing_units(observations, policy)
+    if _is_drawn(observations):
+        return _describe_failing_units(observations)
     canary, stable = _sum_tallies([each.canary for each in here]), _sum_tallies([each.stable for each in here])
     if guardrails.is_refusing((canary.refused, canary.requests), (stable.refused, stable.requests)):
         return (
@@ -365,12 +354,12 @@ def _describe_failure(
     return ""
 
 
-def _describe_failing_units(observations: Observations, policy: RolloutPolicy) -> str:
+def _describe_failing_units(observations: Observations) -> str:
     """Describe a gross failure by units, those of the epoch in progress included; empty if there is none.
 
     Evidence is not valid within an epoch, where the same coins are looked at again. A higher limit makes up for it.
     """
-    latest, splits = observations.open_epoch, _list_drawn(observations, policy)
+    latest, splits = observations.open_epoch, list(observations.drawn)
     if latest is not None:
         splits = [each.with_epoch(latest) if each.generation == latest.generation else each for each in splits]
     here = [each for each in splits if each.step == observations.step]

@@ -26,10 +26,12 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from onnx_ops.domain.rollout_observations import BADNESS_EDGES, GenerationUnits, UnitCounts
 from onnx_ops.domain.rollout_policy import LATENCY_PLACES, LATENCY_QUANTILES
-from onnx_ops.statistics.rollout.evidence import Array, log_mean_exp
+from onnx_ops.statistics.rollout.evidence import Array, Counts, log_mean_exp
+from onnx_ops.statistics.rollout.guardrails import MISMATCH_LIMIT, compute_mismatch_evidence
 
 RATIOS = (1.2, 1.5, 2.0, 3.0, 5.0, 8.0, 15.0, 40.0, 200.0)
 """Ratios of the rates of events that the gamblers expect, as multiples of the tolerated one."""
@@ -76,27 +78,49 @@ def make_log_factors(percent: int, tolerated: float, centers: tuple[float, ...])
     return np.stack(gamblers)
 
 
-def sum_log_factors(counts: Array, percent: int, tolerated: float, centers: tuple[float, ...]) -> Array:
+def choose_percent(place: str, percents: Counts) -> Counts:
+    """Return the candidate's shares of the units that a place compares.
+
+    Latency is compared between the version with less traffic and as many cells of the other one, whose requests the
+    control replica answers.
+    """
+    return percents if place in ("errors", "refused") else np.full_like(percents, 50)
+
+
+def sum_log_factors(counts: npt.ArrayLike, place: str, percents: npt.ArrayLike, tolerated: float) -> Array:
     """Return the log of what units multiply each gambler's wealth by.
 
+    Where units show that the split is not the requested one, the coin is the one that they show: a split that went
+    wrong is no fault of the candidate.
+
     Args:
-        counts: (..., 2, bins) units of the candidate and the stable version by bin of badness.
+        counts: (n, 2, bins) units of the candidate and the stable version by bin of badness.
+        percents: (n,) the candidate's share of traffic, from 1 to 99.
 
     Returns:
-        (..., gamblers)
+        (n, gamblers)
     """
-    return np.asarray(np.tensordot(counts, make_log_factors(percent, tolerated, centers), axes=([-2, -1], [1, 2])))
+    units = np.asarray(counts, dtype=np.float64)
+    shares = choose_percent(place, np.asarray(percents))
+    (candidate, _), total = np.moveaxis(units.sum(axis=-1), -1, 0), units.sum(axis=(-2, -1))
+    is_wrong = compute_mismatch_evidence(candidate, total, shares) >= MISMATCH_LIMIT
+    shown = np.clip(np.rint(100 * candidate / np.maximum(total, 1)), 1, 99).astype(np.int64)
+    shares = np.where(is_wrong, shown, shares)
+    logs = np.empty((len(units), len(make_log_factors(50, tolerated, choose_centers(place)))))
+    for share in np.unique(shares):
+        factors = make_log_factors(int(share), tolerated, choose_centers(place))
+        logs[shares == share] = np.tensordot(units[shares == share], factors, axes=([1, 2], [1, 2]))
+    return logs
 
 
 def measure_unit_evidence(splits: Sequence[GenerationUnits], place: str, tolerated: float) -> float:
     """Return log10 evidence that the candidate makes units worse than tolerated, over all splits."""
-    centers = choose_centers(place)
-    logs = [
-        sum_log_factors(to_array(split.units[place]), split.percent, tolerated, centers)
-        for split in splits
-        if place in split.units and 0 < split.percent < 100
-    ]
-    return float(log_mean_exp(np.sum(logs, axis=0))) / math.log(10) if logs else 0.0
+    used = [split for split in splits if place in split.units and 0 < split.percent < 100]
+    if not used:
+        return 0.0
+    counts = [to_array(split.units[place]) for split in used]
+    logs = sum_log_factors(counts, place, [split.percent for split in used], tolerated)
+    return float(log_mean_exp(logs.sum(axis=0))) / math.log(10)
 
 
 def to_array(units: UnitCounts) -> Array:
