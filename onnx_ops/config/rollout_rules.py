@@ -10,7 +10,7 @@ from onnx_ops.config.document import Issue, Loc
 from onnx_ops.config.messages import did_you_mean, quote_names
 from onnx_ops.config.rules import Draft
 from onnx_ops.domain.pipeline import Deploy
-from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
+from onnx_ops.domain.rollout_policy import DAY, DEFAULT_UNITS, RolloutPolicy
 from onnx_ops.domain.target import Target
 
 Capabilities = Callable[[Deploy], frozenset[str]]
@@ -172,5 +172,8 @@ def _check_judgement(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
         "min_step_duration": policy.min_step_duration,
         "approval_steps": policy.approval_steps,
     }
-    for key in (*(key for key, value in given.items() if value), *["step_timeout"] * (policy.step_timeout != DAY)):
+    changed = {"step_timeout": policy.step_timeout != DAY, "min_units": policy.min_units != DEFAULT_UNITS}
+    for key, value in (given | changed).items():
+        if not value:
+            continue
         yield Issue((*where, key), f"'{key}' is for steps that are judged; add e.g. guardrails: [errors]")

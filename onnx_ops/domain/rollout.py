@@ -105,8 +105,9 @@ class GuardrailResult:
     """One guardrail: events among the requests of either version, and the evidence (log10) against the candidate.
 
     `low` and `high` bound the odds ratio at any time; None where not computed. `compared` counts what the evidence of
-    the present step rests on; the step needs `required`. `design_effect` is how many requests carry the information of
-    one independent request. A violation pauses the rollout if `holds`, else aborts it. `rule` describes what was
+    the present step rests on; the step needs `required`. `units` are those of either version with any event, and all,
+    where the source counts them; else `design_effect` is how many requests carry the information of one independent
+    request. A violation pauses the rollout if `holds`, else aborts it. `rule` describes what was
     compared where it is not a pair of counts. `percentile` is where the counts speak most against the candidate.
     """
 
@@ -114,6 +115,7 @@ class GuardrailResult:
     percentile: str = ""
     canary: tuple[int, int] = (0, 0)
     stable: tuple[int, int] = (0, 0)
+    units: tuple[tuple[int, int], tuple[int, int]] | None = None
     evidence: float = 0.0
     limit: float
     low: float | None = None
@@ -134,6 +136,9 @@ class GuardrailResult:
         """One line for people."""
         where = f"above {self.percentile} " if self.percentile else ""
         parts = [self.rule or f"{where}canary {_format_share(*self.canary)} vs stable {_format_share(*self.stable)}"]
+        if self.units is not None:
+            (mine, of_mine), (theirs, of_theirs) = self.units
+            parts.append(f"{mine} of {of_mine} units vs {theirs} of {of_theirs}")
         details = [] if self.low is None or self.high is None else [f"odds ratio {self.low:.3g}-{self.high:.3g}"]
         if self.design_effect >= _REPORTED_DESIGN_EFFECT:
             details.append(f"{self.design_effect:.2g} requests count as one")

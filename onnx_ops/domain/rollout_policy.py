@@ -17,6 +17,8 @@ DAY = 86_400.0
 DEFAULT_MINIMUM = 300
 """Requests to the candidate that a step needs if the policy has no `min_requests`."""
 
+DEFAULT_UNITS = 20
+
 GuardrailName: TypeAlias = Literal[
     "errors", "latency", "latency_p50", "latency_p90", "latency_p95", "latency_p99", "cold_start"
 ]
@@ -157,6 +159,13 @@ class RolloutPolicy:
         Notation.SINGLE_ENTRY,
         doc("Requests to the candidate before a step is left: one number, or one for each step."),
     ] = ()
+    min_units: Annotated[
+        Count,
+        doc(
+            "Independent units of the candidate before a step is left: users in an epoch and requests without a key; "
+            "in an A/B test, users of each version."
+        ),
+    ] = DEFAULT_UNITS
     slo: Annotated[ServiceLevel | None, doc("Service level that must be shown before each advance.")] = None
     epoch: Annotated[
         Seconds,
