@@ -238,7 +238,7 @@ def test_a_reading_counts_failures_refusals_and_slow_answers() -> None:
         server.answer(2, status, 0.001, times)
     limits = LatencyThresholds(p50_s=BOUNDS_S[108], p99_s=BOUNDS_S[140], requests=500)
     assert BOUNDS_S[108] > 0.001
-    (counts,) = server.read({"v2": limits, "v1": limits}).counts
+    (counts,) = server.read(dict.fromkeys(("v2", "v1"), limits)).counts
     assert (counts.origin, counts.generation) == (server.shared.origin, 7)
     assert counts.tallies == {
         "v1": RequestCounts(requests=99, over_p50=9, over_p99=9, timed=99),
@@ -413,7 +413,7 @@ def test_the_whole_distribution_is_read_off_and_counted_by_user() -> None:
     assert slower is not None
     assert list(limits.places_s) == sorted(limits.places_s)
     assert len(set(limits.places_s)) == len(LATENCY_PLACES)
-    limits_of = {"v2": slower, "v1": limits}
+    limits_of: dict[str, LatencyThresholds | None] = {"v2": slower, "v1": limits}
     over = server.read(limits_of).counts[0].tallies["v1"].over()
     assert [over[place] / 1000 for place in LATENCY_PLACES] == pytest.approx(
         [1 - q for q in LATENCY_PLACES.values()], abs=0.02

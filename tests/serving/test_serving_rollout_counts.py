@@ -211,9 +211,9 @@ def test_every_request_is_counted_once_whenever_it_is_answered(seed: int) -> Non
     routed: Counter[tuple[int, str]] = Counter()
     running = []
     for _ in range(3000):
-        number, cell = int(draw.integers(2)), int(draw.choice((KEYLESS_CELL, draw.integers(50))))
+        number, cell = int(draw.integers(2)), int(draw.choice([KEYLESS_CELL, int(draw.integers(50))]))
         name = str(draw.choice(("old", "new")))
-        match draw.choice(steps, p=shares):
+        match str(draw.choice(steps, p=shares)):
             case "inline":
                 routed[site.epoch, name] += 1
                 site.workers[number].count(site.draw, SLOTS[name], cell, 200, 0.0)
@@ -228,7 +228,7 @@ def test_every_request_is_counted_once_whenever_it_is_answered(seed: int) -> Non
                 site.turn()
             case "read":
                 site.closed()
-            case "die":
+            case _:
                 site.workers[number] = CellCounter(site.shared, number)
                 running = [each for each in running if each[0] != number]
     site.turn(4)

@@ -109,8 +109,15 @@ def test_a_draw_is_the_same_in_every_version_of_this_package_and_its_libraries()
 
 def test_chance_covers_the_split() -> None:
     router = split(30)
-    assert Counter(router.route_draw(number / 1000) for number in range(1000)) == {"new": 300, "old": 700}
-    assert router.route_draw(0.9999999999999999) == "old"
+    assert Counter(router.slots) == {"new": 30, "old": 70}
+    assert len(router.slots) == 100
+
+
+@pytest.mark.parametrize(("weight", "comparable"), [(0, 100), (1, 1), (10, 10), (50, 50), (90, 10)])
+def test_both_versions_are_compared_in_as_many_slots(weight: int, comparable: int) -> None:
+    router = split(weight)
+    slots = Counter(name for name, is_comparable in zip(router.slots, router.comparable, strict=True) if is_comparable)
+    assert slots == ({"new": comparable, "old": comparable} if weight else {"old": 100})
 
 
 @given(st.sets(st.integers(0, 2**32 - 1), max_size=200))
