@@ -364,14 +364,14 @@ def _describe_failing_units(observations: Observations) -> str:
         splits = [each.with_epoch(latest) if each.generation == latest.generation else each for each in splits]
     here = [each for each in splits if each.step == observations.step]
     for place, share, what in (("errors", BREAKER_SHARE, "failed"), ("refused", REFUSED_SHARE, "were refused")):
-        mine, theirs = _sum_units(here, place)
-        badness = float(mine @ BADNESS_EDGES) / max(1.0, mine.sum())
-        evidence = measure_unit_evidence(splits, place, BREAKER_TIMES)
-        if badness >= share and evidence >= BREAKER_LIMIT:
-            other = float(theirs @ BADNESS_EDGES) / max(1.0, theirs.sum())
+        counts = _sum_units(here, place)
+        mine, theirs = counts @ BADNESS_EDGES / np.maximum(1, counts.sum(axis=1))
+        if mine < max(share, BREAKER_TIMES * theirs):
+            continue
+        if measure_unit_evidence(splits, place, 1.0) >= BREAKER_LIMIT:
             return (
-                f"gross failure: {100 * badness:.0f} % of requests {what} in {mine.sum():.0f} units of the candidate, "
-                f"{100 * other:.2g} % in those of the stable version -> ROLL BACK"
+                f"gross failure: {100 * mine:.0f} % of requests {what} in {counts[0].sum():.0f} units of the "
+                f"candidate, {100 * theirs:.2g} % in {counts[1].sum():.0f} of the stable version -> ROLL BACK"
             )
     return ""
 
