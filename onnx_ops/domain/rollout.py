@@ -362,7 +362,10 @@ class _Rollout:
         policy = self.policy
         has_epochs = self.draws_epochs and policy.is_analyzed and step.kind == "canary" and 0 < step.percent < 100
         return build_split_state(
-            *(self.stable, candidate, step.percent, *idle),
+            self.stable,
+            candidate,
+            step.percent,
+            *idle,
             mirror_percent=step.mirror_percent,
             tolerance=None if policy.shadow is None else policy.shadow.tolerance,
             epoch_s=policy.epoch if has_epochs else 0.0,

@@ -232,7 +232,7 @@ def sum_cells(shared: SharedMetrics, generation: int, epoch: int) -> CellTotals:
         memory = shared.get_cell_block(worker, _find_place(epoch))
         if memory.tag.tolist()[:_LENGTH] == tag:
             listed, counts = _view(memory)
-            parts.append((listed, counts[listed].astype(np.int64)))
+            parts.append((listed, counts[listed]))
     cells = np.unique(np.concatenate([np.zeros(0, np.uint32), *(listed for listed, _ in parts)]))
     total = np.zeros((len(cells), CELL_NUMBERS), np.int64)
     for listed, counts in parts:

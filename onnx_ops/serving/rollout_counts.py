@@ -90,7 +90,7 @@ class RolloutCounts:
         rows = {name: self._shared.sum_slot(slot) for name, slot in revision.slots.items()}
         self._table = _Table(revision=revision, rows=rows)
         if self.epoch_s:
-            epoch = int(now // self.epoch_s)
+            epoch = max(1, int(now // self.epoch_s))  # epoch 0 is that of splits without epochs
             self._close_epochs(reused_by=epoch)
             self._shared.header[EPOCH] = epoch
             self._whole_from = epoch + 1

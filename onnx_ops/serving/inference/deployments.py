@@ -155,12 +155,11 @@ class ControlReplica:
 
     A model that seldom runs finds its weights outside the processor's caches: a model of 12 MB took 470 µs instead of
     250 at a tenth of the traffic. So the deployment with less traffic is compared with a replica of the other one
-    that has the same small share. `share` is the replica's, of the requests to `loaded`.
+    that has the same small share: the requests to `loaded` in comparable slots.
     """
 
     loaded: LoadedDeployment
     replica: LoadedDeployment
-    share: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +227,11 @@ class TableSnapshot:
         names = sorted(serving, key=self.table.layout.index, reverse=True)
         return serving[max(names, key=weights.__getitem__)] if names else previous
 
+    def is_warm(self) -> bool:
+        """Return whether the latency of every deployment with traffic is compared from now on."""
+        serving = [self.deployments[name] for name in set(self.router.slots) if name in self.deployments]
+        return not any(loaded.warm_up for loaded in (*serving, *([self.control.replica] if self.control else ())))
+
     def is_ready(self) -> bool:
         """Return whether every deployment with traffic is loaded."""
         return all(name in self.deployments for name in set(self.router.slots))
@@ -242,7 +246,7 @@ class PendingRequest:
         draw: the assignment of users by which the deployment was chosen; None if the client has chosen it.
         cell: the user's cell, or `KEYLESS_CELL`.
         place: where the request is counted as in progress, if it is counted by user.
-        comparable: whether its latency may be compared with other deployments (see `ControlReplica`).
+        comparable: whether its latency may be compared with other deployments (see `TrafficRouter`).
         queue_seconds: time in the queue.
         service_seconds: run time, if the request ran alone.
         abandoned: the client is gone.
@@ -387,20 +391,20 @@ class LoadedDeployments:
         shares = sorted((weight, name) for name, weight in table.state.split.weights.items() if weight)
         if len(shares) != 2 or shares[0][0] == shares[1][0]:
             return None
-        (less, _), (more, name) = shares
+        _, (_, name) = shares
         loaded = deployments.get(name)
         if loaded is None or measure_folder(Path(loaded.deployment.location)) > _MAX_REPLICA_BYTES:
             return None
         controls = [s.control for s in self._list_snapshots() if s.control is not None and s.control.loaded is loaded]
         if controls:
-            return ControlReplica(loaded, controls[0].replica, less / more)
+            return ControlReplica(loaded, controls[0].replica)
         try:
             replica = self._load(loaded.deployment, make_row(), True)
         except OnnxOpsError as error:
             _log.warning("%s has no control replica: %s", loaded.deployment.name, error)
             return None
         replica.row, replica.slot = loaded.row, loaded.slot  # all counters but the gauges of its queue are shared
-        return ControlReplica(loaded, replica, less / more)
+        return ControlReplica(loaded, replica)
 
     def _load_counted(self, deployment: Deployment, slot: int) -> LoadedDeployment:
         row = self.shared.get_row(self.worker, slot)

@@ -71,6 +71,7 @@ class InferenceService:
         self._deadline_s = deadline_s
         self._shadow = shadow
         self._header = deployments.shared.header
+        self._last_draw: CellDraw | None = None
         self._cells = CellCounter(deployments.shared, deployments.worker)
         self.feedback = FeedbackCounter(deployments, self._cells)
         self._exemplars = deployments.shared.get_exemplars(deployments.worker)
@@ -94,15 +95,18 @@ class InferenceService:
         try:
             snapshot = self.deployments.get_current()
             loaded = self._find_requested(snapshot, route, head)
-            if loaded is None:
-                draw = snapshot.router.get_draw(self._header[EPOCH])
-                key = head.get(_USER_KEY)
-                if key is not None:
-                    cell = snapshot.router.get_cell(key)
-                loaded = self._draw_deployment(snapshot, draw, cell)
-            if (control := snapshot.control) is not None and loaded is control.loaded:
-                comparable = self._draw() < control.share
-                if comparable:
+            control = snapshot.control
+            if loaded is not None:
+                comparable = control is None or loaded is not control.loaded
+            else:
+                router = snapshot.router
+                draw = self._get_draw(snapshot)
+                if (key := head.get(_USER_KEY)) is not None:
+                    cell = router.get_cell(key)
+                slot = int(self._draw() * 100) if key is None else draw.slots[cell]
+                name, comparable = router.slots[slot], router.comparable[slot]
+                loaded = snapshot.deployments.get(name) or snapshot.get_deployment(name)
+                if comparable and control is not None and loaded is control.loaded:
                     loaded = control.replica
             if route.coding or not loaded.should_run_inline(self.deployments.leader, head, body):
                 is_inline = False
@@ -126,7 +130,7 @@ class InferenceService:
         service_s = seconds if comparable and is_inline else 0.0
         service_s = self._count(loaded, response.status, seconds, service_s)
         if loaded is not None and draw is not None and self._cells.is_watching:
-            self._cells.count(draw, loaded.slot, cell, response.status, service_s)
+            self._cells.count(draw, loaded.slot, cell, response.status, service_s if draw.is_timed else 0.0)
         self._finish(snapshot, loaded, route, head, body, draw, cell, response, seconds)
         return response
 
@@ -145,9 +149,18 @@ class InferenceService:
         requested = self._find_requested(snapshot, InferenceRoute(model=model, version=version), head)
         if requested is not None:
             return requested
+        router = snapshot.router
         key = head.get(_USER_KEY)
-        cell = messages.KEYLESS_CELL if key is None else snapshot.router.get_cell(key)
-        return self._draw_deployment(snapshot, snapshot.router.get_draw(self._header[EPOCH]), cell)
+        slot = int(self._draw() * 100) if key is None else self._get_draw(snapshot).slots[router.get_cell(key)]
+        return snapshot.get_deployment(router.slots[slot])
+
+    def _get_draw(self, snapshot: TableSnapshot) -> CellDraw:
+        """Return the assignment of users in the present epoch."""
+        draw = snapshot.router.get_draw(self._header[EPOCH])
+        if draw is not self._last_draw:
+            self._last_draw = draw
+            draw.is_timed = not draw.epoch or snapshot.is_warm()
+        return draw
 
     def count_rejected(self, status: int) -> None:
         """Count a request that was rejected before it could reach a deployment."""
@@ -195,7 +208,8 @@ class InferenceService:
             service_s = request.service_seconds if request.comparable else 0.0
             service_s = self._count(loaded, response.status, seconds, service_s)
             if request.place is not None:
-                self._cells.finish(request.place, response.status, service_s)
+                is_timed = request.draw is not None and request.draw.is_timed
+                self._cells.finish(request.place, response.status, service_s if is_timed else 0.0)
             self._finish(
                 *(request.snapshot, loaded, request.route, request.head, request.body, request.draw, request.cell),
                 *(response, seconds, request.queue_seconds),
@@ -261,13 +275,6 @@ class InferenceService:
             return snapshot.get_version(route.version)
         name = snapshot.router.get_pinned(head)
         return None if name is None else snapshot.get_deployment(name)
-
-    def _draw_deployment(self, snapshot: TableSnapshot, draw: CellDraw, cell: int) -> LoadedDeployment:
-        """Return the deployment that the split assigns."""
-        router = snapshot.router
-        is_keyless = cell == messages.KEYLESS_CELL
-        name = router.route_draw(self._draw()) if is_keyless else router.route_cell(draw, cell)
-        return snapshot.deployments.get(name) or snapshot.get_deployment(name)
 
 
 def run_requests(

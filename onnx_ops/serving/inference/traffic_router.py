@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,16 +18,18 @@ _PINS = tuple(name.encode() for name in PIN_HEADERS)
 _MASK = 0xFFFFFFFF
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class CellDraw:
     """The assignment of all cells of users to deployments, for one epoch; epoch 0 lasts as long as the split.
 
-    `slots` holds for each cell its place in `TrafficRouter.slots`.
+    `slots` holds for each cell its place in `TrafficRouter.slots`. `is_timed` is whether latencies are counted by cell:
+    not for some requests of an epoch only, since those that are left out could be of one version.
     """
 
     generation: int
     epoch: int
     slots: bytes
+    is_timed: bool = True
 
 
 _STICKY_SLOTS = bytes(cell * 100 // USER_CELLS for cell in range(USER_CELLS))
@@ -39,6 +42,9 @@ class TrafficRouter:
     With an epoch, the cells of users are assigned anew in each, independently of other epochs and generations. Without,
     and with two deployments, a higher weight of the newer one only moves users into it. The salt depends on the newest
     deployment with traffic: it is constant during an experiment and different for the next.
+
+    Latencies are compared in `comparable` slots, of two deployments as many each: both then get the same traffic (see
+    `ControlReplica`), and a timed request is as likely to be of one as of the other.
     """
 
     slots: tuple[str, ...]
@@ -46,10 +52,14 @@ class TrafficRouter:
     experiment: str
     generation: int
     epoch_s: float
+    comparable: tuple[bool, ...] = field(init=False)
     _salt: int = field(init=False)
     _draw: CellDraw = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
+        weights = Counter(self.slots)
+        fewest = min(weights.values()) if len(weights) == 2 else len(self.slots)
+        self.comparable = tuple(slot - self.slots.index(name) < fewest for slot, name in enumerate(self.slots))
         self._salt = zlib.crc32(self.experiment.encode())
         self._draw = CellDraw(self.generation, 0, _STICKY_SLOTS)
 
@@ -79,10 +89,6 @@ class TrafficRouter:
     def route_cell(self, draw: CellDraw, cell: int) -> str:
         """Return the deployment of a cell of users: always the same for the same draw."""
         return self.slots[draw.slots[cell]]
-
-    def route_draw(self, draw: float) -> str:
-        """Return the deployment of a draw from [0, 1)."""
-        return self.slots[int(draw * 100)]
 
     def get_pinned(self, head: RequestHead) -> str | None:
         """Return the deployment that the headers of a request select, if any."""
