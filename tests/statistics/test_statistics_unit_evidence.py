@@ -63,12 +63,15 @@ def test_a_further_failure_never_lowers_the_evidence_in_random_worlds() -> None:
         mine = random.random(users) < percent / 100
         counts = np.zeros((2, BINS))
         np.add.at(counts, (np.where(mine, 0, 1), np.searchsorted(BADNESS_EDGES, events / requests)), 1)
-        before = unit_evidence.measure_unit_evidence([split(*counts, percent)], "errors", 1.0)
+        before = unit_evidence.measure_unit_evidence([split(counts[0], counts[1], percent)], "errors", 1.0)
         for user in np.flatnonzero(mine)[:3]:
             worse = counts.copy()
             worse[0, find_badness_bin(events[user], requests[user])] -= 1
             worse[0, find_badness_bin(events[user] + 1, requests[user] + 1)] += 1
-            assert unit_evidence.measure_unit_evidence([split(*worse, percent)], "errors", 1.0) >= before - 1e-9
+            assert (
+                unit_evidence.measure_unit_evidence([split(worse[0], worse[1], percent)], "errors", 1.0)
+                >= before - 1e-9
+            )
 
 
 @settings(max_examples=40, deadline=None)
@@ -76,7 +79,7 @@ def test_a_further_failure_never_lowers_the_evidence_in_random_worlds() -> None:
 def test_splits_of_one_share_add_up(percent: int, seed: int) -> None:
     first, second = np.random.default_rng(seed).integers(0, 9, (2, 2, BINS)) * (np.arange(BINS) % 9 == 0)
     total = first + second
-    shown = unit_evidence.measure_unit_evidence([split(*total, percent)], "errors", 1.0)
+    shown = unit_evidence.measure_unit_evidence([split(total[0], total[1], percent)], "errors", 1.0)
     factors = unit_evidence.make_log_factors(percent, 1.0, (0.0,))
     candidate, units = total.sum(axis=1)[0], total.sum()
     if abs(candidate / units - percent / 100) < 0.05:  # else the units show another split
