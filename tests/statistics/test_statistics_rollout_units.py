@@ -96,6 +96,11 @@ def test_a_step_needs_units_besides_requests() -> None:
     assert judged.requests >= 300
     assert "of 20 independent units" in judged.unmet_target
     assert not run_clients(10, 40, failing=0.0).unmet_target
+    server, observations = Server(), begin()
+    for _ in range(40):  # latencies of no epoch were compared, as during warm-up
+        observations = add(observations, server.serve([(100, 0, True), *[(100, 0, False)] * 9]))
+    latency = replace(POLICY, guardrails=(Guardrail(name="latency_p50"),))
+    assert judge(observations, latency).unmet_target.startswith("latency_p50 has 0 of 20 independent units")
     assert not judged.split_mismatch
 
 
