@@ -32,7 +32,6 @@ from onnx_ops.statistics.rollout import design_effect, guardrails
 from onnx_ops.statistics.rollout import evidence as ev
 from onnx_ops.statistics.rollout import unit_evidence as units
 from onnx_ops.statistics.rollout.evidence import FINE_GRID, compute_log_likelihood
-from onnx_ops.statistics.rollout.guardrails import BREAKER_TIMES
 from onnx_ops.statistics.rollout.judge import compute_firing_limit
 
 Ints = npt.NDArray[np.int64]
@@ -188,7 +187,7 @@ class Rollouts:
     def _sum_wealth(self, active: Ints, column: int) -> npt.NDArray[np.float64]:
         """Return the log wealth of a place's gamblers, (active, gamblers). Column 0 is the breaker's."""
         rail, place = (None, "errors") if column == 0 else self._places[column - 1]
-        tolerated = BREAKER_TIMES if rail is None else rail.tolerated(place)
+        tolerated = 1.0 if rail is None else rail.tolerated(place)
         planned = self._world.policy.planned()
         percents = np.array([planned[self._roles[index].step].percent for index in active])
         present = units.sum_log_factors(self._units[active, column], place, percents, tolerated)
@@ -335,10 +334,11 @@ class Rollouts:
 
     def _find_gross(self, active: Ints, last: Ints, step: Ints) -> npt.NDArray[np.bool_]:
         if self._is_drawn:
-            candidate = self._units[active, 0, 0]
-            badness = candidate @ BADNESS_EDGES / np.maximum(1, candidate.sum(axis=-1))
+            counts = self._units[active, 0]
+            mine, theirs = (counts @ BADNESS_EDGES / np.maximum(1, counts.sum(axis=-1))).T
+            is_gross = mine >= np.maximum(guardrails.BREAKER_SHARE, guardrails.BREAKER_TIMES * theirs)
             evidence = ev.log_mean_exp(self._sum_wealth(active, 0)) / np.log(10)
-            return np.asarray((badness >= guardrails.BREAKER_SHARE) & (evidence >= guardrails.BREAKER_LIMIT))
+            return np.asarray(is_gross & (evidence >= guardrails.BREAKER_LIMIT))
         effects = self._effect(0, active) if self._users is not None and not self._world.blind else np.ones(len(active))
         return np.array(
             [any(_is_gross(rows[row], float(effect)) for rows in (last, step)) for row, effect in enumerate(effects)]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from benchmarks.truth.claims import Claim, table
 from benchmarks.truth.rollout_trials import Trials
 from benchmarks.truth.rollout_users import Users
-from benchmarks.truth.rollout_world import Result, World
+from benchmarks.truth.rollout_world import Rates, Result, World
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ServiceLevel, SplitTest
 
 RAILS = (Guardrail(name="errors"), Guardrail(name="latency_p50"), Guardrail(name="latency_p99"))
@@ -129,7 +129,7 @@ def _crowded_cells(trials: Trials) -> Iterable[Claim]:
         else:
             yield few.at_most("crowds", f"16,000 cells, {name}: rolled back", result, "rolled back", 0.05)
     for name, mine in (("1e-6 -> 1e-6", 1e-6), ("1e-6 -> 1e-4", 1e-4)):
-        world = World(policy=SPLIT, rates=lambda _, mine=mine: ((mine,), (1e-6,)), looks=50, requests=1_000_000)
+        world = World(policy=SPLIT, rates=_fail(mine, 1e-6), looks=50, requests=1_000_000)
         result = trials.run(world)
         rows.append(_tell(f"a million requests an epoch, errors {name}", result))
         if mine > 1e-6:
@@ -137,6 +137,10 @@ def _crowded_cells(trials: Trials) -> Iterable[Claim]:
         else:
             yield trials.at_most("crowds", f"errors {name}: rolled back", result, "rolled back", 0.05)
     table("crowds, 10 % canary", ("", *HEAD), rows)
+
+
+def _fail(mine: float, theirs: float) -> Rates:
+    return lambda _: ((mine,), (theirs,))
 
 
 def _power(trials: Trials) -> Iterable[Claim]:

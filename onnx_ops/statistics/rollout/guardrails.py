@@ -43,8 +43,7 @@ BREAKER_TIMES = 5
 """Half of 20 or more requests failed, and five times the stable version's share. In an A/B test, requests count by
 their design effect: twenty of one user are one."""
 BREAKER_LIMIT = 3.0
-"""log10 of the evidence that units of the candidate fail more than `BREAKER_TIMES` as often. It is looked at within
-epochs, too."""
+"""log10 of the evidence for a gross failure by units, which is looked at within epochs, too."""
 REFUSED_REQUESTS = 200
 REFUSED_SHARE = 0.1
 """A tenth of 200 or more requests was refused, and five times the stable version's share."""

@@ -223,9 +223,12 @@ def _find_shortage(
     if policy.slo is not None and (short := _explain_service_level(here, policy.slo.error_rate)):
         return short
     if _is_drawn(observations):
-        if (units := _count_units(observations, step)[0]) < policy.min_units:
+        places = ("errors", *(rail.places[0] for rail in policy.guardrails if rail is not policy.cold))
+        counted = {place: _count_units(observations, step, place)[0] for place in places}
+        place = min(counted, key=lambda place: counted[place])
+        if counted[place] < policy.min_units:
             return (
-                f"{units} of {policy.min_units} independent units of the candidate "
+                f"{place} has {counted[place]} of {policy.min_units} independent units of the candidate "
                 "(a user in an epoch, or a request without a key)"
             )
     elif observations.counts:
@@ -237,10 +240,10 @@ def _find_shortage(
     return ""
 
 
-def _count_units(observations: Observations, step: PlannedStep) -> tuple[int, int]:
-    """Return the candidate's units in closed epochs of the present step, and those of both versions."""
+def _count_units(observations: Observations, step: PlannedStep, place: str) -> tuple[int, int]:
+    """Return the candidate's units of a place in closed epochs of the present step, and those of both versions."""
     splits = [s for s in observations.drawn if (s.step, s.percent) == (observations.step, step.percent)]
-    counts = _sum_units(splits, "errors")
+    counts = _sum_units(splits, place)
     return int(counts[0].sum()), int(counts.sum())
 
 
@@ -283,7 +286,7 @@ def _find_mismatch(observations: Observations, canary: int, requests: int, step:
         return ""
     noun, effect = "requests", 1.0
     if _is_drawn(observations):
-        noun, (canary, requests) = "units", _count_units(observations, step)
+        noun, (canary, requests) = "units", _count_units(observations, step, "errors")
     elif blocks := observations.sum_blocks("errors"):
         effect = design_effect.compute_split_effect(blocks)
     if float(guardrails.compute_mismatch_evidence(canary, requests, step.percent, effect)) < guardrails.MISMATCH_LIMIT:
@@ -364,14 +367,14 @@ def _describe_failing_units(observations: Observations) -> str:
         splits = [each.with_epoch(latest) if each.generation == latest.generation else each for each in splits]
     here = [each for each in splits if each.step == observations.step]
     for place, share, what in (("errors", BREAKER_SHARE, "failed"), ("refused", REFUSED_SHARE, "were refused")):
-        mine, theirs = _sum_units(here, place)
-        badness = float(mine @ BADNESS_EDGES) / max(1.0, mine.sum())
-        evidence = measure_unit_evidence(splits, place, BREAKER_TIMES)
-        if badness >= share and evidence >= BREAKER_LIMIT:
-            other = float(theirs @ BADNESS_EDGES) / max(1.0, theirs.sum())
+        counts = _sum_units(here, place)
+        mine, theirs = counts @ BADNESS_EDGES / np.maximum(1, counts.sum(axis=1))
+        if mine < max(share, BREAKER_TIMES * theirs):
+            continue
+        if measure_unit_evidence(splits, place, 1.0) >= BREAKER_LIMIT:
             return (
-                f"gross failure: {100 * badness:.0f} % of requests {what} in {mine.sum():.0f} units of the candidate, "
-                f"{100 * other:.2g} % in those of the stable version -> ROLL BACK"
+                f"gross failure: {100 * mine:.0f} % of requests {what} in {counts[0].sum():.0f} units of the "
+                f"candidate, {100 * theirs:.2g} % in {counts[1].sum():.0f} of the stable version -> ROLL BACK"
             )
     return ""
 
