@@ -40,7 +40,7 @@ def find_batch_symbol(shapes: Mapping[str, Shape]) -> str:
             holders[str(symbol)] = list(axes.values())
     return max(
         holders,
-        key=lambda symbol: (bool(_BATCH_NAME.fullmatch(symbol)), len(holders[symbol]), holders[symbol].count(0)),
+        key=lambda symbol: ("batch" in symbol.lower(), len(holders[symbol]), holders[symbol].count(0)),
         default="",
     )
 
@@ -128,11 +128,15 @@ def list_named_axes(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str, int
                 yield size if isinstance(size, str) and size.strip("?") else f"{name}[{axis}]", name, axis
 
 
-def find_sized_axes(shapes: Mapping[str, Shape]) -> dict[str, list[tuple[str, int]]]:
-    """Return the places (input, axis) of each free dimension by its name, from shapes with rows on axis 0."""
+def find_sized_axes(shapes: Mapping[str, Shape], *, unnamed: bool = True) -> dict[str, list[tuple[str, int]]]:
+    """Return the places (input, axis) of each free dimension by its name, from shapes with rows on axis 0.
+
+    Args:
+        unnamed: whether to return dimensions without a name, each under its own place.
+    """
     rows = {shape[0] for shape in shapes.values() if len(shape)}
     places: dict[str, list[tuple[str, int]]] = {}
     for symbol, name, axis in list_named_axes(shapes):
-        if axis and symbol not in rows:
+        if axis and symbol not in rows and (unnamed or shapes[name][axis] == symbol):
             places.setdefault(symbol, []).append((name, axis))
     return places

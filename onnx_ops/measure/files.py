@@ -5,16 +5,21 @@ from __future__ import annotations
 import io
 import shutil
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Manifest, ModelInfo
+from onnx_ops.domain.row_axes import find_row_axes
 from onnx_ops.errors import UserError
 from onnx_ops.ports import Dataset, Store, Tensors
 
 MODEL = "onnx/"
 """Prefix of the ONNX model's own files in a manifest."""
+
+VALUES = "values.npz"
+"""In the export's manifest: inputs that are the same for all rows, if there are any."""
 
 FRACTIONS = "fractions.json"
 """In the training's manifest: names of the columns that were float32 in one of its data sets."""
@@ -68,6 +73,7 @@ def put_dataset(store: Store, dataset: Dataset) -> Manifest:
     """Store a data set."""
     arrays = {f"input/{name}": array for name, array in dataset.inputs.items()}
     arrays |= {f"column/{name}": array for name, array in dataset.columns.items()}
+    arrays |= {f"value/{name}": array for name, array in dataset.values.items()}
     arrays |= {
         name: array for name, array in {"label": dataset.label, "group": dataset.group}.items() if array is not None
     }
@@ -75,17 +81,30 @@ def put_dataset(store: Store, dataset: Dataset) -> Manifest:
 
 
 def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None) -> Dataset:
-    """Return a stored data set, for an export in the types of its model (see `convert_inputs`)."""
+    """Return a stored data set.
+
+    For an export, rows are on axis 0 of every input, the types are those of its model (see `convert_inputs`), and the
+    values of the rows that it was exported with are those that the data set lacks.
+    """
     arrays = load_arrays(store, manifest["dataset.npz"])
-    inputs = _select_prefix("input/", arrays)
-    if export is not None:
-        inputs = convert_inputs(inputs, codec.loads(store.read(export["info.json"]), ModelInfo))
-    return Dataset(
-        inputs=inputs,
+    dataset = Dataset(
+        inputs=_select_prefix("input/", arrays),
         label=arrays.get("label"),
         group=arrays.get("group"),
         columns=_select_prefix("column/", arrays),
+        values=_select_prefix("value/", arrays),
     )
+    if export is None:
+        return dataset
+    model = codec.loads(store.read(export["info.json"]), ModelInfo)
+    dataset = dataset.put_rows_first(find_row_axes({spec.name: spec.shape for spec in model.inputs}))
+    values = {**get_values(store, export), **dataset.values}
+    return replace(dataset, inputs=convert_inputs(dataset.inputs, model), values=values)
+
+
+def get_values(store: Store, export: Manifest) -> dict[str, Any]:
+    """Return the inputs without rows that a model was exported with."""
+    return load_arrays(store, export[VALUES]) if VALUES in export else {}
 
 
 def convert_inputs(inputs: Tensors, model: ModelInfo) -> dict[str, Any]:

@@ -15,12 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from onnx_ops.domain.artifact import ModelInfo, TensorSpec
+from onnx_ops import codec
+from onnx_ops.domain.artifact import Manifest, ModelInfo, TensorSpec
 from onnx_ops.domain.evidence import RuntimeFacts
+from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.row_axes import find_output_axes, find_row_axes, is_free
 from onnx_ops.domain.target import Diagnosis, HardwareFingerprint, Target
 from onnx_ops.errors import UserError
-from onnx_ops.ports import Context, Runtime, Tensors
+from onnx_ops.measure.files import get_values
+from onnx_ops.ports import Context, ExportRequest, Runtime, Store, Tensors
 from onnx_ops.ports.runtime import (
     LoadSamples,
     LoadSchedule,
@@ -55,6 +58,8 @@ class RowLayout:
 
     def arrange(self, rows: Tensors) -> dict[str, Any]:
         """Return the inputs of a run as the model takes them; entries of `rows` replace `values`."""
+        if self.is_plain:
+            return dict(rows)
         count = max(self._counts(rows), default=1)
         repeated = {name: np.repeat(row[None], count, axis=0) for name, row in self.row_values.items()}
         moved = {name: _move(array, 0, self.inputs.get(name, 0)) for name, array in {**repeated, **rows}.items()}
@@ -63,16 +68,14 @@ class RowLayout:
     def _counts(self, rows: Tensors) -> set[int]:
         return {len(array) for name, array in rows.items() if name in self.inputs}
 
-    def put_rows_first(self, inputs: Tensors) -> dict[str, Any]:
-        """Return arrays of the model's own shape with rows on axis 0."""
-        return {name: _move(array, self.inputs.get(name, 0), 0) for name, array in inputs.items()}
-
     def read(self, rows: Tensors, outputs: Tensors) -> dict[str, Any]:
         """Return the outputs of a run with rows on axis 0.
 
         Exporters often lose the names of an output's dimensions. Then it is the first axis of as many entries as rows
         were fed.
         """
+        if self.is_plain:
+            return dict(outputs)
         counts = self._counts(rows)
         count = counts.pop() if len(counts) == 1 else -1
         return {name: self._read_output(name, value, count) for name, value in outputs.items()}
@@ -103,6 +106,12 @@ def read_layout(model: ModelInfo, values: Tensors | None = None) -> RowLayout:
         values={spec.name: fit_value(value, spec) for spec, value in given if spec.name not in axes},
         row_values={spec.name: fit_value(value, spec) for spec, value in same},
     )
+
+
+def get_layout(store: Store, export: Manifest, values: Tensors | None = None) -> RowLayout:
+    """Return the layout of an exported model, with the values of its own rows or others."""
+    model = codec.loads(store.read(export["info.json"]), ModelInfo)
+    return read_layout(model, get_values(store, export) if values is None else values)
 
 
 def remove_axis(spec: TensorSpec, axis: int) -> TensorSpec:
@@ -159,11 +168,22 @@ def read_dtype(spec: TensorSpec) -> np.dtype[Any]:
     raise UserError(f"input {spec.name!r} is of type {spec.dtype}", remedy=remedy)
 
 
+def build_export_request(section: Export, samples: Tensors, layout: RowLayout, path: Path) -> ExportRequest:
+    """Return what an exporter gets: samples as the model takes them, and no free axis of inputs without rows."""
+    fixed: dict[str, Mapping[int, str]] = {name: {} for name in layout.values}
+    return ExportRequest(
+        section=replace(section, dynamic={**fixed, **section.dynamic}),
+        samples=layout.arrange(samples),
+        path=path,
+        axes={**layout.inputs, **dict.fromkeys(layout.values)},
+    )
+
+
 class RowRuntime(Runtime):
     """A runtime that takes and returns rows on axis 0, for a model that has them elsewhere."""
 
     def __init__(self, runtime: Runtime, layout: RowLayout) -> None:
-        self._runtime, self._layout = runtime, layout
+        self._runtime, self.layout = runtime, layout
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
         """Return the fingerprint of the runtime."""
@@ -175,26 +195,26 @@ class RowRuntime(Runtime):
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Tensors, ...]:
         """Run the model on batches of rows."""
-        answers = self._runtime.run(model, target, tuple(map(self._layout.arrange, batches)))
-        return tuple(self._layout.read(rows, answer) for rows, answer in zip(batches, answers, strict=True))
+        answers = self._runtime.run(model, target, tuple(map(self.layout.arrange, batches)))
+        return tuple(self.layout.read(rows, answer) for rows, answer in zip(batches, answers, strict=True))
 
     def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
         """Time single runs."""
-        return self._runtime.sample(model, target, self._layout.arrange(feed), runs=runs, warmup=warmup)
+        return self._runtime.sample(model, target, self.layout.arrange(feed), runs=runs, warmup=warmup)
 
     def benchmark(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
         """Time models side by side."""
-        return self._runtime.benchmark(models, target, self._layout.arrange(feed), schedule)
+        return self._runtime.benchmark(models, target, self.layout.arrange(feed), schedule)
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
         """Time windows of requests."""
-        return self._runtime.under_load(models, target, self._layout.arrange(feed), schedule)
+        return self._runtime.under_load(models, target, self.layout.arrange(feed), schedule)
 
     def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
         """Load models in fresh processes."""
-        return self._runtime.starts(models, target, self._layout.arrange(feed), schedule)
+        return self._runtime.starts(models, target, self.layout.arrange(feed), schedule)
 
     def rewritten(self, model: Path, target: Target, copy: Path) -> None:
         """Write the optimized graph."""
@@ -207,6 +227,11 @@ class RowRuntime(Runtime):
     def diagnose(self) -> Iterable[Diagnosis]:
         """Return the diagnoses of the runtime."""
         return self._runtime.diagnose()
+
+
+def read_constants(runtime: Runtime) -> Tensors:
+    """Return the inputs that a runtime adds to every run."""
+    return runtime.layout.values if isinstance(runtime, RowRuntime) else {}
 
 
 def arrange_runtime(runtime: Runtime, layout: RowLayout) -> Runtime:

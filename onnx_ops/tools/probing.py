@@ -479,28 +479,42 @@ def _list_trials(samples: SampleRows) -> Iterator[SampleRows]:
         yield from (replace(samples, fixed=run) for run in samples.further.values())
 
 
-def find_input_problems(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def find_input_problems(
+    inputs: Sequence[TensorSpec], arrays: Mapping[str, Any], values: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
     """Yield why a model cannot take these arrays, by input.
 
-    Unlike in `check_samples`, nothing is converted: a pipeline passes on what its data set holds.
+    Unlike in `check_samples`, nothing is converted but `values`: a pipeline passes on what its data set holds.
     """
-    if missing := [spec.name for spec in inputs if spec.name not in arrays]:
+    if missing := [spec.name for spec in inputs if spec.name not in (*arrays, *values)]:
         names = ", ".join(map(repr, missing))
         yield "", f"the model takes {names}, and the data set gives it {', '.join(map(repr, arrays))}"
         return
+    axes = find_row_axes({spec.name: spec.shape for spec in inputs})
     for spec in inputs:
-        array = arrays[spec.name]
-        if not _has_shape(spec, array, 0):
-            shape = " × ".join(["rows", *map(str, array.shape[1:])])
+        if spec.name in values:
+            yield from _find_value_problems(spec, values[spec.name], axes.get(spec.name))
+            continue
+        array, axis = arrays[spec.name], axes.get(spec.name, 0)
+        if not _has_shape(spec, array, axis):
+            shape = " × ".join("rows" if place == axis else str(size) for place, size in enumerate(array.shape))
             yield spec.name, f"{spec.name!r} is of shape {shape}, the model takes {_format_shape(spec)}"
         elif not (array.dtype.kind in "US" if spec.dtype == "string" else array.dtype == read_dtype(spec)):
             text = f"{spec.name!r} is of type {array.dtype}, the model takes {spec.dtype}"
             numbers = array.dtype.kind in "biuf" and spec.dtype != "string"
             yield spec.name, f"{text}. Convert it: array.astype({spec.dtype!r})" if numbers else text
     known = [spec.name for spec in inputs]
-    for name in arrays:
+    for name in (*arrays, *values):
         if name not in known:
             yield name, f"the model takes no input {name!r}; it takes {', '.join(known)}"
+
+
+def _find_value_problems(spec: TensorSpec, value: Any, axis: int | None) -> Iterator[tuple[str, str]]:
+    """Yield why an input cannot have a value in every row."""
+    try:
+        fit_value(value, spec if axis is None else remove_axis(spec, axis))
+    except UserError as error:
+        yield spec.name, error.without_place()
 
 
 def _has_shape(spec: TensorSpec, array: Any, rows: int | None) -> bool:

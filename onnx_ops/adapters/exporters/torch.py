@@ -149,7 +149,7 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
     check_section(section, request.samples, (TRANSLATIONS,))
     table = _load_translations(section)
     module: Any = model.eval()
-    rows = {name: _tensor(torch, array[:2], None) for name, array in request.samples.items()}
+    rows = {name: _tensor(torch, array, None) for name, array in request.take(2).items()}
     outputs = _try_out(torch, module, rows)
     axes: Any = tuple(
         {axis: torch.export.Dim(symbol) for axis, symbol in get_free_axes(section, name).items()} for name in rows
