@@ -41,7 +41,7 @@ _SELECTORS = frozenset({"Gather", "GatherElements", "GatherND", "Scatter", "Scat
 """Operators whose second input are indices into their first."""
 
 _COMPARISONS: Mapping[str, tuple[int, ...]] = {
-    "Equal": (0,),
+    "Equal": (0, 1),
     "Greater": (0, 1, -1),
     "GreaterOrEqual": (0, 1, -1),
     "Less": (0, 1, -1),
