@@ -39,6 +39,10 @@ INPUTS = (
     "ONNX input name -> array or column, in this order; `*` is all columns of numbers as one float32 matrix. "
     "Default: every array or column except label and group is one input."
 )
+VALUES = (
+    "ONNX input name -> value of an input that is the same for all rows: a number, a boolean, a list of them, or the "
+    "name of an array of the data."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +76,7 @@ class FileData:
     columns: Annotated[
         tuple[str, ...] | None, doc("Columns that become inputs, in this order; default: all except label and group.")
     ] = field(default=None, metadata=OMIT_DEFAULT)
+    values: Annotated[Mapping[str, Json], doc(VALUES)] = field(default_factory=dict, metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +105,7 @@ class PluginData:
     columns: Annotated[
         tuple[str, ...] | None, doc("Columns that become inputs, in this order; default: all except label and group.")
     ] = field(default=None, metadata=OMIT_DEFAULT)
+    values: Annotated[Mapping[str, Json], doc(VALUES)] = field(default_factory=dict, metadata=OMIT_DEFAULT)
 
 
 DataSection: TypeAlias = FileData | SklearnData | PluginData

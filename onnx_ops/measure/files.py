@@ -11,11 +11,15 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Manifest, ModelInfo
+from onnx_ops.domain.row_axes import find_row_axes
 from onnx_ops.errors import UserError
 from onnx_ops.ports import Dataset, Store, Tensors
 
 MODEL = "onnx/"
 """Prefix of the ONNX model's own files in a manifest."""
+
+VALUES = "values.npz"
+"""In the export's manifest: inputs that are the same for all rows, if there are any."""
 
 FRACTIONS = "fractions.json"
 """In the training's manifest: names of the columns that were float32 in one of its data sets."""
@@ -74,6 +78,7 @@ def put_dataset(store: Store, dataset: Dataset) -> Manifest:
 
     arrays = {f"input/{name}": array for name, array in dataset.inputs.items()}
     arrays |= {f"column/{name}": array for name, array in dataset.columns.items()}
+    arrays |= {f"value/{name}": array for name, array in dataset.values.items()}
     arrays |= {
         name: array for name, array in {"label": dataset.label, "group": dataset.group}.items() if array is not None
     }
@@ -84,7 +89,9 @@ def put_dataset(store: Store, dataset: Dataset) -> Manifest:
 def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None) -> Dataset:
     """Return a stored data set.
 
-    For an export, it has the types of its model (see `convert_inputs`), and the columns of a matrix in its order.
+    For an export, rows are on axis 0 of every input, the types are those of its model (see `convert_inputs`), the
+    columns of a matrix are in its order, and the values of the rows that it was exported with are those that the data
+    set lacks.
     """
     arrays = load_arrays(store, manifest["dataset.npz"])
     dataset = Dataset(
@@ -93,13 +100,20 @@ def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None
         group=arrays.get("group"),
         columns=_select_prefix("column/", arrays),
         features={name: tuple(columns.tolist()) for name, columns in _select_prefix("feature/", arrays).items()},
+        values=_select_prefix("value/", arrays),
     )
     if export is None:
         return dataset
     dataset = arrange_features(dataset, read_features(store, export))
-    return replace(
-        dataset, inputs=convert_inputs(dataset.inputs, codec.loads(store.read(export["info.json"]), ModelInfo))
-    )
+    model = codec.loads(store.read(export["info.json"]), ModelInfo)
+    dataset = dataset.put_rows_first(find_row_axes({spec.name: spec.shape for spec in model.inputs}))
+    values = {**get_values(store, export), **dataset.values}
+    return replace(dataset, inputs=convert_inputs(dataset.inputs, model), values=values)
+
+
+def get_values(store: Store, export: Manifest) -> dict[str, Any]:
+    """Return the inputs without rows that a model was exported with."""
+    return load_arrays(store, export[VALUES]) if VALUES in export else {}
 
 
 def read_features(store: Store, manifest: Manifest) -> dict[str, tuple[str, ...]]:

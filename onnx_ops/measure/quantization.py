@@ -16,6 +16,7 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.answers import read_values, split_batches, temporary_copy
 from onnx_ops.measure.files import slice_rows
+from onnx_ops.measure.row_layout import read_constants
 from onnx_ops.measure.timing import count_rows
 from onnx_ops.onnx_graph.channel_balance import write_balanced_like
 from onnx_ops.onnx_graph.files import read_model, write_model
@@ -149,7 +150,8 @@ def _read_values(runtime: Runtime, model: Path, names: list[str], feeds: tuple[T
     answers = read_values(
         runtime, model, AS_WRITTEN, [name for name in dict.fromkeys(names) if name in computed], feeds
     )
-    return [{**feed, **answer} for feed, answer in zip(feeds, answers, strict=True)]
+    constants = read_constants(runtime)
+    return [{**constants, **feed, **answer} for feed, answer in zip(feeds, answers, strict=True)]
 
 
 def split_feeds(model: Path, samples: Tensors) -> Iterator[Tensors]:

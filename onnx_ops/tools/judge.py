@@ -25,6 +25,7 @@ from onnx_ops.measure.parity import make_mismatch
 from onnx_ops.measure.predictions import join_predictions, read_prediction
 from onnx_ops.measure.quantization import choose_source_form, measure_activations, measure_paired_weights
 from onnx_ops.measure.rounding import measure_roundings
+from onnx_ops.measure.row_layout import arrange_runtime
 from onnx_ops.measure.scoring import ScoringRequest, measure_metrics
 from onnx_ops.onnx_graph.dequantization import write_dequantized, write_with_fp16_weights, write_with_weights
 from onnx_ops.onnx_graph.files import copy_model
@@ -52,7 +53,7 @@ from onnx_ops.tools.bench import (
     read_runtime_facts,
 )
 from onnx_ops.tools.compare import REFERENCE, ParityResult, compare
-from onnx_ops.tools.probing import SampleRows, build_groups
+from onnx_ops.tools.probing import SampleRows, build_groups, settle_samples
 
 Part = Literal["parity", "latency"]
 
@@ -121,6 +122,10 @@ class JudgeRequest:
         """Return the runtime that computes the reference answers."""
         return self.runtime(REFERENCE.runtime)
 
+    def arrange(self, runtime: Runtime, setting: SweepPoint | None = None) -> Runtime:
+        """Return a runtime that takes rows on axis 0, and adds the inputs without rows of a point of the sweep."""
+        return arrange_runtime(runtime, (setting or self.settings[0]).samples.read_layout(self.baseline))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetJudgement:
@@ -159,8 +164,19 @@ def judge_candidate(request: JudgeRequest) -> Judgement:
         UserError: a file is not valid, the two have different inputs, or a metric does not fit them.
     """
     notes: dict[str, None] = {}
+    try:
+        request = _settle(request)
+    except MeasurementError as error:
+        targets = tuple(_make_unmeasured(request, target, (), error) for target in request.targets)
+        return _make_judgement(request, targets, notes)
     rounding = tuple(_judge_rounding(request, notes)) if request.kind.is_rounded and request.only != "latency" else ()
     targets = tuple(_judge_target(request, target, rounding, notes) for target in request.targets)
+    return _make_judgement(request, targets, notes)
+
+
+def _make_judgement(
+    request: JudgeRequest, targets: tuple[TargetJudgement, ...], notes: Mapping[str, None]
+) -> Judgement:
     return Judgement(
         kind=request.kind,
         digests=(digest_file(request.baseline), digest_file(request.candidate)),
@@ -170,13 +186,36 @@ def judge_candidate(request: JudgeRequest) -> Judgement:
     )
 
 
+def _settle(request: JudgeRequest) -> JudgeRequest:
+    """Return the request with generated inputs that the baseline takes."""
+    if request.dataset is not None:
+        return request
+    target = replace(REFERENCE, custom_ops=request.targets[0].custom_ops)
+    settings = [
+        replace(setting, samples=settle_samples(request.exact, target, request.baseline, setting.samples))
+        for setting in request.settings
+    ]
+    return replace(request, settings=settings)
+
+
+def _make_unmeasured(
+    request: JudgeRequest, target: Target, results: Sequence[GateResult], error: MeasurementError
+) -> TargetJudgement:
+    """Return the judgement of a target where something could not be measured."""
+    why = f": {error.why}" if error.why else ""
+    remedy = _find_running_level(request, target) or error.remedy
+    reason = join_lines(f"{error.where}: {error.what}{why}" + (f". {remedy}" if remedy else ""))
+    failed = GateResult(gate="target", metric="", limit="", verdict=Verdict.ERROR, reason=reason)
+    decision = Decision(variant=request.candidate.name, target=target.name, results=(*results, failed))
+    return TargetJudgement(target=target.name, decision=decision, remedy=remedy)
+
+
 def _judge_target(
     request: JudgeRequest, target: Target, rounding: Sequence[GateResult], notes: dict[str, None]
 ) -> TargetJudgement:
     """Judge one target; a failed measurement is an error of that target only."""
     results, paired = list(rounding), list[ComparisonResult]()
     advice: tuple[Advice, ...] = ()
-    remedy = ""
     try:
         runtime = request.runtime(target.runtime)
         read_runtime_facts(runtime, target, request.candidate)
@@ -187,7 +226,7 @@ def _judge_target(
             for number, setting in enumerate(request.settings):
                 cold = request.cold and not number
                 comparison = benchmark_pair(
-                    runtime,
+                    request.arrange(runtime, setting),
                     target,
                     request.baseline,
                     request.candidate,
@@ -204,12 +243,9 @@ def _judge_target(
                     results.append(replace(result, metric=", ".join(part for part in parts if part)))
                 advice = advice or comparison.evidence.advice
     except MeasurementError as error:
-        why = f": {error.why}" if error.why else ""
-        remedy = _find_running_level(request, target) or error.remedy
-        reason = join_lines(f"{error.where}: {error.what}{why}" + (f". {remedy}" if remedy else ""))
-        results.append(GateResult(gate="target", metric="", limit="", verdict=Verdict.ERROR, reason=reason))
+        return replace(_make_unmeasured(request, target, results, error), paired=tuple(paired), advice=advice)
     decision = Decision(variant=request.candidate.name, target=target.name, results=tuple(results))
-    return TargetJudgement(target=target.name, decision=decision, paired=tuple(paired), advice=advice, remedy=remedy)
+    return TargetJudgement(target=target.name, decision=decision, paired=tuple(paired), advice=advice)
 
 
 def _name_optimization_faults(
@@ -236,7 +272,7 @@ def _find_running_level(request: JudgeRequest, target: Target) -> str:
 
     def runs(place: Target) -> bool:
         try:
-            request.runtime(place.runtime).run(request.candidate, place, (feed,))
+            request.arrange(request.runtime(place.runtime)).run(request.candidate, place, (feed,))
         except (MeasurementError, UserError):
             return False
         return True
@@ -329,15 +365,16 @@ def _judge_within_noise(
     samples = request.settings[0].samples
     groups = [g for g in build_groups(samples, empty=False, bounds=read_input_bounds(request.baseline)) if g.inside]
     runs = {group.name: group.runs for group in groups}
+    exactly, runtime = request.arrange(request.exact), request.arrange(runtime)
     request.report(f"running {request.candidate.name} on {len(groups)} groups of inputs")
     with Scratch() as folder:
-        right = run_groups(request.exact, REFERENCE, request.baseline, runs)
+        right = run_groups(exactly, REFERENCE, request.baseline, runs)
         roundings: Mapping[str, Mapping[str, Rounding]] = {}
         if of == "float16":
             rounded = folder / "halves.onnx"
             write_with_fp16_weights(request.baseline, rounded)
-            rough = run_groups(request.exact, REFERENCE, rounded, runs)
-            roundings = measure_roundings(request.exact, request.baseline, runs)
+            rough = run_groups(exactly, REFERENCE, rounded, runs)
+            roundings = measure_roundings(exactly, request.baseline, runs)
         else:
             rough = run_groups(runtime, target, request.baseline, runs)
         answers = run_groups(runtime, target, request.candidate, runs)
@@ -404,22 +441,22 @@ def _judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[G
     """
     a, b = request.baseline, request.candidate
     request.report(f"comparing weights and activations of {b.name} with those of {a.name}")
-    is_real = request.dataset is not None
+    is_real, inside = request.dataset is not None, request.arrange(request.inside)
     rows = _take_few(request.settings[0].samples.rows, _ACTIVATION_ROWS)
     weights: tuple[WeightMeasurement, ...] = ()
     activations: tuple[ActivationMeasurement, ...] = ()
     with Scratch() as folder:
         try:
             a, b = _copy_pair(a, b, folder)
-            a = choose_source_form(request.inside, a, b, folder / "simplified.onnx")
-            weights, unpaired = measure_paired_weights(a, b, request.inside, rows)
+            a = choose_source_form(inside, a, b, folder / "simplified.onnx")
+            weights, unpaired = measure_paired_weights(a, b, inside, rows)
             if unpaired:
                 notes[_describe_unpaired(unpaired)] = None
         except (MeasurementError, UserError) as error:
             notes[f"weights were not compared: {error}"] = None
         if request.kind.candidate.precision == "int8" and rows:
             try:
-                activations = measure_activations(request.inside, a, b, rows)
+                activations = measure_activations(inside, a, b, rows)
                 if not is_real:
                     activations = tuple(replace(one, clipping=None, stretch=None) for one in activations)
             except (MeasurementError, UserError) as error:
@@ -495,7 +532,7 @@ def _judge_function(
 
 def _judge_task(request: JudgeRequest, runtime: Runtime, target: Target) -> list[GateResult]:
     """Judge the task metric if labels exist or are not needed; otherwise how many answers change."""
-    dataset, gate = request.dataset, request.metric
+    dataset, gate, runtime = request.dataset, request.metric, request.arrange(runtime)
     label_free = gate.definition().label_free
     if dataset is not None and (dataset.label is not None or label_free):
         return _judge_metric(request, runtime, target, dataset, gate)

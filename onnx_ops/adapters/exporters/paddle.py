@@ -73,7 +73,7 @@ class PaddleExporter(Exporter):
         check_opset(section, *OPSETS, "paddle2onnx")
         source: Path = model.onnx_ops_file  # type: ignore[attr-defined]
         places = _find_places(model, request.samples)
-        answer = _call(model, {name: array[:2] for name, array in request.samples.items()})
+        answer = _call(model, request.take(2))
         with Scratch() as folder:
             path = folder / "converted.onnx"
             with convert_failures("paddle2onnx cannot convert the layer"):

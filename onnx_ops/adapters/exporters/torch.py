@@ -153,7 +153,7 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
     check_section(section, request.samples, (TRANSLATIONS,))
     table = _load_translations(section)
     module: Any = model.eval()
-    rows = {name: _tensor(torch, array[:2], None) for name, array in request.samples.items()}
+    rows = {name: _tensor(torch, array, None) for name, array in request.take(2).items()}
     binding = _bind(module, rows)
     positional, keyword = binding.pack(rows)
     outputs = _try_out(torch, module, positional, keyword)

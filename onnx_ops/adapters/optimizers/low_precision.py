@@ -110,7 +110,7 @@ def _narrowed(model: Any, request: OptimizeRequest, options: Mapping[str, Any], 
     if algorithm == "hqq":
         config = library.HQQWeightOnlyQuantConfig(block_size=block, bits=bits)
     elif algorithm == "gptq":
-        reader = BatchReader(request.calibration or {}, read_model_info(request.source))
+        reader = BatchReader(request.calibration or {}, read_model_info(request.source), request.values)
         config = library.GPTQWeightOnlyQuantConfig(calibration_data_reader=reader, block_size=block)
     else:
         config = library.DefaultWeightOnlyQuantConfig(

@@ -35,6 +35,7 @@ from onnx_ops.measure.parity import (
     measure_parity,
 )
 from onnx_ops.measure.reference_outputs import get_reference
+from onnx_ops.measure.row_layout import arrange_context, get_layout
 from onnx_ops.measure.scoring import (
     ModelPredictions,
     ScoringRequest,
@@ -65,6 +66,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
     whole = get_dataset(store, rows, inputs["export"])
     data = whole.head(settings["limit"])
     sampled = SampledRows(data=settings["data"], used=len(data), total=len(whole))
+    context = arrange_context(context, get_layout(store, inputs["export"], data.values))
     runtime = context.runtime(target.runtime)
     hardware = require_hardware(runtime, target)
     with Scratch() as folder:

@@ -16,6 +16,7 @@ from onnx_ops.errors import UserError, from_document
 from onnx_ops.measure.execution import require_hardware
 from onnx_ops.measure.files import HARDWARE, MODEL, checkout_files, get_dataset, load_arrays, pack_arrays, put_document
 from onnx_ops.measure.predictions import Prediction
+from onnx_ops.measure.row_layout import arrange_runtime, get_layout
 from onnx_ops.measure.scoring import (
     ModelPredictions,
     ScoringRequest,
@@ -38,7 +39,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
     settings: Mapping[str, Any] = stage.settings
     target = codec.from_json(stage.hints["target"], Target, where=stage.id)
     data = get_dataset(context.store, inputs[f"data/{settings['data']}"], inputs["export"]).head(settings["limit"])
-    runtime = context.runtime(target.runtime)
+    layout = get_layout(context.store, inputs["export"], data.values)
+    runtime = arrange_runtime(context.runtime(target.runtime), layout)
     hardware = require_hardware(runtime, target)
     definitions = tuple(codec.from_json(metric, MetricDefinition) for metric in settings["definitions"])
     definitions, _ = add_default_metric(definitions, data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,11 +24,12 @@ from onnx_ops.measure.parity import (
     measure_parity,
 )
 from onnx_ops.measure.reference_outputs import get_reference
+from onnx_ops.measure.row_layout import RowLayout, arrange_runtime, build_export_request, get_layout
 from onnx_ops.measure.user_functions import importable
 from onnx_ops.onnx_graph.compatibility import check_model
 from onnx_ops.onnx_graph.tree_ensembles import has_trees, read_trees
 from onnx_ops.pipeline.stage_settings import get_exporter, read_reference_operators
-from onnx_ops.ports import Context, Exporter, ExportRequest, Tensors, Tracer, TracingExporter, TreeExporter
+from onnx_ops.ports import Context, Exporter, Tensors, Tracer, TracingExporter, TreeExporter
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.tree_parity import compare_trees
 
@@ -44,10 +45,11 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
         path = checkout_files(context.store, export, MODEL, folder) / MODEL_FILE
         try:
             check_model(path)
-            runtime = context.runtime(target.runtime)
+            layout = get_layout(context.store, export)
+            runtime = arrange_runtime(context.runtime(target.runtime), layout)
             reference = get_reference(context.store, export["reference.npz"])
             measured = measure_parity(runtime, path, target, reference)
-            source = _LazySource(stage, inputs["train"], context, folder / "trained")
+            source = _LazySource(stage, inputs["train"], context, folder / "trained", layout)
             trees = source.trees(path)
         except (MeasurementError, UserError) as error:
             measured = (make_mismatch("*", "load", f"it does not run: {error}"),)
@@ -76,6 +78,7 @@ class _LazySource:
     trained: Manifest
     context: Context
     folder: Path
+    layout: RowLayout
 
     def tracer(self, samples: Tensors) -> Tracer | None:
         """Return the tracer of the source's intermediate values, if its exporter can trace."""
@@ -85,8 +88,18 @@ class _LazySource:
             return None
         with self._loaded(exporter) as model:
             # The export has succeeded: a model without names has a declared order.
-            request = ExportRequest(section=section, samples=samples, path=self.folder / MODEL_FILE, ordered=True)
-            return exporter.tracer(model, request)
+            path = self.folder / MODEL_FILE
+            request = build_export_request(section, samples, self.layout, path, ordered=True)
+            return self._arranged(exporter.tracer(model, request))
+
+    def _arranged(self, tracer: Tracer) -> Tracer:
+        """Return a tracer that takes and returns rows on axis 0."""
+
+        def trace(inputs: Tensors, names: Collection[str]) -> tuple[Tensors, Tensors | None]:
+            single, double = tracer(self.layout.arrange(inputs), names)
+            return self.layout.read(inputs, single), None if double is None else self.layout.read(inputs, double)
+
+        return tracer if self.layout.is_plain else trace
 
     def trees(self, path: Path) -> tuple[TreeStructure, ...]:
         """Compare the trees of the export at `path` with the source's; empty if one has none."""
