@@ -183,10 +183,10 @@ MODELS: dict[str, NamedModel] = {
     "LightGBM on a matrix": table(LGBM, boosted("lightgbm", "LGBMRegressor"), names=False),
     "torch": module("Difference"),
     "torch, optional inputs left out": module("Optionals", {"x": PAIR["user"], "bias": PAIR["item"]}),
-    "torch, keyword only": module("Optionals", {"x": PAIR["user"], "scale": PAIR["item"]}),
     "torch, any inputs": module("AnyInputs", ordered=True),
 }
 HEAVY: dict[str, NamedModel] = {
+    "torch, keyword only": module("Optionals", {"x": PAIR["user"], "scale": PAIR["item"]}),
     "Keras, functional": keras(keras_functional),
     "Keras, functional of a dictionary": keras(keras_functional_with_a_dictionary),
     "Keras, subclass of a dictionary": keras(lambda: keras_subclass(dictionary=True)),
