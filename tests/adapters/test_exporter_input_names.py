@@ -324,6 +324,7 @@ def test_an_exporter_that_binds_in_another_order_fails_parity(tmp_path: Path) ->
         ("Optionals", ("bias",), "also takes 'x'"),
         ("Swallowing", ("user", "itm"), "has no input 'itm'"),
         ("Mixed", ("user", "item"), "has no input 'item'"),
+        ("AnyNames", ("user", "item"), "has no input 'user'.*Name each input as a parameter"),
     ],
 )
 def test_inputs_that_forward_does_not_name_are_refused(

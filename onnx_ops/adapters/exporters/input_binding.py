@@ -74,8 +74,10 @@ def bind_call(
     if variadic and not required and not named.keys() & set(inputs):
         check_order(inputs, ordered=ordered, owner=owner, why=f"it takes all of its inputs in `*{variadic}`")
         return CallBinding(positional=dict.fromkeys(inputs, variadic), keyword=(), variadic=variadic)
-    if renamed and named and len(inputs) == 1 and len(required) <= 1 and not named.keys() & set(inputs):
-        return CallBinding(positional=dict.fromkeys(inputs, (required or [*named])[0]), keyword=())
+    only = next(iter(required or named), "")
+    if renamed and len(inputs) == 1 and len(required) <= 1 and not named.keys() & set(inputs):
+        if only and named[only].kind is not Parameter.KEYWORD_ONLY:
+            return CallBinding(positional=dict.fromkeys(inputs, only), keyword=())
     check_names(inputs, named, required=required, owner=owner)
     positional = [
         name for name, parameter in named.items() if name in inputs and parameter.kind is Parameter.POSITIONAL_ONLY
@@ -101,6 +103,8 @@ def check_names(
     listed = ", ".join(list(names)[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
     wanted = ", ".join(f"{name}: ARRAY" for name in [n for n in names if n in inputs or n in missing][:_SHOWN])
     written = f"Write the inputs of every data set by these names{f': `inputs: {{{wanted}}}`' if wanted else ''}."
+    if not names:
+        written = "Name each input as a parameter: what `**kwargs` takes has no names to check."
     if unknown:
         raise UserError(
             f"{owner} has no input {unknown[0]!r}",
