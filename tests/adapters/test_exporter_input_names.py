@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import pytest
 
+from onnx_ops.adapters.data.file import read_arrays
 from onnx_ops.adapters.exporters.boosted import LightgbmExporter, XgboostExporter
 from onnx_ops.adapters.exporters.signature import rename_values
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
@@ -24,19 +25,19 @@ from onnx_ops.errors import UserError
 from onnx_ops.measure.input_use import find_unused_inputs
 from onnx_ops.measure.parity import REFERENCE_TARGET, find_worst, measure_parity
 from onnx_ops.measure.reference_outputs import collect_reference_outputs
-from onnx_ops.ports import Exporter, ExportRequest, Tensors
+from onnx_ops.ports import Dataset, Exporter, ExportRequest, Tensors
 from onnx_ops.ports.data import frame_of
-from tests.adapters.model_runs import piped, run, sk
+from tests.adapters.model_runs import piped, reference, run, sk
 
+ROOT = Path(__file__).parents[2]
 SEED = 20261127
 DRAW = np.random.default_rng(SEED)
-TABLE: Tensors = {name: DRAW.normal(size=(64, 1)).astype(np.float32) for name in ("income", "age", "visits")}
+TABLE: dict[str, Any] = {name: DRAW.normal(size=(64, 1)).astype(np.float32) for name in ("income", "age", "visits")}
 FITTED = ["income", "visits", "age"]
 """Order of the columns in the fit: neither that of the table nor the alphabetical one."""
 
 TARGET = (3 * TABLE["income"] - TABLE["age"] + 0.3 * TABLE["visits"])[:, 0]
-PAIR: Tensors = {name: DRAW.normal(size=(64, 3)).astype(np.float32) for name in ("user", "item")}
-TRIPLE: Tensors = {**PAIR, "bias": DRAW.normal(size=(64, 3)).astype(np.float32)}
+PAIR: dict[str, Any] = {name: DRAW.normal(size=(64, 3)).astype(np.float32) for name in ("user", "item")}
 TOKENS: Tensors = {
     "input_ids": DRAW.integers(0, 17, (64, 8)),
     "attention_mask": np.tile((np.arange(8) < 5).astype(np.int64), (64, 1)),
@@ -169,7 +170,7 @@ def by_column() -> Any:
 
 
 SK, XGB, LGBM = SklearnExporter(), XgboostExporter(), LightgbmExporter()
-MODELS: Mapping[str, NamedModel] = {
+MODELS: dict[str, NamedModel] = {
     "linear on a frame": table(SK, linear, names=True),
     "linear on a matrix": table(SK, linear, names=False),
     "pipeline on a frame": table(SK, scaled, names=True),
@@ -182,10 +183,10 @@ MODELS: Mapping[str, NamedModel] = {
     "LightGBM on a matrix": table(LGBM, boosted("lightgbm", "LGBMRegressor"), names=False),
     "torch": module("Difference"),
     "torch, optional inputs left out": module("Optionals", {"x": PAIR["user"], "bias": PAIR["item"]}),
-    "torch, keyword only": module("Optionals", {"x": PAIR["user"], "scale": PAIR["item"]}),
     "torch, any inputs": module("AnyInputs", ordered=True),
 }
-HEAVY: Mapping[str, NamedModel] = {
+HEAVY: dict[str, NamedModel] = {
+    "torch, keyword only": module("Optionals", {"x": PAIR["user"], "scale": PAIR["item"]}),
     "Keras, functional": keras(keras_functional),
     "Keras, functional of a dictionary": keras(keras_functional_with_a_dictionary),
     "Keras, subclass of a dictionary": keras(lambda: keras_subclass(dictionary=True)),
@@ -228,17 +229,31 @@ def test_inputs_in_any_order_give_the_answers_of_the_source_asked_by_name(name: 
             assert "columns: [FIRST, SECOND]" in refused.value.remedy
             continue
         case.exporter.export(model, request_of(samples, path, ordered=case.ordered))
-        for answers in (run(path, samples), case.exporter.reference(model, samples, "float32") or {}):
-            (array,) = (answers[key] for key in answers)
+        for answers in (run(path, samples), reference(case.exporter, model, samples)):
+            (array,) = answers.values()
             np.testing.assert_allclose(array, expected, rtol=1e-4, atol=1e-4)
         (array,) = run(path, case.inputs).values()
         np.testing.assert_allclose(array, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_the_table_of_the_example_gives_the_same_answers_in_any_order_of_its_columns(tmp_path: Path) -> None:
+    example, path = importlib.import_module("examples.churn_table"), tmp_path / "model.onnx"
+    columns = dict(read_arrays(ROOT / "examples" / "data" / "churn-train.csv", where="train"))
+    label = columns.pop("churned")[:, 0]
+    del columns["customer"]
+    model = example.train({"train": Dataset(inputs=columns, label=label)})
+    expected = model.predict_proba(frame_of(columns))
+    for order in (list(columns), sorted(columns), sorted(columns, reverse=True)):
+        samples = {name: columns[name] for name in order}
+        SK.export(model, request_of(samples, path, ordered=False))
+        for answers in (run(path, columns), reference(SK, model, samples, "float64")):
+            np.testing.assert_allclose(answers["probabilities"], expected, atol=1e-5)
+
+
 def find_fault(case: NamedModel, model: Any, path: Path) -> bool:
     """Whether parity refuses the file at `path`, as the validate stage measures it."""
-    reference = collect_reference_outputs(case.exporter, model, path, case.inputs)
-    return find_worst(measure_parity(OnnxRuntime(), path, REFERENCE_TARGET, reference.groups)) is not None
+    groups = collect_reference_outputs(case.exporter, model, path, case.inputs).groups
+    return find_worst(measure_parity(OnnxRuntime(), path, REFERENCE_TARGET, groups)) is not None
 
 
 def exchange_inputs(path: Path, one: str, other: str) -> None:
@@ -309,6 +324,7 @@ def test_an_exporter_that_binds_in_another_order_fails_parity(tmp_path: Path) ->
         ("Optionals", ("bias",), "also takes 'x'"),
         ("Swallowing", ("user", "itm"), "has no input 'itm'"),
         ("Mixed", ("user", "item"), "has no input 'item'"),
+        ("AnyNames", ("user", "item"), "has no input 'user'.*Name each input as a parameter"),
     ],
 )
 def test_inputs_that_forward_does_not_name_are_refused(

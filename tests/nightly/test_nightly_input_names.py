@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +12,13 @@ import pytest
 from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import UserError
-from onnx_ops.ports import ExportRequest, Tensors
-from tests.adapters.model_runs import run
+from onnx_ops.ports import ExportRequest
+from tests.adapters.model_runs import reference, run
 
 pytestmark = pytest.mark.nightly
 
 DRAW = np.random.default_rng(0)
-ROWS: Tensors = {name: DRAW.random((8, 3)).astype(np.float32) for name in ("user", "item")}
+ROWS: dict[str, Any] = {name: DRAW.random((8, 3)).astype(np.float32) for name in ("user", "item")}
 ANSWERS = (ROWS["user"] - 2 * ROWS["item"]).sum(axis=1, keepdims=True)
 MODELS = {
     "tensorflow_signature": "tensorflow",
@@ -36,12 +37,12 @@ def test_two_inputs_are_bound_by_name_in_any_order(
     exporter = isolated(MODELS[name])
     exporter.train(f"tests.nightly.two_inputs:{name}", {}, {}, tmp_path)
     model = exporter.load(tmp_path)
+    section = Export(framework=MODELS[name])
     for order in (["user", "item"], ["item", "user"]):
         samples, path = {name: ROWS[name] for name in order}, tmp_path / f"{order[0]}.onnx"
-        section = Export(framework=MODELS[name])
         exporter.export(model, ExportRequest(section=section, samples=samples, path=path))
         (answers,) = run(path, samples).values()
-        (expected,) = (exporter.reference(model, samples, "float32") or {}).values()
+        (expected,) = reference(exporter, model, samples).values()
         np.testing.assert_allclose(answers, ANSWERS, atol=1e-6)
         np.testing.assert_allclose(expected, ANSWERS, atol=1e-6)
     for wrong in ({"user": ROWS["user"], "itm": ROWS["item"]}, {"user": ROWS["user"]}):

@@ -11,9 +11,10 @@ from typing import Any
 
 def tensorflow_signature(data: Any) -> Any:
     tf = importlib.import_module("tensorflow")
+    specs = [tf.TensorSpec([None, 3], name=name) for name in ("user", "item")]
 
     class Module(tf.Module):  # type: ignore[misc,name-defined,unused-ignore]
-        @tf.function(input_signature=[tf.TensorSpec([None, 3], name="user"), tf.TensorSpec([None, 3], name="item")])
+        @tf.function(input_signature=specs)  # type: ignore[untyped-decorator,unused-ignore]
         def __call__(self, user: Any, item: Any) -> Any:
             return tf.reduce_sum(user - 2.0 * item, axis=1, keepdims=True)
 
@@ -25,7 +26,7 @@ def tensorflow_call(data: Any) -> Any:
     tf = importlib.import_module("tensorflow")
 
     class Module(tf.Module):  # type: ignore[misc,name-defined,unused-ignore]
-        @tf.function
+        @tf.function  # type: ignore[untyped-decorator,unused-ignore]
         def __call__(self, user: Any, item: Any) -> Any:
             return tf.reduce_sum(user - 2.0 * item, axis=1, keepdims=True)
 

@@ -89,6 +89,13 @@ class Swallowing(nn.Module):
         return user.sum(1, keepdim=True)
 
 
+class AnyNames(nn.Module):
+    """Names none of its inputs."""
+
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        return inputs["user"] - 2 * inputs["item"]
+
+
 class Mixed(nn.Module):
     """Takes one input by name and the others by position."""
 
