@@ -14,6 +14,7 @@ from onnx_ops.domain.quantities import Count, Fraction, Notation, Seconds
 
 DAY = 86_400.0
 
+DEFAULT_EPOCH_S = 60.0
 DEFAULT_MINIMUM = 300
 """Requests to the candidate that a step needs if the policy has no `min_requests`."""
 
@@ -172,7 +173,7 @@ class RolloutPolicy:
         Ge(MIN_EPOCH_S),
         Le(MAX_EPOCH_S),
         doc("How long a user stays with one version in a canary step; then all users are drawn anew."),
-    ] = 60.0
+    ] = DEFAULT_EPOCH_S
     min_step_duration: Annotated[
         Seconds | None, doc("Shortest time at each step, regardless of the number of requests.")
     ] = None
