@@ -49,3 +49,15 @@ def test_two_inputs_are_bound_by_name_in_any_order(
         request = ExportRequest(section=section, samples=wrong, path=tmp_path / "wrong.onnx", ordered=True)
         with pytest.raises(UserError, match="'item'"):
             exporter.export(model, request)
+
+
+def test_a_subclassed_keras_model_gets_a_dictionary_and_keeps_its_weights(
+    isolated: Callable[[str], IsolatedExporter], tmp_path: Path
+) -> None:
+    exporter = isolated("tensorflow")
+    exporter.train("tests.nightly.keras_dictionary:train", {}, {}, tmp_path)
+    model, path = exporter.load(tmp_path), tmp_path / "model.onnx"
+    exporter.export(model, ExportRequest(section=Export(framework="tensorflow"), samples=ROWS, path=path))
+    for answers in (run(path, ROWS), reference(exporter, model, ROWS)):
+        (array,) = answers.values()
+        np.testing.assert_allclose(array, ANSWERS / 2, atol=1e-6)
