@@ -208,7 +208,7 @@ def _routing(trials: Trials) -> Iterable[Claim]:
         rows.append((name, _tell("", right, "paused")[1], _tell("", wrong, "paused")[1]))
         yield trials.at_most("split", f"{name}: 10 % asked and sent: paused", right, "paused", 0.01)
         if count != 10:
-            yield trials.at_least("split", f"{name}: 10 % asked, 20 % sent: paused", wrong, "paused", 0.95)
+            yield trials.at_least("split", f"{name}: 10 % asked, 20 % sent: paused", wrong, "paused", 0.9)
     table("sample ratio, by unit", ("", "10 % sent: paused", "20 % sent: paused"), rows)
 
 

@@ -129,6 +129,8 @@ def test_a_wrong_split_is_no_fault_of_the_candidate() -> None:
 
 def test_latency_compares_with_the_control_replica() -> None:
     """As many units of either version are compared, whatever the candidate's share is."""
+    assert unit_evidence.choose_percent("latency_p50", np.array([10, 90])).tolist() == [50, 50]
+    assert unit_evidence.choose_percent("errors", np.array([10, 90])).tolist() == [10, 90]
     alike = split(units_at(20, 100), units_at(20, 100), 10, "latency_p50")
     assert unit_evidence.measure_unit_evidence([alike], "latency_p50", 1.0) < 0
     slower = split(units_at(30, 100), units_at(20, 100), 10, "latency_p50")
