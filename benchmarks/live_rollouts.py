@@ -2,9 +2,9 @@
 
     python -m benchmarks.live_rollouts [--rollouts N] [--world NAME]
 
-For each world so many rollouts of a version that is the same, and as many of one that fails on a share of requests: 10 %,
-and with few clients all of them. Ends 1 if more than one of sixty good ones is rolled back, or a bad one is not. Epochs
-last a second, and a rollout from ten seconds to a minute.
+For each world so many rollouts of a version that is the same, and as many of one that fails on a share of requests:
+10 %, and with few clients all of them. Ends 1 if more than one of sixty good ones is rolled back, or a bad one is not.
+Epochs last a second, and a rollout from ten seconds to a minute.
 """
 
 from __future__ import annotations
