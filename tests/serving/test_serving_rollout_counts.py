@@ -259,9 +259,9 @@ def test_nobody_is_counted_by_user_once_a_rollout_is_over() -> None:
     site = Site()
     site.watch()
     site.workers[0].count(site.draw, 2, 5, 200, 0.0)
-    assert site.workers[0].is_watching
+    before = site.workers[0].is_watching
     site.publish(2, candidate=100, epoch_s=0.0)
-    assert not site.workers[0].is_watching
+    assert (before, site.workers[0].is_watching) == (True, False)
     site.publish(3)
     assert site.counts.collect().tables[-1].cells == {}
     site.watch()
