@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -259,7 +260,13 @@ class _Builder:
         self._nodes.append(helper.make_node(op_type, inputs, [output], **attributes))
         return output
 
-    def copy(self, node: onnx.NodeProto, inputs: list[str], output: int = 0, **attributes: Any) -> str:
+    def copy(
+        self,
+        node: onnx.NodeProto,
+        inputs: list[str],
+        output: int = 0,
+        attributes: Mapping[str, float] = MappingProxyType({}),
+    ) -> str:
         """Add a node with other inputs, and some other attributes."""
         from onnx import helper
 
@@ -369,7 +376,8 @@ class _Builder:
         return -1
 
     def _main_input(self, node: onnx.NodeProto) -> str:
-        return next((name for name in node.input if name and not self.is_constant(name)), node.input[0])
+        computed = [name for name in node.input if name and not self.is_constant(name)]
+        return str(computed[0] if computed else node.input[0])
 
     def _segments(self, name: str) -> str | None:
         """Return the number of the part that each element comes from; None if the output is not joined."""
@@ -437,7 +445,7 @@ def _estimate_product(b: _Builder, node: onnx.NodeProto, name: str) -> str | Non
     """MatMul and its relatives: eps |a| |b|, and the errors of their inputs."""
     sizes = [b.size(one) if one else "" for one in node.input]
     scales = {key: abs(float(v)) for key in ("alpha", "beta") if (v := _attribute(node, key)) is not None}
-    own = b.scale(b.copy(node, sizes, **scales), EPSILON)
+    own = b.scale(b.copy(node, sizes, attributes=scales), EPSILON)
     squares = {key: value**2 for key, value in scales.items()}
     return b.total(own, *_pass_through(b, node, sizes, squares, node.input[:2]))
 
@@ -466,7 +474,7 @@ def _pass_through(
     for place, name in enumerate(names):
         if (error := errors[name]) is not None:
             factors = [error if at == place else size for at, size in enumerate(sizes[:2])]
-            products = b.copy(node, [b.emit("Mul", [one, one]) for one in factors], **squares)
+            products = b.copy(node, [b.emit("Mul", [one, one]) for one in factors], attributes=squares)
             passed.append(b.emit("Sqrt", [products]))
     return passed
 
@@ -598,7 +606,9 @@ def _estimate_softmax(b: _Builder, node: onnx.NodeProto, name: str) -> str | Non
     shifted = b.scale(b.reduce("ReduceMax", b.size(node.input[0]), axes), EPSILON)
     inner = b.total(shifted, b.constant(2 * EPSILON), b.error(node.input[0]))
     total = _mix_errors(b, y, inner, axes)
-    return b.total(b.own(name), b.emit("Mul", [y, total]) if node.op_type == "Softmax" else total)
+    if node.op_type == "LogSoftmax":
+        return b.total(b.own(name), total, b.constant(EPSILON))
+    return b.total(b.own(name), b.emit("Mul", [y, total]))
 
 
 def _mix_errors(b: _Builder, y: str, errors: str, axes: list[int]) -> str:
@@ -641,7 +651,8 @@ def _estimate_normalized(b: _Builder, node: onnx.NodeProto, name: str) -> str | 
         axes = list(range(-1 if axis is None else int(axis), 0))
     else:  # every channel is a row
         flat, axes = b.constant([0, 0, -1], np.int64), [2]
-        values, before = (one and b.emit("Reshape", [one, flat]) for one in (values, before))
+        values = b.emit("Reshape", [values, flat])
+        before = before and b.emit("Reshape", [before, flat])
         column = b.constant([-1, 1], np.int64)
         factor, *offset = (b.emit("Reshape", [one, column]) for one in (factor, *offset))
     if not axes:  # counted from the front, and so without the rank not known

@@ -109,7 +109,7 @@ class Columns:
     def spread(self, by_column: Floats) -> Floats:
         """Return the value of its column for each element, in a shape that broadcasts to the output's."""
         if self.axis is None and self.segments is None:
-            return by_column[0]
+            return np.asarray(by_column[0])
         place = np.zeros((), dtype=np.intp)
         if self.axis is not None:
             sizes = [1] * len(self.shape)
@@ -332,7 +332,12 @@ def find_ties(onnx: Array, expected: Array, rounding: Rounding) -> Bools:
     """
     none = np.zeros(onnx.shape, dtype=bool)
     scores, errors, axis = rounding.scores, rounding.scores_error, rounding.scores_axis
-    if scores is None or errors is None or not scores.size or not onnx.size:
+    if (
+        scores is None
+        or errors is None
+        or errors.shape != scores.shape
+        or not (scores.size and onnx.size and onnx.ndim)
+    ):
         return none
     if rounding.labels is not None:
         onnx, expected = (_find_places(a, rounding.labels) for a in (onnx, expected))
@@ -346,10 +351,13 @@ def find_ties(onnx: Array, expected: Array, rounding: Rounding) -> Bools:
     chosen, wanted = (np.clip(a.reshape(shape), 0, scores.shape[axis] - 1).astype(np.intp) for a in (onnx, expected))
     scores = np.where(np.isfinite(scores), scores, 0.0).astype(np.float64)
     limits = _TOLERANCE_FACTOR * np.where(np.isfinite(errors), errors, 0.0).astype(np.float64)
-    gaps = np.abs(np.take_along_axis(scores, chosen, axis) - np.take_along_axis(scores, wanted, axis))
-    allowed = np.maximum(np.take_along_axis(limits, chosen, axis), np.take_along_axis(limits, wanted, axis))
+    (first, second), (allowed, other) = (
+        [np.asarray(np.take_along_axis(np.asarray(values), places, axis)) for places in (chosen, wanted)]
+        for values in (scores, limits)
+    )
+    gaps, allowed = np.abs(first - second), np.maximum(allowed, other)
     twice = _has_duplicates(chosen, axis) & ~_has_duplicates(wanted, axis)
-    inside = (onnx >= 0).reshape(shape) & (onnx < scores.shape[axis]).reshape(shape)
+    inside = onnx.astype(np.int64).reshape(shape) == chosen
     return np.asarray(((gaps <= allowed) & ~twice & inside).reshape(onnx.shape))
 
 
@@ -368,7 +376,7 @@ def is_ranked_by_scores(single: Array, double: Array, rounding: Rounding) -> boo
     unsure too, or gives practically one answer, while the scores are not the same in all rows.
     """
     scores, errors, axis = rounding.scores, rounding.scores_error, rounding.scores_axis
-    if scores is None or errors is None or not scores.size:
+    if scores is None or errors is None or errors.shape != scores.shape or not scores.size:
         return False
     finite = np.where(np.isfinite(scores), scores, 0.0).astype(np.float64)
     limits = _TOLERANCE_FACTOR * np.where(np.isfinite(errors), errors, 0.0).astype(np.float64)
