@@ -84,9 +84,16 @@ class Columns:
         """Return the columns of an output; one, if it has one value a row."""
         axis, segments = rounding.axis, rounding.segments
         has_columns = axis is not None and array.ndim > 1 and 0 < axis % array.ndim < array.ndim
-        if segments is not None and (segments.shape != array.shape or array.ndim < 2):
-            segments = None
-        return cls(array.shape, axis if has_columns else None, segments)
+        columns = cls(array.shape, axis if has_columns else None, None)
+        if segments is None or segments.shape != array.shape or array.ndim < 2 or columns.contain(segments):
+            return columns
+        return cls(array.shape, columns.axis, segments)
+
+    def contain(self, segments: Array) -> bool:
+        """Return whether each column lies in one segment, so that segments part nothing."""
+        by_column = segments.reshape(-1, 1) if self.axis is None else np.moveaxis(segments, self.axis, -1)
+        flat = by_column.reshape(-1, by_column.shape[-1])
+        return not flat.size or bool((flat == flat[:1]).all())
 
     @property
     def width(self) -> int:

@@ -16,6 +16,7 @@ from onnx_ops.domain.target import Target
 from onnx_ops.onnx_graph.rounding_errors import (
     EPSILON,
     KERNEL_ERRORS,
+    ROUNDOFF,
     RoundingOutputs,
     list_ranked_outputs,
     write_with_rounding_errors,
@@ -57,9 +58,9 @@ def error_of(path: Path, x: Array = X) -> Array:
 PRODUCT = "y = MatMul(x, w)"
 
 
-def test_a_product_errs_by_epsilon_of_the_sum_of_its_terms(tmp_path: Path) -> None:
+def test_a_product_errs_by_one_roundoff_of_the_sum_of_its_terms(tmp_path: Path) -> None:
     error = error_of(write(tmp_path / "m.onnx", PRODUCT, w=WEIGHT))
-    np.testing.assert_allclose(error, EPSILON * (np.abs(X) @ np.abs(WEIGHT)), rtol=1e-5)
+    np.testing.assert_allclose(error, ROUNDOFF * (np.abs(X) @ np.abs(WEIGHT)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -67,7 +68,7 @@ def test_gemm_adds_its_bias_and_its_factors(tmp_path: Path, turned: bool) -> Non
     bias = np.array([0.0, -5.0, 1e4], dtype=np.float32)
     body = f"y = Gemm<alpha=-2.0, beta=0.5, transB={int(turned)}>(x, w, b)"
     path = write(tmp_path / "m.onnx", body, w=WEIGHT.T.copy() if turned else WEIGHT, b=bias)
-    expected = EPSILON * (2 * np.abs(X) @ np.abs(WEIGHT) + 0.5 * np.abs(bias))
+    expected = ROUNDOFF * (2 * np.abs(X) @ np.abs(WEIGHT) + 0.5 * np.abs(bias))
     np.testing.assert_allclose(error_of(path), expected, rtol=1e-5)
 
 
@@ -158,7 +159,7 @@ def test_a_convolution_has_channels_and_errs_by_its_kernels(tmp_path: Path) -> N
     )
     described, answers = run(path)
     assert described["y"].axis == 1
-    assert answers[described["y"].error].max() <= 1.01 * EPSILON * np.abs(X).max() * np.abs(kernels).sum(axis=2).max()
+    assert answers[described["y"].error].max() <= 1.01 * ROUNDOFF * np.abs(X).max() * np.abs(kernels).sum(axis=2).max()
 
 
 def test_transposed_channels_are_where_they_went(tmp_path: Path) -> None:
@@ -253,7 +254,7 @@ def test_linear_models_err_by_their_coefficients(tmp_path: Path, transform: str)
     onnx.save(model, path)
     described, answers = run(path)
     error = answers[described["y"].error]
-    limit = EPSILON * (np.abs(X) @ np.abs(WEIGHT) + np.array([0.0, 1.0, 2.0]))
+    limit = ROUNDOFF * (np.abs(X) @ np.abs(WEIGHT) + np.array([0.0, 1.0, 2.0]))
     if transform == "NONE":
         np.testing.assert_allclose(error, limit, rtol=1e-4)
     assert error.max() <= limit.max() + 4 * EPSILON
