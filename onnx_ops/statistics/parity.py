@@ -23,6 +23,11 @@ _RTOL_DEFAULT = 1e-3
 _ATOL_OF_RTOL = 1e-2
 _TOLERANCE_FACTOR = 10.0
 _BFLOAT16_EPSILON = 2.0**-7
+_SINGLE_EPSILON = 2.0**-23
+_LARGEST_FLOOR = 1e-4
+"""Share of a column's largest answer above which only the source's own noise excuses an error: an estimate from the
+graph adds up worst cases, and would make a model with large terms that cancel pass whatever it answers."""
+
 
 _FEW_TIES, _OFTEN_UNSURE = 0.5, 0.05
 """Share of rows whose scores may all tie, and of rows in which the source's two answers then have to differ."""
@@ -277,12 +282,17 @@ def _share_largest(places: Floats, of_values: Floats, values: Floats) -> Floats:
 
 
 def find_floors(scales: Floats, columns: Columns, rounding: Rounding, unit: float) -> Floats:
-    """Return the least noise of each column: its floor in float32, and twice the spacing `unit` of the output."""
+    """Return the least noise of each column: its floor in float32, and twice the spacing `unit` of the output.
+
+    A floor is at most `_LARGEST_FLOOR` of the column's largest answer, or twice the spacing of float32 at 1, which is
+    what kernels err by.
+    """
     floor = rounding.floor
     if floor is None or floor.shape != columns.shape:
         return np.full(len(scales), 2 * unit * float(scales.max(initial=0.0)))
     values = np.where(np.isfinite(floor), floor, 0.0).astype(np.float64)
-    return np.maximum(columns.find_largest(values), 2 * unit * scales)
+    floors = np.minimum(columns.find_largest(values), np.maximum(_LARGEST_FLOOR * scales, 2 * _SINGLE_EPSILON))
+    return np.maximum(floors, 2 * unit * scales)
 
 
 def _measure_in_tolerance(
