@@ -14,7 +14,7 @@ import time
 
 from benchmarks.truth.claims import Claim, summary
 
-GATES = ("metric", "grouped", "losses", "choice", "parity", "exports", "quantization", "latency", "judge")
+GATES = ("metric", "grouped", "losses", "choice", "parity", "columns", "exports", "quantization", "latency", "judge")
 
 
 def main() -> int:

@@ -107,7 +107,7 @@ GroupRule: TypeAlias = Literal["fail", "advise", "ignore"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityGate:
-    """Agreement with the source: float variants within the float64 noise floor, quantized ones by invariants."""
+    """Agreement with the source: float variants within the noise of each column, quantized ones by invariants."""
 
     kind: Literal["parity"] = "parity"
     noise_factor: Annotated[

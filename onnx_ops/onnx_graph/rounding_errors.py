@@ -1,7 +1,7 @@
 """Copies of a model that also compute how far rounding may move each element of its answers.
 
 The error is a first-order running error analysis in float32 (Higham, Accuracy and Stability of Numerical Algorithms,
-2002, section 3.3), back to the last linear operators before an output: such an operator errs by eps (|W| |h| + |b|).
+2002, section 3.3), back to the last linear operators before an output: such an operator errs by u (|W| |h| + |b|).
 The usual factor of sqrt(n) for n terms (section 2.8) is left out of products, whose kernels sum in blocks: with it, ten
 times the floor hides 1.2 % of the injected faults of `benchmarks.truth.parity`, without it .3 %, and no correct export
 comes closer than to a third of the limit. Sums of one term after the other have it. The operators after it pass the
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -24,10 +25,16 @@ if TYPE_CHECKING:
     import onnx
 
 EPSILON = 2.0**-23
+"""Spacing of float32 relative to its values."""
+
+_EPSILON_DOUBLE = 2.0**-52
+
+ROUNDOFF = EPSILON / 2
+"""Largest relative error of one rounding to float32."""
 
 _ML = "ai.onnx.ml"
 _MICROSOFT = "com.microsoft"
-_FLOAT = 1
+_FLOAT, _DOUBLE = 1, 11
 _FLOATS = frozenset({1, 10, 11, 16})
 """Element types: float32, float16, float64, bfloat16."""
 
@@ -52,7 +59,7 @@ KERNEL_ERRORS: Mapping[str, float] = {
     "Softplus": 0.5,
     "Tanh": 1.0,
 }
-"""Absolute errors of ONNX Runtime's float32 kernels beyond eps |y|, in units of eps, at most twice too small: the
+"""Absolute errors of ONNX Runtime's float32 kernels beyond eps |y|, in units of eps, at most 2.5 times too small: the
 largest distance from float64 over the 2.6 million arguments of `benchmarks.kernel_errors`."""
 
 _SLOPES: Mapping[str, float] = {
@@ -194,7 +201,8 @@ class _Builder:
     """Adds nodes to a model that compute errors.
 
     `error` returns the name of a value of the same shape with the error of each element, or None for one without.
-    `levels` is the number of further linear operators whose errors count.
+    `levels` is the number of further linear operators whose errors count, `epsilon` the spacing of the floats that the
+    current operator computes in.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
@@ -208,6 +216,8 @@ class _Builder:
         self._nodes: list[onnx.NodeProto] = []
         self._count = self._depth = 0
         self.levels = 1
+        self.epsilon = EPSILON
+        self._doubles = _find_doubles(model, self._constants)
 
     def describe(self, name: str) -> RoundingOutputs:
         """Return the outputs that describe one output of the model."""
@@ -243,9 +253,11 @@ class _Builder:
             found = self.own(name)
         else:
             self._depth += 1
+            epsilon, self.epsilon = self.epsilon, _EPSILON_DOUBLE if name in self._doubles else EPSILON
             known = node.domain in (*DEFAULT_DOMAINS, _ML, _MICROSOFT)
             found = _RULES.get(node.op_type if known else "", _estimate_unknown)(self, node, name)
             self._depth -= 1
+            self.epsilon = epsilon
         self._errors[name, self.levels] = found
         return found
 
@@ -259,7 +271,13 @@ class _Builder:
         self._nodes.append(helper.make_node(op_type, inputs, [output], **attributes))
         return output
 
-    def copy(self, node: onnx.NodeProto, inputs: list[str], output: int = 0, **attributes: Any) -> str:
+    def copy(
+        self,
+        node: onnx.NodeProto,
+        inputs: list[str],
+        output: int = 0,
+        attributes: Mapping[str, float] = MappingProxyType({}),
+    ) -> str:
         """Add a node with other inputs, and some other attributes."""
         from onnx import helper
 
@@ -307,8 +325,8 @@ class _Builder:
         return self.fill(self.constant(0.0), like)
 
     def own(self, name: str, units: float = 1.0) -> str:
-        """Return the rounding of the answer itself, eps |y|."""
-        return self.scale(self.size(name), units * EPSILON)
+        """Return the rounding of the answer itself, u |y|."""
+        return self.scale(self.size(name), units * self.epsilon / 2)
 
     def root(self, *counts: str) -> str:
         """Return sqrt(n), where n is a whole number, or the quotient of two."""
@@ -369,7 +387,8 @@ class _Builder:
         return -1
 
     def _main_input(self, node: onnx.NodeProto) -> str:
-        return next((name for name in node.input if name and not self.is_constant(name)), node.input[0])
+        computed = [name for name in node.input if name and not self.is_constant(name)]
+        return str(computed[0] if computed else node.input[0])
 
     def _segments(self, name: str) -> str | None:
         """Return the number of the part that each element comes from; None if the output is not joined."""
@@ -421,6 +440,20 @@ class _Builder:
         return f"onnx-ops.rounding.{self._count}"
 
 
+def _find_doubles(model: onnx.ModelProto, constants: Mapping[str, onnx.TensorProto]) -> frozenset[str]:
+    """Return the values of the main graph in float64."""
+    doubles = {name for name, tensor in constants.items() if tensor.data_type == _DOUBLE}
+    doubles |= {value.name for value in model.graph.input if value.type.tensor_type.elem_type == _DOUBLE}
+    for node in model.graph.node:
+        if node.op_type == "Cast":
+            is_double = _attribute(node, "to") == _DOUBLE
+        else:
+            is_double = node.op_type not in _EXACT and node.domain != _ML and not doubles.isdisjoint(node.input)
+        if is_double:
+            doubles.update(node.output)
+    return frozenset(doubles)
+
+
 def _attribute(node: onnx.NodeProto, name: str) -> Any:
     from onnx import helper
 
@@ -428,24 +461,24 @@ def _attribute(node: onnx.NodeProto, name: str) -> Any:
 
 
 def _estimate_unknown(b: _Builder, node: onnx.NodeProto, name: str) -> str | None:
-    """Return twice the rounding of the largest answer of an operator that has no rule."""
-    largest = b.reduce("ReduceMax", b.own(name, 2.0), None)
+    """Return 2 eps of the largest answer of an operator that has no rule."""
+    largest = b.reduce("ReduceMax", b.own(name, 4.0), None)
     return b.emit("Expand", [b.emit("Reshape", [largest, b.constant([1], np.int64)]), b.emit("Shape", [name])])
 
 
 def _estimate_product(b: _Builder, node: onnx.NodeProto, name: str) -> str | None:
-    """MatMul and its relatives: eps |a| |b|, and the errors of their inputs."""
+    """MatMul and its relatives: u |a| |b|, and the errors of their inputs."""
     sizes = [b.size(one) if one else "" for one in node.input]
     scales = {key: abs(float(v)) for key in ("alpha", "beta") if (v := _attribute(node, key)) is not None}
-    own = b.scale(b.copy(node, sizes, **scales), EPSILON)
+    own = b.scale(b.copy(node, sizes, attributes=scales), b.epsilon / 2)
     squares = {key: value**2 for key, value in scales.items()}
     return b.total(own, *_pass_through(b, node, sizes, squares, node.input[:2]))
 
 
 def _estimate_convolution(b: _Builder, node: onnx.NodeProto, name: str) -> str | None:
-    """Conv: eps (|W| |h| + |b|), and the error of h."""
+    """Conv: u (|W| |h| + |b|), and the error of h."""
     sizes = [b.size(one) if one else "" for one in node.input]
-    own = b.scale(b.copy(node, sizes), EPSILON)
+    own = b.scale(b.copy(node, sizes), b.epsilon / 2)
     return b.total(own, *_pass_through(b, node, sizes, {}, node.input[:1]))
 
 
@@ -466,7 +499,7 @@ def _pass_through(
     for place, name in enumerate(names):
         if (error := errors[name]) is not None:
             factors = [error if at == place else size for at, size in enumerate(sizes[:2])]
-            products = b.copy(node, [b.emit("Mul", [one, one]) for one in factors], **squares)
+            products = b.copy(node, [b.emit("Mul", [one, one]) for one in factors], attributes=squares)
             passed.append(b.emit("Sqrt", [products]))
     return passed
 
@@ -475,7 +508,7 @@ def _estimate_sum(b: _Builder, node: onnx.NodeProto, name: str) -> str | None:
     """Return eps sqrt(n) of the sum of |x|, and the sum of the errors, which may have one cause."""
     terms = b.root(b.emit("Size", [node.input[0]]), b.emit("Size", [name]))
     total = b.copy(node, [b.size(node.input[0]), *node.input[1:]])
-    own = b.scale(b.emit("Mul", [total, terms]), EPSILON)
+    own = b.scale(b.emit("Mul", [total, terms]), b.epsilon)
     before = b.error(node.input[0])
     return own if before is None else b.total(own, b.copy(node, [before, *node.input[1:]]))
 
@@ -484,7 +517,7 @@ def _estimate_cumulative_sum(b: _Builder, node: onnx.NodeProto, name: str) -> st
     axis = b.constant_value(node.input[1])
     terms = b.root(b.dimension(name, -1 if axis is None else int(axis.reshape(-1)[0])))
     total = b.copy(node, [b.size(node.input[0]), node.input[1]])
-    own = b.scale(b.emit("Mul", [total, terms]), EPSILON)
+    own = b.scale(b.emit("Mul", [total, terms]), b.epsilon)
     before = b.error(node.input[0])
     return own if before is None else b.total(own, b.copy(node, [before, node.input[1]]))
 
@@ -548,7 +581,7 @@ def _estimate_function(slope: Callable[[_Builder, onnx.NodeProto, str], str] | f
     """Make the rule of a function of one argument from its slope, a value or a number."""
 
     def estimate(b: _Builder, node: onnx.NodeProto, name: str) -> str | None:
-        kernel = KERNEL_ERRORS.get(node.op_type, 0.0) * EPSILON
+        kernel = KERNEL_ERRORS.get(node.op_type, 0.0) * b.epsilon
         own = b.own(name)
         if kernel:
             own = b.emit("Add", [own, b.constant(kernel)])
@@ -595,10 +628,12 @@ def _estimate_softmax(b: _Builder, node: onnx.NodeProto, name: str) -> str | Non
     axis = _attribute(node, "axis")
     axes = [-1 if axis is None else int(axis)]
     y = b.size(name) if node.op_type == "Softmax" else b.emit("Exp", [b.emit("Cast", [name], to=_FLOAT)])
-    shifted = b.scale(b.reduce("ReduceMax", b.size(node.input[0]), axes), EPSILON)
-    inner = b.total(shifted, b.constant(2 * EPSILON), b.error(node.input[0]))
+    shifted = b.scale(b.reduce("ReduceMax", b.size(node.input[0]), axes), b.epsilon)
+    inner = b.total(shifted, b.constant(2 * b.epsilon), b.error(node.input[0]))
     total = _mix_errors(b, y, inner, axes)
-    return b.total(b.own(name), b.emit("Mul", [y, total]) if node.op_type == "Softmax" else total)
+    if node.op_type == "LogSoftmax":
+        return b.total(b.own(name), total, b.constant(b.epsilon))
+    return b.total(b.own(name), b.emit("Mul", [y, total]))
 
 
 def _mix_errors(b: _Builder, y: str, errors: str, axes: list[int]) -> str:
@@ -610,7 +645,7 @@ def _mix_errors(b: _Builder, y: str, errors: str, axes: list[int]) -> str:
 
 def _estimate_log_sum(b: _Builder, node: onnx.NodeProto, name: str) -> str | None:
     largest = b.copy(node, [b.size(node.input[0]), *node.input[1:]])
-    own = b.emit("Add", [b.scale(largest, 2 * EPSILON), b.constant(2 * EPSILON)])
+    own = b.emit("Add", [b.scale(largest, 2 * b.epsilon), b.constant(2 * b.epsilon)])
     before = b.error(node.input[0])
     if before is None:
         return own
@@ -623,7 +658,7 @@ def _estimate_batch_norm(b: _Builder, node: onnx.NodeProto, name: str) -> str | 
     """BatchNormalization at inference is linear: |s| (|x| + |m|) / sqrt(v) + |b|."""
     x, scale, bias, mean, variance = node.input[:5]
     turned = b.emit("Neg", [b.size(mean)])
-    own = b.scale(b.copy(node, [b.size(x), b.size(scale), b.size(bias), turned, variance]), EPSILON)
+    own = b.scale(b.copy(node, [b.size(x), b.size(scale), b.size(bias), turned, variance]), b.epsilon)
     before = b.error(x)
     if before is None:
         return own
@@ -641,7 +676,8 @@ def _estimate_normalized(b: _Builder, node: onnx.NodeProto, name: str) -> str | 
         axes = list(range(-1 if axis is None else int(axis), 0))
     else:  # every channel is a row
         flat, axes = b.constant([0, 0, -1], np.int64), [2]
-        values, before = (one and b.emit("Reshape", [one, flat]) for one in (values, before))
+        values = b.emit("Reshape", [values, flat])
+        before = before and b.emit("Reshape", [before, flat])
         column = b.constant([-1, 1], np.int64)
         factor, *offset = (b.emit("Reshape", [one, column]) for one in (factor, *offset))
     if not axes:  # counted from the front, and so without the rank not known
@@ -650,20 +686,20 @@ def _estimate_normalized(b: _Builder, node: onnx.NodeProto, name: str) -> str | 
     moved = b.emit("Sub", [values, mean])
     least = b.constant(_attribute(node, "epsilon") or 1e-5)
     variance = b.emit("Add", [b.reduce("ReduceMean", b.emit("Mul", [moved, moved]), axes), least])
-    inner = b.scale(b.emit("Add", [b.emit("Abs", [values]), b.emit("Abs", [mean])]), EPSILON)
+    inner = b.scale(b.emit("Add", [b.emit("Abs", [values]), b.emit("Abs", [mean])]), b.epsilon)
     if before is not None:
         inner = b.emit("Add", [inner, b.emit("Add", [before, b.reduce("ReduceMean", before, axes)])])
     # A variance that is computed as the mean of squares less the square of the mean errs by eps mean^2.
-    lost = b.scale(b.emit("Div", [b.emit("Mul", [mean, mean]), variance]), EPSILON)
+    lost = b.scale(b.emit("Div", [b.emit("Mul", [mean, mean]), variance]), b.epsilon)
     inner = b.emit("Add", [inner, b.emit("Mul", [b.emit("Abs", [moved]), lost])])
     error = b.emit("Mul", [b.emit("Div", [inner, b.emit("Sqrt", [variance])]), factor])
     for one in offset:
-        error = b.emit("Add", [error, b.scale(one, EPSILON)])
+        error = b.emit("Add", [error, b.scale(one, b.epsilon)])
     return b.total(b.own(name, 2.0), b.emit("Reshape", [error, b.emit("Shape", [x])]))
 
 
 def _estimate_linear_model(b: _Builder, node: onnx.NodeProto, name: str) -> str | None:
-    """LinearRegressor and LinearClassifier: eps (|W| |x| + |b|)."""
+    """LinearRegressor and LinearClassifier: u (|W| |x| + |b|)."""
     weights = np.abs(np.asarray(_attribute(node, "coefficients"), dtype=np.float64))
     offsets = np.abs(np.asarray(_attribute(node, "intercepts") or [0.0], dtype=np.float64))
     if node.op_type == "LinearRegressor":
@@ -673,8 +709,8 @@ def _estimate_linear_model(b: _Builder, node: onnx.NodeProto, name: str) -> str 
     if not targets or weights.size % targets or offsets.size not in (1, targets):
         return _estimate_unknown(b, node, name)
     matrix = weights.reshape(targets, -1)
-    product = b.emit("MatMul", [b.size(node.input[0]), b.constant(matrix.T * EPSILON)])
-    error = b.emit("Add", [product, b.constant(offsets * EPSILON)])
+    product = b.emit("MatMul", [b.size(node.input[0]), b.constant(matrix.T * b.epsilon / 2)])
+    error = b.emit("Add", [product, b.constant(offsets * b.epsilon / 2)])
     kind = (_attribute(node, "post_transform") or b"NONE").decode()
     if kind == "NONE":
         return error
@@ -683,7 +719,7 @@ def _estimate_linear_model(b: _Builder, node: onnx.NodeProto, name: str) -> str 
     y = b.size(name)
     if kind == "SOFTMAX":
         return b.total(b.own(name, 2.0), b.emit("Mul", [y, _mix_errors(b, y, error, [-1])]))
-    kernel = b.constant(KERNEL_ERRORS["Sigmoid"] * EPSILON)
+    kernel = b.constant(KERNEL_ERRORS["Sigmoid"] * b.epsilon)
     return b.total(b.own(name), b.emit("Mul", [_slope_sigmoid(b, node, name), error]), kernel)
 
 
@@ -707,13 +743,13 @@ def _estimate_trees(b: _Builder, node: onnx.NodeProto, name: str) -> str | None:
         total = total + base
     if _attribute(node, "aggregate_function") == b"AVERAGE":
         total = total / len(set(trees))
-    error = b.constant(total * EPSILON * len(set(trees)) ** 0.5)
+    error = b.constant(total * b.epsilon * len(set(trees)) ** 0.5)
     return b.emit("Expand", [error, b.emit("Shape", [name])])
 
 
 def _estimate_scaled(b: _Builder, node: onnx.NodeProto, name: str) -> str | None:
     factors, offsets = (np.abs(np.asarray(_attribute(node, key) or [0.0])) for key in ("scale", "offset"))
-    inner = b.scale(b.emit("Add", [b.size(node.input[0]), b.constant(offsets)]), EPSILON)
+    inner = b.scale(b.emit("Add", [b.size(node.input[0]), b.constant(offsets)]), b.epsilon)
     return b.emit("Mul", [b.total(inner, b.error(node.input[0])), b.constant(factors)])
 
 

@@ -24,6 +24,9 @@ SERIES = 6
 _POINTS = 240
 _ROWS = 16
 _NAMED = 4
+_COLUMNS = 6
+"""Columns whose smallest visible error is named."""
+
 _CLIPPED = 1e6
 
 _SHOWN_LOSSES = 6
@@ -101,7 +104,8 @@ def parity_figure(
     high = 2 * max([1.0, limit or 0.0, *positive])
     rows = []
     for m in ranked[:_ROWS]:
-        name, ratio = f"{m.group} · {m.output}", f"{number(m.ratio) if m.ratio < _CLIPPED else '>1e6'}×"
+        name = " · ".join(filter(None, (m.group, m.output, m.column)))
+        ratio = f"{number(m.ratio) if m.ratio < _CLIPPED else '>1e6'}×"
         bad = bool(m.mismatch) or (limit is not None and m.ratio > limit)
         place, text = (high, "mismatch") if m.mismatch else (m.ratio, ratio)
         rows.append((name, place, text, bad, f"{name}: {m.mismatch or ratio}, {m.rows} rows"))
@@ -112,8 +116,22 @@ def parity_figure(
         svg=_draw_rows(axis, limit, rows).render(f"Parity of {what} by output and group of inputs"),
         caption=f"{_count_shown(known)} pairs of output and group of inputs; n = {n} rows per output. "
         f"Dashed: limit {'none' if limit is None else number(limit) + '×'}. A maximum over the rows, so without "
-        "interval. At the left edge: no difference.",
+        "interval. At the left edge: no difference." + _describe_columns(known, limit),
     )
+
+
+def _describe_columns(measurements: Sequence[ParityMeasurement], limit: float | None) -> str:
+    """Describe the smallest error that the limit shows, in the columns of real rows where it is largest."""
+    if limit is None:
+        return ""
+    columns = [(c.noise * limit / c.scale, m.output, c) for m in measurements for c in m.columns if c.scale]
+    ranked = sorted(columns, key=lambda entry: -entry[0])[:_COLUMNS]
+    texts = [
+        f"{' · '.join(filter(None, (output, column.column)))} {number(column.noise * limit)} "
+        f"({100 * share:.2g}% of its largest answer {number(column.scale)})"
+        for share, output, column in ranked
+    ]
+    return f" Smallest visible errors on real rows: {'; '.join(texts)}." if texts else ""
 
 
 def weights_figure(what: str, evidence: Evidence, decision: Decision | None) -> Figure | None:

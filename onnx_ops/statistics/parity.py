@@ -23,6 +23,11 @@ _RTOL_DEFAULT = 1e-3
 _ATOL_OF_RTOL = 1e-2
 _TOLERANCE_FACTOR = 10.0
 _BFLOAT16_EPSILON = 2.0**-7
+_SINGLE_EPSILON = 2.0**-23
+_LARGEST_FLOOR = 1e-4
+"""Share of a column's largest answer above which only the source's own noise excuses an error: an estimate from the
+graph adds up worst cases, and would make a model with large terms that cancel pass whatever it answers."""
+
 
 _FEW_TIES, _OFTEN_UNSURE = 0.5, 0.05
 """Share of rows whose scores may all tie, and of rows in which the source's two answers then have to differ."""
@@ -84,9 +89,16 @@ class Columns:
         """Return the columns of an output; one, if it has one value a row."""
         axis, segments = rounding.axis, rounding.segments
         has_columns = axis is not None and array.ndim > 1 and 0 < axis % array.ndim < array.ndim
-        if segments is not None and (segments.shape != array.shape or array.ndim < 2):
-            segments = None
-        return cls(array.shape, axis if has_columns else None, segments)
+        columns = cls(array.shape, axis if has_columns else None, None)
+        if segments is None or segments.shape != array.shape or array.ndim < 2 or columns.contain(segments):
+            return columns
+        return cls(array.shape, columns.axis, segments)
+
+    def contain(self, segments: Array) -> bool:
+        """Return whether each column lies in one segment, so that segments part nothing."""
+        by_column = segments.reshape(-1, 1) if self.axis is None else np.moveaxis(segments, self.axis, -1)
+        flat = by_column.reshape(-1, by_column.shape[-1])
+        return not flat.size or bool((flat == flat[:1]).all())
 
     @property
     def width(self) -> int:
@@ -109,7 +121,7 @@ class Columns:
     def spread(self, by_column: Floats) -> Floats:
         """Return the value of its column for each element, in a shape that broadcasts to the output's."""
         if self.axis is None and self.segments is None:
-            return by_column[0]
+            return np.asarray(by_column[0])
         place = np.zeros((), dtype=np.intp)
         if self.axis is not None:
             sizes = [1] * len(self.shape)
@@ -270,12 +282,17 @@ def _share_largest(places: Floats, of_values: Floats, values: Floats) -> Floats:
 
 
 def find_floors(scales: Floats, columns: Columns, rounding: Rounding, unit: float) -> Floats:
-    """Return the least noise of each column: its floor in float32, and twice the spacing `unit` of the output."""
+    """Return the least noise of each column: its floor in float32, and twice the spacing `unit` of the output.
+
+    A floor is at most `_LARGEST_FLOOR` of the column's largest answer, or twice the spacing of float32 at 1, which is
+    what kernels err by.
+    """
     floor = rounding.floor
     if floor is None or floor.shape != columns.shape:
         return np.full(len(scales), 2 * unit * float(scales.max(initial=0.0)))
     values = np.where(np.isfinite(floor), floor, 0.0).astype(np.float64)
-    return np.maximum(columns.find_largest(values), 2 * unit * scales)
+    floors = np.minimum(columns.find_largest(values), np.maximum(_LARGEST_FLOOR * scales, 2 * _SINGLE_EPSILON))
+    return np.maximum(floors, 2 * unit * scales)
 
 
 def _measure_in_tolerance(
@@ -332,7 +349,12 @@ def find_ties(onnx: Array, expected: Array, rounding: Rounding) -> Bools:
     """
     none = np.zeros(onnx.shape, dtype=bool)
     scores, errors, axis = rounding.scores, rounding.scores_error, rounding.scores_axis
-    if scores is None or errors is None or not scores.size or not onnx.size:
+    if (
+        scores is None
+        or errors is None
+        or errors.shape != scores.shape
+        or not (scores.size and onnx.size and onnx.ndim)
+    ):
         return none
     if rounding.labels is not None:
         onnx, expected = (_find_places(a, rounding.labels) for a in (onnx, expected))
@@ -346,10 +368,13 @@ def find_ties(onnx: Array, expected: Array, rounding: Rounding) -> Bools:
     chosen, wanted = (np.clip(a.reshape(shape), 0, scores.shape[axis] - 1).astype(np.intp) for a in (onnx, expected))
     scores = np.where(np.isfinite(scores), scores, 0.0).astype(np.float64)
     limits = _TOLERANCE_FACTOR * np.where(np.isfinite(errors), errors, 0.0).astype(np.float64)
-    gaps = np.abs(np.take_along_axis(scores, chosen, axis) - np.take_along_axis(scores, wanted, axis))
-    allowed = np.maximum(np.take_along_axis(limits, chosen, axis), np.take_along_axis(limits, wanted, axis))
+    (first, second), (allowed, other) = (
+        [np.asarray(np.take_along_axis(np.asarray(values), places, axis)) for places in (chosen, wanted)]
+        for values in (scores, limits)
+    )
+    gaps, allowed = np.abs(first - second), np.maximum(allowed, other)
     twice = _has_duplicates(chosen, axis) & ~_has_duplicates(wanted, axis)
-    inside = (onnx >= 0).reshape(shape) & (onnx < scores.shape[axis]).reshape(shape)
+    inside = onnx.astype(np.int64).reshape(shape) == chosen
     return np.asarray(((gaps <= allowed) & ~twice & inside).reshape(onnx.shape))
 
 
@@ -368,7 +393,7 @@ def is_ranked_by_scores(single: Array, double: Array, rounding: Rounding) -> boo
     unsure too, or gives practically one answer, while the scores are not the same in all rows.
     """
     scores, errors, axis = rounding.scores, rounding.scores_error, rounding.scores_axis
-    if scores is None or errors is None or not scores.size:
+    if scores is None or errors is None or errors.shape != scores.shape or not scores.size:
         return False
     finite = np.where(np.isfinite(scores), scores, 0.0).astype(np.float64)
     limits = _TOLERANCE_FACTOR * np.where(np.isfinite(errors), errors, 0.0).astype(np.float64)

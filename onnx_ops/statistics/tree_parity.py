@@ -177,7 +177,7 @@ def _measure_floats(
     scales = columns.find_largest(np.abs(np.where(finite, exact, 0.0)))
     floors = find_floors(scales, columns, rounding, compute_epsilon(answer))
     widths = np.where(finite, bounds[1] - bounds[0], 0.0)
-    steady = (widths <= columns.spread(floors) * _BEYOND).reshape(len(exact), -1).all(axis=1)
+    steady = ~any_by_row(np.asarray(widths > columns.spread(floors) * _BEYOND))
     gaps = np.zeros(len(scales))
     for other in answers[1:]:
         gap = np.abs(np.where(finite, other - exact, 0.0))
