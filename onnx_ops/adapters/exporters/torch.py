@@ -163,7 +163,7 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
             )
     except Exception as error:  # the exporter raises many types of exceptions
         with _quiet(), recurrent.RecurrentOperators():
-            raise _explain_failure(error, module, tuple(rows.values()), {}, free) from error
+            raise _explain_failure(error, module, tuple(rows.values()), {}, axes, free) from error
 
 
 def _explain_failure(
@@ -171,6 +171,7 @@ def _explain_failure(
     module: Any,
     positional: tuple[Any, ...],
     keyword: Mapping[str, Any],
+    dynamic_shapes: Any,
     free: Mapping[str, Mapping[int, str]],
 ) -> UserError:
     """Return the error of an export that failed; `free` are the free axes in the order of the arguments."""
@@ -189,7 +190,8 @@ def _explain_failure(
             f"export.options: {{{TRANSLATIONS}: package.module:TABLE}}.",
         )
     watch = importlib.import_module("onnx_ops.adapters.exporters.torch_fixed_axes")
-    for fixed in watch.find_fixed_axes(module, positional, keyword, list(free.items())):
+    traced = type(error).__name__ != "TorchExportError"  # the failure is one of a later step
+    for fixed in () if traced else watch.find_fixed_axes(module, positional, keyword, dynamic_shapes, free):
         return UserError(
             f"the module fixes axis {fixed.axis} of {fixed.name} ({free[fixed.name][fixed.axis]}) at {fixed.size}",
             where="export.dynamic",
