@@ -190,8 +190,8 @@ def _explain_failure(
             f"export.options: {{{TRANSLATIONS}: package.module:TABLE}}.",
         )
     watch = importlib.import_module("onnx_ops.adapters.exporters.torch_fixed_axes")
-    traced = type(error).__name__ != "TorchExportError"  # the failure is one of a later step
-    for fixed in () if traced else watch.find_fixed_axes(module, positional, keyword, dynamic_shapes, free):
+    is_traced = type(error).__name__ != "TorchExportError"  # what failed is a later step
+    for fixed in () if is_traced else watch.find_fixed_axes(module, positional, keyword, dynamic_shapes, free):
         return UserError(
             f"the module fixes axis {fixed.axis} of {fixed.name} ({free[fixed.name][fixed.axis]}) at {fixed.size}",
             where="export.dynamic",

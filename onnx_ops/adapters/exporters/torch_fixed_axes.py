@@ -29,14 +29,11 @@ def find_fixed_axes(
     dynamic_shapes: Any,
     free: Mapping[str, Mapping[int, str]],
 ) -> list[FixedAxis]:
-    """Trace the module once more, and return the axes that it fixes, with their causes.
+    """Trace the module with its arguments once more, and return the axes that it fixes, with their causes.
 
     Exceptions of the module are those of the export that has failed already, and are ignored.
 
     Args:
-        module: the module, with its positional and keyword arguments.
-        positional: see above.
-        keyword: see above.
         dynamic_shapes: names of free axes as `torch.onnx.export` takes them.
         free: the same by the names of the inputs, in the order of the arguments.
     """
