@@ -69,7 +69,7 @@ class Masked(nn.Module):
         torch.manual_seed(7)
         self.layer, self.score = nn.GRU(FEATURES, HIDDEN, batch_first=True), nn.Linear(HIDDEN, 1)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
         steps, _ = self.layer(x)
         scores = self.score(steps).squeeze(-1).masked_fill(mask == 0, -1e9)
         return (torch.softmax(scores, 1).unsqueeze(-1) * steps).sum(1)
