@@ -29,7 +29,7 @@ from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.pipeline import SOURCE_TIME_S, Export
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementError, OnnxOpsError, StageError
+from onnx_ops.errors import MeasurementError, OnnxOpsError, UserError
 from onnx_ops.measure.parity import measure_parity
 from onnx_ops.measure.reference_outputs import collect_reference_outputs
 from onnx_ops.ports import Exporter, ExportRequest, Tensors
@@ -145,14 +145,14 @@ def _plain(exporter: Exporter, model: object, section: Export, samples: Tensors)
 
 
 def _dynamo(exporter: Exporter, case: Any) -> Callable[[Path], None]:
-    """With a free length where the exporter can leave it free: most recurrent layers it unrolls."""
+    """With a free length where the net does not fix it."""
     sections = Export(framework="torch", dynamic=case.dynamic), Export(framework="torch")
     free, batch_only = (_plain(exporter, case.module, section, case.samples) for section in sections)
 
     def write(path: Path) -> None:
         try:
             free(path)
-        except StageError as error:
+        except UserError as error:
             if error.where != "export.dynamic":
                 raise
             batch_only(path)

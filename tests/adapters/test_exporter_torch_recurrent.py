@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -105,9 +106,11 @@ def test_neither_the_length_of_the_samples_nor_the_opset_matters(
 def test_a_module_that_fixes_the_length_is_refused_with_the_layer_and_the_line(
     modules: Any, kind: str, arguments: tuple[int, ...], parts: tuple[str, ...], tmp_path: Path
 ) -> None:
-    module = getattr(modules, kind)(*arguments)
+    module, trace = getattr(modules, kind)(*arguments), sys.gettrace()
     with pytest.raises(UserError) as caught:
         export(module, modules.sequences(module, 4, 8), tmp_path / "m.onnx")
+    assert sys.gettrace() is trace
+    assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in module.modules())
     assert caught.value.where == "export.dynamic"
     for part in ("axis 1 of x (length)", *parts, "recurrent_modules.py, line "):
         assert part in str(caught.value)
@@ -120,3 +123,31 @@ def test_a_layer_without_counterpart_in_onnx_is_refused(modules: Any, kind: str,
     with pytest.raises(UserError) as caught:
         export(module, modules.sequences(module, 4, 8), tmp_path / "m.onnx")
     assert what in caught.value.what
+
+
+def test_two_inputs_of_one_length_share_its_symbol(modules: Any, tmp_path: Path) -> None:
+    module = modules.Masked()
+    samples = {**modules.sequences(module, 4, 8), "mask": np.arange(32, dtype=np.float32).reshape(4, 8) % 5}
+    axes = {0: "batch", 1: "length"}
+    section = Export(framework="torch", dynamic={"x": axes, "mask": axes})
+    TorchExporter().export(module, ExportRequest(section=section, samples=samples, path=tmp_path / "m.onnx"))
+    shapes = [spec.shape for spec in read_model_info(tmp_path / "m.onnx").inputs]
+    assert shapes == [("batch", "length", 3), ("batch", "length")]
+    for length in LENGTHS:
+        feed = {**modules.sequences(module, 3, length), "mask": np.ones((3, length), np.float32)}
+        (answer,) = model_runs.run(tmp_path / "m.onnx", feed).values()
+        (expected,) = model_runs.reference(TorchExporter(), module, feed).values()
+        assert np.abs(answer - expected).max() < 1e-6
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["Strided", "Encoder", "Summed", "Banded", "Padded"])
+def test_other_nets_over_sequences_answer_as_their_source(modules: Any, kind: str, tmp_path: Path) -> None:
+    module = getattr(modules, kind)().eval()
+    export(module, modules.sequences(module, 4, 24), tmp_path / "m.onnx")
+    for length in (7, 24, 40):
+        feed = modules.sequences(module, 3, length)
+        (answer,) = model_runs.run(tmp_path / "m.onnx", feed).values()
+        (expected,) = model_runs.reference(TorchExporter(), module, feed).values()
+        assert answer.shape == expected.shape
+        assert np.abs(answer - expected).max() <= 1e-5 * np.abs(expected).max()

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
 import pytest
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
+from onnx_ops import codec
 from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.domain.artifact import ModelInfo, TensorSpec
+from onnx_ops.domain.artifact import Manifest, ModelInfo, TensorSpec, digest_bytes
 from onnx_ops.domain.evidence import SourceLimits
-from onnx_ops.domain.pipeline import Export
+from onnx_ops.domain.pipeline import Export, Stage, StageKind
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
+from onnx_ops.measure.files import TRAINED, put_dataset, put_folder
 from onnx_ops.measure.free_axes import check_free_axes
 from onnx_ops.measure.parity import find_worst, measure_parity
 from onnx_ops.measure.reference_outputs import ReferenceGroup, ReferenceOutputs, collect_reference_outputs
 from onnx_ops.onnx_graph.model_info import read_model_info
-from onnx_ops.ports import ExportRequest, Tensors
+from onnx_ops.pipeline.stages import export
+from onnx_ops.ports import Dataset, ExportRequest, Tensors
+from onnx_ops.testing.fakes import FakeWorld
 
 TARGET = Target(name="cpu")
+LENGTH = 8
 ROWS: Tensors = {"x": np.zeros((2, 8), np.float32)}
 FREE = Export(framework="torch", dynamic={"x": {0: "batch", 1: "length"}})
 
@@ -57,7 +63,32 @@ def test_one_other_size_proves_an_axis_that_has_forbidden_sizes() -> None:
     check_free_axes(FREE, make_info("batch", "length"), make_reference((), {}))
 
 
-LENGTH = 8
+class RejectingExporter(TorchExporter):
+    """Exports as torch does; its source rejects every length but that of the samples."""
+
+    def reference(self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]) -> Tensors | None:
+        if inputs["x"].shape[1] != LENGTH:
+            raise ValueError("the source is made for one length")
+        return super().reference(model, inputs, precision)
+
+
+def test_the_export_stage_refuses_a_free_axis_without_proof(tmp_path: Path) -> None:
+    from tests.support.recurrent_modules import Recurrent, sequences
+
+    exporter, module = RejectingExporter(), Recurrent("GRU")
+    context = replace(FakeWorld().context(root=tmp_path), exporter=lambda *_: exporter)
+    trained = tmp_path / "trained"
+    trained.mkdir()
+    exporter.save(module, trained)
+    inputs = {
+        "train": Manifest(files=put_folder(context.store, trained, TRAINED)),
+        "data/test": put_dataset(context.store, Dataset(inputs=sequences(module, 8, LENGTH))),
+    }
+    settings: dict[str, Any] = {"section": codec.to_json(FREE), "data": "test", "limit": 8, "inputs": {}}
+    settings |= {"source_time": 10.0, "pipeline": "p"}
+    stage = Stage(id="export", kind=StageKind.EXPORT, settings=settings)
+    with pytest.raises(UserError, match=r"every other size of axis 1 of x \(length\).*made for one length"):
+        export.execute(stage, digest_bytes(b""), inputs, context)
 
 
 @pytest.fixture(scope="module")

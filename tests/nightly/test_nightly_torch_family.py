@@ -15,7 +15,7 @@ from onnx_ops.adapters.exporters.torch import HuggingfaceExporter, KerasExporter
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import NotFoundError, UserError
 from onnx_ops.onnx_graph.model_info import read_model_info
-from onnx_ops.ports import Dataset, Exporter, Tensors
+from onnx_ops.ports import Dataset, Exporter, ExportRequest, Tensors
 from onnx_ops.testing.exporters import ExporterSuite
 
 pytestmark = [
@@ -167,6 +167,16 @@ def test_class_of_the_project_that_is_called_like_one_of_transformers_is_refused
     with pytest.raises(UserError, match="BertModel is not a class of transformers"):
         HuggingfaceExporter().save(own(config), tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_keras_layer_that_fixes_the_length_is_named(tmp_path: Path) -> None:
+    keras = importlib.import_module("keras")
+    x = keras.Input((None, 3), name="x")
+    model = keras.Model(x, keras.layers.Dense(2)(keras.layers.LSTM(4, name="memory")(x)))
+    section = Export(framework="keras", dynamic={"x": {0: "batch", 1: "length"}})
+    request = ExportRequest(section=section, samples={"x": np.ones((4, 9, 3), np.float32)}, path=tmp_path / "m.onnx")
+    with pytest.raises(UserError, match=r"axis 1 of x \(length\) at 9.*layer memory \(LSTM\), rnn.py"):
+        KerasExporter().export(model, request)
 
 
 def test_both_are_plugins() -> None:

@@ -61,6 +61,59 @@ def sequences(module: nn.Module, batch: int, length: int, *, seed: int = 0) -> T
     return inputs
 
 
+class Masked(nn.Module):
+    """Attention of a recurrent layer's steps, with a second input of the same length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layer, self.score = nn.GRU(FEATURES, HIDDEN, batch_first=True), nn.Linear(HIDDEN, 1)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        steps, _ = self.layer(x)
+        scores = self.score(steps).squeeze(-1).masked_fill(mask == 0, -1e9)
+        return (torch.softmax(scores, 1).unsqueeze(-1) * steps).sum(1)
+
+
+class Strided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.layer = nn.Conv1d(FEATURES, HIDDEN, 3, stride=2), nn.LSTM(HIDDEN, HIDDEN, bidirectional=True)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(self.conv(x.transpose(1, 2)).permute(2, 0, 1))[1][0].transpose(0, 1)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(6, 2, 12, batch_first=True)
+        self.widen, self.encoder = nn.Linear(FEATURES, 6), nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.encoder(self.widen(x))
+
+
+class Summed(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(1)
+
+
+class Banded(nn.Module):
+    """Attention of each step to the steps before it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        later = torch.triu(torch.full((x.shape[1], x.shape[1]), float("-inf")), 1)
+        return torch.softmax(x @ x.transpose(1, 2) + later, -1) @ x
+
+
+class Padded(nn.Module):
+    """Pads to a multiple of 8."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 8))
+
+
 class Mixing(nn.Module):
     """A layer as wide as the sequence is long, inside another one."""
 
@@ -105,10 +158,3 @@ class Projected(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.layer(x)[0]
-
-
-class Pooling(nn.Module):
-    """The export of its layer is right for the length of the samples only."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.adaptive_avg_pool1d(x.transpose(1, 2), 4)

@@ -202,9 +202,9 @@ def _explain_failure(
             f"export.options: {{{TRANSLATIONS}: package.module:TABLE}}.",
         )
     watch = importlib.import_module("onnx_ops.adapters.exporters.torch_fixed_axes")
-    automatic = {name: dict.fromkeys(axes, watch.AUTOMATIC) for name, axes in free.items()}
-    shapes = binding.by_parameter(automatic)
-    for fixed in watch.find_fixed_axes(module, *binding.pack(rows), list(free.items()), shapes):
+    shapes = binding.by_parameter(free)
+    is_traced = type(error).__name__ != "TorchExportError"  # what failed is a later step
+    for fixed in () if is_traced else watch.find_fixed_axes(module, *binding.pack(rows), shapes, free):
         return UserError(
             f"the module fixes axis {fixed.axis} of {fixed.name} ({free[fixed.name][fixed.axis]}) at {fixed.size}",
             where="export.dynamic",

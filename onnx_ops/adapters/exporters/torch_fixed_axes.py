@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import linecache
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-
-AUTOMATIC = torch.export.Dim.AUTO
-"""Size of an axis that the trace keeps free where it can."""
 
 
 class FixedAxis(NamedTuple):
@@ -30,21 +26,32 @@ def find_fixed_axes(
     module: Any,
     positional: Sequence[Any],
     keyword: Mapping[str, Any],
-    free: Sequence[tuple[str, Mapping[int, str]]],
-    dynamic_shapes: Mapping[str, Any],
+    dynamic_shapes: Any,
+    free: Mapping[str, Mapping[int, str]],
 ) -> list[FixedAxis]:
-    """Trace the module once more, and return the axes that it fixes, with their causes.
+    """Trace the module with its arguments once more, and return the axes that it fixes, with their causes.
 
     Exceptions of the module are those of the export that has failed already, and are ignored.
 
     Args:
-        free: the names of the inputs and their free axes, in the order of the arguments.
-        dynamic_shapes: the same by parameter of `forward`, as `torch.export.export` takes them, with automatic sizes.
+        dynamic_shapes: names of free axes as `torch.onnx.export` takes them.
+        free: the same by the names of the inputs, in the order of the arguments.
     """
     watch = _Watch(module, free, tuple(keyword))
     with contextlib.suppress(Exception), watch.watching():
-        torch.export.export(module, tuple(positional), dict(keyword), dynamic_shapes=dict(dynamic_shapes))
+        torch.export.export(
+            module, tuple(positional), dict(keyword), dynamic_shapes=_permit_fixed(dynamic_shapes), strict=False
+        )
     return watch.fixed
+
+
+def _permit_fixed(dynamic_shapes: Any) -> Any:
+    """Replace the names of axes, so that the trace goes on where one is fixed."""
+    if isinstance(dynamic_shapes, Mapping):
+        return {key: _permit_fixed(value) for key, value in dynamic_shapes.items()}
+    if isinstance(dynamic_shapes, tuple | list):
+        return type(dynamic_shapes)(_permit_fixed(value) for value in dynamic_shapes)
+    return torch.export.Dim.AUTO if isinstance(dynamic_shapes, str) else dynamic_shapes
 
 
 class _Watch:
@@ -53,23 +60,20 @@ class _Watch:
     `fixed` are the axes whose size is a number, in the order in which they became one.
     """
 
-    def __init__(self, module: Any, free: Sequence[tuple[str, Mapping[int, str]]], keywords: tuple[str, ...]) -> None:
+    def __init__(self, module: Any, free: Mapping[str, Mapping[int, str]], keywords: tuple[str, ...]) -> None:
         self.fixed: list[FixedAxis] = []
         self._module, self._free, self._keywords = module, free, keywords
         self._sizes: dict[tuple[str, int], Any] = {}
         self._layers: list[str] = []
         self._line = ""
-        root = str(Path(torch.__file__).parent)
-        codes = (getattr(inspect.unwrap(type(layer).forward), "__code__", None) for layer in module.modules())
-        self._files = {code.co_filename for code in codes if isinstance(code, CodeType)}
-        self._files = {file for file in self._files if not file.startswith(root)}
+        self._root = str(Path(torch.__file__).parent)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the layers by hooks, and the lines by the interpreter's trace function."""
         handles = [self._module.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)]
         for name, layer in self._module.named_modules():
-            text = f"layer {name} ({type(layer).__name__})" if name else f"`forward` of {type(layer).__name__}"
+            text = _describe_layer(name, layer)
             handles.append(layer.register_forward_pre_hook(lambda *_, text=text: self._enter(text)))
             handles.append(layer.register_forward_hook(lambda *_: self._leave(), always_call=True))
         before = sys.gettrace()
@@ -83,7 +87,7 @@ class _Watch:
 
     def _begin(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         tensors = (*args, *(kwargs[name] for name in self._keywords))
-        for (name, axes), tensor in zip(self._free, tensors, strict=True):
+        for (name, axes), tensor in zip(self._free.items(), tensors, strict=True):
             self._sizes |= {(name, axis): tensor.shape[axis] for axis in axes}
 
     def _enter(self, layer: str) -> None:
@@ -95,12 +99,20 @@ class _Watch:
         self._layers.pop()
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_code.co_filename not in self._files:
+        """Follow the lines of `forward`, and of `call` in Keras, which calls its layers without torch's hooks."""
+        code = frame.f_code
+        if code.co_name not in ("forward", "call") or code.co_filename.startswith(self._root):
             return None
         self._compare()
+        layer = frame.f_locals.get("self")
+        if code.co_name == "call" and isinstance(layer, torch.nn.Module):
+            if event == "call":
+                self._layers.append(_describe_layer(getattr(layer, "name", ""), layer))
+            elif event == "return":
+                self._layers.pop()
         if event == "line":
-            file, number = frame.f_code.co_filename, frame.f_lineno
-            self._line = f"{Path(file).name}, line {number}: `{linecache.getline(file, number).strip()}`"
+            source = linecache.getline(code.co_filename, frame.f_lineno).strip()
+            self._line = f"{Path(code.co_filename).name}, line {frame.f_lineno}: `{source}`"
         return self._trace
 
     def _compare(self) -> None:
@@ -110,3 +122,8 @@ class _Watch:
                 del self._sizes[name, axis]
                 place = ", ".join(part for part in (self._layers[-1] if self._layers else "", self._line) if part)
                 self.fixed.append(FixedAxis(name, axis, number, place))
+
+
+def _describe_layer(name: str, layer: Any) -> str:
+    kind = type(layer).__name__
+    return f"layer {name} ({kind})" if name else f"`forward` of {kind}"

@@ -4,7 +4,7 @@ While torch.export traces a module, it takes the shapes of `torch.lstm`, `torch.
 decompositions with a loop over the sequence, which fixes its length. Here each of them is one operator with shapes of
 its own, and a translation to ONNX's LSTM, GRU or RNN.
 
-torch is imported with this module, so import it where it is needed.
+This module imports torch, so import it only where it is needed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RecurrentOperators(TorchFunctionMode):
 
 
 def _infer_shapes(steps: Any, hx: Any, params: Any, *settings: Any) -> tuple[Any, ...]:
-    """Return empty tensors of the answers' shapes; the length is no more than a size that is passed on."""
+    """Return empty tensors of the answers' shapes; the length is passed on and never read as a number."""
     states = hx if isinstance(hx, list | tuple) else [hx]
     bidirectional = settings[4]
     answer = steps.new_empty((*steps.shape[:2], states[0].shape[2] * (2 if bidirectional else 1)))
