@@ -775,10 +775,9 @@ def outcomes(
             verdict, text = judge(network, path, rows)
             yield outcome(verdict=verdict, why=text)
             for fault, copy in faults(path):
-                try:
+                moved = 0.0
+                with contextlib.suppress(Exception):  # the runtime refuses the copy: nobody can serve it
                     moved = float(np.abs(network.answers(copy) - given).max() / given.std())
-                except Exception:  # the runtime refuses the copy, so that nobody can serve it
-                    continue
                 if moved > SPREAD:
                     verdict, text = judge(network, copy, rows)
                     yield outcome(verdict=verdict, fault=fault, moved=moved, why=text)

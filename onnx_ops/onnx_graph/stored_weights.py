@@ -120,7 +120,8 @@ class StoredWeightReader:
                 return self._read_blocks(node)
             case "GatherBlockQuantized":
                 return self._read_block_table(node)
-        return None
+            case _:
+                return None
 
     def _list_parameters(self, node: onnx.NodeProto) -> Iterator[str]:
         """Yield the scales and zero points of a node."""
@@ -150,11 +151,9 @@ class StoredWeightReader:
         )
         if name not in self.tensors or scales.scale not in self.tensors:
             return None
-        reader = next(iter(self._readers.get(node.output[0], ())), None)
-        products = ("MatMul", "Gemm", "Transpose")
-        return self._scaled(
-            name, self._array(name), scales, transposable=reader is not None and reader.op_type in products
-        )
+        readers = {reader.op_type for reader in self._readers.get(node.output[0], ())}
+        transposable = bool(readers & {"MatMul", "Gemm", "Transpose"})
+        return self._scaled(name, self._array(name), scales, transposable=transposable)
 
     def _read_rounded_floats(self, node: onnx.NodeProto) -> StoredWeight | None:
         """Read a float constant before a QuantizeLinear: it is rounded in each run."""
@@ -211,8 +210,8 @@ class StoredWeightReader:
             others = [name for name in reader.input if name != value] if reader.op_type == "Mul" else []
             for other in others:
                 maker = self._makers.get(other)
-                factors = maker.input if maker is not None and maker.op_type == "Mul" else [other]
-                if known := [name for name in factors if name in self.tensors]:
+                factors = list(maker.input) if maker is not None and maker.op_type == "Mul" else [other]
+                if known := [str(name) for name in factors if name in self.tensors]:
                     return known[0]
         return ""
 
