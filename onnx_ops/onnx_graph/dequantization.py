@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.errors import MeasurementError
-from onnx_ops.onnx_graph.files import collect_constants, iterate_graphs, read_model, read_structure, write_model
+from onnx_ops.onnx_graph.files import collect_constants, iterate_graphs, read_model, write_model
 from onnx_ops.onnx_graph.quantized_activations import (
     WRITTEN_SUFFIX,
     expand_integer_operators,
@@ -25,6 +25,7 @@ from onnx_ops.onnx_graph.quantized_activations import (
 )
 from onnx_ops.onnx_graph.quantized_weights import QuantizedWeight
 from onnx_ops.onnx_graph.stored_weights import StoredWeightReader, expand_scales
+from onnx_ops.onnx_graph.weight_origins import OriginFinder
 
 if TYPE_CHECKING:
     import onnx
@@ -84,7 +85,7 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
     tensors = reader.tensors
     rewriting = _Rewriting(
         reader=reader,
-        folded=_folded(source, model, tensors),
+        folded=_folded(source, model, reader),
         makers={name: node for node in model.graph.node for name in node.output},
         levels=frozenset(node.input[0] for node in model.graph.node if node.op_type in _INTEGER),
     )
@@ -100,22 +101,24 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
     write_model(model, path)
 
 
-def _folded(source: Path, model: onnx.ModelProto, tensors: dict[str, onnx.TensorProto]) -> dict[str, onnx.NodeProto]:
+def _folded(source: Path, model: onnx.ModelProto, reader: StoredWeightReader) -> dict[str, onnx.NodeProto]:
     """Return ReLU and Clip of the original that a range of the quantized model replaces, by QuantizeLinear output.
 
     Quantizers leave out a clipping operator where the range ends at the same values, and give its output's name to its
-    input.
+    input, or another name: then the layer that computes it is found by its weight.
     """
-    graph = read_structure(source).graph
-    stored = collect_constants(read_structure(source))
-    after = {node.input[0]: node for node in graph.node if node.op_type in _CUTTING and node.input}
-    before = {node.output[0]: node for node in graph.node if node.op_type in _CUTTING}
+    original, tensors = read_model(source), reader.tensors
+    stored = collect_constants(original)
+    after = {node.input[0]: node for node in original.graph.node if node.op_type in _CUTTING and node.input}
+    before = {node.output[0]: node for node in original.graph.node if node.op_type in _CUTTING}
     cut, makers = find_folded_values(source), {name: node.op_type for node in model.graph.node for name in node.output}
+    known = OriginFinder(original, model).match_values(list(reader.iterate_weights()))
     folded = {}
     for node in model.graph.node:
         if node.op_type != "QuantizeLinear" or node.input[0] in tensors:
             continue
         name = node.input[0].removesuffix(WRITTEN_SUFFIX)
+        name = name if name in before or name in cut else known.get(node.input[0], name)
         cutting = before.get(name) or (after[name] if name in cut else None)
         if cutting is None or cutting.op_type in (makers.get(node.input[0]), makers.get(cutting.output[0])):
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -179,7 +179,10 @@ class StoredWeightReader:
             return None
         with np.errstate(divide="ignore", invalid="ignore"):
             levels = np.clip(np.nan_to_num(np.rint(values / scale) + centre), *_LIMITS[zero.dtype.name])
-        return self._scaled(name, levels, scales, transposable=True, stored_as=zero.dtype.name)
+        weight = self._scaled(name, levels, scales, transposable=True, stored_as=zero.dtype.name)
+        if weight is not None and self.tensors[name].data_type == _HALF:  # it was rounded to float16 before
+            return replace(weight, allowed=weight.allowed + np.spacing(np.abs(self._array(name))).astype(np.float64))
+        return weight
 
     def _read_integer_product(self, node: onnx.NodeProto) -> StoredWeight | None:
         if len(node.input) < 2 or node.input[1] not in self.tensors:

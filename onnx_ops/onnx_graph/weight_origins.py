@@ -57,14 +57,15 @@ class Origin:
 class _Use:
     """The operator that takes a constant as input `slot`.
 
-    `number` counts such operators in the order of the graph, `names` are those of the node and its results. `turned`:
-    it is a product with the outputs along axis 0.
+    `number` counts such operators in the order of the graph, `names` are those of the node and its results, `output` is
+    its first one. `turned`: it is a product with the outputs along axis 0.
     """
 
     kind: str
     slot: int
     number: int
     names: frozenset[str]
+    output: str
     turned: bool
 
 
@@ -102,6 +103,7 @@ class OriginFinder:
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._uses, counts = _list_uses(source)
         self._derived_uses, derived_counts = _list_uses(derived)
+        self._sums, self._derived_sums = _list_sums(source), _list_sums(derived)
         self._alike = {kind for kind, count in counts.items() if derived_counts.get(kind) == count}
         self._shapes: dict[tuple[int, ...], list[str]] = {}
         for name, tensor in self.tensors.items():
@@ -132,6 +134,20 @@ class OriginFinder:
             if len({candidate.origin.name for candidate in left}) == 1:
                 found[weight.tensor] = left[0].origin
         return found
+
+    def match_values(self, weights: Sequence[StoredWeight]) -> dict[str, str]:
+        """Return the values that the layers of rounded weights compute, with their counterparts in the source.
+
+        A bias that is added after a layer belongs to it.
+        """
+        values = {}
+        for tensor, origin in self.find(weights).items():
+            own, use = self._uses.get(origin.name), self._derived_uses.get(tensor)
+            if own is not None and use is not None:
+                values[use.output] = own.output
+                biased, original = self._derived_sums.get(use.output), self._sums.get(own.output, own.output)
+                values |= {} if biased is None else {biased: original}
+        return values
 
     def find_by_name(self, weight: StoredWeight) -> Origin | None:
         """Return the original of that name, unless its operator is another one of the same kind."""
@@ -219,9 +235,26 @@ def _list_uses(model: onnx.ModelProto) -> tuple[dict[str, _Use], dict[tuple[str,
             constant, swaps = follows[name]
             number = counts.get((kind, slot), 0)
             counts[kind, slot] = number + 1
-            use = _Use(kind=kind, slot=slot, number=number, names=names, turned=flipped != bool(swaps % 2))
+            use = _Use(
+                kind=kind,
+                slot=slot,
+                number=number,
+                names=names,
+                output=node.output[0],
+                turned=flipped != bool(swaps % 2),
+            )
             uses.setdefault(constant, use)
     return uses, counts
+
+
+def _list_sums(model: onnx.ModelProto) -> dict[str, str]:
+    """Return the sum of each value and a constant, by the value that is added."""
+    follows = _follow_constants(model, collect_constants(model))
+    sums = {}
+    for node in model.graph.node:
+        if node.op_type == "Add" and (node.input[0] in follows) != (node.input[1] in follows):
+            sums[next(name for name in node.input if name not in follows)] = node.output[0]
+    return sums
 
 
 def _follow_constants(model: onnx.ModelProto, stored: Mapping[str, Any]) -> dict[str, tuple[str, int]]:

@@ -32,9 +32,9 @@ REVISIONS: Mapping[StageKind, int] = {
     StageKind.VALIDATE: 6,
     StageKind.SEARCH: 6,
     StageKind.CALIBRATE: 3,
-    StageKind.QUANTIZE: 7,
-    StageKind.BENCHMARK: 15,
-    StageKind.GATE: 10,
+    StageKind.QUANTIZE: 8,
+    StageKind.BENCHMARK: 16,
+    StageKind.GATE: 11,
     StageKind.REGISTER: 6,
 }
 """Version of a stage's code, increased when it changes the result of the same inputs."""
