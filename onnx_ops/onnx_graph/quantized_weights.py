@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from onnx_ops.errors import MeasurementError
 from onnx_ops.onnx_graph.files import collect_constants, read_model, write_model
@@ -19,6 +21,9 @@ from onnx_ops.onnx_graph.stored_weights import (
     iterate_half_weights,
 )
 from onnx_ops.onnx_graph.weight_origins import OriginFinder
+
+if TYPE_CHECKING:
+    import onnx
 
 _FLOAT = 1
 
@@ -203,13 +208,38 @@ def write_with_layer_errors(
     return sum_names
 
 
+def read_layer_inputs(derived: Path, weights: Sequence[QuantizedWeight]) -> dict[str, tuple[Floats, Floats]]:
+    """Return scale and zero point of the quantized input of each layer, by the original name of its weight."""
+    from onnx import numpy_helper
+
+    model = expand_integer_operators(read_model(derived), derived.name)
+    reader = StoredWeightReader(model)
+    makers = {output: node for node in model.graph.node for output in node.output}
+    origins = {weight.name: weight.origin for weight in weights}
+    inputs = {}
+    for node in model.graph.node:
+        if node.op_type not in _LAYERS or not {*node.input[:2]} <= set(makers):
+            continue
+        read, stored = (makers[name] for name in node.input[:2])
+        weight = reader.read_weight(stored)
+        known = read.op_type == "DequantizeLinear" and len(read.input) > 2 and {*read.input[1:3]} <= set(reader.tensors)
+        if known and weight is not None and weight.name in origins:
+            scale, zero = (numpy_helper.to_array(reader.tensors[name]) for name in read.input[1:3])
+            inputs[origins[weight.name]] = scale, zero
+    return inputs
+
+
 def write_with_bias_errors(
-    source: Path, biases: Sequence[QuantizedWeight], weights: Sequence[QuantizedWeight], copy: Path
+    source: Path,
+    biases: Sequence[QuantizedWeight],
+    weights: Sequence[QuantizedWeight],
+    inputs: Mapping[str, tuple[Floats, Floats]],
+    copy: Path,
 ) -> dict[str, tuple[ErrorSumNames, ...]]:
     """Write a copy of the float model that outputs squared errors of layers with and without a moved bias.
 
-    Quantizers move biases by the mean error that rounding the weights causes (bias correction, Nagel et al. 2019, arXiv
-    1906.04721), which brings the answers of the layer nearer to the float model's.
+    Quantizers move biases by the mean error that rounding causes in a layer (bias correction, Nagel et al. 2019, arXiv
+    1906.04721), which brings its answers nearer to the float model's. `inputs` are as of `read_layer_inputs`.
 
     Returns:
         The sums with the moved bias and with the original one, by the bias's name; nothing for a constant that is not
@@ -222,32 +252,47 @@ def write_with_bias_errors(
     by_origin = {weight.origin: weight for weight in weights}
     makers = {output: node for node in model.graph.node for output in node.output}
     layers = [n for n in model.graph.node if n.op_type in _LAYERS and n.input[1] in by_origin]
+    nodes = list(model.graph.node)
     del model.graph.output[:]
 
-    def store(name: str, pair: QuantizedWeight) -> str:
-        error = pair.dequantized - pair.original
-        array = np.ascontiguousarray((error.T if pair.transposed else error).reshape(dims[pair.origin]), np.float32)
-        model.graph.initializer.append(numpy_helper.from_array(array, name))
+    def store(name: str, values: npt.NDArray[Any]) -> str:
+        model.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(values), name))
         return name
+
+    def place(values: Floats, weight: QuantizedWeight) -> npt.NDArray[np.float32]:
+        return (values.T if weight.transposed else values).reshape(dims[weight.origin]).astype(np.float32)
+
+    def add(op_type: str, names: Sequence[str], result: str, like: onnx.NodeProto | None = None) -> str:
+        made = helper.make_node(op_type, names, [result])
+        made.attribute.extend(like.attribute if like is not None else ())
+        model.graph.node.append(made)
+        return result
 
     sum_names: dict[str, tuple[ErrorSumNames, ...]] = {}
     for bias in biases:
-        adds = [n for n in model.graph.node if n.op_type == "Add" and bias.origin in n.input]
-        added = {id(makers[name]) for node in adds for name in node.input if name in makers}
+        added = {
+            id(makers[name])
+            for node in nodes
+            if node.op_type == "Add" and bias.origin in node.input
+            for name in node.input
+            if name in makers
+        }
         for node in [n for n in layers if bias.origin in n.input[2:] or id(n) in added]:
-            stem = f"{node.output[0]}.{bias.name}"
-            inputs = [node.input[0], store(f"{stem}.weight", by_origin[node.input[1]])]
-            layer = model.graph.node.add()
-            layer.CopyFrom(node)
-            layer.name, layer.input[:], layer.output[:] = f"{stem}.layer", inputs, [f"{stem}.error"]
-            moved = store(f"{stem}.bias", bias)
-            if node.op_type.startswith("Conv") and bias.origin in node.input[2:]:
-                shift = model.graph.node.add()
-                shift.CopyFrom(layer)
-                shift.name, shift.input[:], shift.output[:] = f"{stem}.both", [*inputs, moved], [f"{stem}.moved"]
-            else:
-                model.graph.node.append(helper.make_node("Add", [f"{stem}.error", moved], [f"{stem}.moved"]))
-            pair = f"{stem}.moved.sum", f"{stem}.error.sum"
+            stem, weight = f"{node.output[0]}.{bias.name}", by_origin[node.input[1]]
+            value = node.input[0]
+            if node.input[1] in inputs:
+                levels = [store(f"{stem}.{part}", values) for part, values in enumerate(inputs[node.input[1]])]
+                add("QuantizeLinear", [value, *levels], f"{stem}.levels")
+                value = add("DequantizeLinear", [f"{stem}.levels", *levels], f"{stem}.read")
+            rounded = store(f"{stem}.weight", place(weight.dequantized, weight))
+            shift = place(bias.dequantized - bias.original, bias)
+            if node.op_type.startswith("Conv") and shift.ndim == 1:
+                shift = shift.reshape(-1, *[1] * (weight.original.ndim - 2))
+            answers = add(node.op_type, [value, rounded], f"{stem}.answer", node)
+            right = add(node.op_type, node.input[:2], f"{stem}.right", node)
+            error = add("Sub", [answers, right], f"{stem}.error")
+            moved = add("Add", [error, store(f"{stem}.shift", shift)], f"{stem}.moved")
+            pair = f"{moved}.sum", f"{error}.sum"
             for name in pair:
                 model.graph.node.append(
                     helper.make_node("ReduceSumSquare", [name.removesuffix(".sum")], [name], keepdims=0)
