@@ -7,7 +7,7 @@ rounding.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,13 +56,13 @@ def write_with_weights(source: Path, weights: Iterable[QuantizedWeight], path: P
     write_model(model, path)
 
 
-def write_with_fp16_weights(source: Path, path: Path) -> None:
-    """Write the float original with every float32 constant rounded to float16."""
+def write_with_fp16_weights(source: Path, path: Path, names: Collection[str] = ()) -> None:
+    """Write the float original with those float32 constants rounded to float16; without names all of them."""
     from onnx import numpy_helper
 
     model = read_model(source)
-    for tensor in collect_constants(model).values():
-        if tensor.data_type == _FLOAT:
+    for name, tensor in collect_constants(model).items():
+        if tensor.data_type == _FLOAT and (not names or name in names):
             with np.errstate(over="ignore"):
                 values = numpy_helper.to_array(tensor).astype(np.float16).astype(np.float32)
             tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))

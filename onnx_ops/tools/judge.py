@@ -323,7 +323,8 @@ def _judge_within_noise(
         right = run_groups(request.exact, REFERENCE, request.baseline, runs)
         if of == "float16":
             rounded = folder / "halves.onnx"
-            write_with_fp16_weights(request.baseline, rounded)
+            narrowed = {pair.origin for pair in pair_quantized_weights(request.baseline, request.candidate).pairs}
+            write_with_fp16_weights(request.baseline, rounded, narrowed)
             rough = run_groups(request.exact, REFERENCE, rounded, runs)
         else:
             rough = run_groups(runtime, target, request.baseline, runs)
