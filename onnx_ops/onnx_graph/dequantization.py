@@ -22,6 +22,7 @@ from onnx_ops.onnx_graph.quantized_activations import (
     expand_integer_operators,
     find_folded_values,
     read_levels,
+    refuse_channels_last,
 )
 from onnx_ops.onnx_graph.quantized_weights import QuantizedWeight
 from onnx_ops.onnx_graph.stored_weights import StoredWeightReader, expand_scales
@@ -78,7 +79,9 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
     Raises:
         MeasurementError: the rounding of an operator cannot be removed.
     """
-    model = expand_integer_operators(read_model(derived), derived.name)
+    model = read_model(derived)
+    refuse_channels_last(model, derived.name)
+    model = expand_integer_operators(model, derived.name)
     if hidden := sorted(node.op_type for node in model.graph.node if node.op_type in _UNREAD):
         raise MeasurementError(f"the rounding of {hidden[0]} cannot be removed", where=derived.name)
     reader = StoredWeightReader(model)
