@@ -117,10 +117,6 @@ def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelPr
     work = _Rewriting(tensors=collect_constants(model))
     work.names |= {name for node in model.graph.node for name in (*node.input, *node.output)}
     for node in model.graph.node:
-        if any(a.name == "channels_last" and a.i for a in node.attribute):
-            raise MeasurementError(
-                f"{node.op_type} with channels last cannot be read", where=where, remedy=_UNOPTIMIZED
-            )
         if node.op_type == "QLinearConcat" or node.op_type in _LAYOUTS:
             _expand(work, node)
         elif _is_integer(node):
