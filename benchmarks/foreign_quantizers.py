@@ -79,15 +79,22 @@ class Outcome:
 
 
 def outcomes(
-    folder: Path, seed: int, networks_: Collection[str] = (), only: Sequence[str] = ("",)
+    folder: Path,
+    seed: int,
+    networks_: Collection[str] = (),
+    only: Sequence[str] = ("",),
+    finished: Collection[tuple[int, str, str]] = (),
 ) -> Iterator[Outcome]:
-    """Judge the files of the quantizers whose names begin with one of `only`, and their copies with planted faults."""
+    """Judge the files of the quantizers whose names begin with one of `only`, and their copies with planted faults.
+
+    `finished` are pairs of network and quantizer, with the seed, that are left out.
+    """
     for network in networks(folder, seed, networks_):
         rows = network.path.with_name("rows.npz")
         np.savez(rows, image=network.scored, y=network.labels)
         right = (network.answers(network.path).argmax(1) == network.labels).mean()
         for name, quantize in QUANTIZERS.items():
-            if not name.startswith(tuple(only)):
+            if not name.startswith(tuple(only)) or (seed, network.name, name) in finished:
                 continue
             outcome = functools.partial(Outcome, seed=seed, network=network.name, quantizer=name)
             path = network.path.parent / name.replace(" ", "-").replace(",", "") / "model.onnx"
@@ -127,9 +134,12 @@ def main() -> int:
     if options.log is not None and options.log.exists():
         known = [Outcome(**json.loads(line)) for line in options.log.read_text().splitlines()]
     names = tuple(filter(None, options.networks.split(",")))
+    finished = {(one.seed, one.network, one.quantizer) for one in known}
     with tempfile.TemporaryDirectory() as scratch:
         for outcome in (
-            () if names == ("none",) else outcomes(Path(scratch), options.seed, names, options.only.split(","))
+            ()
+            if names == ("none",)
+            else outcomes(Path(scratch), options.seed, names, options.only.split(","), finished)
         ):
             known.append(outcome)
             if options.log is not None:
