@@ -110,7 +110,10 @@ def _folded(source: Path, model: onnx.ModelProto, reader: StoredWeightReader) ->
     Quantizers leave out a clipping operator where the range ends at the same values, and give its output's name to its
     input, or another name: then the layer that computes it is found by its weight.
     """
-    original, tensors = read_model(source), reader.tensors
+    tensors = reader.tensors
+    if not any(node.op_type == "QuantizeLinear" and node.input[0] not in tensors for node in model.graph.node):
+        return {}
+    original = read_model(source)
     stored = collect_constants(original)
     after = {node.input[0]: node for node in original.graph.node if node.op_type in _CUTTING and node.input}
     before = {node.output[0]: node for node in original.graph.node if node.op_type in _CUTTING}

@@ -113,7 +113,7 @@ def pair_quantized_weights(source: Path, derived: Path) -> PairedWeights:
     unpaired = {weight.name for weight in rounded if weight.tensor not in origins}
     return PairedWeights(
         pairs=tuple(sorted(pairs, key=lambda pair: pair.name)),
-        unpaired=tuple(sorted(unpaired | set(reader.list_unread()))),
+        unpaired=tuple(sorted(unpaired | set(reader.list_unread({weight.tensor for weight in rounded})))),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -87,9 +87,8 @@ class StoredWeightReader:
                 seen.add(weight.tensor)
                 yield weight
 
-    def list_unread(self) -> tuple[str, ...]:
-        """Return the names of integer constants that look like weights, and are stored in another way."""
-        read = {weight.tensor for node in self._nodes if (weight := self.read_weight(node)) is not None}
+    def list_unread(self, read: Collection[str]) -> tuple[str, ...]:
+        """Return integer constants that look like weights and are not among those `read`: they have another layout."""
         parameters = self.parameters()
         taken = {name for node in self._all_nodes if node.domain.startswith("com.") for name in node.input}
         taken |= {node.input[0] for node in self._all_nodes if node.op_type == "DequantizeLinear"}
@@ -97,9 +96,10 @@ class StoredWeightReader:
             sorted(
                 name
                 for name, tensor in self.tensors.items()
-                if name not in read | parameters
+                if name not in read
+                and name not in parameters
                 and tensor.data_type in _NARROW
-                and (name.endswith(QUANTIZED_SUFFIX) or (name in taken and len(tensor.dims) > 1))
+                and ((name.endswith(QUANTIZED_SUFFIX) and tensor.dims) or (name in taken and len(tensor.dims) > 1))
             )
         )
 
