@@ -58,7 +58,7 @@ class _Use:
     """The operator that takes a constant as input `slot`.
 
     `number` counts such operators in the order of the graph, `names` are those of the node and its results, `output` is
-    its first one. `turned`: it is a product with the outputs along axis 0.
+    its first one. `turned`: it is a product with the outputs along axis 0. `biased`: it adds a bias.
     """
 
     kind: str
@@ -67,6 +67,7 @@ class _Use:
     names: frozenset[str]
     output: str
     turned: bool
+    biased: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,10 +144,14 @@ class OriginFinder:
         values = {}
         for tensor, origin in self.find(weights).items():
             own, use = self._uses.get(origin.name), self._derived_uses.get(tensor)
-            if own is not None and use is not None:
+            if own is None or use is None or own.slot != 1 or use.slot != 1:
+                continue
+            whole = own.output if own.biased else self._sums.get(own.output, own.output)
+            if use.biased:
+                values[use.output] = whole
+            else:
                 values[use.output] = own.output
-                biased, original = self._derived_sums.get(use.output), self._sums.get(own.output, own.output)
-                values |= {} if biased is None else {biased: original}
+                values |= {self._derived_sums[use.output]: whole} if use.output in self._derived_sums else {}
         return values
 
     def find_by_name(self, weight: StoredWeight) -> Origin | None:
@@ -242,18 +247,23 @@ def _list_uses(model: onnx.ModelProto) -> tuple[dict[str, _Use], dict[tuple[str,
                 names=names,
                 output=node.output[0],
                 turned=flipped != bool(swaps % 2),
+                biased=any(node.input[2:3]),
             )
             uses.setdefault(constant, use)
     return uses, counts
 
 
 def _list_sums(model: onnx.ModelProto) -> dict[str, str]:
-    """Return the sum of each value and a constant, by the value that is added."""
+    """Return the sum of each value and a constant, by the value that is added, also where that is quantized between."""
     follows = _follow_constants(model, collect_constants(model))
+    before: dict[str, str] = {}  # by value that quantization wrote or read
     sums = {}
     for node in model.graph.node:
-        if node.op_type == "Add" and (node.input[0] in follows) != (node.input[1] in follows):
-            sums[next(name for name in node.input if name not in follows)] = node.output[0]
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            before[node.output[0]] = before.get(node.input[0], node.input[0])
+        elif node.op_type == "Add" and (node.input[0] in follows) != (node.input[1] in follows):
+            value = next(name for name in node.input if name not in follows)
+            sums[before.get(value, value)] = node.output[0]
     return sums
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.nightly
 def test_sound_files_pass_and_planted_faults_fail(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     seed = secrets.randbelow(1 << 20)
-    print(f"seed {seed}")
+    sys.stdout.write(f"seed {seed}\n")
     found = list(outcomes(tmp_path, seed, ("mlp", "cnn-norm", "encoder"), ("ort", "by hand")))
     judged = [one for one in found if one.verdict not in ("missing", "lossy")]
     assert len(judged) > 150

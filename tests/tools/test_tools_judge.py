@@ -219,6 +219,35 @@ def add_table(candidate: Path) -> Path:
     return candidate.with_name("extended.onnx")
 
 
+def rename_all(candidate: Path) -> Path:
+    """The candidate with names that say nothing, of nodes, values and constants alike."""
+    model = onnx.load(candidate)
+    ends = {value.name for value in (*model.graph.input, *model.graph.output)}
+    names = {name for node in model.graph.node for name in (*node.input, *node.output)} - ends - {""}
+    short = {name: f"t{number}" for number, name in enumerate(sorted(names))}
+    for number, node in enumerate(model.graph.node):
+        node.name = f"n{number}"
+        node.input[:] = [short.get(name, name) for name in node.input]
+        node.output[:] = [short.get(name, name) for name in node.output]
+    for tensor in model.graph.initializer:
+        tensor.name = short.get(tensor.name, tensor.name)
+    del model.graph.value_info[:]
+    onnx.save(model, candidate.with_name("renamed.onnx"))
+    return candidate.with_name("renamed.onnx")
+
+
+@pytest.mark.parametrize("method", ["static", "dynamic", "weight-only"])
+def test_names_that_say_nothing_do_not_change_the_verdict(source: Path, method: str) -> None:
+    lenient = build_metric_gate(None, 0.05, lower_is_better=False)
+    renamed = rename_all(derive(source, method, {"bits": 8, "block": 16} if method == "weight-only" else {}))
+    found = judged(source, renamed, dataset_of(source), metric=lenient)
+    assert found.verdict is Verdict.PASS, found.targets[0].decision.reason
+    assert {"weights", "function"} <= set(results_of(found))
+    scale = next(t for t in onnx.load(renamed).graph.initializer if t.data_type == onnx.TensorProto.FLOAT and t.dims)
+    found = judged(source, write_changed(renamed, scale.name, lambda a: a * 1.5), dataset_of(source), metric=lenient)
+    assert found.verdict is Verdict.FAIL
+
+
 def test_weight_without_an_original_is_a_note_and_the_task_metric_decides(source: Path) -> None:
     lenient = build_metric_gate(None, 0.05, lower_is_better=False)
     extended = add_table(derive(source, "weight-only", {"bits": 8, "block": 16}))
