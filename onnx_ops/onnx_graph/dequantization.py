@@ -86,7 +86,7 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
         raise MeasurementError(f"the rounding of {hidden[0]} cannot be removed", where=derived.name)
     reader = StoredWeightReader(model)
     tensors = reader.tensors
-    rewriting = _Rewriting(
+    rewriting = _Dequantization(
         reader=reader,
         folded=_folded(source, model, reader),
         makers={name: node for node in model.graph.node for name in node.output},
@@ -158,7 +158,7 @@ def _ends_alike(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rewriting:
+class _Dequantization:
     """The graph being rewritten: its constants, the clipping operators to restore by QuantizeLinear output, the
     producers of values, and the values whose levels an integer product reads."""
 
@@ -175,7 +175,7 @@ class _Rewriting:
         return name
 
 
-def _rewrite(node: onnx.NodeProto, work: _Rewriting) -> list[onnx.NodeProto]:
+def _rewrite(node: onnx.NodeProto, work: _Dequantization) -> list[onnx.NodeProto]:
     from onnx import helper
 
     tensors = work.reader.tensors
@@ -202,7 +202,7 @@ def _rewrite(node: onnx.NodeProto, work: _Rewriting) -> list[onnx.NodeProto]:
             return [node]
 
 
-def _rewrite_pair(node: onnx.NodeProto, work: _Rewriting) -> list[onnx.NodeProto]:
+def _rewrite_pair(node: onnx.NodeProto, work: _Dequantization) -> list[onnx.NodeProto]:
     """Drop a QuantizeLinear or DequantizeLinear of a value; of a constant, write what it stands for."""
     from onnx import helper
 
@@ -220,7 +220,7 @@ def _rewrite_pair(node: onnx.NodeProto, work: _Rewriting) -> list[onnx.NodeProto
     return [helper.make_node("Identity", [name], node.output)]
 
 
-def _rewrite_product(node: onnx.NodeProto, work: _Rewriting) -> list[onnx.NodeProto]:
+def _rewrite_product(node: onnx.NodeProto, work: _Dequantization) -> list[onnx.NodeProto]:
     """Rewrite a fused product as MatMul and Add in float; its activations are not rounded."""
     from onnx import helper
 
@@ -235,7 +235,7 @@ def _rewrite_product(node: onnx.NodeProto, work: _Rewriting) -> list[onnx.NodePr
     return [*made, helper.make_node("Add", [product, bias], node.output)] if bias else made
 
 
-def _rewrite_table(node: onnx.NodeProto, work: _Rewriting) -> onnx.NodeProto:
+def _rewrite_table(node: onnx.NodeProto, work: _Dequantization) -> onnx.NodeProto:
     from onnx import helper
 
     weight = work.reader.read_weight(node)
@@ -246,7 +246,7 @@ def _rewrite_table(node: onnx.NodeProto, work: _Rewriting) -> onnx.NodeProto:
     return helper.make_node("Gather", [name, node.input[1]], node.output, name=node.name, axis=axis)
 
 
-def _float_product(node: onnx.NodeProto, work: _Rewriting) -> onnx.NodeProto:
+def _float_product(node: onnx.NodeProto, work: _Dequantization) -> onnx.NodeProto:
     """Rewrite an integer product as one of the same numbers in float32; its scales are applied afterwards."""
     from onnx import helper, numpy_helper
 

@@ -71,7 +71,7 @@ class _Use:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
+class _PossibleOrigin:
     """An original of a fitting shape, in one orientation, with what speaks for it."""
 
     origin: Origin
@@ -122,7 +122,7 @@ class OriginFinder:
     def find(self, weights: Sequence[StoredWeight]) -> dict[str, Origin]:
         """Return the original of each weight by the name that it is stored under; those without one are left out."""
         found: dict[str, Origin] = {}
-        waiting: list[tuple[StoredWeight, list[_Candidate]]] = []
+        waiting: list[tuple[StoredWeight, list[_PossibleOrigin]]] = []
         for weight in weights:
             candidates = sorted(self._list_candidates(weight), key=lambda candidate: candidate.rank)
             if candidates and candidates[0].rank[0] < _UNKNOWN:
@@ -163,7 +163,7 @@ class OriginFinder:
             named = [] if elsewhere and all(candidate.distance >= _NEAR for candidate in named) else named
         return min(named, key=lambda candidate: candidate.rank).origin if named else None
 
-    def _list_candidates(self, weight: StoredWeight) -> Iterator[_Candidate]:
+    def _list_candidates(self, weight: StoredWeight) -> Iterator[_PossibleOrigin]:
         shape = tuple(size for size in weight.values.shape if size != 1)
         use = self._derived_uses.get(weight.tensor)
         own_shape = weight.values.shape or (1,)
@@ -178,7 +178,7 @@ class OriginFinder:
                     continue
                 origin = Origin(name=name, transposed=transposed)
                 original = self.read(origin).reshape(own_shape)[places].astype(np.float64)
-                yield _Candidate(
+                yield _PossibleOrigin(
                     origin=origin,
                     distance=_measure_distance(values, original),
                     named=name in names,
