@@ -245,59 +245,63 @@ def write_with_bias_errors(
         The sums with the moved bias and with the original one, by the bias's name; nothing for a constant that is not
         the bias of a layer with a rounded weight.
     """
-    from onnx import helper, numpy_helper
-
     model = read_model(source)
-    dims = {name: tuple(tensor.dims) for name, tensor in collect_constants(model).items()}
     by_origin = {weight.origin: weight for weight in weights}
     makers = {output: node for node in model.graph.node for output in node.output}
-    layers = [n for n in model.graph.node if n.op_type in _LAYERS and n.input[1] in by_origin]
     nodes = list(model.graph.node)
+    layers = [node for node in nodes if node.op_type in _LAYERS and node.input[1] in by_origin]
     del model.graph.output[:]
-
-    def store(name: str, values: npt.NDArray[Any]) -> str:
-        model.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(values), name))
-        return name
-
-    def place(values: Floats, weight: QuantizedWeight) -> npt.NDArray[np.float32]:
-        return (values.T if weight.transposed else values).reshape(dims[weight.origin]).astype(np.float32)
-
-    def add(op_type: str, names: Sequence[str], result: str, like: onnx.NodeProto | None = None) -> str:
-        made = helper.make_node(op_type, names, [result])
-        made.attribute.extend(like.attribute if like is not None else ())
-        model.graph.node.append(made)
-        return result
-
     sum_names: dict[str, tuple[ErrorSumNames, ...]] = {}
     for bias in biases:
-        added = {
-            id(makers[name])
-            for node in nodes
-            if node.op_type == "Add" and bias.origin in node.input
-            for name in node.input
-            if name in makers
-        }
+        sums = [node for node in nodes if node.op_type == "Add" and bias.origin in node.input]
+        added = {id(makers[name]) for node in sums for name in node.input if name in makers}
         for node in [n for n in layers if bias.origin in n.input[2:] or id(n) in added]:
-            stem, weight = f"{node.output[0]}.{bias.name}", by_origin[node.input[1]]
-            value = node.input[0]
-            if node.input[1] in inputs:
-                levels = [store(f"{stem}.{part}", values) for part, values in enumerate(inputs[node.input[1]])]
-                add("QuantizeLinear", [value, *levels], f"{stem}.levels")
-                value = add("DequantizeLinear", [f"{stem}.levels", *levels], f"{stem}.read")
-            rounded = store(f"{stem}.weight", place(weight.dequantized, weight))
-            shift = place(bias.dequantized - bias.original, bias)
-            if node.op_type.startswith("Conv") and shift.ndim == 1:
-                shift = shift.reshape(-1, *[1] * (weight.original.ndim - 2))
-            answers = add(node.op_type, [value, rounded], f"{stem}.answer", node)
-            right = add(node.op_type, node.input[:2], f"{stem}.right", node)
-            error = add("Sub", [answers, right], f"{stem}.error")
-            moved = add("Add", [error, store(f"{stem}.shift", shift)], f"{stem}.moved")
-            pair = f"{moved}.sum", f"{error}.sum"
-            for name in pair:
-                model.graph.node.append(
-                    helper.make_node("ReduceSumSquare", [name.removesuffix(".sum")], [name], keepdims=0)
-                )
-                model.graph.output.add(name=name)
+            pair = _add_bias_errors(model, node, bias, by_origin[node.input[1]], inputs.get(node.input[1]))
             sum_names[bias.name] = (*sum_names.get(bias.name, ()), pair)
     write_model(model, copy)
     return sum_names
+
+
+def _add_bias_errors(
+    model: onnx.ModelProto,
+    layer: onnx.NodeProto,
+    bias: QuantizedWeight,
+    weight: QuantizedWeight,
+    levels: tuple[Floats, Floats] | None,
+) -> ErrorSumNames:
+    """Add the squared errors of a layer with the moved bias and with the original one, and return their names."""
+    from onnx import helper, numpy_helper
+
+    stem = f"{layer.output[0]}.{bias.name}"
+    dims = {name: tuple(tensor.dims) for name, tensor in collect_constants(model).items()}
+
+    def store(name: str, values: npt.NDArray[Any]) -> str:
+        model.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(values), f"{stem}.{name}"))
+        return f"{stem}.{name}"
+
+    def add(op_type: str, names: Sequence[str], result: str, **attributes: int) -> str:
+        model.graph.node.append(helper.make_node(op_type, names, [f"{stem}.{result}"], **attributes))
+        return f"{stem}.{result}"
+
+    def place(values: Floats, pair: QuantizedWeight) -> npt.NDArray[np.float32]:
+        turned = values.T if pair.transposed else values
+        return turned.reshape(dims.get(pair.origin, turned.shape)).astype(np.float32)
+
+    value = layer.input[0]
+    if levels is not None:  # the layer reads a quantized value
+        scales = [store(f"levels{part}", values) for part, values in enumerate(levels)]
+        written = add("QuantizeLinear", [value, *scales], "written")
+        value = add("DequantizeLinear", [written, *scales], "read")
+    rounded = add(layer.op_type, [value, store("weight", place(weight.dequantized, weight))], "rounded")
+    right = add(layer.op_type, layer.input[:2], "right")
+    for node in list(model.graph.node)[-2:]:
+        node.attribute.extend(layer.attribute)
+    shift = place(bias.dequantized - bias.original, bias)
+    if layer.op_type.startswith("Conv") and shift.ndim == 1:
+        shift = shift.reshape(-1, *[1] * (weight.original.ndim - 2))
+    error = add("Sub", [rounded, right], "error")
+    moved = add("Add", [error, store("shift", shift)], "moved")
+    names = [add("ReduceSumSquare", [name], f"sum{part}", keepdims=0) for part, name in enumerate((moved, error))]
+    for name in names:
+        model.graph.output.add(name=name)
+    return names[0], names[1]
