@@ -84,10 +84,12 @@ def outcomes(
     networks_: Collection[str] = (),
     only: Sequence[str] = ("",),
     finished: Collection[tuple[int, str, str]] = (),
+    most_faults: int = 6,
 ) -> Iterator[Outcome]:
     """Judge the files of the quantizers whose names begin with one of `only`, and their copies with planted faults.
 
-    `finished` are pairs of network and quantizer, with the seed, that are left out.
+    `finished` are pairs of network and quantizer, with the seed, that are left out. `most_faults` of the planted faults
+    are drawn for each file.
     """
     for network in networks(folder, seed, networks_):
         rows = network.path.with_name("rows.npz")
@@ -108,13 +110,16 @@ def outcomes(
                 continue
             verdict, text = judge(network, path, rows)
             yield outcome(verdict=verdict, why=text)
-            for fault, copy in faults(path):
+            copies = dict(faults(path))
+            draw = np.random.default_rng([seed, *f"{network.name} {name}".encode()])
+            for fault in draw.permutation(sorted(copies))[:most_faults]:
+                copy = copies[fault]
                 moved = 0.0
                 with contextlib.suppress(Exception):  # the runtime refuses the copy: nobody can serve it
                     moved = float(np.abs(network.answers(copy) - given).max() / given.std())
                 if moved > SPREAD:
                     verdict, text = judge(network, copy, rows)
-                    yield outcome(verdict=verdict, fault=fault, moved=moved, why=text)
+                    yield outcome(verdict=verdict, fault=str(fault), moved=moved, why=text)
 
 
 def main() -> int:
@@ -123,6 +128,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 20))
     parser.add_argument("--networks", default="", help="Names, with commas; default: all eight.")
     parser.add_argument("--only", default="", help="Beginnings of the names of quantizers, with commas.")
+    parser.add_argument("--faults", type=int, default=6, help="Planted faults of each file; fewer are drawn.")
     parser.add_argument("--log", type=Path, help="File to which outcomes are added; the tables are of all in it.")
     parser.add_argument("--output", type=Path, help="Page to write.")
     parser.add_argument("--verbose", action="store_true", help="Show the output of each wrong verdict.")
@@ -139,7 +145,7 @@ def main() -> int:
         for outcome in (
             ()
             if names == ("none",)
-            else outcomes(Path(scratch), options.seed, names, options.only.split(","), finished)
+            else outcomes(Path(scratch), options.seed, names, options.only.split(","), finished, options.faults)
         ):
             known.append(outcome)
             if options.log is not None:
