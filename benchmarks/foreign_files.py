@@ -34,6 +34,7 @@ HEAD = """# Files from other exporters
 
 Results of single-file commands on ONNX files that other tools wrote.
 `python -m benchmarks.foreign_files --output docs/foreign-files.md` writes this page.
+[Files from other quantizers](quantizer-files.md) has quantized files against their float originals.
 
 - Each file goes through `inspect`, [`judge`](judge.md) against itself, `judge` of wrong copies, `quantize` (dynamic and
   graph), and `bench`. Input rows are synthetic, made from the graph.

@@ -33,6 +33,7 @@ from onnx_ops.onnx_graph.quantized_weights import (
     QuantizedWeight,
     pair_quantized_weights,
     read_float_weights,
+    read_layer_inputs,
     write_with_bias_errors,
     write_with_layer_errors,
 )
@@ -194,7 +195,7 @@ def measure_paired_weights(
             errors = _measure_layer_errors(runtime, exact, feeds, weights, write_with_layer_errors)
             rounded = [pair for pair in pairs if pair.rounded]
             others = [pair for pair in moved if pair.name not in errors]
-            biases = _measure_layer_errors(runtime, exact, feeds, others, partial(_write_bias_errors, rounded))
+            biases = _measure_layer_errors(runtime, exact, feeds, others, partial(_write_bias_errors, derived, rounded))
     measurements = tuple(
         WeightMeasurement(
             tensor=pair.name,
@@ -240,9 +241,9 @@ _WriteErrors = Callable[[Path, Sequence[QuantizedWeight], Path], Mapping[str, tu
 
 
 def _write_bias_errors(
-    weights: Sequence[QuantizedWeight], source: Path, biases: Sequence[QuantizedWeight], copy: Path
+    derived: Path, weights: Sequence[QuantizedWeight], source: Path, biases: Sequence[QuantizedWeight], copy: Path
 ) -> Mapping[str, tuple[ErrorSumNames, ...]]:
-    return write_with_bias_errors(source, biases, weights, copy)
+    return write_with_bias_errors(source, biases, weights, read_layer_inputs(derived, weights), copy)
 
 
 def _measure_layer_errors(

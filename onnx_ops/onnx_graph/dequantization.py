@@ -7,7 +7,7 @@ rounding.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,15 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.errors import MeasurementError
-from onnx_ops.onnx_graph.files import collect_constants, iterate_graphs, read_model, read_structure, write_model
+from onnx_ops.onnx_graph.files import collect_constants, iterate_graphs, read_model, write_model
 from onnx_ops.onnx_graph.quantized_activations import (
     WRITTEN_SUFFIX,
     expand_integer_operators,
     find_folded_values,
     read_levels,
+    refuse_channels_last,
 )
 from onnx_ops.onnx_graph.quantized_weights import QuantizedWeight
 from onnx_ops.onnx_graph.stored_weights import StoredWeightReader, expand_scales
+from onnx_ops.onnx_graph.weight_origins import OriginFinder
 
 if TYPE_CHECKING:
     import onnx
@@ -55,13 +57,13 @@ def write_with_weights(source: Path, weights: Iterable[QuantizedWeight], path: P
     write_model(model, path)
 
 
-def write_with_fp16_weights(source: Path, path: Path) -> None:
-    """Write the float original with every float32 constant rounded to float16."""
+def write_with_fp16_weights(source: Path, path: Path, names: Collection[str] = ()) -> None:
+    """Write the float original with those float32 constants rounded to float16; without names all of them."""
     from onnx import numpy_helper
 
     model = read_model(source)
-    for tensor in collect_constants(model).values():
-        if tensor.data_type == _FLOAT:
+    for name, tensor in collect_constants(model).items():
+        if tensor.data_type == _FLOAT and (not names or name in names):
             with np.errstate(over="ignore"):
                 values = numpy_helper.to_array(tensor).astype(np.float16).astype(np.float32)
             tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
@@ -77,14 +79,16 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
     Raises:
         MeasurementError: the rounding of an operator cannot be removed.
     """
-    model = expand_integer_operators(read_model(derived), derived.name)
+    model = read_model(derived)
+    refuse_channels_last(model, derived.name)
+    model = expand_integer_operators(model, derived.name)
     if hidden := sorted(node.op_type for node in model.graph.node if node.op_type in _UNREAD):
         raise MeasurementError(f"the rounding of {hidden[0]} cannot be removed", where=derived.name)
     reader = StoredWeightReader(model)
     tensors = reader.tensors
-    rewriting = _Rewriting(
+    rewriting = _Dequantization(
         reader=reader,
-        folded=_folded(source, model, tensors),
+        folded=_folded(source, model, reader),
         makers={name: node for node in model.graph.node for name in node.output},
         levels=frozenset(node.input[0] for node in model.graph.node if node.op_type in _INTEGER),
     )
@@ -100,22 +104,27 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
     write_model(model, path)
 
 
-def _folded(source: Path, model: onnx.ModelProto, tensors: dict[str, onnx.TensorProto]) -> dict[str, onnx.NodeProto]:
+def _folded(source: Path, model: onnx.ModelProto, reader: StoredWeightReader) -> dict[str, onnx.NodeProto]:
     """Return ReLU and Clip of the original that a range of the quantized model replaces, by QuantizeLinear output.
 
     Quantizers leave out a clipping operator where the range ends at the same values, and give its output's name to its
-    input.
+    input, or another name: then the layer that computes it is found by its weight.
     """
-    graph = read_structure(source).graph
-    stored = collect_constants(read_structure(source))
-    after = {node.input[0]: node for node in graph.node if node.op_type in _CUTTING and node.input}
-    before = {node.output[0]: node for node in graph.node if node.op_type in _CUTTING}
+    tensors = reader.tensors
+    if not any(node.op_type == "QuantizeLinear" and node.input[0] not in tensors for node in model.graph.node):
+        return {}
+    original = read_model(source)
+    stored = collect_constants(original)
+    after = {node.input[0]: node for node in original.graph.node if node.op_type in _CUTTING and node.input}
+    before = {node.output[0]: node for node in original.graph.node if node.op_type in _CUTTING}
     cut, makers = find_folded_values(source), {name: node.op_type for node in model.graph.node for name in node.output}
+    known = OriginFinder(original, model).match_values(list(reader.iterate_weights()))
     folded = {}
     for node in model.graph.node:
         if node.op_type != "QuantizeLinear" or node.input[0] in tensors:
             continue
         name = node.input[0].removesuffix(WRITTEN_SUFFIX)
+        name = name if name in before or name in cut else known.get(node.input[0], name)
         cutting = before.get(name) or (after[name] if name in cut else None)
         if cutting is None or cutting.op_type in (makers.get(node.input[0]), makers.get(cutting.output[0])):
             continue
@@ -149,7 +158,7 @@ def _ends_alike(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rewriting:
+class _Dequantization:
     """The graph being rewritten: its constants, the clipping operators to restore by QuantizeLinear output, the
     producers of values, and the values whose levels an integer product reads."""
 
@@ -166,7 +175,7 @@ class _Rewriting:
         return name
 
 
-def _rewrite(node: onnx.NodeProto, work: _Rewriting) -> list[onnx.NodeProto]:
+def _rewrite(node: onnx.NodeProto, work: _Dequantization) -> list[onnx.NodeProto]:
     from onnx import helper
 
     tensors = work.reader.tensors
@@ -193,7 +202,7 @@ def _rewrite(node: onnx.NodeProto, work: _Rewriting) -> list[onnx.NodeProto]:
             return [node]
 
 
-def _rewrite_pair(node: onnx.NodeProto, work: _Rewriting) -> list[onnx.NodeProto]:
+def _rewrite_pair(node: onnx.NodeProto, work: _Dequantization) -> list[onnx.NodeProto]:
     """Drop a QuantizeLinear or DequantizeLinear of a value; of a constant, write what it stands for."""
     from onnx import helper
 
@@ -211,7 +220,7 @@ def _rewrite_pair(node: onnx.NodeProto, work: _Rewriting) -> list[onnx.NodeProto
     return [helper.make_node("Identity", [name], node.output)]
 
 
-def _rewrite_product(node: onnx.NodeProto, work: _Rewriting) -> list[onnx.NodeProto]:
+def _rewrite_product(node: onnx.NodeProto, work: _Dequantization) -> list[onnx.NodeProto]:
     """Rewrite a fused product as MatMul and Add in float; its activations are not rounded."""
     from onnx import helper
 
@@ -226,7 +235,7 @@ def _rewrite_product(node: onnx.NodeProto, work: _Rewriting) -> list[onnx.NodePr
     return [*made, helper.make_node("Add", [product, bias], node.output)] if bias else made
 
 
-def _rewrite_table(node: onnx.NodeProto, work: _Rewriting) -> onnx.NodeProto:
+def _rewrite_table(node: onnx.NodeProto, work: _Dequantization) -> onnx.NodeProto:
     from onnx import helper
 
     weight = work.reader.read_weight(node)
@@ -237,7 +246,7 @@ def _rewrite_table(node: onnx.NodeProto, work: _Rewriting) -> onnx.NodeProto:
     return helper.make_node("Gather", [name, node.input[1]], node.output, name=node.name, axis=axis)
 
 
-def _float_product(node: onnx.NodeProto, work: _Rewriting) -> onnx.NodeProto:
+def _float_product(node: onnx.NodeProto, work: _Dequantization) -> onnx.NodeProto:
     """Rewrite an integer product as one of the same numbers in float32; its scales are applied afterwards."""
     from onnx import helper, numpy_helper
 

@@ -139,6 +139,14 @@ def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelPr
     return expanded
 
 
+def refuse_channels_last(model: onnx.ModelProto, where: str) -> None:
+    """Raise MeasurementError if integer operators have another layout, as after optimization for a processor."""
+    for node in model.graph.node:
+        if any(a.name == "channels_last" and a.i for a in node.attribute):
+            remedy = "Judge the file as it was before ONNX Runtime optimized it for this processor."
+            raise MeasurementError(f"{node.op_type} has channels last, which is not read", where=where, remedy=remedy)
+
+
 def _is_integer(node: onnx.NodeProto) -> bool:
     return node.op_type in _LAYOUTS or node.op_type.startswith("QLinear")
 
@@ -201,7 +209,9 @@ def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
     Integer operators (QLinearConv …) count as their equivalent pairs: `expand_integer_operators`. Scales that are
     computed (dynamic quantization) or differ by channel are left out.
     """
-    model = expand_integer_operators(read_model(path), path.name)
+    model = read_model(path)
+    refuse_channels_last(model, path.name)
+    model = expand_integer_operators(model, path.name)
     stored = collect_constants(model)
     readers: dict[str, list[str]] = {}
     for node in model.graph.node:

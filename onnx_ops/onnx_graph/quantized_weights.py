@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from onnx_ops.errors import MeasurementError
 from onnx_ops.onnx_graph.files import collect_constants, read_model, write_model
@@ -19,6 +21,9 @@ from onnx_ops.onnx_graph.stored_weights import (
     iterate_half_weights,
 )
 from onnx_ops.onnx_graph.weight_origins import OriginFinder
+
+if TYPE_CHECKING:
+    import onnx
 
 _FLOAT = 1
 
@@ -108,7 +113,7 @@ def pair_quantized_weights(source: Path, derived: Path) -> PairedWeights:
     unpaired = {weight.name for weight in rounded if weight.tensor not in origins}
     return PairedWeights(
         pairs=tuple(sorted(pairs, key=lambda pair: pair.name)),
-        unpaired=tuple(sorted(unpaired | set(reader.list_unread()))),
+        unpaired=tuple(sorted(unpaired | set(reader.list_unread({weight.tensor for weight in rounded})))),
     )
 
 
@@ -203,56 +208,100 @@ def write_with_layer_errors(
     return sum_names
 
 
+def read_layer_inputs(derived: Path, weights: Sequence[QuantizedWeight]) -> dict[str, tuple[Floats, Floats]]:
+    """Return scale and zero point of the quantized input of each layer, by the original name of its weight."""
+    from onnx import numpy_helper
+
+    model = expand_integer_operators(read_model(derived), derived.name)
+    reader = StoredWeightReader(model)
+    makers = {output: node for node in model.graph.node for output in node.output}
+    origins = {weight.name: weight.origin for weight in weights}
+    inputs = {}
+    for node in model.graph.node:
+        if node.op_type not in _LAYERS or not {*node.input[:2]} <= set(makers):
+            continue
+        read, stored = (makers[name] for name in node.input[:2])
+        weight = reader.read_weight(stored)
+        known = read.op_type == "DequantizeLinear" and len(read.input) > 2 and {*read.input[1:3]} <= set(reader.tensors)
+        if known and weight is not None and weight.name in origins:
+            scale, zero = (numpy_helper.to_array(reader.tensors[name]) for name in read.input[1:3])
+            inputs[origins[weight.name]] = scale, zero
+    return inputs
+
+
 def write_with_bias_errors(
-    source: Path, biases: Sequence[QuantizedWeight], weights: Sequence[QuantizedWeight], copy: Path
+    source: Path,
+    biases: Sequence[QuantizedWeight],
+    weights: Sequence[QuantizedWeight],
+    inputs: Mapping[str, tuple[Floats, Floats]],
+    copy: Path,
 ) -> dict[str, tuple[ErrorSumNames, ...]]:
     """Write a copy of the float model that outputs squared errors of layers with and without a moved bias.
 
-    Quantizers move biases by the mean error that rounding the weights causes (bias correction, Nagel et al. 2019, arXiv
-    1906.04721), which brings the answers of the layer nearer to the float model's.
+    Quantizers move biases by the mean error that rounding causes in a layer (bias correction, Nagel et al. 2019, arXiv
+    1906.04721), which brings its answers nearer to the float model's. `inputs` are as of `read_layer_inputs`.
 
     Returns:
         The sums with the moved bias and with the original one, by the bias's name; nothing for a constant that is not
         the bias of a layer with a rounded weight.
     """
-    from onnx import helper, numpy_helper
-
     model = read_model(source)
-    dims = {name: tuple(tensor.dims) for name, tensor in collect_constants(model).items()}
     by_origin = {weight.origin: weight for weight in weights}
     makers = {output: node for node in model.graph.node for output in node.output}
-    layers = [n for n in model.graph.node if n.op_type in _LAYERS and n.input[1] in by_origin]
+    nodes = list(model.graph.node)
+    layers = [node for node in nodes if node.op_type in _LAYERS and node.input[1] in by_origin]
     del model.graph.output[:]
-
-    def store(name: str, pair: QuantizedWeight) -> str:
-        error = pair.dequantized - pair.original
-        array = np.ascontiguousarray((error.T if pair.transposed else error).reshape(dims[pair.origin]), np.float32)
-        model.graph.initializer.append(numpy_helper.from_array(array, name))
-        return name
-
     sum_names: dict[str, tuple[ErrorSumNames, ...]] = {}
     for bias in biases:
-        adds = [n for n in model.graph.node if n.op_type == "Add" and bias.origin in n.input]
-        added = {id(makers[name]) for node in adds for name in node.input if name in makers}
+        sums = [node for node in nodes if node.op_type == "Add" and bias.origin in node.input]
+        added = {id(makers[name]) for node in sums for name in node.input if name in makers}
         for node in [n for n in layers if bias.origin in n.input[2:] or id(n) in added]:
-            stem = f"{node.output[0]}.{bias.name}"
-            inputs = [node.input[0], store(f"{stem}.weight", by_origin[node.input[1]])]
-            layer = model.graph.node.add()
-            layer.CopyFrom(node)
-            layer.name, layer.input[:], layer.output[:] = f"{stem}.layer", inputs, [f"{stem}.error"]
-            moved = store(f"{stem}.bias", bias)
-            if node.op_type.startswith("Conv") and bias.origin in node.input[2:]:
-                shift = model.graph.node.add()
-                shift.CopyFrom(layer)
-                shift.name, shift.input[:], shift.output[:] = f"{stem}.both", [*inputs, moved], [f"{stem}.moved"]
-            else:
-                model.graph.node.append(helper.make_node("Add", [f"{stem}.error", moved], [f"{stem}.moved"]))
-            pair = f"{stem}.moved.sum", f"{stem}.error.sum"
-            for name in pair:
-                model.graph.node.append(
-                    helper.make_node("ReduceSumSquare", [name.removesuffix(".sum")], [name], keepdims=0)
-                )
-                model.graph.output.add(name=name)
+            pair = _add_bias_errors(model, node, bias, by_origin[node.input[1]], inputs.get(node.input[1]))
             sum_names[bias.name] = (*sum_names.get(bias.name, ()), pair)
     write_model(model, copy)
     return sum_names
+
+
+def _add_bias_errors(
+    model: onnx.ModelProto,
+    layer: onnx.NodeProto,
+    bias: QuantizedWeight,
+    weight: QuantizedWeight,
+    levels: tuple[Floats, Floats] | None,
+) -> ErrorSumNames:
+    """Add the squared errors of a layer with the moved bias and with the original one, and return their names."""
+    from onnx import helper, numpy_helper
+
+    stem = f"{layer.output[0]}.{bias.name}"
+    dims = {name: tuple(tensor.dims) for name, tensor in collect_constants(model).items()}
+
+    def store(name: str, values: npt.NDArray[Any]) -> str:
+        model.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(values), f"{stem}.{name}"))
+        return f"{stem}.{name}"
+
+    def add(op_type: str, names: Sequence[str], result: str, **attributes: int) -> str:
+        model.graph.node.append(helper.make_node(op_type, names, [f"{stem}.{result}"], **attributes))
+        return f"{stem}.{result}"
+
+    def place(values: Floats, pair: QuantizedWeight) -> npt.NDArray[np.float32]:
+        turned = values.T if pair.transposed else values
+        return turned.reshape(dims.get(pair.origin, turned.shape)).astype(np.float32)
+
+    value = layer.input[0]
+    if levels is not None:  # the layer reads a quantized value
+        scales = [store(f"levels{part}", values) for part, values in enumerate(levels)]
+        written = add("QuantizeLinear", [value, *scales], "written")
+        value = add("DequantizeLinear", [written, *scales], "read")
+    rounded = add(layer.op_type, [value, store("weight", place(weight.dequantized, weight))], "rounded")
+    right = add(layer.op_type, layer.input[:2], "right")
+    for node in list(model.graph.node)[-2:]:
+        node.attribute.extend(layer.attribute)
+    shift = place(bias.dequantized - bias.original, bias)
+    if layer.op_type.startswith("Conv") and shift.ndim == 1:
+        shift = shift.reshape(-1, *[1] * (weight.original.ndim - 2))
+    error = add("Sub", [rounded, right], "error")
+    moved = add("Add", [error, store("shift", shift)], "moved")
+    names = [add("ReduceSumSquare", [name], f"sum{part}", keepdims=0) for part, name in enumerate((moved, error))]
+    for name in names:
+        model.graph.output.add(name=name)
+    return names[0], names[1]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,9 +87,8 @@ class StoredWeightReader:
                 seen.add(weight.tensor)
                 yield weight
 
-    def list_unread(self) -> tuple[str, ...]:
-        """Return the names of integer constants that look like weights, and are stored in another way."""
-        read = {weight.tensor for node in self._nodes if (weight := self.read_weight(node)) is not None}
+    def list_unread(self, read: Collection[str]) -> tuple[str, ...]:
+        """Return integer constants that look like weights and are not among those `read`: they have another layout."""
         parameters = self.parameters()
         taken = {name for node in self._all_nodes if node.domain.startswith("com.") for name in node.input}
         taken |= {node.input[0] for node in self._all_nodes if node.op_type == "DequantizeLinear"}
@@ -97,9 +96,10 @@ class StoredWeightReader:
             sorted(
                 name
                 for name, tensor in self.tensors.items()
-                if name not in read | parameters
+                if name not in read
+                and name not in parameters
                 and tensor.data_type in _NARROW
-                and (name.endswith(QUANTIZED_SUFFIX) or (name in taken and len(tensor.dims) > 1))
+                and ((name.endswith(QUANTIZED_SUFFIX) and tensor.dims) or (name in taken and len(tensor.dims) > 1))
             )
         )
 
@@ -120,7 +120,8 @@ class StoredWeightReader:
                 return self._read_blocks(node)
             case "GatherBlockQuantized":
                 return self._read_block_table(node)
-        return None
+            case _:
+                return None
 
     def _list_parameters(self, node: onnx.NodeProto) -> Iterator[str]:
         """Yield the scales and zero points of a node."""
@@ -150,11 +151,9 @@ class StoredWeightReader:
         )
         if name not in self.tensors or scales.scale not in self.tensors:
             return None
-        reader = next(iter(self._readers.get(node.output[0], ())), None)
-        products = ("MatMul", "Gemm", "Transpose")
-        return self._scaled(
-            name, self._array(name), scales, transposable=reader is not None and reader.op_type in products
-        )
+        readers = {reader.op_type for reader in self._readers.get(node.output[0], ())}
+        transposable = bool(readers & {"MatMul", "Gemm", "Transpose"})
+        return self._scaled(name, self._array(name), scales, transposable=transposable)
 
     def _read_rounded_floats(self, node: onnx.NodeProto) -> StoredWeight | None:
         """Read a float constant before a QuantizeLinear: it is rounded in each run."""
@@ -180,7 +179,10 @@ class StoredWeightReader:
             return None
         with np.errstate(divide="ignore", invalid="ignore"):
             levels = np.clip(np.nan_to_num(np.rint(values / scale) + centre), *_LIMITS[zero.dtype.name])
-        return self._scaled(name, levels, scales, transposable=True, stored_as=zero.dtype.name)
+        weight = self._scaled(name, levels, scales, transposable=True, stored_as=zero.dtype.name)
+        if weight is not None and self.tensors[name].data_type == _HALF:  # it was rounded to float16 before
+            return replace(weight, allowed=weight.allowed + np.spacing(np.abs(self._array(name))).astype(np.float64))
+        return weight
 
     def _read_integer_product(self, node: onnx.NodeProto) -> StoredWeight | None:
         if len(node.input) < 2 or node.input[1] not in self.tensors:
@@ -211,8 +213,8 @@ class StoredWeightReader:
             others = [name for name in reader.input if name != value] if reader.op_type == "Mul" else []
             for other in others:
                 maker = self._makers.get(other)
-                factors = maker.input if maker is not None and maker.op_type == "Mul" else [other]
-                if known := [name for name in factors if name in self.tensors]:
+                factors = list(maker.input) if maker is not None and maker.op_type == "Mul" else [other]
+                if known := [str(name) for name in factors if name in self.tensors]:
                     return known[0]
         return ""
 

@@ -57,19 +57,21 @@ class Origin:
 class _Use:
     """The operator that takes a constant as input `slot`.
 
-    `number` counts such operators in the order of the graph, `names` are those of the node and its results. `turned`:
-    it is a product with the outputs along axis 0.
+    `number` counts such operators in the order of the graph, `names` are those of the node and its results, `output` is
+    its first one. `turned`: it is a product with the outputs along axis 0. `biased`: it adds a bias.
     """
 
     kind: str
     slot: int
     number: int
     names: frozenset[str]
+    output: str
     turned: bool
+    biased: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
+class _PossibleOrigin:
     """An original of a fitting shape, in one orientation, with what speaks for it."""
 
     origin: Origin
@@ -102,6 +104,7 @@ class OriginFinder:
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._uses, counts = _list_uses(source)
         self._derived_uses, derived_counts = _list_uses(derived)
+        self._sums, self._derived_sums = _list_sums(source), _list_sums(derived)
         self._alike = {kind for kind, count in counts.items() if derived_counts.get(kind) == count}
         self._shapes: dict[tuple[int, ...], list[str]] = {}
         for name, tensor in self.tensors.items():
@@ -119,7 +122,7 @@ class OriginFinder:
     def find(self, weights: Sequence[StoredWeight]) -> dict[str, Origin]:
         """Return the original of each weight by the name that it is stored under; those without one are left out."""
         found: dict[str, Origin] = {}
-        waiting: list[tuple[StoredWeight, list[_Candidate]]] = []
+        waiting: list[tuple[StoredWeight, list[_PossibleOrigin]]] = []
         for weight in weights:
             candidates = sorted(self._list_candidates(weight), key=lambda candidate: candidate.rank)
             if candidates and candidates[0].rank[0] < _UNKNOWN:
@@ -133,6 +136,24 @@ class OriginFinder:
                 found[weight.tensor] = left[0].origin
         return found
 
+    def match_values(self, weights: Sequence[StoredWeight]) -> dict[str, str]:
+        """Return the values that the layers of rounded weights compute, with their counterparts in the source.
+
+        A bias that is added after a layer belongs to it.
+        """
+        values = {}
+        for tensor, origin in self.find(weights).items():
+            own, use = self._uses.get(origin.name), self._derived_uses.get(tensor)
+            if own is None or use is None or own.slot != 1 or use.slot != 1:
+                continue
+            whole = own.output if own.biased else self._sums.get(own.output, own.output)
+            if use.biased:
+                values[use.output] = whole
+            else:
+                values[use.output] = own.output
+                values |= {self._derived_sums[use.output]: whole} if use.output in self._derived_sums else {}
+        return values
+
     def find_by_name(self, weight: StoredWeight) -> Origin | None:
         """Return the original of that name, unless its operator is another one of the same kind."""
         own, use = self._uses.get(weight.name), self._derived_uses.get(weight.tensor)
@@ -142,7 +163,7 @@ class OriginFinder:
             named = [] if elsewhere and all(candidate.distance >= _NEAR for candidate in named) else named
         return min(named, key=lambda candidate: candidate.rank).origin if named else None
 
-    def _list_candidates(self, weight: StoredWeight) -> Iterator[_Candidate]:
+    def _list_candidates(self, weight: StoredWeight) -> Iterator[_PossibleOrigin]:
         shape = tuple(size for size in weight.values.shape if size != 1)
         use = self._derived_uses.get(weight.tensor)
         own_shape = weight.values.shape or (1,)
@@ -157,7 +178,7 @@ class OriginFinder:
                     continue
                 origin = Origin(name=name, transposed=transposed)
                 original = self.read(origin).reshape(own_shape)[places].astype(np.float64)
-                yield _Candidate(
+                yield _PossibleOrigin(
                     origin=origin,
                     distance=_measure_distance(values, original),
                     named=name in names,
@@ -219,9 +240,31 @@ def _list_uses(model: onnx.ModelProto) -> tuple[dict[str, _Use], dict[tuple[str,
             constant, swaps = follows[name]
             number = counts.get((kind, slot), 0)
             counts[kind, slot] = number + 1
-            use = _Use(kind=kind, slot=slot, number=number, names=names, turned=flipped != bool(swaps % 2))
+            use = _Use(
+                kind=kind,
+                slot=slot,
+                number=number,
+                names=names,
+                output=node.output[0],
+                turned=flipped != bool(swaps % 2),
+                biased=any(node.input[2:3]),
+            )
             uses.setdefault(constant, use)
     return uses, counts
+
+
+def _list_sums(model: onnx.ModelProto) -> dict[str, str]:
+    """Return the sum of each value and a constant, by the value that is added, also where that is quantized between."""
+    follows = _follow_constants(model, collect_constants(model))
+    before: dict[str, str] = {}  # by value that quantization wrote or read
+    sums = {}
+    for node in model.graph.node:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            before[node.output[0]] = before.get(node.input[0], node.input[0])
+        elif node.op_type == "Add" and (node.input[0] in follows) != (node.input[1] in follows):
+            value = next(name for name in node.input if name not in follows)
+            sums[before.get(value, value)] = node.output[0]
+    return sums
 
 
 def _follow_constants(model: onnx.ModelProto, stored: Mapping[str, Any]) -> dict[str, tuple[str, int]]:

@@ -32,7 +32,7 @@ REVISIONS: Mapping[StageKind, int] = {
     StageKind.VALIDATE: 7,
     StageKind.SEARCH: 6,
     StageKind.CALIBRATE: 3,
-    StageKind.QUANTIZE: 7,
+    StageKind.QUANTIZE: 8,
     StageKind.BENCHMARK: 16,
     StageKind.GATE: 11,
     StageKind.SCORE: 2,

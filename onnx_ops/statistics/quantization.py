@@ -18,7 +18,7 @@ TINY = 1e-30
 """Values closer to 0 are not counted as values that a range must hold."""
 
 _SPACINGS = 4
-"""Spacings of float32 at a value by which rounding may miss the middle of a step."""
+"""Spacings of the value's type (float32 or float16) by which rounding may miss the middle of a step."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,7 +58,8 @@ class ActivationStatistics:
         lowest, highest = self.low - self.step / 2, self.high + self.step / 2
         self.non_finite |= not (np.isfinite(before).all() and np.isfinite(after).all() and np.isfinite(truth).all())
         inside = (before >= lowest) & (before <= highest)
-        rounding = _SPACINGS * np.spacing(np.abs(before).astype(np.float32)).astype(np.float64)
+        narrow = written.dtype if written.dtype == np.float16 else np.dtype(np.float32)
+        rounding = _SPACINGS * np.spacing(np.abs(before).astype(narrow)).astype(np.float64)
         with np.errstate(invalid="ignore"):
             wrong = np.maximum(np.abs(after - before) - rounding, 0.0)[inside]
         self.largest = max(self.largest, float(wrong.max(initial=0.0)))

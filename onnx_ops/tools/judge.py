@@ -372,7 +372,8 @@ def _judge_within_noise(
         roundings: Mapping[str, Mapping[str, Rounding]] = {}
         if of == "float16":
             rounded = folder / "halves.onnx"
-            write_with_fp16_weights(request.baseline, rounded)
+            narrowed = {pair.origin for pair in pair_quantized_weights(request.baseline, request.candidate).pairs}
+            write_with_fp16_weights(request.baseline, rounded, narrowed)
             rough = run_groups(exactly, REFERENCE, rounded, runs)
             roundings = measure_roundings(exactly, request.baseline, runs)
         else:

@@ -107,7 +107,7 @@ def test_transposed_weight_is_found_in_its_orientation(tmp_path: Path) -> None:
         scale = np.float32(np.abs(weight).max() / 127)
         tensors = [
             numpy_helper.from_array(np.rint(weight.T / scale).astype(np.int8), f"{name}0"),
-            numpy_helper.from_array(scale, f"{name}1"),
+            numpy_helper.from_array(np.asarray(scale), f"{name}1"),
         ]
         read = helper.make_node("DequantizeLinear", [f"{name}0", f"{name}1"], [f"{name}.t"])
         return [read, helper.make_node("Transpose", [f"{name}.t"], [f"{name}.f"], perm=[1, 0])], tensors
@@ -124,8 +124,8 @@ def test_float_constant_that_is_rounded_in_each_run_is_read(tmp_path: Path) -> N
         scale = np.float32(np.abs(weight).max() / most)
         tensors = [
             numpy_helper.from_array(weight, f"{name}0"),
-            numpy_helper.from_array(scale, f"{name}1"),
-            numpy_helper.from_array(np.int8(0), f"{name}2"),
+            numpy_helper.from_array(np.asarray(scale), f"{name}1"),
+            numpy_helper.from_array(np.asarray(0, np.int8), f"{name}2"),
         ]
         inputs = [f"{name}1", f"{name}2"]
         write = helper.make_node("QuantizeLinear", [f"{name}0", *inputs], [f"{name}.q"])

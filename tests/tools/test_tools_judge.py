@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from onnx import helper, numpy_helper
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.config.targets import PROFILES, TargetFiles
@@ -20,7 +21,7 @@ from onnx_ops.errors import MeasurementError
 from onnx_ops.onnx_graph.input_bounds import read_input_bounds
 from onnx_ops.onnx_graph.model_kind import read_candidate_kind
 from onnx_ops.ports import Dataset
-from onnx_ops.testing.models import rows, write_perceptron
+from onnx_ops.testing.models import CLASSES, rows, write_perceptron
 from onnx_ops.tools.judge import Judgement, JudgeRequest, SweepPoint, build_metric_gate, judge_candidate
 from onnx_ops.tools.probing import check_samples, generate_samples, shared_inputs
 from tests.measure.scripted import Scripted
@@ -227,6 +228,88 @@ def test_latency_is_judged_for_every_setting_of_the_sweep(source: Path) -> None:
     assert list(results) == ["latency, batch 1", "latency, batch 8"]
     assert {result.verdict for result in results.values()} == {Verdict.FAIL}
     assert [one.batch for one in found.targets[0].paired] == [1, 8]
+
+
+def halve(source: Path, name: str, factor: float = 1.0) -> Path:
+    """The source with one weight in float16, with a Cast behind it."""
+    model = onnx.load(source)
+    stored = next(tensor for tensor in model.graph.initializer if tensor.name == name)
+    values = (numpy_helper.to_array(stored) * factor).astype(np.float16)
+    stored.CopyFrom(numpy_helper.from_array(values, f"{name}.half"))
+    for node in model.graph.node:
+        node.input[:] = [f"{name}.float" if given == name else given for given in node.input]
+    model.graph.node.insert(0, helper.make_node("Cast", [f"{name}.half"], [f"{name}.float"], to=onnx.TensorProto.FLOAT))
+    onnx.save(model, source.with_name("half.onnx"))
+    return source.with_name("half.onnx")
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, Verdict.PASS), (1.02, Verdict.FAIL)])
+def test_partly_float16_file_is_judged_in_its_own_noise(source: Path, factor: float, verdict: Verdict) -> None:
+    found = judged(source, halve(source, "second.weight", factor), dataset_of(source))
+    assert found.kind.candidate.precision == "float16"
+    assert results_of(found)["outputs"].verdict is verdict
+    assert found.verdict is verdict
+
+
+def add_table(candidate: Path) -> Path:
+    """The candidate with a quantized constant that the source has none of, which leaves the answers as they are."""
+    model = onnx.load(candidate)
+    model.graph.initializer.extend(
+        [
+            numpy_helper.from_array(np.zeros(CLASSES - 1, np.int8), "extra"),
+            numpy_helper.from_array(np.asarray(1, np.float32), "extra.scale"),
+        ]
+    )
+    last = model.graph.node[-1]
+    result, last.output[0] = last.output[0], "before"
+    model.graph.node.extend(
+        [
+            helper.make_node("DequantizeLinear", ["extra", "extra.scale"], ["extra.float"]),
+            helper.make_node("ReduceSum", ["extra.float"], ["extra.sum"], keepdims=0),
+            helper.make_node("Add", ["before", "extra.sum"], [result]),
+        ]
+    )
+    onnx.save(model, candidate.with_name("extended.onnx"))
+    return candidate.with_name("extended.onnx")
+
+
+def rename_all(candidate: Path) -> Path:
+    """The candidate with names that say nothing, of nodes, values and constants alike."""
+    model = onnx.load(candidate)
+    ends = {value.name for value in (*model.graph.input, *model.graph.output)}
+    names = {name for node in model.graph.node for name in (*node.input, *node.output)} - ends - {""}
+    short = {name: f"t{number}" for number, name in enumerate(sorted(names))}
+    for number, node in enumerate(model.graph.node):
+        node.name = f"n{number}"
+        node.input[:] = [short.get(name, name) for name in node.input]
+        node.output[:] = [short.get(name, name) for name in node.output]
+    for tensor in model.graph.initializer:
+        tensor.name = short.get(tensor.name, tensor.name)
+    del model.graph.value_info[:]
+    onnx.save(model, candidate.with_name("renamed.onnx"))
+    return candidate.with_name("renamed.onnx")
+
+
+@pytest.mark.parametrize("method", ["static", "dynamic", "weight-only"])
+def test_names_that_say_nothing_do_not_change_the_verdict(source: Path, method: str) -> None:
+    lenient = build_metric_gate(None, 0.05, lower_is_better=False)
+    renamed = rename_all(derive(source, method, {"bits": 8, "block": 16} if method == "weight-only" else {}))
+    found = judged(source, renamed, dataset_of(source), metric=lenient)
+    assert found.verdict is Verdict.PASS, found.targets[0].decision.reason
+    assert {"weights", "function"} <= set(results_of(found))
+    scale = next(t for t in onnx.load(renamed).graph.initializer if t.data_type == onnx.TensorProto.FLOAT and t.dims)
+    found = judged(source, write_changed(renamed, scale.name, lambda a: a * 1.5), dataset_of(source), metric=lenient)
+    assert found.verdict is Verdict.FAIL
+
+
+def test_weight_without_an_original_is_a_note_and_the_task_metric_decides(source: Path) -> None:
+    lenient = build_metric_gate(None, 0.05, lower_is_better=False)
+    extended = add_table(derive(source, "weight-only", {"bits": 8, "block": 16}))
+    found = judged(source, extended, dataset_of(source), metric=lenient)
+    assert found.verdict is Verdict.PASS
+    assert any("extra" in note and "task metric" in note for note in found.notes)
+    assert "function" not in results_of(found)
+    assert judged(source, extended).verdict is Verdict.INCONCLUSIVE
 
 
 class WrongOptimizer(OnnxRuntime):
