@@ -99,7 +99,7 @@ def test_rows_can_be_on_another_axis_and_a_sample_cuts_them_there(root: Path, mo
         "label": np.arange(400),
         "rate": np.array(16000),
     }
-    np.savez(root / FILE.file, **arrays)
+    np.savez(root / FILE.file, allow_pickle=False, **arrays)
     monkeypatch.setattr("onnx_ops.adapters.data.file._SMALL_BYTES", 0)
     monkeypatch.setattr("onnx_ops.adapters.data.file._HEAD_BYTES", 64 * 50)
     part = FileSource().sample(FILE, root).arrays
