@@ -45,6 +45,9 @@ REFERENCE = replace(AS_WRITTEN, name="reference")
 _ENOUGH = 8
 """Rows from which on the same answer to all of them is not a coincidence."""
 
+_SHOWN = 4
+"""Groups that a note names."""
+
 KEYS, LENGTH = " (keys)", " (length)"
 """Suffixes of the additional outputs of maps and sequences; a matrix has neither."""
 
@@ -157,7 +160,7 @@ def compare(
     measured, refused = _measure_groups(groups, expected, answers)
     notes = ["rows are large: edges and large batches were omitted"] if samples.large else []
     notes += refused
-    notes += [f"A rejects these generated sizes or values: {', '.join(omitted)}"] if omitted else []
+    notes += [f"A rejects generated sizes or values: {_shorten(omitted)}"] if omitted else []
     fixed = find_fixed_sizes(a, b)
     if fixed_sizes := [f"{name} = {size}" for name, size in fixed.items() if name not in sizes]:
         why = f"B takes {', '.join(fixed_sizes)} only, A takes any; to compare only at that size: --dim"
@@ -193,6 +196,11 @@ def compare(
         coverage=examined.coverage,
         advice=examined.advice,
     )
+
+
+def _shorten(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _run_groups(runtime: Runtime, target: Target, model: Path, groups: Sequence[InputGroup]) -> JoinedAnswers:
