@@ -15,6 +15,7 @@ copies do not.
 from __future__ import annotations
 
 import argparse
+import secrets
 import sys
 import tempfile
 import time
@@ -38,6 +39,7 @@ from onnx_ops.tools.probing import generate_samples, settle_samples, shared_inpu
 
 Draw = np.random.Generator
 Feed = dict[str, Any]
+Inputs = dict[str, tuple[int, Sequence[int | str]]]
 Change = Callable[[onnx.ModelProto], None]
 
 _RUNTIME, _TARGET = OnnxRuntime(), TargetFiles(PROFILES).load("cpu-1t")
@@ -70,9 +72,7 @@ class Sketch:
         self.nodes.append(helper.make_node(kind, list(inputs), names, **attributes))
         return names[0]
 
-    def model(
-        self, inputs: Mapping[str, tuple[int, Sequence[int | str]]], outputs: Mapping[str, int]
-    ) -> onnx.ModelProto:
+    def model(self, inputs: Inputs, outputs: Mapping[str, int]) -> onnx.ModelProto:
         """Return the model; its outputs have a rank, and no names of dimensions, as many exporters write them."""
         graph = helper.make_graph(
             self.nodes,
@@ -215,7 +215,7 @@ def _lstm(draw: Draw) -> Specimen:
     batch, length, again, other = _names(draw, "batch", "seq", "batch", "batch")
     shape = (length, batch, width) if time_first else (batch, length, width)
     kind, rows, time = TensorProto.FLOAT, int(time_first), 1 - int(time_first)
-    inputs = {"x": (kind, shape), "h0": (kind, (1, again, hidden)), "c0": (kind, (1, other, hidden))}
+    inputs: Inputs = {"x": (kind, shape), "h0": (kind, (1, again, hidden)), "c0": (kind, (1, other, hidden))}
 
     def feed(r: Draw) -> Feed:
         n, t = int(r.integers(2, 9)), int(r.integers(2, 30))
@@ -244,7 +244,7 @@ def _gru(draw: Draw) -> Specimen:
     s.add("GRU", x, *weights, "", "state", outputs=["ys", "next"], hidden_size=hidden, direction="bidirectional")
     s.add("ReduceMean", "ys", s.constant(np.array([0], np.int64)), outputs=["y"], keepdims=0)
     rows, length, again = _names(draw, "N", "T", "N")
-    inputs = {
+    inputs: Inputs = {
         "x": (TensorProto.FLOAT, (rows, length, width)),
         "state": (TensorProto.FLOAT, (2, again, hidden)),
     }
@@ -285,12 +285,12 @@ def _voice(draw: Draw) -> Specimen:
     s.add("Concat", *parts, outputs=["next"], axis=0)
     s.add("Sigmoid", s.add("MatMul", new, s.weight(hidden, 1)), outputs=["output"])
     rows, again = _names(draw, "N", "N")
-    inputs = {
+    shape = (1,) * int(draw.integers(2))
+    inputs: Inputs = {
         "input": (TensorProto.FLOAT, (rows, width)),
         "state": (TensorProto.FLOAT, (2, again, hidden)),
-        "sr": (TensorProto.INT64, () if draw.integers(2) else (1,)),
+        "sr": (TensorProto.INT64, shape),
     }
-    shape = inputs["sr"][1]
     if shape:  # a condition is one value, of any rank
         s.nodes[0].output[0] = "rate_by_row"
         s.nodes.insert(1, helper.make_node("Squeeze", ["rate_by_row"], [rate]))
@@ -326,7 +326,7 @@ def _graph_net(draw: Draw) -> Specimen:
     sums = s.add("ScatterElements", empty, places, messages, axis=0, reduction="add")
     s.add("MatMul", s.add("Tanh", sums), s.weight(hidden, 2), outputs=["y"])
     nodes, edges, again = _names(draw, "num_nodes", "num_edges", "num_edges")
-    inputs: dict[str, tuple[int, Sequence[int | str]]] = {
+    inputs: Inputs = {
         "x": (TensorProto.FLOAT, (nodes, width)),
         "edge_index": (TensorProto.INT64, (2, edges)),
     }
@@ -376,7 +376,7 @@ def _cache(draw: Draw) -> Specimen:
     s.add("ReduceMean", attended, s.constant(np.array([2], np.int64)), outputs=["y"], keepdims=0)
     batch, length, again, past, third, fourth = _names(draw, "batch", "seq", "batch", "past", "batch", "past")
     kind = TensorProto.FLOAT
-    inputs = {
+    inputs: Inputs = {
         "x": (kind, (batch, length, inner)),
         "past_key": (kind, (again, heads, past, width)),
         "past_value": (kind, (third, heads, fourth, width)),
@@ -411,7 +411,7 @@ def _scalars(draw: Draw) -> Specimen:
     scaled = s.add("Mul", chosen, s.add("Add", s.add("Abs", "gain"), s.constant(np.float32(0.1))))
     s.add("Where", "normalize", s.add("Softmax", scaled, axis=-1), scaled, outputs=["y"])
     (batch,) = _names(draw, "batch")
-    inputs = {
+    inputs: Inputs = {
         "x": (TensorProto.FLOAT, (batch, width)),
         "gain": (TensorProto.FLOAT, ()),
         "mode": (TensorProto.INT64, ()),
@@ -447,10 +447,10 @@ def _towers(draw: Draw) -> Specimen:
     s = Sketch(draw)
     queries = s.add("Tanh", s.add("MatMul", "queries", s.weight(width, inner)))
     documents = s.add("Tanh", s.add("MatMul", "documents", s.weight(width, inner)))
-    s.add("MatMul", queries, s.add("Transpose", documents, perm=[1, 0]), outputs={"scores": 2})
+    s.add("MatMul", queries, s.add("Transpose", documents, perm=[1, 0]), outputs=["scores"])
     some, others = _names(draw, "num_queries", "num_documents")
     kind = TensorProto.FLOAT
-    inputs = {"queries": (kind, (some, width)), "documents": (kind, (others, width))}
+    inputs: Inputs = {"queries": (kind, (some, width)), "documents": (kind, (others, width))}
 
     def feed(r: Draw) -> Feed:
         sizes = (int(r.integers(2, 30)) for _ in range(2))
@@ -475,7 +475,7 @@ def _columns(draw: Draw) -> Specimen:
     joined = s.add("Concat", "numbers", looked_up, "other", axis=1)
     s.add("Softmax", s.add("MatMul", joined, s.weight(width + 5, 4)), outputs=["y"], axis=-1)
     first, second, third = _names(draw, "batch", "batch", "batch")
-    inputs = {
+    inputs: Inputs = {
         "numbers": (TensorProto.FLOAT, (first, width)),
         "item": (TensorProto.INT64, (second, 1)),
         "other": (TensorProto.FLOAT, (third, 2)),
@@ -506,7 +506,7 @@ def _stream(draw: Draw) -> Specimen:
     h, c = (s.add("Gather", "state", s.constant(np.int64(one)), axis=0) for one in (0, 1))
     values = s.add("Add", s.add("MatMul", "x", s.weight(width, hidden)), s.add("Mul", h, s.add("Sigmoid", c)))
     s.add("Tanh", s.add("Add", values, place), outputs=["y"])
-    inputs = {
+    inputs: Inputs = {
         "x": (TensorProto.FLOAT, (1, width)),
         "state": (TensorProto.FLOAT, (2, 1, hidden)),
         "step": (TensorProto.INT64, ()),
@@ -536,7 +536,7 @@ def _pointer(draw: Draw) -> Specimen:
     index = s.add("Unsqueeze", "place", s.constant(np.array([1], np.int64)))
     s.add("GatherND", values, index, outputs=["y"], batch_dims=1)
     batch, length, again = _names(draw, "batch", "seq", "batch")
-    inputs = {"x": (TensorProto.FLOAT, (batch, length, width)), "place": (TensorProto.INT64, (again,))}
+    inputs: Inputs = {"x": (TensorProto.FLOAT, (batch, length, width)), "place": (TensorProto.INT64, (again,))}
 
     def feed(r: Draw) -> Feed:
         n, t = int(r.integers(2, 9)), int(r.integers(4, 30))
@@ -682,7 +682,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="default: new in each run")
     parser.add_argument("--only", default="", help="kinds whose name contains this")
     arguments = parser.parse_args()
-    seed = int(np.random.SeedSequence().entropy) % (1 << 32) if arguments.seed is None else arguments.seed
+    seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     print(f"seed {seed}")
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -695,8 +695,7 @@ def main() -> int:
         print(f"{kind:28} {'wrong' if wrong else 'right'} {verdict:12} {count}")
     right = [one for one in outcomes if not one.wrong]
     refused, passed = sum(one.is_fault for one in right), sum(one.is_fault for one in outcomes if one.wrong)
-    wrong = len(outcomes) - len(right)
-    print(f"{wrong} wrong copies: {passed} PASS; {len(right)} right copies: {refused} refused")
+    print(f"{len(outcomes) - len(right)} wrong copies: {passed} PASS; {len(right)} right copies: {refused} refused")
     print(f"{time.perf_counter() - began:.0f} s")
     return int(passed > 0 or refused > _MOST_REFUSED * len(right))
 

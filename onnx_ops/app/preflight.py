@@ -188,6 +188,8 @@ class Preflight:
     def _export_options(self) -> Iterator[Issue]:
         """Yield free axes of inputs that do not exist, and options that the exporter does not have."""
         from onnx_ops.adapters.exporters.signature import find_section_problems
+        from onnx_ops.domain.row_axes import find_declared_axes
+        from onnx_ops.pipeline.stages.export import AXES_REMEDY
 
         export, scored = self.draft.export, self._scored
         plugin = self._plugin("exporters", export.framework) if export else None
@@ -196,6 +198,12 @@ class Preflight:
         inputs = {**scored.dataset.inputs, **scored.dataset.values} if scored else {}
         if scored is None:
             export = replace(export, dynamic={})
+        elif export.framework != "onnx":
+            shapes = {name: array.shape for name, array in scored.dataset.inputs.items()}
+            try:
+                scored.dataset.put_rows_first(find_declared_axes(export.dynamic, shapes), AXES_REMEDY)
+            except OnnxOpsError as error:
+                yield Issue(("export", "dynamic"), error.without_place())
         for loc, problem in find_section_problems(export, inputs, plugin.options):
             yield Issue(("export", *loc), problem.without_place(), on_key=True)
 

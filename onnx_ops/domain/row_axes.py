@@ -73,6 +73,16 @@ def find_row_axes(shapes: Mapping[str, Shape], *, pooled: bool = True) -> dict[s
     return _find_common_size(ranked, free)
 
 
+def find_declared_axes(dynamic: Mapping[str, Mapping[int, str]], shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Return the axis of the rows of each input whose free axes are declared; default: a batch on axis 0."""
+    return find_row_axes(
+        {
+            name: [dynamic.get(name, {0: "batch"}).get(axis, size) for axis, size in enumerate(shape)]
+            for name, shape in shapes.items()
+        }
+    )
+
+
 def _find_common_size(ranked: Mapping[str, Shape], free: Collection[str]) -> dict[str, int]:
     """Return the axes of the first fixed size of the first input, if all inputs of several values have it."""
     several = {name: shape for name, shape in ranked.items() if any(size != 1 for size in shape)} or ranked

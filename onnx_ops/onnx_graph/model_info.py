@@ -63,8 +63,13 @@ def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
     kind = value.type.tensor_type
     name = get_element_type(kind.elem_type)
     dtype = {"float": "float32", "double": "float64"}.get(name, name)
-    shape = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in kind.shape.dim)
-    return TensorSpec(name=value.name, dtype=dtype, shape=shape)
+    return TensorSpec(name=value.name, dtype=dtype, shape=read_shape(value))
+
+
+def read_shape(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
+    """Return the sizes and names of the dimensions of a tensor; `?` for one without a name."""
+    dims = value.type.tensor_type.shape.dim
+    return tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in dims)
 
 
 AUTHOR, LICENSE = "model_author", "model_license"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnx_ops.domain.artifact import Digest, ModelInfo, digest_file
+from onnx_ops.domain.row_axes import find_row_axes
 from onnx_ops.errors import UserError, quoted
 from onnx_ops.onnx_graph.compatibility import check_model, find_custom_operators, find_unsupported_blocks
 from onnx_ops.onnx_graph.files import (
@@ -21,7 +22,7 @@ from onnx_ops.onnx_graph.files import (
     read_structure,
     resolve_external_files,
 )
-from onnx_ops.onnx_graph.model_info import AUTHOR, LICENSE, count_operators, read_model_info
+from onnx_ops.onnx_graph.model_info import AUTHOR, LICENSE, count_operators, read_model_info, read_shape
 
 if TYPE_CHECKING:
     import onnx
@@ -145,7 +146,7 @@ def estimate_cost(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None 
     """Estimate the cost from the shapes of a file; no weights are read.
 
     Args:
-        batch: size of a free axis 0 of an input.
+        batch: size of the free axis that holds rows.
     """
     from onnx import inliner, shape_inference
 
@@ -196,14 +197,14 @@ def estimate_cost(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None 
 def _fix(model: onnx.ModelProto, batch: int, dims: dict[str, int]) -> dict[str, int]:
     """Set every free dimension to a size, in place; return the sizes by name."""
     constants = {tensor.name for tensor in model.graph.initializer}
-    for value in model.graph.input:
-        if value.name in constants:
-            continue
+    inputs = [value for value in model.graph.input if value.name not in constants]
+    rows = find_row_axes({value.name: read_shape(value) for value in inputs})
+    for value in inputs:
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
             if dim.HasField("dim_value") and dim.dim_value > 0:
                 continue
             name = dim.dim_param or f"{value.name}.{axis}"
-            dim.dim_value = dims.setdefault(name, batch if axis == 0 else LENGTH)
+            dim.dim_value = dims.setdefault(name, batch if rows.get(value.name) == axis else LENGTH)
     del model.graph.value_info[:]
     for value in model.graph.output:  # shapes that a converter wrote there can be of another batch
         value.type.tensor_type.ClearField("shape")

@@ -46,6 +46,9 @@ REFERENCE = replace(AS_WRITTEN, name="reference")
 _ENOUGH = 8
 """Rows from which on the same answer to all of them is not a coincidence."""
 
+_SHOWN = 4
+"""Groups that a note names."""
+
 KEYS, LENGTH = " (keys)", " (length)"
 """Suffixes of the additional outputs of maps and sequences; a matrix has neither."""
 
@@ -171,7 +174,7 @@ def compare(
 
     notes = ["rows are large: edges and large batches were omitted"] if samples.large else []
     notes += refused
-    notes += [f"A rejects these generated sizes or values: {', '.join(omitted)}"] if omitted else []
+    notes += [f"A rejects generated sizes or values: {_shorten(omitted)}"] if omitted else []
     notes += [f"B takes {name} = {size} only; other sizes were not compared" for name, size in fixed.items()]
     notes += _note_outputs(real, {name for answer in answers.values() for name in _tensors(answer)})
     notes += _note_outside([d for m, d in judged if not m.inside and d.verdict is not Verdict.PASS])
@@ -236,6 +239,11 @@ def _note_outside(differences: Sequence[OutputDifference]) -> list[str]:
     names = ", ".join(sorted({d.group for d in differences}))
     reason = differences[0].reason
     return [f"not judged, because no supplied row is like that: B differs on {names} ({reason})"]
+
+
+def _shorten(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _run_groups(runtime: Runtime, target: Target, model: Path, groups: Sequence[InputGroup]) -> JoinedAnswers:

@@ -351,7 +351,12 @@ def _draw_further(recipe: _Recipe, seed: int) -> Iterator[tuple[str, Tensors]]:
 
 
 def _list_sizes(symbols: Sequence[str]) -> Iterator[dict[str, int]]:
-    """Yield other sizes of each dimension alone, and of all together: the same, and different ones."""
+    """Yield other sizes of the dimensions: sums, of each one alone, and of all together, the same and different ones.
+
+    A dimension can be the sum of the others, as the length of a mask that covers a cache too.
+    """
+    for size in (LENGTH, 1, 3) if len(symbols) > 2 else ():
+        yield from ({**dict.fromkeys(symbols, size), total: (len(symbols) - 1) * size} for total in symbols)
     for symbol in symbols:
         yield from ({symbol: size} for size in OTHER_SIZES)
     if len(symbols) > 1:
@@ -442,8 +447,9 @@ def settle_samples(runtime: Runtime, target: Target, model: Path, samples: Sampl
     Raises:
         MeasurementError: it takes none of them.
     """
-    if not samples.choices and (samples.rows or not samples.further):
-        return samples  # nothing else was generated
+    related = [name for name in samples.further if not name.startswith("lengths:") or name.count("=") > 2]
+    if samples.rows and not samples.choices and not related:
+        return samples  # rows of one or two free dimensions, and nothing else was generated
     problem: MeasurementError | None = None
     for trial in itertools.islice(_list_trials(samples), _MOST_TRIALS):
         try:
@@ -455,13 +461,15 @@ def settle_samples(runtime: Runtime, target: Target, model: Path, samples: Sampl
     if problem is None:
         return samples
     check_model(model)  # an invalid ONNX file is the user's to fix
+    if not samples.further and not samples.choices:
+        raise problem
     names = [*samples.choices, *(name for name in samples.fixed if name not in samples.choices)]
+    values = f"Give the values that it takes: {' '.join(f'--fix {name}=VALUE' for name in names[:2])}; "
     raise MeasurementError(
         "the model refuses all generated inputs",
         where=model.name,
         why=explain_rejection(problem),
-        remedy=f"Give the values that it takes: {' '.join(f'--fix {name}=VALUE' for name in names[:2])}; "
-        "or inputs of its use: --data FILE.",
+        remedy=(values if names else "") + "sizes: --dim NAME=SIZE; or inputs of its use: --data FILE.",
     )
 
 
@@ -475,8 +483,11 @@ def _list_trials(samples: SampleRows) -> Iterator[SampleRows]:
             name: run if name.startswith("values:") else {**run, **chosen} for name, run in samples.further.items()
         }
         yield replace(samples, fixed={**samples.fixed, **chosen}, further=others)
-    if not samples.rows:
-        yield from (replace(samples, fixed=run) for run in samples.further.values())
+    for run in samples.further.values():
+        rows, fixed = ({name: run[name] for name in part if name in run} for part in (samples.rows, samples.fixed))
+        if len({len(array) for array in rows.values()}) > 1:  # independent first dimensions: one request
+            rows, fixed = {}, dict(run)
+        yield replace(samples, rows=rows, fixed={**samples.fixed, **fixed})
 
 
 def find_input_problems(

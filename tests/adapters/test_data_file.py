@@ -84,11 +84,32 @@ def test_pickles_are_never_read(root: Path, tmp_path: Path) -> None:
     assert not witness.exists()
 
 
-def test_arrays_must_have_the_same_rows(root: Path) -> None:
-    for arrays in ({"a": np.zeros(3), "b": np.zeros(4)}, {"a": np.float32(1)}, {}):
-        np.savez(root / FILE.file, **arrays)
-        with pytest.raises(UserError, match="rows"):
-            FileSource().load(FILE, root)
+@pytest.mark.parametrize("arrays", [{"a": np.zeros((3, 0))}, {"a": np.zeros(3), "b": np.zeros((0, 3))}, {}])
+def test_a_file_without_rows_is_refused(arrays: dict[str, Any], root: Path) -> None:
+    np.savez(root / FILE.file, **arrays)
+    with pytest.raises(UserError, match=r"is empty|no array") as caught:
+        FileSource().load(FILE, root)
+    assert caught.value.remedy
+
+
+def test_rows_can_be_on_another_axis_and_a_sample_cuts_them_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = {
+        "input": np.arange(1200.0).reshape(400, 3),
+        "state": np.arange(1600.0).reshape(2, 400, 2),
+        "label": np.arange(400),
+        "rate": np.array(16000),
+    }
+    np.savez(root / FILE.file, allow_pickle=False, **arrays)
+    monkeypatch.setattr("onnx_ops.adapters.data.file._SMALL_BYTES", 0)
+    monkeypatch.setattr("onnx_ops.adapters.data.file._HEAD_BYTES", 64 * 50)
+    part = FileSource().sample(FILE, root).arrays
+    assert {name: array.shape for name, array in part.items()} == {
+        "input": (50, 3),
+        "state": (2, 50, 2),
+        "label": (50,),
+        "rate": (),
+    }
+    np.testing.assert_array_equal(part["state"], arrays["state"][:, :50])
 
 
 def test_a_single_array_is_no_archive(root: Path) -> None:

@@ -172,7 +172,7 @@ def test_models_that_answer_with_nothing_are_undecided(tmp_path: Path) -> None:
 
 def test_rows_of_a_model_with_state_are_judged_with_a_fixed_rate(folder: Path) -> None:
     write_voice_detector(folder / "voice.onnx")
-    np.savez(folder / "voice.npz", **make_voice_rows(40))
+    np.savez(folder / "voice.npz", allow_pickle=False, **make_voice_rows(40))
     arguments = ("voice.onnx", "voice.onnx", "--data", "voice.npz", "--only", "parity", "--json", "--quiet")
     assert command(folder, *arguments, "--fix", "sr=8000").document()["rows"].startswith("40 of voice.npz")
     assert "--fix sr=VALUE" in command(folder, *arguments).document()["remedy"]

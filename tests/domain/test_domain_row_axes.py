@@ -67,8 +67,8 @@ def test_the_fixed_batch_is_that_of_the_shared_axis(shapes: Mapping[str, Shape],
 
 
 def test_outputs_hold_rows_where_they_name_them() -> None:
-    inputs = {"x": ("batch", "seq", 4), "h": (1, "batch", 8)}
-    outputs = {"y": ("batch", 2), "hn": (1, "batch", 8), "pool": ("?", 8)}
+    inputs: dict[str, Shape] = {"x": ("batch", "seq", 4), "h": (1, "batch", 8)}
+    outputs: dict[str, Shape] = {"y": ("batch", 2), "hn": (1, "batch", 8), "pool": ("?", 8)}
     assert find_output_axes(inputs, outputs) == {"y": 0, "hn": 1}
 
 
@@ -91,6 +91,11 @@ def test_arrays_have_as_many_rows_as_all_of_them_hold(
 
 
 def test_free_dimensions_are_found_beside_the_rows() -> None:
-    shapes = {"x": ("batch", "seq", 4), "h": ("batch", 1, 8), "mask": ("batch", "seq"), "other": ("batch", "?")}
+    shapes: dict[str, Shape] = {
+        "x": ("batch", "seq", 4),
+        "h": ("batch", 1, 8),
+        "mask": ("batch", "seq"),
+        "other": ("batch", "?"),
+    }
     assert find_sized_axes(shapes) == {"seq": [("x", 1), ("mask", 1)], "other[1]": [("other", 1)]}
     assert find_sized_axes(shapes, unnamed=False) == {"seq": [("x", 1), ("mask", 1)]}

@@ -26,7 +26,7 @@ def put_first(rows: dict[str, Any]) -> dict[str, Any]:
 def test_a_runtime_takes_and_returns_rows_on_the_first_axis(tmp_path: Path) -> None:
     path, plain = write_voice_detector(tmp_path / "m.onnx"), OnnxRuntime()
     rows = make_voice_rows(6)
-    runtime = arrange_runtime(plain, read_layout(read_model_info(path), {"sr": 8000}))
+    runtime = arrange_runtime(plain, read_layout(read_model_info(path), {"sr": np.array(8000)}))
     (expected,) = plain.run(path, CPU, ({**rows, "sr": np.array(8000)},))
     (found,) = runtime.run(path, CPU, (put_first(rows),))
     np.testing.assert_array_equal(found["output"], expected["output"])
@@ -38,7 +38,7 @@ def test_a_runtime_takes_and_returns_rows_on_the_first_axis(tmp_path: Path) -> N
 
 def test_a_value_of_an_input_with_rows_is_in_every_row(tmp_path: Path) -> None:
     path = write_voice_detector(tmp_path / "m.onnx")
-    layout = read_layout(read_model_info(path), {"sr": 16000, "state": 0})
+    layout = read_layout(read_model_info(path), {"sr": np.array(16000), "state": np.array(0)})
     feed = layout.arrange({"input": make_voice_rows(4)["input"]})
     assert feed["state"].shape == (2, 4, HIDDEN)
     assert not feed["state"].any()
@@ -46,8 +46,8 @@ def test_a_value_of_an_input_with_rows_is_in_every_row(tmp_path: Path) -> None:
 
 
 def test_values_of_a_run_replace_those_of_the_layout() -> None:
-    layout = RowLayout(inputs={"x": 0}, values={"sr": np.int64(1)})
-    assert layout.arrange({"x": np.zeros(2), "sr": np.int64(7)})["sr"] == 7
+    layout = RowLayout(inputs={"x": 0}, values={"sr": np.array(1)})
+    assert layout.arrange({"x": np.zeros(2), "sr": np.array(7)})["sr"] == 7
 
 
 def test_a_model_with_rows_on_the_first_axis_keeps_its_runtime() -> None:

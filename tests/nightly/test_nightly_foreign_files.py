@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks.foreign_files import outcomes
@@ -24,7 +24,7 @@ def test_foreign_files_end_in_right_verdicts_and_refusals_with_a_remedy(tmp_path
 
 @pytest.mark.nightly
 def test_no_planted_fault_of_a_model_with_state_scalars_or_edges_passes(tmp_path: Path) -> None:
-    seed = int(np.random.SeedSequence().entropy) % (1 << 32)
+    seed = secrets.randbits(32)
     found = list(measure(LEAST_MODELS, seed, tmp_path))
     assert [one for one in found if one.wrong and one.is_fault] == [], f"seed {seed}"
     right = [one for one in found if not one.wrong]

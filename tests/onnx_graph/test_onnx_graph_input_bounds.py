@@ -9,6 +9,7 @@ import pytest
 
 from onnx_ops.onnx_graph.input_bounds import InputBounds, read_index_bounds, read_input_bounds
 from tests.support.graphs import write_graph
+from tests.support.voice import write_voice_detector
 
 STORED = {"table": np.zeros((7, 2), np.float32), "small": np.zeros((3, 2), np.float32), "depth": 5, "flat": [-1]}
 
@@ -55,3 +56,41 @@ COLOURS = 'y = ai.onnx.ml.LabelEncoder<keys_strings = ["red", "blue"], values_fl
 )
 def test_sizes_texts_and_missing_values_are_told(nodes: str, kind: str, expected: InputBounds, tmp_path: Path) -> None:
     assert read_input_bounds(write(tmp_path, nodes, kind))["x"] == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ("y = Gather(nodes, x)", ("num_nodes",)),
+        ("y = Gather<axis = 1>(nodes, x)", (3,)),
+        ("a = Tanh(nodes) b = Gather(x, zero) y = Gather(a, b)", ("num_nodes",)),
+        ("a = Where(mask, x, x) y = Gather(nodes, a)", ("num_nodes",)),
+        ("y = GatherND(nodes, x)", ("?",)),
+        ("y = Gather(table, x)", ()),
+        ("a = Add(x, depth) y = Gather(nodes, a)", ()),
+    ],
+)
+def test_an_index_into_another_input_has_its_size(nodes: str, expected: tuple[int | str, ...], tmp_path: Path) -> None:
+    text = f"(int64[n,4] x, float[num_nodes,3] nodes, bool[n,4] mask) => (float y) {{ {nodes} }}"
+    path = write_graph(tmp_path / "m.onnx", text, **STORED, zero=np.int64(0))
+    assert read_input_bounds(path)["x"].tables == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ("y = Equal(x, depth)", (5, 6)),
+        ("y = Greater(depth, x)", (5, 6, 4)),
+        ("a = Cast<to = 6>(x) b = Cast<to = 7>(a) y = LessOrEqual(b, depth)", (5, 6, 4)),
+        ("a = Add(x, depth) y = Equal(a, depth)", ()),
+        ("y = Equal(x, flat_table)", ()),
+    ],
+)
+def test_a_number_is_compared_with_constants(nodes: str, expected: tuple[int, ...], tmp_path: Path) -> None:
+    text = f"(int64[n,4] x) => (bool y) {{ {nodes} }}"
+    path = write_graph(tmp_path / "m.onnx", text, **STORED, flat_table=[1, 2, 3, 4])
+    assert read_input_bounds(path)["x"].compared == expected
+
+
+def test_constants_of_a_branch_count_too(tmp_path: Path) -> None:
+    assert read_input_bounds(write_voice_detector(tmp_path / "m.onnx"))["sr"].compared == (16000, 16001, 8000, 8001)

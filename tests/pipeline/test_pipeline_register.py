@@ -28,13 +28,15 @@ from onnx_ops.domain.evidence import (
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.release import Lineage, Registration
-from onnx_ops.measure.files import put_document
+from onnx_ops.measure.files import VALUES, pack_arrays, put_document
 from onnx_ops.measure.reference_outputs import ReferenceGroup, put_reference
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.pipeline.stages.register import build_request_example, choose_variants, execute
 from onnx_ops.ports import Store
 from onnx_ops.reporting.metrics import plain_figures
 from onnx_ops.testing.fakes import FakeWorld
 from tests.support.evidence import make_evidence
+from tests.support.voice import make_voice_rows, write_voice_detector
 
 RELEASE = digest_bytes(b"release")
 VARIANTS = ("fp32", "int8-static")
@@ -175,6 +177,21 @@ ROWS = np.array([[1.5, 2], [3, 4], [5, 6]], np.float32)
 @pytest.mark.parametrize(("batch", "rows"), [("batch", [[1.5, 2]]), (2, [[1.5, 2], [3, 4]])])
 def test_an_example_has_one_row_or_those_of_a_fixed_batch(store: Store, batch: Any, rows: list[list[float]]) -> None:
     assert json.loads(build_request_example(exported(store, ROWS, batch=batch), store)) == {"inputs": {"x": rows}}
+
+
+def test_an_example_is_written_as_the_model_takes_it(store: Store, tmp_path: Path) -> None:
+    model = read_model_info(write_voice_detector(tmp_path / "voice.onnx"))
+    rows = make_voice_rows(3)
+    real = {**rows, "state": np.moveaxis(rows["state"], 1, 0)}
+    reference = ReferenceGroup(name="real", inputs=real, single={}, double=None)
+    files = {
+        "info.json": put_document(store, model),
+        "reference.npz": put_reference(store, [reference]),
+        VALUES: store.put_bytes(pack_arrays({"sr": np.array(16000)})),
+    }
+    inputs = json.loads(build_request_example(Manifest(files=files), store))["inputs"]
+    assert inputs["sr"] == 16000
+    np.testing.assert_array_equal(np.array(inputs["state"], np.float32), rows["state"][:, :1])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ def write_project(folder: Path, pipeline: str = PIPELINE, **arrays: Any) -> None
     (folder / "configs" / "pipelines").mkdir(parents=True)
     write_voice_detector(folder / "voice.onnx")
     rows = make_voice_rows(48)
-    np.savez(folder / "data" / "test.npz", **{**rows, "y": np.arange(48) % 2, **arrays})
-    np.savez(folder / "data" / "train.npz", **rows, rate=np.array(16000))
+    np.savez(folder / "data" / "test.npz", allow_pickle=False, **{**rows, "y": np.arange(48) % 2, **arrays})
+    np.savez(folder / "data" / "train.npz", allow_pickle=False, **rows, rate=np.array(16000))
     (folder / "configs" / "pipelines" / "voice.yaml").write_text(pipeline, encoding="utf-8")
 
 
@@ -64,6 +65,18 @@ def test_check_finds_values_that_the_model_cannot_take(old: str, new: str, path:
     assert [problem["path"] for problem in done.document()["problems"]] == [path]
 
 
+def test_check_finds_rows_that_are_not_on_the_declared_axis(tmp_path: Path) -> None:
+    declared = "export: {framework: torch, opset: 18, dynamic: {state: {1: batch}}}"
+    for export, paths in ((declared, []), ("export: {framework: torch, opset: 18}", ["export.dynamic"])):
+        text = PIPELINE.replace("model: voice.onnx", 'train: {run: "net:train"}')
+        folder = tmp_path / str(len(paths))
+        folder.mkdir()
+        write_project(folder, text.replace("export: {framework: onnx, opset: 18, ir_version: 10}", export))
+        (folder / "net.py").write_text("def train(data): ...\n", encoding="utf-8")
+        done = run_command("check", "configs/pipelines/voice.yaml", "--json", cwd=folder)
+        assert [problem["path"] for problem in json.loads(done.stdout)["problems"]] == paths
+
+
 def test_values_and_rows_of_other_axes_come_back_from_the_store() -> None:
     rows = {**make_voice_rows(9), "y": np.arange(9), "rate": np.array(8000)}
     inputs = {"input": "input", "state": "state"}
@@ -71,7 +84,8 @@ def test_values_and_rows_of_other_axes_come_back_from_the_store() -> None:
     store = FakeWorld().context(root=Path()).store
     dataset = get_dataset(store, put_dataset(store, build_dataset(rows, section, "data/test")))
     assert (len(dataset), dataset.inputs["state"].shape) == (9, (2, 9, 5))
-    assert (dataset.values["sr"], dataset.values["gain"].dtype) == (8000, np.float32)
+    assert dataset.values["sr"].tolist() == 8000
+    assert dataset.values["gain"].dtype == np.float32
     first = dataset.put_rows_first({"state": 1}).head(4)
     assert (len(first), first.inputs["state"].shape) == (4, (4, 2, 5))
     np.testing.assert_array_equal(first.inputs["state"][3], rows["state"][:, 3])

@@ -160,3 +160,17 @@ def test_planted_faults_of_generated_models_fail(tmp_path: Path) -> None:
     outcomes = list(measure(10, 3, tmp_path, only="graph"))
     assert [one for one in outcomes if one.is_fault] == []
     assert {one.wrong for one in outcomes} == {True, False}
+
+
+def test_a_dimension_that_is_the_sum_of_others_is_found_by_trial(tmp_path: Path) -> None:
+    text = """
+        (float[batch,seq,4] x, float[batch,past,4] cache, float[batch,total] mask) => (float[a,b,4] y)
+        { keys = Concat<axis = 1>(cache, x) weights = Unsqueeze(mask, last) y = Mul(keys, weights) }
+    """
+    a = write_graph(tmp_path / "a.onnx", text, last=[2])
+    samples = settle_samples(RUNTIME, REFERENCE, a, samples_of(a))
+    sizes = {name: array.shape[1] for name, array in samples.rows.items()}
+    assert sizes["mask"] == sizes["x"] + sizes["cache"]
+    found = compared(a, a, samples)
+    assert found.verdict is Verdict.PASS
+    assert "lengths:" in found.notes[0]

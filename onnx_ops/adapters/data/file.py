@@ -104,19 +104,40 @@ def _read_head(archive: Any, most_bytes: int) -> tuple[dict[str, tuple[int, ...]
     for name in archive.files:
         with archive.zip.open(f"{name}.npy") as stream:
             headers[name] = _header(npy, stream)
-    row_bytes = sum(int(np.prod(shape[1:], dtype=object)) * dtype.itemsize for shape, _, dtype in headers.values())
+    shapes = {name: shape for name, (shape, _, _) in headers.items()}
+    axes = _find_axes(shapes)
+    row_bytes = sum(
+        int(np.prod((*shape[:axis], *shape[axis + 1 :]), dtype=object)) * headers[name][2].itemsize
+        for name, shape in shapes.items()
+        if (axis := axes.get(name)) is not None
+    )
     rows = max(1, most_bytes // max(1, row_bytes))
     arrays: dict[str, Any] = {}
     for name, (shape, by_column, dtype) in headers.items():
-        first = (min(rows, shape[0]), *shape[1:]) if shape else ()
+        axis = axes.get(name)
+        cut = (slice(None),) * axis + (slice(rows),) if axis is not None else ()
+        first = (min(rows, shape[0]), *shape[1:]) if axis == 0 else shape
         if by_column and len(shape) > 1:  # its first rows are spread over the whole file
-            arrays[name] = np.zeros(first, dtype)
+            arrays[name] = np.zeros(first, dtype)[cut]
             continue
         with archive.zip.open(f"{name}.npy") as stream:
             _header(npy, stream)
             wanted = int(np.prod(first, dtype=object)) * dtype.itemsize
-            arrays[name] = np.frombuffer(stream.read(wanted), dtype).reshape(first)
-    return {name: shape for name, (shape, _, _) in headers.items()}, arrays
+            array = np.frombuffer(stream.read(wanted), dtype).reshape(first)
+            arrays[name] = array[cut] if cut else array
+    return shapes, arrays
+
+
+def _find_axes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Return the axis of the rows of each array that has them: of the size that most arrays have, first on axis 0."""
+    sizes = {size for shape in shapes.values() for size in shape}
+
+    def rank(size: int) -> tuple[int, int, int]:
+        holders = [shape for shape in shapes.values() if size in shape]
+        return len(holders), sum(shape[0] == size for shape in holders), size
+
+    count = max(sizes, key=rank, default=0)
+    return {name: shape.index(count) for name, shape in shapes.items() if count in shape}
 
 
 def _header(npy: Any, stream: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:

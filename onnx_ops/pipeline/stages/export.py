@@ -12,7 +12,7 @@ from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.evidence import NAN_PROPERTY
 from onnx_ops.domain.pipeline import Export, InputValues, Stage
 from onnx_ops.domain.release import Lineage, flatten_origins
-from onnx_ops.domain.row_axes import find_row_axes
+from onnx_ops.domain.row_axes import find_declared_axes, find_row_axes
 from onnx_ops.measure.files import (
     FEATURES,
     FRACTIONS,
@@ -39,7 +39,8 @@ from onnx_ops.pipeline.stage_settings import get_exporter, read_operators
 from onnx_ops.ports import Context, Dataset
 from onnx_ops.scratch import Scratch
 
-_AXES_REMEDY = "Name the axis of its rows as of the others: export.dynamic: {INPUT: {1: batch}}."
+AXES_REMEDY = "Name the axis of its rows as of the others: export.dynamic: {INPUT: {1: batch}}."
+"""What to do about rows that are not on the declared axis."""
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
@@ -62,7 +63,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
     with Scratch() as folder, importable(context.root):
         trained = checkout_files(context.store, inputs["train"], TRAINED, folder / "trained")
         axes = _find_axes(section, dataset, trained)
-        dataset = dataset.put_rows_first(axes, _AXES_REMEDY).head(settings["limit"])
+        dataset = dataset.put_rows_first(axes, AXES_REMEDY).head(settings["limit"])
         model = exporter.load(trained)
         exported = folder / "onnx"
         exported.mkdir()
@@ -108,8 +109,4 @@ def _find_axes(section: Export, dataset: Dataset, trained: Path) -> dict[str, in
     """Return the axis of the rows of each input, as a ready file or the free axes of the section name it."""
     if section.framework == "onnx":
         return find_row_axes({spec.name: spec.shape for spec in read_model_info(find_model_file(trained)).inputs})
-    shapes: dict[str, tuple[int | str, ...]] = {}
-    for name, array in dataset.inputs.items():
-        free = section.dynamic.get(name, {0: "batch"})
-        shapes[name] = tuple(free.get(axis, size) for axis, size in enumerate(array.shape))
-    return find_row_axes(shapes)
+    return find_declared_axes(section.dynamic, {name: array.shape for name, array in dataset.inputs.items()})

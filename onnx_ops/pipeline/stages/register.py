@@ -19,6 +19,7 @@ from onnx_ops.domain.release import BaseRelease, Choice, Lineage, Provenance, Pu
 from onnx_ops.measure.files import MODEL, PACKAGE, put_document
 from onnx_ops.measure.paired_rows import compare_rows
 from onnx_ops.measure.reference_outputs import get_reference
+from onnx_ops.measure.row_layout import get_layout
 from onnx_ops.ports import Context, Store
 from onnx_ops.reporting.comparison import figures_of
 from onnx_ops.reporting.description import model_description, version_description
@@ -187,10 +188,11 @@ def build_request_example(export: Manifest, store: Store) -> bytes:
     if real is None:
         return b""
     batch = codec.loads(store.read(export["info.json"]), ModelInfo).fixed_batch or 1
-    if sum(array[:batch].nbytes for array in real.inputs.values()) > _MOST_BYTES:
+    inputs = get_layout(store, export).arrange({name: array[:batch] for name, array in real.inputs.items()})
+    if sum(array.nbytes for array in inputs.values()) > _MOST_BYTES:
         return b""
     try:
-        request = {name: array[:batch].tolist() for name, array in real.inputs.items()}
+        request = {name: array.tolist() for name, array in inputs.items()}
         text = json.dumps({"inputs": request}, allow_nan=False).encode()
     except (TypeError, ValueError):
         return b""
