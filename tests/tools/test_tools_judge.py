@@ -15,6 +15,7 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.config.targets import PROFILES, TargetFiles
 from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.execution import Provider
+from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.onnx_graph.input_bounds import read_input_bounds
 from onnx_ops.onnx_graph.model_kind import read_candidate_kind
@@ -226,6 +227,19 @@ def test_latency_is_judged_for_every_setting_of_the_sweep(source: Path) -> None:
     assert list(results) == ["latency, batch 1", "latency, batch 8"]
     assert {result.verdict for result in results.values()} == {Verdict.FAIL}
     assert [one.batch for one in found.targets[0].paired] == [1, 8]
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "f1", "auc"])
+def test_copy_passes_with_a_change_of_zero_however_few_rows_are_labelled(source: Path, metric: str) -> None:
+    dataset = dataset_of(source, 40)
+    assert dataset.label is not None
+    dataset = replace(dataset, label=(np.arange(40) < 2).astype(np.int64))
+    copy = source.with_name("copy.onnx")
+    copy.write_bytes(source.read_bytes())
+    gate = MetricGate(name=metric, positive=1 if metric == "auc" else None, max_drop=0.001)  # type: ignore[arg-type]
+    result = results_of(judged(source, copy, dataset, metric=gate))[gate.definition().label]
+    assert (result.verdict, result.low, result.high) == (Verdict.PASS, 0.0, 0.0), result.reason
+    assert "exactly 0" in result.reason
 
 
 def test_metric_gate_takes_the_limit_that_fits_the_metric() -> None:
