@@ -142,7 +142,7 @@ def _correct_for_family(decisions: Sequence[Decision]) -> tuple[list[Decision], 
 def estimate_prospects(result: GateResult, tried: int) -> tuple[float, float, float] | None:
     """Return the chances of variants with known true changes, measured like this one.
 
-    None for a result that is not about a change.
+    None for a result that is not about a change, or whose change is exact.
 
     Returns:
         (chance that a variant without a change passes as one of `tried`, the same chance for a change of twice the
@@ -156,7 +156,7 @@ def estimate_prospects(result: GateResult, tried: int) -> tuple[float, float, fl
     end = result.low if result.bound < 0 else result.high
     error = abs(result.estimate - end) / normal.inv_cdf(1 - ERROR_LEVEL)
     if error <= 0:
-        return 1.0, 0.0, 1.0
+        return None  # an exact change, as between equal models, says nothing of others
     away = abs(result.bound) / error
     strict = normal.inv_cdf(1 - (ERROR_LEVEL if tried <= 1 else _FAMILY_LEVEL / tried))
     passes, wrongly = normal.cdf(away - strict), normal.cdf(-away - strict)

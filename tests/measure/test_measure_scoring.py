@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.domain.evidence import PairedCounts, ScoreComparison
+from onnx_ops.domain.evidence import Interval, PairedCounts, ScoreComparison
 from onnx_ops.domain.gate import ACCURACY, MetricDefinition
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
@@ -31,6 +31,7 @@ from onnx_ops.measure.scoring import ScoringRequest, TaskMetrics, join_parts, me
 from onnx_ops.ports import Dataset
 from onnx_ops.statistics.scores import CANDIDATE
 from onnx_ops.testing.models import CLASSES, rows, write_convolution, write_perceptron
+from tests.support.pairs import write_changed
 
 TARGET = Target(name="cpu")
 RUNTIME = OnnxRuntime()
@@ -114,6 +115,7 @@ def test_shards_read_what_the_whole_reads(
             if isinstance(prediction, Prediction):
                 assert isinstance(found, Prediction)
                 np.testing.assert_array_equal(found.values, prediction.values)
+                assert found.has_equal_outputs(prediction)
                 assert (found.columns, found.broken) == (prediction.columns, prediction.broken)
             else:
                 assert str(found) == str(prediction)
@@ -133,6 +135,53 @@ def test_accuracy_and_top_k_are_counts(model: Path, scores: Any, tmp_path: Path)
         for name, both in (("accuracy", 90), ("top_2", right))
         for against in ("", "fp32")
     )
+
+
+class TestEqualOutputs:
+    """Two models that answer every row alike change no metric, however few rows are positive."""
+
+    DEFINITIONS = (
+        ACCURACY,
+        MetricDefinition(name="top_k", k=2),
+        MetricDefinition(name="f1", average="binary", positive=2),
+        MetricDefinition(name="auc", positive=2),
+    )
+
+    @staticmethod
+    def rare(scores: Any) -> Any:
+        """Labels of which three are 2."""
+        label = labels_of(scores) % 2
+        label[np.argsort(-scores[:, 2])[:3]] = 2
+        return label
+
+    def test_a_copy_changes_every_metric_by_exactly_zero(self, model: Path, scores: Any, tmp_path: Path) -> None:
+        copy = tmp_path / "copy.onnx"
+        copy.write_bytes(model.read_bytes())
+        found = measured({CANDIDATE: model, "fp32": copy}, self.rare(scores), *self.DEFINITIONS)
+        assert [one.equal for one in found.counts] == [False, True, False, True]
+        changes = [one.difference for one in found.scores if one.against]
+        assert changes == [Interval.point(0.0)] * 2
+
+    def test_other_outputs_with_equal_classes_leave_room_for_a_change(
+        self, model: Path, scores: Any, tmp_path: Path
+    ) -> None:
+        near = write_changed(model, "third.bias", lambda bias: bias + np.float32(1e-6), name="near.onnx")
+        found = measured({CANDIDATE: model, "fp32": near}, self.rare(scores), *self.DEFINITIONS)
+        assert not any(one.equal for one in found.counts)
+        changes = [one.difference for one in found.scores if one.against]
+        assert all(change is not None and change.low < 0 < change.high for change in changes)
+
+    def test_only_fractions_show_that_outputs_are_equal(self) -> None:
+        classes: dict[str, Any] = {"label": np.array([0, 1, 0])}
+        scored = {**classes, "p": np.array([[0.1], [0.9], [0.2]], dtype=np.float32)}
+        other = {**scored, "p": scored["p"] + np.float32(1e-7)}
+        one, same, near, discrete = (read_prediction(ACCURACY, outputs) for outputs in (scored, scored, other, classes))
+        assert one.has_equal_outputs(same)
+        assert not one.has_equal_outputs(near)
+        assert not discrete.has_equal_outputs(discrete)
+        joined = join_predictions([one, same])
+        assert joined.has_equal_outputs(join_predictions([same, one]))
+        assert not joined.has_equal_outputs(one)
 
 
 @pytest.mark.parametrize("average", ["macro", "micro", "weighted", "binary"])

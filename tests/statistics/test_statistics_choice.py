@@ -112,6 +112,7 @@ class TestFamily:
         assert (
             estimate_prospects(replace(result, p_value=None), 1)
             is estimate_prospects(replace(result, metric="accuracy"), 1)
+            is estimate_prospects(replace(result, low=0.0, high=0.0), 1)
             is None
         )
 

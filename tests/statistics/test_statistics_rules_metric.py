@@ -176,7 +176,9 @@ def test_change_that_rests_on_few_rows_passes_only_if_the_others_keep_the_limit(
 ) -> None:
     limits: dict[str, Any] = {limit: 0.05}
     gate = MetricGate(name=metric, **limits)  # type: ignore[arg-type]
-    few = entry(metric, **{change: interval(float(change == "ratio"))}, carrying=2, rest=bad, heavy=(17, 93))
+    no_change = float(change == "ratio")
+    kept: dict[str, Any] = {change: interval(no_change)}
+    few = entry(metric, **kept, carrying=2, rest=bad, heavy=(17, 93))
     (found,) = judged(gate, evidence(few))
     assert found.verdict is Verdict.INCONCLUSIVE
     assert "2 of 1000 rows" in found.reason
@@ -184,7 +186,8 @@ def test_change_that_rests_on_few_rows_passes_only_if_the_others_keep_the_limit(
     assert judged(gate, evidence(replace(few, rest=None)))[0].verdict is Verdict.INCONCLUSIVE
     assert judged(gate, evidence(replace(few, rest=math.nan)))[0].verdict is Verdict.INCONCLUSIVE
     assert judged(gate, evidence(replace(few, rest=good)))[0].verdict is Verdict.PASS
-    worse = replace(few, **{change: interval(float(change == "ratio") + (0.2 if change == "ratio" else -0.2))})
+    broken: dict[str, Any] = {change: interval(no_change + (0.2 if limit == "max_increase" else -0.2))}
+    worse = replace(few, **broken)
     assert judged(gate, evidence(worse))[0].verdict is Verdict.FAIL
 
 
@@ -203,7 +206,11 @@ def test_equal_answers_pass_with_a_change_of_exactly_zero() -> None:
     assert "exactly 0" in equal.reason
     wrong = replace(counts, equal=True, only_baseline=1)
     assert judged(gate, evidence(metrics=(wrong,)))[0].verdict is Verdict.ERROR
-    for name, figures in (("f1 macro", {"difference": Interval.point(0.0)}), ("mae", {"ratio": Interval.point(1.0)})):
+    points: dict[str, dict[str, Any]] = {
+        "f1 macro": {"difference": Interval.point(0.0)},
+        "mae": {"ratio": Interval.point(1.0)},
+    }
+    for name, figures in points.items():
         limits: dict[str, Any] = {"max_drop" if "difference" in figures else "max_increase": 0.001}
         scored = entry(name, candidate=None, **figures)
         (found,) = judged(MetricGate(name=name.split()[0], **limits), evidence(scored))  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.config.targets import PROFILES, TargetFiles
 from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.execution import Provider
+from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError
 from onnx_ops.onnx_graph.input_bounds import read_input_bounds
@@ -337,6 +338,19 @@ def test_fault_of_graph_optimization_is_told_apart_from_one_of_the_model(source:
     found = judged(source, wrong, runtime=lambda _: WrongOptimizer(raises=False)).targets[0]
     assert found.decision.verdict is Verdict.FAIL
     assert "graph_level" not in found.decision.reason
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "f1", "auc"])
+def test_copy_passes_with_a_change_of_zero_however_few_rows_are_labelled(source: Path, metric: str) -> None:
+    dataset = dataset_of(source, 40)
+    assert dataset.label is not None
+    dataset = replace(dataset, label=(np.arange(40) < 2).astype(np.int64))
+    copy = source.with_name("copy.onnx")
+    copy.write_bytes(source.read_bytes())
+    gate = MetricGate(name=metric, positive=1 if metric == "auc" else None, max_drop=0.001)  # type: ignore[arg-type]
+    result = results_of(judged(source, copy, dataset, metric=gate))[gate.definition().label]
+    assert (result.verdict, result.low, result.high) == (Verdict.PASS, 0.0, 0.0), result.reason
+    assert "exactly 0" in result.reason
 
 
 def test_metric_gate_takes_the_limit_that_fits_the_metric() -> None:
