@@ -11,7 +11,7 @@ COMPILE_OWN := $(BIN)/python -m compileall -qq onnx_ops
 # Processes that run tests side by side.
 WORKERS ?= 2
 
-.PHONY: demo demo-stop test test-all lint truth truth-all docs clean
+.PHONY: demo demo-stop test test-all test-processor lint truth truth-all docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -28,6 +28,10 @@ test: $(VENV)/.dev
 test-all: $(VENV)/.all
 	@$(COMPILE_OWN)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) -m "" --sweep all
+
+# The tests of int8 arithmetic on an emulated processor without VNNI, by qemu-user: a minute or two.
+test-processor: $(VENV)/.dev
+	$(BIN)/python -m tests.support.processor
 
 truth: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.gate_truth --quick

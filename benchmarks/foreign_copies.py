@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def wrong_copies(path: Path) -> Iterator[tuple[str, Path]]:
             wrong = path.parent / f"{name.replace(' ', '-')}-{path.name}"
             onnx.save_model(model, wrong)
             answers = _answers(wrong)
-            if answers and _differ(right, answers):
+            if answers and differ(right, answers):
                 yield name, wrong
     except OnnxOpsError:
         return
@@ -52,15 +52,20 @@ def wrong_copies(path: Path) -> Iterator[tuple[str, Path]]:
 
 def _answers(path: Path) -> list[Any]:
     """All outputs on rows of the copies' own; empty where ONNX Runtime does not take the file."""
+    samples = generate_samples(shared_inputs(path), count=_ROWS, dims={}, seed=_SEED, bounds=read_input_bounds(path))
+    return run_model(path, samples.read_layout(path).arrange(samples.feed(_ROWS)))
+
+
+def run_model(path: Path, request: Mapping[str, Any]) -> list[Any]:
+    """All outputs of one request; empty where ONNX Runtime does not take it."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
-    samples = generate_samples(shared_inputs(path), count=_ROWS, dims={}, seed=_SEED, bounds=read_input_bounds(path))
     try:
         session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        return [_flat(value) for value in session.run(None, samples.feed(_ROWS))]
+        return [_flat(value) for value in session.run(None, {name: np.asarray(v) for name, v in request.items()})]
     except Exception:  # the runtime's errors share no base class; a copy that does not run is not a wrong copy
         return []
 
@@ -75,7 +80,8 @@ def _flat(value: Any) -> Any:
     return np.asarray(value)
 
 
-def _differ(right: list[Any], wrong: list[Any]) -> bool:
+def differ(right: list[Any], wrong: list[Any]) -> bool:
+    """Whether answers differ by more than 1 %."""
     return any(_differs(a, b) for a, b in zip(right, wrong, strict=True))
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,7 @@ def judge(
     max_regression: str | None = None,
     targets: Sequence[str] = ("cpu-1t",),
     batch: Sequence[int] = (1,),
+    fix: Mapping[str, Any] | None = None,
     quiet: bool = False,
     **options: Any,
 ) -> Result:
@@ -84,6 +86,7 @@ def judge(
         max_regression: Largest slow-down of the candidate; 5 % by default.
         targets: Names of targets to measure on.
         batch: Rows of one request.
+        fix: Values of inputs that are the same in every run, such as `{"sr": 16000}`.
         quiet: Show no progress.
         options: Others of the command, such as `dims`, `cold_start`, `only`, `rows`, `seed`, `html`.
 
@@ -113,6 +116,7 @@ def judge(
             max_regression=max_regression,
             targets=list(targets),
             batch=",".join(str(size) for size in batch),
+            fix=[f"{name}={json.dumps(value)}" for name, value in (fix or {}).items()],
             quiet=quiet,
             **options,
         )

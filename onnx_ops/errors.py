@@ -18,6 +18,7 @@
     ├── RefusedError (5)               a policy, a permission or a signature check refused
     │   ├── InvalidSignatureError      no trusted key has signed the decision
     │   └── DigestMismatchError        content differs from what was recorded
+    ├── InternalError (4)              onnx-ops has a fault: an exception that it did not expect
     └── ConflictError (4)              another process acted first; try again
         └── LedgerConflictError        another process wrote the next ledger entry first
 
@@ -170,6 +171,10 @@ class MeasurementError(InfrastructureError):
 
 class CorruptStateError(InfrastructureError):
     """A stored record that does not match its digest or format."""
+
+
+class InternalError(OnnxOpsError):
+    """An exception that onnx-ops did not expect: a fault of its own, and no verdict on the user's files."""
 
 
 class ConflictError(OnnxOpsError):

@@ -10,7 +10,12 @@ import pytest
 import typer.main
 import typer.testing  # it is patched
 
-pytest_plugins = ("tests.support.entry_points", "tests.support.suite", "tests.support.golden")
+pytest_plugins = (
+    "tests.support.entry_points",
+    "tests.support.suite",
+    "tests.support.golden",
+    "tests.support.processor",
+)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,11 +20,9 @@ from onnx_ops.domain.ledger import EntryBody, LedgerEntry, ReleaseState
 from onnx_ops.domain.pipeline import Stage, StageKind, StageOutcome
 from onnx_ops.domain.release import Choice, Lineage, Registration, VersionRecord
 from onnx_ops.domain.rollout import Action, Roles
-from onnx_ops.domain.rollout_observations import EvidencePath
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import CorruptStateError
-from onnx_ops.release.status import RolloutView
 
 text = st.text(max_size=6)
 digests = st.integers(0, 2**64).map(lambda n: Digest(f"sha256:{n:064x}"))
@@ -225,9 +223,3 @@ def test_what_is_no_json_is_corrupt_state(data: bytes) -> None:
 def test_what_is_no_object_of_the_dataclass_is_corrupt_state(data: bytes) -> None:
     with pytest.raises(CorruptStateError):
         codec.loads(data, Roles)
-
-
-def test_a_rollout_is_shown_as_json_with_its_evidence() -> None:
-    path = EvidencePath(name="errors", requests=(1,), log10_evidence=(0.5,), limit=1.3)
-    assert get_type_hints(RolloutView)["evidence"] == tuple[EvidencePath, ...]
-    assert codec.to_json(path)["limit"] == 1.3

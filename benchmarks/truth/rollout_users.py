@@ -1,5 +1,5 @@
-"""Traffic of users: who sends more than others, fails more often or sends larger inputs, retries, and sticks to a
-version. Both versions are alike unless a world says otherwise."""
+"""Traffic of users: who sends more than others, fails more often or sends larger inputs, and retries. Both versions are
+alike unless a world says otherwise."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.signal import lfilter
 
+from onnx_ops.domain.rollout_observations import BADNESS_EDGES, USER_BLOCKS
 from onnx_ops.serving.metrics import WARM_UP_REQUESTS
 
 Ints = npt.NDArray[np.int64]
@@ -25,6 +26,8 @@ _COLD = 3.0
 """How many times longer the first requests to a cold candidate take."""
 _DAY = 24
 """Looks from one night to the next."""
+_FAULT_AT = 15
+"""Epoch in which clients begin to fail by their own fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,9 @@ class Users:
         cold: first requests to the candidate that take three times as long.
         beta: of which the users' own success rates are drawn, in an A/B test.
         success: the candidate's success rate as a multiple of the stable version's.
+        heavy: share of all requests that one more user sends.
+        faulty: share of users whose requests begin to fail, whichever version answers.
+        outages: share of looks in which `outage` of all requests fail, instead of `errors`.
     """
 
     count: int = 0
@@ -66,34 +72,53 @@ class Users:
     cold: int = 0
     beta: tuple[float, float] | None = None
     success: float = 1.0
+    heavy: float = 0.0
+    faulty: float = 0.0
+    outages: float = 0.0
+    outage: float = 0.3
 
 
 class UserTraffic:
-    """Requests of `trials` rollouts in one world, and the sums over their users. Latency is held against thresholds at
-    these `quantiles`, those of the guardrails."""
+    """Requests of `trials` rollouts in one world, by unit and by block of users.
+
+    Latency is held against thresholds at these `quantiles`, those of the guardrails. Users are assigned anew at each
+    look, which is an epoch, unless they are `sticky`.
+    """
 
     def __init__(
-        self, users: Users, requests: int, trials: int, random: np.random.Generator, quantiles: Sequence[float]
+        self,
+        users: Users,
+        requests: int,
+        trials: int,
+        random: np.random.Generator,
+        quantiles: Sequence[float],
+        *,
+        sticky: bool,
     ) -> None:
-        self._users, self._requests, self._random = users, requests, random
+        self._users, self._requests, self._random, self._sticky = users, requests, random, sticky
         many = max(users.count, 1)
         weights = np.arange(1, many + 1) ** -users.skew
-        self._shares = np.cumsum(weights / weights.sum())
+        weights /= weights.sum()
+        if users.heavy:
+            many, weights = many + 1, np.append(users.heavy, (1 - users.heavy) * weights)
+        self._shares = np.cumsum(weights)
         self._shares[-1] = 1.0
         self._places = random.random((trials, many))
         """Of each user on the line that the split cuts."""
         self._shift = users.spread * random.standard_normal((trials, many))
         self._fails = random.random((trials, many)) < (users.failing or 1.0)
+        self._faulty = random.random((trials, many)) < users.faulty
         good, bad = users.beta or (1.0, 1.0)
         self._success = random.beta(good, bad, (trials, many))
         self._state = random.standard_normal((trials, 1))
         self._answered = np.zeros(trials, dtype=np.int64)
         """Requests, by the candidate."""
-        self._n = np.zeros((2, trials * 2 * many), dtype=np.int64)
-        self._events = 2 + len(quantiles)
-        self._e = np.zeros((self._events, trials * 2 * many), dtype=np.int32)
-        self.sums = np.zeros((self._events, trials, 5))
-        """By event (errors, successes, over each threshold): the fields of `UnitSums`."""
+        events = 2 + len(quantiles)
+        self.units = np.zeros((events, trials, 2, len(BADNESS_EDGES)))
+        """By event (errors, successes, over each threshold): units of the last look, of either version."""
+        self._block = random.integers(0, USER_BLOCKS, (trials, many))
+        self.blocks = np.zeros((events, 2, trials, 2, USER_BLOCKS + 1))
+        """By event: requests and events of candidate and stable version, by block of users; only if they stick."""
         user = np.searchsorted(self._shares, random.random((trials, _BEFORE)))
         before = self._latency(np.arange(trials), user)
         self._limits = np.quantile(before, quantiles, axis=1)
@@ -105,10 +130,15 @@ class UserTraffic:
         users, random = self._users, self._random
         shape = (len(active), self._requests)
         user = np.searchsorted(self._shares, random.random(shape))
+        if not self._sticky:
+            self._places[active] = random.random((len(active), len(self._shares)))
         place = np.take_along_axis(self._places[active], user, 1) if users.count else random.random(shape)
-        mine = place < shares[:, None]
+        share = shares[:, None]
+        mine = place < share
+        # The first users of the version with more traffic are served by its control replica.
+        compared = np.where(share <= 0.5, place < 2 * share, (place >= share) | (place < 1 - share))
         wave = np.sin(2 * np.pi * look / _DAY) if users.daily else 0.0
-        many, bad = self._failures(active, user, mine, 1 + 0.8 * wave)
+        many, bad = self._failures(active, user, mine, 1 + 0.8 * wave, look)
         log = self._latency(active, user)
         low, high = (limit[active][:, None] for limit in self._between)
         log += np.where(mine & (log > low) & (log < high), np.log(users.between), 0.0)
@@ -116,21 +146,28 @@ class UserTraffic:
         number = self._answered[active][:, None] + np.cumsum(mine, axis=1)
         self._answered[active] = number[:, -1]
         log += np.where(mine & (number <= users.cold), np.log(_COLD), 0.0)
-        timed = ~mine | (number > WARM_UP_REQUESTS)
+        warm = number > WARM_UP_REQUESTS
+        # In an epoch with warm-up requests, the server compares no latency by unit: the other version has none.
+        timed = compared & ((warm | ~mine) if self._sticky else (warm | ~mine).all(axis=1, keepdims=True))
         slow = [log > limit[active][:, None] for limit in self._limits]
         rate = np.take_along_axis(self._success[active], user, 1) * np.where(mine, users.success, 1.0)
         flags = [bad, random.random(shape) < rate, *(one & timed for one in slow)]
         requests = [many, many, *[many * timed] * len(slow)]
-        self._add(active, user, mine, (many, many * timed), [many * flag for flag in flags])
-        part = many * mine if users.count else random.binomial(many, np.where(many > 1, shares[:, None], mine))
+        if users.count:
+            self._add(active, user, mine, requests, [many * flag for flag in flags])
+        # Each request without a key is assigned on its own, retries too.
+        part = many * mine if users.count else random.binomial(many, np.where(many > 1, share, mine))
         found = []
         for flag, n in zip(flags, requests, strict=True):
             ours, theirs = np.minimum(part, n), np.minimum(many - part, n)
             found.append([(ours * flag).sum(1), ours.sum(1), (theirs * flag).sum(1), theirs.sum(1)])
-        return np.moveaxis(np.array(found), 1, -1)
+        counts = np.moveaxis(np.array(found), 1, -1)
+        if not users.count:
+            self._add_requests(active, counts)
+        return counts
 
     def _failures(
-        self, active: Ints, user: Ints, mine: npt.NDArray[np.bool_], busy: float
+        self, active: Ints, user: Ints, mine: npt.NDArray[np.bool_], busy: float, look: int
     ) -> tuple[Ints, npt.NDArray[np.bool_]]:
         """How many requests each one is, with its retries or its bunch, and whether they fail."""
         users, random = self._users, self._random
@@ -138,6 +175,10 @@ class UserTraffic:
         chance = np.where(mine, users.errors * users.worse, users.errors) * busy / together
         if users.failing:
             chance = np.where(np.take_along_axis(self._fails[active], user, 1), chance / users.failing, 0.0)
+        if users.outages:
+            chance = np.where(random.random((len(active), 1)) < users.outages, users.outage, chance)
+        if users.faulty and look >= _FAULT_AT:
+            chance = np.where(np.take_along_axis(self._faulty[active], user, 1), 1.0, chance)
         bad = random.random(user.shape) < chance
         again = random.geometric(1 - users.retried, user.shape) if users.retried else users.bunch
         return np.where(bad, again, 1).astype(np.int64), bad
@@ -156,28 +197,35 @@ class UserTraffic:
         active: Ints,
         user: Ints,
         mine: npt.NDArray[np.bool_],
-        requests: tuple[Ints, Ints],
-        events: list[Ints],
+        requests: Sequence[Ints],
+        events: Sequence[Ints],
     ) -> None:
-        trials = np.broadcast_to(np.arange(len(active))[:, None], user.shape).ravel()
-        if not self._users.count:
-            for kind, e in enumerate(events):
-                n = requests[kind > 1]
-                added = np.stack([x.sum(1) for x in (n, e, n, e, e)], axis=-1)
-                self.sums[kind, active] += added
-            return
-        flat = ((active[:, None] * 2 + mine) * len(self._shares) + user).ravel()
-        touched, where = np.unique(flat, return_inverse=True)
-        owner = np.zeros(len(touched), dtype=np.int64)
-        owner[where] = trials
-        more_n = [np.bincount(where, weights=n.ravel()) for n in requests]
-        for kind, e in enumerate(events):
-            group = int(kind > 1)
-            n0, e0 = self._n[group, touched], self._e[kind, touched]
-            dn, de = more_n[group], np.bincount(where, weights=e.ravel())
-            grown = (dn, de, dn * (2 * n0 + dn), de * (2 * e0 + de), dn * e0 + de * n0 + dn * de)
-            for field, values in enumerate(grown):
-                self.sums[kind, active, field] += np.bincount(owner, weights=values, minlength=len(active))
-            self._e[kind, touched] += de.astype(np.int32)
-        for group in (0, 1):
-            self._n[group, touched] += more_n[group].astype(np.int64)
+        """Count users as units."""
+        side = np.where(mine, 0, 1)
+        row = np.arange(len(active))[:, None]
+        flat = (row * len(self._shares) + user).ravel()
+        units, where = np.unique(flat, return_inverse=True)
+        owner, version = np.zeros((2, len(units)), dtype=np.int64)
+        owner[where], version[where] = np.broadcast_to(row, user.shape).ravel(), side.ravel()
+        bins, unit = len(BADNESS_EDGES), owner * 2 + version
+        for kind, (n, e) in enumerate(zip(requests, events, strict=True)):
+            total, bad = (np.bincount(where, weights=x.ravel()) for x in (n, e))
+            seen = total > 0
+            badness = np.searchsorted(BADNESS_EDGES, bad[seen] / total[seen])
+            counts = np.bincount(unit[seen] * bins + badness, minlength=len(active) * 2 * bins)
+            self.units[kind, active] = counts.reshape(len(active), 2, bins)
+            if self._sticky:
+                block = np.take_along_axis(self._block[active], user, 1)
+                place = ((row * 2 + side) * (USER_BLOCKS + 1) + block).ravel()
+                for field, x in enumerate((n, e)):
+                    added = np.bincount(place, weights=x.ravel(), minlength=len(active) * 2 * (USER_BLOCKS + 1))
+                    self.blocks[kind, field, active] += added.reshape(len(active), 2, -1)
+
+    def _add_requests(self, active: Ints, counts: Ints) -> None:
+        """Count requests without a key as units: (events, active, 4 counts)."""
+        bad, requests = counts[..., 0::2], counts[..., 1::2]
+        units = np.zeros((*bad.shape, len(BADNESS_EDGES)))
+        units[..., 0], units[..., -1] = requests - bad, bad
+        self.units[:, active] = units
+        for field, x in enumerate((requests, bad)):
+            self.blocks[:, field, :, :, -1][:, active] += x

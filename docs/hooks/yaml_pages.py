@@ -63,6 +63,7 @@ EXAMPLES: Mapping[str, Any] = {
     "driver": "550.54",
     "duration": "7 d",
     "env": {"requirements": ["lightgbm==4.6.0"]},
+    "epoch": "5 min",
     "ignore": -100,
     "inputs": {"x": "data"},
     "label": "target",

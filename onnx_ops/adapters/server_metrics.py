@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING, Self
 
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observations import (
+    BADNESS_EDGES,
+    USER_BLOCKS,
+    EpochUnits,
+    GenerationCounts,
     LatencyThresholds,
     MetricsReading,
     RequestCounts,
     ShadowCounts,
-    UnitSums,
+    UnitCounts,
+    UserBlocks,
 )
 from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.ports import MetricsSource
 from onnx_ops.protocol import messages
-from onnx_ops.protocol.messages import FAILURE_STATUSES, REJECTION_STATUSES, Counts, DeploymentCounts, UserCountsRequest
+from onnx_ops.protocol.messages import (
+    FAILURE_STATUSES,
+    KEYLESS_CELL,
+    REJECTION_STATUSES,
+    Counts,
+    DeploymentCounts,
+    EpochCounts,
+    TableCounts,
+    UserCountsRequest,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+_MAX_LAG = 4
+"""Epochs that a server may be behind the others. One that is further behind, as by its clock, is not waited for."""
 
 
 class ServerMetrics(MetricsSource):
@@ -39,49 +61,194 @@ class ServerMetrics(MetricsSource):
         return (counts[0].bounds_s, _add(histograms)) if histograms else None
 
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
-        """Return the counts of all servers, by user, too."""
-        watched = {name: {} if limits is None else limits.by_guardrail() for name, limits in deployments.items()}
-        ascending = {name: tuple(sorted(set(limits.values()))) for name, limits in watched.items()}
-        grades = {
-            name: {place: ascending[name].index(limit_s) + 1 for place, limit_s in limits.items()}
-            for name, limits in watched.items()
-        }
-        counts = self._counts(config, UserCountsRequest(limits_s=ascending))
-        by_name = {name: [one.deployments[name] for one in counts if name in one.deployments] for name in deployments}
-        counted = [one for each in by_name.values() for one in each]
-        return MetricsReading(
-            origin="+".join(one.origin for one in counts),
-            at=min(one.at for one in counts),
-            tallies={name: _tally(each, counts[0].bounds_s, watched[name]) for name, each in by_name.items() if each},
-            shadow=ShadowCounts(
-                compared=sum(one.shadow_answered for one in counted),
-                differing=sum(one.shadow_differing for one in counted),
-                failed=sum(one.shadow_failed for one in counted),
-            ),
-            cold_s={
-                name: loads for name, each in by_name.items() if (loads := tuple(s for one in each for s in one.cold_s))
-            },
-            units=_units(
-                {n: [one.users for one in each] for n, each in by_name.items() if each}, grades, config.endpoint
-            ),
-        )
+        """Return the counts of all servers by generation, and the epochs that all of them have closed."""
+        watched = _Watch.from_thresholds(deployments)
+        counts = self._counts(config, UserCountsRequest(limits_s=watched.list_limits()))
+        names = set(deployments)
+        try:
+            return MetricsReading(
+                at=min(one.at for one in counts),
+                counts=tuple(
+                    watched.count_table(one, table)
+                    for one in counts
+                    for table in one.tables
+                    if names <= set(table.deployments)
+                ),
+                epochs=tuple(watched.add_epochs(counts)) if len(names) == 2 else (),
+                open_epoch=watched.add_open_epochs(counts) if len(names) == 2 else None,
+                cold_s={
+                    name: loads_s
+                    for name in deployments
+                    if (loads_s := tuple(s for one in counts for s in one.cold_s.get(name, ())))
+                },
+            )
+        except (ValueError, zlib.error) as error:
+            raise ServiceUnavailableError(
+                "that is no answer of an endpoint server", where=config.endpoint, why=str(error)
+            ) from error
 
 
 def _add(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(sum(column) for column in zip(*counts, strict=True))
 
 
-def _tally(
-    counted: Sequence[DeploymentCounts], bounds_s: Sequence[float], limits_s: Mapping[str, float]
-) -> RequestCounts:
-    service = _add([one.service for one in counted])
-    timed, below = sum(service), dict(zip(bounds_s, accumulate(service), strict=False))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Watch:
+    """The deployments that are compared, the candidate first, with their thresholds in seconds by place."""
+
+    limits_s: Mapping[str, Mapping[str, float]]
+
+    @classmethod
+    def from_thresholds(cls, thresholds: Mapping[str, LatencyThresholds | None]) -> Self:
+        """Build it from the argument of `MetricsSource.read`."""
+        return cls(limits_s={name: {} if each is None else each.by_guardrail() for name, each in thresholds.items()})
+
+    def list_limits(self) -> Mapping[str, tuple[float, ...]]:
+        """Return the ascending thresholds of each deployment."""
+        return {name: tuple(sorted(set(limits_s.values()))) for name, limits_s in self.limits_s.items()}
+
+    def count_table(self, counts: Counts, table: TableCounts) -> GenerationCounts:
+        """Return the counts of one server under one generation."""
+        named = {name: table.deployments[name] for name in self.limits_s}
+        return GenerationCounts(
+            origin=counts.origin,
+            generation=table.generation,
+            tallies={name: _tally(one, counts.bounds_s, self.limits_s[name]) for name, one in named.items()},
+            shadow=ShadowCounts(
+                compared=sum(one.shadow_answered for one in named.values()),
+                differing=sum(one.shadow_differing for one in named.values()),
+                failed=sum(one.shadow_failed for one in named.values()),
+            ),
+            blocks={name: self._sum_blocks(name, table.cells[name]) for name in named if name in table.cells},
+        )
+
+    def _sum_blocks(self, name: str, text: str) -> Mapping[str, UserBlocks]:
+        """Return the counts of a deployment by block of users, for each place."""
+        cells = _Cells.decode([text])
+        return {
+            "errors": cells.sum_blocks(*cells.get_errors()),
+            "feedback": cells.sum_blocks(*cells.get_feedback()),
+            **{place: cells.sum_blocks(*cells.get_slow(grade)) for place, grade in self._list_grades(name).items()},
+        }
+
+    def add_epochs(self, counts: Sequence[Counts]) -> Iterable[EpochUnits]:
+        """Yield the units of the epochs that all servers have closed.
+
+        Every server assigns a cell to the same version in an epoch: its counts are added before they are a unit.
+        """
+        numbers = sorted(one.closed_through for one in counts if one.closed_through)
+        if not numbers:
+            return
+        closed_through = max(numbers[0], numbers[len(numbers) // 2] - _MAX_LAG)
+        parts: dict[tuple[int, int], list[EpochCounts]] = {}
+        for one in counts:
+            for each in one.epochs:
+                parts.setdefault((each.epoch, each.generation), []).append(each)
+        for epoch, generation in sorted(parts):
+            if epoch <= closed_through:
+                yield self._form_units(parts[epoch, generation])
+
+    def add_open_epochs(self, counts: Sequence[Counts]) -> EpochUnits | None:
+        """Return the units of the last open epoch until now, if any."""
+        opened = [one.open_epoch for one in counts if one.open_epoch is not None]
+        if not opened:
+            return None
+        last = max((each.epoch, each.generation) for each in opened)
+        return self._form_units([each for each in opened if (each.epoch, each.generation) == last])
+
+    def _form_units(self, parts: Sequence[EpochCounts]) -> EpochUnits:
+        """Return the units of one epoch, from the counts of each server."""
+        names = list(self.limits_s)
+        cells = [_Cells.decode([part.cells[name] for part in parts if name in part.cells]) for name in names]
+        grades = [self._list_grades(name) for name in names]
+        binned = {
+            "errors": [each.bin_units(*each.get_errors()) for each in cells],
+            "refused": [each.bin_units(*each.get_refused()) for each in cells],
+        }
+        for place in sorted(set.intersection(*map(set, grades))):
+            binned[place] = [
+                each.bin_units(*each.get_slow(grade[place])) for each, grade in zip(cells, grades, strict=True)
+            ]
+        return EpochUnits(
+            generation=parts[0].generation,
+            epoch=parts[0].epoch,
+            units={place: UnitCounts(candidate=each[0], stable=each[1]) for place, each in binned.items()},
+        )
+
+    def _list_grades(self, name: str) -> Mapping[str, int]:
+        """Return for each place how many thresholds a request exceeds that is slow there."""
+        ascending = self.list_limits()[name]
+        return {place: ascending.index(limit_s) + 1 for place, limit_s in self.limits_s[name].items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cells:
+    """Counts of one deployment by cell: numbers of the cells, shape (n,), and their fields, (n, `CELL_FIELDS`)."""
+
+    cells: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+
+    @classmethod
+    def decode(cls, texts: Sequence[str]) -> _Cells:
+        """Add the counts of several servers. Raises ValueError or zlib.error."""
+        import numpy as np
+
+        parts = [messages.decode_cells(text) for text in texts]
+        if len(parts) == 1:
+            return cls(*parts[0])
+        cells = np.unique(np.concatenate([np.zeros(0, np.int64), *(numbers for numbers, _ in parts)]))
+        total = np.zeros((len(cells), messages.CELL_FIELDS), np.int64)
+        for numbers, counts in parts:
+            total[np.searchsorted(cells, numbers)] += counts
+        return cls(cells, total)
+
+    def get_errors(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return requests and errors of each cell."""
+        return self.counts[:, messages.CELL_REQUESTS], self.counts[:, messages.CELL_ERRORS]
+
+    def get_refused(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return requests and refused ones of each cell."""
+        return self.counts[:, messages.CELL_REQUESTS], self.counts[:, messages.CELL_REFUSED]
+
+    def get_feedback(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return feedback and successes of each cell."""
+        return self.counts[:, messages.CELL_FEEDBACK], self.counts[:, messages.CELL_SUCCESSES]
+
+    def get_slow(self, grade: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return timed requests of each cell, and those that exceed so many thresholds or more."""
+        timed = self.counts[:, messages.CELL_LATENCIES :]
+        return timed.sum(1), timed[:, grade:].sum(1)
+
+    def bin_units(self, requests: npt.NDArray[np.int64], events: npt.NDArray[np.int64]) -> tuple[int, ...]:
+        """Return the number of units by badness, without zeros at the end."""
+        import numpy as np
+
+        is_single = self.cells == KEYLESS_CELL
+        is_unit = ~is_single & (requests > 0)
+        bins = np.searchsorted(BADNESS_EDGES, events[is_unit] / requests[is_unit], side="left")
+        numbers = np.bincount(bins, minlength=len(BADNESS_EDGES))
+        bad = events[is_single].sum()
+        numbers[0] += requests[is_single].sum() - bad
+        numbers[-1] += bad
+        return tuple(np.trim_zeros(numbers, "b").tolist())
+
+    def sum_blocks(self, requests: npt.NDArray[np.int64], events: npt.NDArray[np.int64]) -> UserBlocks:
+        """Return the sums by block of users."""
+        import numpy as np
+
+        blocks = np.where(self.cells == KEYLESS_CELL, USER_BLOCKS, self.cells % USER_BLOCKS)
+        sums = [np.bincount(blocks, values, USER_BLOCKS + 1).astype(int).tolist() for values in (requests, events)]
+        return UserBlocks(requests=tuple(sums[0]), events=tuple(sums[1]))
+
+
+def _tally(one: DeploymentCounts, bounds_s: Sequence[float], limits_s: Mapping[str, float]) -> RequestCounts:
+    timed, below = sum(one.service), dict(zip(bounds_s, accumulate(one.service), strict=False))
     return RequestCounts(
-        requests=sum(n for one in counted for n in one.statuses.values()),
-        errors=sum(one.statuses.get(status, 0) for one in counted for status in FAILURE_STATUSES),
-        refused=sum(one.statuses.get(status, 0) for one in counted for status in REJECTION_STATUSES),
-        feedback=sum(one.feedback for one in counted),
-        successes=sum(one.successes for one in counted),
+        requests=sum(one.statuses.values()),
+        errors=sum(one.statuses.get(status, 0) for status in FAILURE_STATUSES),
+        refused=sum(one.statuses.get(status, 0) for status in REJECTION_STATUSES),
+        feedback=one.feedback,
+        successes=one.successes,
         timed=timed,
     ).with_over({name: count_slower(below, timed, limit_s, 1e-9) for name, limit_s in limits_s.items()})
 
@@ -90,56 +257,3 @@ def count_slower(below: Mapping[float, int], timed: int, latency_s: float, toler
     """Return the requests slower than a bound of a cumulative histogram; None for any other latency."""
     counts = (count for bound, count in below.items() if math.isclose(bound, latency_s, rel_tol=tolerance))
     return next((timed - count for count in counts), None)
-
-
-def _units(
-    vectors: Mapping[str, Sequence[str]], grades: Mapping[str, Mapping[str, int]], endpoint: str
-) -> Mapping[str, UnitSums]:
-    """Return the sums over users of each event, of both deployments.
-
-    Args:
-        vectors: cells by deployment, of each server. They are added first: a user may be seen by all of them.
-        grades: by deployment and place, how many thresholds a request exceeds that is slow there.
-        endpoint: for errors.
-    """
-    if not any(map(any, vectors.values())):
-        return {}
-    import numpy as np
-
-    try:
-        cells = {
-            name: functools.reduce(np.add, map(messages.decode_user_counts, texts)) for name, texts in vectors.items()
-        }
-    except (ValueError, zlib.error) as error:
-        raise ServiceUnavailableError(
-            "that is no answer of an endpoint server", where=endpoint, why=str(error)
-        ) from error
-
-    def sums(requests: Mapping[str, slice], events: Mapping[str, slice]) -> UnitSums:
-        n, e = (
-            np.stack([cells[name][fields].sum(0) for name, fields in chosen.items()]) for chosen in (requests, events)
-        )
-        (n, single), (e, bad) = (
-            (x[:, : messages.USER_BUCKETS], int(x[:, messages.KEYLESS_CELL].sum())) for x in (n, e)
-        )
-        return UnitSums(
-            requests=int(n.sum()) + single,
-            events=int(e.sum()) + bad,
-            requests_squared=int((n * n).sum()) + single,
-            events_squared=int((e * e).sum()) + bad,
-            products=int((n * e).sum()) + bad,
-        )
-
-    def everywhere(field: int) -> Mapping[str, slice]:
-        return dict.fromkeys(cells, slice(field, field + 1))
-
-    timed = dict.fromkeys(cells, slice(messages.CELL_LATENCIES, None))
-    places = set.intersection(*(set(grades[name]) for name in cells))
-    return {
-        "errors": sums(everywhere(messages.CELL_REQUESTS), everywhere(messages.CELL_ERRORS)),
-        "feedback": sums(everywhere(messages.CELL_FEEDBACK), everywhere(messages.CELL_SUCCESSES)),
-        **{
-            place: sums(timed, {name: slice(messages.CELL_LATENCIES + grades[name][place], None) for name in cells})
-            for place in sorted(places)
-        },
-    }

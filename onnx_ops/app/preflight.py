@@ -164,6 +164,7 @@ class Preflight:
 
     def _inputs(self, model: ModelInfo) -> Iterator[Issue]:
         """Yield problems of rows for scoring, calibration or tuning that the model does not accept."""
+        from onnx_ops.domain.row_axes import find_row_axes
         from onnx_ops.measure.files import convert_inputs
         from onnx_ops.tools.probing import find_input_problems
 
@@ -172,12 +173,16 @@ class Preflight:
                 continue
             loc, rows = ("data", name), self._sets[name]
             try:
+                axes = find_row_axes({spec.name: spec.shape for spec in model.inputs})
                 inputs = convert_inputs(rows.dataset.inputs, model)
+                rows.dataset.put_rows_first({name: axis for name, axis in axes.items() if name in inputs})
             except OnnxOpsError as error:
                 yield Issue(loc, error.without_place())
                 continue
-            for key, message in find_input_problems(model.inputs, inputs):
+            values = rows.dataset.values
+            for key, message in find_input_problems(model.inputs, inputs, values):
                 below = ("inputs", key) if key in rows.section.inputs else ("inputs",) if rows.section.inputs else ()
+                below = ("values", key) if key in values else below
                 yield Issue((*loc, *below), message)
 
     def _export_options(self) -> Iterator[Issue]:
@@ -188,9 +193,10 @@ class Preflight:
         plugin = self._plugin("exporters", export.framework) if export else None
         if export is None or plugin is None or not hasattr(plugin, "options"):
             return
+        inputs = {**scored.dataset.inputs, **scored.dataset.values} if scored else {}
         if scored is None:
             export = replace(export, dynamic={})
-        for loc, problem in find_section_problems(export, scored.dataset.inputs if scored else {}, plugin.options):
+        for loc, problem in find_section_problems(export, inputs, plugin.options):
             yield Issue(("export", *loc), problem.without_place(), on_key=True)
 
     def _quantize_options(self) -> Iterator[Issue]:

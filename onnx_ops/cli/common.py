@@ -11,10 +11,12 @@ import inspect
 import json
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
@@ -25,7 +27,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from onnx_ops import codec
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.errors import ConfigError, MissingPackageError, OnnxOpsError, UserError
+from onnx_ops.errors import ConfigError, InternalError, MissingPackageError, OnnxOpsError, UserError, quoted
 from onnx_ops.plugins import has_extra, imported, missing_package
 from onnx_ops.scratch import storage_errors
 
@@ -76,7 +78,7 @@ collected_output: ContextVar[CollectedOutput | None] = ContextVar("collecting", 
 
 
 def handle_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Turn errors that onnx-ops raises on purpose into a message and an exit code, never a traceback."""
+    """Turn errors into a message and an exit code, never a traceback or the exit code of a failed gate."""
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -85,22 +87,38 @@ def handle_errors(command: Callable[P, R]) -> Callable[P, R]:
         try:
             with redirect, storage_errors():
                 return command(*args, **kwargs)
-        except (OnnxOpsError, ModuleNotFoundError) as error:
-            if not isinstance(error, OnnxOpsError) and not has_extra(imported(error)):
-                raise
-            shown = error if isinstance(error, OnnxOpsError) else missing_package(imported(error), where="")
-            if isinstance(shown, MissingPackageError):  # name the command: `rollout_status` is `rollout status`
-                group, _, verb = command.__name__.partition("_")
-                name = f"{group} {verb}" if group in _GROUPS else command.__name__.replace("_", "-")
-                where = f"onnx-ops {name}{f', {shown.where}' if shown.where else ''}"
-                shown = MissingPackageError(shown.what, where=where, why=shown.why, remedy=shown.remedy)
-            print_error(shown, as_json=bool(kwargs.get("as_json")))
-            raise typer.Exit(shown.exit_code) from error
+        except (typer.Exit, typer.Abort):
+            raise
         except KeyboardInterrupt:
             typer.echo("interrupted; finished work is kept, run again to continue", err=True)
             raise typer.Exit(130) from None
+        except Exception as error:
+            shown = _describe_error(error, command.__name__)
+            print_error(shown, as_json=bool(kwargs.get("as_json")))
+            raise typer.Exit(shown.exit_code) from error
 
     return wrapped
+
+
+def _describe_error(error: Exception, function: str) -> OnnxOpsError:
+    """Return the error to show: with the command that a missing package or a fault of onnx-ops ended."""
+    group, _, verb = function.partition("_")
+    command = f"onnx-ops {f'{group} {verb}' if group in _GROUPS else function.replace('_', '-')}"
+    shown: OnnxOpsError
+    if isinstance(error, OnnxOpsError):
+        shown = error
+    elif isinstance(error, ModuleNotFoundError) and has_extra(imported(error)):
+        shown = missing_package(imported(error), where="")
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+        why = f"{type(error).__name__}{place}: {quoted(error)}"
+        remedy = f"This is a fault of onnx-ops {version('onnx-ops')}: report it with this message and the files."
+        shown = InternalError("the command ended unexpectedly", where=command, why=why, remedy=remedy)
+    if isinstance(shown, MissingPackageError):
+        where = f"{command}{f', {shown.where}' if shown.where else ''}"
+        shown = MissingPackageError(shown.what, where=where, why=shown.why, remedy=shown.remedy)
+    return shown
 
 
 def open_project() -> Project:

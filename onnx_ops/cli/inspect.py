@@ -55,7 +55,11 @@ def inspect(
     Example: onnx-ops inspect model.onnx --batch 8
     """
     from onnx_ops.config.targets import list_targets
-    from onnx_ops.onnx_graph.compatibility import explain_missing_operators, explain_version_limits
+    from onnx_ops.onnx_graph.compatibility import (
+        explain_missing_operators,
+        explain_unsupported_blocks,
+        explain_version_limits,
+    )
     from onnx_ops.onnx_graph.model_info import write_copy
     from onnx_ops.onnx_graph.model_summary import summarize_model
     from onnx_ops.onnx_graph.python_source import write_python_source
@@ -83,7 +87,9 @@ def inspect(
         files = open_project().targets
         known = {name: files.load(name, where="--target") for name in list_targets(files)}
         targets = {
-            name: explain_version_limits(summary.info, target) or explain_missing_operators(summary.foreign, target)
+            name: explain_version_limits(summary.info, target)
+            or explain_missing_operators(summary.foreign, target)
+            or explain_unsupported_blocks(summary.blocks, target)
             for name, target in known.items()
         }
         shown = (looked_at, summary, targets, written)
@@ -158,8 +164,8 @@ def _report(path: Path, summary: ModelSummary, targets: Mapping[str, str], writt
         "license": summary.license,
         "version": str(summary.version or ""),
         "about": summary.description,
-        "inputs": _tensors(info.inputs),
-        "outputs": _tensors(info.outputs),
+        "inputs": _tensors(info.inputs, summary.unranked),
+        "outputs": _tensors(info.outputs, summary.unranked),
         "nodes": f"{sum(summary.operators.values())}: {_counts(summary.versions)}",
         "custom": "\n".join(f"{name} at {', '.join(at[:5])}" for name, at in summary.foreign.items()),
         "weights": _counts(summary.parameters) or "none",
@@ -179,9 +185,10 @@ def _report(path: Path, summary: ModelSummary, targets: Mapping[str, str], writt
         print_text("[green]valid ONNX[/green]")
 
 
-def _tensors(specs: Sequence[TensorSpec]) -> str:
-    lines = [f"{spec.name}: {spec.dtype} {' × '.join(map(str, spec.shape)) or 'scalar'}" for spec in specs]
-    return "\n".join(lines) or "none"
+def _tensors(specs: Sequence[TensorSpec], unranked: Sequence[str]) -> str:
+    shapes = {spec.name: " × ".join(map(str, spec.shape)) or "scalar" for spec in specs}
+    shapes |= dict.fromkeys(unranked, "of any rank: no shape is declared")
+    return "\n".join(f"{spec.name}: {spec.dtype} {shapes[spec.name]}" for spec in specs) or "none"
 
 
 def _counts(counts: Mapping[str, int]) -> str:

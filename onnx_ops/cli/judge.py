@@ -24,6 +24,7 @@ from onnx_ops.cli.common import (
     verdict_markup,
     writing,
 )
+from onnx_ops.cli.tools import Fix, parse_values
 from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.errors import NotFoundError, UserError
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from onnx_ops.reporting.judgement import Heading
     from onnx_ops.tools.judge import Judgement, SweepPoint
     from onnx_ops.tools.probing import SampleRows
+
+_MOST_ROWS = 100_000
+"""Rows of the data that are read."""
 
 _SHOWN = 3
 """Number of reasons printed; the table has all verdicts."""
@@ -78,6 +82,7 @@ def judge(
         list[str] | None,
         typer.Option("--dim", metavar="NAME=SIZE[,SIZE…]", help="Sizes of a symbolic dimension; default: 8."),
     ] = None,
+    fix: Fix = None,
     concurrency: Annotated[
         int | None,
         typer.Option(min=1, max=256, metavar="N", help="Also measure the throughput of N concurrent requests."),
@@ -132,9 +137,10 @@ def judge(
         a, b, casts = _with_casts(given, stack)
         inputs, fixed = shared_inputs(a, b), find_fixed_sizes(a, b)
         sweep = _parse_sweep(dims or [], fixed)
-        dataset = _load_dataset(project.context, data, labels, inputs) if data else None
+        values = parse_values(fix or [])
+        dataset, supplied = _load_dataset(project.context, data, labels, inputs, values)
         gate, functions = _build_gate(metric, dataset, drop or 0.0, lower_is_better=lower_is_better)
-        settings = _list_settings(a, inputs, dataset, sweep, batches, rows=rows, seed=seed, where=str(data))
+        settings = _list_settings(a, inputs, supplied, sweep, batches, rows=rows, seed=seed, fix=values)
         request = JudgeRequest(
             baseline=a,
             candidate=b,
@@ -163,10 +169,8 @@ def judge(
                 sizes=(read_model_info(given[0]).size_bytes, read_model_info(given[1]).size_bytes),
                 notes=(*casts, *judgement.notes),
             )
-    origin = (
-        f"{len(settings[0].samples)} generated from the graph (seed {seed}); for real rows: --data"
-        if dataset is None
-        else f"{len(dataset)} of {data}, {f'labels {labels}' if labels else 'without labels'}"
+    origin = _describe_origin(
+        supplied, settings[0].samples, f"{data}, {f'labels {labels}' if labels else 'without labels'}", seed
     )
     heading = _head(judgement, baseline, candidate, origin, settings)
     decisions = [target.decision for target in judgement.targets]
@@ -186,6 +190,16 @@ def judge(
 
     print_result(lambda: _document(judgement, heading, baseline, candidate), report, as_json=as_json)
     raise typer.Exit(judgement.verdict.exit_code)
+
+
+def _describe_origin(supplied: SampleRows | None, samples: SampleRows, source: str, seed: int) -> str:
+    """Return how many rows were compared, and where they are from."""
+    if supplied is not None:
+        return f"{len(supplied)} of {source}" if supplied.rows else f"one request of {source}"
+    if samples.rows:
+        return f"{len(samples)} generated from the graph (seed {seed}); for real rows: --data"
+    count = 1 + len(samples.further)
+    return f"none: {count} requests generated from the graph (seed {seed}); for a real one: --data"
 
 
 def _parse_options(only: str | None, batch: str, files: Mapping[str, str | None]) -> list[int]:
@@ -247,19 +261,35 @@ def _parse_sweep(dims: list[str], fixed: Mapping[str, int]) -> dict[str, list[in
     return sizes
 
 
-def _load_dataset(context: Context, data: Path, labels: str | None, inputs: tuple[TensorSpec, ...]) -> Dataset:
-    """Return all rows of the file, with labels if they are named."""
+def _load_dataset(
+    context: Context, data: Path | None, labels: str | None, inputs: tuple[TensorSpec, ...], fix: Mapping[str, Any]
+) -> tuple[Dataset | None, SampleRows | None]:
+    """Return all rows of the file, with labels if they are named, and as samples.
+
+    There is no data set without a file, nor where the inputs hold one request, not rows.
+    """
     from onnx_ops.cli.tools import load_rows
     from onnx_ops.config.messages import did_you_mean
     from onnx_ops.ports import Dataset
 
-    arrays, samples = load_rows(inputs, context, data, 100_000, labels)
+    if data is None:
+        return None, None
+    arrays, samples = load_rows(inputs, context, data, _MOST_ROWS, fix)
     if labels is not None and labels not in arrays:
         others = [name for name in arrays if name not in samples.rows]
         hint = did_you_mean(labels, others) or f"; it has {', '.join(others) or 'none beside the inputs'}"
         remedy = "Name the array of the labels: --labels NAME."
         raise UserError(f"it has no array {labels!r}{hint}", where=str(data), remedy=remedy)
-    return Dataset(inputs=samples.rows, label=None if labels is None else arrays[labels][: len(samples)])
+    if labels is None:
+        return Dataset(inputs=samples.rows) if samples.rows else None, samples
+    label = arrays[labels][:_MOST_ROWS]
+    if not samples.rows:
+        why = "the model's inputs share no dimension, so the file holds one request"
+        raise UserError("labels need rows", where="--labels", why=why)
+    if not label.ndim or len(label) != len(samples):
+        what = f"array {labels!r} has shape {arrays[labels].shape}, and the inputs have {len(samples)} rows"
+        raise UserError(what, where=str(data), remedy="Give one label for each row.")
+    return Dataset(inputs=samples.rows, label=label), samples
 
 
 def _check_metric(name: str | None, *, lower_is_better: bool) -> None:
@@ -303,30 +333,30 @@ def _build_gate(
 def _list_settings(
     baseline: Path,
     inputs: tuple[TensorSpec, ...],
-    dataset: Dataset | None,
+    supplied: SampleRows | None,
     sweep: Mapping[str, Sequence[int]],
     batches: Sequence[int],
     *,
     rows: int,
     seed: int,
-    where: str,
+    fix: Mapping[str, Any],
 ) -> list[SweepPoint]:
     """Return every shape with every batch; a fixed one is the only one."""
     from onnx_ops.onnx_graph.input_bounds import read_input_bounds
     from onnx_ops.tools.judge import SweepPoint
-    from onnx_ops.tools.probing import check_samples, generate_samples
+    from onnx_ops.tools.probing import generate_samples
 
-    if dataset is not None and sweep:
-        raise UserError("--dim is for made-up rows, and --data brings its own", where="--dim")
-    bounds = read_input_bounds(baseline) if dataset is None else {}
+    if supplied is not None and sweep:
+        raise UserError("--dim is for generated rows, and --data brings its own", where="--dim")
+    bounds = read_input_bounds(baseline) if supplied is None else {}
     settings: list[SweepPoint] = []
     shapes = list(itertools.product(*sweep.values()))
     for sizes in shapes:
         dims = dict(zip(sweep, sizes, strict=True))
         samples: SampleRows = (
-            generate_samples(inputs, count=rows, dims=dims, seed=seed, bounds=bounds)
-            if dataset is None
-            else check_samples(inputs, dataset.inputs, where=where, limit=max(rows, *batches))
+            generate_samples(inputs, count=rows, dims=dims, seed=seed, bounds=bounds, fix=fix)
+            if supplied is None
+            else supplied.head(max(rows, *batches))
         )
         shape = [f"{name}={size}" for name, size in dims.items()] if len(shapes) > 1 else []
         for size in [samples.batch] if samples.batch else batches:

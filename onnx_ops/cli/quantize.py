@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
@@ -10,7 +11,7 @@ import typer
 
 from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, Quiet, open_project, print_json, print_text, say
-from onnx_ops.cli.tools import advise, guard_context, load_rows, show_progress
+from onnx_ops.cli.tools import Fix, advise, guard_context, load_rows, parse_values, show_progress
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.errors import UserError
 from onnx_ops.plugins import require, tools
@@ -66,6 +67,7 @@ def quantize(
     select: Annotated[
         str, typer.Option(help="auto: point of the Pareto front to keep: fast, small or exact.")
     ] = "fast",
+    fix: Fix = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -103,7 +105,8 @@ def quantize(
         exclude=tuple(exclude or ()),
         options=_parse_options(options or []),
     )
-    rows = load_rows(read_model_info(model).inputs, context, data, samples)[1].rows if data else None
+    values = parse_values(fix or [])
+    rows = load_rows(read_model_info(model).inputs, context, data, samples, values)[1] if data else None
     if method == AUTO:
         with show_progress("quantize", model, quiet=quiet or as_json) as report:
             if exclude or options:
@@ -124,9 +127,9 @@ def quantize(
                 model,
                 out,
                 targets=tuple(chosen),
-                tuning_data=_load_tuning(context, model, tuning_data, label, definition),
+                tuning_data=_load_tuning(context, model, tuning_data, label, definition, values),
                 metric=definition,
-                calibration=rows,
+                calibration=rows.rows if rows else None,
                 data={name: digest_file(path) for name, path in (("tuning_data", tuning_data), ("data", data)) if path},
                 report=report,
             )
@@ -229,7 +232,9 @@ def _parts(hint: Any) -> list[Any]:
     return [hint, *(part for argument in get_args(hint) for part in _parts(argument))]
 
 
-def _load_tuning(context: Context, model: Path, path: Path | None, name: str, metric: MetricDefinition) -> Dataset:
+def _load_tuning(
+    context: Context, model: Path, path: Path | None, name: str, metric: MetricDefinition, fix: Mapping[str, Any]
+) -> Dataset:
     """Return the rows on which a search decides, 512 at most."""
     from onnx_ops.onnx_graph.model_info import read_model_info
     from onnx_ops.ports import Dataset
@@ -240,7 +245,7 @@ def _load_tuning(context: Context, model: Path, path: Path | None, name: str, me
             where="--tuning-data",
             remedy="For example: --tuning-data tune.npz, with the model's inputs and an array 'label'.",
         )
-    arrays, samples = load_rows(read_model_info(model).inputs, context, path, 512)
+    arrays, samples = load_rows(read_model_info(model).inputs, context, path, 512, fix)
     if name not in arrays and not metric.label_free:
         raise UserError(
             f"it has no array {name!r}",
@@ -248,4 +253,5 @@ def _load_tuning(context: Context, model: Path, path: Path | None, name: str, me
             why=f"{metric.name} needs labels; the file has {', '.join(arrays)}",
             remedy="Name the array of the labels: --label NAME.",
         )
-    return Dataset(inputs=samples.rows, label=arrays[name][:512] if name in arrays else None)
+    label = arrays[name][:512] if name in arrays else None
+    return Dataset(inputs=samples.rows, label=label, values=samples.fixed)

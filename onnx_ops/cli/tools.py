@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -50,6 +50,14 @@ Dims = Annotated[
     list[str] | None,
     typer.Option("--dim", metavar="NAME=SIZE", help="Size of a symbolic dimension of random rows; default 8."),
 ]
+Fix = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fix",
+        metavar="NAME=VALUE",
+        help="Value of an input that is the same in every run, such as sr=16000; repeat for several.",
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of random rows and of the order of runs.")]
 
 
@@ -71,6 +79,7 @@ def bench(
     batch: Annotated[int, typer.Option(min=1, max=100_000, help="Rows of one request.")] = 1,
     runs: Annotated[int, typer.Option(min=20, max=1_000_000, help="Timed runs.")] = 800,
     dims: Dims = None,
+    fix: Fix = None,
     seed: Seed = 0,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -84,12 +93,14 @@ def bench(
     Example: onnx-ops bench model.onnx --target cpu-1t --concurrency 4
     """
     from onnx_ops.domain.gate import derive_measurement_request
+    from onnx_ops.measure.row_layout import arrange_runtime
     from onnx_ops.onnx_graph.input_bounds import read_input_bounds
     from onnx_ops.onnx_graph.rewrites import read_boundary_types, write_with_boundary_casts
     from onnx_ops.scratch import Scratch
     from onnx_ops.tools.bench import benchmark as use_case
     from onnx_ops.tools.bench import build_pair_gates
-    from onnx_ops.tools.probing import generate_samples, shared_inputs
+    from onnx_ops.tools.compare import REFERENCE
+    from onnx_ops.tools.probing import generate_samples, settle_samples, shared_inputs
 
     gates = build_pair_gates(None, concurrency=concurrency, cold=cold_start)
     project = open_project()
@@ -98,18 +109,21 @@ def bench(
         copy = folder / model.name
         casts = write_with_boundary_casts(model, read_boundary_types(model), copy)
         timed = copy if casts else model
-        inputs, sizes = shared_inputs(timed), parse_sizes(dims or [])
+        inputs, sizes, values = shared_inputs(timed), parse_sizes(dims or []), parse_values(fix or [])
+        runtime = context.runtime(chosen.runtime)
         if data is None:
             bounds = read_input_bounds(timed)
-            samples = generate_samples(inputs, count=batch, dims=sizes, seed=seed, bounds=bounds)
+            samples = generate_samples(inputs, count=batch, dims=sizes, seed=seed, bounds=bounds, fix=values)
+            place = replace(REFERENCE, custom_ops=chosen.custom_ops)
+            samples = settle_samples(context.runtime(place.runtime), place, timed, samples)
         elif sizes:
             raise UserError("--dim is for random rows, and --data brings its own", where="--dim")
         else:
-            _, samples = load_rows(inputs, context, data, batch)
+            _, samples = load_rows(inputs, context, data, batch, values)
         if casts:
             report(casts)
         result = use_case(
-            context.runtime(chosen.runtime),
+            arrange_runtime(runtime, samples.read_layout(timed)),
             chosen,
             timed,
             samples.feed(batch),
@@ -131,7 +145,7 @@ def guard_context(context: Context, timeout: float | None = None) -> Context:
 
 
 def load_rows(
-    inputs: tuple[TensorSpec, ...], context: Context, data: Path, limit: int, label: str | None = None
+    inputs: tuple[TensorSpec, ...], context: Context, data: Path, limit: int, fix: Mapping[str, Any] | None = None
 ) -> tuple[Mapping[str, ndarray], SampleRows]:
     """Return the arrays of a file of rows, and its first rows, checked against the inputs of a model."""
     from onnx_ops.domain.pipeline import FileData
@@ -140,9 +154,8 @@ def load_rows(
     if not data.is_file():
         raise NotFoundError("no such file", where=str(data))
     path = data.resolve()
-    section = FileData(file=path.name, inputs={spec.name: spec.name for spec in inputs}, label=label)
-    arrays = context.source("file").load(section, path.parent)
-    return arrays, check_samples(inputs, arrays, where=str(data), limit=limit)
+    arrays = context.source("file").load(FileData(file=path.name), path.parent)
+    return arrays, check_samples(inputs, arrays, where=str(data), limit=limit, fix=fix)
 
 
 def parse_sizes(dims: list[str]) -> dict[str, int]:
@@ -154,6 +167,22 @@ def parse_sizes(dims: list[str]) -> dict[str, int]:
             raise UserError(f"{text!r} is not NAME=SIZE", where="--dim", remedy="For example: --dim height=224.")
         sizes[name] = int(size)
     return sizes
+
+
+def parse_values(texts: list[str]) -> dict[str, Any]:
+    """Return values of inputs by name, from `NAME=VALUE` texts; a value is a number, a boolean, a text or a list."""
+    import yaml
+
+    values: dict[str, Any] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        try:
+            values[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UserError(f"{text!r} is not NAME=VALUE", where="--fix", why=str(error)) from error
+        if not (name and separator) or values[name] is None or isinstance(values[name], dict):
+            raise UserError(f"{text!r} is not NAME=VALUE", where="--fix", remedy="For example: --fix sr=16000.")
+    return values
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from onnx_ops.config.document import Issue, Loc
 from onnx_ops.config.messages import did_you_mean, quote_names
 from onnx_ops.config.rules import Draft
 from onnx_ops.domain.pipeline import Deploy
-from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
+from onnx_ops.domain.rollout_policy import DAY, DEFAULT_EPOCH_S, DEFAULT_UNITS, RolloutPolicy
 from onnx_ops.domain.target import Target
 
 Capabilities = Callable[[Deploy], frozenset[str]]
@@ -153,6 +153,8 @@ def _check_guardrails(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
 def _check_judgement(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
     if policy.min_step_duration is not None and policy.min_step_duration >= policy.step_timeout:
         yield Issue((*where, "min_step_duration"), "'min_step_duration' must be shorter than 'step_timeout'")
+    if policy.epoch >= policy.step_timeout:
+        yield Issue((*where, "epoch"), "'epoch' must be shorter than 'step_timeout'")
     count, known = len(policy.min_requests), [round(share * 100) for share in policy.trials]
     if policy.is_analyzed and count and not known:
         yield Issue((*where, "min_requests"), "'min_requests' is for steps before 100%; a shadow has its own")
@@ -172,5 +174,12 @@ def _check_judgement(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
         "min_step_duration": policy.min_step_duration,
         "approval_steps": policy.approval_steps,
     }
-    for key in (*(key for key, value in given.items() if value), *["step_timeout"] * (policy.step_timeout != DAY)):
+    changed = {
+        "step_timeout": policy.step_timeout != DAY,
+        "epoch": policy.epoch != DEFAULT_EPOCH_S,
+        "min_units": policy.min_units != DEFAULT_UNITS,
+    }
+    for key, value in (given | changed).items():
+        if not value:
+            continue
         yield Issue((*where, key), f"'{key}' is for steps that are judged; add e.g. guardrails: [errors]")

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NewType
 
+from onnx_ops.domain.row_axes import find_fixed_batch
+
 Digest = NewType("Digest", str)
 """`sha256:` and 64 lower-case hexadecimal digits."""
 
@@ -137,4 +139,4 @@ class ModelInfo:
     @property
     def fixed_batch(self) -> int:
         """The number of rows that a request must have; 0 if any number is accepted."""
-        return max((s.shape[0] for s in self.inputs if s.shape and isinstance(s.shape[0], int)), default=0)
+        return find_fixed_batch({spec.name: spec.shape for spec in self.inputs})

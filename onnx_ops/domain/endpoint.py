@@ -13,6 +13,9 @@ from onnx_ops.domain.attestation import Envelope
 from onnx_ops.domain.execution import Execution
 from onnx_ops.domain.quantities import OMIT_DEFAULT, Json
 
+MIN_EPOCH_S, MAX_EPOCH_S = 0.1, 86_400.0
+"""Shortest and longest epoch of a split that is drawn anew."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
@@ -45,6 +48,9 @@ class Deployment:
 class TrafficSplit:
     """Whole percentages by deployment name. The weights sum to 100.
 
+    With `epoch_s`, users are assigned to deployments anew in each epoch of so many seconds, so that epochs are
+    independent trials. With 0, a user stays with a deployment for as long as the split holds.
+
     `shadow` maps deployments to the percentage of all requests whose copies they get; clients do not receive those
     answers. They are compared: a number differs if it is off by more than `shadow_tolerance` times the largest number
     of its output.
@@ -53,6 +59,7 @@ class TrafficSplit:
     weights: Mapping[str, int]
     shadow: Mapping[str, int] = field(default_factory=dict)
     shadow_tolerance: float = 1e-3
+    epoch_s: float = field(default=0.0, metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         if any(weight < 0 for weight in self.weights.values()) or sum(self.weights.values()) != 100:
@@ -61,6 +68,8 @@ class TrafficSplit:
             raise ValueError(f"shadow traffic must be from 0 to 100: {dict(self.shadow)}")
         if not 0 <= self.shadow_tolerance < 1:
             raise ValueError(f"the tolerance of shadow answers must be from 0 to 1: {self.shadow_tolerance}")
+        if not (self.epoch_s == 0 or MIN_EPOCH_S <= self.epoch_s <= MAX_EPOCH_S):
+            raise ValueError(f"an epoch must last from {MIN_EPOCH_S:g} to {MAX_EPOCH_S:g} s: {self.epoch_s}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +107,10 @@ class EndpointState:
 
     def covers(self, other: EndpointState) -> bool:
         """Return whether both are equal except for the generation and deployments without traffic."""
-        (mine, tolerance), (theirs, wanted) = _effect(self), _effect(other)
+        (mine, *shared), (theirs, *wanted) = _effect(self), _effect(other)
         spare = {name: effect for name, effect in mine.items() if name not in theirs}
         same = {name: effect for name, effect in mine.items() if name in theirs} == theirs
-        return same and tolerance == wanted and not any(any(shares) for *_, shares in spare.values())
+        return same and shared == wanted and not any(any(shares) for *_, shares in spare.values())
 
 
 def serves_only(state: EndpointState, deployment: Deployment) -> bool:
@@ -133,8 +142,8 @@ def drop_idle_deployments(state: EndpointState) -> EndpointState:
 _Effect: TypeAlias = tuple[Digest, bool, int, tuple[str, ...], Execution, tuple[int, int]]
 
 
-def _effect(state: EndpointState) -> tuple[dict[str, _Effect], float | None]:
-    """Return what each deployment is and gets, by name, and the tolerance of shadow answers."""
+def _effect(state: EndpointState) -> tuple[dict[str, _Effect], float | None, float]:
+    """Return what each deployment is and gets, by name, the tolerance of shadow answers, and the epoch."""
     weights, shadow = state.split.weights, state.split.shadow
     per_name = {
         d.name: (
@@ -143,7 +152,7 @@ def _effect(state: EndpointState) -> tuple[dict[str, _Effect], float | None]:
         )
         for d in state.deployments
     }
-    return per_name, state.split.shadow_tolerance if any(shadow.values()) else None
+    return per_name, state.split.shadow_tolerance if any(shadow.values()) else None, state.split.epoch_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

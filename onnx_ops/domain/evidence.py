@@ -113,10 +113,26 @@ EVIDENCE_SCHEMA = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParityColumn:
+    """One column of an output on real rows: its largest |answer|, and the largest error beside the noise.
+
+    Errors up to the noise times the gate's `noise_factor` are not visible.
+    """
+
+    column: str
+    scale: float
+    error: float
+    noise: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParityMeasurement:
     """One output on one group of inputs.
 
-    `error` is max |onnx - src64|; `noise` is max(max |src32 - src64|, 2 eps max |src64|); `ratio` is error / noise.
+    Floats are measured by column, an index of the last axis (of the channels behind a convolution, and apart in each
+    segment of a joined output). `error`, `noise` and `ratio` = error / noise are those of the worst `column`, whose
+    largest |answer| is `scale`: `error` is max |onnx - src64|, and `noise` the larger of max |src32 - src64| and the
+    rounding error that the graph shows. `columns` are those in which the least is visible, on real rows.
     For integer and string outputs `error` is the share of rows that differ although the source is sure of them.
     `mismatch` names a difference of shape or of the non-finite values, which no tolerance covers. `tolerance` is
     the fixed tolerance that replaces the noise where the source does not run in float64.
@@ -139,6 +155,9 @@ class ParityMeasurement:
     unexplained: int = 0
     inside: bool = field(default=True, metadata=OMIT_DEFAULT)
     example: str = field(default="", metadata=OMIT_DEFAULT)
+    column: str = field(default="", metadata=OMIT_DEFAULT)
+    scale: float = field(default=0.0, metadata=OMIT_DEFAULT)
+    columns: tuple[ParityColumn, ...] = field(default=(), metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +196,8 @@ class WeightMeasurement:
 
     Where that is more than rounding moves a weight, `output_error` is the mean square error of its layer's outputs on
     real rows, relative to that of plain rounding; None where it was not measured. `stretch` is the range of the type's
-    levels relative to that of the levels in use; None where the weight has no 8-bit levels.
+    levels relative to that of the levels in use; None where the weight has no 8-bit levels. `bias`: it is one, and
+    `output_error` is relative to that of its layer with the original bias.
     """
 
     tensor: str
@@ -185,6 +205,7 @@ class WeightMeasurement:
     elements: int
     output_error: float | None = field(default=None, metadata=OMIT_DEFAULT)
     stretch: float | None = field(default=None, metadata=OMIT_DEFAULT)
+    bias: bool = field(default=False, metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +225,8 @@ class PairedCounts:
     `against` is `champion`, `fp32` or, for an absolute value, empty.
 
     Where the data names groups, `groups` counts them. The design effects `change_effect` and `value_effect` are how
-    many times as many rows as independent ones are needed for the change and for the candidate's own value.
+    many times as many rows as independent ones are needed for the change and for the candidate's own value. `equal`:
+    all outputs of both models are equal on every row, so that the change is exactly 0.
     """
 
     metric: str
@@ -216,6 +238,7 @@ class PairedCounts:
     groups: int = field(default=0, metadata=OMIT_DEFAULT)
     change_effect: float = field(default=1.0, metadata=OMIT_DEFAULT)
     value_effect: float = field(default=1.0, metadata=OMIT_DEFAULT)
+    equal: bool = field(default=False, metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +253,11 @@ class Interval:
     def point(cls, value: float) -> Interval:
         """Return the interval of an exact value."""
         return cls(estimate=value, low=value, high=value)
+
+    @property
+    def is_point(self) -> bool:
+        """Return whether the value is exact."""
+        return self.low == self.estimate == self.high
 
     @property
     def is_finite(self) -> bool:
@@ -249,6 +277,8 @@ class ScoreComparison:
 
     `groups` counts the groups that replace rows. `effective` is how many equally bad rows (or groups) would carry the
     candidate's error as evenly; `heavy` holds the indices of the rows that carry half of it, the worst first.
+    `carrying` counts the heaviest rows (or groups) without which the others carry the losses of both models evenly
+    enough, 0 if all do; `rest` is the difference or ratio of those others, None if they have no loss.
     """
 
     metric: str
@@ -267,6 +297,8 @@ class ScoreComparison:
     effective: float | None = field(default=None, metadata=OMIT_DEFAULT)
     heavy: tuple[int, ...] = field(default=(), metadata=OMIT_DEFAULT)
     reference: Interval | None = field(default=None, metadata=OMIT_DEFAULT)
+    carrying: int = field(default=0, metadata=OMIT_DEFAULT)
+    rest: float | None = field(default=None, metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -405,7 +437,8 @@ class Evidence:
     counts its nodes by operator and version of its definition (`Gemm-13`). `champion` is what served then, even if its
     files are those of the variant and there is nothing to compare. `grouped` explains why the scored rows seem to
     belong together in groups where no key names groups. `scored_on` are the machines that scored the rows in shards;
-    none where the measuring machine did. `sampled` is None where all rows of the data set are scored.
+    none where the measuring machine did. `sampled` is None where all rows of the data set are scored. `unused_inputs`
+    are the inputs on which no answer of the export depends.
     """
 
     schema: int = EVIDENCE_SCHEMA
@@ -430,6 +463,7 @@ class Evidence:
     weights: tuple[WeightMeasurement, ...] = ()
     source: SourceLimits | None = None
     trees: TreeStructure | None = None
+    unused_inputs: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
     activations: tuple[ActivationMeasurement, ...] = ()
     coverage: Int8Coverage | None = None
     recipe: tuple[str, ...] = ()

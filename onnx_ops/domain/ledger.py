@@ -16,7 +16,7 @@ from onnx_ops.domain.attestation import Envelope
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Roles, WaitKind
-from onnx_ops.domain.rollout_observations import LatencyThresholds, MetricsReading, Observations
+from onnx_ops.domain.rollout_observations import GenerationUnits, LatencyThresholds, MetricsReading, Observations
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 
 
@@ -397,7 +397,7 @@ def _record(
             return replace(state, thresholds=body)
         case MetricsRecorded():
             counts, stable, candidate = state.observations, state.roles.stable, state.roles.candidate
-            if counts is not None and state.open_intent is not None:
+            if counts is not None and state.open_intent is not None and body.reading.origin:
                 # The split can change at any moment: such a reading starts no interval.
                 counts = counts.reset_reading(counts.split_at)
             elif counts is not None and stable is not None and candidate is not None:
@@ -481,7 +481,7 @@ def _close(state: ReleaseState, outcome: ActionOutcome, at: float) -> ReleaseSta
         rejected=_rejected(state, action),
         overrides=_overrides(state, action),
         known=_known(state),
-        observations=_start_observations(state, action.roles, at),
+        observations=_start_observations(state, action, at),
         pause=state.pause if action.roles == state.roles else None,
     )
 
@@ -507,15 +507,21 @@ def _known(state: ReleaseState) -> Mapping[str, Deployment]:
     return {**state.known, **{d.version: d for d in state.open_intent.action.state.deployments}}
 
 
-def _start_observations(state: ReleaseState, roles: Roles, at: float) -> Observations | None:
+def _start_observations(state: ReleaseState, action: Action, at: float) -> Observations | None:
     """Return the counts of the candidate; those of a new one start with its fixed thresholds."""
-    if roles.candidate is None:
+    candidate, step = action.roles.candidate, action.roles.step
+    if candidate is None:
         return None
-    candidate = roles.candidate.manifest
-    if state.observations is not None and state.observations.candidate == candidate:
-        return state.observations.move_to_step(roles.step, at)
-    observations = Observations(candidate=candidate, step=roles.step, started_at=at, split_at=at)
-    fixed = state.thresholds
-    if fixed is None or fixed.candidate != candidate:
-        return observations
-    return replace(observations, thresholds=fixed.thresholds, slower=fixed.slower or fixed.thresholds)
+    observations = state.observations
+    if observations is None or observations.candidate != candidate.manifest:
+        observations = Observations(candidate=candidate.manifest, step=step, started_at=at, split_at=at)
+        fixed = state.thresholds
+        if fixed is not None and fixed.candidate == candidate.manifest:
+            observations = replace(observations, thresholds=fixed.thresholds, slower=fixed.slower or fixed.thresholds)
+    split = GenerationUnits(
+        generation=state.generation,
+        step=step,
+        percent=action.state.split.weights.get(candidate.name, 0),
+        is_drawn=action.state.split.epoch_s > 0,
+    )
+    return observations.move_to_step(split, at)

@@ -36,8 +36,12 @@ EXPORT = "fp32"
 
 GROUP = "Name of the array that identifies groups of rows (patient, customer, session); gates then count groups."
 INPUTS = (
-    "ONNX input name -> array or column; `*` is all columns of numbers as one float32 matrix. "
+    "ONNX input name -> array or column, in this order; `*` is all columns of numbers as one float32 matrix. "
     "Default: every array or column except label and group is one input."
+)
+VALUES = (
+    "ONNX input name -> value of an input that is the same for all rows: a number, a boolean, a list of them, or the "
+    "name of an array of the data."
 )
 
 
@@ -70,8 +74,9 @@ class FileData:
     label: Annotated[str | None, doc("Name of the array or column that holds the labels.")] = None
     group: Annotated[str | None, doc(GROUP)] = field(default=None, metadata=OMIT_DEFAULT)
     columns: Annotated[
-        tuple[str, ...] | None, doc("Columns that become inputs; default: all except label and group.")
+        tuple[str, ...] | None, doc("Columns that become inputs, in this order; default: all except label and group.")
     ] = field(default=None, metadata=OMIT_DEFAULT)
+    values: Annotated[Mapping[str, Json], doc(VALUES)] = field(default_factory=dict, metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +103,9 @@ class PluginData:
     label: Annotated[str | None, doc("Name of the label array.")] = None
     group: Annotated[str | None, doc(GROUP)] = field(default=None, metadata=OMIT_DEFAULT)
     columns: Annotated[
-        tuple[str, ...] | None, doc("Columns that become inputs; default: all except label and group.")
+        tuple[str, ...] | None, doc("Columns that become inputs, in this order; default: all except label and group.")
     ] = field(default=None, metadata=OMIT_DEFAULT)
+    values: Annotated[Mapping[str, Json], doc(VALUES)] = field(default_factory=dict, metadata=OMIT_DEFAULT)
 
 
 DataSection: TypeAlias = FileData | SklearnData | PluginData

@@ -105,8 +105,9 @@ class GuardrailResult:
     """One guardrail: events among the requests of either version, and the evidence (log10) against the candidate.
 
     `low` and `high` bound the odds ratio at any time; None where not computed. `compared` counts what the evidence of
-    the present step rests on; the step needs `required`. `design_effect` is how many requests carry the information of
-    one independent request. A violation pauses the rollout if `holds`, else aborts it. `rule` describes what was
+    the present step rests on; the step needs `required`. `units` are those of either version with any event, and all,
+    where the source counts them; else `design_effect` is how many requests carry the information of one independent
+    request. A violation pauses the rollout if `holds`, else aborts it. `rule` describes what was
     compared where it is not a pair of counts. `percentile` is where the counts speak most against the candidate.
     """
 
@@ -114,6 +115,7 @@ class GuardrailResult:
     percentile: str = ""
     canary: tuple[int, int] = (0, 0)
     stable: tuple[int, int] = (0, 0)
+    units: tuple[tuple[int, int], tuple[int, int]] | None = None
     evidence: float = 0.0
     limit: float
     low: float | None = None
@@ -134,6 +136,9 @@ class GuardrailResult:
         """One line for people."""
         where = f"above {self.percentile} " if self.percentile else ""
         parts = [self.rule or f"{where}canary {_format_share(*self.canary)} vs stable {_format_share(*self.stable)}"]
+        if self.units is not None:
+            (mine, of_mine), (theirs, of_theirs) = self.units
+            parts.append(f"{mine} of {of_mine} units vs {theirs} of {of_theirs}")
         details = [] if self.low is None or self.high is None else [f"odds ratio {self.low:.3g}-{self.high:.3g}"]
         if self.design_effect >= _REPORTED_DESIGN_EFFECT:
             details.append(f"{self.design_effect:.2g} requests count as one")
@@ -191,6 +196,7 @@ def choose_next_action(
     command: OperatorCommand | None,
     now: float,
     analysis: AnalysisResult | None = None,
+    draws_epochs: bool = False,
 ) -> Action | Wait:
     """Return the next action, or the reason to wait.
 
@@ -202,11 +208,12 @@ def choose_next_action(
         observed: the state that the provider reports; None if the endpoint does not exist or does not answer.
         command: the operator's last command that was not acted upon.
         now: seconds since the epoch.
+        draws_epochs: whether the provider can assign users anew in each epoch.
     """
     candidate, stable = roles.candidate, roles.stable
     if stable is None:
         return _deploy_first(desired, target)
-    rollout = _Rollout(stable, roles, policy, target, command, now, analysis)
+    rollout = _Rollout(stable, roles, policy, target, command, now, analysis, draws_epochs)
     idle = [roles.previous] if roles.previous is not None and roles.finished_at else []
     expected = build_split_state(stable, None, 0, *idle)
     if candidate is not None:
@@ -282,6 +289,7 @@ def build_split_state(
     *idle: Deployment,
     mirror_percent: int = 0,
     tolerance: float | None = None,
+    epoch_s: float = 0.0,
 ) -> EndpointState:
     """Return the state in which `candidate` receives `percent` of the traffic and `stable` the rest.
 
@@ -289,6 +297,7 @@ def build_split_state(
         idle: deployments that stay loaded without traffic.
         mirror_percent: percentage of requests of which the candidate gets a copy.
         tolerance: relative difference that answers to copies may show.
+        epoch_s: seconds after which all users are assigned anew; 0: a user stays with a version.
 
     Raises:
         ValueError: the only deployment present would not receive all traffic.
@@ -303,7 +312,7 @@ def build_split_state(
         deployments.setdefault(deployment.name, deployment)
         weights.setdefault(deployment.name, 0)
     shadow = {candidate.name: mirror_percent} if candidate is not None and mirror_percent else {}
-    split = TrafficSplit(weights=weights, shadow=shadow)
+    split = TrafficSplit(weights=weights, shadow=shadow, epoch_s=epoch_s)
     if shadow and tolerance is not None:
         split = replace(split, shadow_tolerance=tolerance)
     return EndpointState(deployments=tuple(deployments.values()), split=split)
@@ -343,12 +352,23 @@ class _Rollout:
     command: OperatorCommand | None
     now: float
     analysis: AnalysisResult | None
+    draws_epochs: bool
 
     def build_state(self, candidate: Deployment, step: PlannedStep, *idle: Deployment) -> EndpointState:
-        """Return the state of the endpoint in a step."""
-        tolerance = None if self.policy.shadow is None else self.policy.shadow.tolerance
+        """Return the state of the endpoint in a step.
+
+        Evidence of a canary step needs epochs. In an A/B test, and where nothing is judged, a user keeps its version.
+        """
+        policy = self.policy
+        has_epochs = self.draws_epochs and policy.is_analyzed and step.kind == "canary" and 0 < step.percent < 100
         return build_split_state(
-            self.stable, candidate, step.percent, *idle, mirror_percent=step.mirror_percent, tolerance=tolerance
+            self.stable,
+            candidate,
+            step.percent,
+            *idle,
+            mirror_percent=step.mirror_percent,
+            tolerance=None if policy.shadow is None else policy.shadow.tolerance,
+            epoch_s=policy.epoch if has_epochs else 0.0,
         )
 
     def proceed(self, candidate: Deployment) -> Action | Wait:

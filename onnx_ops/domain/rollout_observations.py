@@ -1,12 +1,13 @@
 """Counts of a rollout: readings of a metrics source, the intervals between them, and fixed thresholds.
 
-Every count is a whole number of requests, so that any metrics source can report it and any process can continue
-counting.
+Every count is a whole number of requests or of units, so that any process can continue counting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import bisect
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,6 +71,17 @@ class RequestCounts:
         places = tuple(count for name in LATENCY_PLACES if (count := counts.get(name)) is not None)
         return replace(self, **named, over_places=places if len(places) == len(LATENCY_PLACES) else None)
 
+    def plus(self, other: RequestCounts) -> RequestCounts:
+        """Return the counts of both. A count that one of them does not know is unknown."""
+        return RequestCounts(
+            requests=self.requests + other.requests,
+            errors=self.errors + other.errors,
+            refused=self.refused + other.refused,
+            feedback=self.feedback + other.feedback,
+            successes=self.successes + other.successes,
+            timed=None if self.timed is None or other.timed is None else self.timed + other.timed,
+        ).with_over({name: count + other.over()[name] for name, count in self.over().items() if name in other.over()})
+
     def minus(self, before: RequestCounts | None) -> RequestCounts | None:
         """Return the counts since `before` (None: all counts); None if they are inconsistent, as after a restart."""
         if before is None:
@@ -115,6 +127,22 @@ class ShadowCounts:
     differing: int = 0
     failed: int = 0
 
+    def plus(self, other: ShadowCounts) -> ShadowCounts:
+        """Return the counts of both."""
+        return ShadowCounts(
+            compared=self.compared + other.compared,
+            differing=self.differing + other.differing,
+            failed=self.failed + other.failed,
+        )
+
+    def minus(self, before: ShadowCounts) -> ShadowCounts:
+        """Return the counts since `before`."""
+        return ShadowCounts(
+            compared=self.compared - before.compared,
+            differing=self.differing - before.differing,
+            failed=self.failed - before.failed,
+        )
+
     @property
     def seen(self) -> int:
         """Copies with a result."""
@@ -139,46 +167,141 @@ class LatencyQuantiles:
     p99_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitSums:
-    """Sums over units with n requests and e events each, of both versions: n, e, n squared, e squared, and e n.
+BADNESS_EDGES = (0.0, *(2.0**-k for k in range(10, 5, -1)), *(k / 32 for k in range(1, 33)))
+"""Upper edges of the bins of badness: no event, halves of 1/32 for rare events of busy users, then steps of 1/32."""
+USER_BLOCKS = 64
+"""Blocks of users, which the cell of a user's key modulo this number belongs to."""
 
-    A unit is what the traffic split assigns: a user whose requests carry a key, else the single request.
+
+def find_badness_bin(events: int, requests: int) -> int:
+    """Return the bin of a unit: the first whose edge is not below events / requests.
+
+    Rounding up needs no correction, since it does not depend on the assignment.
+    """
+    return bisect.bisect_left(BADNESS_EDGES, events / requests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitCounts:
+    """Units of either version by badness, the share of a unit's requests that were events.
+
+    A unit is what is assigned to a version independently of others: the requests of one cell of users in one epoch, or
+    a single request without a key. Each version has a number for each of `BADNESS_EDGES`; zeros at the end may be
+    left out.
     """
 
-    requests: int = 0
-    events: int = 0
-    requests_squared: int = 0
-    events_squared: int = 0
-    products: int = 0
+    candidate: tuple[int, ...] = ()
+    stable: tuple[int, ...] = ()
 
-    @classmethod
-    def single(cls, requests: int, events: int) -> UnitSums:
-        """Return the sums of requests without keys."""
-        return cls(requests=requests, events=events, requests_squared=requests, events_squared=events, products=events)
+    def plus(self, other: UnitCounts) -> UnitCounts:
+        """Return the units of both."""
+        return UnitCounts(
+            candidate=_add(self.candidate, other.candidate),
+            stable=_add(self.stable, other.stable),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochUnits:
+    """Units of one epoch, for all of which the traffic split of the routing table `generation` held.
+
+    `units` are by place: `errors`, `refused`, and the latency guardrails and places with a threshold. For the latter, a
+    unit counts its timed requests. Counts of one cell from several servers are added before its badness is formed.
+    """
+
+    generation: int
+    epoch: int
+    units: Mapping[str, UnitCounts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserBlocks:
+    """Requests and events of one deployment by block of users, for a split that is sticky by user.
+
+    Each has `USER_BLOCKS` + 1 numbers; the last one is of requests without a key. For feedback, requests are entries
+    and events are successes.
+    """
+
+    requests: tuple[int, ...]
+    events: tuple[int, ...]
+
+    def plus(self, other: UserBlocks) -> UserBlocks:
+        """Return the counts of both."""
+        return UserBlocks(
+            requests=_add(self.requests, other.requests),
+            events=_add(self.events, other.events),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationCounts:
+    """Counts of one server since one start, under one generation of its routing table. They only grow.
+
+    `origin` identifies server and start. `tallies` are by deployment. `shadow` counts copies to the candidate. `blocks`
+    are by deployment and place (`errors`, `feedback`, latency); empty unless the split is sticky by user.
+    """
+
+    origin: str
+    generation: int
+    tallies: Mapping[str, RequestCounts]
+    shadow: ShadowCounts = field(default_factory=ShadowCounts, metadata=OMIT_DEFAULT)
+    blocks: Mapping[str, Mapping[str, UserBlocks]] = field(default_factory=dict, metadata=OMIT_DEFAULT)
+
+    def is_later_than(self, before: GenerationCounts) -> bool:
+        """Return whether these counts of the same origin and generation were read after `before`, or equal it."""
+        grown = all(
+            self.tallies.get(name, RequestCounts()).requests >= tally.requests for name, tally in before.tallies.items()
+        )
+        return grown and self.shadow.minus(before.shadow).is_consistent
+
+    def plus(self, other: GenerationCounts) -> GenerationCounts:
+        """Return the counts of both, with this one's origin and generation."""
+        tallies = {**other.tallies, **self.tallies}
+        for name in self.tallies.keys() & other.tallies.keys():
+            tallies[name] = self.tallies[name].plus(other.tallies[name])
+        blocks = {name: dict(by_place) for name, by_place in self.blocks.items()}
+        for name, by_place in other.blocks.items():
+            mine = blocks.setdefault(name, {})
+            for place, added in by_place.items():
+                mine[place] = mine[place].plus(added) if place in mine else added
+        return replace(self, tallies=tallies, shadow=self.shadow.plus(other.shadow), blocks=blocks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsReading:
-    """The counts of a source since `origin`, by name of deployment. `at` is in seconds since the epoch.
+    """The counts of a source. `at` is in seconds since the epoch, by the source's clock.
 
-    Another origin means that the counters restarted, as after a restart of the server. `shadow` counts copies to the
-    candidate. `units` are by name of guardrail, and `feedback` for those; empty where the source knows no users.
+    Servers of onnx-ops report `counts` by server, start and generation, and `epochs`: the closed epochs that they still
+    know, in ascending order. An epoch is closed once every server has closed it. `open_epoch` is the latest one that is
+    not. Their clocks are never compared.
+
+    Sources that know no assignment (CloudWatch, Azure Monitor, Prometheus) report `tallies` by deployment, and perhaps
+    `shadow` and `quantiles`, since `origin`: another origin means that the counters restarted.
+
     `cold_s` are durations of loads of either version, before the candidate got any traffic.
     """
 
-    origin: str
     at: float
+    counts: tuple[GenerationCounts, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    epochs: tuple[EpochUnits, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    open_epoch: EpochUnits | None = field(default=None, metadata=OMIT_DEFAULT)
+    origin: str = ""
     tallies: Mapping[str, RequestCounts] = field(default_factory=dict)
     shadow: ShadowCounts = field(default_factory=ShadowCounts)
     quantiles: Mapping[str, LatencyQuantiles] = field(default_factory=dict)
-    units: Mapping[str, UnitSums] = field(default_factory=dict, metadata=OMIT_DEFAULT)
     cold_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict, metadata=OMIT_DEFAULT)
+
+    def sum_tallies(self) -> Mapping[str, RequestCounts]:
+        """Return the counts by deployment, of all servers and generations."""
+        total = GenerationCounts(origin="", generation=0, tallies=self.tallies)
+        for one in self.counts:
+            total = total.plus(one)
+        return total.tallies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservationInterval:
-    """Counts between two readings of one step, in which the traffic split did not change."""
+    """Counts between two readings of one step, in which the traffic split did not change. It took `seconds`."""
 
     step: int
     canary: RequestCounts = field(default_factory=RequestCounts)
@@ -186,16 +309,46 @@ class ObservationInterval:
     shadow: ShadowCounts = field(default_factory=ShadowCounts)
     canary_latency: LatencyQuantiles | None = None
     stable_latency: LatencyQuantiles | None = None
+    seconds: float = field(default=0.0, metadata=OMIT_DEFAULT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationUnits:
+    """The traffic split of one generation of the routing table, and the units of its `epochs` until `last_epoch`.
+
+    `percent` is the candidate's share. `units` are by place; there are none unless users are assigned anew in each
+    epoch (`is_drawn`).
+    """
+
+    generation: int
+    step: int
+    percent: int
+    is_drawn: bool
+    epochs: int = 0
+    last_epoch: int = -1
+    units: Mapping[str, UnitCounts] = field(default_factory=dict)
+
+    def with_epoch(self, epoch: EpochUnits) -> GenerationUnits:
+        """Return the sums with one more epoch, which is counted once."""
+        if epoch.epoch <= self.last_epoch:
+            return self
+        added = {place: self.units.get(place, UnitCounts()).plus(units) for place, units in epoch.units.items()}
+        return replace(self, epochs=self.epochs + 1, last_epoch=epoch.epoch, units={**self.units, **added})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observations:
     """All counts of the rollout in progress. `started_at` is when its present step took effect.
 
-    `thresholds` apply to the stable version, `slower` to the candidate. The next interval starts at `reading`; None if
-    the split changed after the last reading. The last change was at `split_at`. `units` holds the latest counts by user
-    of each origin: they restart with a new origin, and grow from step to step. `cold_s` holds the seconds of the last
-    loads of candidate and stable version.
+    `thresholds` apply to the stable version, `slower` to the candidate. `cold_s` holds the seconds of the last loads of
+    candidate and stable version. `reading` is the last reading, without what other fields hold.
+
+    Servers of onnx-ops: `counts` holds the largest counts of each origin and generation, `generations` the splits of
+    this rollout with their units. What belongs to a step is told by the generation; clocks are never compared. A
+    restart or another server adds counts, and interrupts nothing.
+
+    Other sources: the next interval starts at `reading`, or with the next reading if the split changed since
+    (`reading` is None). The last change was at `split_at`.
     """
 
     candidate: Digest
@@ -206,51 +359,109 @@ class Observations:
     slower: LatencyThresholds | None = None
     reading: MetricsReading | None = None
     intervals: tuple[ObservationInterval, ...] = ()
-    units: Mapping[str, Mapping[str, UnitSums]] = field(default_factory=dict, metadata=OMIT_DEFAULT)
+    counts: tuple[GenerationCounts, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    generations: tuple[GenerationUnits, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    open_epoch: EpochUnits | None = field(default=None, metadata=OMIT_DEFAULT)
     cold_s: tuple[tuple[float, ...], tuple[float, ...]] = field(default=((), ()), metadata=OMIT_DEFAULT)
 
-    def move_to_step(self, step: int, at: float) -> Observations:
+    @property
+    def drawn(self) -> tuple[GenerationUnits, ...]:
+        """The splits whose units are counted and were assigned anew in each epoch; empty for other sources."""
+        return tuple(split for split in self.generations if split.is_drawn) if self.counts else ()
+
+    def sum_blocks(self, place: str) -> tuple[UserBlocks, ...]:
+        """Return the counts by block of users of the present step, for each version; empty if the source has none."""
+        total = GenerationCounts(origin="", generation=0, tallies={})
+        ours = {split.generation for split in self.generations if split.step == self.step}
+        for one in self.counts:
+            total = total.plus(one) if one.generation in ours else total
+        return tuple(by_place[place] for by_place in total.blocks.values() if place in by_place)
+
+    def move_to_step(self, split: GenerationUnits, at: float) -> Observations:
         """Return the observations after the traffic split was set (again) for a step."""
-        moved = self.reset_reading(at)
-        return moved if step == self.step else replace(moved, step=step, started_at=at)
+        moved = replace(self.reset_reading(at), generations=(*self.generations, split), open_epoch=None)
+        return moved if split.step == self.step else replace(moved, step=split.step, started_at=at)
 
     def reset_reading(self, at: float) -> Observations:
         """Return the observations after the split changed or may have changed: no interval spans that."""
-        return replace(self, reading=None, split_at=at)
+        return self if self.counts else replace(self, reading=None, split_at=at)
+
+    def select_new(self, reading: MetricsReading) -> MetricsReading:
+        """Return the reading without counts of other rollouts and without epochs that are counted already."""
+        last = {split.generation: split.last_epoch for split in self.generations}
+        return replace(
+            reading,
+            counts=tuple(one for one in reading.counts if one.generation in last),
+            epochs=tuple(one for one in reading.epochs if one.epoch > last.get(one.generation, one.epoch)),
+        )
 
     def with_reading(self, reading: MetricsReading, *, stable: str, candidate: str) -> Observations:
-        """Return the observations with one more reading.
+        """Return the observations with one more reading."""
+        cold_s = (reading.cold_s.get(candidate, ()), reading.cold_s.get(stable, ())) if reading.cold_s else self.cold_s
+        add = self._with_tallies if reading.origin else self._with_counts
+        return replace(add(reading, stable=stable, candidate=candidate), cold_s=cold_s)
 
-        The first one after a change of the split, or of counters that restarted, only marks where the next interval
+    def _with_tallies(self, reading: MetricsReading, *, stable: str, candidate: str) -> Observations:
+        """Add the interval since the last reading of a source without generations.
+
+        The first reading after a change of the split, or of counters that restarted, only marks where the next interval
         starts. A delayed reading from before the change is ignored.
         """
         if reading.at < self.split_at:
             return self
         interval = diff_readings(self.reading, reading, step=self.step, stable=stable, candidate=candidate)
         intervals = self.intervals if interval is None else (*self.intervals, interval)
-        units = {**self.units, reading.origin: reading.units} if reading.units else self.units
-        cold_s = (reading.cold_s.get(candidate, ()), reading.cold_s.get(stable, ())) if reading.cold_s else self.cold_s
-        return replace(self, reading=reading, intervals=intervals, units=units, cold_s=cold_s)
+        return replace(self, reading=reading, intervals=intervals)
 
-    def units_of(self, name: str) -> tuple[UnitSums, ...]:
-        """Return the counts by user of an event, one for each origin."""
-        return tuple(units[name] for units in self.units.values() if name in units)
+    def _with_counts(self, reading: MetricsReading, *, stable: str, candidate: str) -> Observations:
+        """Add what servers of onnx-ops counted since the last reading, by generation."""
+        new = self.select_new(reading)
+        by_origin = {(one.origin, one.generation): one for one in self.counts}
+        for one in new.counts:
+            before = by_origin.get((one.origin, one.generation))
+            if before is None or one.is_later_than(before):
+                by_origin[one.origin, one.generation] = one
+        counts = tuple(by_origin.values())
+        seconds = 0.0 if self.reading is None else max(0.0, reading.at - self.reading.at)
+        intervals = []
+        for split in self.generations:
+            was, now = (sum_generation(each, split.generation) for each in (self.counts, counts))
+            if now != was:
+                interval = _diff_counts(was, now, stable=stable, candidate=candidate)
+                intervals.append(replace(interval, step=split.step, seconds=seconds))
+        generations = {split.generation: split for split in self.generations}
+        for epoch in sorted(new.epochs, key=lambda one: one.epoch):
+            generations[epoch.generation] = generations[epoch.generation].with_epoch(epoch)
+        latest = reading.open_epoch
+        return replace(
+            self,
+            reading=replace(reading, counts=(), epochs=(), open_epoch=None),
+            intervals=(*self.intervals, *intervals),
+            counts=counts,
+            generations=tuple(generations.values()),
+            open_epoch=latest if latest is not None and latest.generation in generations else None,
+        )
+
+
+def sum_generation(counts: Iterable[GenerationCounts], generation: int) -> GenerationCounts:
+    """Return the counts of all servers under one generation. Blocks of users are added, too."""
+    total = GenerationCounts(origin="", generation=generation, tallies={})
+    for one in counts:
+        if one.generation == generation:
+            total = total.plus(one)
+    return total
 
 
 def diff_readings(
     before: MetricsReading | None, now: MetricsReading, *, step: int, stable: str, candidate: str
 ) -> ObservationInterval | None:
-    """Return the counts between two readings; None if they do not follow each other."""
+    """Return the counts between two readings of a source without generations; None if they do not follow each other."""
     if before is None or before.origin != now.origin or now.at < before.at:
         return None
     canary_counts, stable_counts = (
         now.tallies.get(name, RequestCounts()).minus(before.tallies.get(name)) for name in (candidate, stable)
     )
-    copies = ShadowCounts(
-        compared=now.shadow.compared - before.shadow.compared,
-        differing=now.shadow.differing - before.shadow.differing,
-        failed=now.shadow.failed - before.shadow.failed,
-    )
+    copies = now.shadow.minus(before.shadow)
     if canary_counts is None or stable_counts is None or not copies.is_consistent:
         return None
     return ObservationInterval(
@@ -260,11 +471,29 @@ def diff_readings(
         shadow=copies,
         canary_latency=now.quantiles.get(candidate),
         stable_latency=now.quantiles.get(stable),
+        seconds=now.at - before.at,
+    )
+
+
+def _diff_counts(
+    before: GenerationCounts, now: GenerationCounts, *, stable: str, candidate: str
+) -> ObservationInterval:
+    """Return the counts of one generation between two readings. Counts that do not follow each other are left out."""
+    canary_counts, stable_counts = (
+        now.tallies.get(name, RequestCounts()).minus(before.tallies.get(name)) or RequestCounts()
+        for name in (candidate, stable)
+    )
+    return ObservationInterval(
+        step=0, canary=canary_counts, stable=stable_counts, shadow=now.shadow.minus(before.shadow)
     )
 
 
 def _over_field(name: str) -> str:
     return f"over_{name.removeprefix('latency_')}"
+
+
+def _add(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in itertools.zip_longest(one, other, fillvalue=0))
 
 
 def _subtract(now: int | None, before: int | None) -> int | None:

@@ -9,12 +9,16 @@ from typing import Annotated, Literal, TypeAlias
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen, Unit, doc
 
+from onnx_ops.domain.endpoint import MAX_EPOCH_S, MIN_EPOCH_S
 from onnx_ops.domain.quantities import Count, Fraction, Notation, Seconds
 
 DAY = 86_400.0
 
+DEFAULT_EPOCH_S = 60.0
 DEFAULT_MINIMUM = 300
 """Requests to the candidate that a step needs if the policy has no `min_requests`."""
+
+DEFAULT_UNITS = 20
 
 GuardrailName: TypeAlias = Literal[
     "errors", "latency", "latency_p50", "latency_p90", "latency_p95", "latency_p99", "cold_start"
@@ -156,7 +160,20 @@ class RolloutPolicy:
         Notation.SINGLE_ENTRY,
         doc("Requests to the candidate before a step is left: one number, or one for each step."),
     ] = ()
+    min_units: Annotated[
+        Count,
+        doc(
+            "Independent units of the candidate before a step is left: users in an epoch and requests without a key; "
+            "in an A/B test, users of each version."
+        ),
+    ] = DEFAULT_UNITS
     slo: Annotated[ServiceLevel | None, doc("Service level that must be shown before each advance.")] = None
+    epoch: Annotated[
+        Seconds,
+        Ge(MIN_EPOCH_S),
+        Le(MAX_EPOCH_S),
+        doc("How long a user stays with one version in a canary step; then all users are drawn anew."),
+    ] = DEFAULT_EPOCH_S
     min_step_duration: Annotated[
         Seconds | None, doc("Shortest time at each step, regardless of the number of requests.")
     ] = None

@@ -118,7 +118,7 @@ def temporary_copy(model: Path, name: str) -> Iterator[Path]:
 def run_groups(
     runtime: Runtime, target: Target, model: Path, groups: Mapping[str, tuple[Tensors, ...]]
 ) -> GroupAnswers:
-    """Run the model on groups of inputs, in one session if it accepts them all.
+    """Run the model on groups of inputs, in one session if it accepts them all, else in halves.
 
     Raises:
         MeasurementError: it does not run on plain rows.
@@ -126,17 +126,19 @@ def run_groups(
     try:
         answers = iter(runtime.run(model, target, tuple(feed for runs in groups.values() for feed in runs)))
         return {name: tuple(next(answers) for _ in runs) for name, runs in groups.items()}
-    except MeasurementError:
-        pass
-    results: dict[str, tuple[Tensors, ...] | MeasurementError] = {}
-    for name in sorted(groups, key=lambda group: group != REAL):  # a model that does not run at all fails at once
-        try:
-            results[name] = runtime.run(model, target, groups[name])
-        except MeasurementError as error:
-            if name == REAL:
-                raise
-            results[name] = error
-    return results
+    except MeasurementError as error:
+        if REAL in groups and len(groups) > 1:  # a model that does not run at all fails at once
+            plain: GroupAnswers = {REAL: runtime.run(model, target, groups[REAL])}
+            others = {name: runs for name, runs in groups.items() if name != REAL}
+            return {**plain, **run_groups(runtime, target, model, others)}
+        if REAL in groups:
+            raise
+        if len(groups) < 2:
+            return dict.fromkeys(groups, error)
+    names = list(groups)
+    halves = (names[: len(names) // 2], names[len(names) // 2 :])
+    first, second = ({name: groups[name] for name in half} for half in halves)
+    return {**run_groups(runtime, target, model, first), **run_groups(runtime, target, model, second)}
 
 
 def explain_rejection(error: MeasurementError) -> str:

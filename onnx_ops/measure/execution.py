@@ -11,10 +11,11 @@ from onnx_ops.domain.quantization import detect_arithmetic
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.onnx_graph.compatibility import explain_version_limits
-from onnx_ops.onnx_graph.files import iterate_nodes, read_structure
-from onnx_ops.onnx_graph.int8_coverage import QUANTIZED, advise, measure_int8_coverage
+from onnx_ops.onnx_graph.files import read_model, read_structure
+from onnx_ops.onnx_graph.int8_coverage import advise, measure_int8_coverage, quantizes_activations
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.ort_format import is_ort_format
+from onnx_ops.onnx_graph.saturation import find_saturating_weights
 from onnx_ops.ports import Runtime
 from onnx_ops.scratch import Scratch
 
@@ -62,7 +63,24 @@ def inspect_execution(
             runtime.rewritten(variant, target, copy)
         except MeasurementError as error:
             return ExecutionReport(why=str(error))
-        is_quantized = any(node.op_type in QUANTIZED for node in iterate_nodes(read_structure(variant)))
+        is_quantized = quantizes_activations(read_structure(variant))
         coverage = measure_int8_coverage(source, copy, excluded) if is_quantized else None
         machine = detect_arithmetic(runtime.fingerprint(target), target)
         return ExecutionReport(coverage=coverage, advice=advise(variant, copy, target, machine, coverage))
+
+
+def explain_saturation(runtime: Runtime, model: Path, target: Target, name: str) -> str:
+    """Return why sums of the model's int8 products can be wrong on the target's CPU; empty if they are exact.
+
+    `name` is what to call the model.
+    """
+    if is_ort_format(model) or not detect_arithmetic(runtime.fingerprint(target), target).saturates:
+        return ""
+    weights = find_saturating_weights(read_model(model))
+    if not weights:
+        return ""
+    more = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
+    return (
+        f"this CPU has no VNNI and saturates sums of {name}'s int8 products at 16 bits ({weights[0]}{more}): "
+        "quantize with weights of 7 bits, `options: {reduce_range: true}`, or use a CPU with VNNI"
+    )

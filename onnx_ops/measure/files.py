@@ -5,19 +5,27 @@ from __future__ import annotations
 import io
 import shutil
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Manifest, ModelInfo
+from onnx_ops.domain.row_axes import find_row_axes
 from onnx_ops.errors import UserError
 from onnx_ops.ports import Dataset, Store, Tensors
 
 MODEL = "onnx/"
 """Prefix of the ONNX model's own files in a manifest."""
 
+VALUES = "values.npz"
+"""In the export's manifest: inputs that are the same for all rows, if there are any."""
+
 FRACTIONS = "fractions.json"
 """In the training's manifest: names of the columns that were float32 in one of its data sets."""
+
+FEATURES = "features.json"
+"""In the manifests of training and export: names of the columns of each matrix, in the order that the model takes."""
 
 HARDWARE = "hardware.json"
 """In the manifest of scored rows: the machine that scored them."""
@@ -48,11 +56,11 @@ def checkout_files(store: Store, manifest: Manifest, prefix: str, folder: Path) 
 
 
 def pack_arrays(arrays: Mapping[str, Any]) -> bytes:
-    """Return arrays as `.npz`; the same arrays always give the same bytes."""
+    """Return arrays as `.npz`, which keeps their order; the same arrays in the same order give the same bytes."""
     import numpy as np
 
     stream = io.BytesIO()
-    np.savez(stream, **{name: arrays[name] for name in sorted(arrays)})
+    np.savez(stream, **arrays)
     return stream.getvalue()
 
 
@@ -66,26 +74,75 @@ def load_arrays(store: Store, digest: Digest) -> dict[str, Any]:
 
 def put_dataset(store: Store, dataset: Dataset) -> Manifest:
     """Store a data set."""
+    import numpy as np
+
     arrays = {f"input/{name}": array for name, array in dataset.inputs.items()}
     arrays |= {f"column/{name}": array for name, array in dataset.columns.items()}
+    arrays |= {f"value/{name}": array for name, array in dataset.values.items()}
     arrays |= {
         name: array for name, array in {"label": dataset.label, "group": dataset.group}.items() if array is not None
     }
+    arrays |= {f"feature/{name}": np.array(columns) for name, columns in dataset.features.items()}
     return Manifest(files={"dataset.npz": store.put_bytes(pack_arrays(arrays))})
 
 
 def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None) -> Dataset:
-    """Return a stored data set, for an export in the types of its model (see `convert_inputs`)."""
+    """Return a stored data set.
+
+    For an export, rows are on axis 0 of every input, the types are those of its model (see `convert_inputs`), the
+    columns of a matrix are in its order, and the values of the rows that it was exported with are those that the data
+    set lacks.
+    """
     arrays = load_arrays(store, manifest["dataset.npz"])
-    inputs = _select_prefix("input/", arrays)
-    if export is not None:
-        inputs = convert_inputs(inputs, codec.loads(store.read(export["info.json"]), ModelInfo))
-    return Dataset(
-        inputs=inputs,
+    dataset = Dataset(
+        inputs=_select_prefix("input/", arrays),
         label=arrays.get("label"),
         group=arrays.get("group"),
         columns=_select_prefix("column/", arrays),
+        features={name: tuple(columns.tolist()) for name, columns in _select_prefix("feature/", arrays).items()},
+        values=_select_prefix("value/", arrays),
     )
+    if export is None:
+        return dataset
+    dataset = arrange_features(dataset, read_features(store, export))
+    model = codec.loads(store.read(export["info.json"]), ModelInfo)
+    dataset = dataset.put_rows_first(find_row_axes({spec.name: spec.shape for spec in model.inputs}))
+    values = {**get_values(store, export), **dataset.values}
+    return replace(dataset, inputs=convert_inputs(dataset.inputs, model), values=values)
+
+
+def get_values(store: Store, export: Manifest) -> dict[str, Any]:
+    """Return the inputs without rows that a model was exported with."""
+    return load_arrays(store, export[VALUES]) if VALUES in export else {}
+
+
+def read_features(store: Store, manifest: Manifest) -> dict[str, tuple[str, ...]]:
+    """Return the names of the columns of each matrix; none where the stage had no matrix of a table."""
+    if FEATURES not in manifest.files:
+        return {}
+    return dict(codec.loads(store.read(manifest[FEATURES]), Mapping[str, tuple[str, ...]]))
+
+
+def arrange_features(dataset: Dataset, features: Mapping[str, tuple[str, ...]]) -> Dataset:
+    """Put the columns of each matrix into an order, by their names.
+
+    Raises:
+        UserError: the matrix has other columns.
+    """
+    inputs = dict(dataset.inputs)
+    for name, wanted in features.items():
+        columns = dataset.features.get(name, wanted)
+        if sorted(columns) != sorted(wanted):
+            spare, lacking = sorted(set(columns) - set(wanted)), sorted(set(wanted) - set(columns))
+            raise UserError(
+                f"matrix {name!r} has other columns than that of another data set",
+                where="data",
+                why="; ".join([*(f"it also has {c!r}" for c in spare[:1]), *(f"it lacks {c!r}" for c in lacking[:1])]),
+                remedy="List the columns of every data set: `columns: [age, income]`.",
+            )
+        if columns != wanted:
+            inputs[name] = inputs[name][:, [columns.index(column) for column in wanted]]
+    return replace(dataset, inputs=inputs, features={**dataset.features, **features})
 
 
 def convert_inputs(inputs: Tensors, model: ModelInfo) -> dict[str, Any]:

@@ -74,9 +74,15 @@ def _load_rows(store: Store, raw: Digest | None) -> Mapping[str, Array]:
 
 
 def count_pairs(
-    metric: str, against: str, baseline: Array, candidate: Array, group: Array | None = None
+    metric: str,
+    against: str,
+    baseline: Array,
+    candidate: Array,
+    group: Array | None = None,
+    *,
+    equal: bool = False,
 ) -> PairedCounts:
-    """Count rows right in both, in one, in neither, from boolean arrays."""
+    """Count rows right in both, in one, in neither, from boolean arrays; `equal` is as in `PairedCounts`."""
     effects: dict[str, Any] = {}
     if group is not None:
         effects = {
@@ -91,5 +97,6 @@ def count_pairs(
         both=int((baseline & candidate).sum()),
         only_baseline=int((baseline & ~candidate).sum()),
         only_candidate=int((~baseline & candidate).sum()),
+        equal=equal,
         **effects,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,26 @@ from onnx_ops.errors import MeasurementError, OnnxOpsError
 from onnx_ops.measure.answers import explain_rejection, read_values, run_groups
 from onnx_ops.measure.files import slice_rows
 from onnx_ops.measure.reference_outputs import ReferenceGroup
+from onnx_ops.measure.rounding import measure_roundings
 from onnx_ops.onnx_graph.instrumentation import list_computed_values
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Context, Runtime, Tensors, Tracer
 from onnx_ops.statistics.parity import (
+    WHOLE,
+    ColumnNoise,
+    Rounding,
     find_first_divergence,
     find_worst_row,
     is_divergent,
+    is_ranked_by_scores,
     measure_batch_invariance,
+    measure_columns,
     measure_noise,
     measure_output,
     pick_evenly,
-    pool_noise,
     select_rows,
 )
-from onnx_ops.statistics.probes import REAL
+from onnx_ops.statistics.probes import MIN_NOISE_ROWS, RANGE, REAL
 from onnx_ops.statistics.tree_parity import measure_within_envelope
 
 _SHOWN = 6
@@ -49,14 +54,21 @@ REFERENCE_TARGET = Target(name="reference", description="One CPU thread, where e
 
 
 def measure_parity(
-    runtime: Runtime, model: Path, target: Target, groups: list[ReferenceGroup]
+    runtime: Runtime, model: Path, target: Target, groups: list[ReferenceGroup], exact: Runtime | None = None
 ) -> tuple[ParityMeasurement, ...]:
     """Measure each output on each group of inputs.
+
+    Args:
+        exact: ONNX Runtime on this machine, which computes the rounding errors; default: the runtime itself.
 
     Raises:
         MeasurementError: the runtime could not run the model.
     """
-    answers = run_groups(runtime, target, model, {group.name: (group.inputs,) for group in groups})
+    feeds = {group.name: (group.inputs,) for group in groups}
+    answers = run_groups(runtime, target, model, feeds)
+    roundings = measure_roundings(exact or runtime, model, feeds, custom_ops=target.custom_ops)
+    roundings = _drop_useless_scores(groups, roundings)
+    known = _measure_known_columns(groups, roundings)
     measurements: list[ParityMeasurement] = []
     for group in groups:
         answer = answers[group.name]
@@ -66,7 +78,7 @@ def measure_parity(
             (outputs,) = answer
             missing = [name for name in group.outputs if name not in outputs]
             measured = [make_mismatch(name, group.name, "the export lacks this output") for name in missing]
-            measured += measure_group(group, outputs)
+            measured += measure_group(group, outputs, roundings.get(group.name, {}), known)
             if group.name == REAL:
                 measured += [
                     make_mismatch(name, group.name, "every answer to the rows of the data is NaN")
@@ -74,12 +86,55 @@ def measure_parity(
                     if array.dtype.kind == "f" and array.size and (array != array).all()  # noqa: PLR0124 (NaN)
                 ]
         measurements += [replace(m, inside=group.inside) for m in measured]
-    return pool_noise(measurements)
+    return tuple(measurements)
 
 
-def measure_group(group: ReferenceGroup, outputs: Tensors) -> list[ParityMeasurement]:
-    """Measure each of the source's outputs that the model also has."""
+def _drop_useless_scores(
+    groups: Sequence[ReferenceGroup], roundings: Mapping[str, Mapping[str, Rounding]]
+) -> dict[str, dict[str, Rounding]]:
+    """Return the roundings without scores that rank nothing on real rows."""
+    real = next((group for group in groups if group.name == REAL), None)
+    useless = set()
+    for name, rounding in roundings.get(REAL, {}).items():
+        answers = [a[name] for a in (real.single, real.double) if a and name in a] if real else []
+        if rounding.scores is not None and not (answers and is_ranked_by_scores(answers[0], answers[-1], rounding)):
+            useless.add(name)
+    return {
+        group: {name: WHOLE if name in useless else one for name, one in by_output.items()}
+        for group, by_output in roundings.items()
+    }
+
+
+def _measure_known_columns(
+    groups: Sequence[ReferenceGroup], roundings: Mapping[str, Mapping[str, Rounding]]
+) -> dict[str, ColumnNoise]:
+    """Return the columns of each output on real rows."""
+    real = next((group for group in groups if group.name == REAL), None)
+    if real is None or real.single is None or real.double is None:
+        return {}
+    by_output = roundings.get(REAL, {})
+    known = {
+        name: measure_columns(array, real.double[name], by_output.get(name, WHOLE))
+        for name, array in real.single.items()
+        if name in real.double
+    }
+    return {name: columns for name, columns in known.items() if columns is not None}
+
+
+def measure_group(
+    group: ReferenceGroup,
+    outputs: Tensors,
+    roundings: Mapping[str, Rounding] | None = None,
+    known: Mapping[str, ColumnNoise] | None = None,
+) -> list[ParityMeasurement]:
+    """Measure each of the source's outputs that the model also has.
+
+    Args:
+        roundings: what the graph shows of each output; by default each is measured as a whole.
+        known: columns of real rows, for groups of few rows.
+    """
     measurements = []
+    is_small = group.name.startswith("batches") and len(next(iter(group.inputs.values()))) < MIN_NOISE_ROWS
     for name in group.outputs:
         if name not in outputs:
             continue
@@ -87,11 +142,27 @@ def measure_group(group: ReferenceGroup, outputs: Tensors) -> list[ParityMeasure
         single, double, bounds = (
             None if answers is None else answers.get(name) for answers in (group.single, group.double, group.bounds)
         )
+        rounding = (roundings or {}).get(name, WHOLE)
         if bounds is None:
-            measurement = measure_output(group=group.name, output=name, onnx=onnx, single=single, double=double)
+            measurement = measure_output(
+                group=group.name,
+                output=name,
+                onnx=onnx,
+                single=single,
+                double=double,
+                rounding=rounding,
+                known=(known or {}).get(name) if is_small else None,
+            )
         else:
             measurement = measure_within_envelope(
-                group=group.name, output=name, onnx=onnx, single=single, double=double, bounds=bounds
+                group=group.name,
+                output=name,
+                onnx=onnx,
+                single=single,
+                double=double,
+                bounds=bounds,
+                rounding=rounding,
+                made_up=group.name == RANGE,
             )
         reference = double if double is not None else single
         is_by_row = onnx.ndim and len(onnx) == len(next(iter(group.inputs.values()))) > 0
@@ -108,7 +179,7 @@ def make_mismatch(output: str, group: str, text: str) -> ParityMeasurement:
 
 def _describe_row(group: ReferenceGroup, row: int) -> str:
     """Describe the row; its values only where it is generated, since rows of a data set may be confidential."""
-    if group.name != "range":
+    if group.name != RANGE:
         return f"row {row}"
     shown = []
     for name, array in group.inputs.items():

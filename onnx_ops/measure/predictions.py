@@ -5,8 +5,9 @@ Functions raise UserError if outputs or labels do not fit the metric, or each ot
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -25,11 +26,20 @@ class Prediction:
 
     With `columns` 0, `values` are comparable with those of the label. Otherwise they are the index of the best column,
     the scores in all columns or, with 1 column, one score per row. `broken` counts rows with a score of NaN.
+    `outputs` are the digests of all outputs of the model, one per batch; "" where no output is a fraction.
     """
 
     values: Array
     columns: int = 0
     broken: int = 0
+    outputs: tuple[str, ...] = ()
+
+    def has_equal_outputs(self, other: Prediction) -> bool:
+        """Return whether two models gave equal outputs, with fractions, on all rows of the same batches.
+
+        Equal classes alone say little: a model that answers a rare class otherwise gives the same ones on most rows.
+        """
+        return bool(self.outputs) and all(self.outputs) and self.outputs == other.outputs
 
 
 class _Form(NamedTuple):
@@ -53,13 +63,24 @@ def read_prediction(definition: MetricDefinition, outputs: Tensors) -> Predictio
     for form in forms:
         for array in named.values():
             if form.fits(array):
-                return form.convert(array)
+                return replace(form.convert(array), outputs=(_digest_outputs(outputs),))
     shapes = {name: f"{array.dtype} {tuple(array.shape)}" for name, array in named.items()}
     raise UserError(
         f"no output can be read as {' or '.join(form.noun for form in forms)}: {shapes}",
         where=definition.label,
         remedy=f"{definition.other_kind or 'Use a metric that fits the model.'} Or name the output with `output:`.",
     )
+
+
+def _digest_outputs(outputs: Tensors) -> str:
+    """Return the digest of all outputs; empty if none of them is of floating point."""
+    if not any(array.dtype.kind in "fc" for array in outputs.values()):
+        return ""
+    digest = hashlib.sha256()
+    for array in map(as_text, outputs.values()):
+        digest.update(f"{array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
 
 
 def join_predictions(predictions: Sequence[Prediction]) -> Prediction:
@@ -71,6 +92,7 @@ def join_predictions(predictions: Sequence[Prediction]) -> Prediction:
         values=np.concatenate([prediction.values for prediction in predictions]),
         columns=predictions[0].columns,
         broken=sum(prediction.broken for prediction in predictions),
+        outputs=tuple(digest for prediction in predictions for digest in prediction.outputs),
     )
 
 

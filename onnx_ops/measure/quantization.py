@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.answers import read_values, split_batches, temporary_copy
 from onnx_ops.measure.files import slice_rows
+from onnx_ops.measure.row_layout import read_constants
 from onnx_ops.measure.timing import count_rows
 from onnx_ops.onnx_graph.channel_balance import write_balanced_like
 from onnx_ops.onnx_graph.files import read_model, write_model
@@ -27,9 +29,11 @@ from onnx_ops.onnx_graph.quantized_activations import (
     read_quantized_activations,
 )
 from onnx_ops.onnx_graph.quantized_weights import (
+    ErrorSumNames,
     QuantizedWeight,
+    pair_quantized_weights,
     read_float_weights,
-    read_quantized_weights,
+    write_with_bias_errors,
     write_with_layer_errors,
 )
 from onnx_ops.ports import Runtime, Tensors
@@ -41,6 +45,8 @@ AS_WRITTEN = Target(
     description="One CPU thread, the unmodified graph of the file.",
     session=SessionSettings(graph_level="disabled"),
 )
+
+SIMPLIFIED = replace(AS_WRITTEN, name="simplified", session=SessionSettings(graph_level="basic"))
 
 ACTIVATION_ROWS, ROWS_AT_ONCE = 256, 16
 PAIRS_AT_ONCE = 16
@@ -144,7 +150,8 @@ def _read_values(runtime: Runtime, model: Path, names: list[str], feeds: tuple[T
     answers = read_values(
         runtime, model, AS_WRITTEN, [name for name in dict.fromkeys(names) if name in computed], feeds
     )
-    return [{**feed, **answer} for feed, answer in zip(feeds, answers, strict=True)]
+    constants = read_constants(runtime)
+    return [{**constants, **feed, **answer} for feed, answer in zip(feeds, answers, strict=True)]
 
 
 def split_feeds(model: Path, samples: Tensors) -> Iterator[Tensors]:
@@ -163,34 +170,89 @@ def measure_weights(
     Raises:
         MeasurementError: a quantized weight cannot be compared, or the export does not run.
     """
+    measurements, unpaired = measure_paired_weights(source, derived, runtime, samples)
+    if unpaired:
+        what = f"quantized weight {unpaired[0]} cannot be compared: it has no original, or another layout"
+        raise MeasurementError(what, where=derived.name)
+    return measurements
+
+
+def measure_paired_weights(
+    source: Path, derived: Path, runtime: Runtime | None = None, samples: Tensors | None = None
+) -> tuple[tuple[WeightMeasurement, ...], tuple[str, ...]]:
+    """Measure as `measure_weights` does, and return the names of quantized weights without an original besides."""
     with _balanced_like(derived, source) as exact:
-        pairs = (*read_quantized_weights(exact, derived), *read_float_weights(exact, derived))
+        pairs, unpaired = _list_pairs(exact, derived)
         steps = [compute_weight_error(pair.original, pair.dequantized, pair.scale) for pair in pairs]
         moved = [
             pair for pair, distance in zip(pairs, steps, strict=True) if ROUNDING < distance < LARGEST and pair.origin
         ]
-        errors = _measure_layer_errors(runtime, exact, derived, moved, samples) if runtime and samples and moved else {}
-    return tuple(
+        errors, biases = dict[str, float](), dict[str, float]()
+        if runtime and samples and moved:
+            feeds = tuple(split_feeds(derived, samples))
+            weights = [pair for pair in moved if pair.rounded]
+            errors = _measure_layer_errors(runtime, exact, feeds, weights, write_with_layer_errors)
+            rounded = [pair for pair in pairs if pair.rounded]
+            others = [pair for pair in moved if pair.name not in errors]
+            biases = _measure_layer_errors(runtime, exact, feeds, others, partial(_write_bias_errors, rounded))
+    measurements = tuple(
         WeightMeasurement(
             tensor=pair.name,
             steps=distance,
             elements=int(pair.original.size),
-            output_error=errors.get(pair.name),
+            output_error=errors.get(pair.name, biases.get(pair.name)),
             stretch=pair.stretch,
+            bias=pair.name in biases,
         )
         for pair, distance in zip(pairs, steps, strict=True)
     )
+    return measurements, unpaired
+
+
+def _list_pairs(source: Path, derived: Path) -> tuple[tuple[QuantizedWeight, ...], tuple[str, ...]]:
+    paired = pair_quantized_weights(source, derived)
+    return (*paired.pairs, *read_float_weights(source, derived)), paired.unpaired
+
+
+def choose_source_form(runtime: Runtime, source: Path, derived: Path, simplified: Path) -> Path:
+    """Return the float file with originals for more weights of `derived`: the source, or its simplified form.
+
+    Quantizers often simplify a model first, which folds normalizations into the weights before them. ONNX Runtime's
+    basic optimizations, which do the same, are written to `simplified` if a weight does not match.
+    """
+    misfits = _count_misfits(source, derived)
+    if not misfits:
+        return source
+    try:
+        runtime.rewritten(source, SIMPLIFIED, simplified)
+        return simplified if _count_misfits(simplified, derived) < misfits else source
+    except MeasurementError:
+        return source
+
+
+def _count_misfits(source: Path, derived: Path) -> int:
+    pairs, unpaired = _list_pairs(source, derived)
+    distances = [compute_weight_error(pair.original, pair.dequantized, pair.scale) for pair in pairs]
+    return len(unpaired) + sum(distance > ROUNDING for distance in distances)
+
+
+_WriteErrors = Callable[[Path, Sequence[QuantizedWeight], Path], Mapping[str, tuple[ErrorSumNames, ...]]]
+
+
+def _write_bias_errors(
+    weights: Sequence[QuantizedWeight], source: Path, biases: Sequence[QuantizedWeight], copy: Path
+) -> Mapping[str, tuple[ErrorSumNames, ...]]:
+    return write_with_bias_errors(source, biases, weights, copy)
 
 
 def _measure_layer_errors(
-    runtime: Runtime, source: Path, derived: Path, moved: Sequence[QuantizedWeight], samples: Tensors
+    runtime: Runtime, source: Path, feeds: tuple[Tensors, ...], moved: Sequence[QuantizedWeight], write: _WriteErrors
 ) -> dict[str, float]:
     """Return by weight the error of the worst layer that uses it."""
-    feeds = tuple(split_feeds(derived, samples))
     errors: dict[str, float] = {}
     for start in range(0, len(moved), _WEIGHTS_AT_ONCE):
         with temporary_copy(source, "layers") as copy:
-            outputs = write_with_layer_errors(source, moved[start : start + _WEIGHTS_AT_ONCE], copy)
+            outputs = write(source, moved[start : start + _WEIGHTS_AT_ONCE], copy)
             runs = runtime.run(copy, AS_WRITTEN, feeds) if outputs else ()
         for weight, pairs in outputs.items():
             sums = [[float(np.sum([run[name] for run in runs], dtype=np.float64)) for name in pair] for pair in pairs]

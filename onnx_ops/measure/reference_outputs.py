@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,14 +14,18 @@ import numpy as np
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.evidence import NanPolicy, SourceLimits
 from onnx_ops.domain.pipeline import SOURCE_TIME_S, InputValues
+from onnx_ops.domain.row_axes import find_row_axes, find_sized_axes, move_axis_first
 from onnx_ops.errors import UserError, quoted
 from onnx_ops.measure.files import load_arrays, pack_arrays, slice_rows
+from onnx_ops.measure.row_layout import RowLayout
 from onnx_ops.onnx_graph.compatibility import is_unsafe_without_rows
 from onnx_ops.onnx_graph.input_bounds import read_index_bounds
 from onnx_ops.onnx_graph.model_info import read_model_info
+from onnx_ops.onnx_graph.rounding_errors import list_ranked_outputs
 from onnx_ops.onnx_graph.tree_ensembles import build_split_probes, has_trees
 from onnx_ops.ports import Exporter, Store, Tensors
 from onnx_ops.statistics.probes import (
+    RANGE,
     REAL,
     ProbeGroup,
     learn_domains,
@@ -35,6 +39,8 @@ from onnx_ops.statistics.tree_parity import COPIES, compute_envelope, jitter_row
 MISSING = "missing"
 SPLITS = "splits"
 """Group of inputs close to the splits of a tree, but not so close that rounding could cross one."""
+
+Precision = Literal["float32", "float64"]
 
 _AGAIN: Mapping[Literal["float32", "float64"], float] = {"float32": 1e-4, "float64": 1e-9}
 """Largest relative difference of two answers to the same rows: threads add in any order."""
@@ -57,8 +63,8 @@ _JITTER_BYTES = 1 << 26
 class ReferenceGroup:
     """Inputs and the source's outputs on them, by ONNX names.
 
-    `single` are outputs in float32, `double` in float64, None where the source has none; `bounds` is the envelope of a
-    tree model's outputs (`statistics.tree_parity.compute_envelope`); `inside`: whether callers can send such inputs.
+    `single` are outputs in float32, `double` in float64, None where the source has none; `bounds` is the envelope of
+    outputs that jump (`statistics.tree_parity.compute_envelope`); `inside`: whether callers can send such inputs.
     """
 
     name: str
@@ -117,30 +123,45 @@ class ReferenceOutputs:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A loaded source model. `jumps`: it is a tree model."""
+    """A loaded source model.
+
+    `trees`: it is a tree model; `ranked`: outputs that depend on a ranking; `layout`: where it takes and returns rows.
+    """
 
     exporter: Exporter
     model: object
-    jumps: bool
+    trees: bool
+    ranked: frozenset[str] = frozenset()
+    layout: RowLayout = field(default_factory=RowLayout)
+
+    @property
+    def jumps(self) -> bool:
+        """Return whether its answers jump at some inputs."""
+        return self.trees or bool(self.ranked)
+
+    def answer(self, tensors: Tensors, precision: Precision) -> Tensors | None:
+        """Return the answers in one precision, if it runs in that; raise ValueError if it rejects the inputs."""
+        answers = self.exporter.reference(self.model, self.layout.arrange(tensors), precision)
+        return None if answers is None else self.layout.read(tensors, answers)
 
     def answers(self, tensors: Tensors) -> tuple[Tensors | None, Tensors | None]:
         """Return the answers in float32 and float64; raise ValueError if the source rejects the inputs."""
-        single = self.exporter.reference(self.model, tensors, "float32")
-        return single, self.exporter.reference(self.model, tensors, "float64")
+        return self.answer(tensors, "float32"), self.answer(tensors, "float64")
 
     def group(self, name: str, tensors: Tensors) -> ReferenceGroup:
         """Return a group with the answers; raise ValueError if the source rejects the inputs."""
         single, double = self.answers(tensors)
         bounds = None
         if self.jumps and name != SPLITS and len(next(iter(tensors.values()))):
-            bounds = self._bounds(tensors, [answer for answer in (double, single) if answer is not None])
+            known = [answer for answer in (double, single) if answer is not None]
+            bounds = self._bounds(tensors, known, made_up=name == RANGE)
         return ReferenceGroup(name=name, inputs=tensors, single=single, double=double, bounds=bounds)
 
     def changes(self, group: ReferenceGroup) -> str:
         """Return how a second answer to the same rows differs; empty if it does not."""
-        precision: Literal["float32", "float64"] = "float64" if group.double else "float32"
+        precision: Precision = "float64" if group.double else "float32"
         first = group.double or group.single or {}
-        again = self.exporter.reference(self.model, group.inputs, precision) or {}
+        again = self.answer(group.inputs, precision) or {}
         for name, one in first.items():
             other = again[name]
             if one.shape != other.shape:
@@ -158,20 +179,29 @@ class _Source:
                 return f"output {name!r} differs by up to {apart:.3g}"
         return ""
 
-    def _bounds(self, tensors: Tensors, known: list[Tensors]) -> Tensors | None:
-        """Return the envelope of the answers to the rows and to jittered copies, a range of rows at a time."""
+    def _bounds(self, tensors: Tensors, known: list[Tensors], *, made_up: bool) -> Tensors | None:
+        """Return the envelope of the answers to the rows and to jittered copies, a range of rows at a time.
+
+        None if the number of answers depends on the rows.
+        """
         count = len(next(iter(tensors.values())))
         row_bytes = sum(array.nbytes for array in tensors.values()) // count
         step = max(1, _JITTER_BYTES // max(1, COPIES * row_bytes))
         parts = []
         for start in range(0, count, step):
             chosen = slice_rows(tensors, start, start + step)
-            many = self.exporter.reference(self.model, jitter_rows(chosen, seed=start), "float64")
+            jittered = jitter_rows(chosen, seed=start, parts_ties=made_up and not self.trees)
+            many = self.answer(jittered, "float64")
             if many is None:
                 return None
             size = len(next(iter(chosen.values())))
+            if not self.trees:
+                many = {name: array for name, array in many.items() if name in self.ranked}
+                if any(not array.ndim or len(array) != COPIES * size for array in many.values()):
+                    return None
             answers = [slice_rows(many, copy * size, (copy + 1) * size) for copy in range(COPIES)]
-            parts.append(compute_envelope([*(slice_rows(answer, start, start + step) for answer in known), *answers]))
+            own = [{name: answer[name][start : start + step] for name in many} for answer in known]
+            parts.append(compute_envelope([*own, *answers]))
         return join_envelopes(parts)
 
 
@@ -183,16 +213,17 @@ def collect_reference_outputs(
     declared: Mapping[str, InputValues] | None = None,
     *,
     seconds: float = SOURCE_TIME_S,
+    layout: RowLayout | None = None,
 ) -> ReferenceOutputs:
     """Collect the source's answers, and note the groups that it rejects.
 
     The export at `path` defines the possible inputs. Within about `seconds`, a slow source answers fewer rows of each
-    group. `declared` is what callers send, if the pipeline declares it.
+    group. `declared` is what callers send, if the pipeline declares it; `layout` is where the source has its rows.
 
     Raises:
         UserError: it rejects the real samples, or answers them differently each time.
     """
-    source = _Source(exporter, model, has_trees(path))
+    source = _Source(exporter, model, has_trees(path), list_ranked_outputs(path), layout or RowLayout())
     groups_of_inputs = build_probes(path, samples, declared)
     total = len(next(iter(samples.values())))
     max_rows = None if read_model_info(path).fixed_batch else _count_affordable_rows(source, groups_of_inputs, seconds)
@@ -289,13 +320,10 @@ def build_probes(
     groups = make_probe_groups(samples, domains, empty=not fixed and not is_unsafe_without_rows(path))
     if (splits := build_split_probes(path, samples)) is not None:
         groups[SPLITS] = ProbeGroup(inputs=splits)
-    specs = [spec for spec in read_model_info(path).inputs if spec.name in samples]
-    batch = {spec.shape[0] for spec in specs if spec.shape}
-    named: dict[str, list[tuple[str, int]]] = {}  # the places of the other named dimensions
-    for spec in specs:
-        for axis, symbol in enumerate(spec.shape[1 : samples[spec.name].ndim], start=1):
-            if isinstance(symbol, str) and symbol != "?" and symbol not in batch:
-                named.setdefault(symbol, []).append((spec.name, axis))
+    shapes = {spec.name: spec.shape for spec in read_model_info(path).inputs if spec.shape}
+    axes = find_row_axes(shapes)
+    shapes = {n: move_axis_first(shape, axes.get(n, 0)) for n, shape in shapes.items() if n in samples}
+    named = find_sized_axes(shapes, unnamed=False)
     groups |= {name: ProbeGroup(inputs=inputs) for name, inputs in make_sized_inputs(samples, named).items()}
     if fixed:
         return {name: replace(probe, inputs=take_rows(probe.inputs, fixed)) for name, probe in groups.items()}

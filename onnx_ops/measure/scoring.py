@@ -86,12 +86,16 @@ def measure_metrics(request: ScoringRequest, definitions: Sequence[MetricDefinit
         scores += problems
         if CANDIDATE not in answers:
             continue
+        alike = _find_alike(predictions)
         if definition.name in ("accuracy", "top_k"):
             mine = answers[CANDIDATE]
-            counts += [count_pairs(definition.label, name, right, mine, group) for name, right in answers.items()]
+            counts += [
+                count_pairs(definition.label, name, right, mine, group, equal=name in alike)
+                for name, right in answers.items()
+            ]
         else:
             function = request.functions.get(definition.use)
-            scores += score(definition, label, answers, seed=request.seed, function=function, group=group)
+            scores += score(definition, label, answers, seed=request.seed, function=function, group=group, alike=alike)
         signals += _extract_signals(definition, label, answers)
         rows |= extract_rows(definition, label, answers[CANDIDATE])
     grouped: tuple[str, ...] = ()
@@ -99,6 +103,19 @@ def measure_metrics(request: ScoringRequest, definitions: Sequence[MetricDefinit
         data = request.dataset
         grouped = detect_grouping(data.inputs, data.columns, signals, data.label, request.seed)
     return TaskMetrics(counts=tuple(counts), scores=tuple(scores), grouped=grouped, rows=rows)
+
+
+def _find_alike(predictions: Mapping[str, Prediction | OnnxOpsError]) -> frozenset[str]:
+    """Return the models whose outputs equal the candidate's on every row."""
+    mine = predictions[CANDIDATE]
+    return frozenset(
+        name
+        for name, other in predictions.items()
+        if name != CANDIDATE
+        and isinstance(mine, Prediction)
+        and isinstance(other, Prediction)
+        and mine.has_equal_outputs(other)
+    )
 
 
 def select_measurable(definitions: Sequence[MetricDefinition], dataset: Dataset) -> list[MetricDefinition]:

@@ -247,6 +247,7 @@ class TrialRunner:
             path=folder / MODEL_FILE,
             calibration=context.calibration,
             machines=context.machines,
+            values=context.tuning_data.values,
         )
         return request.path, context.project.optimizer(recipe.method, None).optimize(request)
 

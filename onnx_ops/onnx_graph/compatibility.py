@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnx_ops.domain.artifact import CUSTOM_OPS, ModelInfo, digest_file, hex_digits
+from onnx_ops.domain.execution import CPU
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.errors import DigestMismatchError, NotFoundError, RefusedError, UserError, quoted
@@ -98,10 +99,43 @@ def explain_missing_operators(operators: Mapping[str, tuple[str, ...]], target: 
     return f"target {target.name} lacks operators: {listed}"
 
 
+_BLOCK_SIZES = {
+    "MatMulNBits": frozenset({16, 32, 64, 128, 256}),
+    "GatherBlockQuantized": frozenset(1 << bits for bits in range(4, 31)),
+}
+"""Sizes of blocks that ONNX Runtime 1.31's CPU kernels take."""
+
+
+def find_unsupported_blocks(model: onnx.ModelProto) -> dict[str, str]:
+    """Return why no CPU kernel runs a node with weights in blocks, by the node's name or first output."""
+    unsupported = {}
+    for node in iterate_nodes(model):
+        sizes = _BLOCK_SIZES.get(node.op_type, frozenset())
+        block = next((a.i for a in node.attribute if a.name == "block_size"), 0)
+        if sizes and block not in sizes:
+            listed = ", ".join(map(str, sorted(sizes)[:5])) + (" …" if len(sizes) > 5 else "")
+            text = f"{node.op_type} has blocks of {block}, and CPU kernels take {listed}"
+            unsupported[node.name or next(iter(node.output), "?")] = text
+    return unsupported
+
+
+def explain_unsupported_blocks(unsupported: Mapping[str, str], target: Target) -> str:
+    """Return why a CPU target does not run weights in blocks; or ""."""
+    on_cpu = target.runtime == "onnxruntime" and {provider.name for provider in target.providers} <= {CPU}
+    if not unsupported or not on_cpu:
+        return ""
+    name, why = next(iter(sorted(unsupported.items())))
+    more = f", and {len(unsupported) - 1} more" if len(unsupported) > 1 else ""
+    return f"target {target.name} does not run {name}: {why}{more}"
+
+
 def explain_incompatibility(path: Path, target: Target) -> str:
     """Return why a target cannot run a file; empty if nothing in the file prevents it."""
-    return explain_version_limits(read_model_info(path), target) or explain_missing_operators(
-        find_custom_operators(read_structure(path)), target
+    model = read_structure(path)
+    return (
+        explain_version_limits(read_model_info(path), target)
+        or explain_missing_operators(find_custom_operators(model), target)
+        or explain_unsupported_blocks(find_unsupported_blocks(model), target)
     )
 
 

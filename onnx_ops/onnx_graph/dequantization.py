@@ -7,11 +7,13 @@ rounding.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from onnx_ops.errors import MeasurementError
 from onnx_ops.onnx_graph.files import collect_constants, iterate_graphs, read_model, read_structure, write_model
@@ -21,20 +23,19 @@ from onnx_ops.onnx_graph.quantized_activations import (
     find_folded_values,
     read_levels,
 )
-from onnx_ops.onnx_graph.quantized_weights import NarrowWeight, QuantizedWeight, iterate_block_weights, shape_along
+from onnx_ops.onnx_graph.quantized_weights import QuantizedWeight
+from onnx_ops.onnx_graph.stored_weights import StoredWeightReader, expand_scales
 
 if TYPE_CHECKING:
     import onnx
 
-_FLOAT, _HALF = 1, 10
+_FLOAT, _HALF, _BFLOAT = 1, 10, 16
+_NARROW = (_HALF, _BFLOAT)
 _CUTTING = ("Relu", "Clip")
 _INTEGER = {"MatMulInteger": "MatMul", "ConvInteger": "Conv"}
 _UNREAD = frozenset(
-    {
-        "Attention", "DynamicQuantizeLSTM", "DynamicQuantizeMatMul", "GatherBlockQuantized", "MatMulBnb4",
-        "MatMulIntegerToFloat", "QAttention", "QEmbedLayerNormalization", "QMoE", "QOrderedMatMul",
-    }
-)  # fmt: skip
+    {"DynamicQuantizeLSTM", "MatMulBnb4", "QAttention", "QEmbedLayerNormalization", "QMoE", "QOrderedMatMul"}
+)
 """Operators whose rounding cannot be removed here."""
 
 
@@ -79,12 +80,17 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
     model = expand_integer_operators(read_model(derived), derived.name)
     if hidden := sorted(node.op_type for node in model.graph.node if node.op_type in _UNREAD):
         raise MeasurementError(f"the rounding of {hidden[0]} cannot be removed", where=derived.name)
-    tensors = collect_constants(model)
-    folded = _folded(source, model, tensors)
-    blocks = iterate_block_weights(model, tensors)
+    reader = StoredWeightReader(model)
+    tensors = reader.tensors
+    rewriting = _Rewriting(
+        reader=reader,
+        folded=_folded(source, model, tensors),
+        makers={name: node for node in model.graph.node for name in node.output},
+        levels=frozenset(node.input[0] for node in model.graph.node if node.op_type in _INTEGER),
+    )
     rewritten: list[onnx.NodeProto] = []
     for node in model.graph.node:
-        rewritten += _rewrite(node, tensors, folded, blocks)
+        rewritten += _rewrite(node, rewriting)
     del model.graph.node[:]
     model.graph.node.extend(rewritten)
     known = {tensor.name for tensor in model.graph.initializer} | {name for node in rewritten for name in node.output}
@@ -142,78 +148,134 @@ def _ends_alike(
     return (least is None or low >= least - step / 2) and (most is None or high <= most + step / 2)
 
 
-def _rewrite(
-    node: onnx.NodeProto,
-    tensors: dict[str, onnx.TensorProto],
-    folded: dict[str, onnx.NodeProto],
-    blocks: Iterator[NarrowWeight],
-) -> list[onnx.NodeProto]:
-    from onnx import helper, numpy_helper
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rewriting:
+    """The graph being rewritten: its constants, the clipping operators to restore by QuantizeLinear output, the
+    producers of values, and the values whose levels an integer product reads."""
 
+    reader: StoredWeightReader
+    folded: dict[str, onnx.NodeProto]
+    makers: dict[str, onnx.NodeProto]
+    levels: frozenset[str]
+
+    def store(self, name: str, values: npt.NDArray[np.generic]) -> str:
+        """Add a constant and return its name."""
+        from onnx import numpy_helper
+
+        self.reader.tensors[name] = numpy_helper.from_array(np.ascontiguousarray(values), name)
+        return name
+
+
+def _rewrite(node: onnx.NodeProto, work: _Rewriting) -> list[onnx.NodeProto]:
+    from onnx import helper
+
+    tensors = work.reader.tensors
     match node.op_type:
-        case "QuantizeLinear" if node.output[0] in folded:
-            cut = folded[node.output[0]]
+        case "QuantizeLinear" if node.output[0] in work.folded:
+            cut = work.folded[node.output[0]]
             cut.input[0], cut.output[:] = node.input[0], node.output
             return [cut]
-        case "QuantizeLinear" | "DequantizeLinear" if node.input[0] not in tensors:
-            return [helper.make_node("Identity", node.input[:1], node.output)]
+        case "QuantizeLinear" if node.output[0] in work.levels and node.input[0] not in tensors:
+            return [helper.make_node("Div", node.input[:2], node.output)]
+        case "QuantizeLinear" | "DequantizeLinear":
+            return _rewrite_pair(node, work)
         case "DynamicQuantizeLinear":
-            tensors[node.output[1]] = numpy_helper.from_array(np.array(1, np.float32), node.output[1])
-            tensors[node.output[2]] = numpy_helper.from_array(np.array(0, np.uint8), node.output[2])
+            work.store(node.output[1], np.array(1, np.float32))
+            work.store(node.output[2], np.array(0, np.uint8))
             return [helper.make_node("Identity", node.input[:1], node.output[:1])]
         case "MatMulInteger" | "ConvInteger":
-            return [_float_product(node, tensors)]
-        case "MatMulNBits" if set(node.input[1:3]) <= set(tensors):
-            name, product, bias = f"{node.output[0]}.weight", node.output[0], [*node.input[5:6], ""][0]
-            tensors[name] = numpy_helper.from_array(next(blocks).values.astype(np.float32), name)
-            if not bias:
-                return [helper.make_node("MatMul", [node.input[0], name], node.output, name=node.name)]
-            product += ".product"
-            return [
-                helper.make_node("MatMul", [node.input[0], name], [product], name=node.name),
-                helper.make_node("Add", [product, bias], node.output),
-            ]
+            return [_float_product(node, work)]
+        case "MatMulNBits" | "MatMulIntegerToFloat" | "DynamicQuantizeMatMul":
+            return _rewrite_product(node, work)
+        case "GatherBlockQuantized":
+            return [_rewrite_table(node, work)]
         case _:
             return [node]
 
 
-def _float_product(node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto]) -> onnx.NodeProto:
+def _rewrite_pair(node: onnx.NodeProto, work: _Rewriting) -> list[onnx.NodeProto]:
+    """Drop a QuantizeLinear or DequantizeLinear of a value; of a constant, write what it stands for."""
+    from onnx import helper
+
+    maker = work.makers.get(node.input[0])
+    weight = work.reader.read_weight(node)
+    if weight is None:
+        return [
+            node if node.input[0] in work.reader.tensors else helper.make_node("Identity", node.input[:1], node.output)
+        ]
+    name = work.store(f"{node.output[0]}.values", weight.values.astype(np.float32))
+    if maker is not None and maker.op_type == "Gather":  # rows of a table of levels
+        chosen = helper.make_node("Gather", [name, maker.input[1]], node.output)
+        chosen.attribute.extend(maker.attribute)
+        return [chosen]
+    return [helper.make_node("Identity", [name], node.output)]
+
+
+def _rewrite_product(node: onnx.NodeProto, work: _Rewriting) -> list[onnx.NodeProto]:
+    """Rewrite a fused product as MatMul and Add in float; its activations are not rounded."""
+    from onnx import helper
+
+    place = {"MatMulNBits": 5, "MatMulIntegerToFloat": 6}.get(node.op_type, 4)
+    bias = [*node.input[place : place + 1], ""][0]
+    weight = work.reader.read_weight(node)
+    if weight is None or (node.op_type == "MatMulNBits" and any(node.input[4:5])):
+        raise MeasurementError(f"the rounding of {node.op_type} {node.name or node.output[0]} cannot be removed")
+    name = work.store(f"{node.output[0]}.weight", weight.values.astype(np.float32))
+    product = f"{node.output[0]}.product" if bias else node.output[0]
+    made = [helper.make_node("MatMul", [node.input[0], name], [product], name=node.name)]
+    return [*made, helper.make_node("Add", [product, bias], node.output)] if bias else made
+
+
+def _rewrite_table(node: onnx.NodeProto, work: _Rewriting) -> onnx.NodeProto:
+    from onnx import helper
+
+    weight = work.reader.read_weight(node)
+    if weight is None:
+        raise MeasurementError(f"the rounding of {node.op_type} {node.name or node.output[0]} cannot be removed")
+    name = work.store(f"{node.output[0]}.table", weight.values.astype(np.float32))
+    axis = next((a.i for a in node.attribute if a.name == "gather_axis"), 0)
+    return helper.make_node("Gather", [name, node.input[1]], node.output, name=node.name, axis=axis)
+
+
+def _float_product(node: onnx.NodeProto, work: _Rewriting) -> onnx.NodeProto:
     """Rewrite an integer product as one of the same numbers in float32; its scales are applied afterwards."""
     from onnx import helper, numpy_helper
 
+    tensors = work.reader.tensors
     stored = tensors.get(node.input[1])
     if stored is None:
         inputs = list(node.input[:2])  # both were converted to floats before
     else:
         levels = numpy_helper.to_array(stored).astype(np.float64)
         if len(node.input) > 3 and node.input[3] in tensors:
-            centre = numpy_helper.to_array(tensors[node.input[3]]).astype(np.float64)
-            levels = levels - shape_along(centre, levels.ndim, 0 if node.op_type == "ConvInteger" else -1)
-        name = f"{node.input[1]}.float"
-        tensors[name] = numpy_helper.from_array(levels.astype(np.float32), name)
-        inputs = [node.input[0], name]
+            zero = numpy_helper.to_array(tensors[node.input[3]]).astype(np.float64)
+            centre = expand_scales(zero, levels.shape, 0 if node.op_type == "ConvInteger" else -1)
+            if centre is None:
+                raise MeasurementError(f"the zero point of {node.op_type} {node.name} does not fit its weight")
+            levels = levels - centre
+        inputs = [node.input[0], work.store(f"{node.input[1]}.float", levels.astype(np.float32))]
     made = helper.make_node(_INTEGER[node.op_type], inputs, node.output, name=node.name)
     made.attribute.extend(node.attribute)
     return made
 
 
 def _widen(model: onnx.ModelProto) -> None:
-    """Convert everything float16 to float32, inputs and outputs of the model included."""
+    """Convert everything float16 and bfloat16 to float32, inputs and outputs of the model included."""
     from onnx import numpy_helper
 
     for tensor in collect_constants(model).values():
-        if tensor.data_type == _HALF:
+        if tensor.data_type in _NARROW:
             values = numpy_helper.to_array(tensor).astype(np.float32)
             tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
     for graph in iterate_graphs(model):
         for value in (*graph.input, *graph.output):
-            if value.type.tensor_type.elem_type == _HALF:
+            if value.type.tensor_type.elem_type in _NARROW:
                 value.type.tensor_type.elem_type = _FLOAT
         for node in graph.node:
             types = ("to",) if node.op_type == "Cast" else ("dtype", "output_dtype")
             for attribute in node.attribute:
-                if attribute.name in types and attribute.i == _HALF:
+                if attribute.name in types and attribute.i in _NARROW:
                     attribute.i = _FLOAT
-                if node.op_type == "ConstantOfShape" and attribute.name == "value" and attribute.t.data_type == _HALF:
+                if node.op_type == "ConstantOfShape" and attribute.name == "value" and attribute.t.data_type in _NARROW:
                     wide = numpy_helper.to_array(attribute.t).astype(np.float32)
                     attribute.t.CopyFrom(numpy_helper.from_array(wide, attribute.t.name))

@@ -63,8 +63,13 @@ def read_structure(path: Path) -> onnx.ModelProto:
 
 def collect_constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
     """Return the initializers and values of Constant nodes of the main graph by name."""
-    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
-    for node in model.graph.node:
+    return collect_graph_constants(model.graph)
+
+
+def collect_graph_constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
+    """Return the initializers and values of Constant nodes of one graph by name, without its subgraphs."""
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    for node in graph.node:
         for attribute in node.attribute:
             if node.op_type == "Constant" and attribute.name == "value":
                 tensors[node.output[0]] = attribute.t

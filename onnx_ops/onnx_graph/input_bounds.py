@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onnx_ops.onnx_graph.files import collect_constants, read_structure
+from onnx_ops.onnx_graph.files import collect_graph_constants, iterate_graphs, read_structure
 
 if TYPE_CHECKING:
     import onnx
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _SAME_VALUES = frozenset(
     {"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose", "Slice", "Split", "Expand", "Tile"}
-    | {"ArrayFeatureExtractor", "Concat", "StringNormalizer"}
+    | {"ArrayFeatureExtractor", "Concat", "Gather", "StringNormalizer"}
 )
 """Operators whose first input's values are those of their outputs."""
 
@@ -37,6 +37,18 @@ _SIZES: Mapping[str, tuple[int, ...]] = {
 }
 """Inputs that determine a size or an end."""
 
+_SELECTORS = frozenset({"Gather", "GatherElements", "GatherND", "Scatter", "ScatterElements", "ScatterND"})
+"""Operators whose second input are indices into their first."""
+
+_COMPARISONS: Mapping[str, tuple[int, ...]] = {
+    "Equal": (0, 1),
+    "Greater": (0, 1, -1),
+    "GreaterOrEqual": (0, 1, -1),
+    "Less": (0, 1, -1),
+    "LessOrEqual": (0, 1, -1),
+}
+"""Operators that compare, with the distances from the other side at which their answer can change."""
+
 _TEXTS = frozenset({"cats_strings", "keys_strings", "pool_strings", "string_vocabulary"})
 """Attributes that list the texts which an operator knows."""
 
@@ -51,12 +63,16 @@ class InputBounds:
         texts: the texts known to the operators that read it.
         size: whether something's size depends on it.
         missing: whether an operator that reads it has a special answer for NaN.
+        tables: the sizes, as numbers or symbols, of computed tensors that it is an index of; `?` if unknown.
+        compared: whole numbers that decide what the model does with it, from comparisons with constants.
     """
 
     index: tuple[int, int] | None = None
     texts: tuple[str, ...] = ()
     size: bool = False
     missing: bool = False
+    tables: tuple[int | str, ...] = ()
+    compared: tuple[int, ...] = ()
 
 
 def read_input_bounds(path: Path) -> dict[str, InputBounds]:
@@ -65,33 +81,88 @@ def read_input_bounds(path: Path) -> dict[str, InputBounds]:
     An input that is transformed before it becomes an index has none.
     """
     model = read_structure(path)
-    stored = collect_constants(model)
+    stored: dict[str, onnx.TensorProto] = {}
     users: dict[str, list[tuple[onnx.NodeProto, int]]] = defaultdict(list)
-    for node in model.graph.node:
-        for place, name in enumerate(node.input):
-            users[name].append((node, place))
-    bounds = {}
-    for value in model.graph.input:
-        readers = list(_reached(value.name, users, copies=True))
-        sizes = [size for node, place in readers if (size := _entries(node, place, stored)) is not None and size > 0]
-        texts = {
-            text.decode(errors="replace")
+    for graph in iterate_graphs(model):
+        stored |= collect_graph_constants(graph)
+        for node in graph.node:
+            for place, name in enumerate(node.input):
+                users[name].append((node, place))
+    shapes = _LazyShapes(model)
+    return {value.name: _read_bounds(value.name, users, stored, shapes) for value in model.graph.input}
+
+
+def _read_bounds(name: str, users: Users, stored: Mapping[str, onnx.TensorProto], shapes: _LazyShapes) -> InputBounds:
+    readers = list(_reached(name, users, copies=True))
+    sizes = [size for node, place in readers if (size := _entries(node, place, stored)) is not None and size > 0]
+    selected = [
+        node for node, place in readers if place == 1 and node.op_type in _SELECTORS and node.input[0] not in stored
+    ]
+    texts = {
+        text.decode(errors="replace")
+        for node, _ in readers
+        for a in node.attribute
+        if a.name in _TEXTS
+        for text in a.strings
+    }
+    return InputBounds(
+        index=(0, min(sizes) - 1) if sizes else None,
+        texts=tuple(sorted(texts)),
+        missing=any(
+            node.op_type in ("Imputer", "IsNaN")
+            or any(a.name == "nodes_missing_value_tracks_true" and any(a.ints) for a in node.attribute)
             for node, _ in readers
-            for a in node.attribute
-            if a.name in _TEXTS
-            for text in a.strings
-        }
-        bounds[value.name] = InputBounds(
-            index=(0, min(sizes) - 1) if sizes else None,
-            texts=tuple(sorted(texts)),
-            missing=any(
-                node.op_type in ("Imputer", "IsNaN")
-                or any(a.name == "nodes_missing_value_tracks_true" and any(a.ints) for a in node.attribute)
-                for node, _ in readers
-            ),
-            size=any(place in _SIZES.get(node.op_type, ()) for node, place in _reached(value.name, users)),
-        )
-    return bounds
+        ),
+        size=any(place in _SIZES.get(node.op_type, ()) for node, place in _reached(name, users)),
+        tables=tuple(dict.fromkeys(shapes.read_selected_size(node) for node in selected)),
+        compared=tuple(dict.fromkeys(v for node, place in readers for v in _list_compared(node, place, stored))),
+    )
+
+
+def _list_compared(node: onnx.NodeProto, place: int, stored: Mapping[str, onnx.TensorProto]) -> Iterator[int]:
+    """Yield the whole numbers at which a comparison with a constant can change its answer."""
+    from onnx import numpy_helper
+
+    other = stored.get(node.input[1 - place]) if node.op_type in _COMPARISONS else None
+    if other is None or other.external_data:
+        return
+    values = numpy_helper.to_array(other).reshape(-1)
+    if values.size == 1 and values.dtype.kind in "iuf" and float(values[0]).is_integer():
+        yield from (int(values[0]) + distance for distance in _COMPARISONS[node.op_type])
+
+
+class _LazyShapes:
+    """Inferred shapes of a model's values, computed when first read."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self._model = model
+        self._shapes: dict[str, list[int | str]] | None = None
+
+    def read_selected_size(self, node: onnx.NodeProto) -> int | str:
+        """Return the size of the axis that the indices of a node select from; `?` if unknown."""
+        if self._shapes is None:
+            self._shapes = _infer_shapes(self._model)
+        shape = self._shapes.get(node.input[0], [])
+        axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+        return shape[axis] if node.op_type in _ALONG_AXIS and -len(shape) <= axis < len(shape) else "?"
+
+
+_ALONG_AXIS = frozenset({"Gather", "GatherElements", "Scatter", "ScatterElements"})
+
+
+def _infer_shapes(model: onnx.ModelProto) -> dict[str, list[int | str]]:
+    """Return the shapes that ONNX can infer; none for a model that its inference refuses."""
+    from onnx import shape_inference
+
+    try:
+        graph = shape_inference.infer_shapes(model).graph
+    except Exception:  # it raises various types; a wrong shape is not a problem of the bounds
+        return {}
+    return {
+        value.name: [d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in shape.dim]
+        for value in (*graph.input, *graph.value_info)
+        if (shape := value.type.tensor_type.shape) is not None
+    }
 
 
 def read_index_bounds(path: Path) -> dict[str, tuple[int, int]]:
@@ -105,10 +176,17 @@ def _reached(start: str, users: Users, *, copies: bool = False) -> Iterator[tupl
     while waiting:
         for node, place in users.get(waiting.pop(), ()):
             yield node, place
-            if not copies or (node.op_type in _SAME_VALUES and (place == 0 or node.op_type == "Concat")):
+            if not copies or _copies(node, place):
                 fresh = [name for name in node.output if name not in visited]
                 visited.update(fresh)
                 waiting += fresh
+
+
+def _copies(node: onnx.NodeProto, place: int) -> bool:
+    """Return whether the values of a node's outputs are those of its input at that place."""
+    if node.op_type == "Where":
+        return place > 0
+    return node.op_type in _SAME_VALUES and (place == 0 or node.op_type == "Concat")
 
 
 def _entries(node: onnx.NodeProto, place: int, stored: Mapping[str, onnx.TensorProto]) -> int | None:

@@ -12,12 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from onnx_ops.domain.evidence import Advice, FloatOperator, Int8Coverage
 from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.domain.target import Target
-from onnx_ops.onnx_graph.files import collect_constants, map_readers, read_model, read_structure
+from onnx_ops.onnx_graph.files import (
+    collect_constants,
+    iterate_graphs,
+    iterate_nodes,
+    map_readers,
+    read_model,
+    read_structure,
+)
+from onnx_ops.onnx_graph.saturation import find_saturating_weights
 
 if TYPE_CHECKING:
     import onnx
@@ -35,8 +41,6 @@ INT8_OPERATORS = frozenset(
 )
 """The int8 forms of matrix products and convolutions."""
 
-QUANTIZED = INT8_OPERATORS | {"DequantizeLinear", "DynamicQuantizeLinear"}
-"""Operators that no float model contains."""
 
 _WITHOUT_KERNEL = frozenset({"ConvTranspose"})
 _KINDS = {
@@ -56,13 +60,30 @@ FUSE = "target file: session: {graph_level: all}"
 """The setting with which the runtime fuses pairs into operators."""
 
 
+def quantizes_activations(model: onnx.ModelProto) -> bool:
+    """Return whether a model computes in integers: it quantizes values that are no constants, or has such operators."""
+    stored = set(collect_constants(model))
+    return any(
+        node.op_type in INT8_OPERATORS
+        or node.op_type == "DynamicQuantizeLinear"
+        or node.op_type.startswith("QLinear")
+        or (node.op_type == "QuantizeLinear" and node.input[0] not in stored)
+        for node in iterate_nodes(model)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """The rewritten graph: producers and consumers of values, and stored constants."""
+    """The rewritten graph with its subgraphs: producers and consumers of values, and stored constants.
+
+    `inner` are the values of subgraphs; `dynamic`: ranges are computed in each run.
+    """
 
     makers: Mapping[str, onnx.NodeProto]
     readers: Mapping[str, Sequence[onnx.NodeProto]]
     types: Mapping[str, int]
+    inner: frozenset[str]
+    dynamic: bool
 
     def constant(self, name: str) -> bool:
         """Return whether a value is stored directly or behind a DequantizeLinear."""
@@ -80,19 +101,23 @@ def measure_int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str]
         rewritten: the variant's graph as the runtime runs it.
     """
     names: dict[str, str] = {}  # by name and by output; a node without a name is identified by its first output
-    for node in read_structure(source).graph.node:
+    for node in iterate_nodes(read_structure(source)):
         called = node.name or node.output[0]
         names |= dict.fromkeys((called, *node.output), called)
     model = read_structure(rewritten)
+    nodes = list(model.graph.node)
+    nodes += [node for subgraph in list(iterate_graphs(model))[1:] for node in subgraph.node]
     graph = _Graph(
-        makers={value: node for node in model.graph.node for value in node.output},
-        readers=map_readers(model.graph.node),
-        types={tensor.name: tensor.data_type for tensor in model.graph.initializer},
+        makers={value: node for node in nodes for value in node.output},
+        readers=map_readers(nodes),
+        types={t.name: t.data_type for subgraph in iterate_graphs(model) for t in subgraph.initializer},
+        inner=frozenset(value for node in nodes[len(model.graph.node) :] for value in node.output),
+        dynamic=any(node.op_type in _DYNAMIC for node in nodes),
     )
     excluded_names = set(excluded)
     int8: list[str] = []
     floats: list[FloatOperator] = []
-    for node in model.graph.node:
+    for node in nodes:
         name, before = node.name, ""
         while name not in names and name != before:  # without the affixes
             before, name = name, _AFFIXES.sub("", name, count=1)
@@ -107,10 +132,21 @@ def measure_int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str]
     )
 
 
-def _reason(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
-    """Return why the node runs in float, and the setting that fixes it."""
+def _explain_unreached(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str] | None:
+    """Return why no quantizer reaches the node, and the setting that fixes it; None if one does."""
     if node.op_type in _WITHOUT_KERNEL:
         return f"the runtime has no int8 kernel for {node.op_type}", ""
+    if node.output[0] in graph.inner:
+        return "it stands in a subgraph of If, Loop or Scan, which quantizers do not rewrite", ""
+    if graph.dynamic and _KINDS[node.op_type] == "Conv":
+        return "dynamic quantization leaves convolutions in float, which are slower with it", "method: static"
+    return None
+
+
+def _reason(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
+    """Return why the node runs in float, and the setting that fixes it."""
+    if unreached := _explain_unreached(node, graph):
+        return unreached
     makers = [graph.makers.get(name) for name in node.input[:2]]
     read = [maker is not None and maker.op_type == "DequantizeLinear" for maker in makers]
     weight = graph.constant(node.input[1])
@@ -138,9 +174,6 @@ def _reason(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
 
 
 _FLOAT, _UINT8, _INT8, _UINT16, _HALF = 1, 2, 3, 4, 10
-_REDUCED = 64
-"""Largest level of a weight of 7 bits."""
-
 _SLOW_SETTINGS = {
     "session.x64quantprecision": "2.9 times the time, for sums that reduce_range keeps right as well",
     "session.qdqisint8allowed": "3.7 times the time: activations become int8, which kernels of x86 do not take",
@@ -179,8 +212,6 @@ def advise(
 
 def _list_type_advice(model: onnx.ModelProto, machine: Arithmetic) -> Iterator[Advice]:
     """Yield advice on the element types of quantized activations and weights."""
-    from onnx import numpy_helper
-
     stored = collect_constants(model)
     activations: set[int] = set()
     weights: dict[str, int] = {}
@@ -204,9 +235,7 @@ def _list_type_advice(model: onnx.ModelProto, machine: Arithmetic) -> Iterator[A
     if _UINT8 in weights.values():
         finding = "weights are uint8: x86 kernels are optimized for int8 weights"
         yield Advice(finding=finding, setting="options: {weights: int8}")
-    levels = [np.abs(numpy_helper.to_array(stored[w]).astype(np.int16)) for w, kind in weights.items() if kind == _INT8]
-    largest = max((int(level.max()) for level in levels if level.size), default=0)
-    if machine.saturates and _UINT8 in activations and largest > _REDUCED:
+    if machine.saturates and find_saturating_weights(model):
         finding = "weights use all 8 bits and the CPU has no VNNI: sums of products saturate, and answers are wrong"
         setting = "options: {reduce_range: true}, or leave it to the target"
         yield Advice(finding=f"{finding} without a message", setting=setting)

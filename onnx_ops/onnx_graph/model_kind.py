@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from onnx_ops.domain.artifact import digest_file
-from onnx_ops.onnx_graph.files import collect_constants, get_opset, iterate_nodes, read_structure
-from onnx_ops.onnx_graph.int8_coverage import INT8_OPERATORS, QUANTIZED
+from onnx_ops.onnx_graph.files import (
+    collect_constants,
+    get_element_bits,
+    get_element_type,
+    get_opset,
+    iterate_nodes,
+    read_structure,
+)
+from onnx_ops.onnx_graph.int8_coverage import INT8_OPERATORS, quantizes_activations
 from onnx_ops.onnx_graph.ort_format import is_ort_format
 
 if TYPE_CHECKING:
@@ -20,7 +29,10 @@ Precision = Literal["float32", "float16", "int8", "weight-only"]
 
 _HALVES = {10: "float16", 16: "bfloat16"}
 _FLOAT = 1
-_BLOCKED = "MatMulNBits"
+_INT8_BITS, _WIDE = 8, 16
+_BLOCKED = frozenset({"GatherBlockQuantized", "MatMulNBits"})
+_READING = frozenset({"DequantizeLinear", "QuantizeLinear"})
+_MOVING = frozenset({"Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 _WITH_WEIGHTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 
 
@@ -70,19 +82,13 @@ def read_candidate_kind(baseline: Path, candidate: Path) -> CandidateKind:
 
 def _read_kind(model: onnx.ModelProto) -> ModelKind:
     operators = Counter(node.op_type for node in iterate_nodes(model))
-    blocked = [node for node in iterate_nodes(model) if node.op_type == _BLOCKED]
-    if blocked:
-        bits = sorted({a.i for node in blocked for a in node.attribute if a.name == "bits"}) or [4]
-        total = len(blocked) + operators["MatMul"] + operators["Gemm"]
-        widths = " and ".join(f"{width}-bit" for width in bits)
-        return ModelKind(
-            precision="weight-only", why=f"{len(blocked)} of {total} matrix products have {widths} weights"
-        )
-    if any(operators[name] for name in QUANTIZED):
-        return ModelKind(precision="int8", why=_describe_int8(model, operators))
-    tensors = list(collect_constants(model).values())
+    stored = collect_constants(model)
+    if quantizes_activations(model):
+        return ModelKind(precision="int8", why=_describe_int8(model, operators, _count_weights(model, stored)))
+    if weights := _count_weights(model, stored):
+        return ModelKind(precision="weight-only", why=_describe_weights(operators, weights))
     sizes = Counter[int]()
-    for tensor in tensors:
+    for tensor in stored.values():
         if (elements := math.prod(tensor.dims)) > 1:  # single numbers of a float16 graph are sometimes float32
             sizes[tensor.data_type] += elements
     half = max(_HALVES, key=lambda kind: sizes[kind])
@@ -90,12 +96,55 @@ def _read_kind(model: onnx.ModelProto) -> ModelKind:
     inputs = [value.type.tensor_type.elem_type for value in model.graph.input]
     if not floats and (taken := next((_HALVES[kind] for kind in inputs if kind in _HALVES), "")):
         return ModelKind(precision="float16", why=f"its inputs are {taken}")
-    if 2 * sizes[half] > floats:
+    if sizes[half]:
         return ModelKind(precision="float16", why=f"{sizes[half]:,} of {floats:,} float weights are {_HALVES[half]}")
     return ModelKind(precision="float32", why="no quantized operator, no weights of 16 bits or fewer")
 
 
-def _describe_int8(model: onnx.ModelProto, operators: Counter[str]) -> str:
+def _count_weights(model: onnx.ModelProto, stored: Mapping[str, onnx.TensorProto]) -> Counter[str]:
+    """Count the products and convolutions with a quantized constant as weight, by the type of its levels.
+
+    Rows that are chosen from a quantized table count too.
+    """
+    types: dict[str, str] = {}  # by value that stands for a weight
+    counts = Counter[str]()
+    for node in reversed(list(iterate_nodes(model))):  # in the order of the graph
+        first = node.input[0] if node.input else ""
+        levels = first
+        if node.op_type == "QuantizeLinear" and first in stored and len(node.input) > 2:
+            levels = node.input[2]  # a float constant that is rounded in each run, to the type of its zero point
+        if node.op_type in _READING and levels in stored and _is_narrow(stored[levels]):
+            types[node.output[0]] = get_element_type(stored[levels].data_type)
+        elif node.op_type in (*_MOVING, "DequantizeLinear") and first in types:
+            types[node.output[0]] = types[first]
+        elif node.op_type in _BLOCKED:
+            counts[f"int{next((a.i for a in node.attribute if a.name == 'bits'), 4)}"] += 1
+        elif node.op_type in _WITH_WEIGHTS and (kind := next((types[n] for n in node.input[1:2] if n in types), "")):
+            counts[kind] += 1
+        elif node.op_type == "Gather" and (first in types or (first in stored and _is_narrow(stored[first]))):
+            kind = types.get(first) or get_element_type(stored[first].data_type)
+            types[node.output[0]] = kind
+            counts[kind] += 1
+    return counts
+
+
+def _is_narrow(tensor: onnx.TensorProto) -> bool:
+    return (get_element_bits(tensor.data_type) or _WIDE) < _WIDE
+
+
+def _describe_weights(operators: Counter[str], weights: Counter[str]) -> str:
+    total = sum(operators[name] for name in (*_WITH_WEIGHTS, "MatMulNBits"))
+    count = min(weights.total(), total) if total else weights.total()
+    widths = " and ".join(f"{bits}-bit" for bits in _list_bits(weights))
+    return f"{count} of {max(total, count)} matrix products have {widths} weights"
+
+
+def _list_bits(weights: Counter[str]) -> list[int]:
+    """Return the bits of types such as int4, uint8 and float8e4m3fn, least first."""
+    return sorted({int(found.group()) for kind in weights if (found := re.search(r"\d+", kind))})
+
+
+def _describe_int8(model: onnx.ModelProto, operators: Counter[str], weights: Counter[str]) -> str:
     stored = set(collect_constants(model))
     read = {
         node.output[0]
@@ -112,4 +161,6 @@ def _describe_int8(model: onnx.ModelProto, operators: Counter[str]) -> str:
         if whole and not operators["QuantizeLinear"] > whole
         else "static, QuantizeLinear pairs"
     )
-    return f"{style}: {pairs + whole} of {pairs + whole + floats} MatMul/Conv/Gemm in int8"
+    narrow = [f"{bits}-bit" for bits in _list_bits(weights) if bits < _INT8_BITS]
+    note = f", some with {' and '.join(narrow)} weights" if narrow else ""
+    return f"{style}: {pairs + whole} of {pairs + whole + floats} MatMul/Conv/Gemm in int8{note}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from onnx_ops.domain.artifact import Digest, ModelInfo, digest_file
 from onnx_ops.errors import UserError, quoted
-from onnx_ops.onnx_graph.compatibility import check_model, find_custom_operators
+from onnx_ops.onnx_graph.compatibility import check_model, find_custom_operators, find_unsupported_blocks
 from onnx_ops.onnx_graph.files import (
     DEFAULT_DOMAINS,
     get_element_bits,
@@ -33,7 +33,9 @@ class ModelSummary:
 
     `operators` counts nodes, those of subgraphs and functions too, with the domain in front outside the default one;
     `versions` counts them by the version of their definitions (`Gemm-13`). `foreign` names the nodes of operators that
-    no runtime provides. `parameters` counts the elements of the graph's constants by their type. `author`, `license`,
+    no runtime provides. `blocks` is why no CPU kernel runs a node, by node.
+    `parameters` counts the elements of all constants by their type. `unranked` names inputs and outputs without a
+    declared shape. `author`, `license`,
     `version` and `description` are copied from the file; empty or 0 if missing. `problem` is the ONNX checker's error;
     empty if there is none.
     """
@@ -44,6 +46,8 @@ class ModelSummary:
     operators: Mapping[str, int]
     versions: Mapping[str, int]
     foreign: Mapping[str, tuple[str, ...]]
+    blocks: Mapping[str, str]
+    unranked: tuple[str, ...]
     parameters: Mapping[str, int]
     cost: ModelCost
     author: str
@@ -64,8 +68,8 @@ def summarize_model(path: Path, *, batch: int = 1, dims: Mapping[str, int] | Non
     )
     metadata = {prop.key: prop.value for prop in model.metadata_props}
     parameters: Counter[str] = Counter()
-    for tensor in model.graph.initializer:
-        parameters[get_element_type(tensor.data_type)] += math.prod(tensor.dims)
+    for tensor in (t for t in iterate_tensors(model) if t.data_type):
+        parameters[get_element_type(tensor.data_type)] += math.prod(max(0, int(size)) for size in tensor.dims)
     problem = ""
     try:
         check_model(path)
@@ -78,6 +82,12 @@ def summarize_model(path: Path, *, batch: int = 1, dims: Mapping[str, int] | Non
         operators=dict(sorted(operators.items(), key=lambda item: (-item[1], item[0]))),
         versions=count_operators(model),
         foreign=find_custom_operators(model),
+        blocks=find_unsupported_blocks(model),
+        unranked=tuple(
+            value.name
+            for value in (*model.graph.input, *model.graph.output)
+            if value.type.HasField("tensor_type") and not value.type.tensor_type.HasField("shape")
+        ),
         parameters=dict(sorted(parameters.items(), key=lambda item: (-item[1], item[0]))),
         cost=estimate_cost(path, batch=batch, dims=dims),
         author=metadata.get(AUTHOR, ""),

@@ -98,6 +98,21 @@ def renumber_names(model: onnx.ModelProto, pattern: str) -> None:
         graph.initializer.extend(weights)
 
 
+def lift_constants(model: onnx.ModelProto) -> None:
+    """Make constants that are nodes of the main graph initializers of the same names, as quantizers expect."""
+    kept: list[onnx.NodeProto] = []
+    for node in model.graph.node:
+        value = next((a.t for a in node.attribute if a.name == "value"), None) if node.op_type == "Constant" else None
+        if value is None:
+            kept.append(node)
+        else:
+            tensor = model.graph.initializer.add()
+            tensor.CopyFrom(value)
+            tensor.name = node.output[0]
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+
+
 PRODUCT = "_product"
 """Name suffix of the MatMul result of a Gemm with a bias."""
 

@@ -91,7 +91,7 @@ def page(endpoint: str, timeline: RolloutTimeline, report: str) -> str:
     """Return Markdown. The plot is an image with a data URL, since Prefect shows no inline SVG."""
     from onnx_ops.statistics.rollout.judge import trace_guardrails
 
-    name, observations = timeline.candidate.name, timeline.observations
+    name = timeline.candidate.name
     ended = {ActionKind.FINISH: "has all traffic", ActionKind.ABORT: "was taken back"}
     how = "is on trial" if timeline.end is None else ended.get(timeline.end, "was rolled back")
     steps = []
@@ -100,7 +100,7 @@ def page(endpoint: str, timeline: RolloutTimeline, report: str) -> str:
         share = "" if step.percent is None else f"{step.percent} %"
         steps.append((at, step.what, share, step.why, step.actor))
     lines = [f"# {endpoint}: {name} {how}", "", *markdown_table(("when (UTC)", "what", "share", "why", "by"), steps)]
-    if observations is not None and (plot := evidence_svg(trace_guardrails(observations, timeline.policy))):
+    if plot := evidence_svg(trace_guardrails(timeline.history, timeline.policy)):
         lines += ["", f"![Evidence against {name}]({as_data_url(plot)})"]
     return "\n".join([*lines, "", report, ""])
 

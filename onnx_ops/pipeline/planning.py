@@ -55,7 +55,12 @@ def _plan_sources(pipeline: Pipeline, probe: ProjectProbe) -> list[Stage]:
             StageKind.DATA,
             data_id(name),
             None,
-            {"section": codec.to_json(section), "fingerprint": probe.data(section)},
+            # Canonical JSON sorts keys, and the order of the inputs is part of the data.
+            {
+                "section": codec.to_json(section),
+                "inputs": list(section.inputs),
+                "fingerprint": probe.data(section),
+            },
             tools=probe.tools("data", get_source_name(section)),
         )
         for name, section in pipeline.data.items()
@@ -108,6 +113,7 @@ def _plan_models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Proje
         "limit": samples.limit,
         "data": samples.data,
         "inputs": codec.to_json(pipeline.inputs),
+        "ordered": _declares_order(pipeline),
         "source_time": pipeline.validate.source_time,
         "pipeline": pipeline.pipeline,
         **env,
@@ -144,6 +150,12 @@ def _plan_models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Proje
         ),
         *plan_variants(pipeline, targets, probe),
     ]
+
+
+def _declares_order(pipeline: Pipeline) -> bool:
+    """Return whether every data set lists its inputs or columns, all of them in the same order."""
+    listed = [tuple(section.inputs) or getattr(section, "columns", None) or () for section in pipeline.data.values()]
+    return bool(listed) and all(order and order == listed[0] for order in listed)
 
 
 def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: ProjectProbe) -> list[Stage]:

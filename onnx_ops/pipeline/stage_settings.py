@@ -27,14 +27,15 @@ REQUIREMENTS = "requirements"
 
 REVISIONS: Mapping[StageKind, int] = {
     **dict.fromkeys(StageKind, 1),
-    StageKind.DATA: 2,
-    StageKind.EXPORT: 6,
-    StageKind.VALIDATE: 6,
+    StageKind.DATA: 3,
+    StageKind.EXPORT: 8,
+    StageKind.VALIDATE: 7,
     StageKind.SEARCH: 6,
     StageKind.CALIBRATE: 3,
     StageKind.QUANTIZE: 7,
-    StageKind.BENCHMARK: 15,
-    StageKind.GATE: 10,
+    StageKind.BENCHMARK: 16,
+    StageKind.GATE: 11,
+    StageKind.SCORE: 2,
     StageKind.REGISTER: 6,
 }
 """Version of a stage's code, increased when it changes the result of the same inputs."""

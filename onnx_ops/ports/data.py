@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.pipeline import DataSection
+from onnx_ops.domain.row_axes import count_common_rows
 from onnx_ops.errors import MissingPackageError, UserError
 
 if TYPE_CHECKING:
@@ -27,19 +28,27 @@ Tensors = Mapping[str, Array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Named arrays of equal length along axis 0: model inputs by ONNX name, and labels if there are any.
+    """Model inputs by ONNX name, and labels if there are any, of as many rows along axis 0.
+
+    As its source has them, an input can hold its rows on another axis; beside a model they are on axis 0. `values` are
+    inputs that are no rows, but the same for all of them.
 
     `group` numbers the group of each row, where the pipeline names one. Otherwise `columns` holds the same for arrays
-    that are neither input nor label and that can show which rows belong together.
+    that are neither input nor label and that can show which rows belong together. `features` are the names of a
+    matrix's columns, where the pipeline joins columns of a table.
     """
 
     inputs: Tensors
     label: Array | None = None
     group: Array | None = None
     columns: Tensors = field(default_factory=dict)
+    values: Tensors = field(default_factory=dict)
+    features: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return int(next(iter(self.inputs.values())).shape[0])
+        known = next((len(array) for array in (self.label, self.group) if array is not None), 0)
+        shapes = {name: array.shape for name, array in self.inputs.items()}
+        return known or count_common_rows(shapes) or int(next(iter(shapes.values()))[0])
 
     def frame(self) -> Any:
         """Return the inputs as a pandas DataFrame with one column each.
@@ -52,12 +61,35 @@ class Dataset:
 
     def head(self, rows: int) -> Dataset:
         """Return the first `rows` rows."""
-        return Dataset(
+        return replace(
+            self,
             inputs={name: array[:rows] for name, array in self.inputs.items()},
             label=None if self.label is None else self.label[:rows],
             group=None if self.group is None else self.group[:rows],
             columns={name: array[:rows] for name, array in self.columns.items()},
+            values=self.values,
         )
+
+    def put_rows_first(self, axes: Mapping[str, int], remedy: str = "") -> Dataset:
+        """Return the inputs with rows on axis 0, from the axes that hold them; 0 for an input without an entry.
+
+        Raises:
+            UserError: an input has another number of rows.
+        """
+        count = len(self)
+        for name, array in self.inputs.items():
+            axis = axes.get(name, 0)
+            if array.ndim <= axis or array.shape[axis] != count:
+                what = f"input {name!r} of shape {tuple(array.shape)} does not hold {count} rows on axis {axis}"
+                raise UserError(what, where="data", remedy=remedy)
+        if not any(axes.values()):
+            return self
+        order = {name: [axes.get(name, 0), *_others(axes.get(name, 0), a.ndim)] for name, a in self.inputs.items()}
+        return replace(self, inputs={name: array.transpose(order[name]) for name, array in self.inputs.items()})
+
+
+def _others(axis: int, rank: int) -> list[int]:
+    return [other for other in range(rank) if other != axis]
 
 
 def frame_of(inputs: Tensors) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,11 +20,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportRequest:
-    """Input of an exporter. `samples` holds real inputs by ONNX name, at least two rows."""
+    """Input of an exporter.
+
+    `samples` holds real inputs by ONNX name, at least two rows. `ordered`: whether the pipeline declares their order,
+    which a model needs that takes several inputs without names. `features` are the names of the columns of a matrix,
+    where they are known. `axes` is where `samples` have rows, if not on axis 0; None for an input that has none.
+    """
 
     section: Export
     samples: Tensors
     path: Path
+    ordered: bool = False
+    features: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    axes: Mapping[str, int | None] = field(default_factory=dict)
+
+    def take(self, rows: int) -> Tensors:
+        """Return the first rows of the samples, and the inputs that have none."""
+        chosen: dict[str, Array] = {}
+        for name, array in self.samples.items():
+            axis = self.axes.get(name, 0)
+            chosen[name] = array if axis is None else array[(slice(None),) * axis + (slice(rows),)]
+        return chosen
 
 
 class Exporter(ABC):

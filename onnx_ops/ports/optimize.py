@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from onnx_ops.domain.pipeline import Quantize
@@ -16,6 +16,7 @@ from onnx_ops.ports.data import Tensors
 class OptimizeRequest:
     """Input of an optimizer. `calibration` holds inputs by ONNX name, or None if none was declared.
 
+    Its rows are on axis 0; `values` are inputs that have none.
     `machines` are the distinct kinds of machine of the variant's targets. `ranges` are what `read_ranges` has read from
     these rows, in parts; without them the rows are read.
     """
@@ -26,6 +27,7 @@ class OptimizeRequest:
     calibration: Tensors | None
     machines: tuple[Arithmetic, ...] = ()
     ranges: tuple[Path, ...] = ()
+    values: Tensors = field(default_factory=dict)
 
 
 class Optimizer(ABC):

@@ -131,7 +131,8 @@ class EndpointProvider(ABC):
     def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
         """Return the provider's capabilities for an endpoint with these settings.
 
-        These are `split`, `sticky`, `shadow`, `guarded`, and those of its metrics source.
+        These are `split`, `sticky`, `epochs` (users are assigned anew in each epoch), `shadow`, `guarded`, and those of
+        its metrics source.
         """
 
     @abstractmethod

@@ -44,16 +44,17 @@ answered too late. Queue overflow (429) and timeouts (504) are fair: all deploym
 REJECTION_STATUSES = frozenset({"400", "404", "413", "415"})
 """Statuses of requests that were rejected before they reached a model."""
 
-USER_BUCKETS = 1 << 14
-"""Users are grouped by the first 14 bits of the hash that also splits the traffic."""
-KEYLESS_CELL = USER_BUCKETS
+USER_CELLS = 16_000
+"""Users are grouped by a hash of their key into cells, 160 for each percent: so every weight is met exactly."""
+KEYLESS_CELL = USER_CELLS
 """The cell of requests without a user key."""
-USER_CELLS = USER_BUCKETS + 1
-CELL_REQUESTS, CELL_ERRORS, CELL_FEEDBACK, CELL_SUCCESSES, CELL_LATENCIES = range(5)
-"""Fields of the counts by user. From `CELL_LATENCIES` on: requests by the number of thresholds that they exceed."""
+CELLS = USER_CELLS + 1
+CELL_REQUESTS, CELL_ERRORS, CELL_REFUSED, CELL_FEEDBACK, CELL_SUCCESSES, CELL_LATENCIES = range(6)
+"""Fields of the counts of a cell. From `CELL_LATENCIES` on: requests by the number of thresholds that they exceed."""
 MAX_USER_THRESHOLDS = 24
 """Latency thresholds of a deployment: places of its distribution, and four quantiles with allowed slow-downs."""
-USER_FIELDS = CELL_LATENCIES + MAX_USER_THRESHOLDS + 1
+CELL_FIELDS = CELL_LATENCIES + MAX_USER_THRESHOLDS + 1
+_CELL_BYTES = 2 + 4 * CELL_FIELDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ class AdminState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentCounts:
-    """Counts of one deployment since it was first published, summed over all workers.
+    """Counts of one deployment, summed over all workers.
 
     Attributes:
         statuses: requests by HTTP status; `other` for any status that is not listed. Shadow requests are excluded.
@@ -78,9 +79,6 @@ class DeploymentCounts:
             `Counts.bounds_s`.
         shadow_answered, shadow_differing, shadow_failed: mirrored requests by result.
         feedback, successes: entries of feedback that clients reported, and the good ones.
-        users: counts by user, if they were requested (see `decode_user_counts`).
-        cold_s: seconds of loads in fresh processes. Measured if a deployment of a user counts request gets neither
-            traffic nor mirrored requests.
     """
 
     statuses: Mapping[str, int]
@@ -91,20 +89,46 @@ class DeploymentCounts:
     shadow_failed: int = 0
     feedback: int = 0
     successes: int = 0
-    users: str = ""
-    cold_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableCounts:
+    """Counts since one generation of the routing table was published until the next one. They only grow.
+
+    Attributes:
+        split: equal for servers that draw the same deployment for each user.
+        deployments: counts by name of deployment.
+        cells: counts by cell of users and deployment (see `decode_cells`), if they were requested and the split is
+            sticky. Requests that a client directs to a deployment are excluded: no split has assigned them.
+    """
+
+    generation: int
+    split: str
+    deployments: Mapping[str, DeploymentCounts]
+    cells: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochCounts:
+    """Counts of the requests that were routed in one epoch of a split that is drawn anew in each.
+
+    The split of `generation` held for the whole epoch. `cells` are as those of `TableCounts`.
+    """
+
+    generation: int
+    epoch: int
+    cells: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserCountsRequest:
     """Body of a POST to the counts: count the requests of two deployments by user.
 
-    `limits_s` are, by deployment, ascending latency thresholds, at most `MAX_USER_THRESHOLDS`. Another number resets
-    the counts.
+    `limits_s` are, by deployment, ascending latency thresholds, at most `MAX_USER_THRESHOLDS`. Others than before reset
+    the counts by user.
     """
 
     limits_s: Mapping[str, tuple[float, ...]]
-    number: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,29 +136,57 @@ class Counts:
     """Response to GET and POST of the counts.
 
     Attributes:
-        origin: identifies the server's memory. Another value means that all counts were reset.
-        at: seconds since the epoch.
+        origin: identifies the server and its start. Another value means that all counts were reset.
+        at: seconds since the epoch, on the server's clock.
         bounds_s: upper bounds of the latency histograms in seconds.
-        deployments: counts by name of deployment.
-        split: equal for servers that send each user to the same deployment and count it in the same bucket.
+        deployments: counts of each deployment since it was first published.
+        tables: counts by generation of the table, the present one last.
+        epochs: closed epochs in ascending order. They do not change any more.
+        open_epoch: counts until now of the present epoch.
+        closed_through: no epoch up to this number is counted any more; 0 if the split has no epochs.
+        cold_s: by deployment, seconds of loads in fresh processes. Measured if a deployment of a user counts request
+            gets neither traffic nor mirrored requests.
     """
 
     origin: str
     at: float
     bounds_s: tuple[float, ...]
     deployments: Mapping[str, DeploymentCounts]
-    split: str = ""
+    tables: tuple[TableCounts, ...] = ()
+    epochs: tuple[EpochCounts, ...] = ()
+    open_epoch: EpochCounts | None = None
+    closed_through: int = 0
+    cold_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
-def decode_user_counts(text: str) -> npt.NDArray[np.int64]:
-    """Return the counts of one deployment, shape (`USER_FIELDS`, `USER_CELLS`). Raises ValueError.
+def encode_cells(cells: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> str:
+    """Serialize the counts of some cells.
 
-    A user can reach several servers: add the arrays of all servers before comparing users.
+    Args:
+        cells: their numbers in ascending order, shape (n,).
+        counts: shape (n, `CELL_FIELDS`).
+    """
+    data = cells.astype("<u2").tobytes() + counts.astype("<u4").T.tobytes()
+    return base64.b64encode(zlib.compress(data, 1)).decode()
+
+
+def decode_cells(text: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the arguments of `encode_cells`. Raises ValueError or zlib.error.
+
+    A user can reach several servers: add the counts of all servers before comparing users.
     """
     import numpy as np
 
-    raw = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), USER_CELLS * USER_FIELDS * 8)
-    return np.frombuffer(raw, dtype="<u8").astype(np.int64).reshape(USER_FIELDS, USER_CELLS)
+    inflater = zlib.decompressobj()
+    raw = inflater.decompress(base64.b64decode(text, validate=True), CELLS * _CELL_BYTES)
+    length, rest = divmod(len(raw), _CELL_BYTES)
+    if rest or not inflater.eof:
+        raise ValueError("the counts by cell are not whole")
+    cells = np.frombuffer(raw, "<u2", length).astype(np.int64)
+    if (cells >= CELLS).any() or (np.diff(cells) <= 0).any():
+        raise ValueError("the cells are unknown or not in ascending order")
+    counts = np.frombuffer(raw, "<u4", offset=2 * length).reshape(CELL_FIELDS, length)
+    return cells, counts.T.astype(np.int64)
 
 
 def error_to_bytes(error: OnnxOpsError) -> bytes:

@@ -49,8 +49,9 @@ class RoutingTable:
         return newest, next(d.manifest for d in self.state.deployments if d.name == newest)
 
     def compute_split_digest(self) -> str:
-        """Return a digest of what decides which deployment answers a user."""
-        return short_digest(digest_bytes("\0".join((*self.get_experiment(), *self.list_slots())).encode()))
+        """Return a digest of what decides, with generation and epoch, which deployment answers a user."""
+        parts = (*self.get_experiment(), *self.list_slots(), repr(self.state.split.epoch_s))
+        return short_digest(digest_bytes("\0".join(parts).encode()))
 
 
 def build_next_table(previous: RoutingTable | None, state: EndpointState) -> RoutingTable:

@@ -24,7 +24,7 @@ from onnx_ops.domain.rollout import (
     choose_next_action,
     plan_reversal,
 )
-from onnx_ops.domain.rollout_observations import Observations
+from onnx_ops.domain.rollout_observations import MetricsReading, Observations
 from onnx_ops.errors import (
     AlarmRollbackError,
     InfrastructureError,
@@ -243,9 +243,10 @@ def _resume(journal: Journal) -> StepReport | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsSnapshot:
-    """The counts until now, this reading included. `unavailable` is why there is no reading."""
+    """The counts until now, this `reading` included; None if it adds nothing. `unavailable` is why there is none."""
 
     observations: Observations | None
+    reading: MetricsReading | None = None
     unavailable: str = ""
 
 
@@ -260,7 +261,10 @@ def read_metrics(journal: Journal) -> MetricsSnapshot:
         reading = journal.context.metrics(journal.config).read(journal.config, limits)
     except ServiceUnavailableError as error:
         return MetricsSnapshot(observations=None, unavailable=str(error))
-    return MetricsSnapshot(observations=state.observations.with_reading(reading, stable=stable, candidate=candidate))
+    reading = state.observations.select_new(reading)
+    observations = state.observations.with_reading(reading, stable=stable, candidate=candidate)
+    is_new = observations.reading is not state.observations.reading
+    return MetricsSnapshot(observations=observations, reading=reading if is_new else None)
 
 
 def choose_action(
@@ -273,6 +277,7 @@ def choose_action(
         from onnx_ops.statistics.rollout.judge import analyze
 
         analysis = analyze(snapshot.observations, state.roles, state.policy)
+    provider = journal.context.provider(journal.config.provider)
     action = choose_next_action(
         desired=desired.deployment,
         observed=observed,
@@ -282,6 +287,7 @@ def choose_action(
         command=state.command,
         now=journal.context.clock.now(),
         analysis=analysis,
+        draws_epochs="epochs" in provider.capabilities(journal.config.settings),
     )
     if not isinstance(action, Wait):
         return action
@@ -297,9 +303,9 @@ def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action |
         ServiceUnavailableError: a rollout cannot start without the latencies of the stable version.
     """
     state = journal.state
-    if snapshot.observations is not None and (reading := snapshot.observations.reading) is not None:
+    if (reading := snapshot.reading) is not None:
         last = state.observations.reading if state.observations is not None else None
-        if isinstance(action, Action) or last is None or reading.at - last.at >= RECORD_INTERVAL_S:
+        if isinstance(action, Action) or last is None or abs(reading.at - last.at) >= RECORD_INTERVAL_S:
             journal.append(MetricsRecorded(reading=reading))
     if not isinstance(action, Action) or action.kind is not ActionKind.START or not state.policy.is_analyzed:
         return
@@ -373,7 +379,9 @@ class DryRun:
             ledger=cast("Ledger", ledger),
             files=cast("ModelFiles", _ReadOnlyPort(context.files)),
             registry=lambda: self._unless_down(lambda: cast("Registry", registry)),
-            provider=lambda name: cast("EndpointProvider", _ReadOnlyPort(context.provider(name), "observe")),
+            provider=lambda name: cast(
+                "EndpointProvider", _ReadOnlyPort(context.provider(name), "observe", "capabilities")
+            ),
             metrics=lambda config: cast("MetricsSource", _ReadOnlyPort(context.metrics(config), "read")),
         )
 

@@ -32,7 +32,7 @@ from onnx_ops.domain.ledger import (
     apply_entry,
 )
 from onnx_ops.domain.rollout import Action, ActionKind, AnalysisResult
-from onnx_ops.domain.rollout_observations import EvidencePath, LatencyThresholds, Observations
+from onnx_ops.domain.rollout_observations import LatencyThresholds, Observations
 from onnx_ops.domain.rollout_policy import LATENCY_QUANTILES, PlannedStep, RolloutPolicy
 from onnx_ops.errors import CorruptStateError, NotFoundError, OnnxOpsError
 from onnx_ops.ports import Context
@@ -105,7 +105,6 @@ class RolloutView:
     seconds: float
     next: str
     judged: AnalysisResult | None = None
-    evidence: tuple[EvidencePath, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,13 +120,13 @@ class TimelineStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutTimeline:
-    """A rollout from its start, with its counts. `end` is how it ended, None while in progress."""
+    """A rollout from its start, with its counts after each reading. `end` is how it ended, None while in progress."""
 
     candidate: Deployment
     stable: Deployment | None
     steps: tuple[TimelineStep, ...]
     policy: RolloutPolicy
-    observations: Observations | None
+    history: tuple[Observations, ...]
     end: ActionKind | None
 
 
@@ -208,7 +207,7 @@ def read_rollout_view(context: Context, endpoint: str) -> RolloutView | None:
     Raises:
         NotFoundError: no pipeline has bound this endpoint.
     """
-    from onnx_ops.statistics.rollout.judge import judge, trace_guardrails
+    from onnx_ops.statistics.rollout.judge import judge
 
     journal = Journal.open(context, endpoint)
     config, state, now = journal.config, journal.state, context.clock.now()
@@ -228,7 +227,6 @@ def read_rollout_view(context: Context, endpoint: str) -> RolloutView | None:
         seconds=max(0.0, now - state.observations.started_at) if state.observations is not None else 0.0,
         next=f"next: {action.why}" if isinstance(action, Action) else action.why,
         judged=None if counts is None else judge(counts, state.policy),
-        evidence=() if counts is None else trace_guardrails(counts, state.policy),
     )
 
 
@@ -246,7 +244,7 @@ def build_timeline(endpoint: str, entries: Sequence[LedgerEntry]) -> RolloutTime
                 stable=action.roles.stable,
                 steps=(_build_step(entry, action),),
                 policy=state.policy,
-                observations=state.observations,
+                history=(),
                 end=None,
             )
         elif timeline is not None and timeline.end is None:
@@ -256,7 +254,7 @@ def build_timeline(endpoint: str, entries: Sequence[LedgerEntry]) -> RolloutTime
                 timeline,
                 steps=(*timeline.steps, *steps),
                 policy=state.policy,
-                observations=state.observations or timeline.observations,
+                history=(*timeline.history, *_list_counts(body, state.observations)),
                 end=action.kind if action is not None and is_step and state.roles.candidate is None else None,
             )
     return timeline
@@ -362,7 +360,7 @@ def _describe_record(
         case LeaseRenewed():
             what = f"lease renewed (entry {body.of})"
         case MetricsRecorded():
-            counts = sorted(body.reading.tallies.items())
+            counts = sorted(body.reading.sum_tallies().items())
             what = "recorded metrics"
             why = ", ".join(f"{name} {n.errors} of {n.requests} failed" for name, n in counts)
         case ThresholdsFixed():
@@ -400,6 +398,11 @@ def _build_step(entry: LedgerEntry, action: Action) -> TimelineStep:
     candidate = action.roles.candidate
     percent = None if candidate is None else action.state.split.weights.get(candidate.name, 0)
     return TimelineStep(at=entry.at, actor=entry.actor, what=action.kind.value, why=action.why, percent=percent)
+
+
+def _list_counts(body: EntryBody, observations: Observations | None) -> list[Observations]:
+    """Return the counts after a reading."""
+    return [observations] if isinstance(body, MetricsRecorded) and observations is not None else []
 
 
 def _list_notes(entry: LedgerEntry) -> list[TimelineStep]:

@@ -16,7 +16,6 @@ from onnx_ops.reporting.formatting import format_figure, number, scale_for
 from onnx_ops.reporting.metrics import Measured, headline, median_latency, task_metric
 from onnx_ops.reporting.svg import Axis, Chart, axis_around, make_standalone, room_for
 from onnx_ops.statistics.latency import ALPHA, compare
-from onnx_ops.statistics.parity import pool_noise
 from onnx_ops.statistics.rules.performance import PROCESS_FIGURES
 
 SERIES = 6
@@ -92,7 +91,7 @@ def parity_figure(
     what: str, measurements: Sequence[ParityMeasurement], decision: Decision | None, metric: str
 ) -> Figure | None:
     """Plot the error of each output and input group in units of the source's rounding noise, worst first."""
-    known = [m for m in pool_noise(measurements) if m.mismatch or math.isfinite(m.ratio)]
+    known = [m for m in measurements if m.mismatch or math.isfinite(m.ratio)]
     if not known:
         return None
     ranked = sorted(known, key=lambda m: (not m.mismatch, -m.ratio, m.output, m.group))

@@ -3,12 +3,13 @@
 The memory is anonymous and made before the first fork, so that it needs no file and outlives any worker. Each number
 has 8 bytes, is aligned, and has exactly one writer; a reader sees the old value or the new one.
 
-    header:      published revision; the watch of a rollout (see `rollout_counts`); spare
+    header:      published revision; its epoch; the watch of a rollout (see `cell_counts`); spare
     labels:      one text per slot, written by the supervisor
     rows:        one per worker and slot, and one per slot for its shadow process, `COLUMNS` numbers each
-    request ids: which deployment answered a request id, `REQUEST_IDS` per worker (see `rollout_counts`)
+    request ids: which deployment answered a request id, `REQUEST_IDS` per worker (see `feedback`)
+    answers:     which deployment answered a cell of users last, per worker (see `feedback`)
     exemplars:   the last traced request of each shown latency bucket, per worker and slot
-    users:       counts by user, a header and two deployments per worker (see `rollout_counts`)
+    cells:       counts by cell of users, `BLOCKS` per worker (see `cell_counts`)
 
 A slot belongs to one deployment; slot 0 counts requests that reached no deployment.
 """
@@ -29,7 +30,7 @@ from dataclasses import dataclass
 
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import OnnxOpsError, UserError
-from onnx_ops.protocol.messages import USER_CELLS, USER_FIELDS
+from onnx_ops.protocol.messages import CELL_FIELDS, CELLS, USER_CELLS
 from onnx_ops.protocol.routing_table import RoutingTable
 
 SLOTS = 64
@@ -37,10 +38,21 @@ SLOTS = 64
 _HEADER = 64
 REVISION = 0
 """Place of the published revision in the header, which every worker serves."""
-WATCH = 1
+EPOCH = 1
+"""Place of the epoch in the header, for a revision whose split is drawn anew in each. Written before the revision."""
+WATCH = 2
 """Place of the watch number in the header. Behind it, for each of two deployments: its slot, and its thresholds as
-places in `BOUNDS_S`; last the number of the client's request."""
-_USER_NUMBERS = 2 * USER_CELLS * USER_FIELDS
+places in `BOUNDS_S`."""
+RING = 3
+"""Epochs that are counted at once: the present one, and those of requests that still run."""
+BLOCKS = RING + 1
+"""Blocks of counts by cell: one for each epoch of the ring, and one for a split without epochs."""
+BLOCK_CELLS = 2 * CELLS
+"""Cells of a block, of two deployments."""
+CELL_NUMBERS = CELL_FIELDS + 2
+"""Numbers of a cell: its fields, requests in progress, and whether it is listed. 32 of them fill two cache lines."""
+_TAG_NUMBERS = 4
+_COUNT_BYTES = 4
 _ROUNDING = 1e-9
 _LABEL_BYTES = 1024
 _NUMBER_BYTES = 8
@@ -107,6 +119,21 @@ def get_column(status: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class CellBlock:
+    """Memory of one worker for the counts by cell of users of one epoch.
+
+    Attributes:
+        tag: generation, epoch and watch that are counted, and the number of listed cells; format `Q`.
+        counts: `CELL_NUMBERS` for each of `BLOCK_CELLS` cells; format `I`.
+        listed: numbers of the cells that have counts, so that nobody reads the others; format `I`.
+    """
+
+    tag: memoryview
+    counts: memoryview
+    listed: memoryview
+
+
+@dataclass(frozen=True, slots=True)
 class Exemplars:
     """The last traced request of each shown latency bucket and slot, of one worker."""
 
@@ -145,15 +172,22 @@ class SharedMetrics:
         labels = _HEADER * _NUMBER_BYTES
         rows = labels + SLOTS * _LABEL_BYTES
         ids = rows + (workers + 1) * SLOTS * COLUMNS * _NUMBER_BYTES
-        exemplars = ids + workers * REQUEST_IDS * _NUMBER_BYTES
-        users = exemplars + workers * SLOTS * _EXEMPLARS * _EXEMPLAR.size
-        memory = memoryview(mmap.mmap(-1, users + workers * (1 + _USER_NUMBERS) * _NUMBER_BYTES))
+        answers = ids + workers * REQUEST_IDS * _NUMBER_BYTES
+        tags = answers + workers * USER_CELLS * _NUMBER_BYTES
+        exemplars = tags + workers * BLOCKS * _TAG_NUMBERS * _NUMBER_BYTES
+        counts = exemplars + workers * SLOTS * _EXEMPLARS * _EXEMPLAR.size
+        counts += -counts % mmap.PAGESIZE
+        listed = counts + workers * BLOCKS * BLOCK_CELLS * CELL_NUMBERS * _COUNT_BYTES
+        memory = memoryview(mmap.mmap(-1, listed + workers * BLOCKS * BLOCK_CELLS * _COUNT_BYTES))
         self.header = memory[:labels].cast("Q")
         self._labels = memory[labels:rows]
         self._rows = memory[rows:ids].cast("Q")
-        self._request_ids = memory[ids:exemplars].cast("Q")
-        self._exemplars = memory[exemplars:users]
-        self._users = memory[users:].cast("Q")
+        self._request_ids = memory[ids:answers].cast("Q")
+        self._answers = memory[answers:tags].cast("Q")
+        self._tags = memory[tags:exemplars].cast("Q")
+        self._exemplars = memory[exemplars:counts]
+        self._counts = memory[counts:listed].cast("I")
+        self._listed = memory[listed:].cast("I")
 
     def get_row(self, worker: int, slot: int) -> MetricsRow:
         """Return the numbers of a worker and a slot."""
@@ -173,10 +207,19 @@ class SharedMetrics:
         size = SLOTS * _EXEMPLARS * _EXEMPLAR.size
         return Exemplars(self._exemplars[worker * size : (worker + 1) * size])
 
-    def get_user_counts(self, worker: int) -> tuple[MetricsRow, MetricsRow]:
-        """Return a header of one number, and the cells of two deployments."""
-        start = worker * (1 + _USER_NUMBERS)
-        return self._users[start : start + 1], self._users[start + 1 : start + 1 + _USER_NUMBERS]
+    def get_answers(self, worker: int) -> MetricsRow:
+        """Return what a worker remembers of the last answer to each cell of users."""
+        return self._answers[worker * USER_CELLS : (worker + 1) * USER_CELLS]
+
+    def get_cell_block(self, worker: int, place: int) -> CellBlock:
+        """Return a block of a worker."""
+        at = worker * BLOCKS + place
+        numbers = BLOCK_CELLS * CELL_NUMBERS
+        return CellBlock(
+            tag=self._tags[at * _TAG_NUMBERS : (at + 1) * _TAG_NUMBERS],
+            counts=self._counts[at * numbers : (at + 1) * numbers],
+            listed=self._listed[at * BLOCK_CELLS : (at + 1) * BLOCK_CELLS],
+        )
 
     def sum_slot(self, slot: int) -> Sequence[int]:
         """Return the numbers of a slot, summed over the workers and its shadow process."""

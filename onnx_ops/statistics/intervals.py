@@ -57,12 +57,15 @@ UNSEEN_CHANGES = 2.5
 _CUT = 0.9
 """Quantile of |u| at which the harmless side is cut."""
 
-_FAR, _HALVINGS = 128, 20
-"""A limit further away than `_FAR`, in units of its first estimate, is not searched for."""
+_FAR, _HALVINGS = 2.0**60, 20
+"""A limit further away than `_FAR`, in units of its first estimate, counts as none. That estimate is very small where
+one row carries nearly all loss of both models."""
 
 
 def change_interval(counts: PairedCounts) -> Interval:
     """Return the interval of a change: share of right rows, minus the baseline's."""
+    if counts.equal:
+        return Interval.point(0.0)
     n, lost, won = _count_independent(counts)
     estimate, low, high = tango_interval(n, lost, won)
     return Interval(estimate=estimate, low=low, high=high)
@@ -70,6 +73,8 @@ def change_interval(counts: PairedCounts) -> Interval:
 
 def change_p_value(counts: PairedCounts, bound: float) -> float:
     """Return the p-value of "the true change is at most `bound`"."""
+    if counts.equal:
+        return 0.0 if bound < 0 else 1.0
     n, lost, won = _count_independent(counts)
     return float(special.ndtr(-_tango_score(n, lost, won, bound)))
 
@@ -313,6 +318,22 @@ def _find_least_distance(beyond: Callable[[float], bool], step: float) -> float:
         middle = (inside + outside) / 2
         inside, outside = (inside, middle) if beyond(middle) else (middle, outside)
     return outside
+
+
+def find_carrying_rows(losses: Losses, enough: float) -> npt.NDArray[np.bool_]:
+    """Return which rows are the heaviest ones without which the loss is carried by at least `enough` equally bad rows.
+
+    None of them, if all rows carry it so evenly; all of them, if no part of the rows does.
+    """
+    order = np.argsort(-losses, kind="stable")
+    totals = np.cumsum(losses[order][::-1])[::-1]
+    squares = np.cumsum(np.square(losses[order][::-1]))[::-1]
+    left = np.arange(len(losses), 0, -1.0)
+    effective = np.divide(totals**2, squares, out=left, where=squares > 0)
+    even = np.flatnonzero(effective >= enough)
+    carrying = np.zeros(len(losses), dtype=np.bool_)
+    carrying[order[: even[0] if even.size else len(losses)]] = True
+    return carrying
 
 
 def find_heavy_rows(losses: Losses) -> tuple[float, tuple[int, ...]]:

@@ -31,6 +31,12 @@ Rows = npt.NDArray[np.intp]
 REAL = "real"
 """Name of the group of unchanged real samples."""
 
+LENGTHS = "lengths:"
+"""Begin of the names of groups at other sizes of free axes, as in `lengths:height=1,width=1`."""
+
+RANGE = "range"
+"""Name of the group of rows that are made up within the domain."""
+
 MIN_NOISE_ROWS = 32
 """Rows below which the largest rounding error is not a fair sample of the noise."""
 
@@ -196,7 +202,7 @@ def make_probe_groups(samples: Tensors, domains: Mapping[str, InputDomain], *, e
     groups = {REAL: ProbeGroup(inputs=samples)}
     kinds = {array.dtype.kind for array in samples.values()}
     if kinds - set("b"):
-        groups["range"] = ProbeGroup(inputs=make_range_inputs(samples, domains))
+        groups[RANGE] = ProbeGroup(inputs=make_range_inputs(samples, domains))
     rows = _even_rows(samples, MIN_NOISE_ROWS)
     if "f" in kinds:
         room = []  # the largest value of each float input, and of its type
@@ -313,31 +319,38 @@ def _insert_values(samples: Tensors, rows: Rows, values: Sequence[float], at: Ma
 
 
 def choose_other_sizes(size: int) -> tuple[int, ...]:
-    """Return other sizes of an axis: 1, a smaller odd size, the next odd size, and twice the size."""
-    smaller, larger = (size // 2) | 1, size + 1 + size % 2
-    return tuple(sorted({1, smaller, larger, 2 * size} - {size}))
+    """Return other sizes of an axis: 1, the half, a smaller odd size, the next odd size, and twice the size."""
+    half, larger = size // 2, size + 1 + size % 2
+    return tuple(sorted({1, half, half | 1, larger, 2 * size} - {0, size}))
 
 
 def make_sized_inputs(samples: Tensors, axes: Axes) -> dict[str, Tensors]:
     """Make 32 real rows at other sizes of each free axis, and of all of them at once.
 
-    Rows are cut or repeated to fit. A symbol that several inputs share has one size in all of them. Groups of more than
-    64 MiB are left out.
+    Rows are cut or repeated to fit. A symbol that several inputs share has one size in all of them. Groups have as many
+    rows as 64 MiB hold, and are left out if those are fewer than 2.
     """
-    rows = take_rows(samples, MIN_NOISE_ROWS)
-    present = {symbol: int(rows[at[0][0]].shape[at[0][1]]) for symbol, at in axes.items() if at}
+    first = take_rows(samples, 1)
+    present = {symbol: int(first[at[0][0]].shape[at[0][1]]) for symbol, at in axes.items() if at}
     ranked = {symbol: choose_other_sizes(size) for symbol, size in present.items()}
     wanted = [{symbol: size} for symbol, sizes in ranked.items() for size in sizes]
     if len(present) > 1:
         wanted += [{symbol: sizes[end] for symbol, sizes in ranked.items()} for end in (0, -1)]
-        wanted.append({symbol: sizes[(place + 1) % len(sizes)] for place, (symbol, sizes) in enumerate(ranked.items())})
+        wanted.append({symbol: sizes[(place + 2) % len(sizes)] for place, (symbol, sizes) in enumerate(ranked.items())})
     groups: dict[str, Tensors] = {}
     for sizes in wanted:
-        made = dict(rows)
-        for symbol, size in sizes.items():
-            for name, axis in axes[symbol]:
-                if present_size := made[name].shape[axis]:
-                    made[name] = np.take(made[name], np.arange(size) % present_size, axis=axis)
-        if sum(array.nbytes for array in made.values()) <= _GROUP_BYTES:
-            groups["lengths:" + ",".join(f"{symbol}={size}" for symbol, size in sizes.items())] = made
+        row_bytes = sum(array.nbytes for array in _resize(first, axes, sizes).values())
+        count = min(MIN_NOISE_ROWS, _GROUP_BYTES // max(1, row_bytes))
+        if count >= 2:
+            name = LENGTHS + ",".join(f"{symbol}={size}" for symbol, size in sizes.items())
+            groups[name] = _resize(take_rows(samples, count), axes, sizes)
     return groups
+
+
+def _resize(rows: Tensors, axes: Axes, sizes: Mapping[str, int]) -> Tensors:
+    made = dict(rows)
+    for symbol, size in sizes.items():
+        for name, axis in axes[symbol]:
+            if present_size := made[name].shape[axis]:
+                made[name] = np.take(made[name], np.arange(size) % present_size, axis=axis)
+    return made

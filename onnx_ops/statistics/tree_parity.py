@@ -1,4 +1,4 @@
-"""Parity of tree ensembles: node by node, and within a jitter envelope.
+"""Parity of models that jump: trees node by node, and trees and rankings within a jitter envelope.
 
 A correct export of a scaler with trees differs from its source in some rows, because a feature that is rounded
 differently falls on the other side of a split. Such a row is explained if the answers of the source to jittered copies
@@ -17,7 +17,23 @@ import numpy.typing as npt
 from onnx_ops.domain.evidence import ParityMeasurement, TreeStructure
 from onnx_ops.ports import Tree
 from onnx_ops.ports.data import Array, Tensors
-from onnx_ops.statistics.parity import LARGEST, compute_epsilon, compute_ratio, is_float, is_text, measure_output
+from onnx_ops.statistics.parity import (
+    WHOLE,
+    Bools,
+    ColumnNoise,
+    Columns,
+    Rounding,
+    any_by_row,
+    compute_column_noises,
+    compute_epsilon,
+    compute_ratio,
+    find_floors,
+    find_ties,
+    is_float,
+    is_text,
+    measure_output,
+    report_columns,
+)
 
 Floats = npt.NDArray[np.float64]
 
@@ -37,8 +53,11 @@ _CLOSE = 2.0**-21
 """Relative difference of a leaf's weight that another order of multiplication makes."""
 
 
-def jitter_rows(samples: Tensors, *, seed: int = 0) -> Tensors:
+def jitter_rows(samples: Tensors, *, seed: int = 0, parts_ties: bool = False) -> Tensors:
     """Return copies of the rows with each float changed by up to `JITTER` of its size.
+
+    Args:
+        parts_ties: change it by up to `JITTER` of the input's largest value as well, so that equal values differ.
 
     Returns:
         (COPIES * n, …) by name, copy by copy. Other types are repeated unchanged.
@@ -49,8 +68,11 @@ def jitter_rows(samples: Tensors, *, seed: int = 0) -> Tensors:
         array_copies = np.concatenate([array] * COPIES)
         if array.dtype.kind == "f":
             with np.errstate(over="ignore"):
-                factors = 1 + draw.uniform(-JITTER, JITTER, array_copies.shape)
-                array_copies = (array_copies * factors).astype(array.dtype)
+                moved = array_copies * (1 + draw.uniform(-JITTER, JITTER, array_copies.shape))
+                if parts_ties:
+                    largest = np.abs(array[np.isfinite(array)]).max(initial=0.0)
+                    moved = moved + float(largest) * draw.uniform(-JITTER, JITTER, array_copies.shape)
+                array_copies = moved.astype(array.dtype)
         jittered[name] = array_copies
     return jittered
 
@@ -85,39 +107,65 @@ def join_envelopes(parts: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
 
 
 def measure_within_envelope(
-    *, group: str, output: str, onnx: Array, single: Array | None, double: Array | None, bounds: Array
+    *,
+    group: str,
+    output: str,
+    onnx: Array,
+    single: Array | None,
+    double: Array | None,
+    bounds: Array,
+    rounding: Rounding = WHOLE,
+    made_up: bool = False,
 ) -> ParityMeasurement:
-    """Measure how far an export's output lies outside the envelope of a tree model.
+    """Measure how far an export's output lies outside the envelope of a model that jumps.
 
     Floats: error = largest distance beyond the bounds; noise as in `parity.measure_output`, over the rows whose bounds
-    are closer together than the noise. Other types: error = share of rows with an answer that is not among the bounds.
-    Rows that differ from the source's exact answer and lie within the bounds are `explained`.
+    are closer together than the noise. Other types: error = share of rows with an answer that is not among the bounds;
+    where the answers to the copies of a row differ, it may also be an answer of another such place of that row, since
+    a ranking of ties has any order. Rows that differ from the source's exact answer and lie within the bounds are
+    `explained`.
 
     Args:
         bounds: of this output, from `compute_envelope`.
+        made_up: whether the rows are generated, so that their ties are no ties of use: there, any order of a row with
+            ties is explained.
     """
-    plain = measure_output(group=group, output=output, onnx=onnx, single=single, double=double)
+    plain = measure_output(group=group, output=output, onnx=onnx, single=single, double=double, rounding=rounding)
     exact = double if double is not None else single
     if plain.mismatch or exact is None or not onnx.size or bounds.shape[1:] != onnx.shape:
         return plain
     if not (is_float(onnx) or is_float(exact)):
         if is_text(onnx):
             onnx, exact, bounds = (array.astype(np.str_) for array in (onnx, exact, bounds))
-        outside = _any_by_row((onnx != bounds).all(axis=0))
+        unlike = (onnx != bounds).all(axis=0) & ~find_ties(onnx, exact, rounding)
+        outside = any_by_row(unlike & ~_find_exchanged(onnx, bounds, made_up=made_up))
         error = float(outside.mean())
         return replace(
             plain,
             error=error,
             ratio=compute_ratio(error, 0.0),
-            explained=int((_any_by_row(onnx != exact) & ~outside).sum()),
+            explained=int((any_by_row(onnx != exact) & ~outside).sum()),
             unexplained=int(outside.sum()),
         )
     answers = [answer.astype(np.float64) for answer in (double, single) if answer is not None]
-    return _measure_floats(plain, onnx, answers, bounds.astype(np.float64))
+    return _measure_floats(plain, onnx, answers, bounds.astype(np.float64), rounding)
+
+
+def _find_exchanged(onnx: Array, bounds: Array, *, made_up: bool) -> Bools:
+    """Return the places where the source is not sure, and the answer is one of another such place of the row."""
+    unsure = (bounds != bounds[:1]).any(axis=0)
+    rows = onnx.reshape(len(onnx), -1)
+    unsure_rows = unsure.reshape(rows.shape)
+    exchanged = np.zeros(rows.shape, dtype=bool)
+    for row in np.flatnonzero(unsure_rows.any(axis=1)):
+        places = unsure_rows[row]
+        possible = np.unique(bounds.reshape(len(bounds), *rows.shape)[:, row, places])
+        exchanged[row] = True if made_up else places & np.isin(rows[row], possible)
+    return exchanged.reshape(onnx.shape)
 
 
 def _measure_floats(
-    plain: ParityMeasurement, answer: Array, answers: Sequence[Floats], bounds: Floats
+    plain: ParityMeasurement, answer: Array, answers: Sequence[Floats], bounds: Floats, rounding: Rounding
 ) -> ParityMeasurement:
     onnx, exact = answer.astype(np.float64), answers[0]
     finite = np.isfinite(onnx) & np.isfinite(bounds).all(axis=0)
@@ -125,28 +173,26 @@ def _measure_floats(
         finite &= np.isfinite(other)
     if not finite.any():
         return plain
-    noise = 2 * compute_epsilon(answer) * float(np.abs(np.where(finite, exact, 0.0)).max())
-    steady = ~_any_by_row(np.where(finite, bounds[1] - bounds[0], 0.0) > noise * _BEYOND)
+    columns = Columns.of(exact, rounding)
+    scales = columns.find_largest(np.abs(np.where(finite, exact, 0.0)))
+    floors = find_floors(scales, columns, rounding, compute_epsilon(answer))
+    widths = np.where(finite, bounds[1] - bounds[0], 0.0)
+    steady = (widths <= columns.spread(floors) * _BEYOND).reshape(len(exact), -1).all(axis=1)
+    gaps = np.zeros(len(scales))
     for other in answers[1:]:
-        gap = np.abs(np.where(finite, other - exact, 0.0))[steady]
-        noise = max(noise, float(gap.max(initial=0.0)))
+        gap = np.abs(np.where(finite, other - exact, 0.0))
+        gaps = np.maximum(gaps, columns.find_largest(np.where(_as_column(steady, exact), gap, 0.0)))
+    noises = compute_column_noises(ColumnNoise(scales=scales, gaps=gaps), floors)
+    limits = columns.spread(noises) * _BEYOND
     beyond = np.where(finite, np.maximum(bounds[0] - onnx, onnx - bounds[1]), 0.0).clip(min=0.0)
-    differs = _any_by_row(np.abs(np.where(finite, onnx - exact, 0.0)) > noise * _BEYOND)
-    outside = _any_by_row(beyond > noise * _BEYOND)
-    error = float(beyond.max())
-    return replace(
-        plain,
-        error=min(error, LARGEST),
-        noise=min(noise, LARGEST),
-        ratio=compute_ratio(error, noise),
-        tolerance="",
-        explained=int((differs & ~outside).sum()),
-        unexplained=int(outside.sum()),
-    )
+    differs = any_by_row(np.abs(np.where(finite, onnx - exact, 0.0)) > limits)
+    outside = any_by_row(beyond > limits)
+    measured = report_columns(plain, columns, columns.find_largest(beyond), noises, scales)
+    return replace(measured, tolerance="", explained=int((differs & ~outside).sum()), unexplained=int(outside.sum()))
 
 
-def _any_by_row(wrong: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    return np.asarray(wrong.reshape(len(wrong), -1).any(axis=1), dtype=np.bool_)
+def _as_column(by_row: Bools, like: Floats) -> Bools:
+    return by_row.reshape(-1, *(1,) * (like.ndim - 1))
 
 
 def _find_distinct(stacked: Array) -> Array:

@@ -21,11 +21,14 @@ from onnx_ops.domain.notification import Notification
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
 from onnx_ops.domain.rollout_observations import (
+    BADNESS_EDGES,
+    EpochUnits,
+    GenerationCounts,
     LatencyThresholds,
     MetricsReading,
     RequestCounts,
     ShadowCounts,
-    UnitSums,
+    UnitCounts,
 )
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import (
@@ -112,14 +115,14 @@ class FakeProvider(EndpointProvider):
     def __init__(self) -> None:
         self.down = False
         self.applied: list[tuple[str, EndpointState]] = []
-        self.counted = FakeMetrics()
         self.left: dict[str, list[OrphanedResource]] = {}
         self._states: dict[str, EndpointState] = {}
         self._generations: dict[str, int] = {}
+        self.counted = FakeMetrics(self._generations)
         self._settings: dict[str, Mapping[str, Json]] = {}
 
     def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
-        return frozenset({"split"})
+        return frozenset({"split", "epochs"})
 
     def validate_settings(self, settings: Mapping[str, Json]) -> None:
         """Accept any settings."""
@@ -195,15 +198,22 @@ class FakeProvider(EndpointProvider):
 
 
 class FakeMetrics(MetricsSource):
-    """Counts that a test writes. While `down`, they cannot be read; `clock` dates readings."""
+    """Counts that a test writes, of requests without keys. While `down`, they cannot be read; `clock` dates readings.
 
-    def __init__(self) -> None:
+    What was counted since the last reading belongs to the present generation of the endpoint, and is a closed epoch.
+    """
+
+    def __init__(self, generations: Mapping[str, int]) -> None:
         self.down = False
         self.clock = FakeClock()
         self.origin = "first"
         self.tallies: dict[str, RequestCounts] = {}
         self.shadow = ShadowCounts()
         self.histogram: tuple[tuple[float, ...], tuple[int, ...]] | None = ((0.001, 0.002), (500, 490, 10))
+        self._generations = generations
+        self._last: dict[tuple[str, str], GenerationCounts] = {}
+        self._counts: dict[tuple[str, str, int], GenerationCounts] = {}
+        self._epochs: dict[str, list[EpochUnits]] = {}
 
     def capabilities(self) -> frozenset[str]:
         return frozenset({"exceedances", "shadow", "feedback"})
@@ -214,14 +224,28 @@ class FakeMetrics(MetricsSource):
 
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
         self._answer(config)
-        ours = {name: self.tallies[name] for name in deployments if name in self.tallies}
-        counts = {"errors": ("requests", "errors"), "feedback": ("feedback", "successes")}
-        counts |= {f"latency_{name}": ("measured", f"over_{name}") for name in ("p50", "p99")}
-        units = {
-            name: UnitSums.single(*(sum(getattr(one, field) or 0 for one in ours.values()) for field in fields))
-            for name, fields in counts.items()
+        name, generation = config.endpoint, self._generations.get(config.endpoint, 0)
+        now = GenerationCounts(
+            origin=self.origin, generation=generation, tallies=dict(self.tallies), shadow=self.shadow
+        )
+        none = GenerationCounts(origin=self.origin, generation=generation, tallies={})
+        before = self._last.get((name, self.origin), none)
+        self._last[name, self.origin] = now
+        new = {
+            deployment: more
+            for deployment, tally in now.tallies.items()
+            if (more := tally.minus(before.tallies.get(deployment))) is not None and more.requests
         }
-        return MetricsReading(origin=self.origin, at=self.clock.now(), tallies=ours, shadow=self.shadow, units=units)
+        key = (name, self.origin, generation)
+        added = replace(none, tallies=new, shadow=now.shadow.minus(before.shadow))
+        self._counts[key] = self._counts.get(key, none).plus(added)
+        epochs = self._epochs.setdefault(name, [])
+        if new:
+            candidate, stable = (new.get(each, RequestCounts(over_p50=0, over_p99=0)) for each in deployments)
+            units = _count_requests_as_units(candidate, stable)
+            epochs.append(EpochUnits(generation=generation, epoch=len(epochs), units=units))
+        counts = tuple(each for (endpoint, *_), each in self._counts.items() if endpoint == name)
+        return MetricsReading(at=self.clock.now(), counts=counts, epochs=tuple(epochs))
 
     def count(self, deployment: str, **more: int) -> None:
         """Add to the counts of a deployment: requests, errors and others by name."""
@@ -474,3 +498,22 @@ class FakeWorld:
 
 def _missing(name: str, env: object = None, /) -> NoReturn:
     raise MissingPackageError(f"there is no fake called {name}")
+
+
+def _count_requests_as_units(candidate: RequestCounts, stable: RequestCounts) -> Mapping[str, UnitCounts]:
+    def bins(events: int, requests: int) -> tuple[int, ...]:
+        return (requests - events, *[0] * (len(BADNESS_EDGES) - 2), events)
+
+    units = {
+        "errors": UnitCounts(
+            candidate=bins(candidate.errors, candidate.requests), stable=bins(stable.errors, stable.requests)
+        ),
+        "refused": UnitCounts(
+            candidate=bins(candidate.refused, candidate.requests), stable=bins(stable.refused, stable.requests)
+        ),
+    }
+    for place, over in candidate.over().items():
+        units[place] = UnitCounts(
+            candidate=bins(over, candidate.measured), stable=bins(stable.over()[place], stable.measured)
+        )
+    return units

@@ -45,11 +45,15 @@ from onnx_ops.domain.ledger import (
 )
 from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Roles, WaitKind, build_split_state
 from onnx_ops.domain.rollout_observations import (
+    EpochUnits,
+    GenerationCounts,
     LatencyQuantiles,
     LatencyThresholds,
     MetricsReading,
     RequestCounts,
     ShadowCounts,
+    UnitCounts,
+    UserBlocks,
 )
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import LedgerConflictError
@@ -107,6 +111,13 @@ def one_of_each() -> tuple[EntryBody, ...]:
         shadow=ShadowCounts(compared=10, differing=1),
         quantiles={"v1": LatencyQuantiles(p50_s=0.002, p99_s=0.008)},
     )
+    counts = GenerationCounts(
+        origin="server 7",
+        generation=2,
+        tallies=reading.tallies,
+        blocks={"v2": {"feedback": UserBlocks(requests=(3, 0, 1), events=(1, 0, 1))}},
+    )
+    units = EpochUnits(generation=2, epoch=29_405_131, units={"errors": UnitCounts(candidate=(9, 0, 1), stable=(80,))})
     envelope = Envelope(
         payload="e30=", payloadType="application/json", signatures=(EnvelopeSignature(keyid=digest, sig="c2ln"),)
     )
@@ -120,6 +131,7 @@ def one_of_each() -> tuple[EntryBody, ...]:
         OverrideRecorded(release=digest, manifest=digest, version="2", reason="because", signed=envelope),
         ThresholdsFixed(candidate=digest, thresholds=LatencyThresholds(p50_s=0.002, p99_s=0.008, requests=4000)),
         MetricsRecorded(reading=reading),
+        MetricsRecorded(reading=MetricsReading(at=61.0, counts=(counts,), epochs=(units,), open_epoch=units)),
         RolloutPaused(wait=WaitKind.APPROVAL, step=1, why="held"),
         NotificationSent(notifier="github:acme/models", of=9),
         LeaseRenewed(of=2, expires_at=180.5),

@@ -12,6 +12,7 @@ import pytest
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Calibrate, Quantize
+from onnx_ops.domain.quantization import detect_arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.compatibility import check_model
@@ -37,10 +38,17 @@ class OptimizerSuite:
 
     @pytest.fixture
     def request_(self, section: Quantize, tmp_path: Path) -> OptimizeRequest:
-        """Return a request for a perceptron, with a number of calibration rows that no batch size divides."""
+        """Return a request for a perceptron and this CPU, with calibration rows whose number no batch size divides."""
         source = tmp_path / "source.onnx"
         write_perceptron(source)
-        return OptimizeRequest(section=section, source=source, path=tmp_path / "derived.onnx", calibration=rows(37))
+        target = Target(name="cpu")
+        return OptimizeRequest(
+            section=section,
+            source=source,
+            path=tmp_path / "derived.onnx",
+            calibration=rows(37),
+            machines=(detect_arithmetic(OnnxRuntime().fingerprint(target), target),),
+        )
 
     def test_the_variant_has_the_interface_and_lineage_of_its_source(
         self, optimizer: Optimizer, request_: OptimizeRequest

@@ -23,6 +23,8 @@ from onnx_ops.measure.answers import explain_rejection, run_groups
 from onnx_ops.measure.execution import inspect_execution, require_hardware, require_versions
 from onnx_ops.measure.parity import make_mismatch
 from onnx_ops.measure.quantization import AS_WRITTEN
+from onnx_ops.measure.rounding import measure_roundings
+from onnx_ops.measure.row_layout import arrange_runtime
 from onnx_ops.onnx_graph.compatibility import (
     check_model,
     explain_missing_operators,
@@ -34,8 +36,8 @@ from onnx_ops.onnx_graph.input_bounds import read_input_bounds
 from onnx_ops.onnx_graph.ort_format import is_ort_format
 from onnx_ops.onnx_graph.tree_ensembles import build_split_probes, has_trees, read_trees
 from onnx_ops.ports import Runtime, Tensors
-from onnx_ops.statistics.parity import measure_output, pool_noise
-from onnx_ops.statistics.probes import REAL
+from onnx_ops.statistics.parity import WHOLE, ColumnNoise, Rounding, compute_ratio, measure_columns, measure_output
+from onnx_ops.statistics.probes import MIN_NOISE_ROWS, REAL
 from onnx_ops.statistics.tree_parity import compare_trees
 from onnx_ops.tools.probing import InputGroup, SampleRows, build_groups, find_fixed_sizes, shared_inputs
 
@@ -140,44 +142,39 @@ def compare(
         require_versions(model, place)
         if reason := explain_missing_operators(find_custom_operators(read_structure(model)), target):
             raise UserError(reason, where=model.name, remedy="Give the target its library of them: custom_ops.")
-    bounds = read_input_bounds(a)
-    empty = not any(map(is_unsafe_without_rows, (a, b)))
-    readable = [path for path in (a, b) if not is_ort_format(path) and has_trees(path)]
-    splits = build_split_probes(readable[0], samples.rows) if readable and not samples.fixed else None
-    groups = build_groups(samples, empty=empty, bounds=bounds, splits=splits)
+    groups = _make_groups(a, b, samples)
     report(f"running {a.name} on {len(groups)} groups of inputs")
-    exact = exact or runtime
+    layout = samples.read_layout(a)
+    exact, runtime = arrange_runtime(exact or runtime, layout), arrange_runtime(runtime, layout)
     expected = _run_groups(exact, reference, a, groups)
+    omitted = [g.name for g in groups if g.assumed and isinstance(expected[g.name], MeasurementError)]
+    groups = tuple(group for group in groups if group.name not in omitted)
     report(f"running {b.name} on {len(groups)} groups of inputs")
     answers = _run_groups(runtime, target, b, groups)
     _check_repeats(exact, reference, a, groups[0])
-    measured, refused = _measure_groups(groups, expected, answers)
-    notes = ["rows are large: edges and large batches were omitted"] if samples.large else []
-    notes += refused
+
+    roundings = measure_roundings(exact, a, {group.name: group.runs for group in groups}, custom_ops=target.custom_ops)
+    measured, refused = _measure_groups(groups, expected, answers, roundings)
     fixed = find_fixed_sizes(a, b)
-    if fixed_sizes := [f"{name} = {size}" for name, size in fixed.items() if name not in sizes]:
-        why = f"B takes {', '.join(fixed_sizes)} only, A takes any; to compare only at that size: --dim"
-        measured.append(make_mismatch("*", "sizes", why))
-    notes += [f"B takes {name} = {size} only; other sizes were not compared" for name, size in fixed.items()]
+    trees = _compare_trees(a, b)
+    measured += _find_structural_mismatches(fixed, sizes, trees)
     real = _tensors(expected[REAL])
     measured += _find_halved(real, _tensors(answers[REAL]))
-    if extra := sorted({name for answer in answers.values() for name in _tensors(answer)} - set(real)):
-        notes.append(f"B has outputs that A lacks: {', '.join(extra)}")
-    maps, sequences = ([n.removesuffix(end) for n in real if n.endswith(end)] for end in (KEYS, LENGTH))
-    notes += [f"{name} contains maps: compared by keys, and as a matrix" for name in maps]
-    notes += [f"{name} is a sequence: compared by length, and element by element" for name in sequences]
+    measured = _pool_assumed_noise(measured, [group.name for group in groups if group.assumed])
+
     labels = {name for answer in expected.values() for name, a in _tensors(answer).items() if a.dtype.kind != "f"}
-    trees = compare_trees(read_trees(b), read_trees(a)) if len(readable) > 1 else None
-    if trees is not None and trees.changed:
-        measured.append(make_mismatch("*", "trees", f"{trees.changed} nodes of trees differ: {trees.differences[0]}"))
     order = {name: i for i, name in enumerate(("*", *real))}
-    measured = sorted(pool_noise(measured), key=lambda m: order.get(m.output, len(order)))
+    measured = sorted(measured, key=lambda m: order.get(m.output, len(order)))
     judged = [(m, _judge_measurement(m, labels=m.output in labels)) for m in measured]
     differences = tuple(difference for m, difference in judged if m.inside)
     differences += _judge_distinction(samples, real, [_tensors(expected[g.name]) for g in groups if g.inside])
-    if outside := [d for m, d in judged if not m.inside and d.verdict is not Verdict.PASS]:
-        names = ", ".join(sorted({d.group for d in outside}))
-        notes.append(f"not judged, because no supplied row is like that: B differs on {names} ({outside[0].reason})")
+
+    notes = ["rows are large: edges and large batches were omitted"] if samples.large else []
+    notes += refused
+    notes += [f"A rejects these generated sizes or values: {', '.join(omitted)}"] if omitted else []
+    notes += [f"B takes {name} = {size} only; other sizes were not compared" for name, size in fixed.items()]
+    notes += _note_outputs(real, {name for answer in answers.values() for name in _tensors(answer)})
+    notes += _note_outside([d for m, d in judged if not m.inside and d.verdict is not Verdict.PASS])
     examined = inspect_execution(runtime, a, b, target)
     return ParityResult(
         a=digest_file(a),
@@ -188,6 +185,57 @@ def compare(
         coverage=examined.coverage,
         advice=examined.advice,
     )
+
+
+def _make_groups(a: Path, b: Path, samples: SampleRows) -> tuple[InputGroup, ...]:
+    """Return the groups of inputs; rows near the splits of trees are one of them."""
+    with_trees = _list_tree_models(a, b)
+    splits = build_split_probes(with_trees[0], samples.rows) if with_trees and not samples.fixed else None
+    empty = not any(map(is_unsafe_without_rows, (a, b)))
+    return build_groups(samples, empty=empty, bounds=read_input_bounds(a), splits=splits)
+
+
+def _list_tree_models(*models: Path) -> list[Path]:
+    return [path for path in models if not is_ort_format(path) and has_trees(path)]
+
+
+def _compare_trees(a: Path, b: Path) -> TreeStructure | None:
+    """Compare the trees of two models node by node; None unless both have trees that can be read."""
+    return compare_trees(read_trees(b), read_trees(a)) if len(_list_tree_models(a, b)) > 1 else None
+
+
+def _find_structural_mismatches(
+    fixed: Mapping[str, int], sizes: Collection[str], trees: TreeStructure | None
+) -> list[ParityMeasurement]:
+    """Return mismatches that no answer shows: sizes that B alone fixes, and nodes of trees."""
+    mismatches = []
+    if fixed_sizes := [f"{name} = {size}" for name, size in fixed.items() if name not in sizes]:
+        why = f"B takes {', '.join(fixed_sizes)} only, A takes any; to compare only at that size: --dim"
+        mismatches.append(make_mismatch("*", "sizes", why))
+    if trees is not None and trees.changed:
+        what = f"{trees.changed} nodes of trees differ: {trees.differences[0]}"
+        mismatches.append(make_mismatch("*", "trees", what))
+    return mismatches
+
+
+def _note_outputs(real: Tensors, answered: Collection[str]) -> list[str]:
+    """Return notes on outputs that only B has, and on those that are no tensors."""
+    extra = sorted(set(answered) - set(real))
+    maps, sequences = ([n.removesuffix(end) for n in real if n.endswith(end)] for end in (KEYS, LENGTH))
+    return [
+        *([f"B has outputs that A lacks: {', '.join(extra)}"] if extra else []),
+        *(f"{name} contains maps: compared by keys, and as a matrix" for name in maps),
+        *(f"{name} is a sequence: compared by length, and element by element" for name in sequences),
+    ]
+
+
+def _note_outside(differences: Sequence[OutputDifference]) -> list[str]:
+    """Return a note on differences at inputs that are unlike every row that was supplied."""
+    if not differences:
+        return []
+    names = ", ".join(sorted({d.group for d in differences}))
+    reason = differences[0].reason
+    return [f"not judged, because no supplied row is like that: B differs on {names} ({reason})"]
 
 
 def _run_groups(runtime: Runtime, target: Target, model: Path, groups: Sequence[InputGroup]) -> JoinedAnswers:
@@ -264,10 +312,17 @@ def _tensors(answer: Tensors | MeasurementError) -> Tensors:
 
 
 def _measure_groups(
-    groups: Sequence[InputGroup], expected: JoinedAnswers, answers: JoinedAnswers
+    groups: Sequence[InputGroup],
+    expected: JoinedAnswers,
+    answers: JoinedAnswers,
+    roundings: Mapping[str, Mapping[str, Rounding]],
 ) -> tuple[list[ParityMeasurement], list[str]]:
     """Measure B's answers to each group; notes name the groups that A refuses."""
     measured, notes = [], []
+    real = roundings.get(REAL, {})
+    known: dict[str, ColumnNoise | None] = {
+        name: measure_columns(array, array, real.get(name, WHOLE)) for name, array in _tensors(expected[REAL]).items()
+    }
     for group in groups:
         reference, answer = expected[group.name], answers[group.name]
         if isinstance(reference, MeasurementError):
@@ -280,7 +335,15 @@ def _measure_groups(
         for name, array in reference.items():
             base = name.removesuffix(KEYS).removesuffix(LENGTH)
             if name in answer:
-                one = measure_output(group=group.name, output=name, onnx=answer[name], single=array, double=None)
+                one = measure_output(
+                    group=group.name,
+                    output=name,
+                    onnx=answer[name],
+                    single=array,
+                    double=None,
+                    rounding=roundings.get(group.name, {}).get(name, WHOLE),
+                    known=known.get(name) if array.ndim and len(array) < MIN_NOISE_ROWS else None,
+                )
             # Where one model returns a matrix and the other maps, keys and lengths have no counterpart.
             elif base in answer if base != name else not array.size and f"{name}{LENGTH}" in answer:
                 continue
@@ -288,6 +351,20 @@ def _measure_groups(
                 one = make_mismatch(name, group.name, "B lacks this output")
             measured.append(replace(one, inside=group.inside))
     return measured, notes
+
+
+def _pool_assumed_noise(measured: Sequence[ParityMeasurement], assumed: Collection[str]) -> list[ParityMeasurement]:
+    """Judge few answers at other sizes by the tolerance of the plain rows, if that is larger.
+
+    All of them may be tiny by cancellation.
+    """
+    plain = {m.output: m.noise for m in measured if m.group == REAL}
+    return [
+        replace(m, noise=noise, ratio=compute_ratio(m.error, noise))
+        if m.group in assumed and (noise := plain.get(m.output, 0.0)) > m.noise
+        else m
+        for m in measured
+    ]
 
 
 def _find_halved(expected: Tensors, answers: Tensors) -> list[ParityMeasurement]:
@@ -333,7 +410,8 @@ def _judge_measurement(m: ParityMeasurement, *, labels: bool) -> OutputDifferenc
     elif labels:
         reason = f"answers differ in {100 * m.error:.3g}% of {_format_rows(m)}, limit 0%"
     else:
-        reason = f"error {m.error:.3g}, limit {limit:.3g}, {_format_rows(m)}"
+        place = f"{m.column}: " if m.column else ""
+        reason = f"{place}error {m.error:.3g}, limit {limit:.3g}, largest answer {m.scale:.3g}, {_format_rows(m)}"
     return OutputDifference(
         output=m.output,
         group=m.group,

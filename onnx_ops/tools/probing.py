@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,24 @@ import numpy as np
 
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.domain.pipeline import InputValues
-from onnx_ops.errors import UserError
-from onnx_ops.measure.answers import cut_batches
+from onnx_ops.domain.row_axes import (
+    find_batch_symbol,
+    find_output_axes,
+    find_row_axes,
+    find_sized_axes,
+    is_free,
+    is_named,
+    list_named_axes,
+    move_axis_first,
+)
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import MeasurementError, UserError, suggest
+from onnx_ops.measure.answers import cut_batches, explain_rejection
+from onnx_ops.measure.row_layout import RowLayout, arrange_runtime, fit_value, read_dtype, remove_axis
+from onnx_ops.onnx_graph.compatibility import check_model
 from onnx_ops.onnx_graph.input_bounds import InputBounds
 from onnx_ops.onnx_graph.model_info import read_model_info
-from onnx_ops.ports import Tensors
+from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.statistics.probes import (
     MIN_NOISE_ROWS,
     REAL,
@@ -25,11 +38,20 @@ from onnx_ops.statistics.probes import (
     learn_domains,
     make_batch_inputs,
     make_probe_groups,
+    make_sized_inputs,
     take_rows,
 )
 
 LENGTH = 8
 """Generated size of a symbolic dimension other than the batch."""
+
+OTHER_SIZES = (1, 2, 3, 17)
+"""Further generated sizes of each symbolic dimension other than the batch."""
+
+_DRAWS = 3
+"""Further requests of a model that has inputs without rows."""
+
+_MOST_TRIALS = 32
 
 _BITS = 40
 """Size of the largest generated whole numbers: above 32 bits."""
@@ -42,38 +64,40 @@ _SET_BYTES = 1 << 26
 
 _ROW_BYTES = 1 << 30
 
-_REMEDIES = {
-    "bfloat16": "NumPy has no bfloat16: export the model with float32 inputs, and a Cast to bfloat16 behind them.",
-    "map": "Export the model with a tensor that has a column for each key.",
-    "optional": "Export the model with plain tensors: one file with this input, and one without it.",
-    "sequence": "Export the model with one tensor for each element.",
-}
-"""What to do about an input that cannot be generated, by its type."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputGroup:
     """Inputs of one kind, split into runs, whose outputs belong together along axis 0.
 
-    `inside` is whether callers can send such inputs.
+    `inside` is whether callers can send such inputs. `assumed`: only the model itself can show whether it takes inputs
+    of these sizes or values.
     """
 
     name: str
     runs: tuple[Tensors, ...]
     inside: bool = True
+    assumed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRows:
-    """Rows to feed a model with.
+    """Rows to feed a model with, on axis 0 of every array.
 
-    `batch` is the number of rows that every run must have, or 0 for any number. `fixed` inputs have no axis for rows
-    and are the same in every run.
+    Args:
+        rows: the inputs that have rows; none of a model whose inputs share no dimension.
+        fixed: the other inputs, the same in every run.
+        batch: the number of rows that every run must have, or 0 for any number.
+        axes: where the model takes the rows; default: on axis 0.
+        further: more runs by group, at other sizes of free dimensions and with other values of `fixed`.
+        choices: generated values of inputs of one value, of which the model may refuse some.
     """
 
     rows: Tensors
     fixed: Tensors
     batch: int
+    axes: Mapping[str, int] = field(default_factory=dict)
+    further: Mapping[str, Tensors] = field(default_factory=dict)
+    choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(next(iter(self.rows.values()))) if self.rows else 1
@@ -88,13 +112,24 @@ class SampleRows:
         """Return whether groups of 32 such rows would take too much memory."""
         return self.row_bytes * MIN_NOISE_ROWS > _SET_BYTES
 
+    def head(self, limit: int) -> SampleRows:
+        """Return the first rows."""
+        return replace(self, rows={name: array[:limit] for name, array in self.rows.items()})
+
     def select(self, rows: Any) -> Tensors:
         """Return the rows of those indices as one run."""
-        return {**{name: array[rows] for name, array in self.rows.items()}, **self.fixed}
+        return {name: array[rows] for name, array in self.rows.items()}
 
     def feed(self, size: int) -> Tensors:
         """Return one run of `size` rows, or of the model's fixed batch."""
         return self.select(np.arange(self.batch or size) % max(1, len(self)))
+
+    def read_layout(self, model: Path) -> RowLayout:
+        """Return where the model takes and returns these rows."""
+        info = read_model_info(model)
+        shapes, outputs = ({spec.name: spec.shape for spec in specs} for specs in (info.inputs, info.outputs))
+        inputs = self.axes or dict.fromkeys(self.rows, 0)
+        return RowLayout(inputs=inputs, outputs=find_output_axes(shapes, outputs), values=self.fixed)
 
 
 def shared_inputs(a: Path, b: Path | None = None) -> tuple[TensorSpec, ...]:
@@ -127,7 +162,7 @@ def find_fixed_sizes(a: Path, b: Path) -> dict[str, int]:
         for spec in read_model_info(a).inputs
         if spec.name in second and len(spec.shape) == len(second[spec.name].shape)
         for size, other in zip(spec.shape, second[spec.name].shape, strict=True)
-        if _is_free(size) and not _is_free(other)
+        if is_free(size) and not is_free(other)
     }
 
 
@@ -140,17 +175,74 @@ def _merge_specs(a: TensorSpec, b: TensorSpec) -> TensorSpec | None:
     if len(a.shape) != len(b.shape):
         return None
     pairs = list(zip(a.shape, b.shape, strict=True))
-    if any(x != y and not _is_free(x) and not _is_free(y) for x, y in pairs):
+    if any(x != y and not is_free(x) and not is_free(y) for x, y in pairs):
         return None
-    return replace(a, shape=tuple(y if _is_free(x) and not _is_free(y) else x for x, y in pairs))
-
-
-def _is_free(size: int | str) -> bool:
-    return isinstance(size, str) or size < 0
+    return replace(a, shape=tuple(y if is_free(x) and not is_free(y) else x for x, y in pairs))
 
 
 def _list_specs(specs: Sequence[TensorSpec]) -> str:
     return ", ".join(f"{s.name} ({s.dtype} {_format_shape(s)})" for s in specs) or "nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recipe:
+    """What requests are generated from; `dims` are requested sizes, `fix` requested values."""
+
+    inputs: Sequence[TensorSpec]
+    axes: Mapping[str, int]
+    dims: Mapping[str, int]
+    fix: Mapping[str, Any]
+    bounds: Mapping[str, InputBounds]
+    batch: int
+
+    @property
+    def symbols(self) -> dict[str, None]:
+        """Return the names of free dimensions that hold no rows."""
+        places = list_named_axes({spec.name: spec.shape for spec in self.inputs})
+        rows = {spec.shape[axis] for spec in self.inputs if (axis := self.axes.get(spec.name)) is not None}
+        return {symbol: None for symbol, name, axis in places if symbol not in rows and self.axes.get(name) != axis}
+
+    def shape(self, spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape of an input in one run, without the axis of the rows."""
+        names = {axis: symbol for symbol, _, axis in list_named_axes({spec.name: spec.shape})}
+        return tuple(
+            sizes.get(names[axis], self.batch or 1) if axis in names else int(size)
+            for axis, size in enumerate(spec.shape)
+            if self.axes.get(spec.name) != axis
+        )
+
+    def read_sizes(self, wanted: Mapping[str, int]) -> dict[str, int]:
+        """Return the size of every free dimension."""
+        return {symbol: wanted.get(symbol, self.dims.get(symbol, LENGTH)) for symbol in self.symbols}
+
+    def choices(self, spec: TensorSpec) -> tuple[Any, ...]:
+        """Return the values to try of an input of one whole number or boolean that is no index; none of others."""
+        known, kind = self.bounds.get(spec.name, InputBounds()), read_dtype(spec)
+        single = spec.name not in self.axes and all(size == 1 for size in spec.shape)
+        if spec.name in self.fix or not single or known.index or known.tables or kind.kind not in "biu":
+            return ()
+        if kind.kind == "b":
+            return (True, False)
+        limits = np.iinfo(kind.name)
+        return tuple(value for value in known.compared or (1,) if limits.min <= value <= limits.max)
+
+    def draw(self, draw: np.random.Generator, count: int, wanted: Mapping[str, int]) -> tuple[Tensors, Tensors]:
+        """Return `count` rows, and the inputs without rows, at those sizes."""
+        sizes = self.read_sizes(wanted)
+        rows: dict[str, Any] = {}
+        fixed: dict[str, Any] = {}
+        for spec in sorted(self.inputs, key=lambda spec: spec.name not in self.axes):
+            shape, rowed = self.shape(spec, sizes), spec.name in self.axes
+            if spec.name in self.fix:
+                value = fit_value(self.fix[spec.name], replace(spec, shape=shape))
+                values = np.repeat(value[None], count, axis=0) if rowed else value
+            elif choices := self.choices(spec):
+                values = np.full(shape, choices[0], read_dtype(spec))
+            else:
+                known = self.bounds.get(spec.name, InputBounds())
+                values = _draw_values(draw, spec, (count, *shape) if rowed else shape, known, sizes)
+            (rows if rowed else fixed)[spec.name] = values
+        return rows, fixed
 
 
 def generate_samples(
@@ -160,101 +252,277 @@ def generate_samples(
     dims: Mapping[str, int],
     seed: int = 0,
     bounds: Mapping[str, InputBounds] | None = None,
+    fix: Mapping[str, Any] | None = None,
 ) -> SampleRows:
     """Generate random rows from the types and shapes of the inputs.
 
     Floats are standard normal, booleans 0 or 1, texts known to the model, `a` or `b`. Integers that are indices reach
-    every entry; others are most often masks, and are 0 or 1. Inputs that begin with different fixed sizes have no axis
-    for rows: each is drawn once, as a whole. There are fewer rows than `count` if these would not fit into 64 MiB;
-    symbolic dimensions that are not in `dims`, other than the batch, have the size 8.
+    every entry; others are most often masks, and are 0 or 1, or what the model compares them with. Rows are on the axis
+    that the inputs share (`domain.row_axes`). Inputs without it are drawn as a whole, and further groups draw them
+    again; so do all inputs where there is no such axis. There are fewer rows than `count` if these would not fit into
+    64 MiB. Symbolic dimensions that are not in `dims`, other than the batch, have the size 8, and further groups have
+    other sizes.
+
+    Args:
+        fix: values of inputs by name.
 
     Raises:
-        UserError: an input is not a tensor, or its type or size cannot be generated, or `dims` names no dimension.
+        UserError: an input is not a tensor, or its type or size cannot be generated, or `dims` or `fix` name what does
+            not exist.
     """
-    named = sorted({size for spec in inputs for size in spec.shape if isinstance(size, str)} - {"?"})
+    named = sorted({symbol for symbol, _, _ in list_named_axes({spec.name: spec.shape for spec in inputs})})
     if unknown := sorted(set(dims) - set(named)):
         remedy = f"Named ones: {', '.join(named) or 'none'}."
         raise UserError(f"no dimension is called {unknown[0]!r}", where="--dim", remedy=remedy)
-    starts = {spec.shape[0] for spec in inputs if spec.shape}
-    whole = len(starts) > 1 and not any(map(_is_free, starts))
-    rowed = [] if whole else [spec for spec in inputs if spec.shape]
-    batch = 1 if whole else _find_fixed_batch(inputs, dims)
-    symbols = {str(spec.shape[0]): batch or 1 for spec in rowed}
-    draw = np.random.default_rng(seed)
-    known_sizes = {**symbols, **dims}
-    shapes = {
-        spec.name: tuple(map(int, spec.shape))
-        if whole
-        else tuple(known_sizes.get(s, LENGTH) if isinstance(s, str) else LENGTH if s < 0 else s for s in spec.shape[1:])
-        for spec in inputs
-    }
-    row_bytes = sum(math.prod(shapes[spec.name]) * max(1, _dtype(spec).itemsize) for spec in inputs)
+    check_fixed_names(inputs, fix or {})
+    known_bounds = bounds or {}
+    axes = _find_axes(inputs, known_bounds)
+    recipe = _Recipe(
+        inputs=inputs,
+        axes=axes,
+        dims=dims,
+        fix=fix or {},
+        bounds=known_bounds,
+        batch=_find_batch(inputs, axes, dims),
+    )
+    sizes = recipe.read_sizes({})
+    row_bytes = sum(math.prod(recipe.shape(spec, sizes)) * max(1, read_dtype(spec).itemsize) for spec in inputs)
     if row_bytes > _ROW_BYTES:
         raise UserError(f"one row of the model's inputs takes {row_bytes / 1e9:.3g} GB", remedy="Supply rows: --data.")
-    count = max(batch or 1, min(count, _SET_BYTES // max(1, row_bytes)))
-    known_bounds = bounds or {}
-    known = {spec.name: known_bounds.get(spec.name, InputBounds()) for spec in inputs}
-    rows = {s.name: _draw_values(draw, s, (count, *shapes[s.name]), known[s.name]) for s in rowed}
-    fixed = {s.name: _draw_values(draw, s, shapes[s.name], known[s.name]) for s in inputs if s not in rowed}
-    return SampleRows(rows=rows, fixed=fixed, batch=batch)
+    count = max(recipe.batch or 1, min(count, _SET_BYTES // max(1, row_bytes)))
+    rows, fixed = recipe.draw(np.random.default_rng(seed), count, {})
+    choices = {spec.name: values for spec in inputs if (values := recipe.choices(spec))}
+    further = {} if row_bytes * MIN_NOISE_ROWS > _SET_BYTES else dict(_draw_further(recipe, seed))
+    return SampleRows(rows=rows, fixed=fixed, batch=recipe.batch, axes=axes, further=further, choices=choices)
 
 
-def check_samples(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any], *, where: str, limit: int) -> SampleRows:
+def check_fixed_names(inputs: Sequence[TensorSpec], fix: Mapping[str, Any]) -> None:
+    """Raise UserError if a value is given for an input that does not exist."""
+    names = [spec.name for spec in inputs]
+    for name in fix:
+        if name not in names:
+            remedy = suggest(name, names, f"There are {', '.join(names)}.")
+            raise UserError(f"no input is called {name!r}", where="--fix", remedy=remedy)
+
+
+def _find_axes(inputs: Sequence[TensorSpec], bounds: Mapping[str, InputBounds]) -> dict[str, int]:
+    """Return the axes of rows; a number that the model compares with a constant is none, in a batch of 1."""
+    axes = find_row_axes({spec.name: spec.shape for spec in inputs}, pooled=False)
+    flags = [
+        spec.name
+        for spec in inputs
+        if all(size == 1 for size in spec.shape) and bounds.get(spec.name, InputBounds()).compared
+    ]
+    return {name: axis for name, axis in axes.items() if name not in flags}
+
+
+def _find_batch(inputs: Sequence[TensorSpec], axes: Mapping[str, int], dims: Mapping[str, int]) -> int:
+    """Return the number of rows that every run must have; 0 for any number."""
+    sizes = [spec.shape[axes[spec.name]] for spec in inputs if spec.name in axes]
+    return max((dims.get(size, 0) if isinstance(size, str) else max(0, size) for size in sizes), default=0)
+
+
+def _draw_further(recipe: _Recipe, seed: int) -> Iterator[tuple[str, Tensors]]:
+    """Yield further runs: other sizes of free dimensions, other values, and other inputs without rows."""
+    draw = np.random.default_rng((seed, 1))
+    count = recipe.batch or MIN_NOISE_ROWS
+
+    def make(wanted: Mapping[str, int]) -> Tensors:
+        rows, fixed = recipe.draw(draw, count, wanted)
+        return {**rows, **fixed}
+
+    for wanted in _list_sizes([symbol for symbol in recipe.symbols if symbol not in recipe.dims]):
+        run = make(wanted)
+        if sum(array.nbytes for array in run.values()) <= _SET_BYTES:
+            yield "lengths:" + ",".join(f"{symbol}={size}" for symbol, size in wanted.items()), run
+    for spec in recipe.inputs:
+        for value in recipe.choices(spec)[1:]:
+            run = make({})
+            yield f"values:{spec.name}={value}", {**run, spec.name: np.full_like(run[spec.name], value)}
+    if any(spec.name not in (*recipe.axes, *recipe.fix) and not recipe.choices(spec) for spec in recipe.inputs):
+        for number in range(1, _DRAWS + 1):
+            yield f"draws:{number}", make({})
+    pooled = {spec.name: spec.shape[0] for spec in recipe.inputs if spec.name in recipe.axes}
+    if len(pooled) > 1 and not any(map(is_named, pooled.values())) and not recipe.batch:
+        counts = dict(zip(pooled, itertools.cycle((3, 17)), strict=False))
+        run = make({})
+        apart = {name: array[: counts.get(name, len(array))] for name, array in run.items()}
+        yield "lengths:" + ",".join(f"{name}[0]={size}" for name, size in counts.items()), apart
+
+
+def _list_sizes(symbols: Sequence[str]) -> Iterator[dict[str, int]]:
+    """Yield other sizes of each dimension alone, and of all together: the same, and different ones."""
+    for symbol in symbols:
+        yield from ({symbol: size} for size in OTHER_SIZES)
+    if len(symbols) > 1:
+        yield from (dict.fromkeys(symbols, size) for size in OTHER_SIZES)
+        for start in range(2):
+            yield {symbol: OTHER_SIZES[(start + place) % len(OTHER_SIZES)] for place, symbol in enumerate(symbols)}
+
+
+def check_samples(
+    inputs: Sequence[TensorSpec],
+    arrays: Mapping[str, Any],
+    *,
+    where: str,
+    limit: int,
+    fix: Mapping[str, Any] | None = None,
+) -> SampleRows:
     """Check the user's own rows against the model's inputs; other arrays are ignored.
 
+    Args:
+        fix: values of inputs, in place of arrays.
+
     Raises:
-        UserError: an input is missing, or has another shape or type.
+        UserError: an input is missing, or has another shape or type, or the numbers of rows differ.
     """
-    rows = {}
+    given = fix or {}
+    check_fixed_names(inputs, given)
+    axes = find_row_axes({spec.name: spec.shape for spec in inputs})
+    read = [spec for spec in inputs if spec.name not in given]
+    arranged = {spec.name: _read_array(spec, arrays, axes, inputs, where) for spec in read}
+    count = max((len(arranged[name]) for name in axes if name in arranged), default=1)
     for spec in inputs:
-        if spec.name not in arrays:
-            raise UserError(
-                f"it has no array {spec.name!r}",
-                where=where,
-                why=f"the model takes {', '.join(s.name for s in inputs)}; the file has {', '.join(arrays) or 'none'}",
-                remedy="Save the arrays under the names of the model's inputs: numpy.savez(FILE, NAME=array).",
-            )
-        array, kind = arrays[spec.name], _dtype(spec)
-        if not _has_shape(spec, array):
-            what = f"array {spec.name!r} has shape {array.shape}, the model takes {_format_shape(spec)}"
-            raise UserError(what, where=where)
-        if kind.kind == "U" and array.dtype.kind in "US":
-            kind = np.dtype(np.str_)
-        elif kind.kind == "U" or not np.can_cast(array.dtype, kind, casting="same_kind"):
-            what = f"array {spec.name!r} is of type {array.dtype}, the model takes {spec.dtype}"
-            raise UserError(what, where=where)
-        rows[spec.name] = array.astype(kind, copy=False)[:limit]
-    return SampleRows(rows=rows, fixed={}, batch=_find_fixed_batch(inputs, {}))
+        if spec.name in given and spec.name in axes:
+            value = fit_value(given[spec.name], remove_axis(spec, axes[spec.name]))
+            arranged[spec.name] = np.repeat(value[None], count, axis=0)
+        elif spec.name in given:
+            arranged[spec.name] = fit_value(given[spec.name], spec)
+    rows = {name: arranged[name] for name in axes}
+    counts = {name: len(array) for name, array in rows.items()}
+    named = find_batch_symbol({spec.name: spec.shape for spec in inputs})
+    if len(set(counts.values())) > 1 and not named and not _find_batch(inputs, axes, {}):
+        rows, axes = {}, {}  # dimensions that are independent of each other: one request
+    elif len(set(counts.values())) > 1 or 0 in counts.values():
+        text = ", ".join(f"{name} {count} on axis {axes[name]}" for name, count in counts.items())
+        raise UserError(f"its arrays must have the same number of rows, at least one: {text}", where=where)
+    fixed = {name: array for name, array in arranged.items() if name not in rows}
+    samples = SampleRows(
+        rows={name: array[:limit] for name, array in rows.items()},
+        fixed=fixed,
+        batch=_find_batch(inputs, axes, {}),
+        axes=axes,
+    )
+    return samples if samples.large or not rows else replace(samples, further=_resize(samples, inputs))
 
 
-def find_input_problems(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _read_array(
+    spec: TensorSpec, arrays: Mapping[str, Any], axes: Mapping[str, int], inputs: Sequence[TensorSpec], where: str
+) -> Any:
+    """Return one array in the input's type, with rows on axis 0."""
+    if spec.name not in arrays:
+        remedy = "Save the arrays under the names of the model's inputs: numpy.savez(FILE, NAME=array)."
+        raise UserError(
+            f"it has no array {spec.name!r}",
+            where=where,
+            why=f"the model takes {', '.join(s.name for s in inputs)}; the file has {', '.join(arrays) or 'none'}",
+            remedy=remedy if spec.name in axes else f"It is the same for all rows: --fix {spec.name}=VALUE.",
+        )
+    array, kind, axis = arrays[spec.name], read_dtype(spec), axes.get(spec.name)
+    if not _has_shape(spec, array, axis):
+        what = f"array {spec.name!r} has shape {array.shape}, the model takes {_format_shape(spec)}"
+        raise UserError(what, where=where)
+    if kind.kind == "U" and array.dtype.kind in "US":
+        kind = np.dtype(np.str_)
+    elif kind.kind == "U" or not np.can_cast(array.dtype, kind, casting="same_kind"):
+        what = f"array {spec.name!r} is of type {array.dtype}, the model takes {spec.dtype}"
+        raise UserError(what, where=where)
+    return np.ascontiguousarray(np.moveaxis(array, axis, 0) if axis else array).astype(kind, copy=False)
+
+
+def _resize(samples: SampleRows, inputs: Sequence[TensorSpec]) -> dict[str, Tensors]:
+    """Return real rows, cut or repeated to other sizes of the free dimensions."""
+    shapes = {s.name: move_axis_first(s.shape, samples.axes[s.name]) for s in inputs if s.name in samples.axes}
+    return make_sized_inputs(samples.rows, find_sized_axes(shapes))
+
+
+def settle_samples(runtime: Runtime, target: Target, model: Path, samples: SampleRows) -> SampleRows:
+    """Return generated samples that a model takes: the same ones, or those with other values or sizes.
+
+    Raises:
+        MeasurementError: it takes none of them.
+    """
+    if not samples.choices and (samples.rows or not samples.further):
+        return samples  # nothing else was generated
+    problem: MeasurementError | None = None
+    for trial in itertools.islice(_list_trials(samples), _MOST_TRIALS):
+        try:
+            arrange_runtime(runtime, trial.read_layout(model)).run(model, target, (trial.feed(2),))
+        except MeasurementError as error:
+            problem = problem or error
+        else:
+            return trial
+    if problem is None:
+        return samples
+    check_model(model)  # an invalid ONNX file is the user's to fix
+    names = [*samples.choices, *(name for name in samples.fixed if name not in samples.choices)]
+    raise MeasurementError(
+        "the model refuses all generated inputs",
+        where=model.name,
+        why=explain_rejection(problem),
+        remedy=f"Give the values that it takes: {' '.join(f'--fix {name}=VALUE' for name in names[:2])}; "
+        "or inputs of its use: --data FILE.",
+    )
+
+
+def _list_trials(samples: SampleRows) -> Iterator[SampleRows]:
+    """Yield the samples with every combination of generated values, then at other sizes."""
+    for values in itertools.product(*samples.choices.values()):
+        chosen = {
+            name: np.full_like(samples.fixed[name], value) for name, value in zip(samples.choices, values, strict=True)
+        }
+        others = {  # its own values are those of the samples now
+            name: run if name.startswith("values:") else {**run, **chosen} for name, run in samples.further.items()
+        }
+        yield replace(samples, fixed={**samples.fixed, **chosen}, further=others)
+    if not samples.rows:
+        yield from (replace(samples, fixed=run) for run in samples.further.values())
+
+
+def find_input_problems(
+    inputs: Sequence[TensorSpec], arrays: Mapping[str, Any], values: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
     """Yield why a model cannot take these arrays, by input.
 
-    Unlike in `check_samples`, nothing is converted: a pipeline passes on what its data set holds.
+    Unlike in `check_samples`, nothing is converted but `values`: a pipeline passes on what its data set holds.
     """
-    if missing := [spec.name for spec in inputs if spec.name not in arrays]:
+    if missing := [spec.name for spec in inputs if spec.name not in (*arrays, *values)]:
         names = ", ".join(map(repr, missing))
         yield "", f"the model takes {names}, and the data set gives it {', '.join(map(repr, arrays))}"
         return
+    axes = find_row_axes({spec.name: spec.shape for spec in inputs})
     for spec in inputs:
-        array = arrays[spec.name]
-        if not _has_shape(spec, array):
-            shape = " × ".join(["rows", *map(str, array.shape[1:])])
+        if spec.name in values:
+            yield from _find_value_problems(spec, values[spec.name], axes.get(spec.name))
+            continue
+        array, axis = arrays[spec.name], axes.get(spec.name, 0)
+        if not _has_shape(spec, array, axis):
+            shape = " × ".join("rows" if place == axis else str(size) for place, size in enumerate(array.shape))
             yield spec.name, f"{spec.name!r} is of shape {shape}, the model takes {_format_shape(spec)}"
-        elif not (array.dtype.kind in "US" if spec.dtype == "string" else array.dtype == _dtype(spec)):
+        elif not (array.dtype.kind in "US" if spec.dtype == "string" else array.dtype == read_dtype(spec)):
             text = f"{spec.name!r} is of type {array.dtype}, the model takes {spec.dtype}"
             numbers = array.dtype.kind in "biuf" and spec.dtype != "string"
             yield spec.name, f"{text}. Convert it: array.astype({spec.dtype!r})" if numbers else text
     known = [spec.name for spec in inputs]
-    for name in arrays:
+    for name in (*arrays, *values):
         if name not in known:
             yield name, f"the model takes no input {name!r}; it takes {', '.join(known)}"
 
 
-def _has_shape(spec: TensorSpec, array: Any) -> bool:
-    pairs = zip(spec.shape[1:], array.shape[1:], strict=False)
-    fits = len(spec.shape) == array.ndim and all(_is_free(size) or size == actual for size, actual in pairs)
-    return fits or not spec.shape
+def _find_value_problems(spec: TensorSpec, value: Any, axis: int | None) -> Iterator[tuple[str, str]]:
+    """Yield why an input cannot have a value in every row."""
+    try:
+        fit_value(value, spec if axis is None else remove_axis(spec, axis))
+    except UserError as error:
+        yield spec.name, error.without_place()
+
+
+def _has_shape(spec: TensorSpec, array: Any, rows: int | None) -> bool:
+    """Return whether an array has the shape of an input, but for the number of rows on the axis `rows`."""
+    if len(spec.shape) != array.ndim:
+        return not spec.shape
+    pairs = enumerate(zip(spec.shape, array.shape, strict=True))
+    return all(axis == rows or is_free(size) or size == actual for axis, (size, actual) in pairs)
 
 
 def _format_shape(spec: TensorSpec) -> str:
@@ -275,8 +543,9 @@ def build_groups(
     without rows. `bounds` are the bounds that the graph shows for the inputs, and `splits` rows next to the splits of
     trees.
     """
+    further = [InputGroup(name=name, runs=(run,), assumed=True) for name, run in samples.further.items()]
     if not samples.rows:
-        return (InputGroup(name=REAL, runs=(samples.fixed,)),)
+        return (InputGroup(name=REAL, runs=({},)), *further)
     known_bounds = bounds or {}
     indices = {name: known.index for name, known in known_bounds.items() if known.index is not None}
     probes = {REAL: ProbeGroup(inputs=samples.rows)}
@@ -298,7 +567,7 @@ def build_groups(
             rows = index["row"].astype(np.intp)
             if len(rows) < 2 or len(rows) * samples.row_bytes <= _RUN_BYTES:
                 groups.append(InputGroup(name=name, runs=(samples.select(rows),)))
-    return tuple(groups)
+    return (*groups, *further)
 
 
 def _draw_whole_numbers(rows: Tensors, names: Sequence[str]) -> Tensors:
@@ -315,39 +584,28 @@ def _draw_whole_numbers(rows: Tensors, names: Sequence[str]) -> Tensors:
 
 def _cut_runs(rows: Tensors, samples: SampleRows) -> tuple[Tensors, ...]:
     """Cut the rows into runs of the batch; no rows are one run."""
-    feeds = [feed for feed, _ in cut_batches(rows, samples.batch, _RUN_BYTES)] or [rows]
-    return tuple({**feed, **samples.fixed} for feed in feeds)
+    return tuple(feed for feed, _ in cut_batches(rows, samples.batch, _RUN_BYTES)) or (rows,)
 
 
-def _find_fixed_batch(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> int:
-    """Return the number of rows that the model requires; 0 for any number."""
-    first = {spec.shape[0] for spec in inputs if spec.shape}
-    sizes = {dims.get(size, 0) if isinstance(size, str) else max(0, size) for size in first} - {0}
-    if len(sizes) > 1:
-        raise UserError(
-            f"its inputs begin with different dimensions: {sorted(sizes)}",
-            why="axis 0 is the batch, so all inputs must have the same number of rows",
-            remedy="Export the model with a batch axis in every input.",
-        )
-    return min(sizes, default=0)
-
-
-def _dtype(spec: TensorSpec) -> np.dtype[Any]:
-    if spec.dtype == "string":
-        return np.dtype(np.str_)
-    with contextlib.suppress(TypeError):
-        dtype = np.dtype(spec.dtype)
-        if dtype.kind in "biuf":
-            return dtype
-    remedy = _REMEDIES.get(spec.dtype, "Inputs may be tensors of floats, integers, booleans or texts.")
-    raise UserError(f"input {spec.name!r} is of type {spec.dtype}", remedy=remedy)
-
-
-def _draw_values(draw: np.random.Generator, spec: TensorSpec, shape: tuple[int, ...], bounds: InputBounds) -> Any:
-    kind = _dtype(spec)
+def _draw_values(
+    draw: np.random.Generator,
+    spec: TensorSpec,
+    shape: tuple[int, ...],
+    bounds: InputBounds,
+    sizes: Mapping[str, int],
+) -> Any:
+    kind = read_dtype(spec)
     if kind.kind == "f":
         return draw.standard_normal(shape).astype(kind)
     if kind.kind == "U":
         return draw.choice([*bounds.texts, "a", "b"], shape)
+    if bounds.compared and not (bounds.index or bounds.tables):
+        limits = np.iinfo(kind.name)
+        known = [value for value in {*bounds.compared, 0, 1} if limits.min <= value <= limits.max]
+        return draw.choice(sorted(known), shape).astype(kind)
     low, high = bounds.index or (0, 1)
+    if bounds.tables:
+        smallest = min(sizes.values(), default=1)
+        entries = [sizes.get(str(table), smallest) if is_free(table) else int(table) for table in bounds.tables]
+        high = max(0, min([*entries, *([high + 1] if bounds.index else [])]) - 1)
     return draw.integers(low, high, shape, endpoint=True).astype(kind)

@@ -21,10 +21,12 @@ from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, Budget, detect
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.execution import ExecutionReport, inspect_execution, require_versions
+from onnx_ops.measure.row_layout import arrange_context, arrange_runtime, read_layout
 from onnx_ops.measure.search import Reporter, SearchContext, describe_recipe, search
 from onnx_ops.measure.timing import compute_log_ratios
 from onnx_ops.onnx_graph.compatibility import check_model
 from onnx_ops.onnx_graph.files import copy_model, iterate_tensors, parse_model, refuse_ort
+from onnx_ops.onnx_graph.input_bounds import read_input_bounds
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import (
     Context,
@@ -36,7 +38,7 @@ from onnx_ops.ports import (
 )
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.latency import ALPHA, LOOKS, session_interval
-from onnx_ops.tools.probing import generate_samples, shared_inputs
+from onnx_ops.tools.probing import SampleRows, generate_samples, settle_samples, shared_inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +60,10 @@ class SpeedupEstimate:
 def estimate_speedup(runtime: Runtime, target: Target, source: Path, variant: Path) -> SpeedupEstimate:
     """Time a few fresh session pairs on one synthetic row."""
     try:
-        feed = generate_samples(shared_inputs(source, variant), count=1, dims={}).feed(1)
-        samples = runtime.benchmark((source, variant), target, feed, PairedBenchmarkSchedule(rounds=LOOKS[0]))
+        inputs, bounds = shared_inputs(source, variant), read_input_bounds(source)
+        rows = settle_samples(runtime, target, source, generate_samples(inputs, count=1, dims={}, bounds=bounds))
+        runtime = arrange_runtime(runtime, rows.read_layout(source))
+        samples = runtime.benchmark((source, variant), target, rows.feed(1), PairedBenchmarkSchedule(rounds=LOOKS[0]))
     except (MeasurementError, UserError) as error:
         return SpeedupEstimate(why=str(error))
     estimate, low, high = session_interval(compute_log_ratios(samples), ALPHA / 2)
@@ -86,7 +90,7 @@ def quantize_file(
     path: Path,
     *,
     targets: Sequence[Target],
-    calibration: Tensors | None = None,
+    calibration: SampleRows | None = None,
 ) -> QuantizedFile:
     """Write the variant to `path`, completely or not at all; the recipe may depend on the targets."""
     check_paths(source, path)
@@ -99,7 +103,14 @@ def quantize_file(
         section = optimizer.inline_files(section, context.root)
         quantized = optimizer.quantizes(section)
         recipe = optimizer.optimize(
-            OptimizeRequest(section=section, source=source, path=temporary, calibration=calibration, machines=machines)
+            OptimizeRequest(
+                section=section,
+                source=source,
+                path=temporary,
+                calibration=calibration.rows if calibration else None,
+                machines=machines,
+                values=calibration.fixed if calibration else {},
+            )
         )
         effects = {
             t.name: estimate_speedup(context.runtime(t.runtime), t, source, temporary) for t in targets if not quantized
@@ -194,7 +205,7 @@ def search_variant(
         copy.parent.mkdir()
         copy_model(source, copy)
         search_context = SearchContext(
-            project=context,
+            project=arrange_context(context, read_layout(read_model_info(copy), tuning_data.values)),
             section=section,
             source=copy,
             folder=folder / "trials",

@@ -211,6 +211,8 @@ def test_a_named_batch_axis(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused_with_a_remedy(tmp_path: Path) -> None:
     rows, labels = load("iris")
     estimator = sk("linear_model.LogisticRegression", max_iter=500).fit(rows, labels)
+    words = np.array([["good film"], ["bad food"]] * 75)
+    texts = piped(sk("feature_extraction.text.TfidfVectorizer"), sk("svm.LinearSVC")).fit(words[:, 0], labels > 0)
     newer, neither = replace(SECTION, opset=28), "neither a classifier nor a regressor"
     for model, samples, section, message in (
         (sk("preprocessing.StandardScaler").fit(rows), {"x": rows}, SECTION, neither),
@@ -218,6 +220,8 @@ def test_what_does_not_fit_is_refused_with_a_remedy(tmp_path: Path) -> None:
         (None, {"x": rows}, SECTION, neither),
         (estimator, {"x": rows, "y": rows}, SECTION, "one input"),
         (estimator, {"x": rows[:, 0]}, SECTION, "matrix"),
+        (estimator, {"x": rows[:, :1], "y": rows[:, :1]}, SECTION, "takes 4 columns, and the data has 2"),
+        (texts, {"x": words, "y": words}, SECTION, "takes 1 column, and the data has 2"),
         (estimator, {"x": rows}, newer, "skl2onnx"),
     ):
         with pytest.raises(UserError, match=message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,17 @@ def test_export_of_categories_that_lightgbm_numbers_is_refused(tmp_path: Path) -
     request = ExportRequest(section=Export(framework="lightgbm"), samples=NUMBERS, path=tmp_path / "model.onnx")
     with pytest.raises(UserError, match="type category"):
         LightgbmExporter().export(model, request)
+
+
+def test_a_matrix_in_another_order_of_columns_than_the_fit_is_refused(tmp_path: Path) -> None:
+    model = sk("impute.SimpleImputer")
+    model = piped(model, sk("linear_model.LogisticRegression")).fit(Dataset(inputs=NUMBERS).frame(), LABEL)
+    samples = {"x": np.hstack(list(NUMBERS.values())).astype(np.float32)}
+    for features, refused in ((("age", "visits"), False), (("visits", "age"), True), (("a", "b"), False)):
+        path = tmp_path / "model.onnx"
+        section = Export(framework="sklearn")
+        request = ExportRequest(section=section, samples=samples, path=path, features={"x": features})
+        with pytest.raises(UserError, match="another order") if refused else nullcontext() as raised:
+            SklearnExporter().export(model, request)
+        if raised is not None:
+            assert raised.value.remedy == "List them in every data set: `columns: [age, visits]`."

@@ -86,10 +86,11 @@ def test_the_batch_is_free_unless_the_pipeline_says_otherwise(
     assert read_model_info(tmp_path / "m.onnx").inputs[0].shape == (batch, 1, 8, 8)
 
 
-def test_a_batch_that_the_exporter_fixes_is_refused_unless_the_pipeline_fixes_it(modules: Any, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"axis 0 of image \(batch\) at 2"):
-        export(modules.Counted(), images(6), tmp_path / "m.onnx")
-    export(modules.Counted(), images(2), tmp_path / "m.onnx", Export(framework="torch", dynamic={"image": {}}))
+def test_a_plain_number_of_the_batch_leaves_it_free(modules: Any, tmp_path: Path) -> None:
+    export(modules.Counted(), images(6), tmp_path / "m.onnx")
+    assert read_model_info(tmp_path / "m.onnx").inputs[0].shape == ("batch", 1, 8, 8)
+    (rows,) = model_runs.run(tmp_path / "m.onnx", images(3)).values()
+    np.testing.assert_array_equal(rows, images(3)["image"].reshape(3, -1))
 
 
 def test_a_module_left_in_training_is_exported_and_asked_in_use(modules: Any, tmp_path: Path) -> None:

@@ -9,27 +9,51 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from onnx_ops.adapters.metrics.servers import VARIABLE, SeveralServers
 from onnx_ops.adapters.server_metrics import ServerMetrics
-from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.rollout_observations import LatencyThresholds, RequestCounts, ShadowCounts, UnitSums, diff_readings
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, TrafficSplit
+from onnx_ops.domain.rollout_observations import (
+    BADNESS_EDGES,
+    USER_BLOCKS,
+    EpochUnits,
+    LatencyThresholds,
+    MetricsReading,
+    RequestCounts,
+    ShadowCounts,
+    UnitCounts,
+)
 from onnx_ops.domain.rollout_policy import LATENCY_PLACES, LATENCY_QUANTILES
 from onnx_ops.errors import ServiceUnavailableError, UserError
-from onnx_ops.protocol.messages import KEYLESS_CELL, Counts, UserCountsRequest
+from onnx_ops.protocol.messages import KEYLESS_CELL, Counts, EpochCounts, UserCountsRequest, encode_cells
+from onnx_ops.protocol.routing_table import build_next_table
 from onnx_ops.protocol.server_process import TOKEN_FILE
-from onnx_ops.serving import metrics
-from onnx_ops.serving.metrics import BOUNDS_S, SharedMetrics, count_request
-from onnx_ops.serving.rollout_counts import UserCounts, collect_counts
+from onnx_ops.serving import metrics, rollout_counts
+from onnx_ops.serving.cell_counts import CellCounter
+from onnx_ops.serving.inference.deployments import TableRevision
+from onnx_ops.serving.inference.traffic_router import TrafficRouter
+from onnx_ops.serving.metrics import BOUNDS_S, EPOCH, SharedMetrics, count_request
+from onnx_ops.serving.rollout_counts import RolloutCounts
 from onnx_ops.statistics.rollout.guardrails import fix_thresholds
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.adapters.endpoint_site import make_config
+from tests.support.endpoints import fileless_deployment
+from tests.support.must import must
+from tests.support.processes import until
 from tests.support.server import ServerFamily
 
 CONFIG = make_config("digits")
 BODY = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}).encode()
 WATCHED = {"blue": None, "green": None}
+
+
+EPOCH_S = 0.25
+
+
+def with_epochs(state: EndpointState) -> EndpointState:
+    return replace(state, split=replace(state.split, epoch_s=EPOCH_S))
 
 
 @pytest.fixture
@@ -47,7 +71,7 @@ def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Se
             (server.folder / TOKEN_FILE).write_text("one for all")
             (server.folder / TOKEN_FILE).chmod(0o600)
             server.start()
-            assert server.publish(state_of(*pair, blue=50, green=50), 1).status == 200
+            assert server.publish(with_epochs(state_of(*pair, blue=50, green=50)), 1).status == 200
         yield found
     finally:
         for server in found:
@@ -65,22 +89,39 @@ def call(server: ServerFamily, user: str, times: int) -> None:
         assert server.call("POST", "/v2/models/m/infer", BODY, headers).status == 200
 
 
-def test_users_of_both_servers_are_added_before_they_are_squared(servers: list[ServerFamily]) -> None:
+def begin_counting(source: SeveralServers) -> None:
+    """Until an epoch is counted from its beginning."""
+    until(lambda: source.read(CONFIG, WATCHED).open_epoch is not None)
+
+
+def read_units(source: SeveralServers, requests: int) -> tuple[EpochUnits, ...]:
+    """The closed epochs with requests, once they hold as many units without an error as this at most."""
+    until(lambda: count_units(source.read(CONFIG, WATCHED)) > 0)
+    last = must(source.read(CONFIG, WATCHED).open_epoch).epoch
+    reading = until(lambda: each if must((each := source.read(CONFIG, WATCHED)).open_epoch).epoch > last + 1 else None)
+    assert count_units(reading) <= requests
+    return tuple(each for each in reading.epochs if each.units["errors"] != UnitCounts())
+
+
+def count_units(reading: MetricsReading) -> int:
+    return sum(sum(each.units["errors"].candidate) + sum(each.units["errors"].stable) for each in reading.epochs)
+
+
+def test_a_user_of_both_servers_is_one_unit(servers: list[ServerFamily]) -> None:
     source = source_of(servers)
-    assert source.read(CONFIG, WATCHED).units["errors"] == UnitSums()
-    totals = {f"user-{number}": (number % 3, number % 5) for number in range(12)}
-    for user, times in totals.items():
-        for server, many in zip(servers, times, strict=True):
-            call(server, user, many)
+    begin_counting(source)
+    for turn in range(12):
+        call(servers[turn % 2], "u", 1)
+    epochs = read_units(source, 12)
+    for each in epochs:
+        assert each.generation == 1
+        assert sum(each.units["errors"].candidate) + sum(each.units["errors"].stable) == 1
     reading = source.read(CONFIG, WATCHED)
-    summed = [sum(times) for times in totals.values()]
-    assert sum(tally.requests for tally in reading.tallies.values()) == sum(summed)
-    found = reading.units["errors"]
-    assert (found.requests, found.requests_squared) == (sum(summed), sum(n * n for n in summed))
+    assert sum(tally.requests for each in reading.counts for tally in each.tallies.values()) == 12
+    assert len({each.origin for each in reading.counts}) == 2
     counted = source.latencies(CONFIG, "blue")
     assert counted is not None
     assert len(counted[1]) == len(counted[0]) + 1
-    assert source.read(CONFIG, WATCHED).origin == reading.origin
     port = servers[0].record().admin_port
     with pytest.raises(ServiceUnavailableError, match="the same server"):
         SeveralServers({"urls": [f"http://127.0.0.1:{port}", f"http://localhost:{port}"]}).read(CONFIG, WATCHED)
@@ -90,26 +131,33 @@ def test_a_server_that_cannot_be_counted_is_no_silence(
     servers: list[ServerFamily], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = source_of(servers)
+    begin_counting(source)
     call(servers[0], "u", 3)
-    before = source.read(CONFIG, WATCHED)
-    state = servers[0].state()
-    assert state is not None
-    blue, green = state.deployments
-    assert servers[1].publish(state_of(blue, green, blue=40, green=60), 2).status == 200
+    before = read_units(source, 3)
+    state = must(servers[0].state())
+    assert (
+        servers[1].publish(replace(state, split=replace(state.split, weights={"blue": 40, "green": 60})), 2).status
+        == 200
+    )
+    source.read(CONFIG, WATCHED)  # while a table is published to one server after the other
+    assert (
+        servers[0].publish(replace(state, split=replace(state.split, weights={"blue": 30, "green": 70})), 2).status
+        == 200
+    )
     with pytest.raises(ServiceUnavailableError, match="split users differently"):
         source.read(CONFIG, WATCHED)
-    assert servers[0].publish(state_of(blue, green, blue=40, green=60), 2).status == 200
-    call(servers[0], "u", 2)
-    assert source.read(CONFIG, WATCHED).units["errors"].requests_squared == 4
+    for server in servers:
+        assert server.publish(state, 3).status == 200
     servers[1].stop()
     with pytest.raises(ServiceUnavailableError, match="does not answer"):
         source.read(CONFIG, WATCHED)
     servers[1].start()
-    call(servers[0], "u", 1)
     again = source_of(servers)
-    after = again.read(CONFIG, WATCHED)
-    assert after.origin != before.origin
-    assert after.units["errors"] == UnitSums(), "else the first server's users would count in either epoch"
+    reading = until(lambda: each if (each := again.read(CONFIG, WATCHED)).epochs else None)
+    assert [each for each in reading.epochs if each.units["errors"] != UnitCounts()] == list(before), (
+        "the other server still knows its epochs"
+    )
+    assert len({each.origin for each in reading.counts}) == 2
     monkeypatch.setenv(VARIABLE, "another")
     with pytest.raises(ServiceUnavailableError, match="401"):
         again.read(CONFIG, WATCHED)
@@ -134,22 +182,52 @@ def test_settings_that_name_no_servers_are_refused(settings: dict[str, str]) -> 
 
 
 SLOTS = {"v1": 1, "v2": 2}
+START = 1_000
 
 
 class Server:
-    """The counts of a real server, without its models."""
+    """The counts of a real server, without its models; v2 is the candidate."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, epoch_s: float = 60.0, epoch: int = START) -> None:
         self.shared = SharedMetrics(2)
+        self.counts = RolloutCounts(self.shared)
+        self.workers = [CellCounter(self.shared, number) for number in range(2)]
         self.source = ServerMetrics(self._counts)
+        split = TrafficSplit(weights={"v1": 90, "v2": 10}, epoch_s=epoch_s)
+        deployments = tuple(map(fileless_deployment, split.weights))
+        table = build_next_table(None, EndpointState(deployments=deployments, split=split, generation=7))
+        self.router = TrafficRouter.from_table(table)
+        self.counts.start_table(TableRevision(number=1, table=table, slots=SLOTS), epoch * 60.0)
 
     def _counts(self, config: EndpointConfig, watch: UserCountsRequest | None) -> list[Counts]:
         assert config is CONFIG
-        return [collect_counts(self.shared, SLOTS, watch)]
+        return [self.counts.collect(watch)]
+
+    def read(self, limits: dict[str, LatencyThresholds | None] | None = None) -> MetricsReading:
+        return self.source.read(CONFIG, {"v2": None, "v1": None} if limits is None else limits)
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.counts.turn_epoch((self.shared.header[EPOCH] + 1) * 60.0)
 
     def answer(self, slot: int, status: int, seconds: float, times: int = 1) -> None:
         for turn in range(times):
             count_request(self.shared.get_row(turn % 2, slot), status, seconds)
+
+    def count(self, slot: int, cell: int, status: int, seconds: float = 0.0, *, worker: int = 0) -> None:
+        self.workers[worker].count(self.router.get_draw(self.shared.header[EPOCH]), slot, cell, status, seconds)
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Epochs are closed as soon as they are over and no request is in progress."""
+    monkeypatch.setattr(rollout_counts, "_SETTLE_S", 0.0)
+
+
+def units(*badness: float) -> tuple[int, ...]:
+    """Units by bin of their badness."""
+    bins = [next(k for k, edge in enumerate(BADNESS_EDGES) if each <= edge) for each in badness]
+    return tuple(bins.count(k) for k in range(max(bins) + 1)) if bins else ()
 
 
 def test_a_reading_counts_failures_refusals_and_slow_answers() -> None:
@@ -160,14 +238,13 @@ def test_a_reading_counts_failures_refusals_and_slow_answers() -> None:
         server.answer(2, status, 0.001, times)
     limits = LatencyThresholds(p50_s=BOUNDS_S[108], p99_s=BOUNDS_S[140], requests=500)
     assert BOUNDS_S[108] > 0.001
-    reading = server.source.read(CONFIG, {"v1": limits, "v2": limits})
-    assert reading.tallies == {
+    (counts,) = server.read(dict.fromkeys(("v2", "v1"), limits)).counts
+    assert (counts.origin, counts.generation) == (server.shared.origin, 7)
+    assert counts.tallies == {
         "v1": RequestCounts(requests=99, over_p50=9, over_p99=9, timed=99),
         "v2": RequestCounts(requests=25, errors=8, refused=4, over_p50=0, over_p99=0, timed=25),
     }
-    assert server.source.read(CONFIG, {"v1": None, "unknown": None}).tallies == {
-        "v1": RequestCounts(requests=99, timed=99)
-    }
+    assert server.read({"v1": None, "unknown": None}).counts == (), "a table without one of them is of no rollout"
 
 
 def test_copies_and_feedback() -> None:
@@ -176,9 +253,9 @@ def test_copies_and_feedback() -> None:
     for column, number in ((metrics.SHADOW_DONE, 9), (metrics.SHADOW_DIFFERING, 2), (metrics.SHADOW_FAILED, 1)):
         row[column] = number
     row[metrics.FEEDBACK], row[metrics.SUCCESSES] = 7, 5
-    reading = server.source.read(CONFIG, {"v2": None, "v1": None})
-    assert reading.shadow == ShadowCounts(compared=9, differing=2, failed=1)
-    assert reading.tallies["v2"] == RequestCounts(feedback=7, successes=5, timed=0)
+    (counts,) = server.read().counts
+    assert counts.shadow == ShadowCounts(compared=9, differing=2, failed=1)
+    assert counts.tallies["v2"] == RequestCounts(feedback=7, successes=5, timed=0)
 
 
 def test_thresholds_come_from_the_histogram_and_are_found_in_it_again() -> None:
@@ -191,7 +268,7 @@ def test_thresholds_come_from_the_histogram_and_are_found_in_it_again() -> None:
     limits, slower = fix_thresholds(*found, {"latency_p50": 0.1, "latency_p99": 0.1})
     assert limits is not None
     assert slower is not None
-    (tally,) = server.source.read(CONFIG, {"v1": limits}).tallies.values()
+    tally = server.read({"v2": None, "v1": limits}).counts[0].tallies["v1"]
     assert server.source.latencies(CONFIG, "unknown") is None
     assert limits.requests == 1000
     assert (tally.over_p50, tally.over_p99) == (700, 10)
@@ -205,25 +282,21 @@ def test_thresholds_come_from_the_histogram_and_are_found_in_it_again() -> None:
 def test_a_latency_that_is_no_bound_cannot_be_told() -> None:
     server = Server()
     server.answer(1, 200, 0.001)
-    (tally,) = server.source.read(
-        CONFIG, {"v1": LatencyThresholds(p50_s=0.0011, p99_s=5e9, requests=1)}
-    ).tallies.values()
+    limits = LatencyThresholds(p50_s=0.0011, p99_s=5e9, requests=1)
+    tally = server.read({"v2": None, "v1": limits}).counts[0].tallies["v1"]
     assert (tally.over_p50, tally.over_p99) == (None, None)
 
 
-def test_a_restart_makes_no_interval() -> None:
-    server = Server()
+def test_a_restart_has_another_origin() -> None:
+    server, again = Server(), Server()
     server.answer(1, 200, 0.001, 5)
-    first = server.source.read(CONFIG, {"v1": None})
-    server.answer(1, 500, 0.001, 2)
-    second = server.source.read(CONFIG, {"v1": None})
-    server.shared = SharedMetrics(2)
-    server.answer(1, 200, 0.001, 50)
-    third = server.source.read(CONFIG, {"v1": None})
-    found = diff_readings(first, second, step=0, stable="v1", candidate="v2")
-    assert found is not None
-    assert found.stable == RequestCounts(requests=2, errors=2, timed=2)
-    assert diff_readings(second, third, step=0, stable="v1", candidate="v2") is None
+    again.answer(1, 500, 0.001, 2)
+    readings = [each.read().counts[0] for each in (server, again)]
+    assert len({each.origin for each in readings}) == 2
+    assert [each.tallies["v1"] for each in readings] == [
+        RequestCounts(requests=5, timed=5),
+        RequestCounts(requests=2, errors=2, timed=2),
+    ]
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e-6, 0.0003, 29.0, 400.0])
@@ -235,37 +308,96 @@ def test_every_request_is_in_one_bucket(seconds: float) -> None:
     assert sum(found[1]) == 1
 
 
-def test_requests_are_counted_by_user_once_a_reading_asked_for_it() -> None:
+def test_units_are_cells_of_an_epoch_and_single_requests() -> None:
     server = Server()
-    workers = [UserCounts(server.shared, number) for number in range(2)]
     slow = LatencyThresholds(p50_s=BOUNDS_S[100], p99_s=BOUNDS_S[150], requests=500)
-    limits = {
-        "v1": replace(slow, p90_s=BOUNDS_S[110]),
+    limits: dict[str, LatencyThresholds | None] = {
         "v2": replace(slow, p50_s=BOUNDS_S[110], p90_s=BOUNDS_S[120], p95_s=BOUNDS_S[121]),
+        "v1": replace(slow, p90_s=BOUNDS_S[110]),
     }
-    workers[0].count_request(1, 5, 200, 1.0)
-    assert server.source.read(CONFIG, limits).units["errors"] == UnitSums(), "nothing was asked for by then"
-    for worker in workers:  # a user whose requests come to either worker
-        worker.count_request(2, 7, 500, 0.0)
-        worker.count_request(2, 7, 200, BOUNDS_S[115])
-    workers[0].count_request(1, 7, 200, BOUNDS_S[105])
-    for seconds in (BOUNDS_S[100], 0.0):
-        workers[1].count_request(1, KEYLESS_CELL, 422, seconds)
-    workers[1].count_feedback(1, 3, True)
-    workers[1].count_feedback(3, 3, True)
-    found = server.source.read(CONFIG, limits).units
-    assert found["errors"] == sums((4, 2), (1, 0), (1, 1), (1, 1))
-    assert found["latency_p50"] == sums((2, 2), (1, 1), (1, 0))
-    assert found["latency_p90"] == sums((2, 0), (1, 0), (1, 0))
-    assert found["feedback"] == sums((1, 1))
-    assert "latency_p95" not in found, "one of the versions has no such threshold"
-    begun = server.source.read(CONFIG, {**limits, "v1": None})
-    assert begun.units["errors"] == UnitSums(), "another watch begins anew, before a worker has seen it"
-    workers[0].count_request(2, 7, 200, 0.0)
-    assert server.source.read(CONFIG, {**limits, "v1": None}).units["errors"] == sums((1, 0))
-    again = UserCounts(server.shared, 0)
-    again.count_request(2, 7, 200, 0.0)
-    assert server.source.read(CONFIG, {**limits, "v1": None}).units["errors"] == sums((2, 0)), "of a worker that died"
+    server.count(1, 5, 200, 1.0)
+    assert server.read(limits).open_epoch is None, "nothing was asked for by then"
+    server.turn()
+    for worker in range(2):  # a user whose requests come to either worker
+        server.count(2, 7, 500, worker=worker)
+        server.count(2, 7, 200, BOUNDS_S[115], worker=worker)
+    server.count(1, 8, 400, BOUNDS_S[105])
+    server.count(1, 9, 200, BOUNDS_S[100])
+    for status, seconds in ((422, BOUNDS_S[100]), (200, 0.0), (200, BOUNDS_S[101])):
+        server.count(1, KEYLESS_CELL, status, seconds, worker=1)
+    opened = must(server.read(limits).open_epoch)
+    server.turn()
+    server.count(2, 7, 200)
+    (epoch,) = server.read(limits).epochs
+    assert epoch == opened
+    assert (epoch.generation, epoch.epoch) == (7, START + 1)
+    assert epoch.units == {
+        "errors": UnitCounts(candidate=units(0.5), stable=units(0, 0, 0, 0, 1)),
+        "refused": UnitCounts(candidate=units(0), stable=units(0, 1, 0, 0, 0)),
+        "latency_p50": UnitCounts(candidate=units(1), stable=units(0, 1, 0, 1)),
+        "latency_p90": UnitCounts(candidate=units(0), stable=units(0, 0, 0, 0)),
+        "latency_p99": UnitCounts(candidate=units(0), stable=units(0, 0, 0, 0)),
+    }, "there is no latency_p95: one of the versions has no such threshold"
+    assert server.read({**limits, "v1": None}).epochs == (), "other thresholds begin anew"
+
+
+def test_users_of_a_sticky_split_are_counted_by_block() -> None:
+    server = Server(epoch_s=0.0)
+    server.read()
+    for cell, status in ((5, 200), (5 + USER_BLOCKS, 500), (6, 200), (KEYLESS_CELL, 500)):
+        server.count(2, cell, status, worker=cell % 2)
+    server.workers[0].count_feedback(server.router.get_draw(0), 1, 6, True)
+    reading = server.read()
+    (counts,) = reading.counts
+    assert (reading.epochs, reading.open_epoch) == ((), None)
+    candidate = counts.blocks["v2"]["errors"]
+    assert [(k, n, candidate.events[k]) for k, n in enumerate(candidate.requests) if n] == [
+        (5, 2, 1),
+        (6, 1, 0),
+        (USER_BLOCKS, 1, 1),
+    ]
+    feedback = counts.blocks["v1"]["feedback"]
+    assert (sum(feedback.requests), feedback.events[6]) == (1, 1)
+
+
+def several(*servers: Server) -> MetricsReading:
+    """The reading of several servers behind one address."""
+    source = ServerMetrics(lambda _, request: [one.counts.collect(request) for one in servers])
+    return source.read(CONFIG, {"v2": None, "v1": None})
+
+
+def test_a_unit_is_formed_after_the_counts_of_all_servers_are_added() -> None:
+    servers = [Server(), Server()]
+    several(*servers)
+    for number, server in enumerate(servers):
+        server.turn()
+        server.count(2, 7, 500 if number else 200)
+        server.count(1, 8 + number, 200)
+    servers[0].turn()
+    assert several(*servers).epochs == (), "the other server has not closed it"
+    servers[1].turn()
+    (epoch,) = several(*servers).epochs
+    assert epoch.units["errors"] == UnitCounts(candidate=units(0.5), stable=units(0, 0))
+    servers[0].turn(2)
+    servers[0].counts.collect()
+    assert len(several(*servers).epochs) == 1
+
+
+@pytest.mark.parametrize("lag", [-7200, -120, -1, 1, 120, 7200])
+def test_a_server_whose_clock_is_wrong_does_not_hold_up_the_others(lag: int) -> None:
+    """Two servers with the same clock, and one that is this many epochs ahead."""
+    servers = [Server(epoch=START + 10_000 + each) for each in (0, 0, lag)]
+    several(*servers)
+    for _ in range(10):
+        for server in servers:
+            server.turn()
+            server.count(2, 7, 200)
+            server.count(2, 8, 200)
+    epochs = several(*servers).epochs
+    ours = [each for each in epochs if START + 10_000 < each.epoch < START + 10_010]
+    assert len(ours) >= 5
+    assert {each.units["errors"] for each in ours} == {UnitCounts(candidate=units(0, 0))}, "no user is a unit twice"
+    assert [each.epoch for each in epochs] == sorted({each.epoch for each in epochs})
 
 
 def test_the_whole_distribution_is_read_off_and_counted_by_user() -> None:
@@ -281,36 +413,29 @@ def test_the_whole_distribution_is_read_off_and_counted_by_user() -> None:
     assert slower is not None
     assert list(limits.places_s) == sorted(limits.places_s)
     assert len(set(limits.places_s)) == len(LATENCY_PLACES)
-    reading = server.source.read(CONFIG, {"v1": limits, "v2": slower})
-    over = reading.tallies["v1"].over()
+    limits_of: dict[str, LatencyThresholds | None] = {"v2": slower, "v1": limits}
+    over = server.read(limits_of).counts[0].tallies["v1"].over()
     assert [over[place] / 1000 for place in LATENCY_PLACES] == pytest.approx(
         [1 - q for q in LATENCY_PLACES.values()], abs=0.02
     )
-    worker = UserCounts(server.shared, 0)
+    server.turn()
     for seconds in (limits.places_s[0], *limits.places_s):
-        worker.count_request(1, 3, 200, seconds)
-    worker.count_request(2, 4, 200, 30.0)
-    collect_counts = server.source.read(CONFIG, {"v1": limits, "v2": slower}).units
+        server.count(1, 3, 200, seconds)
+    server.count(2, 4, 200, 30.0)
+    found_units = must(server.read(limits_of).open_epoch).units
     for place, exceeded in zip(LATENCY_PLACES, range(19, -1, -1), strict=True):
-        assert collect_counts[place] == sums((21, exceeded), (1, 1)), place
-    assert "latency@p50" not in server.source.read(CONFIG, {"v1": limits, "v2": None}).units
+        assert found_units[place] == UnitCounts(candidate=units(1), stable=units(exceeded / 21)), place
+    assert set(server.read({"v2": None, "v1": limits}).epochs) == set()
 
 
 def test_an_answer_that_holds_no_cells_is_refused() -> None:
     server = Server()
-    (counts,) = server._counts(CONFIG, None)
-    for text in ("AAAA", "not base64", base64.b64encode(zlib.compress(b"short")).decode()):
-        one = replace(counts.deployments["v1"], users=text)
-        source = ServerMetrics(lambda *_, one=one: [replace(counts, deployments={"v1": one})])
-        with pytest.raises(ServiceUnavailableError):
-            source.read(CONFIG, {"v1": None})
-
-
-def sums(*units: tuple[int, int]) -> UnitSums:
-    return UnitSums(
-        requests=sum(n for n, _ in units),
-        events=sum(e for _, e in units),
-        requests_squared=sum(n * n for n, _ in units),
-        events_squared=sum(e * e for _, e in units),
-        products=sum(n * e for n, e in units),
-    )
+    counts = server.counts.collect()
+    big = encode_cells(np.arange(10), np.zeros((10, 31), np.int64))
+    for text in ("AAAA", "not base64", base64.b64encode(zlib.compress(b"short")).decode(), big):
+        epoch = EpochCounts(generation=7, epoch=1, cells={"v1": text, "v2": text})
+        answers = [replace(counts, epochs=(epoch,), closed_through=1), replace(counts, open_epoch=epoch)]
+        for answer in answers:
+            source = ServerMetrics(lambda *_, answer=answer: [answer])
+            with pytest.raises(ServiceUnavailableError):
+                source.read(CONFIG, {"v2": None, "v1": None})

@@ -355,3 +355,13 @@ def test_a_model_that_no_protobuf_holds_is_not_halved(
     with pytest.raises(TooLargeError, match="more than 2 GiB") as caught:
         Fp16Optimizer().optimize(perceptron)
     assert caught.value.remedy
+
+
+def test_weights_that_are_constant_nodes_are_narrowed(perceptron: OptimizeRequest) -> None:
+    model = read_model(perceptron.source)
+    for tensor in model.graph.initializer:
+        model.graph.node.insert(0, helper.make_node("Constant", [], [tensor.name], value=tensor))
+    del model.graph.initializer[:]
+    write_model(model, perceptron.source)
+    WeightOnlyQuantizer().optimize(replace(perceptron, section=Quantize(name="w8", method="weight-only")))
+    assert operators(perceptron.path).count("MatMulNBits") == 3

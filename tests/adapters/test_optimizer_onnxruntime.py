@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import subprocess
 import sys
 import tracemalloc
@@ -20,11 +19,9 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_ops.adapters.optimizers import onnxruntime as adapter
 from onnx_ops.adapters.optimizers.library import BATCH, BatchReader
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
-from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.quantization import Arithmetic
-from onnx_ops.domain.target import Target
 from onnx_ops.errors import StageError, UserError
 from onnx_ops.onnx_graph.files import read_model, read_structure, write_model
 from onnx_ops.onnx_graph.model_info import read_model_info, write_lineage
@@ -39,21 +36,17 @@ STATIC = Quantize(name="int8-static", method="static", calibrate=Calibrate(sampl
 DYNAMIC = Quantize(name="int8-dynamic", method="dynamic")
 
 
-FLAGS = set(OnnxRuntime().fingerprint(Target(name="here")).cpu_flags)
-SATURATES = platform.machine() == "x86_64" and not FLAGS & {"avx512_vnni", "avx_vnni"}
-"""Whether 8-bit products of this CPU saturate, so that weights need their reduced range."""
-
-
+@pytest.mark.processor
 class TestDynamic(OptimizerSuite):
-    section = fixed(replace(DYNAMIC, options={"reduce_range": SATURATES}))
+    section = fixed(DYNAMIC)
     optimizer = fixed(DynamicQuantizer())
 
 
+@pytest.mark.processor
 class TestStatic(OptimizerSuite):
     @pytest.fixture(params=[True, False], ids=["by channel", "by tensor"])
     def section(self, request: pytest.FixtureRequest) -> Quantize:
-        options = {"reduce_range": SATURATES or not request.param}
-        return replace(STATIC, per_channel=request.param, options=options)
+        return replace(STATIC, per_channel=request.param)
 
     optimizer = fixed(StaticQuantizer())
 

@@ -11,7 +11,7 @@ from onnx_ops.app.project import list_capabilities
 from onnx_ops.domain.pipeline import Deploy
 
 PROMETHEUS = {"source": "prometheus", "url": "http://127.0.0.1:9090"}
-OWN = {"split", "sticky", "exceedances", "shadow", "feedback", "cold_starts"}
+OWN = {"split", "sticky", "epochs", "exceedances", "shadow", "feedback", "cold_starts"}
 FOREIGN = PROMETHEUS | {"requests": "http_requests_total", "histogram": "http_seconds"}
 
 
@@ -20,7 +20,7 @@ FOREIGN = PROMETHEUS | {"requests": "http_requests_total", "histogram": "http_se
     [
         ({}, OWN),
         (PROMETHEUS, OWN - {"cold_starts"}),
-        (FOREIGN, {"split", "sticky", "exceedances"}),
+        (FOREIGN, {"split", "sticky", "epochs", "exceedances"}),
         ({"source": "unheard-of"}, OWN),
         (PROMETHEUS | {"colour": "red"}, OWN),
     ],

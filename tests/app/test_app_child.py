@@ -105,7 +105,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def data_stage(file: str = "data.npz", fingerprint: str = "") -> Stage:
     section = FileData(file=file, inputs={"x": "x"}, label="y")
-    settings: dict[str, Any] = {"section": codec.to_json(section), "fingerprint": fingerprint}
+    settings: dict[str, Any] = {"section": codec.to_json(section), "inputs": ["x"], "fingerprint": fingerprint}
     return Stage(id="data/test", kind=StageKind.DATA, settings=settings)
 
 

@@ -301,7 +301,7 @@ DATA = (
     Mistake("data outside of the project", "data.test.file", "data/test.npz", "../test.npz"),
     Mistake("an array that is missing", "data.test.inputs.x", "test.npz, inputs: {x: x}", "test.npz, inputs: {x: X}"),
     Mistake("a label that is missing", "data.test.label", "label: y}\ntrain:", "label: target}\ntrain:", 5),
-    Mistake("fewer labels than rows", "data.test.file", line=5, change=rows(y=np.arange(7))),
+    Mistake("fewer labels than rows", "data.test", line=5, change=rows(y=np.arange(7))),
     Mistake("labels that are fractions", "data.test.label", line=5, change=rows(y=_FLOATS)),
     Mistake("labels that are missing", "data.test.label", line=5, change=rows(y=np.where(_FLOATS > 0.5, np.nan, 1))),
     Mistake("labels as a matrix", "data.test.label", line=5, change=rows(y=np.eye(ROWS, 3))),

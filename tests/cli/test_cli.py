@@ -223,10 +223,18 @@ def test_a_disk_that_cannot_be_written_is_a_failure_of_the_environment(
     golden("errors", said.err + said.out)
 
 
-def test_another_trouble_with_files_is_not_hidden() -> None:
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), ValueError("could not be broadcast")])
+def test_unexpected_exception_is_a_message_and_never_the_code_of_a_failed_gate(
+    error: Exception, capfd: pytest.CaptureFixture[str]
+) -> None:
     @handle_errors
-    def command() -> None:
-        raise OSError(errno.EIO, "Input/output error")
+    def judge(as_json: bool = False) -> None:
+        raise error
 
-    with pytest.raises(OSError, match="Input/output"):
-        command()
+    with pytest.raises(typer.Exit) as ended:
+        judge(as_json=True)
+    assert ended.value.exit_code == 4
+    document = json.loads(capfd.readouterr().out)
+    assert (document["error"], document["where"]) == ("InternalError", "onnx-ops judge")
+    assert type(error).__name__ in document["why"]
+    assert "test_cli.py" in document["why"]

@@ -13,14 +13,19 @@ import pytest
 from tests.cli.tool_files import write_hostile, write_models
 from tests.support.command import Result, run_command
 from tests.support.golden import Golden, without_figures
+from tests.support.graphs import write_graph
 from tests.support.pairs import derive
+from tests.support.voice import make_voice_rows, write_voice_detector
 
 
 @pytest.fixture
 def folder(tmp_path: Path, scripted: None) -> Path:
-    """Files of `write_models` and a static int8 variant, on a machine whose figures are always the same."""
+    """Files of `write_models` and a static int8 variant, on a machine whose figures are always the same.
+
+    Its weights have 7 bits: on every processor it answers alike.
+    """
     write_models(tmp_path)
-    derive(tmp_path / "good.onnx", "static").rename(tmp_path / "int8.onnx")
+    derive(tmp_path / "good.onnx", "static", {"reduce_range": True}).rename(tmp_path / "int8.onnx")
     return tmp_path
 
 
@@ -28,6 +33,7 @@ def command(folder: Path, *arguments: str) -> Result:
     return run_command("judge", *arguments, cwd=folder)
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
@@ -47,6 +53,7 @@ def test_verdict_stands_first_with_a_line_why(folder: Path, arguments: str, code
     golden("tables", without_figures(done.stdout))
 
 
+@pytest.mark.processor
 def test_document_page_and_report_hold_the_same_verdict(folder: Path, golden: Golden) -> None:
     arguments = ("good.onnx", "int8.onnx", "--html", "report.html", "--markdown", "page.md", "--json", "--quiet")
     found = command(folder, *arguments).document()
@@ -161,3 +168,21 @@ def test_models_that_answer_with_nothing_are_undecided(tmp_path: Path) -> None:
     done = command(tmp_path, "a.onnx", "a.onnx", "--only", "parity")
     assert done.code == 3
     assert "no answer can be compared" in done.stdout
+
+
+def test_rows_of_a_model_with_state_are_judged_with_a_fixed_rate(folder: Path) -> None:
+    write_voice_detector(folder / "voice.onnx")
+    np.savez(folder / "voice.npz", **make_voice_rows(40))
+    arguments = ("voice.onnx", "voice.onnx", "--data", "voice.npz", "--only", "parity", "--json", "--quiet")
+    assert command(folder, *arguments, "--fix", "sr=8000").document()["rows"].startswith("40 of voice.npz")
+    assert "--fix sr=VALUE" in command(folder, *arguments).document()["remedy"]
+    refused = command(folder, *arguments, "--fix", "sr=1").document()
+    assert (refused["verdict"], refused["exit_code"]) == ("error", 4)
+
+
+def test_a_model_that_refuses_every_generated_value_is_an_error_that_names_the_option(folder: Path) -> None:
+    text = "(float[n,4] x, int64 parts) => (float[n,m] y) { shape = Mul(parts, sizes) y = Reshape(x, shape) }"
+    write_graph(folder / "parts.onnx", text, sizes=[0, 7])
+    found = command(folder, "parts.onnx", "parts.onnx", "--only", "parity", "--json", "--quiet").document()
+    assert (found["verdict"], found["exit_code"]) == ("error", 4)
+    assert "--fix parts=VALUE" in found["targets"][0]["remedy"]

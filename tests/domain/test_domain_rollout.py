@@ -34,7 +34,7 @@ from onnx_ops.domain.rollout import (
     plan_abort,
     plan_rollback,
 )
-from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
+from onnx_ops.domain.rollout_policy import DAY, Guardrail, RolloutPolicy, ShadowTrial, SplitTest
 from tests.domain.test_domain_ledger import at_rest, version
 from tests.support.must import must
 
@@ -272,3 +272,62 @@ def test_a_trial_that_was_aborted_does_not_lose_the_way_back() -> None:
 def test_there_is_nothing_to_abort_without_a_rollout() -> None:
     with pytest.raises(ValueError, match="no rollout"):
         plan_abort(Roles(stable=VERSIONS[0]), "cpu", why="", reject=True)
+
+
+RAILS = (Guardrail(name="errors"),)
+MIXED = RolloutPolicy(
+    steps=(0.1, 1.0),
+    guardrails=RAILS,
+    shadow=ShadowTrial(),
+    ab_test=SplitTest(duration=DAY, split=0.5),
+    epoch=30.0,
+)
+
+
+def epochs_of(policy: RolloutPolicy, *, draws_epochs: bool) -> list[tuple[int, float]]:
+    """The candidate's weight and the epoch of every state on the way, with an operator who always advances."""
+    roles, states, observed = Roles(stable=VERSIONS[0]), [], build_split_state(VERSIONS[0], None, 0)
+    while roles.stable != VERSIONS[2]:
+        action = choose_next_action(
+            desired=VERSIONS[2],
+            observed=observed,
+            roles=roles,
+            policy=policy,
+            target="cpu",
+            command=OperatorCommand.ADVANCE,
+            now=1.0,
+            draws_epochs=draws_epochs,
+        )
+        assert isinstance(action, Action)
+        roles, observed = action.roles, action.state
+        states.append((action.state.split.weights["v2"], action.state.split.epoch_s))
+    return states
+
+
+def test_only_judged_canary_steps_have_epochs_where_the_provider_draws_them() -> None:
+    """An A/B test is sticky, and so is a step that an operator ends."""
+    assert epochs_of(MIXED, draws_epochs=True) == [(0, 0.0), (10, 30.0), (50, 0.0), (100, 0.0)]
+    assert epochs_of(MIXED, draws_epochs=False) == [(0, 0.0), (10, 0.0), (50, 0.0), (100, 0.0)]
+    assert epochs_of(POLICIES[2], draws_epochs=True) == [(5, 0.0), (50, 0.0), (100, 0.0)]
+
+
+def test_an_endpoint_with_other_epochs_is_restored() -> None:
+    roles = Roles(stable=VERSIONS[0], candidate=VERSIONS[2], step=1)
+    for epoch_s, kind in ((30.0, None), (60.0, ActionKind.RESTORE), (0.0, ActionKind.RESTORE)):
+        action = choose_next_action(
+            desired=VERSIONS[2],
+            observed=build_split_state(VERSIONS[0], VERSIONS[2], 10, epoch_s=epoch_s),
+            roles=roles,
+            policy=MIXED,
+            target="cpu",
+            command=None,
+            now=1.0,
+            draws_epochs=True,
+        )
+        assert (action.kind if isinstance(action, Action) else None) == kind
+
+
+@pytest.mark.parametrize("epoch_s", [-1.0, 0.05, 1e6])
+def test_an_epoch_that_no_server_can_keep_is_refused(epoch_s: float) -> None:
+    with pytest.raises(ValueError, match="an epoch must last"):
+        build_split_state(VERSIONS[0], VERSIONS[2], 10, epoch_s=epoch_s)

@@ -17,6 +17,7 @@ from onnx_ops.domain.ledger import (
 )
 from onnx_ops.domain.rollout import Action, ActionKind, GuardrailResult, Roles, build_split_state
 from onnx_ops.domain.rollout_observations import (
+    GenerationUnits,
     LatencyThresholds,
     MetricsReading,
     ObservationInterval,
@@ -122,10 +123,13 @@ FROZEN = ThresholdsFixed(candidate=V2.manifest, thresholds=LIMITS)
 
 def test_a_rollout_begins_with_the_thresholds_that_were_frozen_for_it() -> None:
     raised = replace(LIMITS, p50_s=0.0011)
-    begun = Observations(candidate=V2.manifest, started_at=3.0, split_at=3.0, thresholds=LIMITS)
+    split = GenerationUnits(generation=2, step=0, percent=10, is_drawn=False)
+    begun = Observations(candidate=V2.manifest, started_at=3.0, split_at=3.0, thresholds=LIMITS, generations=(split,))
     assert folded(replace(FROZEN, slower=raised), START).observations == replace(begun, slower=raised)
     assert folded(FROZEN, START).observations == replace(begun, slower=LIMITS), "ledgers of before had one pair"
-    assert folded(START).observations == Observations(candidate=V2.manifest, started_at=2.0, split_at=2.0)
+    assert folded(START).observations == Observations(
+        candidate=V2.manifest, started_at=2.0, split_at=2.0, generations=(replace(split, generation=1),)
+    )
     other = must(folded(FROZEN, NEXT).observations)
     assert other.thresholds is None
 

@@ -28,7 +28,7 @@ from onnx_ops.domain.pipeline import Export, SklearnData, Stage, StageKind
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import StageError
 from onnx_ops.measure import parity
-from onnx_ops.measure.files import TRAINED, put_folder
+from onnx_ops.measure.files import TRAINED, put_document, put_folder
 from onnx_ops.measure.parity import (
     FailedExport,
     find_hardware_divergence,
@@ -38,6 +38,7 @@ from onnx_ops.measure.parity import (
     measure_parity,
 )
 from onnx_ops.measure.reference_outputs import ReferenceGroup, collect_reference_outputs, put_reference
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.pipeline.stages import validate
 from onnx_ops.ports import Context, Dataset, Exporter, ExportRequest, Tensors, Tracer
 from onnx_ops.ports.data import Array
@@ -163,6 +164,7 @@ def validated(source: Source, path: Path, exporter: Exporter, root: Path) -> tup
     export = Manifest(
         files={
             "onnx/model.onnx": context.store.put_file(path),
+            "info.json": put_document(context.store, read_model_info(path)),
             "reference.npz": put_reference(context.store, source.reference),
         }
     )

@@ -15,9 +15,12 @@ from onnx_ops.measure.quantization import measure_activations, measure_weights
 from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.pipeline.stages.quantize import _select_unseen
 from onnx_ops.ports import Dataset
+from onnx_ops.statistics.rules.parity import is_compensating
 from onnx_ops.testing.models import rows, write_perceptron
 from tests.onnx_graph.norms import CHANNELS, answers, write_norm
 from tests.support.pairs import derive, write_changed
+
+pytestmark = pytest.mark.processor
 
 
 @pytest.fixture
@@ -163,3 +166,20 @@ class TestBalancedChannels:
         name = next(t.name for t in tensors if t.name in (constant, f"{constant}_quantized"))
         changed = write_changed(derived, name, lambda values: (values * 2).astype(values.dtype))
         assert max(one.steps for one in measure_weights(source, changed)) > 1
+
+
+@pytest.mark.parametrize(("share", "sound"), [(1.0, True), (-1.0, False), (3.0, False)])
+def test_bias_that_makes_up_for_the_mean_error_of_its_weight_is_corrected(
+    tmp_path: Path, share: float, sound: bool
+) -> None:
+    """Rows with a mean of 1 give the error of rounding a mean, which quantizers subtract from the bias."""
+    feeds = {"x": samples(1)["x"] + 1}
+    source, derived = with_levels(tmp_path, np.rint)
+    weights = {t.name: numpy_helper.to_array(t) for t in read_model(source).graph.initializer}
+    error = np.rint(weights["first.weight"] / SCALE) * SCALE - weights["first.weight"]
+    shift = share * feeds["x"].mean(0) @ error
+    changed = write_changed(derived, "first.bias", lambda bias: bias - shift)
+    found = {one.tensor: one for one in measure_weights(source, changed, OnnxRuntime(), feeds)}["first.bias"]
+    assert found.bias
+    assert found.steps > 100
+    assert is_compensating(found) is sound

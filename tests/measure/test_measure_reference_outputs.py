@@ -373,7 +373,8 @@ def test_the_stages_store_limits_trees_and_bounds(scaled_forest: Forest, tmp_pat
         "data/test": put_dataset(context.store, Dataset(inputs=samples)),
     }
     section = codec.to_json(SKLEARN)
-    settings = {"section": section, "data": "test", "limit": 64, "inputs": {}, "source_time": 10.0, "pipeline": "p"}
+    settings = {"section": section, "data": "test", "limit": 64, "inputs": {}, "ordered": False, "source_time": 10.0}
+    settings["pipeline"] = "p"
     stage = Stage(id="export", kind=StageKind.EXPORT, settings=settings)
     done = export.execute(stage, digest_bytes(b""), inputs, context)
     limits = codec.loads(context.store.read(done["source.json"]), SourceLimits)

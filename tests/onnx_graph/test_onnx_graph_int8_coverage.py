@@ -168,6 +168,7 @@ def test_weights_of_eight_bits_saturate_without_vnni(maker: Maker, optimizer: Op
     assert maker.advice(VNNI) == ()
 
 
+@pytest.mark.processor
 def test_the_recipe_keeps_sums_right_on_this_machine(tmp_path: Path) -> None:
     """Products at the ends of their ranges, where a CPU without VNNI cuts sums of two of them to 16 bits."""
     text = "(float[batch,64] x) => (float[batch,8] y) { [product] y = MatMul(x, w) }"
@@ -249,3 +250,15 @@ def test_a_graph_level_that_fuses_nothing_is_told(maker: Maker) -> None:
     maker.make(StaticQuantizer())
     basic = Target(name="basic", session=SessionSettings(graph_level="basic"))
     assert "graph_level: all" in about(maker.advice(target=basic), "at graph level basic").setting
+
+
+def test_products_in_branches_are_counted(tmp_path: Path) -> None:
+    text = (
+        "(float[N,8] x, bool c) => (float[N,8] y) { h = MatMul(x, w) "
+        "y = If(c) <then_branch = t () => (float[N,8] a) { a = MatMul(h, v) }, "
+        "else_branch = e () => (float[N,8] b) { b = MatMul(h, u) }> }"
+    )
+    stored = {name: np.random.default_rng(1).random((8, 8), np.float32) for name in "wvu"}
+    found = covered(write_graph(tmp_path / "m.onnx", text, **stored), "dynamic", None)
+    assert (len(found.int8), len(found.floats)) == (1, 2)
+    assert {one.setting for one in found.floats} == {""}

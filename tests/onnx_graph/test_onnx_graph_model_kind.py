@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from onnx_ops.onnx_graph.model_kind import read_candidate_kind
 from onnx_ops.testing.models import write_perceptron
@@ -60,6 +62,27 @@ def test_matrix_products_that_the_runtime_fused_count_as_int8(
     path = write_graph(tmp_path / "fused.onnx", f"({inputs}) => (float[N,4] z) {{ {nodes} }}")
     found = read_candidate_kind(path, path)
     assert (found.candidate.precision, found.candidate.why) == ("int8", why)
+
+
+@pytest.mark.parametrize(("kind", "bits"), [(TensorProto.INT4, 4), (TensorProto.UINT8, 8)])
+def test_file_with_rounded_weights_only_is_named_after_their_bits(kind: int, bits: int, tmp_path: Path) -> None:
+    nodes = "r = DequantizeLinear<axis = 0, block_size = 2>(w, s) p = MatMul(x, r) y = MatMul(p, f)"
+    stored = {
+        "w": helper.make_tensor("w", kind, [4, 4], [1, 2, 3, 4] * 4),
+        "s": np.ones((2, 4), np.float32),
+        "f": np.ones((4, 4), np.float32),
+    }
+    path = write_graph(tmp_path / "m.onnx", f"(float[N,4] x) => (float[N,4] y) {{ {nodes} }}", opset=21, **stored)
+    found = read_candidate_kind(path, path).candidate
+    assert (found.precision, found.why) == ("weight-only", f"1 of 2 matrix products have {bits}-bit weights")
+
+
+def test_partly_float16_file_is_float16(tmp_path: Path) -> None:
+    nodes = "h = Cast<to = 10>(x) p = MatMul(h, w) q = Cast<to = 1>(p) y = MatMul(q, f)"
+    stored = {"w": np.ones((4, 4), np.float16), "f": np.ones((4, 9), np.float32)}
+    path = write_graph(tmp_path / "m.onnx", f"(float[N,4] x) => (float[N,9] y) {{ {nodes} }}", **stored)
+    found = read_candidate_kind(path, path)
+    assert (found.candidate.precision, found.candidate.why) == ("float16", "16 of 52 float weights are float16")
 
 
 def test_graph_without_weights_is_float16_by_its_inputs(tmp_path: Path) -> None:

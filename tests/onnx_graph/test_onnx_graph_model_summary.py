@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnx_ops.onnx_graph.model_summary import ModelCost, estimate_cost
+from onnx_ops.onnx_graph.model_summary import ModelCost, estimate_cost, summarize_model
 from onnx_ops.testing.models import CLASSES, FEATURES, HIDDEN, SIDE, write_convolution
 from tests.support.external import write_external
 from tests.support.graphs import write_graph
@@ -66,3 +66,29 @@ def test_named_dimensions_have_the_size_that_is_asked_for(tmp_path: Path) -> Non
 def test_external_weights_are_counted_and_not_read(tmp_path: Path) -> None:
     write_external(tmp_path / "m.onnx", "weights.bin")
     assert estimate_cost(tmp_path / "m.onnx").weight_bytes == 8
+
+
+def test_constants_of_nodes_and_subgraphs_are_counted(tmp_path: Path) -> None:
+    text = (
+        "(float[4] x, bool c) => (float[4] y) { w = Constant<value = float[4] {1.0, 2.0, 3.0, 4.0}>() "
+        "y = If(c) <then_branch = t () => (float[4] a) { v = Constant<value = float[1] {2.0}>() a = Mul(x, v) }, "
+        "else_branch = e () => (float[4] b) { b = Add(x, w) }> }"
+    )
+    assert summarize_model(write_graph(tmp_path / "m.onnx", text)).parameters == {"float": 5}
+
+
+def test_inputs_and_outputs_without_a_declared_shape_are_named(tmp_path: Path) -> None:
+    found = summarize_model(
+        write_graph(tmp_path / "m.onnx", "(float[N,4] x, float[] s) => (float y) { y = Mul(x, s) }")
+    )
+    assert found.unranked == ("s",)
+
+
+@pytest.mark.parametrize(("block", "runs"), [(32, True), (48, False), (8, False)])
+def test_block_size_that_no_kernel_takes_is_named(tmp_path: Path, block: int, runs: bool) -> None:
+    node = f"y = com.microsoft.MatMulNBits<K = 96, N = 2, bits = 4, block_size = {block}>(x, w, s)"
+    stored = {"w": np.zeros((2, 96 // block, block // 2), np.uint8), "s": np.ones(2 * 96 // block, np.float32)}
+    found = summarize_model(
+        write_graph(tmp_path / "m.onnx", f"(float[N,96] x) => (float[N,2] y) {{ {node} }}", **stored)
+    )
+    assert (found.blocks == {}) is runs

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops.errors import MeasurementError
 from onnx_ops.onnx_graph.files import read_model, write_model
-from onnx_ops.onnx_graph.quantized_weights import read_float_weights, read_quantized_weights
+from onnx_ops.onnx_graph.quantized_weights import pair_quantized_weights, read_float_weights, read_quantized_weights
 from onnx_ops.statistics.quantization import compute_weight_error
 from onnx_ops.testing.models import HIDDEN
 from tests.measure.search_parts import write_words
@@ -94,15 +94,32 @@ def test_a_copy_of_a_shared_weight_is_held_against_the_one_original(perceptron: 
     assert np.abs(pair.original - pair.dequantized).max() <= 0.501 * pair.scale.max()
 
 
-def test_a_weight_without_its_original_is_not_passed_over(perceptron: Path) -> None:
-    derived = derive(perceptron, transposed=False)
+def rename(derived: Path, before: str, after: str) -> None:
     model = read_model(derived)
     for tensor in model.graph.initializer:
-        if tensor.name == "second.weight_quantized":
-            tensor.name = "folded_quantized"
-    model.graph.node[0].input[0] = "folded_quantized"
+        tensor.name = tensor.name.replace(before, after)
+    for node in model.graph.node:
+        node.input[:] = [name.replace(before, after) for name in node.input]
     write_model(model, derived)
-    with pytest.raises(MeasurementError, match="folded"):
+
+
+def test_a_weight_of_another_name_is_found_by_its_place_though_it_is_wrong(perceptron: Path) -> None:
+    derived = derive(perceptron, transposed=False, factor=40.0)
+    rename(derived, "second.weight_quantized", "folded_quantized")
+    (pair,) = read_quantized_weights(perceptron, derived)
+    assert (pair.name, pair.origin, pair.transposed) == ("folded", "second.weight", False)
+
+
+def test_a_weight_without_an_original_is_not_passed_over(perceptron: Path) -> None:
+    derived = derive(perceptron, transposed=False)
+    model = read_model(derived)
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((5, 7), np.int8), "other_quantized"))
+    model.graph.initializer.append(numpy_helper.from_array(np.float32(1), "one"))
+    model.graph.node.insert(0, helper.make_node("DequantizeLinear", ["other_quantized", "one"], ["other"]))
+    write_model(model, derived)
+    paired = pair_quantized_weights(perceptron, derived)
+    assert ([pair.origin for pair in paired.pairs], paired.unpaired) == (["second.weight"], ("other",))
+    with pytest.raises(MeasurementError, match="other"):
         read_quantized_weights(perceptron, derived)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onnx_ops.domain.ledger import MetricsRecorded
-from onnx_ops.domain.rollout_observations import RequestCounts, ShadowCounts
+from onnx_ops.domain.rollout_observations import ShadowCounts
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ShadowTrial
 from onnx_ops.errors import RefusedError, ServiceUnavailableError
 from onnx_ops.release.decision_policy import read_published_rollback
@@ -65,7 +65,7 @@ def test_a_bad_candidate_is_rolled_back_by_itself_and_does_not_come_back(fault: 
     (asked,) = [body for body in written if body.kind == "rollback-requested"]
     judged = written[written.index(asked) - 1]
     assert isinstance(judged, MetricsRecorded)
-    assert judged.reading.tallies["v2"] == scene.world.provider.counted.tallies["v2"]
+    assert judged.reading.sum_tallies()["v2"] == scene.world.provider.counted.tallies["v2"]
     assert asked.action.why.endswith("-> ROLL BACK")
     assert not asked.by_operator
     told = must(read_published_rollback(scene.record("2"), "digits"))
@@ -124,13 +124,21 @@ def test_readings_are_written_once_a_minute_and_before_every_move() -> None:
     assert len(written) >= 5
 
 
-def test_counters_that_begin_anew_are_no_evidence() -> None:
-    scene = begun()
-    traffic(scene, 1000)
+@pytest.mark.parametrize("restarts", [0, 1, 10, 40])
+def test_restarts_of_a_server_leave_the_verdict(restarts: int) -> None:
+    """Counters that begin anew add counts, and neither hide nor invent failures."""
+    scene = begun(RolloutPolicy(steps=(0.1, 1.0), min_requests=(10**6,), guardrails=(Guardrail(name="errors"),)))
     counted = scene.world.provider.counted
-    counted.origin, counted.tallies = "second", {"v2": RequestCounts(requests=50, errors=50, over_p50=0, over_p99=0)}
-    scene.reconcile()
+    for number in range(40):
+        if number < restarts:
+            counted.origin, counted.tallies = f"start {number}", {}
+        traffic(scene, 100, errors=(1, 0))
+    assert must(scene.state().observations).generations[0].epochs >= 35
     assert scene.traffic() == {"v1": 90, "v2": 10}
+    while scene.state().roles.candidate is not None:
+        traffic(scene, 100, errors=(1, 5))
+    assert scene.traffic() == {"v1": 100}
+    assert counted.tallies["v2"].requests == 10 * (40 - max(0, restarts - 1)) + 30, "in the same round"
 
 
 def test_a_shadow_that_answers_otherwise_never_gets_traffic() -> None:

@@ -54,8 +54,7 @@ def test_one_that_was_taken_back_keeps_its_counts() -> None:
     scene.roll_back()
     found = must(traced(scene))
     assert (found.end, found.steps[-1].why) == (ActionKind.ABORT, "it is slow")
-    assert found.observations is not None
-    assert len(found.observations.intervals) == 2
+    assert [len(each.intervals) for each in found.history] == [0, 1, 2]
 
 
 def bind_judged(scene: Scene) -> None:
@@ -79,8 +78,7 @@ def test_the_evidence_is_a_picture_that_stands_alone() -> None:
     assert evidence_svg([]) == ""
     count(scene)
     found = must(traced(scene))
-    assert found.observations is not None
-    svg = evidence_svg(trace_guardrails(found.observations, found.policy))
+    svg = evidence_svg(trace_guardrails(found.history, found.policy))
     root = ET.fromstring(svg)  # noqa: S314 (we made it)
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert "errors" in svg

@@ -1,30 +1,346 @@
-"""Reports of clients, and the counts that a rollout is judged by: against real servers."""
+"""The counts that a rollout is judged by: by generation of the table, by epoch, and by cell of users."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.domain.rollout_policy import COLD_START_SAMPLES
-from onnx_ops.protocol import messages
-from onnx_ops.protocol.messages import COUNTS_PATH, USER_CELLS, UserCountsRequest
-from onnx_ops.serving import metrics
-from onnx_ops.serving.inference.deployments import LoadedDeployments
-from onnx_ops.serving.metrics import SharedMetrics
-from onnx_ops.serving.rollout_counts import MAX_FEEDBACK, FeedbackCounter, UserCounts
+from onnx_ops.protocol.messages import (
+    CELL_ERRORS,
+    CELL_FEEDBACK,
+    CELL_LATENCIES,
+    CELL_REFUSED,
+    CELL_REQUESTS,
+    CELL_SUCCESSES,
+    CELLS,
+    COUNTS_PATH,
+    KEYLESS_CELL,
+    EpochCounts,
+    UserCountsRequest,
+    decode_cells,
+    encode_cells,
+)
+from onnx_ops.protocol.routing_table import build_next_table
+from onnx_ops.serving import rollout_counts
+from onnx_ops.serving.cell_counts import CellCounter
+from onnx_ops.serving.inference.deployments import TableRevision
+from onnx_ops.serving.inference.traffic_router import CellDraw, TrafficRouter
+from onnx_ops.serving.metrics import BOUNDS_S, EPOCH, SharedMetrics, count_request
+from onnx_ops.serving.rollout_counts import RolloutCounts
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import INFER, infer_body, wait_until
-from tests.support.server import Answer, ServerFamily
+from tests.support.endpoints import fileless_deployment
+from tests.support.server import ServerFamily
 
 BODY = infer_body([1, 2])
+SLOTS = {"old": 1, "new": 2}
+WATCH = UserCountsRequest(limits_s={"new": (), "old": ()})
+EPOCH_S = 60.0
+START = 1_000
+
+
+class Site:
+    """The counts of a supervisor with two workers, on a clock that the test sets, without processes."""
+
+    def __init__(self) -> None:
+        self.shared = SharedMetrics(2)
+        self.counts = RolloutCounts(self.shared)
+        self.workers = [CellCounter(self.shared, number) for number in range(2)]
+        self.router = self.publish(1)
+
+    def publish(self, generation: int, *, candidate: int = 10, epoch_s: float = EPOCH_S) -> TrafficRouter:
+        """Publish another generation in the middle of the present epoch."""
+        split = TrafficSplit(weights={"old": 100 - candidate, "new": candidate}, epoch_s=epoch_s)
+        deployments = tuple(map(fileless_deployment, split.weights))
+        table = build_next_table(None, EndpointState(deployments=deployments, split=split, generation=generation))
+        now = (max(self.epoch, START) + 0.5) * EPOCH_S
+        self.counts.start_table(TableRevision(number=generation, table=table, slots=SLOTS), now)
+        self.router = TrafficRouter.from_table(table)
+        return self.router
+
+    @property
+    def epoch(self) -> int:
+        return self.shared.header[EPOCH]
+
+    @property
+    def draw(self) -> CellDraw:
+        return self.router.get_draw(self.epoch)
+
+    def turn(self, times: int = 1, *, is_complete: bool = True) -> None:
+        for _ in range(times):
+            self.counts.turn_epoch((self.epoch + 1) * EPOCH_S, is_complete=is_complete)
+
+    def watch(self) -> None:
+        """Begin to count by user, and end the epoch in which that begins."""
+        self.counts.collect(WATCH)
+        self.turn()
+
+    def closed(self) -> dict[tuple[int, int], Counter[str]]:
+        """Requests of the closed epochs, by deployment."""
+        epochs = self.counts.collect(WATCH).epochs
+        return {(each.generation, each.epoch - START): total(each, CELL_REQUESTS) for each in epochs}
+
+
+def fields_of(text: str) -> dict[int, list[int]]:
+    """The counts of each cell."""
+    return dict(zip(*(each.tolist() for each in decode_cells(text)), strict=True))
+
+
+def total(epoch: EpochCounts, field: int) -> Counter[str]:
+    return Counter({name: int(decode_cells(text)[1][:, field].sum()) for name, text in epoch.cells.items()})
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Epochs are closed as soon as they are over and no request is in progress."""
+    monkeypatch.setattr(rollout_counts, "_SETTLE_S", 0.0)
+
+
+pytestmark = pytest.mark.usefixtures("at_once")
+
+
+def test_a_request_counts_in_the_epoch_in_which_it_was_routed() -> None:
+    site = Site()
+    site.watch()
+    place = site.workers[0].begin(site.draw, 2, 5)
+    assert place is not None
+    site.workers[1].count(site.draw, 1, 6, 200, 0.0)
+    site.turn()
+    site.workers[0].count(site.draw, 2, 5, 200, 0.0)
+    assert site.closed() == {}, "a request of the epoch is in progress"
+    site.workers[0].finish(place, 200, 0.0)
+    assert site.closed() == {(1, 1): Counter(old=1, new=1)}
+    site.turn()
+    assert site.closed() == {(1, 1): Counter(old=1, new=1), (1, 2): Counter(old=0, new=1)}
+
+
+def test_the_results_of_a_request_are_counted_by_field() -> None:
+    site = Site()
+    limits = {"new": tuple(BOUNDS_S[k] for k in (100, 200)), "old": (BOUNDS_S[100],)}
+    site.counts.collect(UserCountsRequest(limits_s=limits))
+    site.turn()
+    for status, seconds in (
+        (200, BOUNDS_S[100]),
+        (200, BOUNDS_S[101]),
+        (200, 30.0),
+        (500, 0.0),
+        (400, 0.0),
+        (499, 0.0),
+    ):
+        site.workers[0].count(site.draw, 2, KEYLESS_CELL, status, seconds)
+    site.workers[0].count(site.draw, 3, 7, 200, 0.0)  # of a deployment that is not watched
+    site.turn()
+    (epoch,) = site.counts.collect(UserCountsRequest(limits_s=limits)).epochs
+    assert fields_of(epoch.cells["old"]) == {}
+    ((cell, counts),) = fields_of(epoch.cells["new"]).items()
+    assert (cell, counts[CELL_REQUESTS], counts[CELL_ERRORS], counts[CELL_REFUSED]) == (KEYLESS_CELL, 6, 1, 1)
+    assert counts[CELL_LATENCIES : CELL_LATENCIES + 4] == [1, 1, 1, 0]
+
+
+def test_a_request_that_outlives_the_memory_of_its_epoch_is_an_error_and_is_not_counted_again() -> None:
+    site = Site()
+    site.watch()
+    place = site.workers[0].begin(site.draw, 2, 5)
+    assert place is not None
+    site.turn(2)
+    assert site.closed() == {}
+    site.turn()
+    closed = site.counts.collect(WATCH).epochs
+    assert [total(each, CELL_ERRORS)["new"] for each in closed] == [1, 0, 0]
+    site.workers[0].count(site.draw, 2, 5, 200, 0.0)  # resets the memory
+    site.workers[0].finish(place, 200, 0.0)
+    site.turn(3)
+    again = site.counts.collect(WATCH).epochs
+    assert again[:3] == closed, "a closed epoch never changes"
+    assert [total(each, CELL_REQUESTS)["new"] for each in again] == [1, 0, 0, 1, 0, 0]
+
+
+def test_only_epochs_for_which_table_and_watch_held_are_reported() -> None:
+    site = Site()
+    site.turn()  # without a watch
+    site.watch()  # and with one for a part of it
+    site.turn()
+    site.turn(is_complete=False)  # a deployment was not loaded
+    site.publish(2)
+    site.turn(2)
+    site.publish(3, candidate=100, epoch_s=0.0)
+    site.turn()
+    assert site.counts.collect(WATCH).open_epoch is None
+    assert list(site.closed()) == [(1, 2), (2, 5)]
+
+
+def test_the_open_epoch_is_shown_while_it_is_whole() -> None:
+    site = Site()
+    assert site.counts.collect(WATCH).open_epoch is None
+    site.turn()
+    site.workers[0].count(site.draw, 2, 5, 500, 0.0)
+    opened = site.counts.collect(WATCH)
+    assert opened.open_epoch is not None
+    assert (opened.open_epoch.epoch, opened.closed_through) == (START + 1, START)
+    assert total(opened.open_epoch, CELL_ERRORS) == Counter(new=1, old=0)
+    site.publish(2)
+    assert site.counts.collect(WATCH).open_epoch is None
+    assert site.counts.collect().epochs == ()
+
+
+def test_an_epoch_is_closed_after_the_requests_that_run_on_event_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_counts, "_SETTLE_S", 1e9)
+    site = Site()
+    site.watch()
+    site.turn()
+    counts = site.counts.collect(WATCH)
+    assert (counts.epochs, counts.closed_through) == ((), START)
+    monkeypatch.setattr(rollout_counts, "_SETTLE_S", 0.0)
+    assert site.counts.collect(WATCH).closed_through == START + 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_request_is_counted_once_whenever_it_is_answered(seed: int) -> None:
+    """Requests, answers, epochs, readings and deaths of workers in any order."""
+    draw, site = np.random.default_rng(seed), Site()
+    steps, shares = ("inline", "queue", "answer", "turn", "read", "die"), (0.498, 0.2, 0.25, 0.01, 0.04, 0.002)
+    site.watch()
+    routed: Counter[tuple[int, str]] = Counter()
+    running = []
+    for _ in range(3000):
+        number, cell = int(draw.integers(2)), int(draw.choice([KEYLESS_CELL, int(draw.integers(50))]))
+        name = str(draw.choice(("old", "new")))
+        match str(draw.choice(steps, p=shares)):
+            case "inline":
+                routed[site.epoch, name] += 1
+                site.workers[number].count(site.draw, SLOTS[name], cell, 200, 0.0)
+            case "queue":
+                routed[site.epoch, name] += 1
+                running.append((number, site.workers[number].begin(site.draw, SLOTS[name], cell)))
+            case "answer" if running:
+                worker, place = running.pop(0)
+                assert place is not None
+                site.workers[worker].finish(place, 200, 0.0)
+            case "turn":
+                site.turn()
+            case "read":
+                site.closed()
+            case _:
+                site.workers[number] = CellCounter(site.shared, number)
+                running = [each for each in running if each[0] != number]
+    site.turn(4)
+    counted = {
+        (each.epoch, name): count
+        for each in site.counts.collect(WATCH).epochs
+        for name, count in total(each, CELL_REQUESTS).items()
+        if count
+    }
+    assert counted == dict(routed)
+    assert len({epoch for epoch, _ in counted}) > 10
+
+
+def test_a_new_worker_continues_and_counts_what_the_dead_one_has_not_answered_as_errors() -> None:
+    site = Site()
+    site.watch()
+    for _ in range(2):
+        site.workers[0].count(site.draw, 2, 5, 200, 0.0)
+    site.workers[0].begin(site.draw, 2, 5)
+    site.workers[0] = CellCounter(site.shared, 0)
+    site.workers[0].count(site.draw, 2, 5, 200, 0.0)
+    site.turn()
+    (epoch,) = site.counts.collect(WATCH).epochs
+    assert (total(epoch, CELL_REQUESTS)["new"], total(epoch, CELL_ERRORS)["new"]) == (4, 1)
+
+
+def test_another_watch_starts_at_zero() -> None:
+    site = Site()
+    site.watch()
+    site.workers[0].count(site.draw, 2, 5, 200, 0.0)
+    site.turn()
+    assert len(site.closed()) == 1
+    other = UserCountsRequest(limits_s={"new": (1e-3,), "old": ()})
+    assert site.counts.collect(other).epochs == ()
+    site.workers[0].count(site.draw, 2, 5, 200, 0.0)
+    site.turn()
+    site.workers[0].count(site.draw, 2, 5, 200, 0.0)
+    site.turn()
+    assert [total(each, CELL_REQUESTS)["new"] for each in site.counts.collect(other).epochs] == [1]
+
+
+def test_closed_epochs_are_kept_for_an_hour_within_a_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site()
+    site.watch()
+    for _ in range(200):
+        site.workers[0].count(site.draw, 2, 5, 200, 0.0)
+        site.turn()
+    assert [epoch for _, epoch in site.closed()] == [*range(141, 201)]
+    size = sum(len(text) for text in site.counts.collect(WATCH).epochs[0].cells.values())
+    monkeypatch.setattr(rollout_counts, "_KEPT_BYTES", 10 * size)
+    site.turn()
+    assert [epoch for _, epoch in site.closed()] == [*range(192, 202)]
+
+
+def test_a_clock_that_jumps_never_gives_an_epoch_twice() -> None:
+    site = Site()
+    site.watch()
+    place = site.workers[0].begin(site.draw, 2, 5)
+    site.counts.turn_epoch((START - 500) * EPOCH_S)
+    assert site.counts.get_epoch_rest_s((START - 500) * EPOCH_S) == EPOCH_S
+    site.workers[0].count(site.draw, 2, 5, 200, 0.0)
+    site.counts.turn_epoch((START + 700) * EPOCH_S)
+    assert place is not None
+    site.workers[0].finish(place, 200, 0.0)
+    site.turn()
+    assert site.closed() == {
+        (1, 1): Counter(new=1, old=0),
+        (1, 2): Counter(new=1, old=0),
+        (1, 700): Counter(new=0, old=0),
+    }
+
+
+def test_a_sticky_split_is_counted_by_generation() -> None:
+    site = Site()
+    site.publish(2, candidate=50, epoch_s=0.0)
+    assert site.counts.get_epoch_rest_s(0.0) is None
+    site.counts.collect(WATCH)
+    site.workers[0].count(site.draw, 2, 5, 200, 0.0)
+    site.turn()
+    site.workers[1].count(site.draw, 2, 5, 500, 0.0)
+    site.workers[1].count_feedback(site.draw, 2, 5, True)
+    site.publish(3, candidate=60, epoch_s=0.0)
+    site.workers[1].count(site.draw, 2, 5, 200, 0.0)
+    first, second, third = site.counts.collect(WATCH).tables
+    assert (first.cells, second.generation, third.generation) == ({}, 2, 3)
+    ((cell, counts),) = fields_of(second.cells["new"]).items()
+    assert (cell, counts[CELL_REQUESTS], counts[CELL_ERRORS]) == (5, 2, 1)
+    assert (counts[CELL_FEEDBACK], counts[CELL_SUCCESSES]) == (1, 1)
+    assert [each[CELL_REQUESTS] for each in fields_of(third.cells["new"]).values()] == [1]
+    assert len({second.split, third.split}) == 2
+
+
+def test_counts_by_generation_only_grow() -> None:
+    site = Site()
+    for generation in range(2, 40):
+        count_request(site.shared.get_row(generation % 2, 1), 200, 0.001)
+        site.publish(generation)
+    count_request(site.shared.get_row(0, 1), 500, 0.001)
+    tables = site.counts.collect().tables
+    assert [table.generation for table in tables] == [*range(24, 40)]
+    assert [table.deployments["old"].statuses for table in tables] == [{"200": 1}] * 15 + [{"500": 1}]
+
+
+def test_cells_are_read_as_they_were_written() -> None:
+    cells = np.array([0, 7, KEYLESS_CELL])
+    counts = np.arange(3 * 30).reshape(3, 30)
+    read = decode_cells(encode_cells(cells, counts))
+    assert all(np.array_equal(*pair) for pair in zip(read, (cells, counts), strict=True))
+    assert [len(each) for each in decode_cells(encode_cells(cells[:0], counts[:0]))] == [0, 0]
+    for bad in (cells[::-1], np.array([0, 7, CELLS])):
+        with pytest.raises(ValueError, match="cells"):
+            decode_cells(encode_cells(bad, counts))
 
 
 @pytest.fixture
@@ -42,81 +358,6 @@ def ask(server: ServerFamily, **headers: str) -> str:
     return answer.headers["x-onnx-ops-deployment"]
 
 
-def report(server: ServerFamily, *feedback: Mapping[str, Any]) -> Answer:
-    body = json.dumps({"feedback": feedback}).encode()
-    return server.call("POST", "/feedback", body, {"content-type": "application/json"})
-
-
-def feedback_of(server: ServerFamily) -> dict[str, tuple[int, int]]:
-    return {name: (found.feedback, found.successes) for name, found in server.counts().deployments.items()}
-
-
-def test_feedback_counts_for_the_deployment_that_answered(server: ServerFamily) -> None:
-    answered = {f"r-{n}": ask(server, **{"x-request-id": f"r-{n}"}) for n in range(40)}
-    assert set(answered.values()) == {"blue", "green"}
-    good = {name: n % 3 > 0 for n, name in enumerate(answered)}
-    response = report(server, *({"request_id": name, "success": good[name]} for name in answered))
-    assert response.json() == {"counted": 40, "unknown": 0}
-    expected = {
-        who: (sum(d == who for d in answered.values()), sum(good[name] for name, d in answered.items() if d == who))
-        for who in ("blue", "green")
-    }
-    assert feedback_of(server) == expected
-    again = report(server, {"request_id": "r-1", "success": True}, {"request_id": "never", "success": True})
-    assert again.json() == {"counted": 0, "unknown": 2}
-    assert feedback_of(server) == expected
-
-
-def test_by_user_key_and_by_name(server: ServerFamily) -> None:
-    users = {f"user-{n}": ask(server, **{"x-user-key": f"user-{n}"}) for n in range(20)}
-    assert report(server, *({"key": user, "success": True} for user in users)).json()["counted"] == 20
-    response = report(server, {"deployment": "green", "success": False}, {"deployment": "red", "success": False})
-    assert response.json() == {"counted": 1, "unknown": 1}
-    blue, green = (sum(d == who for d in users.values()) for who in ("blue", "green"))
-    assert feedback_of(server) == {"blue": (blue, blue), "green": (green + 1, green)}
-
-
-NO_REPORTS = (
-    b"",
-    b"{",
-    b"[]",
-    b"null",
-    b'{"feedback": {}}',
-    b'{"feedback": [1]}',
-    b'{"feedback": [{"success": true}]}',
-    b'{"feedback": [{"request_id": "a", "success": 1}]}',
-    b'{"feedback": [{"request_id": 7, "success": true}]}',
-    b'{"feedback": [{"request_id": "a", "key": "b", "success": true}]}',
-    b'{"feedback": [{"deployment": "", "key": null, "success": true}]}',
-    json.dumps({"feedback": [{"key": "a", "success": True}] * (MAX_FEEDBACK + 1)}).encode(),
-)
-OTHER_KINDS = (None, "", "text/plain", "application/x-www-form-urlencoded", "text/plain;application/json", "json")
-
-
-def test_what_is_no_report_is_refused_whole(server: ServerFamily) -> None:
-    for body in NO_REPORTS:
-        assert server.call("POST", "/feedback", body, {"content-type": "application/json"}).status == 400, body
-        assert feedback_of(server) == {"blue": (0, 0), "green": (0, 0)}, body
-
-
-def test_feedback_that_is_not_json_is_refused(server: ServerFamily) -> None:
-    body = json.dumps({"feedback": [{"deployment": "green", "success": True}]}).encode()
-    for kind in OTHER_KINDS:
-        answer = server.call("POST", "/feedback", body, {} if kind is None else {"content-type": kind})
-        assert answer.status == 415, kind
-        assert "application/json" in answer.json()["error"]
-        assert feedback_of(server) == {"blue": (0, 0), "green": (0, 0)}, kind
-    assert server.call("OPTIONS", "/feedback").status == 405  # a preflight
-    usual = {"content-type": "Application/JSON; charset=utf-8"}
-    assert server.call("POST", "/feedback", body, usual).json() == {"counted": 1, "unknown": 0}
-
-
-def test_before_the_first_publication_nothing_is_known(tmp_path: Path) -> None:
-    with ServerFamily(folder=tmp_path / "state") as server:
-        assert report(server, {"key": "a", "success": True}).json() == {"counted": 0, "unknown": 1}
-        assert server.counts().deployments == {}
-
-
 def test_the_counts_are_those_of_all_workers(server: ServerFamily, blue: Deployment, green: Deployment) -> None:
     before = server.counts()
     answered = [ask(server) for _ in range(60)]
@@ -127,6 +368,11 @@ def test_the_counts_are_those_of_all_workers(server: ServerFamily, blue: Deploym
         ask(server)
     found = server.counts()
     assert found.origin == before.origin
+    assert [table.generation for table in found.tables] == [1, 2]
+    for name, total in found.deployments.items():
+        parts = [table.deployments[name].statuses for table in found.tables]
+        assert sum(map(Counter, parts), Counter[str]()) == Counter(total.statuses), "each request is in one generation"
+    assert found.tables[1].deployments["blue"].statuses == {"200": 10}
     assert found.at >= before.at
     assert found.deployments["blue"].statuses == {"200": answered.count("blue") + 10}
     assert found.deployments["green"].statuses == {"200": answered.count("green"), "400": 1}
@@ -145,57 +391,6 @@ def test_the_counts_need_the_token(server: ServerFamily) -> None:
     assert server.call("POST", COUNTS_PATH, b'{"limits_s": {}}', admin=True).status == 401
 
 
-def test_an_id_that_took_anothers_place_is_not_mistaken_for_it() -> None:
-    shared = SharedMetrics(1)
-    feedback = FeedbackCounter(
-        LoadedDeployments(shared, 0, lambda *_: pytest.fail("nothing is loaded")), UserCounts(shared, 0)
-    )
-    for number in range(3 * metrics.REQUEST_IDS):
-        feedback.remember(b"%d" % number, 1 + number % 2, number % USER_CELLS)
-    reports = [{"request_id": str(number), "success": True} for number in range(0, 3 * metrics.REQUEST_IDS, 97)]
-    counted = unknown = 0
-    for start in range(0, len(reports), MAX_FEEDBACK):
-        found = feedback.count(json.dumps({"feedback": reports[start : start + MAX_FEEDBACK]}).encode())
-        counted, unknown = counted + found[0], unknown + found[1]
-    assert counted + unknown == len(reports)
-    assert unknown == shared.sum_slot(0)[metrics.UNKNOWN_FEEDBACK] > 0
-    odd = sum(int(str(report["request_id"])) % 2 for report in reports)
-    assert shared.sum_slot(2)[metrics.FEEDBACK] <= odd
-    assert shared.sum_slot(1)[metrics.FEEDBACK] <= len(reports) - odd
-    assert shared.sum_slot(1)[metrics.FEEDBACK] + shared.sum_slot(2)[metrics.FEEDBACK] == counted
-
-
-def test_requests_and_feedback_are_counted_by_user_over_the_workers(server: ServerFamily) -> None:
-    asked = UserCountsRequest(limits_s=dict.fromkeys(("blue", "green"), (1e-05 * 2**3, 1e-05 * 2**20)))
-    server.counts(asked)
-    who = ask(server, **{"x-user-key": "u", "x-request-id": "r"})
-    for _ in range(29):
-        assert ask(server, **{"x-user-key": "u"}) == who
-    for _ in range(8):
-        ask(server)
-    report(server, {"request_id": "r", "success": True}, {"key": "u", "success": False})
-    found = {name: messages.decode_user_counts(one.users) for name, one in server.counts(asked).deployments.items()}
-    (bucket,) = np.flatnonzero(found[who][messages.CELL_REQUESTS, : messages.USER_BUCKETS])
-    cell = found[who][:, bucket]
-    assert (cell[messages.CELL_REQUESTS], cell[messages.CELL_ERRORS]) == (30, 0)
-    assert (cell[messages.CELL_FEEDBACK], cell[messages.CELL_SUCCESSES]) == (2, 1)
-    assert sum(cells[messages.CELL_REQUESTS, messages.KEYLESS_CELL] for cells in found.values()) == 8
-    assert sum(int(cells[messages.CELL_REQUESTS].sum()) for cells in found.values()) == 38
-    assert server.counts().deployments[who].users == ""
-
-
-def test_a_new_worker_goes_on_from_the_counts_by_user_of_the_one_before() -> None:
-    shared, slot = SharedMetrics(1), 3
-    shared.header[metrics.WATCH], shared.header[metrics.WATCH + 1] = 7, slot
-    for _ in range(2):
-        UserCounts(shared, 0).count_request(slot, 5, 200, 0.0)
-    _, cells = shared.get_user_counts(0)
-    assert cells[5] == 2
-    shared.header[metrics.WATCH] = 8
-    UserCounts(shared, 0).count_request(slot, 5, 200, 0.0)
-    assert cells[5] == 1, "another watch starts at 0"
-
-
 def test_a_watch_that_is_none_is_refused(server: ServerFamily) -> None:
     for body in (b"{}", b'{"limits_s": {"blue": [2, 1]}}', b'{"limits_s": {"blue": [%s 1]}}' % (b"1," * 24)):
         assert server.admin("POST", body, COUNTS_PATH).status == 400
@@ -205,7 +400,7 @@ def test_a_watched_deployment_without_traffic_is_loaded_beside_the_other(
     server: ServerFamily, blue: Deployment, green: Deployment
 ) -> None:
     asked = UserCountsRequest(limits_s={"blue": (), "green": ()})
-    assert {one.cold_s for one in server.counts(asked).deployments.values()} == {()}
+    assert server.counts(asked).cold_s == {}
     for generation in (2, 3):  # the second publication ends the loads that the first watch has begun
         assert server.publish(state_of(blue, green, blue=100, green=0), generation).status == 200
         server.counts(asked)
@@ -214,9 +409,10 @@ def test_a_watched_deployment_without_traffic_is_loaded_beside_the_other(
     while min(map(len, loads)) < COLD_START_SAMPLES:
         assert time.monotonic() < deadline, server.log()
         time.sleep(0.1)
-        loads = [one.cold_s for one in server.counts(asked).deployments.values()]
+        loads = [*server.counts(asked).cold_s.values()]
         assert max(map(len, loads)) - min(map(len, loads)) <= 1, "they are loaded in turn"
     assert all(seconds > 0 for each in loads for seconds in each)
     ask(server, **{"x-user-key": "u"})
-    assert {one.users for one in server.counts(asked).deployments.values()} == {""}, "no version was chosen for a user"
-    assert [one.cold_s for one in server.counts(asked).deployments.values()] == loads, "and no more often"
+    counts = server.counts(asked)
+    assert [table.cells for table in counts.tables] == [{}] * 3, "no version was chosen for a user"
+    assert [*counts.cold_s.values()] == loads, "and no more often"

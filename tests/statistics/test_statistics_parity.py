@@ -21,14 +21,17 @@ from onnx_ops.errors import MeasurementError
 from onnx_ops.statistics.parity import (
     DIVERGENCE_FACTOR,
     LARGEST,
+    MAX_COLUMNS,
+    Rounding,
     find_first_divergence,
     find_worst_row,
     is_divergent,
+    is_ranked_by_scores,
     measure_batch_invariance,
+    measure_columns,
     measure_noise,
     measure_output,
     pick_evenly,
-    pool_noise,
     select_rows,
 )
 from onnx_ops.statistics.quantization import compute_weight_error
@@ -98,7 +101,8 @@ class TestFloats:
     def test_shapes_must_be_equal(self) -> None:
         y = np.ones((4, 3))
         assert "(4, 1)" in measured(y[:, :1], y, y).mismatch
-        assert measured(y[:0], y[:0], y[:0]) == replace(measured(y, y, y), rows=0, noise=0.0)
+        without_rows = measured(y[:0], y[:0], y[:0])
+        assert without_rows == replace(measured(y, y, y), rows=0, noise=0.0, scale=0.0, columns=())
 
     def test_non_finite_values_must_be_the_same(self) -> None:
         y = np.array([[1.0, np.nan, np.inf, -np.inf]])
@@ -180,20 +184,249 @@ class TestLabels:
         assert "int64" in measured(np.array([1, 2]), self.TEXT, self.TEXT).mismatch
 
 
-class TestPooledNoise:
-    REAL = ParityMeasurement(output="y", group="real", rows=128, error=1e-6, noise=1e-6, ratio=1.0)
-    SMALL = ParityMeasurement(output="y", group="batches:1", rows=1, error=5e-7, noise=1e-8, ratio=50.0)
+HEADS = np.array([2e4, 15.0, 0.3])
+"""Sizes of three answers of one output."""
 
-    def test_small_batches_take_the_noise_of_real_rows(self) -> None:
-        found = pool_noise([self.SMALL, self.REAL])
-        assert found == (replace(self.SMALL, noise=1e-6, ratio=0.5), self.REAL)
+
+def answer_heads(rows: int = 256, *, seed: int = 0) -> tuple[Array, Array, Array]:
+    """Return a correct export's answer, and the source's in float32 and float64; each head has rounding of its own."""
+    rng = np.random.default_rng(seed)
+    double = HEADS * rng.uniform(0.5, 1.5, (rows, 3))
+    onnx, single = (double * (1 + rng.uniform(-1, 1, double.shape) * 2.0**-23) for _ in range(2))
+    return onnx.astype(np.float32), single.astype(np.float32), double
+
+
+class TestColumns:
+    FLOORS = Rounding(floor=np.broadcast_to(HEADS * 2.0**-23, (256, 3)))
+
+    def measure(self, onnx: Array, rounding: Rounding, *, group: str = "real") -> ParityMeasurement:
+        _, single, double = answer_heads()
+        return measure_output(group=group, output="y", onnx=onnx, single=single, double=double, rounding=rounding)
+
+    def test_correct_heads_of_different_size_stay_below_the_limit(self) -> None:
+        assert self.measure(answer_heads()[0], self.FLOORS).ratio <= LIMIT / 4
+
+    @pytest.mark.parametrize("head", range(3))
+    @pytest.mark.parametrize("share", [0.05, 0.01, 1e-4])
+    def test_a_wrong_head_is_seen_whatever_its_size(self, head: int, share: float) -> None:
+        onnx = answer_heads()[0]
+        onnx[:, head] *= 1 + share
+        measurement = self.measure(onnx, self.FLOORS)
+        assert measurement.ratio > LIMIT
+        assert measurement.column == f"column {head}"
+        assert measurement.scale == pytest.approx(1.5 * HEADS[head], rel=0.05)
+
+    @pytest.mark.parametrize(("head", "is_seen"), [(0, True), (2, False)])
+    def test_without_a_floor_the_largest_answer_is_the_scale(self, head: int, is_seen: bool) -> None:
+        onnx = answer_heads()[0]
+        onnx[:, head] += 0.01 * HEADS[head]
+        unknown = Rounding()
+        assert (self.measure(onnx, unknown).ratio > LIMIT) is is_seen
+
+    def test_a_floor_explains_an_error_that_the_source_does_not_show(self) -> None:
+        onnx, *_ = answer_heads()
+        onnx[:, 2] += 5e-6
+        wide = Rounding(floor=np.broadcast_to(np.array([0, 0, 1e-6]), (256, 3)))
+        assert self.measure(onnx, self.FLOORS).ratio > LIMIT
+        assert self.measure(onnx, wide).ratio < LIMIT
+
+    def test_infinite_floors_count_for_nothing(self) -> None:
+        onnx, *_ = answer_heads()
+        onnx[:, 1] *= 1.01
+        floor = np.array(self.FLOORS.floor)
+        floor[0], floor[1] = np.inf, np.nan
+        assert self.measure(onnx, Rounding(floor=floor)).ratio > LIMIT
+
+    def test_real_rows_list_the_columns_in_which_the_least_is_visible(self) -> None:
+        measurement = self.measure(answer_heads()[0], self.FLOORS)
+        assert [column.column for column in measurement.columns] == ["column 0", "column 1", "column 2"]
+        assert all(column.noise < 1e-6 * column.scale for column in measurement.columns)
+        assert self.measure(answer_heads()[0], self.FLOORS, group="range").columns == ()
+
+    @pytest.mark.parametrize(("axis", "name"), [(1, "channel 2"), (-1, "column 4"), (3, "column 4")])
+    def test_the_axis_of_the_columns_is_that_of_the_graph(self, axis: int, name: str) -> None:
+        double = np.ones((8, 3, 2, 5))
+        onnx = double.copy()
+        onnx[3, 2, 1, 4] += 0.1
+        rounding = Rounding(floor=np.zeros(double.shape), axis=axis)
+        measurement = measure_output(
+            group="real", output="y", onnx=onnx, single=double, double=double, rounding=rounding
+        )
+        assert measurement.column == name
+
+    def test_joined_parts_are_apart(self) -> None:
+        double = np.concatenate([np.full((64, 4, 10), 640.0), np.full((64, 2, 10), 0.5)], axis=1)
+        segments = np.repeat([[0] * 4 + [1] * 2], 64, axis=0)[..., None].repeat(10, axis=2)
+        onnx = double.copy()
+        onnx[:, 4:] *= 1.00001
+        for rounding, is_seen in (
+            (Rounding(floor=np.zeros(double.shape)), False),
+            (Rounding(floor=np.zeros(double.shape), segments=segments), True),
+        ):
+            measurement = measure_output(
+                group="real", output="y", onnx=onnx, single=double, double=double, rounding=rounding
+            )
+            assert (measurement.ratio > LIMIT) is is_seen
+            assert not is_seen or measurement.column == "segment 1, column 9"
+
+    def test_few_rows_take_the_noise_and_the_scale_of_real_rows(self) -> None:
+        _, single, double = answer_heads()
+        double[0], single[0] = 1e-3 * HEADS, 1e-3 * HEADS
+        floors = Rounding(floor=np.zeros((1, 3)))
+        known = measure_columns(single, double, Rounding(floor=np.zeros((256, 3))))
+        onnx = double[:1] * (1 + 2e-4)
+        alone, with_real = (
+            measure_output(
+                group="batches:1",
+                output="y",
+                onnx=onnx,
+                single=single[:1],
+                double=double[:1],
+                rounding=floors,
+                known=columns,
+            )
+            for columns in (None, known)
+        )
+        assert alone.ratio > LIMIT > with_real.ratio
+
+    @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+    def test_columns_of_one_scale_share_what_the_source_shows_of_rounding(self, scale: float) -> None:
+        double = scale * np.linspace(1, 9, 6) * np.ones((128, 1))
+        single, onnx = double.copy(), double.copy()
+        single[5, 0] += 1e-4 * scale
+        onnx[7, 3] += 5e-4 * scale
+        rounding = Rounding(floor=np.zeros(double.shape))
+        measurement = measure_output(
+            group="real", output="y", onnx=onnx, single=single, double=double, rounding=rounding
+        )
+        assert measurement.ratio == pytest.approx(5)
+        onnx[:, 0] = double[:, 0]
+        apart = double.copy()
+        apart[:, 3] *= 1e-3
+        moved = apart.copy()
+        moved[7, 3] += 5e-4 * scale
+        single = apart.copy()
+        single[5, 0] += 1e-4 * scale
+        measurement = measure_output(
+            group="real", output="y", onnx=moved, single=single, double=apart, rounding=rounding
+        )
+        assert measurement.ratio > LIMIT
+
+    def test_millions_of_columns_share_their_floors_by_scale(self) -> None:
+        double = np.ones((2, MAX_COLUMNS + 1))
+        onnx, floor = double.copy(), np.zeros(double.shape)
+        onnx[0, 7] += 1e-3
+        floor[:, 8] = 2e-4
+        for width, is_seen in ((MAX_COLUMNS + 1, False), (MAX_COLUMNS, True)):
+            measurement = measure_output(
+                group="real",
+                output="y",
+                onnx=onnx[:, :width],
+                single=double[:, :width],
+                double=double[:, :width],
+                rounding=Rounding(floor=floor[:, :width]),
+            )
+            assert (measurement.ratio > LIMIT) is is_seen
+
+    @pytest.mark.parametrize("head", range(3))
+    def test_one_answer_has_a_tolerance_for_each_column(self, head: int) -> None:
+        _, single, _ = answer_heads()
+        for share, is_seen in ((0.01, True), (5e-4, False)):
+            onnx = single.copy()
+            onnx[:, head] *= 1 + share
+            measurement = measure_output(
+                group="real", output="y", onnx=onnx, single=single, double=None, rounding=self.FLOORS
+            )
+            assert (measurement.ratio > LIMIT) is is_seen
+
+    def test_a_floor_widens_the_tolerance_of_one_answer(self) -> None:
+        single = np.full((8, 1), 1e-6)
+        for floor, is_seen in ((0.0, True), (6e-8, False)):
+            measurement = measure_output(
+                group="real",
+                output="y",
+                onnx=single + 1e-7,
+                single=single,
+                double=None,
+                rounding=Rounding(floor=np.full(single.shape, floor)),
+            )
+            assert (measurement.ratio > LIMIT) is is_seen
+
+
+def rank(scores: Array, count: int) -> Array:
+    return np.argsort(-scores, axis=-1, kind="stable")[:, :count]
+
+
+class TestTies:
+    SCORES_OF = np.random.default_rng(0).normal(size=(64, 20))
+    ERRORS = np.full((64, 20), 1e-6)
+
+    def measure(self, onnx: Array, expected: Array, **rounding: Any) -> ParityMeasurement:
+        known = Rounding(**{"scores": self.SCORES_OF, "scores_error": self.ERRORS, **rounding})
+        return measure_output(group="real", output="i", onnx=onnx, single=expected, double=expected, rounding=known)
+
+    @pytest.mark.parametrize(("gap", "is_seen"), [(1e-6, False), (1e-4, True)])
+    def test_an_exchange_is_explained_where_its_scores_tie(self, gap: float, is_seen: bool) -> None:
+        expected = rank(self.SCORES_OF, 5)
+        scores = self.SCORES_OF.copy()
+        scores[3, expected[3, 1]] = scores[3, expected[3, 0]] - gap
+        onnx = expected.copy()
+        onnx[3, :2] = expected[3, 1::-1]
+        measurement = self.measure(onnx, expected, scores=scores)
+        assert (measurement.ratio > LIMIT) is is_seen
+        assert measurement.explained == (not is_seen)
+
+    def test_one_exchanged_index_without_a_tie_is_seen(self) -> None:
+        expected = rank(self.SCORES_OF, 5)
+        onnx = expected.copy()
+        onnx[9, [2, 3]] = expected[9, [3, 2]]
+        assert self.measure(onnx, expected).ratio == LARGEST
+
+    @pytest.mark.parametrize("wrong", [-1, 20, 10**12])
+    def test_what_is_no_index_is_no_tie(self, wrong: int) -> None:
+        flat = {"scores": np.zeros((64, 20)), "scores_error": self.ERRORS}
+        expected = rank(self.SCORES_OF, 1)[:, 0]
+        onnx = expected.copy()
+        onnx[0] = wrong
+        assert self.measure(onnx, expected, **flat).ratio == LARGEST
+
+    def test_an_index_that_occurs_twice_is_no_tie(self) -> None:
+        flat = {"scores": np.zeros((64, 20)), "scores_error": self.ERRORS}
+        expected = rank(self.SCORES_OF, 5)
+        onnx = expected.copy()
+        onnx[4, 1] = onnx[4, 0]
+        assert self.measure(onnx, expected, **flat).ratio == LARGEST
+        onnx[4, :2] = expected[4, 1::-1]
+        assert self.measure(onnx, expected, **flat).ratio == 0
+
+    @pytest.mark.parametrize("dtype", [np.str_, np.int64])
+    def test_classes_tie_by_the_scores_of_their_indices(self, dtype: Any) -> None:
+        labels = np.arange(100, 120)[::-1].astype(dtype)
+        scores = self.SCORES_OF.copy()
+        first, second = rank(scores, 2)[5]
+        scores[5, second] = scores[5, first]
+        expected = labels[rank(self.SCORES_OF, 1)[:, 0]]
+        onnx = expected.copy()
+        onnx[5] = labels[second]
+        assert self.measure(onnx, expected, scores=scores, labels=labels).ratio == 0
+        onnx[6] = 7
+        assert self.measure(onnx, expected, scores=scores, labels=labels).ratio == LARGEST
 
     @pytest.mark.parametrize(
-        "change", [{"group": "spikes"}, {"rows": 64}, {"output": "z"}, {"noise": 1e-5, "ratio": 0.05}]
+        ("scores", "double", "ranks"),
+        [
+            pytest.param(SCORES_OF, np.arange(64) % 2, True, id="different scores"),
+            pytest.param(np.zeros((64, 20)), np.arange(64) % 2, False, id="the same score for everything"),
+            pytest.param(np.zeros((64, 20)), np.zeros(64, int), False, id="and one answer"),
+            pytest.param(np.arange(64.0)[:, None].repeat(20, 1), np.zeros(64, int), True, id="one answer, other rows"),
+            pytest.param(np.arange(64.0)[:, None].repeat(20, 1), np.arange(64) % 2, False, id="a lost class"),
+        ],
     )
-    def test_nothing_else_does(self, change: dict[str, Any]) -> None:
-        kept = replace(self.SMALL, **change)
-        assert pool_noise([kept, self.REAL])[0] == kept
+    def test_scores_that_are_all_the_same_rank_nothing(self, scores: Array, double: Array, ranks: bool) -> None:
+        rounding = Rounding(scores=scores, scores_error=self.ERRORS)
+        assert is_ranked_by_scores(double, double, rounding) is ranks
+        unsure = 1 - double
+        assert is_ranked_by_scores(unsure, double, rounding)
 
 
 class TestWeights:

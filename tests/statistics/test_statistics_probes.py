@@ -220,7 +220,7 @@ IMAGE = np.random.default_rng(0).random((5, 1, 8, 10), dtype=np.float32)
 def test_sizes_are_one_smaller_larger_and_odd(size: int) -> None:
     found = choose_other_sizes(size)
     assert size not in found
-    assert 2 * size in found
+    assert {size // 2, 2 * size} - {0} <= set(found)
     assert any(one > size and one % 2 for one in found) or size == 1
     if size > 1:
         assert found[0] == 1
@@ -248,7 +248,7 @@ def test_no_free_axis_no_groups() -> None:
     assert make_sized_inputs({"image": IMAGE}, {}) == {}
 
 
-def test_groups_that_would_fill_the_memory_are_left_out() -> None:
-    wide = np.zeros((1, 300_000), dtype=np.float32)
+def test_groups_that_would_fill_the_memory_have_fewer_rows_and_are_left_out_below_two() -> None:
+    wide = np.zeros((1, 5_000_000), dtype=np.float32)  # 2 rows of twice the size would be 76 MiB
     groups = make_sized_inputs({"x": wide}, {"length": [("x", 1)]})
-    assert set(groups) == {"lengths:length=1", "lengths:length=150001", "lengths:length=300001"}
+    assert {made["x"].shape for made in groups.values()} == {(32, 1), (6, 2_500_000), (6, 2_500_001), (3, 5_000_001)}

@@ -192,7 +192,7 @@ def test_any_place_of_the_distribution_may_speak_against_the_candidate() -> None
         due(seen(*[counts(bulge)] * 10), policy), ActionKind.ABORT, "latency: above p85 canary 280/1000", "-> ROLL BACK"
     )
     (guard,) = judge(seen(*[counts(bulge)] * 10), policy).guardrails
-    (path,) = trace_guardrails(seen(*[counts(bulge)] * 10), policy)
+    (path,) = trace_guardrails([seen(*[counts(bulge)] * n) for n in range(1, 11)], policy)
     assert path.log10_evidence[-1] == pytest.approx(guard.evidence)
     assert guard.low is None, "bounds of a place that was chosen for being the worst do not hold"
     waits(due(seen(healthy()), policy), WaitKind.ANALYZING)
@@ -238,9 +238,11 @@ def test_a_wrong_split_pauses_and_a_word_goes_on() -> None:
 
 
 def test_the_service_level_must_be_shown() -> None:
-    policy = replace(CANARY, slo=ServiceLevel(error_rate=0.001))
-    waits(due(seen(*[healthy()] * 6), policy), WaitKind.ANALYZING, "not below 0.1 %")
-    acts(due(seen(*[healthy()] * 72), policy), ActionKind.ADVANCE)
+    policy = replace(CANARY, slo=ServiceLevel(error_rate=0.02))
+    interval = replace(healthy(), seconds=60.0)
+    waits(due(seen(*[interval] * 53), policy), WaitKind.ANALYZING, "53 intervals (53 min)", "not below 2 %")
+    acts(due(seen(*[interval] * 54), policy), ActionKind.ADVANCE)
+    waits(due(seen(replace(interval, canary=counted(5400), stable=counted(48_600, 1)))), WaitKind.ANALYZING)
 
 
 def test_bake_and_approval() -> None:
@@ -325,9 +327,10 @@ def test_percentiles_stand_in_where_nothing_is_counted_over_a_threshold() -> Non
 
 def test_the_plot_ends_where_the_judgement_is() -> None:
     bad = replace(healthy(), canary=counted(errors=2))
-    observations = seen(healthy(), bad, healthy())
-    judged = judge(observations, CANARY)
-    for path, guard in zip(trace_guardrails(observations, CANARY), judged.guardrails, strict=True):
+    intervals = [healthy(), bad, healthy()]
+    history = [seen(*intervals[:n]) for n in range(1, 4)]
+    judged = judge(history[-1], CANARY)
+    for path, guard in zip(trace_guardrails(history, CANARY), judged.guardrails, strict=True):
         assert path.name == guard.name
         assert path.requests == (50, 100, 150)
         assert path.log10_evidence[-1] == pytest.approx(guard.evidence)

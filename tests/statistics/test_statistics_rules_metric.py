@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from onnx_ops.domain.decision import GateResult, Verdict
-from onnx_ops.domain.evidence import Evidence, Interval, ScoreComparison
+from onnx_ops.domain.evidence import Evidence, Interval, PairedCounts, ScoreComparison
 from onnx_ops.domain.gate import MetricGate
 from onnx_ops.statistics.judge import judge
 from tests.support.evidence import make_evidence
@@ -161,6 +161,54 @@ def test_few_rows_that_carry_an_error_are_named_and_never_pass_an_absolute_limit
     even = replace(few, effective=80.0)
     assert judged(MetricGate(name="rmse", max=1.5), evidence(even))[0].verdict is Verdict.PASS
     assert judged(MetricGate(name="rmse", max=0.5), evidence(few))[0].verdict is Verdict.FAIL
+
+
+@pytest.mark.parametrize(
+    ("metric", "limit", "change", "bad", "good"),
+    [
+        ("rmse", "max_increase", "ratio", 1.2, 1.01),
+        ("mae", "max_increase", "ratio", 1.2, 0.9),
+        ("r2", "max_drop", "difference", -0.1, 0.0),
+    ],
+)
+def test_change_that_rests_on_few_rows_passes_only_if_the_others_keep_the_limit(
+    metric: str, limit: str, change: str, bad: float, good: float
+) -> None:
+    limits: dict[str, Any] = {limit: 0.05}
+    gate = MetricGate(name=metric, **limits)  # type: ignore[arg-type]
+    few = entry(metric, **{change: interval(float(change == "ratio"))}, carrying=2, rest=bad, heavy=(17, 93))
+    (found,) = judged(gate, evidence(few))
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert "2 of 1000 rows" in found.reason
+    assert "17, 93" in found.reason
+    assert judged(gate, evidence(replace(few, rest=None)))[0].verdict is Verdict.INCONCLUSIVE
+    assert judged(gate, evidence(replace(few, rest=math.nan)))[0].verdict is Verdict.INCONCLUSIVE
+    assert judged(gate, evidence(replace(few, rest=good)))[0].verdict is Verdict.PASS
+    worse = replace(few, **{change: interval(float(change == "ratio") + (0.2 if change == "ratio" else -0.2))})
+    assert judged(gate, evidence(worse))[0].verdict is Verdict.FAIL
+
+
+def test_least_r2_passes_only_where_many_rows_carry_it() -> None:
+    few = entry("r2", "", effective=4.2, heavy=(17,))
+    assert judged(MetricGate(name="r2", min=0.5), evidence(few))[0].verdict is Verdict.INCONCLUSIVE
+    assert judged(MetricGate(name="r2", min=0.5), evidence(replace(few, effective=80.0)))[0].verdict is Verdict.PASS
+
+
+def test_equal_answers_pass_with_a_change_of_exactly_zero() -> None:
+    counts = PairedCounts(metric="accuracy", against="fp32", n=30, both=20, only_baseline=0, only_candidate=0)
+    gate = MetricGate(name="accuracy", max_drop=0.01)
+    assert judged(gate, evidence(metrics=(counts,)))[0].verdict is Verdict.INCONCLUSIVE
+    (equal,) = judged(gate, evidence(metrics=(replace(counts, equal=True),)))
+    assert (equal.verdict, equal.low, equal.high, equal.p_value) == (Verdict.PASS, 0.0, 0.0, 0.0)
+    assert "exactly 0" in equal.reason
+    wrong = replace(counts, equal=True, only_baseline=1)
+    assert judged(gate, evidence(metrics=(wrong,)))[0].verdict is Verdict.ERROR
+    for name, figures in (("f1 macro", {"difference": Interval.point(0.0)}), ("mae", {"ratio": Interval.point(1.0)})):
+        limits: dict[str, Any] = {"max_drop" if "difference" in figures else "max_increase": 0.001}
+        scored = entry(name, candidate=None, **figures)
+        (found,) = judged(MetricGate(name=name.split()[0], **limits), evidence(scored))  # type: ignore[arg-type]
+        assert (found.verdict, found.estimate) == (Verdict.PASS, 0.0)
+        assert "every row alike" in found.reason
 
 
 def test_rows_that_look_grouped_are_told_without_a_verdict() -> None:

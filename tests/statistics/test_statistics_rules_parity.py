@@ -24,6 +24,7 @@ from onnx_ops.domain.gate import ParityGate
 from onnx_ops.reporting.structure import structure_entries
 from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.parity import measure_output
+from onnx_ops.statistics.rules.parity import judge_source
 from tests.support.evidence import CPU_FACTS, make_evidence
 from tests.support.golden import Golden
 
@@ -177,6 +178,14 @@ def test_the_report_lists_all_of_it_and_nothing_that_is_not_there(golden: Golden
     )
     entries = structure_entries(evidence)
     golden("tables", "\n".join(f"{key}: {value}" for key, value in entries.items()))
+
+
+def test_inputs_without_effect_are_one_advisory_line_that_passes() -> None:
+    evidence = replace(FLOAT, unused_inputs=("item", "age", "city", "plan"))
+    (result,) = (one for one in judge_source(evidence) if one.metric == "unused inputs")
+    assert (result.advisory, result.verdict) == (True, Verdict.PASS)
+    assert "item, age, city and 1 more" in result.reason
+    assert not [one for one in judge_source(FLOAT) if one.metric == "unused inputs"]
 
 
 def test_ranges_that_are_too_narrow_or_too_wide_fail() -> None:

@@ -178,25 +178,52 @@ def test_rows_that_do_not_define_the_metric() -> None:
         (AUC, np.ones(50, dtype=bool), values),
         (R2, np.full(50, 0.1), values),
         (BINARY, np.zeros(50, dtype=int), np.zeros(50, dtype=int)),
-        (MAE, values, values),
+        (MAE, values, values + 1),
         (TOKENS, np.full((50, 3), -100), np.zeros((50, 3), dtype=int)),
     ]
     for definition, label, said in cases:
-        (entry,) = score(definition, label, {CANDIDATE: said, "fp32": said}, seed=0)
+        (entry,) = score(definition, label, {CANDIDATE: said}, seed=0)
         assert entry.undefined
         assert entry.candidate is None
+        if definition is not MAE:  # it is defined here, though its interval is not
+            assert len(score(definition, label, {CANDIDATE: said, "fp32": said}, seed=0, alike={"fp32"})) == 1
 
 
 class TestEqualAnswers:
-    @pytest.mark.parametrize(("definition", "draw"), WORLDS[:5], ids=ids[:5])
-    def test_rows_not_seen_keep_an_interval_open_unless_the_metric_has_no_range(
+    @settings(max_examples=25)
+    @given(seed=st.integers(0, 1000), rows=st.integers(FEW_ROWS, 400), positives=st.integers(1, 10))
+    @pytest.mark.parametrize(("definition", "draw"), WORLDS, ids=ids)
+    def test_equal_outputs_change_nothing_however_few_rows_are_positive(
+        self, definition: MetricDefinition, draw: World, seed: int, rows: int, positives: int
+    ) -> None:
+        label, base, _ = draw(rows, np.random.default_rng(seed))
+        if definition in (BINARY, AUC):
+            label = np.arange(rows) < positives
+            label = label if definition is AUC else label.astype(int)
+        found = score(definition, label, {CANDIDATE: base, "fp32": base.copy()}, seed=0, resamples=50, alike={"fp32"})
+        if definition is BINARY and not (label.any() or base.any()):
+            return
+        (entry,) = (entry for entry in found if entry.against)
+        assert (entry.difference or entry.ratio) == Interval.point(0.0 if entry.difference else 1.0)
+        assert (entry.ratio is None) is (definition not in (MAE, RMSE))
+
+    @pytest.mark.parametrize(
+        ("label", "answers"), [(np.arange(50.0), np.arange(50.0)), (np.arange(50) % 3, np.ones(50))]
+    )
+    @pytest.mark.parametrize("definition", [MAE, RMSE, R2], ids=lambda d: d.label)
+    def test_equal_answers_without_error_or_of_whole_numbers_change_nothing(
+        self, definition: MetricDefinition, label: Any, answers: Any
+    ) -> None:
+        alone, entry = score(definition, label.astype(float), {CANDIDATE: answers, "fp32": answers}, seed=0)
+        assert (entry.difference or entry.ratio) == Interval.point(0.0 if definition is R2 else 1.0)
+        assert alone.candidate is None or definition is not R2 or alone.candidate.estimate < 1
+
+    @pytest.mark.parametrize(("definition", "draw"), WORLDS[:2], ids=ids[:2])
+    def test_equal_classes_of_other_outputs_keep_an_interval_open(
         self, definition: MetricDefinition, draw: World
     ) -> None:
         label, base, _ = draw(1000, np.random.default_rng(0))
         found = compared(definition, (label, base, base))
-        if definition in (MAE, RMSE):
-            assert found.ratio == Interval.point(1.0)
-            return
         assert found.difference is not None
         assert found.difference.estimate == 0
         assert -0.03 < found.difference.low < -0.002
@@ -283,3 +310,48 @@ def test_the_other_model_has_the_interval_that_it_would_have_as_the_candidate(
     assert own.candidate is not None
     assert compared.reference.estimate == pytest.approx(own.candidate.estimate)
     assert compared.reference.low == pytest.approx(own.candidate.low, abs=0.02 * abs(own.candidate.estimate))
+
+
+class TestFewRowsCarryTheLosses:
+    """A giant error that two models share hides what they do on all other rows."""
+
+    @settings(max_examples=25)
+    @given(
+        seed=st.integers(0, 1000),
+        giants=st.integers(1, 9),
+        scale=st.sampled_from([1e-6, 1.0, 1e6]),
+        rows=st.sampled_from([50, 500]),
+    )
+    @pytest.mark.parametrize("definition", [MAE, RMSE], ids=lambda d: d.label)
+    def test_the_other_rows_are_compared_without_them(
+        self, definition: MetricDefinition, seed: int, giants: int, scale: float, rows: int
+    ) -> None:
+        label, error = scale * np.random.default_rng(seed).standard_normal((2, rows))
+        error[:giants] = 1e6 * scale
+        mine = np.where(np.arange(rows) < giants, error, 1.2 * error)
+        entry = compared(definition, (label, label + error, label + mine))
+        assert entry.ratio is not None
+        assert entry.ratio.estimate < 1.01
+        assert entry.carrying >= giants
+        assert entry.rest == pytest.approx(1.2, rel=1e-6)
+
+    def test_a_giant_label_hides_the_others_from_r2(self) -> None:
+        label, error = np.random.default_rng(0).standard_normal((2, 500))
+        label[7] = 1e4
+        entry = compared(R2, (label, label + 0.3 * error, label + 0.36 * error))
+        assert entry.carrying == 1
+        assert entry.rest == pytest.approx(-0.04, abs=0.01)
+
+    @pytest.mark.parametrize("definition", [MAE, RMSE], ids=lambda d: d.label)
+    def test_one_row_is_no_bound_for_the_others(self, definition: MetricDefinition) -> None:
+        label, error = np.random.default_rng(0).standard_normal((2, 500))
+        error[0] = 1e4
+        entry = compared(definition, (label, label + error, label + np.where(np.arange(500) < 1, error, 1.2 * error)))
+        assert entry.ratio is not None
+        assert entry.ratio.high > 1.15
+
+    @pytest.mark.parametrize("definition", [MAE, RMSE, R2], ids=lambda d: d.label)
+    def test_ordinary_errors_are_carried_by_many_rows(self, definition: MetricDefinition) -> None:
+        for rows in (20, 50, 500):
+            entry = compared(definition, numbers(rows, np.random.default_rng(rows)))
+            assert (entry.carrying, entry.rest) == (0, None)

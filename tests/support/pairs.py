@@ -15,6 +15,7 @@ from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQua
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.ports import OptimizeRequest, Tensors
 from onnx_ops.testing.models import rows
+from tests.support.processor import detect_here
 
 _OPTIMIZERS: Mapping[str, Any] = {
     "static": StaticQuantizer,
@@ -27,12 +28,16 @@ _OPTIMIZERS: Mapping[str, Any] = {
 def derive(
     source: Path, method: str, options: Mapping[str, Any] | None = None, calibration: Tensors | None = None
 ) -> Path:
-    """A variant beside its source; without `calibration`, of the perceptron of `onnx_ops.testing.models`."""
+    """Derive a variant for this CPU, beside its source.
+
+    Without `calibration`, the source is the perceptron of `onnx_ops.testing.models`.
+    """
     path = source.with_name(f"{method}.onnx")
     calibrate = Calibrate() if method == "static" else None
     section = Quantize(name="variant", method=method, calibrate=calibrate, options=dict(options or {}))
     taken = (calibration or rows(256)) if calibrate else None
-    _OPTIMIZERS[method]().optimize(OptimizeRequest(section=section, source=source, path=path, calibration=taken))
+    request = OptimizeRequest(section=section, source=source, path=path, calibration=taken, machines=(detect_here(),))
+    _OPTIMIZERS[method]().optimize(request)
     return path
 
 

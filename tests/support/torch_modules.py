@@ -40,6 +40,81 @@ class TwoInputs(nn.Module):
         return {"sum": left + index[:, None], "twice": 2 * index}
 
 
+class Difference(nn.Module):
+    """Exchanged inputs give other answers."""
+
+    def forward(self, user: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
+        return (user - 2 * item).sum(1, keepdim=True)
+
+
+class Exchanged(nn.Module):
+    """Passes the inputs of a module of two by position, in the wrong order."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, user: torch.Tensor, item: torch.Tensor) -> Any:
+        return self.inner(item, user)
+
+
+class Optionals(nn.Module):
+    """Takes optional inputs, of which callers leave some out, and one by keyword only."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        *,
+        scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        masked = x if mask is None else x * (mask > 0)
+        moved = masked if bias is None else masked + 3 * bias
+        return (moved if scale is None else moved * (1 + scale)).sum(1, keepdim=True)
+
+
+class AnyInputs(nn.Module):
+    """Takes its inputs by position only."""
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        first, second = inputs
+        return (first - 2 * second).sum(1, keepdim=True)
+
+
+class Swallowing(nn.Module):
+    """Ignores inputs that it does not name."""
+
+    def forward(self, user: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
+        return user.sum(1, keepdim=True)
+
+
+class AnyNames(nn.Module):
+    """Names none of its inputs."""
+
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        return inputs["user"] - 2 * inputs["item"]
+
+
+class Mixed(nn.Module):
+    """Takes one input by name and the others by position."""
+
+    def forward(self, user: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        return user - 2 * others[0]
+
+
+class Ignoring(nn.Module):
+    """Has an input on which no answer depends."""
+
+    def forward(self, user: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
+        return user.sum(1, keepdim=True) + (item - item).sum(1, keepdim=True)
+
+
+class Outputs(nn.Module):
+    def forward(self, user: torch.Tensor, item: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"difference": user - 2 * item, "sum": user + item, "product": user * item}
+
+
 class Tuple(nn.Module):
     def forward(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return image.mean((1, 2, 3)), image.amax((1, 2, 3))
@@ -65,7 +140,7 @@ class Guarded(nn.Module):
 
 
 class Counted(nn.Module):
-    """Makes a plain number of the batch, which an export then fixes."""
+    """Makes a plain number of the batch, where torch.export needs its strict mode to keep it free."""
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         return image.reshape(len(image), -1)

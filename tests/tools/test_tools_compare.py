@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -184,10 +183,8 @@ def test_files_of_other_domains_end_in_verdicts_and_refusals_with_a_remedy(tmp_p
 
 
 TROUBLE = {
-    "node/test_stft": ("MeasurementError", signal.SIGFPE.name),
     "node/test_constantofshape_int_zeros": ("UserError", "has another shape for other rows"),
     "node/test_nonzero_example": ("UserError", "has another shape for other rows"),
-    "node/test_if_opt": ("inconclusive", "both models have empty answers"),
 }
 
 

@@ -15,6 +15,8 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.config.targets import PROFILES, TargetFiles
 from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.execution import Provider
+from onnx_ops.domain.target import HardwareFingerprint, Target
+from onnx_ops.errors import MeasurementError
 from onnx_ops.onnx_graph.input_bounds import read_input_bounds
 from onnx_ops.onnx_graph.model_kind import read_candidate_kind
 from onnx_ops.ports import Dataset
@@ -22,7 +24,11 @@ from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.tools.judge import Judgement, JudgeRequest, SweepPoint, build_metric_gate, judge_candidate
 from onnx_ops.tools.probing import check_samples, generate_samples, shared_inputs
 from tests.measure.scripted import Scripted
+from tests.support.graphs import write_graph
 from tests.support.pairs import derive, write_changed
+from tests.support.processor import detect_here, saturates_here
+
+pytestmark = pytest.mark.processor
 
 CPU = TargetFiles(PROFILES).load("cpu-1t")
 FOUR_BITS = {"bits": 4, "block": 16}
@@ -150,6 +156,55 @@ def test_quantized_baseline_is_measured_in_its_own_noise(source: Path) -> None:
     assert judged(baseline, wrong).verdict is Verdict.FAIL
 
 
+EIGHT_BITS = {"reduce_range": False}
+
+
+class WithoutVnni(OnnxRuntime):
+    """Reports a processor whose int8 products saturate, whatever it runs on."""
+
+    def fingerprint(self, target: Target) -> HardwareFingerprint:
+        return replace(super().fingerprint(target), machine="x86_64", cpu_flags=("avx2",))
+
+
+def test_saturation_is_named_where_a_quantized_variant_does_not_pass(source: Path) -> None:
+    dataset, strict = dataset_of(source), build_metric_gate(None, 1e-9, lower_is_better=False)
+    for options, is_named in ((EIGHT_BITS, True), ({"reduce_range": True}, False)):
+        derived = derive(source, "dynamic", options)
+        found = judged(source, derived, dataset, metric=strict, runtime=lambda _: WithoutVnni())
+        result = results_of(found)["accuracy"]
+        assert result.verdict is not Verdict.PASS
+        assert ("saturates sums of B's int8 products" in result.reason) is is_named
+        assert ("reduce_range: true" in result.reason) is is_named
+    lenient = build_metric_gate(None, 0.9, lower_is_better=False)
+    found = judged(source, derive(source, "dynamic", EIGHT_BITS), dataset, metric=lenient)
+    assert "saturates" not in results_of(found)["accuracy"].reason
+
+
+@pytest.mark.parametrize("method", ["dynamic", "static"])
+def test_eight_bits_pass_by_the_processor_at_hand(tmp_path: Path, method: str) -> None:
+    """Each class adds 64 inputs; those of the first are neighbours, and the sums of their products saturate."""
+    weight = np.zeros((128, 2), np.float32)
+    weight[:64, 0] = weight[::2, 1] = 1
+    text = "(float[batch,128] x) => (float[batch,2] scores) { [product] scores = MatMul(x, w) }"
+    source = write_graph(tmp_path / "ends.onnx", text, w=weight)
+    x = np.random.default_rng(0).random((2000, 128), dtype=np.float32)
+    dataset = Dataset(inputs={"x": x}, label=(x @ weight).argmax(axis=1))
+    derived = derive(source, method, EIGHT_BITS, calibration={"x": x[:256]})
+    found = judged(source, derived, dataset, metric=build_metric_gate(None, 0.02, lower_is_better=False))
+    result = results_of(found)["accuracy"]
+    assert (result.verdict is Verdict.PASS) is not saturates_here(), result.reason
+    assert ("saturates" in result.reason) is saturates_here()
+
+
+def test_quantized_baseline_of_eight_bits_is_no_measure_of_noise_where_its_sums_saturate(source: Path) -> None:
+    baseline = derive(source, "static", EIGHT_BITS)
+    assert judged(baseline, baseline).verdict is Verdict.PASS
+    wrong = write_changed(baseline, "third.weight_quantized", lambda a: np.roll(a, 1, axis=0))
+    found = judged(baseline, wrong)
+    assert found.verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE if detect_here().saturates else Verdict.FAIL)
+    assert ("saturates sums of A's" in results_of(found)["outputs"].reason) is detect_here().saturates
+
+
 def test_target_that_cannot_be_measured_is_an_error_and_the_others_are_judged(source: Path) -> None:
     absent = replace(CPU, name="absent", providers=(Provider(name="CUDAExecutionProvider"),))
     found = judged(source, source, targets=(absent, CPU))
@@ -172,6 +227,33 @@ def test_latency_is_judged_for_every_setting_of_the_sweep(source: Path) -> None:
     assert list(results) == ["latency, batch 1", "latency, batch 8"]
     assert {result.verdict for result in results.values()} == {Verdict.FAIL}
     assert [one.batch for one in found.targets[0].paired] == [1, 8]
+
+
+class WrongOptimizer(OnnxRuntime):
+    """A runtime with a fault in its graph optimization: other answers, or no session."""
+
+    def __init__(self, *, raises: bool) -> None:
+        self.raises = raises
+
+    def run(self, model: Path, target: Any, batches: Any) -> Any:
+        answers = super().run(model, target, batches)
+        if target.session.graph_level != "all" or model.name != "copy.onnx":
+            return answers
+        if self.raises:
+            raise MeasurementError("ONNX Runtime cannot run the model", where=model.name)
+        return tuple({name: array * 1.1 for name, array in answer.items()} for answer in answers)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_fault_of_graph_optimization_is_told_apart_from_one_of_the_model(source: Path, raises: bool) -> None:
+    copy = write_changed(source, "third.bias", lambda a: a, "copy.onnx")
+    found = judged(source, copy, runtime=lambda _: WrongOptimizer(raises=raises)).targets[0]
+    assert found.decision.verdict is (Verdict.ERROR if raises else Verdict.FAIL)
+    assert "session: {graph_level: basic}" in found.decision.reason
+    wrong = write_changed(source, "third.bias", lambda a: a + 1, "copy.onnx")
+    found = judged(source, wrong, runtime=lambda _: WrongOptimizer(raises=False)).targets[0]
+    assert found.decision.verdict is Verdict.FAIL
+    assert "graph_level" not in found.decision.reason
 
 
 def test_metric_gate_takes_the_limit_that_fits_the_metric() -> None:

@@ -50,6 +50,7 @@ def load(context: Context, text: str, *, later: str | None = None, **section: An
     rows = FileData(file="rows.csv", label="y", **section)
     settings: dict[str, Any] = {
         "section": codec.to_json(rows),
+        "inputs": list(rows.inputs),
         "fingerprint": FileSource().fingerprint(rows, context.root),
     }
     if later is not None:
@@ -65,7 +66,7 @@ def test_load_table_that_changed_after_the_plan_is_refused(context: Context) -> 
 def test_load_table_makes_one_input_of_each_column(context: Context) -> None:
     rows = get_dataset(context.store, load(context, TABLE, group="customer"))
 
-    assert list(rows.frame().columns) == ["age", "city", "visits"]
+    assert list(rows.frame().columns) == ["age", "visits", "city"]
     assert rows.inputs["city"].tolist() == [["Oslo"], [""], ["Rome"]]
     assert rows.label is not None
     assert rows.label.tolist() == [1, 0, 1]
@@ -122,6 +123,7 @@ def exported(context: Context) -> Callable[[str, str], Manifest]:
             "data": "test",
             "inputs": {},
             "source_time": 5.0,
+            "ordered": False,
             "pipeline": "p",
         }
         stage = Stage(id="export", kind=StageKind.EXPORT, settings=settings)

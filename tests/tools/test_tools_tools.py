@@ -116,11 +116,13 @@ class TestProbing:
     def test_inputs_that_begin_with_different_fixed_dimensions_are_drawn_whole(self) -> None:
         specs = [TensorSpec(name=name, dtype="float32", shape=(size, 2)) for name, size in (("x", 1), ("h", 4))]
         samples = generate_samples(specs, count=3, dims={})
-        (group,) = build_groups(samples)
-        (run,) = group.runs
-        assert {name: array.shape for name, array in run.items()} == {"x": (1, 2), "h": (4, 2)}
-        with pytest.raises(UserError, match="different dimensions"):
-            check_samples(specs, run, where="rows.npz", limit=3)
+        shapes = {"x": (1, 2), "h": (4, 2)}
+        assert {name: array.shape for name, array in samples.fixed.items()} == shapes
+        runs = {group.name: group.runs for group in build_groups(samples)}
+        assert runs["real"] == ({},)
+        assert {name: array.shape for name, array in runs["draws:1"][0].items()} == shapes
+        supplied = check_samples(specs, samples.fixed, where="rows.npz", limit=3)
+        assert (supplied.rows, set(supplied.fixed)) == ({}, {"x", "h"})
 
     @pytest.mark.parametrize(
         ("arrays", "expected"),

@@ -53,7 +53,7 @@ def sample_arrays(path: Path, *, where: str) -> Sample:
 def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | None = None) -> Mapping[str, Array]:
     """Read the arrays of a `.npz` file or the columns of a table.
 
-    They have equal lengths along axis 0; nothing is unpickled. The suffix of `name`, the file's original name, gives
+    Nothing is unpickled. The suffix of `name`, the file's original name, gives
     the format. With `most_bytes`, the first rows of each array are read.
     """
     suffix = Path(name or path).suffix.lower()
@@ -89,9 +89,9 @@ def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | Non
             else describe_error(error),
             remedy="Write it with numpy.savez, without arrays of objects; a table must be called .csv or .parquet.",
         ) from error
-    lengths = {name: shape[0] if shape else 0 for name, shape in shapes.items()}
-    if len(set(lengths.values())) != 1 or 0 in lengths.values():
-        raise UserError(f"its arrays must have the same number of rows, at least one: {lengths}", where=where)
+    if not arrays or (empty := [name for name, shape in shapes.items() if 0 in shape]):
+        what = f"its array {empty[0]!r} is empty: shape {shapes[empty[0]]}" if arrays else "it holds no array"
+        raise UserError(what, where=where, remedy="Write at least one row.")
     return arrays
 
 

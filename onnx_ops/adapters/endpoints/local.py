@@ -104,8 +104,8 @@ class LocalEndpoints(EndpointProvider):
         self._python = python
 
     def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
-        """Return `split`, `sticky` and the counts that the server supports."""
-        return frozenset({"split", "sticky"}) | self.metrics().capabilities()
+        """Return `split`, `sticky`, `epochs` and the counts that the server supports."""
+        return frozenset({"split", "sticky", "epochs"}) | self.metrics().capabilities()
 
     def metrics(self) -> ServerMetrics:
         """Return the counts of the endpoint's own server."""

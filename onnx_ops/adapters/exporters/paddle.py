@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from onnx_ops.adapters.exporters.input_binding import check_names
 from onnx_ops.adapters.exporters.signature import (
     Precision,
     check_opset,
@@ -14,6 +16,7 @@ from onnx_ops.adapters.exporters.signature import (
     convert_refusals,
     find_file_with_suffix,
     name_outputs,
+    rename_values,
     tidy_converted,
 )
 from onnx_ops.errors import UserError
@@ -32,7 +35,8 @@ OPSETS = (11, 21)
 class PaddleExporter(Exporter):
     """Exports static PaddlePaddle layers with paddle2onnx.
 
-    Such as `paddle.jit.to_static(layer, input_spec=[InputSpec([None, 64], 'float32', 'x')])`.
+    Such as `paddle.jit.to_static(layer, input_spec=[InputSpec([None, 64], 'float32', 'x')])`. Inputs are passed by the
+    names of `input_spec`; a spec without a name has that of the parameter of `forward`.
     """
 
     tools: tuple[str, ...] = ("paddlepaddle", "numpy")
@@ -68,7 +72,8 @@ class PaddleExporter(Exporter):
         check_section(section, request.samples)
         check_opset(section, *OPSETS, "paddle2onnx")
         source: Path = model.onnx_ops_file  # type: ignore[attr-defined]
-        answer = _call(model, {name: array[:2] for name, array in request.samples.items()})
+        places = _find_places(model, request.samples)
+        answer = _call(model, request.take(2))
         with Scratch() as folder:
             path = folder / "converted.onnx"
             with convert_failures("paddle2onnx cannot convert the layer"):
@@ -76,6 +81,12 @@ class PaddleExporter(Exporter):
                     str(source), str(source.with_suffix(".pdiparams")), str(path), opset_version=section.opset
                 )
                 converted = read_model(path)
+        inputs = list(converted.graph.input)
+        rename_values(converted.graph, {inputs[place].name: name for name, place in places.items()})
+        del converted.graph.input[:]
+        for name, place in places.items():
+            inputs[place].name = name
+            converted.graph.input.append(inputs[place])
         tidy_converted(converted, list(name_outputs(answer)), section)
         write_model(converted, request.path)
 
@@ -88,7 +99,21 @@ class PaddleExporter(Exporter):
         return {name: value.numpy() for name, value in name_outputs(answer).items()}
 
 
+def _find_places(model: Any, names: Collection[str]) -> dict[str, int]:
+    """Return the place of each input in the layer's call, by the names of its `input_spec`.
+
+    Raises:
+        UserError: the names are others; a single input can have any name.
+    """
+    known = [str(spec.name) for spec in model._input_spec()]  # noqa: SLF001 (Paddle has no public one)
+    if len(known) == len(names) == 1:
+        return dict.fromkeys(names, 0)
+    check_names(names, known, owner="the layer")
+    return {name: known.index(name) for name in names}
+
+
 def _call(model: Any, inputs: Tensors) -> Any:
     paddle: Any = importlib.import_module("paddle")
+    places = _find_places(model, inputs)
     with paddle.no_grad():
-        return model(*(paddle.to_tensor(array) for array in inputs.values()))
+        return model(*(paddle.to_tensor(inputs[name]) for name in sorted(inputs, key=places.__getitem__)))

@@ -78,7 +78,7 @@ class SklearnExporter(TreeExporter):
         _check_estimator(model)
         section, samples = request.section, request.samples
         check_convertible(list_estimators(model))
-        layout = choose_layout(model, list_estimators(model), samples)
+        layout = choose_layout(model, list_estimators(model), request)
         import onnx
 
         from onnx_ops.adapters.exporters.sklearn_trees import route_missing_values

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from onnx_ops.adapters.exporters.input_binding import WHERE, check_order
 from onnx_ops.adapters.exporters.signature import Precision, rename_values
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Tensors, frame_of
+from onnx_ops.ports.export import ExportRequest
 
 _INNER = "_inside"
+
+_SHOWN = 12
+"""Most names that a message lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,42 +24,53 @@ class InputLayout:
 
     Args:
         types: the converter's inputs: name, kind of numpy (`f4`, `f8`, `i`, `U`) and number of columns.
+        order: names of the data's inputs in the order of the model's columns.
         joined: whether the inputs are the columns of the one matrix in `types`.
         split: whether the one input is a matrix, whose columns are those of `types`.
     """
 
     types: tuple[tuple[str, str, int], ...]
+    order: tuple[str, ...]
     joined: bool = False
     split: bool = False
 
 
-def choose_layout(model: object, parts: list[object], samples: Tensors) -> InputLayout:
-    """Choose the layout by the inputs that the estimator was fitted on."""
+def choose_layout(model: object, parts: list[object], request: ExportRequest) -> InputLayout:
+    """Choose the layout by the inputs that the estimator was fitted on.
+
+    Raises:
+        UserError: the data lacks a column, or the model has no names and the order of the columns is not declared.
+    """
+    samples = request.samples
     by_column = any(type(part).__name__ == "ColumnTransformer" for part in parts)
-    names = read_fitted_names(model)
+    names = read_fitted_names(model, samples)
     for name, array in samples.items():
         if array.ndim > 2 or array.ndim == 0:
-            raise UserError(f"input {name} must be a matrix, not of shape {array.shape}", where="data inputs")
+            raise UserError(f"input {name} must be a matrix, not of shape {array.shape}", where=WHERE)
     if len(samples) == 1:
         ((name, rows),) = samples.items()
         columns = rows.shape[1] if rows.ndim == 2 else 1
         if rows.ndim != 2 and rows.dtype.kind != "U":
-            raise UserError(f"input {name} must be a matrix, not of shape {rows.shape}", where="data inputs")
+            raise UserError(f"input {name} must be a matrix, not of shape {rows.shape}", where=WHERE)
         if names is not None and columns != len(names):
             raise _not_fitted(list(samples), names)
+        _check_features(request.features.get(name, ()), names)
         if by_column and names is not None and columns > 1:
-            return InputLayout(types=tuple((column, _kind(rows), 1) for column in names), split=True)
-        return InputLayout(types=((names[0] if by_column and names else name, _kind(rows), columns),))
-    ordered = _ordered(samples, names)
-    if wide := next((name for name, array in ordered.items() if array.ndim != 2 or array.shape[1] != 1), None):
+            return InputLayout(types=tuple((column, _kind(rows), 1) for column in names), order=(name,), split=True)
+        return InputLayout(types=((names[0] if by_column and names else name, _kind(rows), columns),), order=(name,))
+    columns_in_order = _ordered(samples, names)
+    if wide := next((name for name, array in columns_in_order.items() if array.ndim != 2 or array.shape[1] != 1), None):
         raise UserError(
             f"an estimator takes one input, or one for each column; {wide} is of shape {samples[wide].shape}",
-            where="data inputs",
+            where=WHERE,
             remedy="Name one array in `inputs:`, or leave `inputs:` out for a table.",
         )
+    if names is None:
+        _check_positions(model, samples, ordered=request.ordered)
     if by_column:
-        return InputLayout(types=tuple((name, _kind(array), 1) for name, array in ordered.items()))
-    kinds = {_kind(array) for array in ordered.values()}
+        types = tuple((name, _kind(array), 1) for name, array in columns_in_order.items())
+        return InputLayout(types=types, order=tuple(columns_in_order))
+    kinds = {_kind(array) for array in columns_in_order.values()}
     if kinds != {"U"} and "U" in kinds:
         raise UserError(
             f"{type(model).__name__} takes columns of texts and of numbers as they are, which cannot be exported",
@@ -61,7 +78,33 @@ def choose_layout(model: object, parts: list[object], samples: Tensors) -> Input
             remedy="Begin the pipeline with a ColumnTransformer, which defines how each column is used.",
         )
     kind = "U" if "U" in kinds else "f8" if kinds == {"f8"} else "f4"
-    return InputLayout(types=((f"columns{_INNER}", kind, len(ordered)),), joined=True)
+    joined = (f"columns{_INNER}", kind, len(columns_in_order))
+    return InputLayout(types=(joined,), order=tuple(columns_in_order), joined=True)
+
+
+def _check_features(features: Sequence[str], names: Sequence[str] | None) -> None:
+    """Check that a matrix of named columns has the order of the fit."""
+    if names is None or list(features) == list(names) or sorted(features) != sorted(names):
+        return
+    raise UserError(
+        "the columns of the matrix are in another order than in the fit",
+        where=WHERE,
+        why=f"the model takes {', '.join(names[:_SHOWN])}; the matrix has {', '.join(features[:_SHOWN])}",
+        remedy=_list_columns(names),
+    )
+
+
+def _check_positions(model: Any, samples: Tensors, *, ordered: bool) -> None:
+    """Check that an estimator without names can take columns by position."""
+    name = type(model).__name__
+    expected = 1 if _takes_texts(model) else getattr(model, "n_features_in_", len(samples))
+    if expected != len(samples):
+        raise UserError(
+            f"{name} takes {expected} column{'s' if expected > 1 else ''}, and the data has {len(samples)}",
+            where=WHERE,
+            remedy="List the columns of the fit in their order, by `columns: [age, income]`, in every data set.",
+        )
+    check_order(samples, ordered=ordered, owner=name, why="it was fitted on an array, whose columns have no names")
 
 
 def build_rows(model: object, inputs: Tensors, precision: Precision) -> Any:
@@ -69,9 +112,8 @@ def build_rows(model: object, inputs: Tensors, precision: Precision) -> Any:
     import numpy as np
 
     arrays = {name: _as_precision(array, precision) for name, array in inputs.items()}
-    names = read_fitted_names(model)
-    steps = getattr(model, "steps", None)
-    if hasattr(steps[0][1] if steps else model, "build_analyzer"):  # a vectorizer takes a vector of texts
+    names = read_fitted_names(model, inputs)
+    if _takes_texts(model):
         return next(iter(arrays.values())).reshape(-1)
     if names is None:
         if len(arrays) == 1:
@@ -89,13 +131,26 @@ def build_rows(model: object, inputs: Tensors, precision: Precision) -> Any:
     return frame
 
 
-def read_fitted_names(model: object) -> list[str] | None:
-    """Return the column names that the estimator was fitted on; None for arrays."""
+def _takes_texts(model: object) -> bool:
+    """Return whether the model is, or begins with, a vectorizer: it takes a vector of texts."""
+    steps = getattr(model, "steps", None)
+    return hasattr(steps[0][1] if steps else model, "build_analyzer")
+
+
+def read_fitted_names(model: object, inputs: Collection[str]) -> list[str] | None:
+    """Return the column names that the estimator was fitted on; None for arrays.
+
+    LightGBM makes up names for the columns of arrays. They count only where the data has them.
+    """
     try:
         names = getattr(model, "feature_names_in_", None)
     except (AttributeError, ValueError):
         return None
-    return None if names is None else [str(name) for name in names]
+    if names is None:
+        return None
+    fitted = [str(name) for name in names]
+    made_up = fitted == [f"Column_{index}" for index in range(len(fitted))]
+    return None if made_up and not set(fitted) <= set(inputs) else fitted
 
 
 def connect_inputs(converted: Any, layout: InputLayout, samples: Tensors) -> None:
@@ -119,10 +174,7 @@ def connect_inputs(converted: Any, layout: InputLayout, samples: Tensors) -> Non
     inner = [name for name, _, _ in layout.types]
     if layout.joined:
         wanted = kinds[layout.types[0][1].replace("f4", "f")]
-        parts = [
-            _cast(helper, front, name, declared[name].type.tensor_type.elem_type, wanted)
-            for name in order_inputs(samples, layout)
-        ]
+        parts = [_cast(helper, front, name, declared[name].type.tensor_type.elem_type, wanted) for name in layout.order]
         front.append(helper.make_node("Concat", parts, [inner[0]], name="join_columns", axis=1))
     elif layout.split:
         (name,) = samples
@@ -132,7 +184,7 @@ def connect_inputs(converted: Any, layout: InputLayout, samples: Tensors) -> Non
         rename_values(graph, {column: f"{column}{_INNER}" for column in inner})
     else:
         renamed = {}
-        for name, (column, kind, _) in zip(order_inputs(samples, layout), layout.types, strict=True):
+        for name, (column, kind, _) in zip(layout.order, layout.types, strict=True):
             have, want = declared[name].type.tensor_type.elem_type, kinds[kind.replace("f4", "f")]
             if have != want:
                 renamed[column] = _cast(helper, front, name, have, want)
@@ -148,12 +200,6 @@ def connect_inputs(converted: Any, layout: InputLayout, samples: Tensors) -> Non
     del graph.node[:], graph.input[:]
     graph.node.extend(nodes)
     graph.input.extend(declared[name] for name in samples)
-
-
-def order_inputs(samples: Tensors, layout: InputLayout) -> list[str]:
-    """Return the names of the inputs in the order of the layout's columns."""
-    names = [name for name, _, _ in layout.types]
-    return names if set(names) == set(samples) else list(samples)
 
 
 def _cast(helper: Any, front: list[Any], name: str, have: int, want: int) -> str:
@@ -187,11 +233,16 @@ def _not_fitted(inputs: list[str], names: list[str]) -> UserError:
     spare = [name for name in inputs if name not in names]
     return UserError(
         "the data does not hold the columns that the model was fitted on",
-        where="data inputs",
-        why=f"the model takes {', '.join(names[:12])}; the data "
+        where=WHERE,
+        why=f"the model takes {', '.join(names[:_SHOWN])}; the data "
         + (f"lacks {lacking[0]!r}" if lacking else f"also has {spare[0]!r}"),
-        remedy=f"Choose them: `columns: [{', '.join(names[:12])}{', …' if len(names) > 12 else ''}]`.",
+        remedy=_list_columns(names),
     )
+
+
+def _list_columns(names: Sequence[str]) -> str:
+    more = ", …" if len(names) > _SHOWN else ""
+    return f"List them in every data set: `columns: [{', '.join(names[:_SHOWN])}{more}]`."
 
 
 def _as_precision(array: Any, precision: str) -> Any:

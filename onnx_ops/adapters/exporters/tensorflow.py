@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from onnx_ops.adapters.exporters.input_binding import bind_call, check_names
+from onnx_ops.adapters.exporters.keras_models import call_keras, check_keras_inputs, load_keras
 from onnx_ops.adapters.exporters.signature import (
     Precision,
     check_opset,
@@ -21,7 +23,6 @@ from onnx_ops.adapters.exporters.signature import (
     rename_values,
     tidy_converted,
 )
-from onnx_ops.adapters.exporters.torch import import_classes
 from onnx_ops.errors import NotFoundError, UserError
 from onnx_ops.onnx_graph.files import write_model
 from onnx_ops.onnx_graph.rewrites import renumber_names
@@ -46,7 +47,7 @@ _GENERATED = r"__(\d+)"
 class TensorflowExporter(Exporter):
     """Exports Keras models and SavedModels with tf2onnx.
 
-    Inputs are passed by name where the model names them so, else in order.
+    Inputs are passed by the names of the signature, of the Keras model, or of the parameters of `__call__`.
     """
 
     tools: tuple[str, ...] = ("tensorflow-cpu", "numpy")
@@ -76,8 +77,7 @@ class TensorflowExporter(Exporter):
         tf = import_tensorflow()
         try:
             if files:
-                import_classes(files[0])
-                return importlib.import_module("keras").saving.load_model(files[0], compile=False)
+                return load_keras(files[0])
             return tf.saved_model.load(str(folder))
         except (ValueError, TypeError, OSError, ImportError) as error:
             raise UserError(f"cannot load the model: {error}", where=folder.name) from error
@@ -88,6 +88,7 @@ class TensorflowExporter(Exporter):
         check_section(section, request.samples)
         check_opset(section, *OPSETS, "tf2onnx")
         tf = import_tensorflow()
+        _check_inputs(model, request)
         specs = [
             tf.TensorSpec(
                 [None if axis in get_free_axes(section, name) else size for axis, size in enumerate(array.shape)],
@@ -139,20 +140,22 @@ class TfliteExporter(Exporter):
         return find_file_with_suffix(folder, ".tflite")
 
     def export(self, model: object, request: ExportRequest) -> None:
-        """Convert the file with tf2onnx and name its inputs like those of the data."""
+        """Convert the file with tf2onnx, and name its inputs like those of its signature."""
         section = request.section
         check_section(section, request.samples)
         check_opset(section, *OPSETS, "tf2onnx")
-        import_tensorflow()
+        tf = import_tensorflow()
+        tensors = _find_input_tensors(tf.lite.Interpreter(model_path=str(model)), request.samples)
         with convert_failures(_FAILED):
             converted, _ = importlib.import_module("tf2onnx").convert.from_tflite(str(model), opset=section.opset)
-        inputs = converted.graph.input
-        if len(inputs) != len(request.samples):
-            what = f"the file has {len(inputs)} inputs, not {len(request.samples)}"
-            raise UserError(what, where="data inputs", remedy="Name as many arrays in `inputs:`, in the file's order.")
-        rename_values(converted.graph, {value.name: name for value, name in zip(inputs, request.samples, strict=True)})
-        for value, name in zip(inputs, request.samples, strict=True):
+        graph = converted.graph
+        inputs = {value.name: value for value in graph.input}
+        declared = [inputs[tensor] for tensor in tensors.values()]
+        rename_values(graph, {tensor: name for name, tensor in tensors.items()})
+        del graph.input[:]
+        for name, value in zip(tensors, declared, strict=True):
             value.name = name
+            graph.input.append(value)
         _write_converted(converted, list(name_outputs([None] * len(converted.graph.output))), request)
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
@@ -172,13 +175,14 @@ class TfliteExporter(Exporter):
         interpreter = tf.lite.Interpreter(
             model_path=str(model), experimental_op_resolver_type=tf.lite.experimental.OpResolverType.BUILTIN_REF
         )
-        details = sorted(interpreter.get_input_details(), key=lambda detail: detail["index"])
+        places = {detail["name"]: detail["index"] for detail in interpreter.get_input_details()}
+        index = {name: places[tensor] for name, tensor in _find_input_tensors(interpreter, inputs).items()}
         with convert_refusals("the model", RuntimeError):
-            for detail, array in zip(details, inputs.values(), strict=True):
-                interpreter.resize_tensor_input(detail["index"], array.shape, strict=True)
+            for name, array in inputs.items():
+                interpreter.resize_tensor_input(index[name], array.shape, strict=True)
             interpreter.allocate_tensors()
-            for detail, array in zip(details, inputs.values(), strict=True):
-                interpreter.set_tensor(detail["index"], array)
+            for name, array in inputs.items():
+                interpreter.set_tensor(index[name], array)
             interpreter.invoke()
         return name_outputs([interpreter.get_tensor(detail["index"]) for detail in interpreter.get_output_details()])
 
@@ -198,13 +202,62 @@ def _write_converted(converted: Any, names: list[str], request: ExportRequest) -
     write_model(converted, request.path)
 
 
+def _find_input_tensors(interpreter: Any, names: Collection[str]) -> dict[str, str]:
+    """Return the name of each input's tensor in a LiteRT file, by the names of its signature if it has one.
+
+    Raises:
+        UserError: the names are others; a single input can have any name.
+    """
+    signatures = interpreter.get_signature_list()
+    key = SIGNATURE if SIGNATURE in signatures else next(iter(signatures), None)
+    if key is None:
+        known = {str(detail["name"]): str(detail["name"]) for detail in interpreter.get_input_details()}
+    else:
+        details = interpreter.get_signature_runner(key).get_input_details()
+        known = {str(name): str(detail["name"]) for name, detail in details.items()}
+    if len(known) == len(names) == 1:
+        return dict(zip(names, known.values(), strict=True))
+    check_names(names, known, owner="the file")
+    return {name: known[name] for name in names}
+
+
+def _check_inputs(model: Any, request: ExportRequest) -> None:
+    """Check that the model takes the inputs of the request by their names."""
+    names = request.samples
+    if (signature := _find_signature(model)) is not None:
+        known = signature.structured_input_signature[1]
+        if not len(known) == len(names) == 1:
+            check_names(names, known, owner=f"signature {SIGNATURE!r}")
+    elif _is_keras(model):
+        check_keras_inputs(model, names)
+    elif not callable(model):
+        raise UserError(
+            f"the SavedModel has no signature {SIGNATURE!r}, and cannot be called",
+            where="export",
+            remedy="Save it with one: `tf.saved_model.save(model, folder, signatures=function)`.",
+        )
+    else:
+        bind_call(model.__call__, names, owner="`__call__` of the module", ordered=request.ordered)
+
+
+def _find_signature(model: Any) -> Any:
+    """Return the signature that answers clients, None if the model has none."""
+    signatures = getattr(model, "signatures", None) or {}
+    return signatures.get(SIGNATURE)
+
+
+def _is_keras(model: Any) -> bool:
+    return isinstance(model, importlib.import_module("keras").Model)
+
+
 def _call(model: Any, tensors: Mapping[str, Any]) -> Any:
-    signatures = getattr(model, "signatures", None)
-    if signatures:
-        return dict(signatures[SIGNATURE](**tensors))
-    if not hasattr(model, "inputs"):
-        return model(*tensors.values())
-    known = {value.name for value in model.inputs or ()}
-    if len(tensors) == 1:
-        return model(next(iter(tensors.values())), training=False)
-    return model(dict(tensors) if known == set(tensors) else list(tensors.values()), training=False)
+    """Call the model as its user does, by name."""
+    if (signature := _find_signature(model)) is not None:
+        known = signature.structured_input_signature[1]
+        named = dict(zip(known, tensors.values(), strict=True)) if len(tensors) == 1 else tensors
+        return dict(signature(**named))
+    if _is_keras(model):
+        return call_keras(model, tensors)
+    binding = bind_call(model.__call__, tensors, owner="`__call__` of the module", ordered=True)
+    positional, keyword = binding.pack(tensors)
+    return model(*positional, **keyword)

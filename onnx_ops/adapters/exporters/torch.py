@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import inspect
 import io
-import json
 import logging
 import os
 import re
 import warnings
-import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from onnx_ops.adapters.exporters.input_binding import CallBinding, bind_call
+from onnx_ops.adapters.exporters.keras_models import call_keras, check_keras_inputs, load_keras
 from onnx_ops.adapters.exporters.signature import (
     Precision,
     check_section,
@@ -45,7 +44,7 @@ _UNTRANSLATED = re.compile(r"No ONNX function found for <OpOverload\(op='([^']+)
 
 
 class TorchExporter(TracingExporter):
-    """Inputs are passed to `forward` in the order of the data set's `inputs:`.
+    """Inputs are passed to `forward` by the names of its parameters.
 
     Options: `translations` (`package.module:TABLE`), ONNX functions of the project for operators of torch.
     """
@@ -75,7 +74,7 @@ class TorchExporter(TracingExporter):
     def export(self, model: object, request: ExportRequest) -> None:
         """Export the module and remove from the file what depends on this machine."""
         section = request.section
-        module = self._module(model, tuple(request.samples))
+        module = self._module(model, request)
         proto = _export(importlib.import_module("torch"), module, request).model_proto
         # Below its own lowest opset the exporter converts the file, and keeps the newer one if that fails.
         written = max(entry.version for entry in proto.opset_import if entry.domain in DEFAULT_DOMAINS)
@@ -86,16 +85,6 @@ class TorchExporter(TracingExporter):
                 why="it could not convert the operators of this module",
                 remedy=f"Set export.opset: {written}, or a newer one.",
             )
-        for value in proto.graph.input:
-            sizes = value.type.tensor_type.shape.dim
-            for axis, symbol in get_free_axes(section, value.name).items():
-                if sizes[axis].HasField("dim_value"):  # the exporter fixes an axis without a warning
-                    raise UserError(
-                        f"the exporter fixed axis {axis} of {value.name} ({symbol}) at {sizes[axis].dim_value}",
-                        where="export.dynamic",
-                        why="`forward`, or a layer that it calls, makes a plain number of that size, as `len(x)` does",
-                        remedy=f"Use `x.shape[{axis}]`; or leave the axis out of `export.dynamic.{value.name}`.",
-                    )
         proto.ir_version = section.ir_version
         proto.producer_version = ""
         for node in iterate_nodes(proto):
@@ -113,31 +102,46 @@ class TorchExporter(TracingExporter):
     def tracer(self, model: object, request: ExportRequest) -> Tracer:
         """Return a tracer of the exported program, whose names the file keeps."""
         torch = importlib.import_module("torch")
-        program = _export(torch, self._module(model, tuple(request.samples)), request).exported_program
+        module = self._module(model, request)
+        program, binding = _export(torch, module, request).exported_program, _bind(module, request.samples)
 
         def trace(inputs: Tensors, names: Collection[str]) -> tuple[Tensors, Tensors | None]:
-            single = _traced(torch, program, inputs, names, None)
+            rows = {name: inputs[name] for name in binding.names}
+            single = _traced(torch, program, rows, names, None)
             with contextlib.suppress(ValueError):
-                return single, _traced(torch, program, inputs, names, torch.float64)
+                return single, _traced(torch, program, rows, names, torch.float64)
             return single, None
 
         return trace
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
-        """Run the module; return None for float64 if it creates float32 tensors."""
-        torch, module = importlib.import_module("torch"), self._module(model, tuple(inputs))
+        """Run the module as its user calls it; return None for float64 if it creates float32 tensors."""
+        torch: Any = importlib.import_module("torch")
+        module: Any = model
         single = {name: _tensor(torch, array, None) for name, array in inputs.items()}
         if precision == "float32":
-            return _answers(torch, module, single)
+            return self._answers(torch, module, single)
         double = {name: _tensor(torch, array, torch.float64) for name, array in inputs.items()}
         try:
-            return _answers(torch, copy.deepcopy(module).double(), double)
+            return self._answers(torch, copy.deepcopy(module).double(), double)
         except ValueError:
-            _answers(torch, module, single)
+            self._answers(torch, module, single)
             return None
 
-    def _module(self, model: Any, names: tuple[str, ...]) -> Any:
-        """Return the module that takes inputs of these names in order."""
+    def _answers(self, torch: Any, module: Any, rows: Mapping[str, Any]) -> dict[str, Array]:
+        with convert_refusals("the module", RuntimeError, IndexError, TypeError), torch.no_grad():
+            answer = self._call(module.eval(), rows)
+        return {name: value.detach().numpy() for name, value in name_outputs(answer).items()}
+
+    def _call(self, module: Any, rows: Mapping[str, Any]) -> Any:
+        """Call the module with the inputs of these names."""
+        positional, keyword = _bind(module, rows).pack(rows)
+        return module(*positional, **keyword)
+
+    def _module(self, model: Any, request: ExportRequest) -> Any:
+        """Return the module to export, after a check that it takes the inputs of the request."""
+        if isinstance(model, importlib.import_module("torch").nn.Module):
+            _bind(model, request.samples, ordered=request.ordered)
         return model
 
 
@@ -149,44 +153,71 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
     check_section(section, request.samples, (TRANSLATIONS,))
     table = _load_translations(section)
     module: Any = model.eval()
-    rows = {name: _tensor(torch, array[:2], None) for name, array in request.samples.items()}
-    outputs = _try_out(torch, module, rows)
-    axes: Any = tuple(
-        {axis: torch.export.Dim(symbol) for axis, symbol in get_free_axes(section, name).items()} for name in rows
-    )
-    kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
-    if kinds[:1] == [inspect.Parameter.VAR_POSITIONAL]:  # `forward` takes all of its inputs in one `*argument`
-        axes = (axes,)
+    rows = {name: _tensor(torch, array, None) for name, array in request.take(2).items()}
+    binding = _bind(module, rows)
+    positional, keyword = binding.pack(rows)
+    outputs = _try_out(torch, module, positional, keyword)
+    # Names, not torch.export.Dim: with those, torch.onnx fixes what it cannot keep free, without a warning.
+    free = {name: dict(get_free_axes(section, name)) for name in binding.names}
+    recurrent = importlib.import_module("onnx_ops.adapters.exporters.torch_recurrent")
     try:
-        with _quiet():
+        with _quiet(), recurrent.RecurrentOperators():
             return torch.onnx.export(
                 module,
-                tuple(rows.values()),
+                positional,
+                kwargs=keyword,
                 dynamo=True,
                 opset_version=section.opset,
-                input_names=list(rows),
+                input_names=list(binding.names),
                 output_names=outputs,
-                dynamic_shapes=axes,
-                custom_translation_table=table,
+                dynamic_shapes=binding.by_parameter(free),
+                custom_translation_table={**recurrent.TRANSLATIONS, **(table or {})},
                 verbose=False,
             )
     except Exception as error:  # the exporter raises many types of exceptions
-        cause = error.__cause__ or error  # the outer one only names the failed step
-        if unknown := _UNTRANSLATED.search(str(error)):
-            name = ".".join(unknown.groups()).replace("::", ".")
-            raise UserError(
-                f"torch.onnx.export has no translation of operator {name}",
-                where="export",
-                why="torch has neither an ONNX function nor a decomposition of it",
-                remedy=f"Map torch.ops.{name} to a function of onnxscript in a table of the project, and set "
-                f"export.options: {{{TRANSLATIONS}: package.module:TABLE}}.",
-            ) from error
-        raise UserError(
-            "torch.onnx.export cannot export the module",
+        with _quiet(), recurrent.RecurrentOperators():
+            raise _explain_failure(error, module, binding, rows, free) from error
+
+
+def _explain_failure(
+    error: Exception,
+    module: Any,
+    binding: CallBinding,
+    rows: Mapping[str, Any],
+    free: Mapping[str, Mapping[int, str]],
+) -> UserError:
+    """Return the error of an export that failed; `free` are the free axes in the order of the arguments."""
+    cause = error.__cause__ or error  # the outer ones only name failed steps
+    while type(cause).__name__ == "PassError" and cause.__cause__:
+        cause = cause.__cause__
+    if isinstance(cause, UserError):
+        return cause
+    if unknown := _UNTRANSLATED.search(str(error)):
+        name = ".".join(unknown.groups()).replace("::", ".")
+        return UserError(
+            f"torch.onnx.export has no translation of operator {name}",
             where="export",
-            why=describe_error(cause),
-            remedy="Look for data-dependent control flow; give every free axis a name in `export.dynamic`.",
-        ) from error
+            why="torch has neither an ONNX function nor a decomposition of it",
+            remedy=f"Map torch.ops.{name} to a function of onnxscript in a table of the project, and set "
+            f"export.options: {{{TRANSLATIONS}: package.module:TABLE}}.",
+        )
+    watch = importlib.import_module("onnx_ops.adapters.exporters.torch_fixed_axes")
+    automatic = {name: dict.fromkeys(axes, watch.AUTOMATIC) for name, axes in free.items()}
+    shapes = binding.by_parameter(automatic)
+    for fixed in watch.find_fixed_axes(module, *binding.pack(rows), list(free.items()), shapes):
+        return UserError(
+            f"the module fixes axis {fixed.axis} of {fixed.name} ({free[fixed.name][fixed.axis]}) at {fixed.size}",
+            where="export.dynamic",
+            why=fixed.place,
+            remedy="Replace what needs this size there: a loop over the axis, or a layer or constant as long as it. "
+            f"Or leave the axis out of `export.dynamic.{fixed.name}`.",
+        )
+    return UserError(
+        "torch.onnx.export cannot export the module",
+        where="export",
+        why=describe_error(cause),
+        remedy="Look for data-dependent control flow; give every free axis a name in `export.dynamic`.",
+    )
 
 
 def _load_translations(section: Export) -> Mapping[Any, Any] | None:
@@ -231,19 +262,26 @@ def _tensor(torch: Any, array: Any, dtype: Any) -> Any:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-def _try_out(torch: Any, module: Any, rows: Mapping[str, Any]) -> list[str]:
+def _bind(module: Any, inputs: Collection[str], *, ordered: bool = True) -> CallBinding:
+    """Bind inputs to the parameters of `forward`; the order of nameless ones is checked before an export only."""
+    return bind_call(module.forward, inputs, owner=f"`forward` of {type(module).__name__}", ordered=ordered)
+
+
+def _try_out(torch: Any, module: Any, positional: tuple[Any, ...], keyword: Mapping[str, Any]) -> list[str]:
     """Return the names of the module's outputs for the samples.
 
     They must be tensors of types that the exporter does not write as something else, and that clients can read.
     """
     try:
-        answer = _forward(torch, module, rows)
+        with torch.no_grad():
+            answer = module(*positional, **keyword)
     except Exception as error:  # forward is the user's own code
         raise UserError(
             "the module refuses the samples",
             where="export",
             why=describe_error(error),
-            remedy=f"They are passed to `forward` in this order: {', '.join(rows)}; see `inputs:` of the data.",
+            remedy="Inputs are passed by name: to the parameters of `forward`, to a Keras model as a dictionary; "
+            "see `inputs:` of the data.",
         ) from error
     values = name_outputs(answer)
     if not all(isinstance(value, torch.Tensor) for value in values.values()):
@@ -267,15 +305,19 @@ def _try_out(torch: Any, module: Any, rows: Mapping[str, Any]) -> list[str]:
     return list(values)
 
 
-def _answers(torch: Any, module: Any, rows: Mapping[str, Any]) -> dict[str, Array]:
-    with convert_refusals("the module", RuntimeError, IndexError, TypeError):
-        answer = _forward(torch, module.eval(), rows)
-    return {name: value.detach().numpy() for name, value in name_outputs(answer).items()}
+def _wrap(model: Any, names: Collection[str], call: Callable[[Any, Mapping[str, Any]], Any]) -> Any:
+    """Return a module that takes inputs of these names in order, and calls the model with them by name."""
+    torch: Any = importlib.import_module("torch")
 
+    class Named(torch.nn.Module):  # type: ignore[misc,name-defined,unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
 
-def _forward(torch: Any, module: Any, rows: Mapping[str, Any]) -> Any:
-    with torch.no_grad():
-        return module(*rows.values())
+        def forward(self, *tensors: Any) -> Any:
+            return call(self.inner, dict(zip(names, tensors, strict=True)))
+
+    return Named().eval()
 
 
 @contextlib.contextmanager
@@ -322,29 +364,15 @@ class KerasExporter(TorchExporter):
 
     def load(self, folder: Path) -> object:
         """Load the one `.keras` file of a folder as a PyTorch module."""
-        file, keras = find_file_with_suffix(folder, ".keras"), _keras()
-        try:
-            import_classes(file)
-            return keras.saving.load_model(file, compile=False).eval()
-        except (ValueError, TypeError, OSError, ImportError) as error:
-            raise UserError(f"cannot load the model: {error}", where=file.name) from error
+        _keras()
+        return load_keras(find_file_with_suffix(folder, ".keras")).eval()
 
+    def _call(self, module: Any, rows: Mapping[str, Any]) -> Any:
+        return call_keras(module, rows)
 
-def import_classes(path: Path) -> None:
-    """Import the modules of a `.keras` file's custom classes, to register them: Keras imports only its own."""
-    with contextlib.suppress(zipfile.BadZipFile, KeyError, ValueError), zipfile.ZipFile(path) as archive:
-        for module in sorted(set(_own_modules(json.loads(archive.read("config.json"))))):
-            importlib.import_module(module)
-
-
-def _own_modules(config: Any) -> Iterator[str]:
-    if isinstance(config, dict):
-        if config.get("module") and config.get("registered_name"):
-            yield config["module"]
-        config = list(config.values())
-    if isinstance(config, list):
-        for part in config:
-            yield from _own_modules(part)
+    def _module(self, model: Any, request: ExportRequest) -> Any:
+        check_keras_inputs(model, request.samples)
+        return model if len(request.samples) == 1 else _wrap(model, tuple(request.samples), self._call)
 
 
 def _keras() -> Any:
@@ -397,19 +425,15 @@ class HuggingfaceExporter(TorchExporter):
         model_class = getattr(transformers, names[0])
         return model_class.from_pretrained(folder, local_files_only=True, attn_implementation="eager").eval()
 
-    def _module(self, model: Any, names: tuple[str, ...]) -> Any:
-        """Wrap the model as a module that takes its inputs in order and returns tensors only."""
+    def _call(self, module: Any, rows: Mapping[str, Any]) -> Any:
+        """Call the model without a cache, and return its tensors by name."""
         torch: Any = importlib.import_module("torch")
+        extra = {"use_cache": False} if "use_cache" in vars(module.config) else {}
+        answer = module(**rows, **extra, return_dict=True)
+        return {name: value for name, value in answer.items() if isinstance(value, torch.Tensor)}
 
-        class Named(torch.nn.Module):  # type: ignore[misc,name-defined,unused-ignore]
-            def __init__(self) -> None:
-                super().__init__()
-                self.inner = model
-
-            def forward(self, *tensors: Any) -> dict[str, Any]:
-                given = dict(zip(names, tensors, strict=True))
-                extra = {"use_cache": False} if "use_cache" in vars(self.inner.config) else {}
-                answer = self.inner(**given, **extra, return_dict=True)
-                return {name: value for name, value in answer.items() if isinstance(value, torch.Tensor)}
-
-        return Named().eval()
+    def _module(self, model: Any, request: ExportRequest) -> Any:
+        """Check that `forward` names every input: it takes others in `**kwargs` and ignores them."""
+        owner = f"`forward` of {type(model).__name__}"
+        bind_call(model.forward, request.samples, owner=owner, ordered=request.ordered, renamed=False)
+        return _wrap(model, tuple(request.samples), self._call)

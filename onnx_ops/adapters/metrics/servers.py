@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import MinLen, doc
@@ -43,17 +42,9 @@ class SeveralServers(ServerMetrics):
         super().__init__(self._read_all)
 
     def _read_all(self, config: EndpointConfig, request: UserCountsRequest | None) -> Sequence[Counts]:
-        counts = [self._read_counts(url) for url in self._hosts]
+        counts = [self._read_counts(url, request) for url in self._hosts]
         _check(counts, config)
-        if request is None:
-            return counts
-        # A restart of one server restarts the counts by user of all: else users of the others would count twice.
-        request = replace(request, number=zlib.crc32("+".join(each.origin for each in counts).encode()))
-        counts_by_user = [self._read_counts(url, request) for url in self._hosts]
-        _check(counts_by_user, config)
-        if [each.origin for each in counts_by_user] != [each.origin for each in counts]:
-            raise ServiceUnavailableError("a server restarted its counts", where=config.endpoint)
-        return counts_by_user
+        return counts
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
         """Return the error of a missing token."""
@@ -76,10 +67,20 @@ def _check(counts: Sequence[Counts], config: EndpointConfig) -> None:
     why = ""
     if len({each.origin for each in counts}) < len(counts):
         why = "two addresses lead to the same server; each server needs an address"
-    elif len({(each.split, each.bounds_s) for each in counts}) > 1:
-        why = "they split users differently, or are of different releases"
+    elif len({each.bounds_s for each in counts}) > 1:
+        why = "they are of different releases"
+    elif any(len(splits) > 1 for splits in _find_splits(counts).values()):
+        why = "they split users differently"
     if why:
         raise ServiceUnavailableError("the servers' counts cannot be added", where=config.endpoint, why=why)
+
+
+def _find_splits(counts: Sequence[Counts]) -> Mapping[int, set[str]]:
+    """Return the splits that servers report for each generation."""
+    splits: dict[int, set[str]] = {}
+    for table in (table for each in counts for table in each.tables):
+        splits.setdefault(table.generation, set()).add(table.split)
+    return splits
 
 
 def _no_token(where: str = "") -> ServiceUnavailableError:

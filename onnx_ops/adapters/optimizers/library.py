@@ -44,6 +44,9 @@ _QUANTIZED = frozenset(
 """Operators that quantizers write and that no float export has."""
 
 
+_INNER = "in a subgraph or function, which quantizers do not rewrite"
+
+
 @contextlib.contextmanager
 def suppress_output() -> Iterator[None]:
     """Suppress printed output and logs; restore loggers afterwards."""
@@ -100,6 +103,7 @@ def build_no_effect_error(
             remedy="Give the float model that it was made from.",
         )
     stored = collect_constants(source)
+    outer = {node.output[0] for node in source.graph.node if node.output}
     reasons: Counter[tuple[str, str]] = Counter()
     for node in iterate_nodes(source):
         place = 0 if node.op_type == "Gather" else 1
@@ -110,6 +114,8 @@ def build_no_effect_error(
             reason = f"{section.method} does not quantize this type here"
         elif node.name in section.exclude:
             reason = "excluded"
+        elif node.output[0] not in outer:
+            reason = _INNER
         elif weight is None:
             reason = "no constant weights"
         elif weight.data_type != TensorProto.FLOAT:
@@ -122,7 +128,7 @@ def build_no_effect_error(
     remedy = "Leave this variant out of `quantize`."
     if any("only float32" in reason for _, reason in reasons):
         remedy = "Quantize the model as it was in float32."
-    elif source.functions and all(reason == "no constant weights" for _, reason in reasons):
+    elif source.functions and all(reason in ("no constant weights", _INNER) for _, reason in reasons):
         remedy = "Weights in functions are not seen; inline them: onnx.inliner.inline_local_functions(model)."
     return UserError(
         what,
@@ -140,17 +146,21 @@ BATCH = 16
 class BatchReader:
     """Yields calibration batches in the order of the rows.
 
-    A model with a fixed batch gets exactly that many rows; the remaining rows are unused. The quantizer requests ranges
+    Rows are on axis 0, and are given to the model on its own axis, with `values`, the inputs that have no rows. A model
+    with a fixed batch gets exactly that many rows; the remaining rows are unused. The quantizer requests ranges
     of batches (`set_range`), so that it holds the activations of one range only.
 
     Raises:
         UserError: the rows do not fit the model's inputs, are too few, or are not finite.
     """
 
-    def __init__(self, rows: Tensors, info: ModelInfo) -> None:
+    def __init__(self, rows: Tensors, info: ModelInfo, values: Tensors | None = None) -> None:
         import numpy as np
 
-        where, wanted = "quantize.calibrate", {spec.name for spec in info.inputs}
+        from onnx_ops.measure.row_layout import read_layout
+
+        self._layout = read_layout(info, values)
+        where, wanted = "quantize.calibrate", {spec.name for spec in info.inputs} - set(values or {})
         if wanted != set(rows):
             what = f"calibration data has inputs {sorted(rows)}, the model {sorted(wanted)}"
             raise UserError(what, where=where, remedy="Map the arrays to the model's inputs in `data.<set>.inputs`.")
@@ -158,10 +168,9 @@ class BatchReader:
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 what = f"calibration rows of input {name} hold NaN or infinity: no range can be computed from them"
                 raise UserError(what, where=where, remedy="Calibrate with clean rows.")
-        fixed = {spec.shape[0] for spec in info.inputs if spec.shape and isinstance(spec.shape[0], int)}
-        count = len(next(iter(rows.values())))
+        fixed, count = info.fixed_batch, len(next(iter(rows.values())))
         self._rows = rows
-        self._size = int(min(fixed)) if fixed else BATCH
+        self._size = fixed or BATCH
         self._batches = count // self._size if fixed else -(-count // self._size)
         if not self._batches:
             what = f"{count} calibration rows, and the model takes {self._size} at once"
@@ -188,4 +197,5 @@ class BatchReader:
         index = next(self._queue, None)
         if index is None:
             return None
-        return {name: rows[index * self._size : (index + 1) * self._size] for name, rows in self._rows.items()}
+        rows = slice(index * self._size, (index + 1) * self._size)
+        return self._layout.arrange({name: array[rows] for name, array in self._rows.items()})

@@ -22,7 +22,7 @@ from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.errors import TooLargeError, UserError
 from onnx_ops.onnx_graph.files import PROTOBUF_LIMIT, collect_constants, read_model, write_model
 from onnx_ops.onnx_graph.model_info import read_model_info
-from onnx_ops.onnx_graph.rewrites import restore_metadata, split_gemms, trace_nodes
+from onnx_ops.onnx_graph.rewrites import lift_constants, restore_metadata, split_gemms, trace_nodes
 from onnx_ops.plugins import require
 from onnx_ops.ports import Optimizer
 from onnx_ops.ports.optimize import OptimizeRequest
@@ -72,6 +72,7 @@ class WeightOnlyQuantizer(Optimizer):
         source, model = read_model(request.source), read_model(request.source)
         trace_nodes(request.section.exclude, source, source)
         del model.graph.value_info[:]
+        lift_constants(model)
         split_gemms(model, set(request.section.exclude))
         with (
             suppress_output(),
@@ -109,7 +110,7 @@ def _narrowed(model: Any, request: OptimizeRequest, options: Mapping[str, Any], 
     if algorithm == "hqq":
         config = library.HQQWeightOnlyQuantConfig(block_size=block, bits=bits)
     elif algorithm == "gptq":
-        reader = BatchReader(request.calibration or {}, read_model_info(request.source))
+        reader = BatchReader(request.calibration or {}, read_model_info(request.source), request.values)
         config = library.GPTQWeightOnlyQuantConfig(calibration_data_reader=reader, block_size=block)
     else:
         config = library.DefaultWeightOnlyQuantConfig(

@@ -144,7 +144,7 @@ class StaticQuantizer(Optimizer):
     def read_ranges(self, request: OptimizeRequest, path: Path, shard: tuple[int, int]) -> None:
         """Write the ranges of one part of the calibration batches, as ONNX Runtime's calibration cache."""
         options, _ = self._choose(request)
-        rows = BatchReader(request.calibration or {}, read_model_info(request.source)).slice(*shard)
+        rows = BatchReader(request.calibration or {}, read_model_info(request.source), request.values).slice(*shard)
         if not rows:
             return
         with Scratch() as folder, exact_histograms(is_part=True):
@@ -201,7 +201,7 @@ def _static(job: _Job, ranges: Path | None = None) -> None:
     library.quantize_static(
         str(job.prepared),
         str(job.result),
-        BatchReader(rows or {}, read_model_info(job.prepared)),
+        BatchReader(rows or {}, read_model_info(job.prepared), job.request.values),
         quant_format=library.QuantFormat.QDQ,
         op_types_to_quantize=list(job.options["op_types"]),
         per_channel=section.per_channel,

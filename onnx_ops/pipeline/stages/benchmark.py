@@ -28,8 +28,14 @@ from onnx_ops.errors import UserError
 from onnx_ops.measure.execution import ExecutionReport, inspect_execution, require_hardware
 from onnx_ops.measure.files import MODEL, PACKAGE, checkout_files, get_dataset, pack_arrays, put_document, put_folder
 from onnx_ops.measure.paired_rows import digest_rows
-from onnx_ops.measure.parity import find_hardware_divergence, measure_invariance, measure_parity
+from onnx_ops.measure.parity import (
+    REFERENCE_TARGET,
+    find_hardware_divergence,
+    measure_invariance,
+    measure_parity,
+)
 from onnx_ops.measure.reference_outputs import get_reference
+from onnx_ops.measure.row_layout import arrange_context, get_layout
 from onnx_ops.measure.scoring import (
     ModelPredictions,
     ScoringRequest,
@@ -60,6 +66,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
     whole = get_dataset(store, rows, inputs["export"])
     data = whole.head(settings["limit"])
     sampled = SampledRows(data=settings["data"], used=len(data), total=len(whole))
+    context = arrange_context(context, get_layout(store, inputs["export"], data.values))
     runtime = context.runtime(target.runtime)
     hardware = require_hardware(runtime, target)
     with Scratch() as folder:
@@ -96,7 +103,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
             excluded = _read_documents(context, variant["excluded.json"], str)
             execution = inspect_execution(runtime, export, candidate, target, excluded)
         reference = get_reference(store, inputs["export"]["reference.npz"])
-        parity = () if quantized else measure_parity(runtime, candidate, target, reference)
+        exact = context.runtime(REFERENCE_TARGET.runtime)
+        parity = () if quantized else measure_parity(runtime, candidate, target, reference, exact)
         package = _make_package(runtime, candidate, target, folder / "package", context)
 
         divergence = next(iter(_read_documents(context, inputs["validate"]["divergence.json"], Divergence)), None)
@@ -122,6 +130,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
             weights=_read_documents(context, variant["weights.json"], WeightMeasurement) if quantized else (),
             source=codec.loads(store.read(inputs["export"]["source.json"]), SourceLimits),
             trees=next(iter(_read_documents(context, inputs["validate"]["trees.json"], TreeStructure)), None),
+            unused_inputs=_read_documents(context, inputs["validate"]["unused.json"], str),
             activations=_read_documents(context, variant["activations.json"], ActivationMeasurement)
             if quantized
             else (),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import DataSection, FileData, PluginData, SklearnData, Stage
+from onnx_ops.domain.quantities import Json
+from onnx_ops.domain.row_axes import count_common_rows
 from onnx_ops.errors import ConflictError, UserError, suggest
 from onnx_ops.measure.files import put_dataset
 from onnx_ops.ports import Context, Dataset
@@ -29,10 +32,12 @@ def get_source_name(section: DataSection) -> str:
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
     """Load the arrays and store the data set."""
-    section = codec.from_json(stage.settings["section"], DataSection, where=stage.id)
+    settings: Mapping[str, Any] = stage.settings
+    section = codec.from_json(settings["section"], DataSection, where=stage.id)
+    section = replace(section, inputs={name: section.inputs[name] for name in settings["inputs"]})
     source = context.source(get_source_name(section))
     arrays = source.load(section, context.root)
-    if source.fingerprint(section, context.root) != stage.settings["fingerprint"]:
+    if source.fingerprint(section, context.root) != settings["fingerprint"]:
         raise ConflictError(
             "the data was changed after the run was planned",
             where=stage.id,
@@ -52,6 +57,7 @@ def build_dataset(arrays: Mapping[str, Any], section: DataSection, where: str) -
         label = label[:, 0]
     chosen = _select_columns(arrays, section) if _uses_all_columns(section) else []
     inputs = {name: arrays[name] for name in chosen}
+    features = {name: tuple(chosen) for name, array in section.inputs.items() if array == _MATRIX}
     if section.inputs:
         if chosen:
             import numpy as np
@@ -60,10 +66,13 @@ def build_dataset(arrays: Mapping[str, Any], section: DataSection, where: str) -
             arrays = {**arrays, _MATRIX: np.concatenate(columns, axis=1)}
         inputs = {name: arrays[array] for name, array in section.inputs.items()}
     if (group := _get_group(section)) is not None:
-        return Dataset(inputs=inputs, label=label, group=number_groups(arrays[group]))
-    used = {*chosen, *section.inputs.values(), section.label}
-    unused = {name: array for name, array in arrays.items() if name not in used}
-    return Dataset(inputs=inputs, label=label, columns=find_group_columns(unused))
+        values = _read_values(arrays, section)
+        return Dataset(inputs=inputs, label=label, group=number_groups(arrays[group]), values=values, features=features)
+    dataset = Dataset(inputs=inputs, label=label, values=_read_values(arrays, section), features=features)
+    used = {*chosen, *section.inputs.values(), section.label, *_list_named_values(section).values()}
+    rows = len(dataset)
+    unused = {n: array for n, array in arrays.items() if n not in used and array.ndim and len(array) == rows}
+    return replace(dataset, columns=find_group_columns(unused))
 
 
 def find_data_problems(
@@ -78,6 +87,7 @@ def find_data_problems(
     required: list[tuple[tuple[str | int, ...], str]] = [
         (("inputs", name), array) for name, array in section.inputs.items() if array != _MATRIX
     ]
+    required += [(("values", name), array) for name, array in _list_named_values(section).items()]
     required += [(("columns", index), name) for index, name in enumerate(columns)]
     required += [((key,), name) for key, name in (("label", section.label), ("group", grouped)) if name is not None]
     missing = [(loc, name) for loc, name in required if name not in arrays]
@@ -105,15 +115,70 @@ def find_data_problems(
                     remedy=remedy,
                 ),
             )
-    used = {name for _, name in required}.union(chosen if _uses_all_columns(section) else ())
-    lengths = {name: len(arrays[name]) if arrays[name].ndim else 0 for name in sorted(used)}
-    if len(set(lengths.values())) != 1 or not all(lengths.values()):
-        text = f"arrays must have the same number of rows, and at least one: {lengths}"
-        yield (), UserError(text, where=where)
+    yield from _find_value_problems(section, where)
+    used = {name for loc, name in required if loc[0] != "values"}
+    yield from _find_row_problems(
+        {name: arrays[name] for name in sorted(used.union(chosen if _uses_all_columns(section) else ()))},
+        {name for name in (section.label, grouped) if name is not None},
+        where,
+    )
+
+
+def _find_value_problems(section: DataSection, where: str) -> Iterator[tuple[tuple[str | int, ...], UserError]]:
+    """Yield values that are no arrays of one type, and those of inputs that have rows."""
+    import numpy as np
+
+    for name, value in _get_values(section).items():
+        if name in section.inputs:
+            text = f"{name!r} is among the inputs with rows and among the values"
+            yield ("values", name), UserError(text, where=where, remedy="Leave it out of one of them.")
+        try:
+            kind = np.asarray(value).dtype.kind
+        except ValueError:  # lists of different lengths
+            kind = "O"
+        if kind not in "biufU":
+            text = f"the value of {name!r} is not a number, a boolean, or a list of them"
+            yield ("values", name), UserError(text, where=where, remedy=f"For example: values: {{{name}: 16000}}")
+
+
+def _find_row_problems(
+    arrays: Mapping[str, Any], keys: Collection[str], where: str
+) -> Iterator[tuple[tuple[str | int, ...], UserError]]:
+    """Yield why arrays do not hold the same number of rows; which axis holds them, only a model can state."""
+    known = {len(arrays[name]) if arrays[name].ndim else 0 for name in keys}
+    shapes = {name: array.shape for name, array in arrays.items() if name not in keys}
+    count = count_common_rows(shapes, known.pop() if len(known) == 1 else 0) if len(known) < 2 else 0
+    if count and any(shape[0] == count for shape in shapes.values()):
+        return
+    lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
+    text = f"arrays must have the same number of rows, and at least one: {lengths}"
+    single = next((name for name, shape in shapes.items() if not shape), "")
+    remedy = f"Give an input that is the same for all rows as a value: values: {{{single}: {single}}}."
+    yield (), UserError(text, where=where, remedy=remedy if single else "")
 
 
 def _get_group(section: DataSection) -> str | None:
     return None if isinstance(section, SklearnData) else section.group
+
+
+def _get_values(section: DataSection) -> Mapping[str, Json]:
+    return {} if isinstance(section, SklearnData) else section.values
+
+
+def _list_named_values(section: DataSection) -> dict[str, str]:
+    """Return the arrays of the source that are values, by input."""
+    return {name: value for name, value in _get_values(section).items() if isinstance(value, str)}
+
+
+def _read_values(arrays: Mapping[str, Any], section: DataSection) -> dict[str, Any]:
+    """Return the values as arrays; a fraction is float32, as frameworks have it."""
+    import numpy as np
+
+    values = {
+        name: arrays[value] if isinstance(value, str) else np.asarray(value)
+        for name, value in _get_values(section).items()
+    }
+    return {name: array.astype(np.float32) if array.dtype == np.float64 else array for name, array in values.items()}
 
 
 def _uses_all_columns(section: DataSection) -> bool:
@@ -126,6 +191,7 @@ def _select_columns(arrays: Mapping[str, Any], section: DataSection) -> list[str
     if columns is not None:
         return list(columns)
     excluded = {section.label, _get_group(section), *section.inputs.values()}
+    excluded |= {*_get_values(section), *_list_named_values(section).values()}
     return [name for name in arrays if name not in excluded]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
@@ -11,23 +12,34 @@ from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.evidence import NAN_PROPERTY
 from onnx_ops.domain.pipeline import Export, InputValues, Stage
 from onnx_ops.domain.release import Lineage, flatten_origins
+from onnx_ops.domain.row_axes import find_row_axes
 from onnx_ops.measure.files import (
+    FEATURES,
     FRACTIONS,
     MODEL,
     TRAINED,
+    VALUES,
+    arrange_features,
     checkout_files,
     get_dataset,
+    pack_arrays,
     put_document,
     put_folder,
+    read_features,
     widen_columns,
 )
+from onnx_ops.measure.free_axes import check_free_axes
 from onnx_ops.measure.reference_outputs import collect_reference_outputs, put_reference
+from onnx_ops.measure.row_layout import RowLayout, build_export_request, read_layout
 from onnx_ops.measure.user_functions import importable
 from onnx_ops.onnx_graph.compatibility import copy_libraries
+from onnx_ops.onnx_graph.files import find_model_file
 from onnx_ops.onnx_graph.model_info import read_model_info, write_lineage
 from onnx_ops.pipeline.stage_settings import get_exporter, read_operators
-from onnx_ops.ports import Context, ExportRequest
+from onnx_ops.ports import Context, Dataset
 from onnx_ops.scratch import Scratch
+
+_AXES_REMEDY = "Name the axis of its rows as of the others: export.dynamic: {INPUT: {1: batch}}."
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
@@ -35,7 +47,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Export, where=stage.id)
     exporter = get_exporter(stage, context, section.framework)
-    dataset = get_dataset(context.store, inputs[f"data/{settings['data']}"]).head(settings["limit"])
+    dataset = get_dataset(context.store, inputs[f"data/{settings['data']}"])
+    dataset = arrange_features(dataset, read_features(context.store, inputs["train"]))
     if FRACTIONS in inputs["train"].files:
         fractions = codec.loads(context.store.read(inputs["train"][FRACTIONS]), tuple[str, ...])
         dataset = replace(dataset, inputs=widen_columns(dataset.inputs, fractions))
@@ -47,15 +60,28 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
         origins=codec.from_json(stage.hints.get("origins", {}), Mapping[str, Mapping[str, str]], where=stage.id),
     )
     with Scratch() as folder, importable(context.root):
-        model = exporter.load(checkout_files(context.store, inputs["train"], TRAINED, folder / "trained"))
+        trained = checkout_files(context.store, inputs["train"], TRAINED, folder / "trained")
+        axes = _find_axes(section, dataset, trained)
+        dataset = dataset.put_rows_first(axes, _AXES_REMEDY).head(settings["limit"])
+        model = exporter.load(trained)
         exported = folder / "onnx"
         exported.mkdir()
         path = exported / MODEL_FILE
-        exporter.export(model, ExportRequest(section=section, samples=dataset.inputs, path=path))
+        request = build_export_request(
+            section,
+            dataset.inputs,
+            RowLayout(inputs=axes, values=dataset.values),
+            path,
+            ordered=settings["ordered"],
+            features=dataset.features,
+        )
+        exporter.export(model, request)
+        layout = read_layout(read_model_info(path), dataset.values)
         declared = codec.from_json(settings["inputs"], Mapping[str, InputValues], where=stage.id)
         reference = collect_reference_outputs(
-            exporter, model, path, dataset.inputs, declared, seconds=settings["source_time"]
+            exporter, model, path, dataset.inputs, declared, seconds=settings["source_time"], layout=layout
         )
+        check_free_axes(section, read_model_info(path), reference)
         properties = {"onnx-ops.pipeline": lineage.pipeline, "onnx-ops.release": lineage.release}
         if lineage.git_sha:
             properties["onnx-ops.git.sha"] = lineage.git_sha
@@ -68,9 +94,22 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
         return Manifest(
             files={
                 **put_folder(context.store, exported, MODEL),
+                FEATURES: put_document(context.store, dataset.features),
                 "info.json": put_document(context.store, read_model_info(path)),
+                **({VALUES: context.store.put_bytes(pack_arrays(dataset.values))} if dataset.values else {}),
                 "lineage.json": put_document(context.store, lineage),
                 "reference.npz": put_reference(context.store, reference.groups),
                 "source.json": put_document(context.store, reference.limits),
             }
         )
+
+
+def _find_axes(section: Export, dataset: Dataset, trained: Path) -> dict[str, int]:
+    """Return the axis of the rows of each input, as a ready file or the free axes of the section name it."""
+    if section.framework == "onnx":
+        return find_row_axes({spec.name: spec.shape for spec in read_model_info(find_model_file(trained)).inputs})
+    shapes: dict[str, tuple[int | str, ...]] = {}
+    for name, array in dataset.inputs.items():
+        free = section.dynamic.get(name, {0: "batch"})
+        shapes[name] = tuple(free.get(axis, size) for axis, size in enumerate(array.shape))
+    return find_row_axes(shapes)

@@ -12,6 +12,7 @@ from onnx_ops.domain.pipeline import Quantize, Stage
 from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, SearchRecord, Trial
 from onnx_ops.measure.files import MODEL, RANGES, checkout_files, get_dataset, put_document, put_folder
 from onnx_ops.measure.quantization import ACTIVATION_ROWS, AS_WRITTEN, measure_activations, measure_weights
+from onnx_ops.measure.row_layout import arrange_runtime, get_layout
 from onnx_ops.measure.search import describe_recipe
 from onnx_ops.onnx_graph.compatibility import copy_libraries
 from onnx_ops.onnx_graph.model_info import read_model_info, write_lineage
@@ -43,7 +44,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
         write_lineage(path, {"onnx-ops.variant": stage.variant or section.name})
         copy_libraries(path, read_operators(stage))
         files = put_folder(context.store, path.parent, MODEL)
-        runtime = context.runtime(AS_WRITTEN.runtime)
+        layout = get_layout(context.store, inputs["export"], dataset.values if dataset else None)
+        runtime = arrange_runtime(context.runtime(AS_WRITTEN.runtime), layout)
         unseen = _select_unseen(dataset, calibrate.samples) if dataset and calibrate else None
         activations = measure_activations(runtime, source, path, unseen) if unseen else ()
         return Manifest(
@@ -87,6 +89,7 @@ def _build_request(
         calibration=dataset.head(calibrate.samples).inputs if dataset and calibrate else None,
         machines=tuple(codec.from_json(machine, Arithmetic) for machine in settings.get("machines", ())),
         ranges=tuple(context.store.path(digest) for digest in ranges),
+        values=dataset.values if dataset else {},
     )
     return request, dataset
 

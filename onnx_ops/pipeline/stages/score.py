@@ -16,6 +16,7 @@ from onnx_ops.errors import UserError, from_document
 from onnx_ops.measure.execution import require_hardware
 from onnx_ops.measure.files import HARDWARE, MODEL, checkout_files, get_dataset, load_arrays, pack_arrays, put_document
 from onnx_ops.measure.predictions import Prediction
+from onnx_ops.measure.row_layout import arrange_runtime, get_layout
 from onnx_ops.measure.scoring import (
     ModelPredictions,
     ScoringRequest,
@@ -38,7 +39,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
     settings: Mapping[str, Any] = stage.settings
     target = codec.from_json(stage.hints["target"], Target, where=stage.id)
     data = get_dataset(context.store, inputs[f"data/{settings['data']}"], inputs["export"]).head(settings["limit"])
-    runtime = context.runtime(target.runtime)
+    layout = get_layout(context.store, inputs["export"], data.values)
+    runtime = arrange_runtime(context.runtime(target.runtime), layout)
     hardware = require_hardware(runtime, target)
     definitions = tuple(codec.from_json(metric, MetricDefinition) for metric in settings["definitions"])
     definitions, _ = add_default_metric(definitions, data)
@@ -74,7 +76,11 @@ def _put(store: Store, predictions: ModelPredictions) -> dict[str, Digest]:
     for label, prediction in predictions.items():
         if isinstance(prediction, Prediction):
             arrays[label] = prediction.values
-            entries[label] = {"columns": prediction.columns, "broken": prediction.broken}
+            entries[label] = {
+                "columns": prediction.columns,
+                "broken": prediction.broken,
+                "outputs": list(prediction.outputs),
+            }
         else:
             entries[label] = prediction.as_document()
     document = json.dumps(entries, sort_keys=True).encode("utf-8")
@@ -84,6 +90,8 @@ def _put(store: Store, predictions: ModelPredictions) -> dict[str, Digest]:
 def _get(store: Store, manifest: Manifest) -> ModelPredictions:
     entries, arrays = json.loads(store.read(manifest[_PREDICTIONS])), load_arrays(store, manifest[_ARRAYS])
     return {
-        label: Prediction(values=arrays[label], **entry) if label in arrays else from_document(entry)
+        label: Prediction(values=arrays[label], **entry | {"outputs": tuple(entry["outputs"])})
+        if label in arrays
+        else from_document(entry)
         for label, entry in entries.items()
     }

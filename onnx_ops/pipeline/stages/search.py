@@ -12,6 +12,7 @@ from onnx_ops.domain.pipeline import Quantize, Stage
 from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, Budget
 from onnx_ops.domain.target import Target
 from onnx_ops.measure.files import MODEL, checkout_files, get_dataset, put_document, put_folder
+from onnx_ops.measure.row_layout import arrange_context, get_layout
 from onnx_ops.measure.search import SearchContext, search
 from onnx_ops.measure.user_functions import importable, load_function
 from onnx_ops.ports import Context
@@ -28,18 +29,18 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
     if section.calibrate is not None:
         calibration = get_dataset(context.store, inputs[f"data/{section.calibrate.data}"], inputs["export"])
         calibration = calibration.head(section.calibrate.samples)
+    tuning_data = get_dataset(context.store, inputs[f"data/{settings['data']}"], inputs["export"])
+    layout = get_layout(context.store, inputs["export"], tuning_data.values)
     with Scratch() as folder, importable(context.root):
         source = checkout_files(context.store, inputs["export"], MODEL, folder / "source") / MODEL_FILE
         search_context = SearchContext(
-            project=context,
+            project=arrange_context(context, layout),
             section=section,
             source=source,
             folder=folder / "trials",
             targets=tuple(codec.from_json(one, Target, where=stage.id) for one in hints["targets"]),
             machines=tuple(codec.from_json(one, Arithmetic, where=stage.id) for one in settings["machines"]),
-            tuning_data=get_dataset(context.store, inputs[f"data/{settings['data']}"], inputs["export"]).head(
-                settings["samples"]
-            ),
+            tuning_data=tuning_data.head(settings["samples"]),
             calibration=calibration.inputs if calibration else None,
             metric=metric,
             lower=bool(settings["metric"]["lower"]),

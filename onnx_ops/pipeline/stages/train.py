@@ -10,8 +10,10 @@ from typing import Any
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import Stage
 from onnx_ops.measure.files import (
+    FEATURES,
     FRACTIONS,
     TRAINED,
+    arrange_features,
     get_dataset,
     is_float_column,
     put_document,
@@ -36,6 +38,11 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
                 name for rows in data.values() for name, array in rows.inputs.items() if is_float_column(array)
             }
             data = {name: replace(rows, inputs=widen_columns(rows.inputs, fractions)) for name, rows in data.items()}
+            features: dict[str, tuple[str, ...]] = {}
+            for name, rows in sorted(data.items()):
+                data[name] = arranged = arrange_features(rows, features)
+                features |= arranged.features
+            files[FEATURES] = put_document(context.store, features)
             files[FRACTIONS] = put_document(context.store, tuple(sorted(fractions)))
             if isinstance(exporter, TrainingExporter):
                 exporter.train(settings["run"], data, settings["with_"], folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from onnx_ops.domain.evidence import Divergence, TreeStructure
 from onnx_ops.domain.pipeline import Export, Stage
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.files import MODEL, TRAINED, checkout_files, put_document
+from onnx_ops.measure.input_use import find_unused_inputs
 from onnx_ops.measure.parity import (
     REFERENCE_TARGET,
     FailedExport,
@@ -23,33 +24,37 @@ from onnx_ops.measure.parity import (
     measure_parity,
 )
 from onnx_ops.measure.reference_outputs import get_reference
+from onnx_ops.measure.row_layout import RowLayout, arrange_runtime, build_export_request, get_layout
 from onnx_ops.measure.user_functions import importable
 from onnx_ops.onnx_graph.compatibility import check_model
 from onnx_ops.onnx_graph.tree_ensembles import has_trees, read_trees
 from onnx_ops.pipeline.stage_settings import get_exporter, read_reference_operators
-from onnx_ops.ports import Context, Exporter, ExportRequest, Tensors, Tracer, TracingExporter, TreeExporter
+from onnx_ops.ports import Context, Exporter, Tensors, Tracer, TracingExporter, TreeExporter
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.tree_parity import compare_trees
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
-    """Measure parity; locate the node of a failure, and compare trees."""
+    """Measure parity; locate the node of a failure, compare trees, and find inputs without effect."""
     export = inputs["export"]
     target = replace(REFERENCE_TARGET, custom_ops=read_reference_operators(stage))
     divergence: tuple[Divergence, ...] = ()
     trees: tuple[TreeStructure, ...] = ()
+    unused: tuple[str, ...] = ()
     with Scratch() as folder:
         path = checkout_files(context.store, export, MODEL, folder) / MODEL_FILE
         try:
             check_model(path)
-            runtime = context.runtime(target.runtime)
+            layout = get_layout(context.store, export)
+            runtime = arrange_runtime(context.runtime(target.runtime), layout)
             reference = get_reference(context.store, export["reference.npz"])
             measured = measure_parity(runtime, path, target, reference)
-            source = _LazySource(stage, inputs["train"], context, folder / "trained")
+            source = _LazySource(stage, inputs["train"], context, folder / "trained", layout)
             trees = source.trees(path)
         except (MeasurementError, UserError) as error:
             measured = (make_mismatch("*", "load", f"it does not run: {error}"),)
         else:
+            unused = find_unused_inputs(runtime, path, target, reference)
             if worst := find_worst(measured):
                 failed_export = FailedExport(
                     runtime=runtime, target=target, model=path, reference=reference, worst=worst
@@ -60,6 +65,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
             "parity.json": put_document(context.store, measured),
             "divergence.json": put_document(context.store, divergence),
             "trees.json": put_document(context.store, trees),
+            "unused.json": put_document(context.store, unused),
         }
     )
 
@@ -72,6 +78,7 @@ class _LazySource:
     trained: Manifest
     context: Context
     folder: Path
+    layout: RowLayout
 
     def tracer(self, samples: Tensors) -> Tracer | None:
         """Return the tracer of the source's intermediate values, if its exporter can trace."""
@@ -80,8 +87,19 @@ class _LazySource:
         if not isinstance(exporter, TracingExporter):
             return None
         with self._loaded(exporter) as model:
-            request = ExportRequest(section=section, samples=samples, path=self.folder / MODEL_FILE)
-            return exporter.tracer(model, request)
+            # The export has succeeded: a model without names has a declared order.
+            path = self.folder / MODEL_FILE
+            request = build_export_request(section, samples, self.layout, path, ordered=True)
+            return self._arranged(exporter.tracer(model, request))
+
+    def _arranged(self, tracer: Tracer) -> Tracer:
+        """Return a tracer that takes and returns rows on axis 0."""
+
+        def trace(inputs: Tensors, names: Collection[str]) -> tuple[Tensors, Tensors | None]:
+            single, double = tracer(self.layout.arrange(inputs), names)
+            return self.layout.read(inputs, single), None if double is None else self.layout.read(inputs, double)
+
+        return tracer if self.layout.is_plain else trace
 
     def trees(self, path: Path) -> tuple[TreeStructure, ...]:
         """Compare the trees of the export at `path` with the source's; empty if one has none."""

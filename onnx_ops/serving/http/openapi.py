@@ -12,9 +12,9 @@ from urllib.parse import quote
 
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.protocol import messages
+from onnx_ops.serving.feedback import MAX_FEEDBACK
 from onnx_ops.serving.inference.signature import ModelSignature
 from onnx_ops.serving.inference.tensors import DATATYPE_OF
-from onnx_ops.serving.rollout_counts import MAX_FEEDBACK
 
 Schema = dict[str, Any]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +12,9 @@ from typing import Any
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import NotFoundError, OnnxOpsError, ServiceUnavailableError
 from onnx_ops.ports.data import Array
-from onnx_ops.protocol.messages import BINARY_LENGTH_HEADER, PIN_HEADERS, USER_BUCKETS
+from onnx_ops.protocol.messages import BINARY_LENGTH_HEADER
 from onnx_ops.protocol.routing_table import RoutingTable
+from onnx_ops.serving.cell_counts import CellPlace
 from onnx_ops.serving.inference.bound_runs import BoundRuns
 from onnx_ops.serving.inference.content_coding import inflate
 from onnx_ops.serving.inference.models import BOUND_ERRORS, measure_folder
@@ -23,13 +23,12 @@ from onnx_ops.serving.inference.requests import parse_header_length, read_infer,
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead, encode_outputs, format_deployment_headers
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
 from onnx_ops.serving.inference.tensors import RequestBody
+from onnx_ops.serving.inference.traffic_router import CellDraw, TrafficRouter
 from onnx_ops.serving.metrics import WARM_UP_REQUESTS, MetricsRow, SharedMetrics, count_load, make_row
 
 _log = logging.getLogger(__name__)
 
 _BINARY_LENGTH = BINARY_LENGTH_HEADER.encode()
-_PINS = tuple(name.encode() for name in PIN_HEADERS)
-_MASK = 0xFFFFFFFF
 _MAX_INLINE_TEXT = 1 << 16
 """Longer text is read on a thread: on the event loop it would delay other requests."""
 _MAX_INLINE_BODY = 1 << 20
@@ -141,64 +140,6 @@ class LoadedDeployment(DeployedModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrafficRouter:
-    """The split of one table: one slot per percent of traffic, newest first.
-
-    With two deployments, a higher weight of the newer one only moves users into it. The salt depends on the newest
-    deployment with traffic: it is constant during an experiment and different for the next.
-    """
-
-    slots: tuple[str, ...]
-    names: frozenset[str]
-    salt: int
-
-    @classmethod
-    def from_table(cls, table: RoutingTable) -> TrafficRouter:
-        """Build the router of a routing table."""
-        salt = zlib.crc32("\0".join(table.get_experiment()).encode())
-        return cls(slots=table.list_slots(), names=frozenset(table.layout), salt=salt)
-
-    def hash_key(self, key: bytes) -> int:
-        """Return 32 bits of a user, which depend on the experiment."""
-        return mix_bits(zlib.crc32(key) ^ self.salt)
-
-    def route_user(self, user: int) -> str:
-        """Return the deployment of a user's `hash_key`: always the same for the same key and split."""
-        return self.slots[user * 100 >> 32]
-
-    def get_bucket(self, user: int) -> int:
-        """Return the bucket in which a user's `hash_key` is counted."""
-        return user * USER_BUCKETS >> 32
-
-    def route_draw(self, draw: float) -> str:
-        """Return the deployment of a draw from [0, 1)."""
-        return self.slots[int(draw * 100)]
-
-    def get_pinned(self, head: RequestHead) -> str | None:
-        """Return the deployment that the headers of a request select, if any."""
-        for header in _PINS:
-            if (value := head.get(header)) is not None:
-                name = value.decode("latin-1")
-                if name not in self.names:
-                    raise NotFoundError(f"no deployment is named {name!r} (header {header.decode()})")
-                return name
-        return None
-
-
-def mix_bits(value: int) -> int:
-    """Spread every bit: the finalizer of MurmurHash3 (A. Appleby), a bijection.
-
-    CRC-32 is linear: without this, two salts would give shares that coincide or are disjoint, and users of one
-    experiment's candidate would be in the candidate of the next.
-    """
-    value ^= value >> 16
-    value = value * 0x85EBCA6B & _MASK
-    value ^= value >> 13
-    value = value * 0xC2B2AE35 & _MASK
-    return value ^ value >> 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceRoute:
     """The selection by the path of a request, and the content coding of its body. Without a model: any."""
 
@@ -214,12 +155,11 @@ class ControlReplica:
 
     A model that seldom runs finds its weights outside the processor's caches: a model of 12 MB took 470 µs instead of
     250 at a tenth of the traffic. So the deployment with less traffic is compared with a replica of the other one
-    that has the same small share. `share` is the replica's, of the requests to `loaded`.
+    that has the same small share: the requests to `loaded` in comparable slots.
     """
 
     loaded: LoadedDeployment
     replica: LoadedDeployment
-    share: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +227,11 @@ class TableSnapshot:
         names = sorted(serving, key=self.table.layout.index, reverse=True)
         return serving[max(names, key=weights.__getitem__)] if names else previous
 
+    def is_warm(self) -> bool:
+        """Return whether the latency of every deployment with traffic is compared from now on."""
+        serving = [self.deployments[name] for name in set(self.router.slots) if name in self.deployments]
+        return not any(loaded.warm_up for loaded in (*serving, *([self.control.replica] if self.control else ())))
+
     def is_ready(self) -> bool:
         """Return whether every deployment with traffic is loaded."""
         return all(name in self.deployments for name in set(self.router.slots))
@@ -298,8 +243,10 @@ class PendingRequest:
 
     Attributes:
         started_at, deadline: on the clock of `time.perf_counter`.
-        user: the user's `TrafficRouter.hash_key`, if there is a key.
-        comparable: whether its latency may be compared with other deployments (see `ControlReplica`).
+        draw: the assignment of users by which the deployment was chosen; None if the client has chosen it.
+        cell: the user's cell, or `KEYLESS_CELL`.
+        place: where the request is counted as in progress, if it is counted by user.
+        comparable: whether its latency may be compared with other deployments (see `TrafficRouter`).
         queue_seconds: time in the queue.
         service_seconds: run time, if the request ran alone.
         abandoned: the client is gone.
@@ -312,9 +259,11 @@ class PendingRequest:
     started_at: float
     snapshot: TableSnapshot
     loaded: LoadedDeployment
-    user: int | None
+    draw: CellDraw | None
+    cell: int
     deadline: float
     comparable: bool
+    place: CellPlace | None = None
     queue_seconds: float = 0.0
     service_seconds: float = 0.0
     abandoned: bool = False
@@ -442,20 +391,20 @@ class LoadedDeployments:
         shares = sorted((weight, name) for name, weight in table.state.split.weights.items() if weight)
         if len(shares) != 2 or shares[0][0] == shares[1][0]:
             return None
-        (less, _), (more, name) = shares
+        _, (_, name) = shares
         loaded = deployments.get(name)
         if loaded is None or measure_folder(Path(loaded.deployment.location)) > _MAX_REPLICA_BYTES:
             return None
         controls = [s.control for s in self._list_snapshots() if s.control is not None and s.control.loaded is loaded]
         if controls:
-            return ControlReplica(loaded, controls[0].replica, less / more)
+            return ControlReplica(loaded, controls[0].replica)
         try:
             replica = self._load(loaded.deployment, make_row(), True)
         except OnnxOpsError as error:
             _log.warning("%s has no control replica: %s", loaded.deployment.name, error)
             return None
         replica.row, replica.slot = loaded.row, loaded.slot  # all counters but the gauges of its queue are shared
-        return ControlReplica(loaded, replica, less / more)
+        return ControlReplica(loaded, replica)
 
     def _load_counted(self, deployment: Deployment, slot: int) -> LoadedDeployment:
         row = self.shared.get_row(self.worker, slot)

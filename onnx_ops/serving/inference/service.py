@@ -13,6 +13,8 @@ import numpy as np
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.ports.data import Array
 from onnx_ops.protocol import messages
+from onnx_ops.serving.cell_counts import CellCounter
+from onnx_ops.serving.feedback import FeedbackCounter
 from onnx_ops.serving.inference import responses
 from onnx_ops.serving.inference.deployments import (
     InferenceRoute,
@@ -25,9 +27,17 @@ from onnx_ops.serving.inference.responses import DeadlineExceededError, RawRespo
 from onnx_ops.serving.inference.shadow import ShadowQueue
 from onnx_ops.serving.inference.signature import InferenceRequest
 from onnx_ops.serving.inference.tensors import RequestBody
-from onnx_ops.serving.metrics import BATCHED, RUN_NANOSECONDS, RUNS, count_queued_request, count_request, get_column
+from onnx_ops.serving.inference.traffic_router import CellDraw
+from onnx_ops.serving.metrics import (
+    BATCHED,
+    EPOCH,
+    RUN_NANOSECONDS,
+    RUNS,
+    count_queued_request,
+    count_request,
+    get_column,
+)
 from onnx_ops.serving.request_log import RequestLog
-from onnx_ops.serving.rollout_counts import FeedbackCounter, UserCounts
 
 _log = logging.getLogger(__name__)
 
@@ -60,8 +70,10 @@ class InferenceService:
         self._unrouted = deployments.shared.get_row(deployments.worker, 0)
         self._deadline_s = deadline_s
         self._shadow = shadow
-        self._users = UserCounts(deployments.shared, deployments.worker)
-        self.feedback = FeedbackCounter(deployments, self._users)
+        self._header = deployments.shared.header
+        self._last_draw: CellDraw | None = None
+        self._cells = CellCounter(deployments.shared, deployments.worker)
+        self.feedback = FeedbackCounter(deployments, self._cells)
         self._exemplars = deployments.shared.get_exemplars(deployments.worker)
         self._request_log = request_log
         self._draw = random.Random().random  # noqa: S311 (traffic is split, nothing is kept secret)
@@ -77,25 +89,34 @@ class InferenceService:
         started_at = time.perf_counter()
         snapshot: TableSnapshot | None = None
         loaded: LoadedDeployment | None = None
-        user: int | None = None
+        draw: CellDraw | None = None
+        cell = messages.KEYLESS_CELL
         is_inline = comparable = True
         try:
             snapshot = self.deployments.get_current()
-            key = head.get(_USER_KEY)
-            if key is not None:
-                user = snapshot.router.hash_key(key)
-            loaded = self._choose(snapshot, route, head, user)
-            if (control := snapshot.control) is not None and loaded is control.loaded:
-                comparable = self._draw() < control.share
-                if comparable:
+            loaded = self._find_requested(snapshot, route, head)
+            control = snapshot.control
+            if loaded is not None:
+                comparable = control is None or loaded is not control.loaded
+            else:
+                router = snapshot.router
+                draw = self._get_draw(snapshot)
+                if (key := head.get(_USER_KEY)) is not None:
+                    cell = router.get_cell(key)
+                slot = int(self._draw() * 100) if key is None else draw.slots[cell]
+                name, comparable = router.slots[slot], router.comparable[slot]
+                loaded = snapshot.deployments.get(name) or snapshot.get_deployment(name)
+                if comparable and control is not None and loaded is control.loaded:
                     loaded = control.replica
             if route.coding or not loaded.should_run_inline(self.deployments.leader, head, body):
                 is_inline = False
                 deadline = started_at + self._read_timeout_s(head)
                 request = PendingRequest(
-                    route, head, body, respond, started_at, snapshot, loaded, user, deadline, comparable
+                    route, head, body, respond, started_at, snapshot, loaded, draw, cell, deadline, comparable
                 )
                 loaded.queue.put(request)
+                if draw is not None and self._cells.is_watching:
+                    request.place = self._cells.begin(draw, loaded.slot, cell)
                 return request
             response = loaded.answer_inline(route, head, body)
             loaded.row[RUNS] += 1
@@ -107,7 +128,10 @@ class InferenceService:
             response = responses.build_internal_error(b"" if loaded is None else loaded.header_lines)
         seconds = time.perf_counter() - started_at
         service_s = seconds if comparable and is_inline else 0.0
-        self._finish(snapshot, loaded, route, head, body, user, response, seconds, service_s)
+        service_s = self._count(loaded, response.status, seconds, service_s)
+        if loaded is not None and draw is not None and self._cells.is_watching:
+            self._cells.count(draw, loaded.slot, cell, response.status, service_s if draw.is_timed else 0.0)
+        self._finish(snapshot, loaded, route, head, body, draw, cell, response, seconds)
         return response
 
     def _read_timeout_s(self, head: RequestHead) -> float:
@@ -122,9 +146,21 @@ class InferenceService:
     def choose(self, model: str, version: str | None, head: RequestHead) -> LoadedDeployment:
         """Return the deployment that would answer a request; raises NotFoundError or ServiceUnavailableError."""
         snapshot = self.deployments.get_current()
+        requested = self._find_requested(snapshot, InferenceRoute(model=model, version=version), head)
+        if requested is not None:
+            return requested
+        router = snapshot.router
         key = head.get(_USER_KEY)
-        user = None if key is None else snapshot.router.hash_key(key)
-        return self._choose(snapshot, InferenceRoute(model=model, version=version), head, user)
+        slot = int(self._draw() * 100) if key is None else self._get_draw(snapshot).slots[router.get_cell(key)]
+        return snapshot.get_deployment(router.slots[slot])
+
+    def _get_draw(self, snapshot: TableSnapshot) -> CellDraw:
+        """Return the assignment of users in the present epoch."""
+        draw = snapshot.router.get_draw(self._header[EPOCH])
+        if draw is not self._last_draw:
+            self._last_draw = draw
+            draw.is_timed = not draw.epoch or snapshot.is_warm()
+        return draw
 
     def count_rejected(self, status: int) -> None:
         """Count a request that was rejected before it could reach a deployment."""
@@ -169,11 +205,36 @@ class InferenceService:
             seconds = time.perf_counter() - request.started_at
             if request.abandoned:
                 response = RawResponse(_CLIENT_GONE, b"", b"")
+            service_s = request.service_seconds if request.comparable else 0.0
+            service_s = self._count(loaded, response.status, seconds, service_s)
+            if request.place is not None:
+                is_timed = request.draw is not None and request.draw.is_timed
+                self._cells.finish(request.place, response.status, service_s if is_timed else 0.0)
             self._finish(
-                *(request.snapshot, loaded, request.route, request.head, request.body, request.user, response, seconds),
-                *(request.service_seconds if request.comparable else 0.0, request.queue_seconds),
+                *(request.snapshot, loaded, request.route, request.head, request.body, request.draw, request.cell),
+                *(response, seconds, request.queue_seconds),
             )
             request.respond(response)
+
+    def _count(self, loaded: LoadedDeployment | None, status: int, seconds: float, service_s: float) -> float:
+        """Count a request whose response is ready; return its comparable latency.
+
+        It is counted before it is sent: what a client has seen is counted, even if this process is killed then.
+
+        Args:
+            service_s: 0 if its latency is not comparable.
+        """
+        if loaded is None:
+            count_request(self._unrouted, status, seconds)
+            return 0.0
+        if loaded.warm_up:
+            loaded.warm_up -= 1
+            service_s = 0.0
+        if service_s == seconds:  # it ran inline
+            count_request(loaded.row, status, seconds)
+        else:
+            count_queued_request(loaded.row, status, seconds, service_s)
+        return service_s
 
     def _finish(
         self,
@@ -182,35 +243,19 @@ class InferenceService:
         route: InferenceRoute,
         head: RequestHead,
         body: RequestBody,
-        user: int | None,
+        draw: CellDraw | None,
+        cell: int,
         response: RawResponse,
         seconds: float,
-        service_s: float,
         queue_s: float = 0.0,
     ) -> None:
-        """Count a request whose response is ready, and mirror it. `service_s` is 0 if its latency is not comparable.
-
-        It is counted before it is sent: what a client has seen is counted, even if this process is killed then.
-        """
+        """Remember for feedback, mirror and log a request whose response is ready and counted."""
         status = response.status
-        if loaded is None or snapshot is None:
-            count_request(self._unrouted, status, seconds)
-        else:
-            if loaded.warm_up:
-                loaded.warm_up -= 1
-                service_s = 0.0
-            if service_s == seconds:  # it ran inline
-                count_request(loaded.row, status, seconds)
-            else:
-                count_queued_request(loaded.row, status, seconds, service_s)
-            request_id = head.get(_REQUEST_ID)
-            is_watching = self._users.is_watching
-            if request_id is not None or is_watching:
-                bucket = messages.KEYLESS_CELL if user is None else snapshot.router.get_bucket(user)
-                if is_watching:
-                    self._users.count_request(loaded.slot, bucket, status, service_s)
-                if request_id is not None:
-                    self.feedback.remember(request_id, loaded.slot, bucket)
+        if loaded is not None and snapshot is not None:
+            if draw is not None and draw.epoch and cell != messages.KEYLESS_CELL:
+                self.feedback.remember_answer(loaded.slot, draw.epoch, cell)
+            if (request_id := head.get(_REQUEST_ID)) is not None:
+                self.feedback.remember(request_id, loaded.slot, draw, cell)
             for shadow, percent in snapshot.shadow if status == 200 else ():
                 if shadow is not loaded and self._draw() * 100 < percent:
                     tolerance = snapshot.table.state.split.shadow_tolerance
@@ -220,18 +265,16 @@ class InferenceService:
         if self._request_log is not None:
             self._request_log.put(route, head, loaded, status, queue_s, seconds)
 
-    def _choose(
-        self, snapshot: TableSnapshot, route: InferenceRoute, head: RequestHead, user: int | None
-    ) -> LoadedDeployment:
+    def _find_requested(
+        self, snapshot: TableSnapshot, route: InferenceRoute, head: RequestHead
+    ) -> LoadedDeployment | None:
+        """Return the deployment that the path or a header of a request names, if any."""
         if route.model is not None and route.model != snapshot.model:
             raise snapshot.build_model_error(route.model)
         if route.version is not None:
             return snapshot.get_version(route.version)
-        router = snapshot.router
-        name = router.get_pinned(head)
-        if name is None:
-            name = router.route_draw(self._draw()) if user is None else router.route_user(user)
-        return snapshot.deployments.get(name) or snapshot.get_deployment(name)
+        name = snapshot.router.get_pinned(head)
+        return None if name is None else snapshot.get_deployment(name)
 
 
 def run_requests(

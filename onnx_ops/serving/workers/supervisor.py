@@ -43,7 +43,7 @@ from onnx_ops.serving.http.protocol import HttpProtocol, serve_connections
 from onnx_ops.serving.inference.deployments import TableRevision
 from onnx_ops.serving.inference.integrity import TrustPolicy
 from onnx_ops.serving.metrics import REVISION, SharedMetrics, SlotAllocator, make_row
-from onnx_ops.serving.rollout_counts import collect_counts
+from onnx_ops.serving.rollout_counts import RolloutCounts
 from onnx_ops.serving.workers.listeners import LOOPBACK, ListenerSockets, listen_tcp, listen_unix, receive_sockets
 from onnx_ops.serving.workers.shadow_processes import ShadowProcesses
 from onnx_ops.serving.workers.trial_load import run_trial_load
@@ -72,6 +72,7 @@ class TablePublisher:
         self._shared = shared
         self._slots = SlotAllocator(shared)
         self._last = 0
+        self.counts = RolloutCounts(shared)
         self.current: TableRevision | None = None
 
     @property
@@ -129,6 +130,7 @@ class TablePublisher:
         return TableRevision(number=self._last, table=table, slots=slots)
 
     def _set_current(self, revision: TableRevision) -> None:
+        self.counts.start_table(revision, time.time())  # noqa: TID251 (epochs are those of the clock)
         self.current = revision
         self._shared.header[REVISION] = revision.number
 
@@ -162,6 +164,7 @@ class Supervisor:
         self._previous: EndpointState | None = None
         self._cold_s: dict[Deployment, list[float]] = {}
         self._cold_starts: asyncio.Task[None] | None = None
+        self._epochs: asyncio.Task[None] | None = None
         self.not_loaded: Mapping[str, str] = {}
         """Deployments that must be loaded and could not, with the reason."""
 
@@ -178,9 +181,7 @@ class Supervisor:
         If a watched deployment gets neither traffic nor mirrored requests, cold starts are measured in the background.
         """
         current = self._publisher.current
-        if current is None:
-            return collect_counts(self._shared, {}, request)
-        if request is not None:
+        if current is not None and request is not None:
             split, listed = current.table.state.split, current.table.state.deployments
             watched = [d for d in listed if d.name in request.limits_s]
             if not all(split.weights.get(d.name) or split.shadow.get(d.name) for d in watched):
@@ -190,8 +191,7 @@ class Supervisor:
                     if min(map(len, self._cold_s.values())) < COLD_START_SAMPLES:
                         self._cold_starts = asyncio.get_running_loop().create_task(self._measure_cold_starts())
         cold_s = {deployment.name: loads_s for deployment, loads_s in self._cold_s.items()}
-        digest = current.table.compute_split_digest()
-        return collect_counts(self._shared, current.slots, request, split=digest, cold_s=cold_s)
+        return self._publisher.counts.collect(request, cold_s=cold_s)
 
     async def _measure_cold_starts(self) -> None:
         """Load the watched deployments in turn, without the cache of packed models."""
@@ -202,6 +202,18 @@ class Supervisor:
                 loads_s.append(await run_trial_load([deployment], self._folder, options, (), limit_s=_PREPARE_S))
         except (OnnxOpsError, OSError) as error:
             _log.warning("a cold start could not be measured: %s", error)
+
+    def _start_epochs(self) -> None:
+        """Turn the epochs of the published table from now on."""
+        if self._epochs is not None:
+            self._epochs.cancel()
+        self._epochs = asyncio.get_running_loop().create_task(self._turn_epochs())
+
+    async def _turn_epochs(self) -> None:
+        counts = self._publisher.counts
+        while (rest_s := counts.get_epoch_rest_s(time.time())) is not None:  # noqa: TID251 (epochs are the clock's)
+            await asyncio.sleep(rest_s)
+            counts.turn_epoch(time.time(), is_complete=not self.get_state().failed)  # noqa: TID251
 
     async def publish(self, state: EndpointState, actor: str) -> None:
         """Serve a state: on return every response is by it or by a later one. An error changes nothing."""
@@ -225,6 +237,7 @@ class Supervisor:
                 await self._pool.prepare(revision, _PREPARE_S - (time.monotonic() - started_at))
                 self._shadows.start(revision)
                 self._publisher.publish(revision)
+                self._start_epochs()
             except OnnxOpsError as error:
                 self._shadows.retain(self._publisher.current)
                 if revision is not None:
@@ -259,6 +272,7 @@ class Supervisor:
     async def _start(self, admin: list[tuple[socket.socket, str | None, str]], group: asyncio.TaskGroup) -> None:
         await self._pool.start()
         if self._publisher.current is not None:
+            self._start_epochs()
             self._shadows.start(self._publisher.current)
         if self._must_load and (failed := self.get_state().failed):
             self.not_loaded = failed

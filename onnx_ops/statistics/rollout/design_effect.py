@@ -1,14 +1,17 @@
-"""The effective number of independent units behind the counts of a rollout.
+"""The effective number of independent observations behind counts of requests.
 
-The split assigns users, not requests. Ten errors of one user reached one version by a single assignment, and count as
-one. The *design effect* D is how much more the candidate's share of the events varies than if each request were
-assigned independently (Kish 1965, Survey Sampling; for a split by users: Deng, Lu and Litz 2017, WSDM, 641-649). The
-log likelihood is divided by it, as for any overdispersed count (quasi-likelihood: Wedderburn 1974, Biometrika
-61:439-447), so counts are never worth more than those of as many independent requests.
+Canary steps on servers of onnx-ops need none of this: see `unit_evidence`. It serves what no coin is drawn anew for:
+A/B tests, which keep a user on one version, sources that count no units, and service levels, which compare with no
+other version.
 
-A user's counts grow during the rollout, and stay on one side. The summed evidence of fixed users is then more alike
-from look to look than that of a martingale with the same variance, and crosses a boundary no more often (Slepian 1962,
-Bell Syst. Tech. J. 41:463-501).
+The *design effect* D is how much more counts vary than if each request were assigned, or failed, independently (Kish
+1965, Survey Sampling; for a split by users: Deng, Lu and Litz 2017, WSDM, 641-649). The log likelihood is divided by
+it, as for any overdispersed count (quasi-likelihood: Wedderburn 1974, Biometrika 61:439-447), so counts are never worth
+more than those of as many independent requests.
+
+In an A/B test, a user's counts grow and stay on one side. The summed evidence of fixed users is then more alike from
+look to look than that of a martingale with the same variance, and crosses a boundary no more often (Slepian 1962, Bell
+Syst. Tech. J. 41:463-501).
 """
 
 from __future__ import annotations
@@ -18,56 +21,64 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.domain.rollout_observations import UnitSums
+from onnx_ops.domain.rollout_observations import UserBlocks
 from onnx_ops.statistics.rollout.evidence import Array
 
 MIN_INTERVALS = 3
-"""Minimum number of intervals of a step whose source does not count by user."""
+"""Minimum number of intervals of a step whose source counts no units."""
 _FEW = 2.0
 """Allowance for few intervals: a dispersion estimated from n of them counts 1 + 2 / n times."""
-_ADDED_ERRORS = 0.5
-"""Errors that a service level adds to the observed ones, each in a burst as large as its user's requests."""
+OUTAGE_SHARE = 0.3
+"""Share of the requests of an interval that an outage not seen yet may fail: an interval counts as at most 1 / .3
+independent requests for a service level."""
 
 
-def bound_design_effect(epochs: Sequence[UnitSums]) -> float:
-    """Return the design effect of events counted by user in each epoch; at least 1.
+def compute_block_effect(blocks: Sequence[UserBlocks]) -> float:
+    """Return the design effect of events counted by block of users, one element for each version; at least 1.
 
-    With x = e - R n for each user and the pooled rate R, it is the sum of x squared over its expectation if each
-    request is a unit.
-    The identity of users across epochs is unknown. The root of the sum of squares of a user's total is at most the sum
-    of the roots (Minkowski), so the bound holds even if all users returned.
+    With x = e - R n for each block and the pooled rate R, it is the sum of x squared over its expectation if each
+    request is a unit. A block's x is the sum of those of its users, which are independent: blocks have the variance of
+    users, and any server can continue to count them. Requests without a key are units of their own.
     """
-    n, e = sum(epoch.requests for epoch in epochs), sum(epoch.events for epoch in epochs)
-    if not 0 < e < n:
+    n, e = (np.array([values(one) for one in blocks], dtype=np.float64) for values in (_requests, _events))
+    total, events = n.sum(), e.sum()
+    if not 0 < events < total:
         return 1.0
-    rate = e / n
-    varied = (
-        epoch.events_squared - 2 * rate * epoch.products + rate**2 * epoch.requests_squared
-        for epoch in epochs
-        if epoch.requests
-    )
-    return float(max(1.0, sum(max(0.0, x) ** 0.5 for x in varied) ** 2 / (rate * (1 - rate) * n)))
+    rate = events / total
+    varied = ((e - rate * n)[:, :-1] ** 2).sum() + rate * (1 - rate) * n[:, -1].sum()
+    return float(max(1.0, varied / (rate * (1 - rate) * total)))
 
 
-def compute_request_effect(epochs: Sequence[UnitSums]) -> float:
-    """Return the design effect of the requests themselves."""
-    n = sum(epoch.requests for epoch in epochs)
-    return float(max(1.0, sum(epoch.requests_squared**0.5 for epoch in epochs) ** 2 / n)) if n else 1.0
+def count_effective_users(blocks: UserBlocks) -> float:
+    """Return how many equally active users the requests of one version are worth.
 
-
-def compute_error_effect(events: npt.ArrayLike, events_squared: npt.ArrayLike, crowded: npt.ArrayLike) -> Array:
-    """Return the design effect of errors for a service level.
-
-    It is the mean size of the burst that an error comes in. A few errors are added, in bursts as large as a user's
-    requests, since errors that were not observed may be as bad.
-
-    Args:
-        events_squared: the sum over units of their squares.
-        crowded: see `compute_request_effect`.
+    (Sum of n)^2 / sum of n^2 (Kish), which is at most `USER_BLOCKS`. Each request without a key counts as one user.
     """
-    e = np.asarray(events, dtype=np.float64)
-    with_added = np.asarray(events_squared, dtype=np.float64) + _ADDED_ERRORS * np.asarray(crowded, dtype=np.float64)
-    return np.asarray(np.maximum(1.0, with_added / (e + _ADDED_ERRORS)))
+    n = np.array(blocks.requests, dtype=np.float64)
+    squares = (n[:-1] ** 2).sum() + n[-1:].sum()
+    return float(n.sum() ** 2 / squares) if squares else 0.0
+
+
+def compute_split_effect(blocks: Sequence[UserBlocks]) -> float:
+    """Return the design effect of the split of requests by block of users, one element for each of two versions.
+
+    It is the index of dispersion of the versions' shares of each block's requests, with the observed share.
+    """
+    n = np.array([values.requests for values in blocks], dtype=np.float64)
+    total = n.sum()
+    share = n[:1].sum() / total if total else 0.0
+    if not 0 < share < 1:
+        return 1.0
+    varied = ((n[0] - share * n.sum(axis=0))[:-1] ** 2).sum() + share * (1 - share) * n[:, -1].sum()
+    return float(max(1.0, varied / (share * (1 - share) * total)))
+
+
+def _requests(blocks: UserBlocks) -> tuple[int, ...]:
+    return blocks.requests
+
+
+def _events(blocks: UserBlocks) -> tuple[int, ...]:
+    return blocks.events
 
 
 def estimate_dispersion(table: npt.ArrayLike) -> Array:
@@ -105,13 +116,26 @@ def estimate_dispersion(table: npt.ArrayLike) -> Array:
     return np.asarray(dispersion[..., 0])
 
 
-def estimate_burstiness(table: npt.ArrayLike) -> Array:
-    """Estimate the index of dispersion of events over intervals; at least 1.
+def estimate_error_effect(table: npt.ArrayLike) -> Array:
+    """Return the design effect of the candidate's errors for a service level; at least 1.
+
+    It is the index of dispersion of the errors over intervals, of the candidate or of both versions, whichever is
+    larger. Since outages that were not seen may still come, the requests of an interval count as at most
+    1 / `OUTAGE_SHARE`.
 
     The argument is that of `estimate_dispersion`.
     """
     rows = np.asarray(table, dtype=np.float64)
-    events, n = rows[..., 0] + rows[..., 2], rows[..., 1] + rows[..., 3]
+    n = rows[..., 1]
+    total = n.sum(axis=-1)
+    intervals = total**2 / np.maximum((n**2).sum(axis=-1), 1)
+    unseen = OUTAGE_SHARE * total / np.maximum(intervals, 1)
+    pooled = _estimate_burstiness(rows[..., 0] + rows[..., 2], n + rows[..., 3])
+    return np.asarray(np.maximum.reduce([np.ones_like(unseen), unseen, _estimate_burstiness(rows[..., 0], n), pooled]))
+
+
+def _estimate_burstiness(events: Array, n: Array) -> Array:
+    """Return the index of dispersion of events over intervals, the last axis."""
     rate = events.sum(-1, keepdims=True) / np.maximum(n.sum(-1, keepdims=True), 1)
     varied = ((events - rate * n) ** 2).sum(-1)
-    return np.asarray(np.maximum(1.0, (varied + _FEW) / ((rate * (1 - rate) * n).sum(-1) + _FEW)))
+    return np.asarray((varied + _FEW) / ((rate * (1 - rate) * n).sum(-1) + _FEW))

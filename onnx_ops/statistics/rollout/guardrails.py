@@ -40,8 +40,10 @@ MISMATCH_TOLERANCE = 0.1
 BREAKER_REQUESTS = 20
 BREAKER_SHARE = 0.5
 BREAKER_TIMES = 5
-"""Half of 20 or more requests failed, and five times the stable version's share. Requests count by their design effect:
-twenty of one user are one."""
+"""Half of 20 or more requests failed, and five times the stable version's share. In an A/B test, requests count by
+their design effect: twenty of one user are one."""
+BREAKER_LIMIT = 3.0
+"""log10 of the evidence for a gross failure by units, which is looked at within epochs, too."""
 REFUSED_REQUESTS = 200
 REFUSED_SHARE = 0.1
 """A tenth of 200 or more requests was refused, and five times the stable version's share."""
@@ -176,7 +178,7 @@ def compute_mismatch_evidence(
     It is wrong if it is not within a tenth of the candidate's weight. Beta-binomial mixture over the binomial that fits
     best within the tolerance; dividing by the best fit keeps the evidence valid for each split in it (universal
     inference: Wasserman, Ramdas and Balakrishnan 2020, PNAS 117:16880-16890). The arguments broadcast; percent lies
-    strictly between 0 and 100; effect is that of the requests (`design_effect.compute_request_effect`).
+    strictly between 0 and 100; effect is that of the requests (`design_effect.compute_split_effect`); units have none.
     """
     k = np.asarray(canary, dtype=np.float64)
     n = np.asarray(requests, dtype=np.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -9,17 +10,24 @@ import numpy as np
 
 from onnx_ops.domain.rollout import AnalysisResult, GuardrailResult, Roles
 from onnx_ops.domain.rollout_observations import (
+    BADNESS_EDGES,
     EvidencePath,
+    GenerationUnits,
     ObservationInterval,
     Observations,
     RequestCounts,
     ShadowCounts,
+    UnitCounts,
 )
-from onnx_ops.domain.rollout_policy import Guardrail, PlannedStep, RolloutPolicy, SplitTest
+from onnx_ops.domain.rollout_policy import Guardrail, PlannedStep, RolloutPolicy, ShadowTrial
 from onnx_ops.statistics.rollout import design_effect, guardrails
 from onnx_ops.statistics.rollout import evidence as ev
+from onnx_ops.statistics.rollout.guardrails import BREAKER_LIMIT, BREAKER_SHARE, BREAKER_TIMES, REFUSED_SHARE
+from onnx_ops.statistics.rollout.unit_evidence import measure_unit_evidence, to_array
 
 Row = tuple[int, int, int, int]
+MAX_POINTS = 60
+"""Points of a plot."""
 
 
 def analyze(observations: Observations | None, roles: Roles, policy: RolloutPolicy) -> AnalysisResult | None:
@@ -42,47 +50,25 @@ def judge(observations: Observations, policy: RolloutPolicy) -> AnalysisResult:
     if step.kind == "cold" and policy.cold is not None:
         guards.append(guardrails.evaluate_cold_start(policy.cold, *observations.cold_s, compute_firing_limit(policy)))
     elif step.kind == "shadow" and policy.shadow is not None:
-        copies = ShadowCounts(
-            compared=sum(each.shadow.compared for each in here),
-            differing=sum(each.shadow.differing for each in here),
-            failed=sum(each.shadow.failed for each in here),
-        )
-        share = policy.shadow.max_differing
-        rule = f"{copies.differing} of {copies.compared} differ, {copies.failed} failed, {100 * share:g} % may"
-        guards.append(
-            GuardrailResult(
-                name="shadow answers",
-                evidence=ev.compute_evidence_above(copies.wrong, copies.seen, share),
-                limit=compute_firing_limit(policy),
-                compared=copies.seen,
-                required=policy.shadow.min_requests,
-                rule=rule,
-            )
-        )
+        copies = _sum_copies(here)
+        guards.append(_evaluate_shadow(copies, policy.shadow, compute_firing_limit(policy)))
         requests = copies.seen
+        share = policy.shadow.max_differing
         short = _explain_uncertified(copies.wrong, copies.seen, share, "answers differ or failed", "share")
     else:
-        if policy.slo is not None:
-            effect = _compute_error_effect(observations)
-            rate = policy.slo.error_rate
-            short = _explain_uncertified(canary.errors, canary.requests, rate, "requests failed", "rate", effect)
-        fewest = design_effect.MIN_INTERVALS
-        if not short and not observations.units and policy.guardrails and len(here) < fewest:
-            # Without counts by user, one interval's counts may be of one user.
-            short = f"{len(here)} of {fewest} intervals, which a source takes that does not count by user"
-        crowded = design_effect.compute_request_effect(observations.units_of("errors"))
-        mismatch = explain_traffic_mismatch(canary.requests, canary.requests + stable.requests, step, crowded)
+        short = _find_shortage(observations, here, step, policy)
+        mismatch = _find_mismatch(observations, canary.requests, canary.requests + stable.requests, step)
     outcome: ev.SplitDecision = "undecided"
     line = ""
     if step.kind == "ab_test" and policy.ab_test is not None:
-        outcome, line = judge_split_test(observations, here, policy.ab_test)
+        outcome, line = judge_split_test(observations, here, policy)
     return AnalysisResult(
         started_at=observations.started_at,
         requests=requests,
         guardrails=tuple(guards),
         unmet_target=short,
         split_mismatch=mismatch,
-        gross_failure=_describe_failure(here, canary, stable, _compute_effect(observations, "errors", ())),
+        gross_failure=_describe_failure(observations, here),
         ab_outcome=outcome,
         ab_summary=line,
     )
@@ -100,47 +86,35 @@ def evaluate_guardrail(
     step: PlannedStep,
     policy: RolloutPolicy,
 ) -> GuardrailResult:
-    """Evaluate one guardrail over all intervals; `here` are those of the present step."""
+    """Evaluate one guardrail over the whole rollout; `here` are the intervals of the present step."""
     limit, intervals = compute_firing_limit(policy), observations.intervals
+    holds = rail.on_violation == "hold"
     counted = {place: count_events(place, intervals) for place in rail.places}
     if not any(counted.values()) and any(one.canary_latency for one in intervals):
-        if rail.name not in guardrails.MIN_SIGN_REQUESTS:
-            return GuardrailResult(name=rail.name, limit=limit, required=1)
-        slower, compared = guardrails.count_slower_intervals(intervals, rail.name)
-        margin = f"{100 * (guardrails.SLOWER_MARGIN - 1):.0f} %"
-        return GuardrailResult(
-            name=rail.name,
-            evidence=guardrails.compute_sign_evidence(slower, compared),
-            limit=limit,
-            holds=rail.on_violation == "hold",
-            compared=guardrails.count_slower_intervals(here, rail.name)[1],
-            required=guardrails.MIN_SIGN_INTERVALS if step.percent else 0,
-            rule=f"the candidate was over {margin} slower in {slower} of {compared} intervals",
-        )
+        return _evaluate_percentiles(rail, observations, here, step, limit)
     needed = step.minimum if step.percent else 0
     if not all(counted.values()):
-        return GuardrailResult(name=rail.name, limit=limit, required=needed, holds=rail.on_violation == "hold")
-    effects = {place: _compute_effect(observations, place, rows) for place, rows in counted.items()}
-    evidences = {
-        place: ev.measure_evidence(rows, rail.tolerated(place), effects[place]) for place, rows in counted.items()
-    }
+        return GuardrailResult(name=rail.name, limit=limit, required=needed, holds=holds)
+    evidences, effects = {}, {}
+    for place in rail.places:
+        evidences[place], effects[place] = _measure_place(place, rail.tolerated(place), observations)
     worst = max(evidences, key=lambda place: evidences[place])
     rows, alone = counted[worst], len(evidences) == 1
-    # Bounds of the place that was chosen for being the worst would not hold.
-    low, high = ev.bound_odds_ratio(rows, effects[worst]) if alone else (None, None)
-    requests = sum(row[1] for row in count_events(worst, here) if row[3])
+    # Bounds of the place that was chosen for being the worst would not hold, and units have no odds ratio.
+    low, high = ev.bound_odds_ratio(rows, effects[worst]) if alone and not observations.drawn else (None, None)
     return GuardrailResult(
         name=rail.name,
         percentile="" if alone else worst.partition("@")[2],
         canary=(sum(row[0] for row in rows), sum(row[1] for row in rows)),
         stable=(sum(row[2] for row in rows), sum(row[3] for row in rows)),
+        units=_count_bad_units(observations, worst),
         evidence=float(ev.average_evidence(list(evidences.values()))),
         limit=limit,
         low=low,
         high=high,
         design_effect=effects[worst],
-        holds=rail.on_violation == "hold",
-        compared=requests,
+        holds=holds,
+        compared=sum(row[1] for row in count_events(worst, here) if row[3]),
         required=needed,
     )
 
@@ -156,22 +130,146 @@ def count_events(place: str, intervals: Sequence[ObservationInterval]) -> list[R
     return rows
 
 
-def trace_guardrails(observations: Observations, policy: RolloutPolicy) -> tuple[EvidencePath, ...]:
-    """Return the evidence after each interval, for a plot."""
+def trace_guardrails(history: Sequence[Observations], policy: RolloutPolicy) -> tuple[EvidencePath, ...]:
+    """Return the evidence after each of these observations, oldest first, for a plot of at most `MAX_POINTS` points."""
+    step, last = max(1, math.ceil(len(history) / MAX_POINTS)), len(history) - 1
+    points = [judge(each, policy) for index, each in enumerate(history) if index == last or index % step == 0]
     paths = []
     for rail in policy.guardrails:
-        counted = {place: count_events(place, observations.intervals) for place in rail.places}
-        rows = counted[rail.places[0]]
-        sums = [sum(row[1] for row in rows[: index + 1]) for index in range(len(rows))]
-        lines = [
-            ev.trace_evidence(rows, rail.tolerated(place), _compute_effect(observations, place, rows))
-            for place, rows in counted.items()
+        found = [
+            guard for judged in points for guard in judged.guardrails if guard.name == rail.name and not guard.rule
         ]
-        values = ev.average_evidence(np.stack(lines, axis=-1))
-        limit = compute_firing_limit(policy)
-        path = EvidencePath(name=rail.name, requests=tuple(sums), log10_evidence=tuple(values.tolist()), limit=limit)
-        paths.append(path)
+        paths.append(
+            EvidencePath(
+                name=rail.name,
+                requests=tuple(guard.canary[1] for guard in found),
+                log10_evidence=tuple(guard.evidence for guard in found),
+                limit=compute_firing_limit(policy),
+            )
+        )
     return tuple(paths)
+
+
+def _measure_place(place: str, tolerated: float, observations: Observations) -> tuple[float, float]:
+    """Return log10 of the evidence of the whole rollout, and the design effect of the counts that need one.
+
+    Evidence of units and that of an A/B test after them multiply: the latter is an e-process given the former.
+    """
+    evidence, effect = measure_unit_evidence(observations.drawn, place, tolerated), 1.0
+    steps = {split.step for split in observations.drawn}
+    if rows := count_events(place, [each for each in observations.intervals if each.step not in steps]):
+        effect = _compute_effect(observations, place, rows)
+        evidence += ev.measure_evidence(rows, tolerated, effect)
+    return evidence, effect
+
+
+def _is_drawn(observations: Observations) -> bool:
+    """Return whether users are assigned anew in each epoch of the present step, and the source counts units."""
+    return any(split.step == observations.step for split in observations.drawn)
+
+
+def _count_bad_units(observations: Observations, place: str) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """Return the units of either version with any event, and all; None where none are counted."""
+    if not observations.drawn:
+        return None
+    counts = _sum_units(observations.drawn, place).astype(int)
+    (good, mine), (fine, theirs) = ((int(row[0]), int(row.sum())) for row in counts)
+    return (mine - good, mine), (theirs - fine, theirs)
+
+
+def _sum_units(splits: Sequence[GenerationUnits], place: str) -> ev.Array:
+    return np.asarray(sum((to_array(split.units.get(place, UnitCounts())) for split in splits), to_array(UnitCounts())))
+
+
+def _evaluate_percentiles(
+    rail: Guardrail,
+    observations: Observations,
+    here: Sequence[ObservationInterval],
+    step: PlannedStep,
+    limit: float,
+) -> GuardrailResult:
+    """Evaluate a guardrail of a source that reports percentiles only."""
+    if rail.name not in guardrails.MIN_SIGN_REQUESTS:
+        return GuardrailResult(name=rail.name, limit=limit, required=1)
+    slower, compared = guardrails.count_slower_intervals(observations.intervals, rail.name)
+    margin = f"{100 * (guardrails.SLOWER_MARGIN - 1):.0f} %"
+    return GuardrailResult(
+        name=rail.name,
+        evidence=guardrails.compute_sign_evidence(slower, compared),
+        limit=limit,
+        holds=rail.on_violation == "hold",
+        compared=guardrails.count_slower_intervals(here, rail.name)[1],
+        required=guardrails.MIN_SIGN_INTERVALS if step.percent else 0,
+        rule=f"the candidate was over {margin} slower in {slower} of {compared} intervals",
+    )
+
+
+def _evaluate_shadow(copies: ShadowCounts, trial: ShadowTrial, limit: float) -> GuardrailResult:
+    share = trial.max_differing
+    return GuardrailResult(
+        name="shadow answers",
+        evidence=ev.compute_evidence_above(copies.wrong, copies.seen, share),
+        limit=limit,
+        compared=copies.seen,
+        required=trial.min_requests,
+        rule=f"{copies.differing} of {copies.compared} differ, {copies.failed} failed, {100 * share:g} % may",
+    )
+
+
+def _find_shortage(
+    observations: Observations, here: Sequence[ObservationInterval], step: PlannedStep, policy: RolloutPolicy
+) -> str:
+    """Return what the traffic of the step has not shown yet, guardrails apart; empty if nothing is missing."""
+    if policy.slo is not None and (short := _explain_service_level(here, policy.slo.error_rate)):
+        return short
+    if _is_drawn(observations):
+        places = ("errors", *(rail.places[0] for rail in policy.guardrails if rail is not policy.cold))
+        counted = {place: _count_units(observations, step, place)[0] for place in places}
+        place = min(counted, key=lambda place: counted[place])
+        if counted[place] < policy.min_units:
+            return (
+                f"{place} has {counted[place]} of {policy.min_units} independent units of the candidate "
+                "(a user in an epoch, or a request without a key)"
+            )
+    elif observations.counts:
+        users = _count_users(observations, "feedback" if step.kind == "ab_test" else "errors")
+        return "" if users >= policy.min_units else _explain_few_users(users, policy)
+    elif policy.guardrails and len(here) < (fewest := design_effect.MIN_INTERVALS):
+        # Without units, one interval's counts may be of one user.
+        return f"{len(here)} of {fewest} intervals, which a source takes that does not count by user"
+    return ""
+
+
+def _count_units(observations: Observations, step: PlannedStep, place: str) -> tuple[int, int]:
+    """Return the candidate's units of a place in closed epochs of the present step, and those of both versions."""
+    splits = [s for s in observations.drawn if (s.step, s.percent) == (observations.step, step.percent)]
+    counts = _sum_units(splits, place)
+    return int(counts[0].sum()), int(counts.sum())
+
+
+def _count_users(observations: Observations, place: str) -> float:
+    """Return the effective number of users of the version that has fewer of them, in the present step."""
+    blocks = observations.sum_blocks(place)
+    return min(map(design_effect.count_effective_users, blocks)) if len(blocks) > 1 else 0.0
+
+
+def _explain_few_users(users: float, policy: RolloutPolicy) -> str:
+    missing = math.ceil(policy.min_units - users)
+    return (
+        f"the results of each version come from {users:.0f} equally active users or more, "
+        f"and {policy.min_units} are needed: {missing} are missing"
+    )
+
+
+def _explain_service_level(here: Sequence[ObservationInterval], rate: float) -> str:
+    """Return why the service level is not shown yet; empty if it is. The statement covers the time of the intervals."""
+    rows = [row for row in count_events("errors", here) if row[1]]
+    if not rows:
+        return "no request to the candidate was counted, and its service level is not shown"
+    errors, requests = sum(row[0] for row in rows), sum(row[1] for row in rows)
+    effect = float(design_effect.estimate_error_effect(rows))
+    covered = f"requests in {len(rows)} intervals ({sum(each.seconds for each in here) / 60:.0f} min) failed"
+    return _explain_uncertified(errors, requests, rate, covered, "rate", effect)
 
 
 def _explain_uncertified(bad: int, total: int, share: float, what: str, noun: str, effect: float = 1.0) -> str:
@@ -182,21 +280,27 @@ def _explain_uncertified(bad: int, total: int, share: float, what: str, noun: st
     return f"{bad} of {total} {what}, which shows a {noun} below {100 * shown:.3g} %, not below {100 * share:g} %"
 
 
-def explain_traffic_mismatch(canary: int, requests: int, step: PlannedStep, effect: float = 1.0) -> str:
-    """Return why the split of requests cannot be the requested one; empty if it can."""
+def _find_mismatch(observations: Observations, canary: int, requests: int, step: PlannedStep) -> str:
+    """Return why the split cannot be the requested one; empty if it can."""
     if not 0 < step.percent < 100:
         return ""
+    noun, effect = "requests", 1.0
+    if _is_drawn(observations):
+        noun, (canary, requests) = "units", _count_units(observations, step, "errors")
+    elif blocks := observations.sum_blocks("errors"):
+        effect = design_effect.compute_split_effect(blocks)
     if float(guardrails.compute_mismatch_evidence(canary, requests, step.percent, effect)) < guardrails.MISMATCH_LIMIT:
         return ""
-    return f"{canary} of {requests} requests ({100 * canary / requests:.1f} %) went to the candidate"
+    return f"{canary} of {requests} {noun} ({100 * canary / requests:.1f} %) went to the candidate"
 
 
 def judge_split_test(
-    observations: Observations, here: Sequence[ObservationInterval], test: SplitTest
+    observations: Observations, here: Sequence[ObservationInterval], policy: RolloutPolicy
 ) -> tuple[ev.SplitDecision, str]:
     """Return the decision of the A/B test, and its description in one line."""
+    test = policy.ab_test
     canary, stable = _sum_tallies([each.canary for each in here]), _sum_tallies([each.stable for each in here])
-    if not canary.feedback or not stable.feedback:
+    if test is None or not canary.feedback or not stable.feedback:
         return "undecided", ""
     rows = [(o.canary.successes, o.canary.feedback, o.stable.successes, o.stable.feedback) for o in here]
     effect = _compute_effect(observations, "feedback", rows)
@@ -212,32 +316,17 @@ def judge_split_test(
         high=high,
         design_effect=effect,
     )
-    return decision, f"{guard.summary.removesuffix(' -> ROLL BACK')} -> {decision.upper()}"
+    line = guard.summary.removesuffix(" -> ROLL BACK")
+    if observations.counts and (users := _count_users(observations, "feedback")) < policy.min_units:
+        return "undecided", f"{line}; {_explain_few_users(users, policy)} -> UNDECIDED"
+    return decision, f"{line} -> {decision.upper()}"
 
 
-def _compute_effect(observations: Observations, name: str, rows: Sequence[Row]) -> float:
-    """Return the design effect of a guardrail's events: by user if the source counts users, else by interval."""
-    if epochs := observations.units_of(name):
-        return design_effect.bound_design_effect(epochs)
+def _compute_effect(observations: Observations, place: str, rows: Sequence[Row]) -> float:
+    """Return the design effect of events: by block of users if the source counts those, else by interval."""
+    if blocks := observations.sum_blocks(place):
+        return design_effect.compute_block_effect(blocks)
     return float(design_effect.estimate_dispersion(rows)) if rows else 1.0
-
-
-def _compute_error_effect(observations: Observations) -> float:
-    """Return the design effect of errors for the service level.
-
-    By user, and by the variation of intervals for requests without a key.
-    """
-    rows = [
-        (interval.canary.errors, interval.canary.requests, interval.stable.errors, interval.stable.requests)
-        for interval in observations.intervals
-    ]
-    varied = float(design_effect.estimate_burstiness(rows)) if rows else 1.0
-    epochs = observations.units_of("errors")
-    if not epochs:
-        return varied
-    events, squared = sum(epoch.events for epoch in epochs), sum(epoch.events_squared**0.5 for epoch in epochs) ** 2
-    crowded = design_effect.compute_request_effect(epochs)
-    return max(varied, float(design_effect.compute_error_effect(events, squared, crowded)))
 
 
 def _get_events(place: str, tally: RequestCounts) -> tuple[int | None, int]:
@@ -247,15 +336,18 @@ def _get_events(place: str, tally: RequestCounts) -> tuple[int | None, int]:
     return tally.over().get(place), tally.measured
 
 
-def _describe_failure(
-    here: Sequence[ObservationInterval], canary: RequestCounts, stable: RequestCounts, effect: float
-) -> str:
-    """Describe a gross failure of the last interval or the step as a whole; empty if there is none."""
+def _describe_failure(observations: Observations, here: Sequence[ObservationInterval]) -> str:
+    """Describe a gross failure of the candidate; empty if there is none."""
+    if _is_drawn(observations):
+        return _describe_failing_units(observations)
+    canary, stable = _sum_tallies([each.canary for each in here]), _sum_tallies([each.stable for each in here])
     if guardrails.is_refusing((canary.refused, canary.requests), (stable.refused, stable.requests)):
         return (
             f"refusals: the candidate refused {canary.refused} of {canary.requests} requests, "
             f"the stable version {stable.refused} of {stable.requests} -> ROLL BACK"
         )
+    blocks = observations.sum_blocks("errors")
+    effect = design_effect.compute_block_effect(blocks) if blocks else 1.0
     for mine, theirs in (*((each.canary, each.stable) for each in here[-1:]), (canary, stable)):
         if guardrails.is_grossly_failing((mine.failed, mine.requests), (theirs.failed, theirs.requests), effect):
             return (
@@ -265,14 +357,34 @@ def _describe_failure(
     return ""
 
 
+def _describe_failing_units(observations: Observations) -> str:
+    """Describe a gross failure by units, those of the epoch in progress included; empty if there is none.
+
+    Evidence is not valid within an epoch, where the same coins are looked at again. A higher limit makes up for it.
+    """
+    latest, splits = observations.open_epoch, list(observations.drawn)
+    if latest is not None:
+        splits = [each.with_epoch(latest) if each.generation == latest.generation else each for each in splits]
+    here = [each for each in splits if each.step == observations.step]
+    for place, share, what in (("errors", BREAKER_SHARE, "failed"), ("refused", REFUSED_SHARE, "were refused")):
+        counts = _sum_units(here, place)
+        mine, theirs = counts @ BADNESS_EDGES / np.maximum(1, counts.sum(axis=1))
+        if mine < max(share, BREAKER_TIMES * theirs):
+            continue
+        if measure_unit_evidence(splits, place, 1.0) >= BREAKER_LIMIT:
+            return (
+                f"gross failure: {100 * mine:.0f} % of requests {what} in {counts[0].sum():.0f} units of the "
+                f"candidate, {100 * theirs:.2g} % in {counts[1].sum():.0f} of the stable version -> ROLL BACK"
+            )
+    return ""
+
+
 def _sum_tallies(tallies: Sequence[RequestCounts]) -> RequestCounts:
-    return RequestCounts(
-        requests=sum(one.requests for one in tallies),
-        errors=sum(one.errors for one in tallies),
-        refused=sum(one.refused for one in tallies),
-        feedback=sum(one.feedback for one in tallies),
-        successes=sum(one.successes for one in tallies),
-    )
+    return functools.reduce(RequestCounts.plus, tallies, RequestCounts())
+
+
+def _sum_copies(intervals: Sequence[ObservationInterval]) -> ShadowCounts:
+    return functools.reduce(ShadowCounts.plus, (each.shadow for each in intervals), ShadowCounts())
 
 
 def describe_policy(policy: RolloutPolicy, capabilities: frozenset[str]) -> Iterator[str]:
@@ -286,9 +398,11 @@ def describe_policy(policy: RolloutPolicy, capabilities: frozenset[str]) -> Iter
             rate = policy.slo.error_rate
             clean = ev.compute_clean_requests(rate)
             in_all = math.ceil(100 * max(clean, step.minimum) / step.percent)
+            intervals = math.ceil(clean * design_effect.OUTAGE_SHARE)
             yield (
                 f"step {step.percent}%: to show an error rate below {100 * rate:g}% takes {clean:,} error-free "
-                f"requests to the candidate; with min_requests {step.minimum:,} that is about {in_all:,} in total"
+                f"requests to the candidate in at least {intervals:,} intervals of a minute; with min_requests "
+                f"{step.minimum:,} that is about {in_all:,} in total"
             )
     if any(rail.name != "errors" for rail in policy.guardrails) and "exceedances" not in capabilities:
         yield "latency is judged by percentiles: the provider does not count requests over a threshold"

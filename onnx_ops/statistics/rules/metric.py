@@ -38,7 +38,7 @@ _P_VALUES = 4
 """Schema of evidence that introduced p-values in results; older evidence is judged without them."""
 
 _EVEN_ROWS = 75
-"""Least effective rows (or groups) for a PASS of a largest error; chosen by simulation."""
+"""Least effective rows (or groups) for a PASS of an absolute limit on an error; chosen by simulation."""
 
 _CONCENTRATED = 1 / 8
 """Share of the rows: rows are named when fewer equally bad ones carry the error; about 1/3 for normal errors."""
@@ -195,7 +195,7 @@ def _judge(name: str, limit: MetricLimit, entry: _Entry) -> GateResult:
     if interval is None:
         return replace(blank, verdict=Verdict.INCONCLUSIVE, reason=f"{name} has no interval that fits {limit.text}")
     verdict = limit.verdict(interval.low, interval.high)
-    if verdict is Verdict.PASS and limit.kind == "max" and _is_uneven(entry):
+    if verdict is Verdict.PASS and (_rests_on_few(limit, entry) if limit.of_change else _is_uneven(entry)):
         verdict = Verdict.INCONCLUSIVE
     return replace(
         blank,
@@ -213,6 +213,21 @@ def _judge(name: str, limit: MetricLimit, entry: _Entry) -> GateResult:
 def _is_uneven(entry: _Entry) -> bool:
     """Return whether so few rows carry the error that an unseen one may be as bad as all of them together."""
     return isinstance(entry, ScoreComparison) and entry.effective is not None and entry.effective < _EVEN_ROWS
+
+
+def _rests_on_few(limit: MetricLimit, entry: _Entry) -> bool:
+    """Return whether few rows carry the losses of both models, and the other rows do not keep the limit."""
+    if not isinstance(entry, ScoreComparison) or not entry.carrying:
+        return False
+    rest = _get_rest(limit, entry)
+    return rest is None or limit.verdict(rest, rest) is not Verdict.PASS
+
+
+def _get_rest(limit: MetricLimit, entry: ScoreComparison) -> float | None:
+    """Return the change in the rows that carry little of the losses, in the terms of the limit."""
+    if entry.rest is None:
+        return None
+    return entry.rest - 1 if limit.kind == "max_increase" else entry.rest
 
 
 def _p_value(limit: MetricLimit, entry: _Entry, interval: Interval) -> float:
@@ -247,6 +262,8 @@ def _find_interval(limit: MetricLimit, entry: _Entry) -> Interval | None:
 def _find_problem(entry: _Entry) -> str:
     if isinstance(entry, PairedCounts):
         parts = (entry.both, entry.only_baseline, entry.only_candidate)
+        if entry.equal and any(parts[1:]):
+            return "it calls two models equal that are right on different rows"
         if not (1 <= entry.change_effect < math.inf and 1 <= entry.value_effect < math.inf):
             return "its design effect is below 1 or not finite"
         return "its counts do not add up" if min(parts) < 0 or sum(parts) > entry.n else ""
@@ -262,18 +279,36 @@ def _explain(name: str, limit: MetricLimit, entry: _Entry, interval: Interval, v
     verb = f"{name} changes by" if limit.of_change else f"{name} is"
     against = f" against {name_baseline(entry.against)}" if limit.of_change else ""
     ends = f"[{limit.format(interval.low)}, {limit.format(interval.high)}]"
-    reason = (
-        f"{verb} {limit.format(interval.estimate)} {ends}{against}, limit {limit.format(limit.bound)}, n = {entry.n}"
-    )
+    change = f"{limit.format(interval.estimate)} {ends}"
+    if limit.of_change and interval.is_point:
+        change = "exactly 0"
+    reason = f"{verb} {change}{against}, limit {limit.format(limit.bound)}, n = {entry.n}"
     if entry.groups:
         reason += f" in {entry.groups} groups"
+    if limit.of_change and interval.is_point:
+        return f"{reason}: both models answer every row alike"
     if isinstance(entry, PairedCounts) and limit.of_change:
         reason += f" ({entry.only_baseline} lost, {entry.only_candidate} won)"
     if verdict is not Verdict.INCONCLUSIVE:
         return reason
-    if isinstance(entry, ScoreComparison) and entry.effective is not None and entry.heavy:
-        units, rows = entry.groups or entry.n, ", ".join(str(row) for row in sorted(entry.heavy))
-        if entry.effective < _CONCENTRATED * units or (limit.kind == "max" and _is_uneven(entry)):
-            reason += f"; few rows carry the error ({entry.effective:.0f} of {units} count): look at rows {rows}"
+    if isinstance(entry, ScoreComparison):
+        reason += _explain_few_rows(limit, entry)
+        if limit.of_change and interval.estimate == 0:
+            reason += "; no change was seen, but unseen rows leave room for one: add rows, of the rarest class first"
     advice = advise_sample_size(entry.n)
     return f"{reason}; {advice}" if advice else reason
+
+
+def _explain_few_rows(limit: MetricLimit, entry: ScoreComparison) -> str:
+    """Return how many rows carry the error, and which, where they are few; else an empty text."""
+    units, kind = entry.groups or entry.n, "groups" if entry.groups else "rows"
+    rows = f": look at rows {', '.join(str(row) for row in sorted(entry.heavy))}" if entry.heavy else ""
+    if limit.of_change and _rests_on_few(limit, entry):
+        rest = _get_rest(limit, entry)
+        others = "the others have no error" if rest is None else f"in the others it changes by {limit.format(rest)}"
+        return f"; {entry.carrying} of {units} {kind} carry it, and {others}{rows}"
+    if entry.effective is None or not entry.heavy:
+        return ""
+    if entry.effective < _CONCENTRATED * units or (not limit.of_change and _is_uneven(entry)):
+        return f"; few rows carry the error ({entry.effective:.0f} of {units} count){rows}"
+    return ""

@@ -14,7 +14,6 @@ from onnx_ops.domain.evidence import (
     WeightMeasurement,
 )
 from onnx_ops.domain.gate import ParityGate
-from onnx_ops.statistics.parity import pool_noise
 from onnx_ops.statistics.rules.common import as_percent, join_lines, make_unmeasured
 
 COMPENSATED = 0.95
@@ -54,9 +53,8 @@ def _judge_outputs(
     metric: str, gate: ParityGate, measurements: Sequence[ParityMeasurement], divergence: Divergence | None
 ) -> Iterator[GateResult]:
     """Yield the verdict on inputs that callers can send, and one advisory line if others differ."""
-    pooled = pool_noise(measurements)
-    binding = [m for m in pooled if gate.rule(m.group, inside=m.inside) == "fail"]
-    outside = [m for m in pooled if gate.rule(m.group, inside=m.inside) == "advise"]
+    binding = [m for m in measurements if gate.rule(m.group, inside=m.inside) == "fail"]
+    outside = [m for m in measurements if gate.rule(m.group, inside=m.inside) == "advise"]
     yield _verdict(metric, gate, binding, divergence)
     if differing := [m for m in outside if m.mismatch or m.ratio > gate.noise_factor]:
         worst = max(differing, key=_rank_badness)
@@ -81,8 +79,9 @@ def _verdict(
     worst = max(measurements, key=_rank_badness)
     rows = sum(m.rows for m in measurements if m.output == worst.output)
     good = not worst.mismatch and worst.ratio <= gate.noise_factor
+    visible = _describe_visible(worst, gate)
     no_limit = worst.mismatch or (worst.noise == 0 and worst.error > 0)
-    reason = _describe(worst) + ("" if no_limit else f", limit {gate.noise_factor:.4g}x") + f", {rows} rows"
+    reason = _describe(worst) + ("" if no_limit else f", limit {gate.noise_factor:.4g}x") + visible + f", {rows} rows"
     if differing := sum(m.explained + m.unexplained for m in measurements):
         explained = sum(m.explained for m in measurements)
         reason += f"; of {differing} answers that differ, {explained} are explained by rounding of the inputs"
@@ -103,6 +102,14 @@ def _verdict(
     )
 
 
+def _describe_visible(m: ParityMeasurement, gate: ParityGate) -> str:
+    """Describe the smallest error that the gate sees in the worst column."""
+    if m.mismatch or not m.scale or not m.noise:
+        return ""
+    smallest = m.noise * gate.noise_factor
+    return f", smallest visible error {as_percent(smallest / m.scale)} of the largest answer {m.scale:.3g}"
+
+
 def _limit(gate: ParityGate) -> str:
     return f"error ≤ {gate.noise_factor:.4g}x noise"
 
@@ -112,7 +119,7 @@ def _rank_badness(m: ParityMeasurement) -> tuple[bool, float, float, str, str]:
 
 
 def _describe(m: ParityMeasurement) -> str:
-    where = f"output {m.output!r}, inputs {m.group!r}"
+    where = f"output {m.output!r}, inputs {m.group!r}" + (f", {m.column}" if m.column else "")
     if m.mismatch:
         return f"{where}: {join_lines(m.mismatch)}"
     if m.noise == 0 and m.error > 0:
@@ -152,10 +159,16 @@ def _judge_weights(gate: ParityGate, evidence: Evidence) -> GateResult:
 def _is_rounded(weight: WeightMeasurement, gate: ParityGate) -> bool:
     """Return whether a weight was rounded, or moved further so that errors compensate, as GPTQ does.
 
-    No fault brings a layer's answers closer to the float export's than plain rounding does.
+    No fault brings a layer's answers closer to the float export's than plain rounding does. A bias that does so is
+    corrected, however far it moves: it adds to every row alike.
     """
-    moved = weight.output_error is not None and weight.output_error <= COMPENSATED and weight.steps <= FURTHEST
-    return weight.steps <= gate.weight_steps or moved
+    return weight.steps <= gate.weight_steps or is_compensating(weight)
+
+
+def is_compensating(weight: WeightMeasurement) -> bool:
+    """Return whether a weight or bias was moved so that the errors of rounding compensate."""
+    moved = weight.output_error is not None and weight.output_error <= COMPENSATED
+    return moved and (weight.bias or weight.steps <= FURTHEST)
 
 
 def judge_trees(evidence: Evidence) -> Iterator[GateResult]:
@@ -268,7 +281,12 @@ def judge_coverage(evidence: Evidence) -> Iterator[GateResult]:
 
 
 def judge_source(evidence: Evidence) -> Iterator[GateResult]:
-    """Yield advisory lines on a source that refuses NaN or is slow."""
+    """Yield advisory lines on inputs without effect, and on a source that refuses NaN or is slow."""
+    if evidence.unused_inputs:
+        names = ", ".join(evidence.unused_inputs[:_NAMED])
+        more = f" and {len(evidence.unused_inputs) - _NAMED} more" if len(evidence.unused_inputs) > _NAMED else ""
+        reason = f"no answer to the compared rows depends on {names}{more}: leave it out, or look for a wrong name"
+        yield _make_result("unused inputs", join_lines(reason), passes=True, unit="", advisory=True)
     source = evidence.source
     if source is not None and source.nan == "refused":  # no ONNX file does so automatically
         reason = "the source refuses NaN, so that there is no answer to compare with: an endpoint must refuse it too"

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
+from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import (
     ConflictError,
     DigestMismatchError,
@@ -21,21 +18,18 @@ from onnx_ops.errors import (
     ServiceUnavailableError,
     UserError,
 )
-from onnx_ops.protocol.routing_table import RoutingTable, TableFile, build_next_table
+from onnx_ops.protocol.routing_table import RoutingTable, TableFile
 from onnx_ops.serving.inference import deployments
 from onnx_ops.serving.inference.deployments import (
     LoadedDeployment,
     LoadedDeployments,
     TableRevision,
-    TrafficRouter,
-    mix_bits,
 )
 from onnx_ops.serving.inference.models import load_model
 from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQueue, WorkerThreads
 from onnx_ops.serving.metrics import LOAD_FAILURES, LOADS, REVISION, MetricsRow, SharedMetrics
 from onnx_ops.serving.workers.supervisor import TablePublisher
 from onnx_ops.testing.endpoints import state_of
-from tests.support.endpoints import fileless_deployment
 
 
 class Loads:
@@ -126,7 +120,7 @@ def test_prepare_with_unequal_traffic_builds_a_control_replica(
     control = server.deployments.get_current().control
     assert control is not None
     loaded, replica = control.loaded, control.replica
-    assert (loaded.deployment, control.share) == (blue, 1 / 9)
+    assert loaded.deployment == blue
     assert (replica.deployment, replica.slot, replica.header_lines) == (blue, loaded.slot, loaded.header_lines)
     assert replica.row is loaded.row
     assert replica.queue.row is not loaded.row
@@ -134,7 +128,6 @@ def test_prepare_with_unequal_traffic_builds_a_control_replica(
     again = server.deployments.get_current().control
     assert again is not None
     assert again.replica is replica
-    assert again.share == 1 / 3
     server.publish(4, state_of(blue, green, blue=50, green=50))
     assert server.deployments.get_current().control is None
     server.publish(5, state_of(blue, green, blue=20, green=80))
@@ -260,65 +253,3 @@ def test_nothing_to_restore(server: Server) -> None:
     server.endpoint.restore()
     assert server.endpoint.state is None
     assert server.shared.header[REVISION] == 0
-
-
-USERS = [f"user-{number}".encode() for number in range(20_000)]
-
-
-def table(weights: dict[str, int], previous: RoutingTable | None = None, content: str = "") -> RoutingTable:
-    deployments = tuple(fileless_deployment(name, name + content) for name in weights)
-    return build_next_table(previous, EndpointState(deployments=deployments, split=TrafficSplit(weights=weights)))
-
-
-def split(candidate: int, content: str = "") -> TrafficRouter:
-    old = table({"old": 100}, content=content)
-    return TrafficRouter.from_table(table({"old": 100 - candidate, "new": candidate}, old, content))
-
-
-def route(router: TrafficRouter, key: bytes) -> str:
-    return router.route_user(router.hash_key(key))
-
-
-@given(st.binary(max_size=40), st.integers(0, 100), st.integers(0, 100))
-def test_raising_the_candidate_only_moves_users_into_it(key: bytes, one: int, other: int) -> None:
-    low, high = sorted((one, other))
-    if low > 0 and route(split(low), key) == "new":
-        assert route(split(high), key) == "new"
-
-
-@pytest.mark.parametrize("weight", [1, 10, 50, 90])
-def test_shares_of_users_are_those_of_the_split(weight: int) -> None:
-    router = split(weight)
-    count = Counter(route(router, user) for user in USERS)["new"]
-    deviation = (len(USERS) * weight / 100 * (1 - weight / 100)) ** 0.5
-    assert abs(count - len(USERS) * weight / 100) < 4 * deviation
-
-
-def test_the_next_experiment_draws_its_users_anew() -> None:
-    one, next_one = split(50, "release 1"), split(50, "release 2")
-    first = {user for user in USERS if route(one, user) == "new"}
-    second = {user for user in USERS if route(next_one, user) == "new"}
-    deviation = (len(USERS) * 0.25 * 0.75) ** 0.5
-    assert abs(len(first & second) - len(USERS) / 4) < 4 * deviation
-
-
-def test_chance_covers_the_split() -> None:
-    router = split(30)
-    assert Counter(router.route_draw(number / 1000) for number in range(1000)) == {"new": 300, "old": 700}
-    assert router.route_draw(0.9999999999999999) == "old"
-
-
-@given(st.sets(st.integers(0, 2**32 - 1), max_size=200))
-def test_mixing_keeps_numbers_apart_and_within_32_bits(values: set[int]) -> None:
-    out = {mix_bits(value) for value in values}
-    assert len(out) == len(values)
-    assert all(0 <= value < 2**32 for value in out)
-
-
-def test_pins_name_a_deployment() -> None:
-    router = split(0)
-    assert router.get_pinned({b"x-amzn-sagemaker-target-variant": b"new"}) == "new"
-    assert router.get_pinned({b"azureml-model-deployment": b"old"}) == "old"
-    assert router.get_pinned({b"x-user-key": b"a"}) is None
-    with pytest.raises(NotFoundError, match="'grey'"):
-        router.get_pinned({b"azureml-model-deployment": b"grey"})

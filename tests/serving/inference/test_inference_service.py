@@ -18,14 +18,19 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.serving import metrics
+from onnx_ops.protocol.messages import CELL_LATENCIES, CELL_REQUESTS, UserCountsRequest, decode_cells
+from onnx_ops.serving import metrics, rollout_counts
+from onnx_ops.serving.inference.deployments import TableRevision
 from onnx_ops.serving.inference.request_queue import LatencyEstimator
 from onnx_ops.serving.inference.service import group_requests
 from onnx_ops.serving.inference.signature import InferenceRequest
+from onnx_ops.serving.inference.traffic_router import TrafficRouter
 from onnx_ops.serving.metrics import WARM_UP_REQUESTS
+from onnx_ops.serving.rollout_counts import RolloutCounts
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.serving.serving_process import INFER, ODD, infer_body, mirrored, wait_until
 from tests.serving.serving_worker import Gate, Worker, post
+from tests.support.must import must
 from tests.support.server import received
 
 BODY = infer_body([1, 1])
@@ -318,7 +323,7 @@ def test_versions_are_compared_by_as_many_requests_of_either(blue: Deployment, g
         first, second = (worker.shared.sum_slot(slot) for slot in (1, 2))
         control = worker.deployments.get_current().control
         assert control is not None
-        assert (control.loaded.deployment, control.share) == (blue, 0.25)
+        assert control.loaded.deployment == blue
     assert first[metrics.get_column(200)] + second[metrics.get_column(200)] == 800
     assert sum(metrics.get_request_latency(first).buckets) == first[metrics.get_column(200)]
     assert sum(metrics.get_service_latency(second).buckets) == second[metrics.get_column(200)] - WARM_UP_REQUESTS, (
@@ -327,6 +332,48 @@ def test_versions_are_compared_by_as_many_requests_of_either(blue: Deployment, g
     compared = sum(metrics.get_service_latency(first).buckets) + WARM_UP_REQUESTS
     assert 0.1 * first[metrics.get_column(200)] < compared < 0.4 * first[metrics.get_column(200)]
     assert (first[metrics.QUEUED], first[metrics.IN_PROGRESS]) == (0, 0)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_users_latencies_are_counted_in_comparable_slots_of_epochs_that_begin_warm(
+    blue: Deployment, green: Deployment, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_counts, "_SETTLE_S", 0.0)
+    state = state_of(blue, green, blue=70, green=30)
+    state = replace(state, split=replace(state.split, epoch_s=60.0))
+    watch = UserCountsRequest(limits_s={"blue": (), "green": ()})
+    with Worker(state, slow=slow, queue=1000).running() as worker:
+        counts, table = RolloutCounts(worker.shared), must(worker.table)
+        counts.start_table(TableRevision(number=1, table=table, slots={"blue": 1, "green": 2}), 60e3)
+        counts.collect(watch)
+        for epoch in range(1001, 1004):
+            counts.turn_epoch(epoch * 60.0)
+            for number in range(100):
+                assert status(worker.send(post(INFER, BODY, {"x-user-key": f"user-{number}"}))) == 200
+            if epoch == 1002:
+                for loaded in worker.deployments.get_current().list_loaded():
+                    assert loaded.warm_up < WARM_UP_REQUESTS
+                    loaded.warm_up = 0
+        counts.turn_epoch(1004 * 60.0)
+        first, second, third = counts.collect(watch).epochs
+    router = TrafficRouter.from_table(table)
+    draw = router.get_draw(1003)
+    comparable = {"blue": 0, "green": 0}
+    for epoch_counts in (first, second, third):
+        requests = 0
+        for name, text in epoch_counts.cells.items():
+            cells, fields = decode_cells(text)
+            timed = fields[:, CELL_LATENCIES:].sum(1)
+            requests += int(fields[:, CELL_REQUESTS].sum())
+            if epoch_counts is not third:
+                assert not timed.any(), "the caches were cold when the epoch began"
+                continue
+            expected = [router.comparable[draw.slots[cell]] for cell in cells]
+            assert (timed > 0).tolist() == expected
+            comparable[name] = sum(expected)
+        assert requests == 100
+    assert min(comparable.values()) > 10
+    assert comparable["blue"] < 60, "of 70, those of as many slots as the other version has"
 
 
 def in_binary(rows: int, *, json_bytes: int = 0) -> tuple[bytes, dict[str, str]]:

@@ -1,0 +1,139 @@
+"""Bindings of the data's inputs to what a model takes: by name, or by a declared order where the model has no names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import Parameter
+from typing import Any
+
+from onnx_ops.errors import UserError, suggest
+
+WHERE = "data inputs"
+
+_SHOWN = 12
+"""Most names that a message lists."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallBinding:
+    """How a function takes the inputs.
+
+    Args:
+        positional: parameter of each input that is passed by position, in order.
+        keyword: the inputs that are passed by keyword; each is the name of a parameter.
+        variadic: name of the `*parameter` that takes all positional ones; empty if there is none.
+    """
+
+    positional: Mapping[str, str]
+    keyword: tuple[str, ...]
+    variadic: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the inputs in the order of the call."""
+        return (*self.positional, *self.keyword)
+
+    def pack(self, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and keyword arguments from values by input."""
+        return tuple(values[name] for name in self.positional), {name: values[name] for name in self.keyword}
+
+    def by_parameter(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return values by input as values by parameter, a tuple for the `*parameter`."""
+        keyword = {name: values[name] for name in self.keyword}
+        if self.variadic:
+            return {self.variadic: tuple(values[name] for name in self.positional), **keyword}
+        return {parameter: values[name] for name, parameter in self.positional.items()} | keyword
+
+
+def bind_call(
+    function: Callable[..., Any], inputs: Collection[str], *, owner: str, ordered: bool, renamed: bool = True
+) -> CallBinding:
+    """Bind inputs to the parameters of their names.
+
+    One input can have another name than the only parameter that a call must give. A function that takes all inputs in
+    one `*parameter` has no names: its inputs need a declared order.
+
+    Args:
+        owner: what errors name.
+        ordered: whether the order of the inputs is declared.
+        renamed: whether a single input can have another name.
+
+    Raises:
+        UserError: an input is the name of no parameter, a parameter has no input, or the order is not declared.
+    """
+    parameters = inspect.signature(function).parameters
+    named = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    }
+    required = [name for name, parameter in named.items() if parameter.default is Parameter.empty]
+    variadic = next((name for name, p in parameters.items() if p.kind is Parameter.VAR_POSITIONAL), "")
+    if variadic and not required and not named.keys() & set(inputs):
+        check_order(inputs, ordered=ordered, owner=owner, why=f"it takes all of its inputs in `*{variadic}`")
+        return CallBinding(positional=dict.fromkeys(inputs, variadic), keyword=(), variadic=variadic)
+    if renamed and (only := _find_only(named, required, inputs)):
+        return CallBinding(positional=dict.fromkeys(inputs, only), keyword=())
+    check_names(inputs, named, required=required, owner=owner)
+    positional = [
+        name for name, parameter in named.items() if name in inputs and parameter.kind is Parameter.POSITIONAL_ONLY
+    ]
+    return CallBinding(
+        positional={name: name for name in positional},
+        keyword=tuple(name for name in inputs if name not in positional),
+    )
+
+
+def _find_only(named: Mapping[str, Parameter], required: Sequence[str], inputs: Collection[str]) -> str:
+    """Return the parameter that takes a single input of another name; empty if there is none."""
+    if len(inputs) != 1 or len(required) > 1 or named.keys() & set(inputs):
+        return ""
+    only = next(iter(required or named), "")
+    return only if only and named[only].kind is not Parameter.KEYWORD_ONLY else ""
+
+
+def check_names(
+    inputs: Collection[str], names: Collection[str], *, owner: str, required: Collection[str] | None = None
+) -> None:
+    """Check that each input is a name that the model takes, and that none is missing.
+
+    Raises:
+        UserError: an input is none of `names`, or one of `required` (default: all) is no input.
+    """
+    unknown = [name for name in inputs if name not in names]
+    missing = [name for name in (names if required is None else required) if name not in inputs]
+    if not unknown and not missing:
+        return
+    listed = ", ".join(list(names)[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+    wanted = ", ".join(f"{name}: ARRAY" for name in [n for n in names if n in inputs or n in missing][:_SHOWN])
+    written = f"Write the inputs of every data set by these names{f': `inputs: {{{wanted}}}`' if wanted else ''}."
+    if not names:
+        written = "Name each input as a parameter: what `**kwargs` takes has no names to check."
+    if unknown:
+        raise UserError(
+            f"{owner} has no input {unknown[0]!r}",
+            where=WHERE,
+            why=f"it takes {listed or 'nothing by name'}",
+            remedy=suggest(unknown[0], [name for name in names if name not in inputs], written),
+        )
+    raise UserError(f"{owner} also takes {missing[0]!r}", where=WHERE, why=f"it takes {listed}", remedy=written)
+
+
+def check_order(inputs: Collection[str], *, ordered: bool, owner: str, why: str) -> None:
+    """Check that the order of several inputs is declared.
+
+    Raises:
+        UserError: it is not.
+    """
+    if len(inputs) < 2 or ordered:
+        return
+    raise UserError(
+        f"{owner} takes {len(inputs)} inputs by position, and their order is not declared",
+        where=WHERE,
+        why=why,
+        # Without the names of the data: copied, they would declare its order, which need not be the model's.
+        remedy="List them in the order of the model in every data set: `columns: [FIRST, SECOND]` for a table, "
+        "`inputs: {FIRST: ARRAY, SECOND: ARRAY}` for arrays.",
+    )

@@ -1,0 +1,108 @@
+"""Keras 3 models on any of its backends: their files and the names of their inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import json
+import warnings
+import zipfile
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from onnx_ops.adapters.exporters.input_binding import bind_call, check_names
+from onnx_ops.errors import UserError
+
+_CONTEXT = ("training", "mask")
+"""Parameters of `call` that Keras sets."""
+
+
+_UNBUILT = "Model .* had a build config, but the model cannot be built"
+"""Start of Keras 3.15's warning about a subclassed model that it creates anew without loading its weights."""
+
+
+def load_keras(file: Path) -> Any:
+    """Load a `.keras` file.
+
+    Raises:
+        UserError: it cannot be loaded, or its weights cannot.
+    """
+    keras: Any = importlib.import_module("keras")
+    try:
+        _import_classes(file)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=_UNBUILT)
+            return keras.saving.load_model(file, compile=False)
+    except UserWarning as error:
+        raise UserError(
+            "Keras did not load the weights of the model",
+            where=file.name,
+            why="it cannot build the layers of a subclassed model that takes its inputs like this",
+            remedy="Define `build` of the model with a shape for each argument, or take the inputs in one dictionary.",
+        ) from error
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        raise UserError(f"cannot load the model: {error}", where=file.name) from error
+
+
+def _import_classes(path: Path) -> None:
+    """Import the modules of a `.keras` file's custom classes, to register them: Keras imports only its own."""
+    with contextlib.suppress(zipfile.BadZipFile, KeyError, ValueError), zipfile.ZipFile(path) as archive:
+        for module in sorted(set(_own_modules(json.loads(archive.read("config.json"))))):
+            importlib.import_module(module)
+
+
+def _own_modules(config: Any) -> Iterator[str]:
+    if isinstance(config, dict):
+        if config.get("module") and config.get("registered_name"):
+            yield config["module"]
+        config = list(config.values())
+    if isinstance(config, list):
+        for part in config:
+            yield from _own_modules(part)
+
+
+def check_keras_inputs(model: Any, names: Collection[str]) -> None:
+    """Check that a Keras model takes inputs of these names; the one input of a model can have any name.
+
+    Raises:
+        UserError: it does not.
+    """
+    known = _read_names(model)
+    if known is None:
+        if _names_parameters(model, names):
+            bind_call(model.call, names, owner=f"`call` of {type(model).__name__}", ordered=False)
+    elif len(known) > 1 or len(names) > 1:
+        check_names(names, known, owner=f"Keras model {model.name!r}")
+
+
+def call_keras(model: Any, tensors: Mapping[str, Any]) -> Any:
+    """Call a Keras model by the names of its inputs, in inference mode.
+
+    A functional model gets a dictionary by its own names. A subclassed one gets keyword arguments where `call` names
+    the inputs, else a dictionary.
+    """
+    if _read_names(model) is None and _names_parameters(model, tensors):
+        return model(**tensors, training=False)
+    if len(tensors) == 1:
+        return model(next(iter(tensors.values())), training=False)
+    return model(dict(tensors), training=False)
+
+
+def _read_names(model: Any) -> list[str] | None:
+    """Return the names of a functional or sequential model's inputs; None for a subclassed one, which has none."""
+    inputs = getattr(model, "inputs", None)
+    if inputs is None:
+        return None
+    structure = getattr(model, "input", None)  # a sequential model has no structure of inputs
+    if isinstance(structure, Mapping):
+        return [str(name) for name in structure]
+    return [str(value.name) for value in inputs]
+
+
+def _names_parameters(model: Any, names: Collection[str]) -> bool:
+    """Return whether `call` of a subclassed model has a parameter of an input's name, or needs several arguments."""
+    parameters = [p for name, p in inspect.signature(model.call).parameters.items() if name not in _CONTEXT]
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return len(required) > 1 or any(p.name in names for p in parameters)

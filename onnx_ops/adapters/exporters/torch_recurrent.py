@@ -1,0 +1,152 @@
+"""Recurrent layers of torch as ONNX's operators, whatever the length of the sequence.
+
+While torch.export traces a module, it takes the shapes of `torch.lstm`, `torch.gru` and `torch.rnn_*` from
+decompositions with a loop over the sequence, which fixes its length. Here each of them is one operator with shapes of
+its own, and a translation to ONNX's LSTM, GRU or RNN.
+
+torch is imported with this module, so import it where it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import onnxscript
+import torch
+from torch.overrides import TorchFunctionMode
+
+from onnx_ops.errors import UserError
+
+op: Any = onnxscript.opset18  # it also takes lists, which its types leave out
+
+_SIGNATURE = (
+    "(Tensor input, {state} hx, Tensor[] params, bool has_biases, int num_layers, float dropout, bool train, "
+    "bool bidirectional, bool batch_first) -> ({outputs})"
+)
+"""That of torch's functions for padded sequences; `input` is (length, batch, features), or `batch_first`."""
+
+
+class RecurrentOperators(TorchFunctionMode):
+    """Context in which recurrent layers call the operators of this module.
+
+    Raises:
+        UserError: in the traced module, by a layer that ONNX's operators cannot express.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Replace a call of a recurrent function."""
+        if getattr(func, "__name__", "") == "_pack_padded_sequence":  # torch names no public one
+            raise UserError(
+                "the module packs sequences of different lengths",
+                where="export",
+                why="ONNX has no packed sequences, and their sizes depend on the data",
+                remedy="Give the layer padded sequences, and take the steps that you need from its answer by their "
+                "lengths.",
+            )
+        operator = _OPERATORS.get(func)
+        if operator is None or len(args) != 9 or not isinstance(args[3], bool):
+            return func(*args, **(kwargs or {}))
+        if func is torch.lstm and args[1][0].shape[2] != args[1][1].shape[2]:
+            raise UserError(
+                "the module has an LSTM with proj_size",
+                where="export",
+                why="ONNX's LSTM has no projection of its state",
+                remedy="Build the layer without proj_size.",
+            )
+        return operator(*args)
+
+
+def _infer_shapes(steps: Any, hx: Any, params: Any, *settings: Any) -> tuple[Any, ...]:
+    """Return empty tensors of the answers' shapes; the length is no more than a size that is passed on."""
+    states = hx if isinstance(hx, list | tuple) else [hx]
+    bidirectional = settings[4]
+    answer = steps.new_empty((*steps.shape[:2], states[0].shape[2] * (2 if bidirectional else 1)))
+    return (answer, *(torch.empty_like(state) for state in states))
+
+
+def _register(function: Callable[..., Any], state: str, outputs: str) -> Any:
+    """Register an operator that computes what the function of torch does."""
+    name = function.__name__
+    schema = _SIGNATURE.format(state=state, outputs=outputs)
+    torch.library.custom_op(f"onnx_ops::{name}", function, mutates_args=(), schema=schema).register_fake(_infer_shapes)
+    return getattr(torch.ops.onnx_ops, name).default
+
+
+def _translate(
+    layer: Callable[..., Any], gates: Sequence[int], *, activation: str = "", **settings: Any
+) -> Callable[..., Any]:
+    """Return the translation to an operator of ONNX, one for each layer, both directions in it.
+
+    `gates` are those of the operator, in its order, by their places in torch's weights. `activation` is that of each
+    direction, where it is not the operator's own.
+    """
+
+    def write(
+        steps: Any,
+        hx: Any,
+        params: Any,
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[Any, ...]:
+        states = hx if isinstance(hx, list | tuple) else [hx]  # (layers * directions, batch, hidden) each
+        directions, hidden = 2 if bidirectional else 1, states[0].shape[2]
+        each = 4 if has_biases else 2  # weights of the input and of the state, then their biases
+        activations = {"activations": [activation] * directions} if activation else {}
+        answer = op.Transpose(steps, perm=[1, 0, 2]) if batch_first else steps
+        finals = []
+        for first in range(0, num_layers * directions, directions):
+            weights = [
+                [_order_gates(weight, gates, hidden) for weight in params[place * each : (place + 1) * each]]
+                for place in range(first, first + directions)
+            ]
+            computed, *last = layer(
+                answer,
+                _stack([inner for inner, *_ in weights]),
+                _stack([recurrent for _, recurrent, *_ in weights]),
+                _stack([op.Concat(*biases, axis=0) for _, _, *biases in weights]) if has_biases else None,
+                None,
+                *(op.Slice(state, [first], [first + directions], [0]) for state in states),
+                direction="bidirectional" if bidirectional else "forward",
+                hidden_size=hidden,
+                **activations,
+                **settings,
+            )
+            # (length, directions, batch, hidden) to (length, batch, directions * hidden)
+            answer = op.Reshape(op.Transpose(computed, perm=[0, 2, 1, 3]), [0, 0, directions * hidden])
+            finals.append(last)
+        final_states = (op.Concat(*parts, axis=0) for parts in zip(*finals, strict=True))
+        return (op.Transpose(answer, perm=[1, 0, 2]) if batch_first else answer, *final_states)
+
+    return write
+
+
+def _order_gates(weight: Any, gates: Sequence[int], hidden: int) -> Any:
+    parts = [op.Slice(weight, [gate * hidden], [(gate + 1) * hidden], [0]) for gate in gates]
+    return op.Concat(*parts, axis=0) if len(parts) > 1 else weight
+
+
+def _stack(weights: Sequence[Any]) -> Any:
+    return op.Concat(*(op.Unsqueeze(weight, [0]) for weight in weights), axis=0)
+
+
+_OPERATORS: Mapping[Any, Any] = {
+    torch.lstm: _register(torch.lstm, "Tensor[]", "Tensor, Tensor, Tensor"),
+    **{
+        function: _register(function, "Tensor", "Tensor, Tensor")
+        for function in (torch.gru, torch.rnn_tanh, torch.rnn_relu)
+    },
+}
+TRANSLATIONS: Mapping[Any, Callable[..., Any]] = {
+    _OPERATORS[torch.lstm]: _translate(op.LSTM, (0, 3, 1, 2)),  # iofc, in torch ifgo
+    _OPERATORS[torch.gru]: _translate(op.GRU, (1, 0, 2), linear_before_reset=1),  # zrh, in torch rzn
+    _OPERATORS[torch.rnn_tanh]: _translate(op.RNN, (0,), activation="Tanh"),
+    _OPERATORS[torch.rnn_relu]: _translate(op.RNN, (0,), activation="Relu"),
+}
+"""ONNX functions by operator, for `torch.onnx.export`."""

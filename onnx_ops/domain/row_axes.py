@@ -1,0 +1,142 @@
+"""The axis of each input of a model that holds rows, derived from the names of its dimensions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+Shape = Sequence[int | str]
+"""Sizes and names of dimensions; a negative size, `?` or an empty name is free and has no name."""
+
+_BATCH_NAME = re.compile(r"n|b|bs|.*batch.*", re.IGNORECASE)
+_GENERATED_NAME = re.compile(r"\??|unk_.*|None")
+"""Names that exporters give to every free dimension, also to those that always have one size (tf2onnx: `unk__6`)."""
+
+
+def is_free(size: int | str) -> bool:
+    """Return whether a dimension may have any size."""
+    return isinstance(size, str) or size < 0
+
+
+def is_named(size: int | str) -> bool:
+    """Return whether a free dimension has a name that states which others have its size."""
+    return isinstance(size, str) and not _GENERATED_NAME.fullmatch(size)
+
+
+def find_batch_symbol(shapes: Mapping[str, Shape]) -> str:
+    """Return the name of the dimension that holds rows; empty if no name states it.
+
+    It is the name that all inputs with a free dimension share, except those that begin with 1 and are broadcast. It
+    begins one of them, or is called like a batch (`N`, `batch_size`). One that is called so needs no second input.
+    """
+    free = {name: shape for name, shape in shapes.items() if any(map(is_free, shape))}
+    required = {name for name, shape in free.items() if shape[0] != 1}
+    holders: dict[str, list[int]] = {}
+    for symbol in dict.fromkeys(size for shape in free.values() for size in shape if is_named(size)):
+        held = {name: find_axis(shape, str(symbol)) for name, shape in free.items()}
+        axes = {name: axis for name, axis in held.items() if axis is not None}
+        is_batch = bool(_BATCH_NAME.fullmatch(str(symbol)))
+        if is_batch or (required and required <= set(axes) and 0 in axes.values()):
+            holders[str(symbol)] = list(axes.values())
+    return max(
+        holders,
+        key=lambda symbol: ("batch" in symbol.lower(), len(holders[symbol]), holders[symbol].count(0)),
+        default="",
+    )
+
+
+def find_axis(shape: Shape, symbol: str) -> int | None:
+    """Return the first axis of that name; the first one if it is free without a name; None if there is none."""
+    if symbol in shape:
+        return list(shape).index(symbol)
+    return 0 if len(shape) and is_free(shape[0]) and not is_named(shape[0]) else None
+
+
+def find_row_axes(shapes: Mapping[str, Shape], *, pooled: bool = True) -> dict[str, int]:
+    """Return the axis that holds rows for each input that has one.
+
+    Without a shared name, free first dimensions hold rows if no input has its free dimensions elsewhere only. With
+    fixed sizes only, rows are where the first size of the first input is found in every other input.
+
+    Args:
+        shapes: shapes of all inputs by name; scalars have none.
+        pooled: whether first dimensions of different names are taken for one.
+    """
+    ranked = {name: shape for name, shape in shapes.items() if len(shape)}
+    if symbol := find_batch_symbol(ranked):
+        axes = {name: find_axis(shape, symbol) for name, shape in ranked.items()}
+        return {name: axis for name, axis in axes.items() if axis is not None}
+    free = {name: shape for name, shape in ranked.items() if any(map(is_free, shape))}
+    if free and all(is_free(shape[0]) for shape in free.values()):
+        names = {shape[0] for shape in free.values() if is_named(shape[0])}
+        return dict.fromkeys(free, 0) if pooled or len(names) < 2 else {}
+    return _find_common_size(ranked, free)
+
+
+def _find_common_size(ranked: Mapping[str, Shape], free: Collection[str]) -> dict[str, int]:
+    """Return the axes of the first fixed size of the first input, if all inputs of several values have it."""
+    several = {name: shape for name, shape in ranked.items() if any(size != 1 for size in shape)} or ranked
+    size = next((shape[0] for shape in several.values()), "")
+    if is_free(size):
+        return {}
+    axes = {}
+    for name, shape in several.items():
+        at = [axis for axis, other in enumerate(shape) if other == size and (axis == 0 or name not in free)]
+        if not at:
+            return {}
+        axes[name] = at[0]
+    return axes
+
+
+def find_fixed_batch(shapes: Mapping[str, Shape]) -> int:
+    """Return the number of rows that every request must have; 0 if any number is accepted."""
+    sizes = (shapes[name][axis] for name, axis in find_row_axes(shapes).items())
+    return max((size for size in sizes if isinstance(size, int) and size > 0), default=0)
+
+
+def find_output_axes(inputs: Mapping[str, Shape], outputs: Mapping[str, Shape]) -> dict[str, int]:
+    """Return the axis of the rows of each output that names it."""
+    symbol = find_batch_symbol(inputs)
+    return {name: list(shape).index(symbol) for name, shape in outputs.items() if symbol and symbol in shape}
+
+
+def move_axis_first(shape: Shape, axis: int) -> tuple[int | str, ...]:
+    """Return a shape with that axis in front of the others."""
+    return (shape[axis], *shape[:axis], *shape[axis + 1 :])
+
+
+def count_common_rows(shapes: Mapping[str, Sequence[int]], known: int = 0) -> int:
+    """Return the number of rows of arrays that hold them on any axis; 0 if they have no size in common.
+
+    It is a size that all arrays have, on the first axis of as many as possible.
+
+    Args:
+        known: the number of rows, if something else states it.
+    """
+    common = {known} if known else {size for shape in shapes.values() for size in shape}
+    for shape in shapes.values():
+        common &= set(shape)
+    first = [shape[0] for shape in shapes.values() if len(shape)]
+    return max(sorted(common - {0}, reverse=True), key=first.count, default=0) if shapes else known
+
+
+def list_named_axes(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str, int]]:
+    """Yield the name, input and axis of each free dimension; one without a name is called after its place."""
+    for name, shape in shapes.items():
+        for axis, size in enumerate(shape):
+            if is_free(size):
+                yield size if isinstance(size, str) and size.strip("?") else f"{name}[{axis}]", name, axis
+
+
+def find_sized_axes(shapes: Mapping[str, Shape], *, unnamed: bool = True) -> dict[str, list[tuple[str, int]]]:
+    """Return the places (input, axis) of each free dimension by its name, from shapes with rows on axis 0.
+
+    Args:
+        unnamed: whether to return dimensions without a name, each under its own place.
+    """
+    rows = {shape[0] for shape in shapes.values() if len(shape)}
+    places: dict[str, list[tuple[str, int]]] = {}
+    for symbol, name, axis in list_named_axes(shapes):
+        if axis and symbol not in rows and (unnamed or shapes[name][axis] == symbol):
+            places.setdefault(symbol, []).append((name, axis))
+    return places

@@ -1,0 +1,51 @@
+"""Check of the axes that a pipeline declares free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from onnx_ops.domain.artifact import ModelInfo
+from onnx_ops.domain.pipeline import Export
+from onnx_ops.errors import UserError
+from onnx_ops.measure.reference_outputs import ReferenceOutputs
+from onnx_ops.statistics.probes import LENGTHS
+
+
+def check_free_axes(section: Export, model_info: ModelInfo, reference: ReferenceOutputs) -> None:
+    """Check that the export keeps declared axes free, and that its source answered at another size of each.
+
+    What it answered is compared with the export later. An axis at whose other sizes there is no answer would be
+    released without a proof.
+
+    Raises:
+        UserError: an axis is fixed in the file, or the source rejects every other size.
+    """
+    shapes = {spec.name: spec.shape for spec in model_info.inputs}
+    answered = {group.name: "" for group in reference.groups}
+    for name, axes in section.dynamic.items():
+        shape = shapes.get(name, ())
+        for axis, symbol in axes.items():
+            place, remedy = f"axis {axis} of {name} ({symbol})", f"Leave the axis out of `export.dynamic.{name}`."
+            if axis < len(shape) and isinstance(shape[axis], int):
+                raise UserError(
+                    f"the export has {place} fixed at {shape[axis]}",
+                    where="export.dynamic",
+                    why="the converter did not keep it free, or the model fixes it",
+                    remedy=remedy,
+                )
+            rejected = _select_sizes(reference.limits.refused, symbol)
+            if rejected and not _select_sizes(answered, symbol):
+                sizes = ", ".join(rejected)
+                raise UserError(
+                    f"the source rejects every other size of {place}",
+                    where="export.dynamic",
+                    why=f"it rejected {sizes}, the first with: {next(iter(rejected.values()))}",
+                    remedy=f"{remedy} If only some sizes are possible, validate with samples whose half or double is.",
+                )
+
+
+def _select_sizes(groups: Mapping[str, str], symbol: str) -> dict[str, str]:
+    """Return the entries of groups that change only this symbol, by its size."""
+    prefix = f"{LENGTHS}{symbol}="
+    sizes = {name.removeprefix(prefix): value for name, value in groups.items() if name.startswith(prefix)}
+    return {size: value for size, value in sizes.items() if size.isdecimal()}

@@ -1,0 +1,88 @@
+"""Find weights whose products with uint8 activations overflow 16 bits on an x86 CPU without VNNI.
+
+There, ONNX Runtime multiplies uint8 activations by int8 weights with `vpmaddubsw`, which adds neighbouring products in
+pairs and saturates each sum at 16 bits (Intel 64 Software Developer's Manual, PMADDUBSW). Answers are then wrong, and
+no error is raised. Two weights of the same sign are safe if they add up to at most 128, since 255 * 128 < 2**15: those
+of 7 bits always do. Products of other types, and those of depthwise convolutions, are added in 32 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from onnx_ops.onnx_graph.files import collect_constants
+
+if TYPE_CHECKING:
+    import onnx
+
+_UINT8, _INT8 = 2, 3
+
+SAFE_SUM = 128
+"""Largest sum of two weights of the same sign, in steps, that no pair of uint8 activations makes overflow."""
+
+_WEIGHT_INPUTS: Mapping[str, tuple[int, int]] = {
+    "DynamicQuantizeMatMul": (1, -1),
+    "MatMulInteger": (1, 2),
+    "MatMulIntegerToFloat": (1, 4),
+    "QGemm": (3, 2),
+    "QLinearConv": (3, 2),
+    "QLinearMatMul": (3, 2),
+}
+"""By integer operator: the inputs that hold the weight, and the zero point of the activations (-1: always uint8)."""
+
+_PAIRED = frozenset({"Conv", "Gemm", "MatMul"})
+"""Operators that the runtime replaces by integer ones where both inputs come from DequantizeLinear."""
+
+_MOVES = frozenset({"DequantizeLinear", "Identity", "Reshape", "Transpose"})
+"""Operators through which a weight keeps its levels."""
+
+
+def find_saturating_weights(model: onnx.ModelProto) -> tuple[str, ...]:
+    """Return the int8 weights whose products with uint8 activations can saturate, sorted by name."""
+    stored = collect_constants(model)
+    return tuple(sorted({name for name in _list_mixed_weights(model, stored) if _can_overflow(stored[name])}))
+
+
+def _list_mixed_weights(model: onnx.ModelProto, stored: Mapping[str, onnx.TensorProto]) -> Iterator[str]:
+    """Yield the int8 weights that are multiplied by uint8 activations and added in pairs."""
+    makers = {name: node for node in model.graph.node for name in node.output}
+    for node in model.graph.node:
+        if node.op_type in _WEIGHT_INPUTS:
+            weight, place = _WEIGHT_INPUTS[node.op_type]
+            zero = node.input[place] if 0 <= place < len(node.input) else ""
+        elif node.op_type in _PAIRED and (reader := makers.get(node.input[0])) is not None:
+            if reader.op_type != "DequantizeLinear":
+                continue
+            weight, zero = 1, reader.input[2] if len(reader.input) > 2 else ""
+        else:
+            continue
+        name = _find_stored(node.input[weight], makers)
+        if name not in stored or stored[name].data_type != _INT8 or _is_depthwise(node, stored[name]):
+            continue
+        if zero not in stored or stored[zero].data_type == _UINT8:  # without a stored type, uint8 is the default
+            yield name
+
+
+def _find_stored(name: str, makers: Mapping[str, onnx.NodeProto]) -> str:
+    """Return the constant behind a value that is only read or moved."""
+    while (maker := makers.get(name)) is not None and maker.op_type in _MOVES:
+        name = maker.input[0]
+    return name
+
+
+def _is_depthwise(node: onnx.NodeProto, weight: onnx.TensorProto) -> bool:
+    return node.op_type in ("Conv", "QLinearConv") and len(weight.dims) > 1 and weight.dims[1] == 1
+
+
+def _can_overflow(weight: onnx.TensorProto) -> bool:
+    """Return whether two levels of the same sign add up to more than `SAFE_SUM`."""
+    from onnx import numpy_helper
+
+    levels = numpy_helper.to_array(weight).astype(np.int16).ravel()
+    if levels.size < 2:
+        return False
+    ends = np.partition(levels, (1, -2)) if levels.size > 2 else np.sort(levels)
+    return bool(max(ends[-1] + ends[-2], -(ends[0] + ends[1])) > SAFE_SUM)

@@ -1,0 +1,397 @@
+"""Read the rounded constants of a file: integers with their scales, blocks of few bits, and float16."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from onnx_ops.onnx_graph.files import collect_constants, iterate_nodes, map_readers
+from onnx_ops.onnx_graph.quantized_activations import QUANTIZED_SUFFIX
+
+if TYPE_CHECKING:
+    import onnx
+
+Floats = npt.NDArray[np.float64]
+Tensors = Mapping[str, "onnx.TensorProto"]
+
+_FLOAT, _HALF, _BFLOAT = 1, 10, 16
+_NARROW = frozenset({2, 3, 17, 18, 19, 20, 21, 22, 23, 25, 26})
+"""Element types of 8 bits and fewer, as weights are stored: integers, and floats of 8 and 4 bits."""
+
+_BFLOAT_BITS, _SMALLEST = 7, -126
+"""Bits of the fraction of bfloat16, and its smallest exponent."""
+
+_BLOCKED = re.compile(r"_(?:DQ_)?Q\d+(?:G\d+)?$")
+"""Suffix of the name of a weight that tools store in blocks."""
+
+_END_STEPS = 2.0
+"""Steps that count as one at the least and the largest level: a zero point is rounded, or the largest level is missing,
+and either moves the ends of a range by up to a step more than rounding does."""
+
+_LEVEL_BITS = 8
+
+PRODUCTS = frozenset({"MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"})
+"""Products of integers whose weight is input 1, as it is in MatMul."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredWeight:
+    """One rounded constant: `name` without the suffixes of quantizers, and the values that it stands for.
+
+    `tensor` is the name that it is stored under. `step` is the distance of levels, of a shape that broadcasts against
+    `values`; `allowed` is that of a step, wider at the ends of the range. `stretch` is as in `WeightMeasurement`.
+    `transposable`: its operator takes a matrix, whose original may be stored transposed.
+    """
+
+    name: str
+    tensor: str
+    values: Floats
+    step: Floats
+    allowed: Floats
+    stretch: float | None = None
+    transposable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scales:
+    """Names of a scale and a zero point, and what part of the weight each entry belongs to."""
+
+    scale: str
+    zero_point: str
+    axis: int
+    block: int = 0
+
+
+class StoredWeightReader:
+    """The constants of a model without integer operators (`expand_integer_operators`), as floats."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.tensors = collect_constants(model)
+        self._nodes = list(model.graph.node)
+        self._makers = {name: node for node in self._nodes for name in node.output}
+        self._readers = map_readers(self._nodes)
+        self._all_nodes = list(iterate_nodes(model))
+
+    def iterate_weights(self) -> Iterator[StoredWeight]:
+        """Yield each rounded constant once; single numbers are left out."""
+        seen = set()
+        for node in self._nodes:
+            weight = self.read_weight(node)
+            if weight is not None and weight.tensor not in seen and weight.values.ndim:
+                seen.add(weight.tensor)
+                yield weight
+
+    def list_unread(self) -> tuple[str, ...]:
+        """Return the names of integer constants that look like weights, and are stored in another way."""
+        read = {weight.tensor for node in self._nodes if (weight := self.read_weight(node)) is not None}
+        parameters = self.parameters()
+        taken = {name for node in self._all_nodes if node.domain.startswith("com.") for name in node.input}
+        taken |= {node.input[0] for node in self._all_nodes if node.op_type == "DequantizeLinear"}
+        return tuple(
+            sorted(
+                name
+                for name, tensor in self.tensors.items()
+                if name not in read | parameters
+                and tensor.data_type in _NARROW
+                and (name.endswith(QUANTIZED_SUFFIX) or (name in taken and len(tensor.dims) > 1))
+            )
+        )
+
+    def parameters(self) -> frozenset[str]:
+        """Return the names of scales and zero points."""
+        return frozenset(name for node in self._all_nodes for name in self._list_parameters(node))
+
+    def read_weight(self, node: onnx.NodeProto) -> StoredWeight | None:
+        """Return the constant that a node dequantizes or multiplies by; None if it has none, or another layout."""
+        match node.op_type:
+            case "DequantizeLinear":
+                return self._read_linear(node)
+            case "QuantizeLinear":
+                return self._read_rounded_floats(node)
+            case "MatMulInteger" | "ConvInteger" | "MatMulIntegerToFloat" | "DynamicQuantizeMatMul":
+                return self._read_integer_product(node)
+            case "MatMulNBits":
+                return self._read_blocks(node)
+            case "GatherBlockQuantized":
+                return self._read_block_table(node)
+        return None
+
+    def _list_parameters(self, node: onnx.NodeProto) -> Iterator[str]:
+        """Yield the scales and zero points of a node."""
+        first = {"MatMulNBits": 2, "GatherBlockQuantized": 2}.get(node.op_type, 1)
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear", "MatMulNBits", "GatherBlockQuantized"):
+            yield from node.input[first:]
+        elif node.op_type in PRODUCTS or node.op_type == "ConvInteger":
+            yield from node.input[2:]
+
+    def _array(self, name: str) -> npt.NDArray[Any]:
+        from onnx import numpy_helper
+
+        return numpy_helper.to_array(self.tensors[name])
+
+    def _read_linear(self, node: onnx.NodeProto) -> StoredWeight | None:
+        """Read the constant of a DequantizeLinear, also where rows of a table are chosen before."""
+        name = node.input[0]
+        maker = self._makers.get(name)
+        if maker is not None and maker.op_type == "Gather":
+            name = maker.input[0]
+        attributes = {a.name: a.i for a in node.attribute}
+        scales = _Scales(
+            scale=node.input[1],
+            zero_point=node.input[2] if len(node.input) > 2 else "",
+            axis=attributes.get("axis", 1),
+            block=attributes.get("block_size", 0),
+        )
+        if name not in self.tensors or scales.scale not in self.tensors:
+            return None
+        reader = next(iter(self._readers.get(node.output[0], ())), None)
+        products = ("MatMul", "Gemm", "Transpose")
+        return self._scaled(
+            name, self._array(name), scales, transposable=reader is not None and reader.op_type in products
+        )
+
+    def _read_rounded_floats(self, node: onnx.NodeProto) -> StoredWeight | None:
+        """Read a float constant before a QuantizeLinear: it is rounded in each run."""
+        name = node.input[0]
+        if not {name, *node.input[1:3]} <= set(self.tensors) or len(node.input) < 3:
+            return None
+        zero = self._array(node.input[2])
+        if zero.dtype.name not in _LIMITS:
+            return None
+        attributes = {a.name: a.i for a in node.attribute}
+        scales = _Scales(
+            scale=node.input[1],
+            zero_point=node.input[2],
+            axis=attributes.get("axis", 1),
+            block=attributes.get("block_size", 0),
+        )
+        values = self._array(name).astype(np.float64)
+        scale, centre = (
+            expand_scales(self._array(n).astype(np.float64), values.shape, scales.axis, scales.block)
+            for n in node.input[1:3]
+        )
+        if scale is None or centre is None:
+            return None
+        with np.errstate(divide="ignore", invalid="ignore"):
+            levels = np.clip(np.nan_to_num(np.rint(values / scale) + centre), *_LIMITS[zero.dtype.name])
+        return self._scaled(name, levels, scales, transposable=True, stored_as=zero.dtype.name)
+
+    def _read_integer_product(self, node: onnx.NodeProto) -> StoredWeight | None:
+        if len(node.input) < 2 or node.input[1] not in self.tensors:
+            return None
+        scale, zero = {
+            "MatMulIntegerToFloat": (node.input[3:4], node.input[5:6]),
+            "DynamicQuantizeMatMul": (node.input[2:3], node.input[3:4]),
+        }.get(node.op_type, ([self._find_scale(node)], node.input[3:4]))
+        scales = _Scales(
+            scale=[*scale, ""][0],
+            zero_point=[*zero, ""][0],
+            axis=0 if node.op_type == "ConvInteger" else -1,
+        )
+        if scales.scale not in self.tensors:
+            return None
+        name = node.input[1]
+        return self._scaled(name, self._array(name), scales, transposable=node.op_type in PRODUCTS)
+
+    def _find_scale(self, node: onnx.NodeProto) -> str:
+        """Return the scale of an integer product's weight: of that name, or what its result is multiplied by."""
+        named = f"{node.input[1].removesuffix(QUANTIZED_SUFFIX)}_scale"
+        if named in self.tensors:
+            return named
+        value = node.output[0]
+        for reader in self._readers.get(value, ()):
+            value = reader.output[0] if reader.op_type == "Cast" else value
+        for reader in self._readers.get(value, ()):
+            others = [name for name in reader.input if name != value] if reader.op_type == "Mul" else []
+            for other in others:
+                maker = self._makers.get(other)
+                factors = maker.input if maker is not None and maker.op_type == "Mul" else [other]
+                if known := [name for name in factors if name in self.tensors]:
+                    return known[0]
+        return ""
+
+    def _scaled(
+        self, name: str, stored: npt.NDArray[Any], scales: _Scales, *, transposable: bool, stored_as: str = ""
+    ) -> StoredWeight | None:
+        levels = stored.astype(np.float64)
+        scale = expand_scales(self._array(scales.scale).astype(np.float64), levels.shape, scales.axis, scales.block)
+        centre: Floats | None = np.zeros((1,) * levels.ndim)
+        if scales.zero_point in self.tensors:
+            zero = self._array(scales.zero_point).astype(np.float64)
+            centre = expand_scales(zero, levels.shape, scales.axis, scales.block)
+        if scale is None or centre is None:
+            return None
+        kind = stored_as or stored.dtype.name
+        return StoredWeight(
+            name=_strip(name, blocked=scales.block > 0),
+            tensor=name,
+            values=(levels - centre) * scale,
+            step=np.abs(scale),
+            allowed=np.abs(scale) * _count_end_steps(levels, kind),
+            stretch=None if scales.block else _measure_stretch(kind, levels - centre, centre),
+            transposable=transposable,
+        )
+
+    def _read_blocks(self, node: onnx.NodeProto) -> StoredWeight | None:
+        """Read the matrix (K, N) of a MatMulNBits from its blocks along K."""
+        if not set(node.input[1:3]) <= set(self.tensors):
+            return None
+        sizes = {a.name: a.i for a in node.attribute}
+        depth, width, block = (sizes[name] for name in ("K", "N", "block_size"))
+        bits = sizes.get("bits", 4)
+        count = -(-depth // block)
+        levels = _unpack(self._array(node.input[1]).reshape(width, -1), bits)[:, :depth]
+        scale = self._array(node.input[2]).astype(np.float64).reshape(width, -1)[:, :count]
+        centre = self._read_packed_zeros(node, 3, (width, count), bits)
+        if levels.shape != (width, depth) or scale.shape != (width, count) or centre is None:
+            return None
+        steps, centres = (np.repeat(part, block, axis=1)[:, :depth] for part in (scale, centre))
+        return _build_blocked(node.input[1], levels.T, steps.T, centres.T, bits, transposable=True)
+
+    def _read_block_table(self, node: onnx.NodeProto) -> StoredWeight | None:
+        """Read the table of a GatherBlockQuantized."""
+        if not {node.input[0], node.input[2]} <= set(self.tensors):
+            return None
+        sizes = {a.name: a.i for a in node.attribute}
+        bits, block = sizes.get("bits", 4), sizes.get("block_size", 128)
+        stored = self._array(node.input[0])
+        packed = stored.dtype == np.uint8
+        levels = _unpack(stored.reshape(-1, stored.shape[-1]), bits) if packed else stored.astype(np.float64)
+        levels = levels.reshape(*stored.shape[:-1], -1)
+        axis = sizes.get("quantize_axis", 1) % levels.ndim
+        scale = expand_scales(self._array(node.input[2]).astype(np.float64), levels.shape, axis, block)
+        places = tuple(self.tensors[node.input[2]].dims)
+        zero = self._read_packed_zeros(node, 3, places, bits, default=float(1 << (bits - 1)) if packed else 0.0)
+        centre = None if zero is None else expand_scales(zero, levels.shape, axis, block)
+        if scale is None or centre is None:
+            return None
+        return _build_blocked(node.input[0], levels, scale, centre, bits if packed else 0, transposable=False)
+
+    def _read_packed_zeros(
+        self, node: onnx.NodeProto, place: int, shape: tuple[int, ...], bits: int, default: float | None = None
+    ) -> Floats | None:
+        """Return the zero points of blocks, in the middle of the levels unless the node has some."""
+        if len(node.input) <= place or not node.input[place]:
+            return np.full(shape, float(1 << (bits - 1)) if default is None else default)
+        if node.input[place] not in self.tensors:
+            return None
+        stored = self._array(node.input[place])
+        rows = int(np.prod(shape[:-1]))
+        zeros = _unpack(stored.reshape(rows, -1), bits) if stored.dtype == np.uint8 else stored.astype(np.float64)
+        zeros = zeros.reshape(rows, -1)[:, : shape[-1]]
+        return zeros.reshape(shape) if zeros.size == np.prod(shape) else None
+
+
+def iterate_half_weights(tensors: Tensors, parameters: frozenset[str] = frozenset()) -> Iterator[StoredWeight]:
+    """Yield constants in float16 and bfloat16; a step is the spacing of the type at the value."""
+    from onnx import numpy_helper
+
+    for name, tensor in tensors.items():
+        if tensor.data_type not in (_HALF, _BFLOAT) or name in parameters:
+            continue
+        values = numpy_helper.to_array(tensor)
+        if tensor.data_type == _HALF:
+            step = np.spacing(np.abs(values)).astype(np.float64)
+        else:
+            _, exponents = np.frexp(values.astype(np.float64))
+            step = np.exp2(np.maximum(exponents - 1, _SMALLEST) - _BFLOAT_BITS)
+        yield StoredWeight(
+            name=name, tensor=name, values=values.astype(np.float64), step=step, allowed=step, transposable=True
+        )
+
+
+def iterate_float_weights(tensors: Tensors) -> Iterator[StoredWeight]:
+    """Yield constants in float32, whose levels are the spacings of the type."""
+    from onnx import numpy_helper
+
+    for name, tensor in sorted(tensors.items()):
+        if tensor.data_type == _FLOAT and math.prod(tensor.dims):
+            values = numpy_helper.to_array(tensor).astype(np.float64)
+            step = np.spacing(np.abs(values).astype(np.float32)).astype(np.float64)
+            yield StoredWeight(name=name, tensor=name, values=values, step=step, allowed=step, transposable=True)
+
+
+def expand_scales(values: Floats, shape: tuple[int, ...], axis: int, block: int = 0) -> Floats | None:
+    """Shape scales so that they broadcast against a weight: one, one for each entry of an axis, or one for each block.
+
+    Source: the ONNX operator DequantizeLinear-21. None if they do not fit.
+    """
+    if block and values.ndim == len(shape):
+        along = axis % len(shape)
+        wide = np.repeat(values, block, axis=along).take(range(shape[along]), axis=along, mode="clip")
+        return wide if all(w in (1, s) for w, s in zip(wide.shape, shape, strict=True)) else None
+    if values.size == 1:
+        return values.reshape((1,) * len(shape))
+    if values.ndim == len(shape) and all(v in (1, s) for v, s in zip(values.shape, shape, strict=True)):
+        return values  # MatMulInteger takes scales of any shape that broadcasts
+    if not -len(shape) <= axis < len(shape) or values.size != shape[axis]:
+        return None
+    sizes = [1] * len(shape)
+    sizes[axis] = -1
+    return values.reshape(sizes)
+
+
+def _strip(name: str, *, blocked: bool) -> str:
+    short = name.removesuffix(QUANTIZED_SUFFIX)
+    return _BLOCKED.sub("", short) if blocked else short
+
+
+def _build_blocked(
+    name: str, levels: Floats, steps: Floats, centres: Floats, bits: int, *, transposable: bool
+) -> StoredWeight:
+    return StoredWeight(
+        name=_strip(name, blocked=True),
+        tensor=name,
+        values=(levels - centres) * steps,
+        step=np.abs(steps),
+        allowed=np.abs(steps) * _count_end_steps(levels, f"uint{bits}" if bits else "int4"),
+        transposable=transposable,
+    )
+
+
+_LIMITS = {
+    **{f"int{bits}": (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) for bits in (2, 4, 8, 16)},
+    **{f"uint{bits}": (0, (1 << bits) - 1) for bits in (2, 4, 8, 16)},
+}
+"""The least and the largest level of each type."""
+
+
+def _count_end_steps(levels: Floats, kind: str) -> Floats:
+    """Return how many steps count as one for each level: more at the ends of the type."""
+    if kind not in _LIMITS:
+        return np.ones((1,) * levels.ndim)
+    least, most = _LIMITS[kind]
+    lowest = least + 1 if least < 0 else least  # symmetric quantizers leave the least level out
+    return np.where((levels <= lowest) | (levels >= most), _END_STEPS, 1.0)
+
+
+def _measure_stretch(kind: str, levels: Floats, centre: Floats) -> float | None:
+    """Return the range of the type's levels relative to that of the part (channel, or all) that uses them best."""
+    if kind not in ("int8", "uint8") or not levels.size:
+        return None
+    least, most = _LIMITS[kind]
+    along = tuple(axis for axis in range(levels.ndim) if centre.shape[axis] == 1)
+    ends = []
+    for end, used in (
+        (least, -levels.min(axis=along, keepdims=True)),
+        (most, levels.max(axis=along, keepdims=True)),
+    ):
+        reach = np.abs(end - centre)
+        ends.append((reach / np.maximum(used, 1e-9))[used > 0])
+    stretches = np.concatenate(ends)
+    return float(stretches.min()) if stretches.size else None
+
+
+def _unpack(packed: npt.NDArray[Any], bits: int) -> Floats:
+    """Return the levels of each row, the low bits of a byte first."""
+    if bits == _LEVEL_BITS:
+        return packed.astype(np.float64)
+    shifts = np.arange(0, _LEVEL_BITS, bits, dtype=np.uint8)
+    levels = (packed.astype(np.uint8)[:, :, None] >> shifts) & ((1 << bits) - 1)
+    return levels.reshape(packed.shape[0], -1).astype(np.float64)

@@ -1,0 +1,234 @@
+"""Find the float constant that each rounded weight of another file was made from.
+
+Quantizers keep the names of weights, or change them, or write the graph anew. A weight is therefore found by its name,
+by the place of its operator in both graphs, and by its values, in this order of trust: a name that the place confirms;
+values that are near, by name, by place, or else the nearest; the place; the name; the only one left of its shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from onnx_ops.onnx_graph.files import collect_constants
+from onnx_ops.onnx_graph.quantized_activations import WRITTEN_SUFFIX
+from onnx_ops.onnx_graph.stored_weights import Floats, StoredWeight
+
+if TYPE_CHECKING:
+    import onnx
+
+_FLOATS = frozenset({1, 10, 11, 16})
+
+_NEAR = 0.3
+"""Squared distance from the original, as a share of its square, below which values are near. Rounding to 4 bits moves a
+normal weight by .01 to .02 of it, to 2 bits by .1 to .3; another weight of the same spread is at 2."""
+
+_SAMPLED = 4096
+"""Elements of a weight that are compared to find its original."""
+
+_MOVING = frozenset(
+    {"Cast", "DequantizeLinear", "Identity", "QuantizeLinear", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
+)
+"""Operators between a constant and the operator that it is a weight of."""
+
+_KINDS = {
+    "ConvInteger": "Conv", "DynamicQuantizeMatMul": "MatMul", "FusedConv": "Conv", "FusedGemm": "MatMul",
+    "FusedMatMul": "MatMul", "Gemm": "MatMul", "GatherBlockQuantized": "Gather", "MatMulInteger": "MatMul",
+    "MatMulIntegerToFloat": "MatMul", "MatMulNBits": "MatMul", "NhwcFusedConv": "Conv",
+}  # fmt: skip
+"""Operators that stand for others."""
+
+_TWO = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """A float constant, and whether the weight has its axes in reverse order."""
+
+    name: str
+    transposed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Use:
+    """The operator that takes a constant as input `slot`.
+
+    `number` counts such operators in the order of the graph, `names` are those of the node and its results. `turned`:
+    it is a product with the outputs along axis 0.
+    """
+
+    kind: str
+    slot: int
+    number: int
+    names: frozenset[str]
+    turned: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """An original of a fitting shape, in one orientation, with what speaks for it."""
+
+    origin: Origin
+    distance: float
+    named: bool
+    placed: bool
+    oriented: bool
+
+    @property
+    def rank(self) -> tuple[int, bool, float]:
+        near = self.distance < _NEAR
+        trusts = (
+            self.named and self.placed,
+            near and self.named,
+            near and self.placed,
+            near,
+            self.placed,
+            self.named,
+        )
+        level = next((place for place, trust in enumerate(trusts) if trust), len(trusts))
+        # Orientation decides between the two of a square matrix, unless only one of them is near.
+        return level, not (near or self.oriented), self.distance
+
+
+class OriginFinder:
+    """Finds originals in a float model for weights of a model that was derived from it."""
+
+    def __init__(self, source: onnx.ModelProto, derived: onnx.ModelProto) -> None:
+        self.tensors = {n: t for n, t in collect_constants(source).items() if t.data_type in _FLOATS}
+        self._arrays: dict[str, npt.NDArray[Any]] = {}
+        self._uses, counts = _list_uses(source)
+        self._derived_uses, derived_counts = _list_uses(derived)
+        self._alike = {kind for kind, count in counts.items() if derived_counts.get(kind) == count}
+        self._shapes: dict[tuple[int, ...], list[str]] = {}
+        for name, tensor in self.tensors.items():
+            self._shapes.setdefault(tuple(sorted(size for size in tensor.dims if size != 1)), []).append(name)
+
+    def read(self, origin: Origin) -> npt.NDArray[Any]:
+        """Return the values of an original, in the orientation of its weight."""
+        from onnx import numpy_helper
+
+        if origin.name not in self._arrays:
+            self._arrays[origin.name] = numpy_helper.to_array(self.tensors[origin.name])
+        values = self._arrays[origin.name]
+        return values.T if origin.transposed else values
+
+    def find(self, weights: Sequence[StoredWeight]) -> dict[str, Origin]:
+        """Return the original of each weight by the name that it is stored under; those without one are left out."""
+        found: dict[str, Origin] = {}
+        waiting: list[tuple[StoredWeight, list[_Candidate]]] = []
+        for weight in weights:
+            candidates = sorted(self._list_candidates(weight), key=lambda candidate: candidate.rank)
+            if candidates and candidates[0].rank[0] < _UNKNOWN:
+                found[weight.tensor] = candidates[0].origin
+            elif candidates:
+                waiting.append((weight, candidates))
+        taken = {origin.name for origin in found.values()}
+        for weight, candidates in waiting:
+            left = [candidate for candidate in candidates if candidate.origin.name not in taken]
+            if len({candidate.origin.name for candidate in left}) == 1:
+                found[weight.tensor] = left[0].origin
+        return found
+
+    def find_by_name(self, weight: StoredWeight) -> Origin | None:
+        """Return the original of that name, unless its operator is another one of the same kind."""
+        own, use = self._uses.get(weight.name), self._derived_uses.get(weight.tensor)
+        named = [candidate for candidate in self._list_candidates(weight) if candidate.origin.name == weight.name]
+        if own is not None and use is not None and (own.kind, own.slot) == (use.kind, use.slot) and named:
+            elsewhere = (own.kind, own.slot) in self._alike and not named[0].placed
+            named = [] if elsewhere and all(candidate.distance >= _NEAR for candidate in named) else named
+        return min(named, key=lambda candidate: candidate.rank).origin if named else None
+
+    def _list_candidates(self, weight: StoredWeight) -> Iterator[_Candidate]:
+        shape = tuple(size for size in weight.values.shape if size != 1)
+        use = self._derived_uses.get(weight.tensor)
+        own_shape = weight.values.shape or (1,)
+        places = _sample_places(own_shape)
+        values = weight.values.reshape(own_shape)[places]
+        names = set(_list_names(weight.name))
+        for name in self._shapes.get(tuple(sorted(shape)), ()):
+            own = self._uses.get(name)
+            plain = tuple(size for size in self.tensors[name].dims if size != 1)
+            for transposed in (False, True) if len(shape) == _TWO and weight.transposable else (False,):
+                if (plain[::-1] if transposed else plain) != shape:
+                    continue
+                origin = Origin(name=name, transposed=transposed)
+                original = self.read(origin).reshape(own_shape)[places].astype(np.float64)
+                yield _Candidate(
+                    origin=origin,
+                    distance=_measure_distance(values, original),
+                    named=name in names,
+                    placed=use is not None and own is not None and self._is_same_place(own, use),
+                    oriented=use is None or own is None or (own.turned != use.turned) == transposed,
+                )
+
+    def _is_same_place(self, one: _Use, other: _Use) -> bool:
+        kind = (one.kind, one.slot)
+        if kind != (other.kind, other.slot):
+            return False
+        if one.names & other.names:
+            return True
+        return one.number == other.number and kind in self._alike
+
+
+_UNKNOWN = 6
+"""Rank of a candidate for which nothing speaks."""
+
+
+def _list_names(name: str) -> list[str]:
+    """Return the name, and without the number that quantizers add to copies of a shared bias."""
+    stem = name.rstrip("0123456789")
+    return [name[:end] for end in range(len(name), len(stem) - 1, -1)]
+
+
+def _sample_places(shape: tuple[int, ...]) -> tuple[npt.NDArray[np.intp], ...]:
+    size = int(np.prod(shape))
+    flat = np.arange(size) if size <= _SAMPLED else np.random.default_rng(0).choice(size, _SAMPLED)
+    return tuple(np.unravel_index(flat, shape))
+
+
+def _measure_distance(values: Floats, original: Floats) -> float:
+    """Return the squared distance as a share of the original's square; 0 for equal values."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        moved, size = float(((values - original) ** 2).sum()), float((original**2).sum())
+    if not moved:
+        return 0.0
+    return moved / size if size and np.isfinite(moved) else float("inf")
+
+
+def _list_uses(model: onnx.ModelProto) -> tuple[dict[str, _Use], dict[tuple[str, int], int]]:
+    """Return for each constant the first operator that takes it, and how many operators take one, by kind and slot.
+
+    Operators in between that only move its values are passed over.
+    """
+    follows = _follow_constants(model, collect_constants(model))
+    counts: dict[tuple[str, int], int] = {}
+    uses: dict[str, _Use] = {}
+    for node in model.graph.node:
+        if node.op_type in _MOVING:
+            continue
+        kind = _KINDS.get(node.op_type, node.op_type)
+        names = frozenset({node.name, *(output.removesuffix(WRITTEN_SUFFIX) for output in node.output)} - {""})
+        flipped = any(a.name == "transB" and a.i for a in node.attribute)
+        for slot, name in enumerate(node.input):
+            if name not in follows:
+                continue
+            constant, swaps = follows[name]
+            number = counts.get((kind, slot), 0)
+            counts[kind, slot] = number + 1
+            use = _Use(kind=kind, slot=slot, number=number, names=names, turned=flipped != bool(swaps % 2))
+            uses.setdefault(constant, use)
+    return uses, counts
+
+
+def _follow_constants(model: onnx.ModelProto, stored: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
+    """Return for each value that a constant is moved to its name, and how often its axes were swapped."""
+    follows = {name: (name, 0) for name in stored}
+    for node in model.graph.node:
+        if node.op_type in _MOVING and node.input and node.input[0] in follows:
+            name, swaps = follows[node.input[0]]
+            follows[node.output[0]] = name, swaps + (node.op_type == "Transpose")
+    return follows

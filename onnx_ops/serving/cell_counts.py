@@ -1,0 +1,240 @@
+"""Counts by cell of users, which a worker writes and the supervisor reads.
+
+The judge of a rollout sets a watch: which two deployments are counted, and which latencies count as slow. A request
+counts in the epoch in which it was routed, whenever it is answered. Each worker has a ring of blocks of memory. A
+block belongs to one epoch of one generation of the routing table, under one watch; its tag says which. The next epoch
+with the same place in the ring resets it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from onnx_ops.protocol.messages import (
+    CELL_ERRORS,
+    CELL_FEEDBACK,
+    CELL_FIELDS,
+    CELL_LATENCIES,
+    CELL_REFUSED,
+    CELL_REQUESTS,
+    CELL_SUCCESSES,
+    CELLS,
+    FAILURE_STATUSES,
+    MAX_USER_THRESHOLDS,
+    REJECTION_STATUSES,
+)
+from onnx_ops.serving.inference.traffic_router import CellDraw
+from onnx_ops.serving.metrics import (
+    BLOCK_CELLS,
+    BLOCKS,
+    BOUNDS_S,
+    CELL_NUMBERS,
+    OTHER_STATUS,
+    RING,
+    WATCH,
+    CellBlock,
+    SharedMetrics,
+    get_column,
+)
+
+_IN_PROGRESS, _LISTED = CELL_FIELDS, CELL_FIELDS + 1
+_FAILURES = frozenset({get_column(int(s)) for s in FAILURE_STATUSES if s != "other"} | {OTHER_STATUS})
+_REJECTIONS = frozenset(get_column(int(s)) for s in REJECTION_STATUSES)
+_GENERATION, _EPOCH, _WATCH, _LENGTH = range(4)
+_NO_BOUND = len(BOUNDS_S)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _OpenBlock:
+    """A block of this worker, and the deployments that are counted in it: slot to first cell and thresholds."""
+
+    memory: CellBlock
+    draw: CellDraw
+    watch: int
+    sides: dict[int, tuple[int, Sequence[float]]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CellPlace:
+    """Where a request in progress is counted."""
+
+    block: _OpenBlock
+    at: int
+    limits_s: Sequence[float]
+
+
+class CellCounter:
+    """Counts of one worker. A worker that replaces another one continues its counts.
+
+    A request costs 0.05 µs without a watch, and 0.7 µs while its deployment is watched (`benchmarks.count_cost`).
+    """
+
+    def __init__(self, shared: SharedMetrics, worker: int) -> None:
+        self._header = shared.header
+        self._memory = [shared.get_cell_block(worker, place) for place in range(BLOCKS)]
+        self._ring: list[_OpenBlock | None] = [None] * BLOCKS
+        self._block: _OpenBlock | None = None
+        for memory in self._memory:
+            _take_over(memory)
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether any deployments are counted by cell."""
+        return self._header[WATCH] != 0
+
+    def count(self, draw: CellDraw, slot: int, cell: int, status: int, seconds: float) -> None:
+        """Count a request; `seconds` are 0 if its latency is not comparable."""
+        block = self._block
+        if block is None or block.draw is not draw or block.watch != self._header[WATCH]:
+            block = self._open_block(draw)
+        side = block.sides.get(slot)
+        if side is not None:
+            _count(block.memory, (side[0] + cell) * CELL_NUMBERS, side[1], status, seconds)
+
+    def begin(self, draw: CellDraw, slot: int, cell: int) -> CellPlace | None:
+        """Count a request as in progress, until `finish`; None if its deployment is not watched."""
+        block = self._block
+        if block is None or block.draw is not draw or block.watch != self._header[WATCH]:
+            block = self._open_block(draw)
+        side = block.sides.get(slot)
+        if side is None:
+            return None
+        at = (side[0] + cell) * CELL_NUMBERS
+        counts = block.memory.counts
+        if not counts[at + _LISTED]:
+            _list_cell(block.memory, at)
+        counts[at + _IN_PROGRESS] += 1
+        return CellPlace(block, at, side[1])
+
+    def finish(self, place: CellPlace, status: int, seconds: float) -> None:
+        """Count a request that was in progress, unless its epoch was closed long ago."""
+        block = place.block
+        if self._ring[_find_place(block.draw.epoch)] is block:
+            block.memory.counts[place.at + _IN_PROGRESS] -= 1
+            _count(block.memory, place.at, place.limits_s, status, seconds)
+
+    def count_feedback(self, draw: CellDraw, slot: int, cell: int, success: bool) -> None:
+        """Count an entry of feedback. Of a split with epochs, it may come too late for the epoch of the answer."""
+        block = self._block
+        if block is None or block.draw is not draw or block.watch != self._header[WATCH]:
+            block = self._open_block(draw)
+        side = block.sides.get(slot)
+        if side is not None:
+            at = (side[0] + cell) * CELL_NUMBERS
+            counts = block.memory.counts
+            if not counts[at + _LISTED]:
+                _list_cell(block.memory, at)
+            counts[at + CELL_FEEDBACK] += 1
+            counts[at + CELL_SUCCESSES] += success
+
+    def _open_block(self, draw: CellDraw) -> _OpenBlock:
+        """Make the block of a draw the present one. Its counts continue if a worker before this one has begun them."""
+        watch, place = self._header[WATCH], _find_place(draw.epoch)
+        memory = self._memory[place]
+        if memory.tag.tolist()[:_LENGTH] != [draw.generation, draw.epoch, watch]:
+            _reset(memory)
+            memory.tag[_GENERATION], memory.tag[_EPOCH], memory.tag[_WATCH] = draw.generation, draw.epoch, watch
+        block = _OpenBlock(memory, draw, watch, _read_sides(self._header))
+        self._block = self._ring[place] = block
+        return block
+
+
+def _find_place(epoch: int) -> int:
+    """Return the block of an epoch; the last one is of splits without epochs, that is of epoch 0."""
+    return epoch % RING if epoch else RING
+
+
+def _count(memory: CellBlock, at: int, limits_s: Sequence[float], status: int, seconds: float) -> None:
+    counts = memory.counts
+    if not counts[at + _LISTED]:
+        _list_cell(memory, at)
+    counts[at] += 1  # CELL_REQUESTS
+    if status != 200:
+        column = get_column(status)
+        if column in _FAILURES:
+            counts[at + CELL_ERRORS] += 1
+        elif column in _REJECTIONS:
+            counts[at + CELL_REFUSED] += 1
+    if seconds:
+        counts[at + CELL_LATENCIES + bisect_left(limits_s, seconds)] += 1
+
+
+def _list_cell(memory: CellBlock, at: int) -> None:
+    length = memory.tag[_LENGTH]
+    memory.listed[length] = at // CELL_NUMBERS
+    memory.tag[_LENGTH] = length + 1
+    memory.counts[at + _LISTED] = 1
+
+
+def _read_sides(header: memoryview) -> dict[int, tuple[int, Sequence[float]]]:
+    """Return the slots that the watch names, with their first cell and their thresholds in seconds."""
+    sides: dict[int, tuple[int, Sequence[float]]] = {}
+    for side in range(2):
+        begin = WATCH + 1 + side * (1 + MAX_USER_THRESHOLDS)
+        slot, *bounds = header[begin : begin + 1 + MAX_USER_THRESHOLDS]
+        if slot:
+            sides[slot] = side * CELLS, [BOUNDS_S[bound] for bound in bounds if bound < _NO_BOUND]
+    return sides
+
+
+def _view(memory: CellBlock) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+    """Return the numbers of the listed cells, shape (n,), and the counts of all cells, (`BLOCK_CELLS`, numbers)."""
+    listed = np.unique(np.frombuffer(memory.listed, np.uint32)[: memory.tag[_LENGTH]])
+    return listed, np.frombuffer(memory.counts, np.uint32).reshape(BLOCK_CELLS, CELL_NUMBERS)
+
+
+def _reset(memory: CellBlock) -> None:
+    memory.tag[_GENERATION] = memory.tag[_EPOCH] = memory.tag[_WATCH] = 0  # nobody reads it meanwhile
+    listed, counts = _view(memory)
+    counts[listed] = 0
+    memory.tag[_LENGTH] = 0
+
+
+def _take_over(memory: CellBlock) -> None:
+    """Count what a worker that died has not answered as errors: its clients' connections were closed."""
+    listed, counts = _view(memory)
+    lost = counts[listed, _IN_PROGRESS]
+    counts[listed, CELL_REQUESTS] += lost
+    counts[listed, CELL_ERRORS] += lost
+    counts[listed, _IN_PROGRESS] = 0
+    counts[listed, _LISTED] = 1  # it died between the two steps of `_list_cell`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CellTotals:
+    """Counts of all workers by cell: numbers of the cells, shape (n,), and fields, (n, `CELL_FIELDS`).
+
+    Cells of the second deployment follow those of the first.
+    """
+
+    cells: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    in_progress: npt.NDArray[np.int64]
+
+    def fail_requests_in_progress(self) -> CellTotals:
+        """Return the counts with requests in progress as errors: they are answered too late."""
+        counts = self.counts.copy()
+        counts[:, CELL_REQUESTS] += self.in_progress
+        counts[:, CELL_ERRORS] += self.in_progress
+        return CellTotals(self.cells, counts, np.zeros_like(self.in_progress))
+
+
+def sum_cells(shared: SharedMetrics, generation: int, epoch: int) -> CellTotals:
+    """Return the counts of an epoch under the present watch, summed over the workers."""
+    tag = [generation, epoch, shared.header[WATCH]]
+    parts = []
+    for worker in range(shared.workers):
+        memory = shared.get_cell_block(worker, _find_place(epoch))
+        if memory.tag.tolist()[:_LENGTH] == tag:
+            listed, counts = _view(memory)
+            parts.append((listed, counts[listed]))
+    cells = np.unique(np.concatenate([np.zeros(0, np.uint32), *(listed for listed, _ in parts)]))
+    total = np.zeros((len(cells), CELL_NUMBERS), np.int64)
+    for listed, counts in parts:
+        total[np.searchsorted(cells, listed)] += counts
+    return CellTotals(cells.astype(np.int64), total[:, :CELL_FIELDS], total[:, _IN_PROGRESS])

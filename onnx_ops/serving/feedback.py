@@ -1,0 +1,155 @@
+"""Feedback that clients report, for the deployment that sent the response."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from onnx_ops.errors import OnnxOpsError, UserError
+from onnx_ops.protocol.messages import KEYLESS_CELL
+from onnx_ops.serving import metrics
+from onnx_ops.serving.cell_counts import CellCounter
+from onnx_ops.serving.inference.deployments import LoadedDeployments, TableSnapshot
+from onnx_ops.serving.inference.traffic_router import CellDraw
+from onnx_ops.serving.metrics import REQUEST_IDS, SLOTS
+
+MAX_FEEDBACK = 1000
+"""Entries of feedback in one body."""
+_NO_CELL = KEYLESS_CELL + 1
+"""The cell of a request that no split has assigned."""
+_SLOT_BITS = (SLOTS - 1).bit_length()
+_VALUE_BITS = _SLOT_BITS + _NO_CELL.bit_length()
+_HASH_MASK = (1 << 64) - 1
+_SUBJECTS = ("request_id", "key", "deployment")
+"""What an entry of feedback is about: exactly one of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """The deployment that an entry of feedback is about, and the cell of the user, or `_NO_CELL`."""
+
+    slot: int
+    cell: int
+
+
+class FeedbackCounter:
+    """Counts feedback that clients report, for the deployment that sent the response.
+
+    Each worker remembers its last request ids in memory that all workers read. An entry is one number: 43 bits of a
+    hash of the id, 15 of the user's cell and 6 of the slot, at the place that the hash selects. A later request can
+    overwrite it; the feedback is then unknown. An id is counted once. Where users are assigned anew in each epoch,
+    feedback by key is about the last answer to the user's cell.
+    """
+
+    def __init__(self, deployments: LoadedDeployments, cells: CellCounter) -> None:
+        self._deployments = deployments
+        self._shared = deployments.shared
+        self._worker = deployments.worker
+        self._request_ids = self._shared.get_request_ids(self._worker)
+        self._answers = self._shared.get_answers(self._worker)
+        self._cells = cells
+
+    def remember(self, request_id: bytes, slot: int, draw: CellDraw | None, cell: int) -> None:
+        """Remember which deployment answered a request; `draw` is None if no split has assigned it."""
+        key = _hash_id(request_id)
+        value = (_NO_CELL if draw is None else cell) << _SLOT_BITS | slot
+        self._request_ids[key % REQUEST_IDS] = key << _VALUE_BITS | value
+
+    def remember_answer(self, slot: int, epoch: int, cell: int) -> None:
+        """Remember which deployment answered a user's cell last."""
+        self._answers[cell] = epoch << _SLOT_BITS | slot
+
+    def count(self, body: bytes) -> tuple[int, int]:
+        """Count the feedback in a body; return the number of counted and of unknown entries.
+
+        If the body is invalid (UserError), nothing is counted.
+        """
+        entries = _read_entries(body)
+        unknown = 0
+        for entry in entries:
+            subject = self._find_subject(entry)
+            if subject is None:
+                unknown += 1
+                continue
+            row = self._shared.get_row(self._worker, subject.slot)
+            row[metrics.FEEDBACK] += 1
+            row[metrics.SUCCESSES] += entry["success"]
+            self._count_cell(subject, entry["success"])
+        self._shared.get_row(self._worker, 0)[metrics.UNKNOWN_FEEDBACK] += unknown
+        return len(entries) - unknown, unknown
+
+    def _count_cell(self, subject: _Subject, success: bool) -> None:
+        """Count feedback by user, if the present split is the one that has assigned the user.
+
+        Epochs have no feedback: they would be closed before it arrives.
+        """
+        try:
+            snapshot = self._deployments.get_current()
+            if snapshot.router.epoch_s or subject.cell == _NO_CELL:
+                return
+            if subject.cell != KEYLESS_CELL and _find_sticky_slot(snapshot, subject.cell) != subject.slot:
+                return
+        except OnnxOpsError:
+            return
+        self._cells.count_feedback(snapshot.router.get_draw(0), subject.slot, subject.cell, success)
+
+    def _find_subject(self, entry: dict[str, Any]) -> _Subject | None:
+        """Return the subject of an entry; forget its request id."""
+        try:
+            if "deployment" in entry:
+                loaded = self._deployments.get_current().get_deployment(entry["deployment"])
+                return _Subject(loaded.slot, KEYLESS_CELL)
+            if "key" in entry:
+                return self._find_answer(entry["key"].encode())
+        except OnnxOpsError:
+            return None
+        key = _hash_id(entry["request_id"].encode())
+        place = key % REQUEST_IDS
+        for worker in range(self._shared.workers):
+            ids = self._shared.get_request_ids(worker)
+            if ids[place] >> _VALUE_BITS == key:
+                value, ids[place] = ids[place], 0
+                return _Subject(value % SLOTS, value % (1 << _VALUE_BITS) >> _SLOT_BITS)
+        return None
+
+    def _find_answer(self, key: bytes) -> _Subject | None:
+        """Return which deployment answers a user, or has answered the user last if that changes with the epoch."""
+        snapshot = self._deployments.get_current()
+        cell = snapshot.router.get_cell(key)
+        if not snapshot.router.epoch_s:
+            return _Subject(_find_sticky_slot(snapshot, cell), cell)
+        answer = max(self._shared.get_answers(worker)[cell] for worker in range(self._shared.workers))
+        return _Subject(answer % SLOTS, cell) if answer else None
+
+
+def _find_sticky_slot(snapshot: TableSnapshot, cell: int) -> int:
+    """Return the slot of the deployment of a cell. Raises ServiceUnavailableError if that is not loaded."""
+    router = snapshot.router
+    return snapshot.get_deployment(router.route_cell(router.get_draw(0), cell)).slot
+
+
+def _read_entries(body: bytes) -> list[dict[str, Any]]:
+    """Return the valid entries of a body. Raises UserError."""
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise UserError("the body is not JSON", why=str(error)) from error
+    entries = document.get("feedback") if isinstance(document, dict) and "feedback" in document else [document]
+    if not isinstance(entries, list) or len(entries) > MAX_FEEDBACK:
+        raise UserError(f"feedback must be a list of at most {MAX_FEEDBACK}")
+    for place, entry in enumerate(entries):
+        names = [name for name in _SUBJECTS if isinstance(entry, dict) and name in entry]
+        has_subject = len(names) == 1 and isinstance(entry[names[0]], str)
+        if not has_subject or not isinstance(entry.get("success"), bool):
+            raise UserError(
+                f"feedback {place} must hold `success` (true or false) and one of {', '.join(_SUBJECTS)} (text)",
+                remedy='For example: {"feedback": [{"request_id": "a1", "success": true}]}',
+            )
+    return entries
+
+
+def _hash_id(request_id: bytes) -> int:
+    """Return 43 bits, never 0. Python's hash is the same in all processes that were forked from one."""
+    return (hash(request_id) & _HASH_MASK) >> _VALUE_BITS or 1

@@ -1,0 +1,129 @@
+"""Which deployment answers a request: the split of a routing table, by user or by chance."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from onnx_ops.errors import NotFoundError
+from onnx_ops.protocol.messages import PIN_HEADERS, USER_CELLS
+from onnx_ops.protocol.routing_table import RoutingTable
+from onnx_ops.serving.inference.responses import RequestHead
+
+_PINS = tuple(name.encode() for name in PIN_HEADERS)
+_MASK = 0xFFFFFFFF
+
+
+@dataclass(slots=True, eq=False)
+class CellDraw:
+    """The assignment of all cells of users to deployments, for one epoch; epoch 0 lasts as long as the split.
+
+    `slots` holds for each cell its place in `TrafficRouter.slots`. `is_timed` is whether latencies are counted by cell:
+    not for some requests of an epoch only, since those that are left out could be of one version.
+    """
+
+    generation: int
+    epoch: int
+    slots: bytes
+    is_timed: bool = True
+
+
+_STICKY_SLOTS = bytes(cell * 100 // USER_CELLS for cell in range(USER_CELLS))
+
+
+@dataclass(slots=True, kw_only=True)
+class TrafficRouter:
+    """The split of one table: one slot per percent of traffic, newest first.
+
+    With an epoch, the cells of users are assigned anew in each, independently of other epochs and generations. Without,
+    and with two deployments, a higher weight of the newer one only moves users into it. The salt depends on the newest
+    deployment with traffic: it is constant during an experiment and different for the next.
+
+    Latencies are compared in `comparable` slots, of two deployments as many each: both then get the same traffic (see
+    `ControlReplica`), and a timed request is as likely to be of one as of the other.
+    """
+
+    slots: tuple[str, ...]
+    names: frozenset[str]
+    experiment: str
+    generation: int
+    epoch_s: float
+    comparable: tuple[bool, ...] = field(init=False)
+    _salt: int = field(init=False)
+    _draw: CellDraw = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        weights = Counter(self.slots)
+        fewest = min(weights.values()) if len(weights) == 2 else len(self.slots)
+        self.comparable = tuple(slot - self.slots.index(name) < fewest for slot, name in enumerate(self.slots))
+        self._salt = zlib.crc32(self.experiment.encode())
+        self._draw = CellDraw(self.generation, 0, _STICKY_SLOTS)
+
+    @classmethod
+    def from_table(cls, table: RoutingTable) -> TrafficRouter:
+        """Build the router of a routing table."""
+        return cls(
+            slots=table.list_slots(),
+            names=frozenset(table.layout),
+            experiment="\0".join(table.get_experiment()),
+            generation=table.state.generation,
+            epoch_s=table.state.split.epoch_s,
+        )
+
+    def get_cell(self, key: bytes) -> int:
+        """Return the cell of a user, which depends on the experiment."""
+        return mix_bits(zlib.crc32(key) ^ self._salt) * USER_CELLS >> 32
+
+    def get_draw(self, epoch: int) -> CellDraw:
+        """Return the assignment of an epoch; a split without epochs ignores it."""
+        draw = self._draw
+        if draw.epoch != epoch and self.epoch_s:
+            seed = "\0".join((self.experiment, str(self.generation), str(epoch)))
+            draw = self._draw = CellDraw(self.generation, epoch, draw_slots(seed))
+        return draw
+
+    def route_cell(self, draw: CellDraw, cell: int) -> str:
+        """Return the deployment of a cell of users: always the same for the same draw."""
+        return self.slots[draw.slots[cell]]
+
+    def get_pinned(self, head: RequestHead) -> str | None:
+        """Return the deployment that the headers of a request select, if any."""
+        for header in _PINS:
+            if (value := head.get(header)) is not None:
+                name = value.decode("latin-1")
+                if name not in self.names:
+                    raise NotFoundError(f"no deployment is named {name!r} (header {header.decode()})")
+                return name
+        return None
+
+
+def mix_bits(value: int) -> int:
+    """Spread every bit: the finalizer of MurmurHash3 (A. Appleby), a bijection.
+
+    CRC-32 is linear: without this, two salts would give shares that coincide or are disjoint, and users of one
+    experiment's candidate would be in the candidate of the next.
+    """
+    value ^= value >> 16
+    value = value * 0x85EBCA6B & _MASK
+    value ^= value >> 13
+    value = value * 0xC2B2AE35 & _MASK
+    return value ^ value >> 16
+
+
+def draw_slots(seed: str) -> bytes:
+    """Return a slot for each cell of users, every slot for as many cells: a permutation that the seed determines.
+
+    Cells are sorted by a random number each, of SplitMix64 (Steele, Lea and Flood 2014, OOPSLA, 453-472). Unlike
+    NumPy's generators, it is the same in all versions, and servers of different versions must agree.
+    """
+    start = np.frombuffer(hashlib.sha256(seed.encode()).digest(), "<u8", 1)
+    numbers = start + np.arange(1, USER_CELLS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    numbers = (numbers ^ numbers >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ numbers >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    slots = np.empty(USER_CELLS, np.uint8)
+    slots[np.argsort(numbers ^ numbers >> np.uint64(31))] = np.frombuffer(_STICKY_SLOTS, np.uint8)
+    return slots.tobytes()

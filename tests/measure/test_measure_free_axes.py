@@ -1,0 +1,139 @@
+"""Axes that a pipeline declares free: their check, and wrong copies of recurrent nets, which parity must find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import ModelProto, NodeProto, helper, numpy_helper
+
+from onnx_ops.adapters.exporters.torch import TorchExporter
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.artifact import ModelInfo, TensorSpec
+from onnx_ops.domain.evidence import SourceLimits
+from onnx_ops.domain.pipeline import Export
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import UserError
+from onnx_ops.measure.free_axes import check_free_axes
+from onnx_ops.measure.parity import find_worst, measure_parity
+from onnx_ops.measure.reference_outputs import ReferenceGroup, ReferenceOutputs, collect_reference_outputs
+from onnx_ops.onnx_graph.model_info import read_model_info
+from onnx_ops.ports import ExportRequest, Tensors
+
+TARGET = Target(name="cpu")
+ROWS: Tensors = {"x": np.zeros((2, 8), np.float32)}
+FREE = Export(framework="torch", dynamic={"x": {0: "batch", 1: "length"}})
+
+
+def make_reference(answered: tuple[str, ...], refused: dict[str, str]) -> ReferenceOutputs:
+    groups = [ReferenceGroup(name=name, inputs=ROWS, single=ROWS, double=None) for name in ("real", *answered)]
+    return ReferenceOutputs(groups=groups, limits=SourceLimits(refused=refused))
+
+
+def make_info(*shape: int | str) -> ModelInfo:
+    inputs = (TensorSpec(name="x", dtype="float32", shape=shape),)
+    return ModelInfo(ir_version=10, opsets={"": 18}, inputs=inputs, outputs=(), nodes=1, size_bytes=1)
+
+
+def test_an_axis_that_the_file_fixes_is_refused() -> None:
+    with pytest.raises(UserError, match=r"axis 1 of x \(length\) fixed at 8"):
+        check_free_axes(FREE, make_info("batch", 8), make_reference(("batches:1",), {}))
+
+
+@pytest.mark.parametrize("answered", [(), ("lengths:length=1,width=1",), ("lengths:lengths=1",), ("batches:1",)])
+def test_an_axis_without_an_answer_at_another_size_is_refused(answered: tuple[str, ...]) -> None:
+    refused = {"lengths:length=1": "too short", "lengths:length=16": "too long"}
+    with pytest.raises(UserError, match=r"every other size of axis 1 of x \(length\).*rejected 1, 16,.*too short"):
+        check_free_axes(FREE, make_info("batch", "length"), make_reference(answered, refused))
+
+
+def test_one_other_size_proves_an_axis_that_has_forbidden_sizes() -> None:
+    reference = make_reference(("lengths:length=16",), {"lengths:length=1": "too short"})
+    check_free_axes(FREE, make_info("batch", "length"), reference)
+    check_free_axes(FREE, make_info("batch", "length"), make_reference((), {}))
+
+
+LENGTH = 8
+
+
+@pytest.fixture(scope="module")
+def lstm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ReferenceOutputs]:
+    """A bidirectional LSTM with its state as input, exported with a free length, and its source's answers."""
+    from tests.support.recurrent_modules import StatefulLstm, sequences
+
+    module = StatefulLstm("LSTM", bidirectional=True)
+    samples = sequences(module, 40, LENGTH)
+    dynamic = {name: {0: "batch"} for name in samples} | {"x": {0: "batch", 1: "length"}}
+    path = tmp_path_factory.mktemp("lstm") / "model.onnx"
+    exporter, section = TorchExporter(), Export(framework="torch", dynamic=dynamic)
+    exporter.export(module, ExportRequest(section=section, samples=samples, path=path))
+    reference = collect_reference_outputs(exporter, module, path, samples)
+    check_free_axes(section, read_model_info(path), reference)
+    return path, reference
+
+
+def is_wrong(path: Path, reference: ReferenceOutputs) -> bool:
+    return find_worst(measure_parity(OnnxRuntime(), path, TARGET, reference.groups)) is not None
+
+
+def forget_state(model: ModelProto, node: NodeProto) -> None:
+    node.input[5] = ""
+
+
+def exchange_states(model: ModelProto, node: NodeProto) -> None:
+    node.input[5], node.input[6] = node.input[6], node.input[5]
+
+
+def exchange_directions(model: ModelProto, node: NodeProto) -> None:
+    for initializer in model.graph.initializer:
+        if initializer.name in node.input[1:4]:
+            swapped = numpy_helper.to_array(initializer)[::-1].copy()
+            initializer.CopyFrom(numpy_helper.from_array(swapped, initializer.name))
+
+
+def cut_length(model: ModelProto, node: NodeProto) -> None:
+    """Leave out the steps after those of the samples, and answer zeros there."""
+    model.graph.initializer.append(numpy_helper.from_array(np.array(LENGTH, np.int64), "cut.most"))
+    model.graph.initializer.append(numpy_helper.from_array(np.array([0], np.int64), "cut.place"))
+    nodes = [
+        helper.make_node("Shape", ["x"], ["cut.batch"], start=0, end=1),
+        helper.make_node("Shape", ["x"], ["cut.length"], start=1, end=2),
+        helper.make_node("Min", ["cut.length", "cut.most"], ["cut.some"]),
+        helper.make_node("Expand", ["cut.some", "cut.batch"], ["cut.wide"]),
+        helper.make_node("Cast", ["cut.wide"], ["cut.lengths"], to=onnx.TensorProto.INT32),
+    ]
+    node.input[4] = "cut.lengths"
+    for place, new in enumerate(nodes):
+        model.graph.node.insert(place, new)
+
+
+def reverse_steps(model: ModelProto, node: NodeProto) -> None:
+    for name, value in (("starts", -1), ("ends", np.iinfo(np.int64).min), ("axes", 0), ("steps", -1)):
+        model.graph.initializer.append(numpy_helper.from_array(np.array([value], np.int64), f"turned.{name}"))
+    inputs = [node.input[0], *(f"turned.{name}" for name in ("starts", "ends", "axes", "steps"))]
+    place = list(model.graph.node).index(node)
+    model.graph.node.insert(place, helper.make_node("Slice", inputs, ["turned"]))
+    node.input[0] = "turned"
+
+
+def test_the_export_of_a_recurrent_net_agrees_at_all_lengths(lstm: tuple[Path, ReferenceOutputs]) -> None:
+    path, reference = lstm
+    lengths = {group.inputs["x"].shape[1] for group in reference.groups}
+    assert {1, 4, 5, 8, 9, 16} <= lengths
+    assert not [name for name in reference.limits.refused if name.startswith("lengths:")]
+    assert not is_wrong(path, reference)
+
+
+@pytest.mark.parametrize("plant", [forget_state, exchange_states, exchange_directions, cut_length, reverse_steps])
+def test_a_wrong_copy_of_a_recurrent_net_fails(
+    lstm: tuple[Path, ReferenceOutputs], plant: Callable[[Any, Any], None], tmp_path: Path
+) -> None:
+    model = onnx.load(lstm[0])
+    (node,) = [node for node in model.graph.node if node.op_type == "LSTM"]
+    plant(model, node)
+    onnx.save(model, tmp_path / "wrong.onnx")
+    assert is_wrong(tmp_path / "wrong.onnx", lstm[1])

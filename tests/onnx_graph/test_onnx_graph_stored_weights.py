@@ -1,0 +1,187 @@
+"""Rounded constants are read in the layouts of other quantizers, and paired with their originals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from onnx_ops.onnx_graph.dequantization import write_dequantized, write_with_weights
+from onnx_ops.onnx_graph.quantized_weights import PairedWeights, pair_quantized_weights
+from onnx_ops.statistics.quantization import compute_weight_error
+
+ROWS, COLUMNS, BLOCK = 32, 8, 16
+WEIGHT = np.random.default_rng(5).standard_normal((ROWS, COLUMNS)).astype(np.float32)
+OTHER = np.random.default_rng(6).standard_normal((ROWS, COLUMNS)).astype(np.float32)
+
+
+def write(path: Path, nodes: Sequence[Any], tensors: Sequence[Any], opset: int = 21) -> Path:
+    """Write a model from `x` (N, ROWS) to `y` (N, COLUMNS)."""
+    ends = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", size])
+        for name, size in (("x", ROWS), ("y", COLUMNS))
+    ]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], tensors)
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
+    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=imports), path)
+    return path
+
+
+def write_source(folder: Path) -> Path:
+    """Two products of the same shape, which only their values and places tell apart, and their sum."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"], name="first"),
+        helper.make_node("MatMul", ["x", "v"], ["b"], name="second"),
+        helper.make_node("Add", ["a", "b"], ["y"]),
+    ]
+    return write(
+        folder / "source.onnx", nodes, [numpy_helper.from_array(WEIGHT, "w"), numpy_helper.from_array(OTHER, "v")]
+    )
+
+
+def round_blocks(weight: np.ndarray, bits: int, *, signed: bool) -> tuple[Any, Any, Any]:
+    """Levels, scales and zero points of blocks of `BLOCK` along axis 0."""
+    parts = weight.reshape(-1, BLOCK, weight.shape[1])
+    low, high = np.minimum(parts.min(1), 0), np.maximum(parts.max(1), 0)
+    most = (1 << (bits - 1)) - 1 if signed else (1 << bits) - 1
+    scale = (np.maximum(high, -low) if signed else high - low) / most
+    zero = np.zeros_like(scale) if signed else np.rint(-low / scale)
+    levels = np.rint(parts / scale[:, None]) + zero[:, None]
+    return np.clip(levels, -most if signed else 0, most).reshape(weight.shape), scale.astype(np.float32), zero
+
+
+def blocked(weight: np.ndarray, name: str, *, signed: bool, zeros: int = 0) -> tuple[list[Any], list[Any]]:
+    levels, scale, zero = round_blocks(weight, 4, signed=signed)
+    kind = TensorProto.INT4 if signed else TensorProto.UINT4
+    tensors = [
+        helper.make_tensor(f"{name}0", kind, levels.shape, levels.astype(int).reshape(-1).tolist()),
+        numpy_helper.from_array(scale, f"{name}1"),
+        helper.make_tensor(f"{name}2", kind, zero.shape, (zero.astype(int) + zeros).clip(0, 15).reshape(-1).tolist()),
+    ]
+    inputs = [f"{name}0", f"{name}1", f"{name}2"]
+    node = helper.make_node("DequantizeLinear", inputs, [f"{name}.f"], axis=0, block_size=BLOCK)
+    return [node], tensors
+
+
+def write_pairs(path: Path, parts: Callable[[np.ndarray, str], tuple[list[Any], list[Any]]]) -> Path:
+    """The source with both weights behind DequantizeLinear nodes, under names that say nothing, in exchanged order."""
+    nodes, tensors = parts(OTHER, "k")
+    more, others = parts(WEIGHT, "m")
+    products = [
+        helper.make_node("MatMul", ["x", "k.f"], ["b2"], name="p"),
+        helper.make_node("MatMul", ["x", "m.f"], ["a2"], name="q"),
+        helper.make_node("Add", ["a2", "b2"], ["y"]),
+    ]
+    return write(path, [*nodes, *more, *products], [*tensors, *others])
+
+
+def steps(paired: PairedWeights) -> dict[str, float]:
+    return {p.origin: compute_weight_error(p.original, p.dequantized, p.scale) for p in paired.pairs}
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_blocked_four_bit_weights_without_names_are_paired_by_value(tmp_path: Path, signed: bool) -> None:
+    source = write_source(tmp_path)
+    derived = write_pairs(tmp_path / "b.onnx", lambda w, n: blocked(w, n, signed=signed))
+    paired = pair_quantized_weights(source, derived)
+    assert paired.unpaired == ()
+    assert {pair.name: pair.origin for pair in paired.pairs} == {"k0": "v", "m0": "w"}
+    assert max(steps(paired).values()) <= 0.51
+
+
+def test_wrong_zero_point_of_blocks_is_more_than_rounding(tmp_path: Path) -> None:
+    source = write_source(tmp_path)
+    derived = write_pairs(tmp_path / "b.onnx", lambda w, n: blocked(w, n, signed=False, zeros=1))
+    assert min(steps(pair_quantized_weights(source, derived)).values()) > 1
+
+
+def test_transposed_weight_is_found_in_its_orientation(tmp_path: Path) -> None:
+    source = write_source(tmp_path)
+
+    def parts(weight: np.ndarray, name: str) -> tuple[list[Any], list[Any]]:
+        scale = np.float32(np.abs(weight).max() / 127)
+        tensors = [
+            numpy_helper.from_array(np.rint(weight.T / scale).astype(np.int8), f"{name}0"),
+            numpy_helper.from_array(scale, f"{name}1"),
+        ]
+        read = helper.make_node("DequantizeLinear", [f"{name}0", f"{name}1"], [f"{name}.t"])
+        return [read, helper.make_node("Transpose", [f"{name}.t"], [f"{name}.f"], perm=[1, 0])], tensors
+
+    paired = pair_quantized_weights(source, write_pairs(tmp_path / "b.onnx", parts))
+    assert {(pair.origin, pair.transposed) for pair in paired.pairs} == {("w", True), ("v", True)}
+    assert max(steps(paired).values()) <= 0.51
+
+
+def test_float_constant_that_is_rounded_in_each_run_is_read(tmp_path: Path) -> None:
+    source = write_source(tmp_path)
+
+    def parts(weight: np.ndarray, name: str, most: float = 127) -> tuple[list[Any], list[Any]]:
+        scale = np.float32(np.abs(weight).max() / most)
+        tensors = [
+            numpy_helper.from_array(weight, f"{name}0"),
+            numpy_helper.from_array(scale, f"{name}1"),
+            numpy_helper.from_array(np.int8(0), f"{name}2"),
+        ]
+        inputs = [f"{name}1", f"{name}2"]
+        write = helper.make_node("QuantizeLinear", [f"{name}0", *inputs], [f"{name}.q"])
+        return [write, helper.make_node("DequantizeLinear", [f"{name}.q", *inputs], [f"{name}.f"])], tensors
+
+    assert max(steps(pair_quantized_weights(source, write_pairs(tmp_path / "b.onnx", parts))).values()) <= 0.51
+    cut = write_pairs(tmp_path / "cut.onnx", lambda w, n: parts(w, n, 254))
+    assert min(steps(pair_quantized_weights(source, cut)).values()) > 10
+
+
+def write_fused(path: Path, operator: str) -> Path:
+    """The source with an integer product as ONNX Runtime fuses it, and a bias of 0."""
+    nodes, tensors = [], []
+    if operator == "MatMulIntegerToFloat":
+        nodes.append(helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"]))
+    for name, weight, result in (("k", WEIGHT, "a2"), ("m", OTHER, "b2")):
+        scale = np.abs(weight).max(0) / np.float32(127)
+        tensors += [
+            numpy_helper.from_array(np.rint(weight / scale).astype(np.int8), f"{name}0"),
+            numpy_helper.from_array(scale, f"{name}1"),
+            numpy_helper.from_array(np.zeros(COLUMNS, np.int8), f"{name}2"),
+            numpy_helper.from_array(np.zeros(COLUMNS, np.float32), f"{name}3"),
+        ]
+        own = [f"{name}{number}" for number in range(4)]
+        inputs = ["x", *own] if operator != "MatMulIntegerToFloat" else ["q", own[0], "s", own[1], "z", *own[2:]]
+        nodes.append(helper.make_node(operator, inputs, [result], domain="com.microsoft"))
+    return write(path, [*nodes, helper.make_node("Add", ["a2", "b2"], ["y"])], tensors)
+
+
+@pytest.mark.parametrize("operator", ["MatMulIntegerToFloat", "DynamicQuantizeMatMul", "blocks", "int4 blocks"])
+def test_function_without_rounding_is_that_of_the_source_with_its_weights(tmp_path: Path, operator: str) -> None:
+    ort = pytest.importorskip("onnxruntime")
+    source, plain, exact = write_source(tmp_path), tmp_path / "plain.onnx", tmp_path / "exact.onnx"
+    if "blocks" in operator:
+        derived = write_pairs(tmp_path / "b.onnx", lambda w, n: blocked(w, n, signed="int4" in operator))
+    else:
+        derived = write_fused(tmp_path / "b.onnx", operator)
+    paired = pair_quantized_weights(source, derived)
+    assert (len(paired.pairs), paired.unpaired, max(steps(paired).values()) <= 0.51) == (2, (), True)
+    write_with_weights(source, paired.pairs, plain)
+    write_dequantized(source, derived, exact)
+    rows = {"x": np.random.default_rng(1).standard_normal((5, ROWS)).astype(np.float32)}
+    one, other = (
+        ort.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, rows)[0]
+        for path in (plain, exact)
+    )
+    assert np.abs(one - other).max() < 1e-4
+
+
+def test_scale_that_does_not_fit_is_named_and_no_crash(tmp_path: Path) -> None:
+    source = write_source(tmp_path)
+
+    def parts(weight: np.ndarray, name: str) -> tuple[list[Any], list[Any]]:
+        nodes, tensors = blocked(weight, name, signed=True)
+        tensors[1] = numpy_helper.from_array(np.ones((3, 5), np.float32), f"{name}1")
+        return nodes, tensors
+
+    paired = pair_quantized_weights(source, write_pairs(tmp_path / "b.onnx", parts))
+    assert (paired.pairs, paired.unpaired) == ((), ("k0", "m0"))

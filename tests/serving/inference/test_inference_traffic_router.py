@@ -1,0 +1,136 @@
+"""The split of traffic: shares, users that stay, and epochs that are drawn anew."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
+from onnx_ops.errors import NotFoundError
+from onnx_ops.protocol.messages import USER_CELLS
+from onnx_ops.protocol.routing_table import RoutingTable, build_next_table
+from onnx_ops.serving.inference.traffic_router import TrafficRouter, draw_slots, mix_bits
+from tests.support.endpoints import fileless_deployment
+
+USERS = [f"user-{number}".encode() for number in range(20_000)]
+
+
+def table(
+    weights: dict[str, int],
+    previous: RoutingTable | None = None,
+    content: str = "",
+    *,
+    epoch_s: float = 0.0,
+    generation: int = 1,
+) -> RoutingTable:
+    deployments = tuple(fileless_deployment(name, name + content) for name in weights)
+    split = TrafficSplit(weights=weights, epoch_s=epoch_s)
+    return build_next_table(previous, EndpointState(deployments=deployments, split=split, generation=generation))
+
+
+def split(candidate: int, content: str = "", *, epoch_s: float = 0.0, generation: int = 1) -> TrafficRouter:
+    old = table({"old": 100}, content=content)
+    weights = {"old": 100 - candidate, "new": candidate}
+    return TrafficRouter.from_table(table(weights, old, content, epoch_s=epoch_s, generation=generation))
+
+
+def route(router: TrafficRouter, key: bytes, epoch: int = 0) -> str:
+    return router.route_cell(router.get_draw(epoch), router.get_cell(key))
+
+
+def new_cells(router: TrafficRouter, epoch: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Which cells of users the candidate gets."""
+    draw = router.get_draw(epoch)
+    return np.array([router.route_cell(draw, cell) == "new" for cell in range(USER_CELLS)])
+
+
+@given(st.binary(max_size=40), st.integers(0, 100), st.integers(0, 100))
+def test_raising_the_candidate_only_moves_users_into_it(key: bytes, one: int, other: int) -> None:
+    low, high = sorted((one, other))
+    if low > 0 and route(split(low), key) == "new":
+        assert route(split(high), key) == "new"
+
+
+@pytest.mark.parametrize("epoch_s", [0.0, 60.0])
+@pytest.mark.parametrize("weight", [1, 10, 50, 90])
+def test_shares_of_users_are_those_of_the_split(weight: int, epoch_s: float) -> None:
+    router = split(weight, epoch_s=epoch_s)
+    count = Counter(route(router, user, 7) for user in USERS)["new"]
+    deviation = (len(USERS) * weight / 100 * (1 - weight / 100)) ** 0.5
+    assert abs(count - len(USERS) * weight / 100) < 4 * deviation
+
+
+def test_the_next_experiment_draws_its_users_anew() -> None:
+    one, next_one = split(50, "release 1"), split(50, "release 2")
+    first = {user for user in USERS if route(one, user) == "new"}
+    second = {user for user in USERS if route(next_one, user) == "new"}
+    deviation = (len(USERS) * 0.25 * 0.75) ** 0.5
+    assert abs(len(first & second) - len(USERS) / 4) < 4 * deviation
+
+
+def test_a_split_without_epochs_keeps_every_user() -> None:
+    router = split(50)
+    assert router.get_draw(1) is router.get_draw(2)
+    assert router.get_draw(3).epoch == 0
+
+
+def test_a_user_stays_within_an_epoch_and_every_epoch_meets_the_weight_exactly() -> None:
+    router, again = split(10, epoch_s=60.0), split(10, epoch_s=60.0)
+    for epoch in (29_000_000, 29_000_001, 5):
+        draw = router.get_draw(epoch)
+        assert (draw.generation, draw.epoch) == (1, epoch)
+        assert router.get_draw(epoch) is draw
+        assert new_cells(router, epoch).sum() == USER_CELLS / 10
+        assert again.get_draw(epoch).slots == draw.slots, "every server draws the same"
+
+
+def test_epochs_generations_and_experiments_are_drawn_independently() -> None:
+    """Of a tenth, a tenth is drawn again; and each cell is drawn as often as any other."""
+    routers = {
+        "epoch": (split(10, epoch_s=60.0), split(10, epoch_s=60.0), 1),
+        "generation": (split(10, epoch_s=60.0), split(10, epoch_s=60.0, generation=2), 0),
+        "experiment": (split(10, epoch_s=60.0), split(10, "release 2", epoch_s=60.0), 0),
+    }
+    expected, deviation = USER_CELLS * 0.01, (USER_CELLS * 0.01 * 0.99) ** 0.5
+    for one, other, later in routers.values():
+        both = [int((new_cells(one, n) & new_cells(other, n + later)).sum()) for n in range(1, 21)]
+        assert max(abs(count - expected) for count in both) < 5 * deviation
+    times = np.sum([new_cells(routers["epoch"][0], epoch) for epoch in range(200)], axis=0)
+    assert (times.mean(), times.var()) == (pytest.approx(20), pytest.approx(200 * 0.1 * 0.9, rel=0.1))
+
+
+def test_a_draw_is_the_same_in_every_version_of_this_package_and_its_libraries() -> None:
+    assert draw_slots("seed")[:12].hex() == "0a3f54191028251f07341c1b"
+
+
+def test_chance_covers_the_split() -> None:
+    router = split(30)
+    assert Counter(router.slots) == {"new": 30, "old": 70}
+    assert len(router.slots) == 100
+
+
+@pytest.mark.parametrize(("weight", "comparable"), [(0, 100), (1, 1), (10, 10), (50, 50), (90, 10)])
+def test_both_versions_are_compared_in_as_many_slots(weight: int, comparable: int) -> None:
+    router = split(weight)
+    slots = Counter(name for name, is_comparable in zip(router.slots, router.comparable, strict=True) if is_comparable)
+    assert slots == ({"new": comparable, "old": comparable} if weight else {"old": 100})
+
+
+@given(st.sets(st.integers(0, 2**32 - 1), max_size=200))
+def test_mixing_keeps_numbers_apart_and_within_32_bits(values: set[int]) -> None:
+    out = {mix_bits(value) for value in values}
+    assert len(out) == len(values)
+    assert all(0 <= value < 2**32 for value in out)
+
+
+def test_pins_name_a_deployment() -> None:
+    router = split(0)
+    assert router.get_pinned({b"x-amzn-sagemaker-target-variant": b"new"}) == "new"
+    assert router.get_pinned({b"azureml-model-deployment": b"old"}) == "old"
+    assert router.get_pinned({b"x-user-key": b"a"}) is None
+    with pytest.raises(NotFoundError, match="'grey'"):
+        router.get_pinned({b"azureml-model-deployment": b"grey"})

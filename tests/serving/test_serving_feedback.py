@@ -1,0 +1,135 @@
+"""Feedback of clients, against real servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.protocol.messages import KEYLESS_CELL
+from onnx_ops.serving import metrics
+from onnx_ops.serving.cell_counts import CellCounter
+from onnx_ops.serving.feedback import MAX_FEEDBACK, FeedbackCounter
+from onnx_ops.serving.inference.deployments import LoadedDeployments
+from onnx_ops.serving.inference.traffic_router import CellDraw
+from onnx_ops.serving.metrics import SharedMetrics
+from onnx_ops.testing.endpoints import state_of
+from tests.serving.serving_process import INFER, infer_body
+from tests.support.server import Answer, ServerFamily
+
+BODY = infer_body([1, 2])
+
+
+@pytest.fixture
+def server(tmp_path: Path, blue: Deployment, green: Deployment) -> Iterator[ServerFamily]:
+    """Two workers; blue and green share the traffic."""
+    with ServerFamily(folder=tmp_path / "state", options=("--workers", "2")) as server:
+        assert server.publish(state_of(blue, green, blue=50, green=50), 1).status == 200
+        yield server
+
+
+def ask(server: ServerFamily, **headers: str) -> str:
+    """The deployment that answered."""
+    answer = server.call("POST", INFER, BODY, {"content-type": "application/json", **headers})
+    assert answer.status == 200
+    return answer.headers["x-onnx-ops-deployment"]
+
+
+def report(server: ServerFamily, *feedback: Mapping[str, Any]) -> Answer:
+    body = json.dumps({"feedback": feedback}).encode()
+    return server.call("POST", "/feedback", body, {"content-type": "application/json"})
+
+
+def feedback_of(server: ServerFamily) -> dict[str, tuple[int, int]]:
+    return {name: (found.feedback, found.successes) for name, found in server.counts().deployments.items()}
+
+
+def test_feedback_counts_for_the_deployment_that_answered(server: ServerFamily) -> None:
+    answered = {f"r-{n}": ask(server, **{"x-request-id": f"r-{n}"}) for n in range(40)}
+    assert set(answered.values()) == {"blue", "green"}
+    good = {name: n % 3 > 0 for n, name in enumerate(answered)}
+    response = report(server, *({"request_id": name, "success": good[name]} for name in answered))
+    assert response.json() == {"counted": 40, "unknown": 0}
+    expected = {
+        who: (sum(d == who for d in answered.values()), sum(good[name] for name, d in answered.items() if d == who))
+        for who in ("blue", "green")
+    }
+    assert feedback_of(server) == expected
+    again = report(server, {"request_id": "r-1", "success": True}, {"request_id": "never", "success": True})
+    assert again.json() == {"counted": 0, "unknown": 2}
+    assert feedback_of(server) == expected
+
+
+def test_by_user_key_and_by_name(server: ServerFamily) -> None:
+    users = {f"user-{n}": ask(server, **{"x-user-key": f"user-{n}"}) for n in range(20)}
+    assert report(server, *({"key": user, "success": True} for user in users)).json()["counted"] == 20
+    response = report(server, {"deployment": "green", "success": False}, {"deployment": "red", "success": False})
+    assert response.json() == {"counted": 1, "unknown": 1}
+    blue, green = (sum(d == who for d in users.values()) for who in ("blue", "green"))
+    assert feedback_of(server) == {"blue": (blue, blue), "green": (green + 1, green)}
+
+
+NO_REPORTS = (
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'{"feedback": {}}',
+    b'{"feedback": [1]}',
+    b'{"feedback": [{"success": true}]}',
+    b'{"feedback": [{"request_id": "a", "success": 1}]}',
+    b'{"feedback": [{"request_id": 7, "success": true}]}',
+    b'{"feedback": [{"request_id": "a", "key": "b", "success": true}]}',
+    b'{"feedback": [{"deployment": "", "key": null, "success": true}]}',
+    json.dumps({"feedback": [{"key": "a", "success": True}] * (MAX_FEEDBACK + 1)}).encode(),
+)
+OTHER_KINDS = (None, "", "text/plain", "application/x-www-form-urlencoded", "text/plain;application/json", "json")
+
+
+def test_what_is_no_report_is_refused_whole(server: ServerFamily) -> None:
+    for body in NO_REPORTS:
+        assert server.call("POST", "/feedback", body, {"content-type": "application/json"}).status == 400, body
+        assert feedback_of(server) == {"blue": (0, 0), "green": (0, 0)}, body
+
+
+def test_feedback_that_is_not_json_is_refused(server: ServerFamily) -> None:
+    body = json.dumps({"feedback": [{"deployment": "green", "success": True}]}).encode()
+    for kind in OTHER_KINDS:
+        answer = server.call("POST", "/feedback", body, {} if kind is None else {"content-type": kind})
+        assert answer.status == 415, kind
+        assert "application/json" in answer.json()["error"]
+        assert feedback_of(server) == {"blue": (0, 0), "green": (0, 0)}, kind
+    assert server.call("OPTIONS", "/feedback").status == 405  # a preflight
+    usual = {"content-type": "Application/JSON; charset=utf-8"}
+    assert server.call("POST", "/feedback", body, usual).json() == {"counted": 1, "unknown": 0}
+
+
+def test_before_the_first_publication_nothing_is_known(tmp_path: Path) -> None:
+    with ServerFamily(folder=tmp_path / "state") as server:
+        assert report(server, {"key": "a", "success": True}).json() == {"counted": 0, "unknown": 1}
+        assert server.counts().deployments == {}
+
+
+def test_an_id_that_took_anothers_place_is_not_mistaken_for_it() -> None:
+    shared = SharedMetrics(1)
+    feedback = FeedbackCounter(
+        LoadedDeployments(shared, 0, lambda *_: pytest.fail("nothing is loaded")), CellCounter(shared, 0)
+    )
+    draw = CellDraw(1, 0, b"")
+    for number in range(3 * metrics.REQUEST_IDS):
+        feedback.remember(b"%d" % number, 1 + number % 2, draw, number % KEYLESS_CELL)
+    reports = [{"request_id": str(number), "success": True} for number in range(0, 3 * metrics.REQUEST_IDS, 97)]
+    counted = unknown = 0
+    for start in range(0, len(reports), MAX_FEEDBACK):
+        found = feedback.count(json.dumps({"feedback": reports[start : start + MAX_FEEDBACK]}).encode())
+        counted, unknown = counted + found[0], unknown + found[1]
+    assert counted + unknown == len(reports)
+    assert unknown == shared.sum_slot(0)[metrics.UNKNOWN_FEEDBACK] > 0
+    odd = sum(int(str(report["request_id"])) % 2 for report in reports)
+    assert shared.sum_slot(2)[metrics.FEEDBACK] <= odd
+    assert shared.sum_slot(1)[metrics.FEEDBACK] <= len(reports) - odd
+    assert shared.sum_slot(1)[metrics.FEEDBACK] + shared.sum_slot(2)[metrics.FEEDBACK] == counted

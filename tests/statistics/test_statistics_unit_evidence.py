@@ -1,0 +1,142 @@
+"""Bets on the assignment of units: a mean of at most 1, more failures never less evidence, and what few units show."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onnx_ops.domain.rollout_observations import BADNESS_EDGES, GenerationUnits, UnitCounts, find_badness_bin
+from onnx_ops.statistics.rollout import unit_evidence
+from onnx_ops.statistics.rollout.evidence import Array
+
+BINS = len(BADNESS_EDGES)
+PLACES = ("errors", "latency_p50", "latency_p99", "latency@p80")
+percents = st.sampled_from([1, 5, 10, 50, 90, 99])
+
+
+def split(candidate: Array, stable: Array, percent: int = 10, place: str = "errors") -> GenerationUnits:
+    units = UnitCounts(candidate=tuple(map(int, candidate)), stable=tuple(map(int, stable)))
+    return GenerationUnits(generation=1, step=0, percent=percent, is_drawn=True, units={place: units})
+
+
+def units_at(bin_: int, count: int) -> Array:
+    counts = np.zeros(BINS)
+    counts[bin_] = count
+    return counts
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("percent", [1, 5, 10, 50, 90, 99])
+def test_wealth_is_at_most_one_on_average_if_no_unit_gets_worse(place: str, percent: int) -> None:
+    """For each gambler and each pair of badnesses: the coin is the only thing that is random."""
+    for tolerated in (1.0, 1.2, 5.0):
+        factors = np.exp(unit_evidence.make_log_factors(percent, tolerated, unit_evidence.choose_centers(place)))
+        assert np.isfinite(np.log(factors)).all()
+        edges = np.array(BADNESS_EDGES)
+        for bin_, badness in enumerate(edges):
+            worst = int(np.searchsorted(edges, min(1.0, tolerated * badness) + 1e-12, side="right")) - 1
+            mean = percent / 100 * factors[:, 0, : worst + 1] + (1 - percent / 100) * factors[:, 1, bin_, None]
+            assert mean.max() <= 1 + 1e-12
+            assert percent / 100 * factors[:, 0, 0] + (1 - percent / 100) * factors[:, 1, 0] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_worse_units_of_the_candidate_raise_all_wealth(place: str) -> None:
+    for percent in (1, 10, 50, 99):
+        factors = unit_evidence.make_log_factors(percent, 1.0, unit_evidence.choose_centers(place))
+        assert (np.diff(factors[:, 0], axis=-1) >= 0).all()
+        assert (np.diff(factors[:, 1], axis=-1) <= 0).all()
+
+
+def test_a_further_failure_never_lowers_the_evidence_in_random_worlds() -> None:
+    """1,000 worlds of users with their own rates; one more request of the candidate fails in each."""
+    random = np.random.default_rng(20_251_127)
+    for _ in range(1000):
+        percent = int(random.choice([1, 10, 50, 90]))
+        users = int(random.integers(1, 60))
+        requests = random.integers(1, 200, users)
+        events = random.binomial(requests, random.beta(0.2, 2.0, users))
+        mine = random.random(users) < percent / 100
+        counts = np.zeros((2, BINS))
+        np.add.at(counts, (np.where(mine, 0, 1), np.searchsorted(BADNESS_EDGES, events / requests)), 1)
+        before = unit_evidence.measure_unit_evidence([split(counts[0], counts[1], percent)], "errors", 1.0)
+        for user in np.flatnonzero(mine)[:3]:
+            worse = counts.copy()
+            worse[0, find_badness_bin(events[user], requests[user])] -= 1
+            worse[0, find_badness_bin(events[user] + 1, requests[user] + 1)] += 1
+            assert (
+                unit_evidence.measure_unit_evidence([split(worse[0], worse[1], percent)], "errors", 1.0)
+                >= before - 1e-9
+            )
+
+
+@settings(max_examples=40, deadline=None)
+@given(percent=percents, seed=st.integers(0, 999))
+def test_splits_of_one_share_add_up(percent: int, seed: int) -> None:
+    first, second = np.random.default_rng(seed).integers(0, 9, (2, 2, BINS)) * (np.arange(BINS) % 9 == 0)
+    total = first + second
+    shown = unit_evidence.measure_unit_evidence([split(total[0], total[1], percent)], "errors", 1.0)
+    factors = unit_evidence.make_log_factors(percent, 1.0, (0.0,))
+    candidate, units = total.sum(axis=1)[0], total.sum()
+    if abs(candidate / units - percent / 100) < 0.05:  # else the units show another split
+        logs = np.tensordot(factors, total, axes=([1, 2], [0, 1]))
+        assert shown == pytest.approx(float(np.logaddexp.reduce(logs) - math.log(len(logs))) / math.log(10))
+
+
+@pytest.mark.parametrize(("percent", "failing"), [(1, 2), (10, 3), (20, 4), (50, 8)])
+def test_units_that_fail_everything_are_shown_at_sixty_to_one(percent: int, failing: int) -> None:
+    """However many requests a unit has: this is what few clients take."""
+    limit = math.log10(60)
+    for count, expected in ((failing - 1, False), (failing, True)):
+        stable = units_at(0, round(count * (100 - percent) / percent))
+        one = split(units_at(BINS - 1, count), stable, percent)
+        assert (unit_evidence.measure_unit_evidence([one], "errors", 1.0) >= limit) is expected
+
+
+def test_clients_that_fail_under_both_versions_are_no_evidence() -> None:
+    one = split(units_at(BINS - 1, 20), units_at(BINS - 1, 180))
+    assert unit_evidence.measure_unit_evidence([one], "errors", 1.0) < 0
+
+
+def test_a_busy_unit_cannot_hide_others() -> None:
+    """Three errors in each of 10 users' 100 requests, and one user who fails altogether."""
+    candidate, stable = (
+        units_at(find_badness_bin(3, 100), 100),
+        units_at(0, 500) + units_at(find_badness_bin(1, 100), 400),
+    )
+    usual = unit_evidence.measure_unit_evidence([split(candidate, stable)], "errors", 1.0)
+    candidate[find_badness_bin(3, 100)] -= 1
+    candidate[-1] += 1
+    assert unit_evidence.measure_unit_evidence([split(candidate, stable)], "errors", 1.0) > usual > 3
+
+
+def test_rare_errors_of_busy_units_are_told_apart() -> None:
+    bins = [find_badness_bin(events, 1000) for events in (0, 1, 3, 5, 10, 20, 50, 80)]
+    assert bins == sorted(set(bins))
+
+
+def test_a_wrong_split_is_no_fault_of_the_candidate() -> None:
+    """Twice the candidate's share of units, and of their errors."""
+    alike = split(units_at(0, 360) + units_at(BINS - 1, 40), units_at(0, 1440) + units_at(BINS - 1, 160))
+    assert unit_evidence.measure_unit_evidence([alike], "errors", 1.0) < 0
+    factors = unit_evidence.make_log_factors(10, 1.0, (0.0,))
+    assert (40 * factors[:, 0, -1] + 160 * factors[:, 1, -1]).max() > 2 * math.log(60)
+
+
+def test_latency_compares_with_the_control_replica() -> None:
+    """As many units of either version are compared, whatever the candidate's share is."""
+    assert unit_evidence.choose_percent("latency_p50", np.array([10, 90])).tolist() == [50, 50]
+    assert unit_evidence.choose_percent("errors", np.array([10, 90])).tolist() == [10, 90]
+    alike = split(units_at(20, 100), units_at(20, 100), 10, "latency_p50")
+    assert unit_evidence.measure_unit_evidence([alike], "latency_p50", 1.0) < 0
+    slower = split(units_at(30, 100), units_at(20, 100), 10, "latency_p50")
+    assert unit_evidence.measure_unit_evidence([slower], "latency_p50", 1.0) > 2
+
+
+def test_steps_without_two_versions_are_no_evidence() -> None:
+    assert unit_evidence.measure_unit_evidence([], "errors", 1.0) == 0
+    assert unit_evidence.measure_unit_evidence([split(units_at(BINS - 1, 50), units_at(0, 0), 100)], "errors", 1.0) == 0

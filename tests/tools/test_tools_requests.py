@@ -1,0 +1,162 @@
+"""Rows and requests of models with state, scalars and graph edges."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.foreign_requests import measure
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.config.targets import PROFILES, TargetFiles
+from onnx_ops.domain.artifact import TensorSpec
+from onnx_ops.domain.decision import Verdict
+from onnx_ops.errors import MeasurementError, UserError
+from onnx_ops.onnx_graph.input_bounds import read_input_bounds
+from onnx_ops.tools.compare import REFERENCE, ParityResult, compare
+from onnx_ops.tools.probing import (
+    SampleRows,
+    build_groups,
+    check_samples,
+    generate_samples,
+    settle_samples,
+    shared_inputs,
+)
+from tests.support.graphs import write_graph
+from tests.support.voice import FAULTS, HIDDEN, RATES, make_voice_rows, write_voice_detector
+
+CPU = TargetFiles(PROFILES).load("cpu-1t")
+RUNTIME = OnnxRuntime()
+
+GRAPH = """
+(float[num_nodes,3] x, int64[2,num_edges] edges) => (float[n,3] y) {{
+    source = Gather<axis = 0>(edges, zero)
+    chosen = {chosen}
+    messages = Gather<axis = 0>(x, chosen)
+    y = Tanh(messages)
+}}
+"""
+
+
+def samples_of(model: Path, **options: Any) -> SampleRows:
+    return generate_samples(shared_inputs(model), count=40, dims={}, bounds=read_input_bounds(model), **options)
+
+
+def compared(a: Path, b: Path, samples: SampleRows | None = None) -> ParityResult:
+    samples = samples or settle_samples(RUNTIME, REFERENCE, a, samples_of(a))
+    return compare(RUNTIME, CPU, a, b, samples)
+
+
+@pytest.fixture
+def voice(tmp_path: Path) -> Path:
+    return write_voice_detector(tmp_path / "voice.onnx")
+
+
+@pytest.mark.parametrize("names", [("N", "N"), ("unk__1", "unk__2")], ids=["one name", "generated names"])
+@pytest.mark.parametrize("fault", ["", *FAULTS, "other branch"])
+def test_each_fault_of_a_voice_detector_fails_and_its_copy_passes(
+    fault: str, names: tuple[str, str], tmp_path: Path
+) -> None:
+    rows, state_rows = names
+    a = write_voice_detector(tmp_path / "a.onnx", rows=rows, state_rows=state_rows)
+    b = write_voice_detector(tmp_path / "b.onnx", fault, other_slow_branch=fault == "other branch")
+    assert compared(a, b).verdict is (Verdict.FAIL if fault else Verdict.PASS)
+
+
+def test_generated_rows_of_a_state_differ_and_a_scalar_is_what_the_graph_compares_it_with(voice: Path) -> None:
+    samples = samples_of(voice)
+    assert samples.axes == {"input": 0, "state": 1}
+    assert samples.rows["state"].shape == (40, 2, HIDDEN)
+    assert len(np.unique(samples.rows["state"], axis=0)) == 40
+    assert samples.fixed["sr"] == RATES[0]
+    runs = {group.name: group.runs[0] for group in build_groups(samples)}
+    assert runs["values:sr=8000"]["sr"] == RATES[1]
+
+
+def test_rows_of_a_file_are_read_from_the_axis_that_the_model_names(voice: Path) -> None:
+    rows = make_voice_rows(60)
+    samples = check_samples(shared_inputs(voice), rows, where="rows.npz", limit=50, fix={"sr": 8000})
+    np.testing.assert_array_equal(samples.rows["state"], np.moveaxis(rows["state"], 1, 0)[:50])
+    assert samples.fixed == {"sr": 8000}
+    assert compared(voice, voice, samples).verdict is Verdict.PASS
+    with_scalar = check_samples(shared_inputs(voice), {**rows, "sr": np.array(8000)}, where="rows.npz", limit=50)
+    assert with_scalar.fixed == samples.fixed
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"sr": np.array(8000), "state": np.zeros((2, 59, HIDDEN), np.float32)}, "same number of rows"),
+        ({"state": np.zeros((60, 2, HIDDEN), np.float32)}, "has shape"),
+        ({}, "no array 'sr'"),
+    ],
+    ids=["fewer rows", "rows first", "no rate"],
+)
+def test_rows_that_do_not_fit_are_refused_by_name(voice: Path, change: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError, match=expected) as caught:
+        check_samples(shared_inputs(voice), {**make_voice_rows(60), **change}, where="rows.npz", limit=50)
+    if not change:
+        assert "--fix sr=VALUE" in caught.value.remedy
+
+
+def test_a_value_for_an_input_that_does_not_exist_is_refused(voice: Path) -> None:
+    with pytest.raises(UserError, match="no input is called 'rate'") as caught:
+        samples_of(voice, fix={"rate": 8000})
+    assert caught.value.where == "--fix"
+
+
+def test_a_model_that_refuses_all_generated_values_is_not_measured(tmp_path: Path) -> None:
+    text = "(float[n,4] x, int64 parts) => (float[n,m] y) {{ shape = Mul(parts, five) y = Reshape(x, shape) }}"
+    path = write_graph(tmp_path / "m.onnx", text.replace("{{", "{").replace("}}", "}"), five=[0, 7])
+    with pytest.raises(MeasurementError, match="refuses all generated inputs") as caught:
+        settle_samples(RUNTIME, REFERENCE, path, samples_of(path))
+    assert "--fix parts=VALUE" in caught.value.remedy
+
+
+@pytest.mark.parametrize("chosen", ["Min(source, one)", "Min(source, six)", "Identity(source)"])
+def test_indices_reach_every_node_of_a_graph(chosen: str, tmp_path: Path) -> None:
+    constants = {"zero": np.int64(0), "one": np.int64(1), "six": np.int64(6)}
+    a = write_graph(tmp_path / "a.onnx", GRAPH.format(chosen="Identity(source)"), **constants)
+    b = write_graph(tmp_path / "b.onnx", GRAPH.format(chosen=chosen), **constants)
+    assert read_input_bounds(a)["edges"].tables == ("num_nodes",)
+    assert compared(a, b).verdict is (Verdict.PASS if "Identity" in chosen else Verdict.FAIL)
+
+
+def test_each_free_dimension_has_several_sizes(tmp_path: Path) -> None:
+    path = write_graph(tmp_path / "m.onnx", "(float[batch,seq,4] x) => (float[batch,seq,4] y) { y = Relu(x) }")
+    runs = {group.name: group.runs[0] for group in build_groups(samples_of(path))}
+    sizes = {name: run["x"].shape[1] for name, run in runs.items() if name.startswith("lengths:")}
+    assert sizes == {f"lengths:seq={size}": size for size in (1, 2, 3, 17)}
+    asked = generate_samples(shared_inputs(path), count=4, dims={"seq": 5})
+    assert (asked.further, asked.rows["x"].shape) == ({}, (4, 5, 4))
+
+
+def test_the_size_of_the_batch_is_a_dimension_that_can_be_given(tmp_path: Path) -> None:
+    text = "(float[batch,seq,4] x, float[1,batch,8] h) => (float[batch,seq,4] y) { y = Relu(x) }"
+    samples = generate_samples(
+        shared_inputs(write_graph(tmp_path / "m.onnx", text)), count=10, dims={"batch": 3, "seq": 2}
+    )
+    assert (samples.batch, samples.rows["h"].shape) == (3, (10, 1, 8))
+
+
+def test_first_dimensions_without_a_shared_name_are_tried_alike_and_apart() -> None:
+    specs = [TensorSpec(name=name, dtype="float32", shape=("?", 2)) for name in ("a", "b")]
+    samples = generate_samples(specs, count=8, dims={})
+    apart = samples.further["lengths:a[0]=3,b[0]=17"]
+    assert {name: len(array) for name, array in samples.rows.items()} == {"a": 8, "b": 8}
+    assert {name: len(array) for name, array in apart.items()} == {"a": 3, "b": 17}
+
+
+def test_arrays_of_independent_sizes_are_one_request() -> None:
+    specs = [TensorSpec(name=name, dtype="float32", shape=(f"num_{name}", 2)) for name in ("a", "b")]
+    arrays = {"a": np.zeros((5, 2)), "b": np.zeros((9, 2))}
+    samples = check_samples(specs, arrays, where="rows.npz", limit=100)
+    assert (samples.rows, {name: len(array) for name, array in samples.fixed.items()}) == ({}, {"a": 5, "b": 9})
+
+
+def test_planted_faults_of_generated_models_fail(tmp_path: Path) -> None:
+    outcomes = list(measure(10, 3, tmp_path, only="graph"))
+    assert [one for one in outcomes if one.is_fault] == []
+    assert {one.wrong for one in outcomes} == {True, False}
