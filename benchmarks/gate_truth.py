@@ -1,8 +1,9 @@
 """Do the gates keep their promises? Injected faults and known truths against the product's own code.
 
-    python -m benchmarks.gate_truth [--quick] [--only GATE] [--trials N] [--load bursts]
+    python -m benchmarks.gate_truth [--quick] [--only GATE] [--trials N] [--seed N] [--load bursts]
 
-Ends 1 if a promised bound does not hold. The full run takes minutes; `--quick` has fewer trials and seeds.
+Exits with 1 if the interval of a rate leaves its promise. Worlds come from a new seed in each run, which is printed.
+The full run takes minutes; `--quick` has fewer trials and seeds.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import time
 
 from benchmarks.truth.claims import Claim, summary
+from benchmarks.truth.draws import begin_run
 
 GATES = ("metric", "grouped", "losses", "choice", "parity", "columns", "exports", "quantization", "latency", "judge")
 
@@ -23,7 +25,9 @@ def main() -> int:
     parser.add_argument("--only", choices=GATES, help="one gate")
     parser.add_argument("--trials", type=int, help="trials of each setting of latency, grouped, losses and choice")
     parser.add_argument("--load", choices=("as it is", "bursts"), help="one of the loads under which latency is tried")
+    parser.add_argument("--seed", type=int, help="repeat the worlds of an earlier run")
     options = parser.parse_args()
+    begin_run(options.seed)
     claims: list[Claim] = []
     for gate in [options.only] if options.only else GATES:
         begun = time.perf_counter()

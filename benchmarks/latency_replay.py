@@ -129,11 +129,11 @@ def _claims(found: list[Decided], ratio: float) -> list[Claim]:
     failed, passed = (sum(decided.verdict is v for decided in found) for v in (Verdict.FAIL, Verdict.PASS))
     trials, what = len(found), f"true ratio {ratio:g}"
     if ratio < 1 + LIMIT:
-        return [at_most("latency", f"{what}: false FAIL", failed, trials, 0.01, quick=False)]
+        return [at_most("latency", f"{what}: false FAIL", failed, trials, 0.01)]
     if ratio > 1 + LIMIT:
-        return [at_least("latency", f"{what}: FAIL", failed, trials, 0.99, quick=False)]
+        return [at_least("latency", f"{what}: FAIL", failed, trials, 0.99)]
     return [
-        at_most("latency", f"{what}: {verdict}", events, trials, 0.05, quick=False)
+        at_most("latency", f"{what}: {verdict}", events, trials, 0.05)
         for verdict, events in (("FAIL", failed), ("PASS", passed))
     ]
 

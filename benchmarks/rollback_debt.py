@@ -203,8 +203,8 @@ def claims_of(trials: Sequence[Trial | None]) -> list[Claim]:
     nothing = len(trials) - len(seen)
     again, forgotten = sum(trial.again > 0 for trial in seen), sum(trial.forgotten for trial in seen)
     return [
-        at_most("rollback", "served again", again, len(seen), 0.0, quick=False),
-        at_most("rollback", "forgotten", forgotten, len(seen), 0.0, quick=False),
+        at_most("rollback", "served again", again, len(seen), 0.0),
+        at_most("rollback", "forgotten", forgotten, len(seen), 0.0),
         Claim(
             gate="rollback",
             what="slowest answer",

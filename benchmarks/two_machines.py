@@ -244,9 +244,9 @@ def claims_of(trials: list[Trial | None]) -> list[Claim]:
     kills, nothing = sum(t.kills for t in seen), len(trials) - len(seen)
     table("two machines", ("trials", "kills", "requests"), [(str(len(trials)), str(kills), str(requests))])
     return [
-        at_most("two machines", "inconsistent states", apart, len(seen), 0.0, quick=False),
-        at_most("two machines", "failed requests", failed, requests, 0.0, quick=False),
-        at_most("two machines", "something unapproved served", unapproved, len(seen), 0.0, quick=False),
+        at_most("two machines", "inconsistent states", apart, len(seen), 0.0),
+        at_most("two machines", "failed requests", failed, requests, 0.0),
+        at_most("two machines", "something unapproved served", unapproved, len(seen), 0.0),
         Claim(
             gate="two machines",
             what="trials that showed nothing",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.truth.claims import Claim, at_least, at_most, table
+from benchmarks.truth.draws import make_generator
 from benchmarks.truth.evidence import evidence
 from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.evidence import PairedCounts
@@ -29,29 +30,27 @@ def prove(*, quick: bool, trials: int | None = None) -> list[Claim]:
             for differing in (0.0, 0.0001):
                 shares = [(lost, won)] * VARIANTS
                 name = f"{n} rows, {100 * lost:g} % lost, {100 * won:g} % won, {100 * differing:g} % other by target"
-                found = np.array([_release(n, shares, differing, seed) for seed in range(many)]).sum(axis=0)
+                found = np.array([_release(n, shares, differing, trial) for trial in range(many)]).sum(axis=0)
                 rows.append((name, *(f"{100 * count / many:.1f} %" for count in found[:2])))
-                claims.append(at_most("choice", f"a bad one chosen, {name}", int(found[0]), many, BOUND, quick=quick))
+                claims.append(at_most("choice", f"a bad one chosen, {name}", int(found[0]), many, BOUND))
     table(f"six variants, all at the limit, {many} releases each", ("", "a bad one chosen", "each judged alone"), rows)
     rows = []
     for n in ROWS:
-        found = np.array([_release(n, [(0.01, 0.01)] * VARIANTS, 0.0001, seed) for seed in range(many)]).sum(axis=0)
+        found = np.array([_release(n, [(0.01, 0.01)] * VARIANTS, 0.0001, trial) for trial in range(many)]).sum(axis=0)
         good = many - found[3]
         rows.append((f"{n} rows", *(f"{100 * count / many:.1f} %" for count in (good, many - found[4], found[2]))))
         if n >= 1000:
-            claims.append(
-                at_most("choice", f"a good release refused, {n} rows", int(found[2]), many, 0.01, quick=quick)
-            )
+            claims.append(at_most("choice", f"a good release refused, {n} rows", int(found[2]), many, 0.01))
         if n >= 3000:
-            claims.append(at_least("choice", f"a good release chosen, {n} rows", int(good), many, 0.95, quick=quick))
+            claims.append(at_least("choice", f"a good release chosen, {n} rows", int(good), many, 0.95))
     head = ("six variants that lose nothing", "a variant chosen on all targets", "each judged alone", "any FAIL")
     table(f"good releases, {many} each", head, rows)
     return claims
 
 
-def _release(n: int, shares: list[tuple[float, float]], differing: float, seed: int) -> list[bool]:
+def _release(n: int, shares: list[tuple[float, float]], differing: float, trial: int) -> list[bool]:
     """Whether a variant was chosen anywhere, ours and each judged alone; any FAIL; none chosen somewhere, both."""
-    random = np.random.default_rng([n, seed, round(1e4 * shares[0][0]), round(1e5 * differing)])
+    random = make_generator(n, trial, round(1e4 * shares[0][0]), round(1e5 * differing))
     common = [random.multinomial(n, [lost, won, 1 - lost - won])[:2] for lost, won in shares]
     chosen, alone, failed = [], [], False
     for target in range(TARGETS):

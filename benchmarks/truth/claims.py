@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from onnx_ops.statistics.intervals import clopper_pearson
 
+_CHANCE = 0.005
+"""Chance that a promise which holds is reported as missed, at most."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
@@ -23,26 +26,29 @@ class Claim:
         return "held" if self.is_met else "MISSED"
 
 
-def at_most(gate: str, what: str, events: int, trials: int, bound: float, *, quick: bool) -> Claim:
+def at_most(gate: str, what: str, events: int, trials: int, bound: float, *, worst_of: int = 1) -> Claim:
     """A rate that may not exceed `bound`.
 
-    A full run holds the counted rate against the bound. A quick one has too few trials for that (one event in
-    twenty is 5 %): it is missed where even the lower end of the 98 % interval lies above the bound.
+    Worlds are drawn anew in each run, and a rate at its bound is above it in half of them. The promise is missed where
+    the interval of the rate lies above the bound: once in two hundred runs by chance. A bound of 0 allows no event.
+
+    Args:
+        worst_of: settings that this one is the worst of; the interval allows for the choice (Bonferroni).
     """
-    return _rate(gate, what, events, trials, f"≤ {100 * bound:g} %", _exceeds(events, trials, bound, quick))
+    return _rate(gate, what, events, trials, f"≤ {100 * bound:g} %", _exceeds(events, trials, bound, worst_of))
 
 
-def at_least(gate: str, what: str, events: int, trials: int, bound: float, *, quick: bool) -> Claim:
+def at_least(gate: str, what: str, events: int, trials: int, bound: float) -> Claim:
     """A rate that may not fall below `bound`; as `at_most` of what did not happen."""
-    missed = _exceeds(trials - events, trials, 1 - bound, quick)
+    missed = _exceeds(trials - events, trials, 1 - bound, 1)
     return _rate(gate, what, events, trials, f"≥ {100 * bound:g} %", missed)
 
 
-def _exceeds(events: int, trials: int, bound: float, quick: bool) -> bool:
+def _exceeds(events: int, trials: int, bound: float, worst_of: int) -> bool:
     if not trials:
         return True
-    rate = clopper_pearson(events, trials, 0.98)[1] if quick else events / trials
-    return rate > bound + 1e-12
+    lowest = clopper_pearson(events, trials, 1 - 2 * _CHANCE / worst_of)[1]
+    return lowest > bound
 
 
 def _rate(gate: str, what: str, events: int, trials: int, bound: str, missed: bool) -> Claim:

@@ -16,6 +16,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import nn
 
+from benchmarks.truth.draws import derive_seed
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.domain.evidence import SourceLimits
@@ -133,7 +134,7 @@ class Clock(nn.Module):
 
 def exports(folder: Path, seeds: int) -> Iterator[Exported]:
     """Every family with every seed."""
-    for seed in range(seeds):
+    for seed in map(derive_seed, range(seeds)):
         for family, make in FAMILIES.items():
             yield make(family, folder / f"{family}-{seed}.onnx", seed)
 

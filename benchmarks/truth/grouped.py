@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.truth.claims import Claim, at_least, at_most, table
+from benchmarks.truth.draws import make_generator
 from onnx_ops.domain.evidence import PairedCounts
 from onnx_ops.statistics.choice import ERROR_LEVEL
 from onnx_ops.statistics.grouping import compute_effect_of_sums, detect_grouping
@@ -53,7 +54,7 @@ def prove(*, quick: bool, trials: int | None = None) -> list[Claim]:
     for groups, size, rho in WORLDS:
         rates = np.zeros((2, 2))
         for number, (won, equal) in enumerate((won, equal) for won in WON for equal in (True, False)):
-            random = np.random.default_rng([groups, size, round(100 * rho), number])
+            random = make_generator(groups, size, round(100 * rho), number)
             tried, found = many, _verdicts(random, groups, size, rho, won, equal, many)
             if found[1].max() > AGAIN * many and not quick:
                 tried = MORE * many
@@ -86,13 +87,13 @@ def prove(*, quick: bool, trials: int | None = None) -> list[Claim]:
     )
     for verdict, (_, events, tried, name) in worst.items():
         what = f"wrong {verdict} with the key, worst of {6 * len(WORLDS)}: {name}"
-        claims.append(at_most("groups", what, events, tried, BOUND, quick=quick))
+        claims.append(at_most("groups", what, events, tried, BOUND, worst_of=6 * len(WORLDS)))
     what = f"warned in worlds that err in more than {100 * WARNED:g} % without the key"
     for how, count in zip(("", ", by errors alone"), hidden, strict=False):
-        claims.append(at_least("groups", what + how, int(count), int(hidden[2]), 0.9, quick=quick))
+        claims.append(at_least("groups", what + how, int(count), int(hidden[2]), 0.9))
     null = 200 if quick else 1000
     false, _ = _alarms(1000, 1, 0.0, null)
-    claims.append(at_most("groups", "warned although rows are independent", false, null, FALSE_ALARMS, quick=quick))
+    claims.append(at_most("groups", "warned although rows are independent", false, null, FALSE_ALARMS))
     return claims
 
 
@@ -149,7 +150,7 @@ def _alarms(groups: int, size: int, rho: float, trials: int) -> tuple[int, int]:
     group = np.repeat(np.arange(groups), size)
     found = np.zeros(2, int)
     for trial in range(trials):
-        random = np.random.default_rng([groups, size, round(100 * rho), trial])
+        random = make_generator(groups, size, round(100 * rho), trial, 1)
         right = shared(random, group, rho, [WRONG, 1 - WRONG])
         change = shared(random, group, rho, [0.01 + LIMIT, 0.98 - LIMIT, 0.01]) - 1
         mine = np.where(change, change > 0, right).astype(float)

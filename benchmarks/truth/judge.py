@@ -15,6 +15,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper, version_converter
 
 from benchmarks.truth.claims import Claim, at_most, table
+from benchmarks.truth.draws import derive_seed, make_generator
 from benchmarks.truth.families import FAMILIES
 from benchmarks.truth.faults import FAULTS
 from benchmarks.truth.latency import LAYERS, WIDTH
@@ -84,9 +85,9 @@ def prove(*, quick: bool) -> list[Claim]:
 def _claims(pairs: list[Pair], quick: bool) -> Iterator[Claim]:
     for good, what in ((True, "good candidates refused"), (False, "bad candidates passed")):
         chosen = [pair for pair in pairs if pair.good is good]
-        yield at_most("judge", what, sum(pair.wrong for pair in chosen), len(chosen), 0.01, quick=quick)
+        yield at_most("judge", what, sum(pair.wrong for pair in chosen), len(chosen), 0.01)
     undecided = sum(pair.verdict not in (Verdict.PASS, Verdict.FAIL) for pair in pairs)
-    yield at_most("judge", "undecided", undecided, len(pairs), 0.1, quick=quick)
+    yield at_most("judge", "undecided", undecided, len(pairs), 0.1)
     slowest = max(pair.seconds for pair in pairs)
     figure = f"{slowest:.1f} s; median {np.median([pair.seconds for pair in pairs]):.1f} s"
     yield Claim(gate="judge", what="longest verdict", bound="shown", figure=figure, is_met=True)
@@ -129,8 +130,10 @@ def _speed(folder: Path, quick: bool) -> Iterator[Pair]:
     baseline = write_slower(folder / "layers.onnx", 0)
     for slowdown, extra in SLOWER.items():
         candidate = baseline if not extra else write_slower(folder / f"layers-{extra}.onnx", extra)
-        for seed in range(QUICK_REPEATS if quick else REPEATS):
-            yield _judged("speed", f"{slowdown}, seed {seed}", extra < 5, baseline, candidate, seed=seed)
+        for trial in range(QUICK_REPEATS if quick else REPEATS):
+            yield _judged(
+                "speed", f"{slowdown}, trial {trial}", extra < 5, baseline, candidate, seed=derive_seed(trial)
+            )
 
 
 def write_slower(path: Path, extra: int) -> Path:
@@ -160,7 +163,7 @@ def write_slower(path: Path, extra: int) -> Path:
 def _floats(folder: Path, quick: bool) -> Iterator[Pair]:
     """Faults of exports, and graphs that were optimized, stored in another format or moved to another opset."""
     for family in QUICK_FAMILIES if quick else FAMILY_FAULTS:
-        export = FAMILIES[family](family, folder / f"float-{family}.onnx", 0)
+        export = FAMILIES[family](family, folder / f"float-{family}.onnx", derive_seed(0))
         dataset, candidate = Dataset(inputs=export.samples), folder / "candidate.onnx"
         optimize(export.path, candidate, "extended")
         yield _judged("float", f"{family}, optimized", True, export.path, candidate, dataset, only="parity")
@@ -174,7 +177,7 @@ def _floats(folder: Path, quick: bool) -> Iterator[Pair]:
             model = onnx.load(export.path)
             del model.graph.value_info[:]
             before = model.SerializeToString(deterministic=True)
-            changed = inject(model, np.random.default_rng([0, number]))
+            changed = inject(model, make_generator(number))
             if not changed or model.SerializeToString(deterministic=True) == before:
                 continue
             onnx.save(model, candidate)
@@ -197,7 +200,7 @@ def _other_opset(source: Path, path: Path) -> bool:
 def _rounded(folder: Path, quick: bool) -> Iterator[Pair]:
     """Int8, float16 and 4-bit variants, sound ones and such with a fault of rounding or of the graph."""
     for kind in QUICK_ROUNDED if quick else ROUNDED:
-        model = make(kind, folder, 0)
+        model = make(kind, folder, derive_seed(1))
         dataset = Dataset(inputs={model.feed: model.scored}, label=model.labels)
         made = {name: path for name, path in variants(model, folder) if name in GOOD_RECIPES}
         made |= _narrow(model.path, folder)

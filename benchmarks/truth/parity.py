@@ -88,20 +88,17 @@ def prove(*, quick: bool) -> list[Claim]:
     missed = faults - caught
     return [
         Claim(gate="parity", what="kinds of fault", bound=f"≥ {KINDS}", figure=str(kinds), is_met=kinds >= KINDS),
-        at_least("parity", "faults caught that alter an answer", caught, faults, 0.99, quick=quick),
+        at_least("parity", "faults caught that alter an answer", caught, faults, 0.99),
         at_least(
             "parity",
             "the same, by comparing two files without data",
             sum(trial.compared for trial in trials if not trial.equivalent),
             faults,
             0.97,
-            quick=quick,
         ),
-        at_most(
-            "parity", f"neither caught nor one of {equivalent} proven equivalent", missed, len(trials), 0, quick=False
-        ),
+        at_most("parity", f"neither caught nor one of {equivalent} proven equivalent", missed, len(trials), 0),
         Claim(gate="parity", what="good variants", bound=f"≥ {GOOD}", figure=str(good), is_met=good >= GOOD),
-        at_most("parity", "false alarms", len(alarms), good, 0.0, quick=False),
+        at_most("parity", "false alarms", len(alarms), good, 0.0),
     ]
 
 

@@ -51,9 +51,9 @@ class Trials:
         )
 
     def at_most(self, gate: str, what: str, result: Result, end: str | tuple[str, ...], bound: float) -> Claim:
-        """Promise that at most this share of rollouts ends so; missed where the 98 % interval lies above."""
-        return claims.at_most(gate, what, result.count(end), len(result.ends), bound, quick=True)
+        """Promise that at most this share of rollouts ends so; missed where the interval lies above."""
+        return claims.at_most(gate, what, result.count(end), len(result.ends), bound)
 
     def at_least(self, gate: str, what: str, result: Result, end: str, bound: float) -> Claim:
-        """Promise that at least this share of rollouts ends so; missed where the 98 % interval lies below."""
-        return claims.at_least(gate, what, result.count(end), len(result.ends), bound, quick=True)
+        """Promise that at least this share of rollouts ends so; missed where the interval lies below."""
+        return claims.at_least(gate, what, result.count(end), len(result.ends), bound)

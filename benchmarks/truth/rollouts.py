@@ -188,9 +188,9 @@ def _percentiles(trials: Trials) -> list[Claim]:
         count = int(fired.any(axis=1).sum())
         rows.append((f"latency x {times:g}", f"{100 * count / few:.1f} %", text))
         if times <= 1.05:
-            claims.append(at_most("percentiles", f"latency x {times:g}: fired", count, few, 0.05, quick=True))
+            claims.append(at_most("percentiles", f"latency x {times:g}: fired", count, few, 0.05))
         else:
-            claims.append(at_least("percentiles", f"latency x {times:g}: fired", count, few, 0.95, quick=True))
+            claims.append(at_least("percentiles", f"latency x {times:g}: fired", count, few, 0.95))
     table("percentiles only (p50)", ("40 intervals", "fired", "intervals"), rows)
     return claims
 
@@ -204,7 +204,7 @@ def _levels(trials: Trials) -> list[Claim]:
         wrong = sum(_wrongly_certified(random, rate, count) for count in _parts(many, 250))
         rows.append((f"below {100 * rate:g} %", f"{ev.compute_clean_requests(rate):,}", f"{100 * wrong / many:.1f} %"))
         what = f"{100 * rate:g} % errors certified as below {100 * rate:g} %"
-        claims.append(at_most("service level", what, wrong, many, 0.05, quick=True))
+        claims.append(at_most("service level", what, wrong, many, 0.05))
     table("service level", ("error rate", "clean requests to show it", "shown though it is at the limit"), rows)
     return claims
 

@@ -24,6 +24,7 @@ from sklearn.pipeline import make_pipeline, make_union
 from xgboost import XGBClassifier, XGBRegressor
 
 from benchmarks.sklearn_estimators import estimators, fitted
+from benchmarks.truth.draws import make_generator
 
 Rows = npt.NDArray[Any]
 
@@ -72,7 +73,7 @@ def _fit(name: str, framework: str, make: Callable[[], Any], load: Callable[[], 
 
 
 def _shuffled(rows: Rows) -> Rows:
-    return rows[np.random.default_rng(0).permutation(len(rows))][:ROWS]
+    return rows[make_generator(0).permutation(len(rows))][:ROWS]
 
 
 def _set(load: Callable[[], Any]) -> Callable[[], tuple[Rows, Rows]]:
@@ -92,7 +93,7 @@ def _holed(load: Callable[[], tuple[Rows, Rows]]) -> Callable[[], tuple[Rows, Ro
 
     def read() -> tuple[Rows, Rows]:
         rows, labels = load()
-        draw = np.random.default_rng(1)
+        draw = make_generator(1)
         return np.where(draw.random(rows.shape) < 0.1, np.float32(np.nan), rows), labels
 
     return read

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from benchmarks.truth.draws import derive_seed, make_generator
+
 AnyArray = npt.NDArray[Any]
 T = torch.Tensor
 
@@ -49,9 +51,9 @@ _CASES: dict[str, tuple[Make, tuple[str, ...]]] = {}
 
 def cases(step: int = 1) -> Iterator[Case]:
     """Every `step`-th of them."""
-    for name, (make, kinds) in list(_CASES.items())[::step]:
-        torch.manual_seed(len(name))
-        draw = np.random.default_rng(len(name))
+    for number, (name, (make, kinds)) in list(enumerate(_CASES.items()))[::step]:
+        torch.manual_seed(derive_seed(number))
+        draw = make_generator(number)
         samples: dict[str, AnyArray] = {}
         dynamic: dict[str, dict[int, str]] = {}
         for index, kind in enumerate(kinds):
