@@ -180,7 +180,7 @@ def halve(source: Path, name: str, factor: float = 1.0) -> Path:
     """The source with one weight in float16, with a Cast behind it."""
     model = onnx.load(source)
     stored = next(tensor for tensor in model.graph.initializer if tensor.name == name)
-    values = (numpy_helper.to_array(stored) * factor).astype(np.float16)
+    values = (numpy_helper.to_array(stored).astype(np.float32) * factor).astype(np.float16)
     stored.CopyFrom(numpy_helper.from_array(values, f"{name}.half"))
     for node in model.graph.node:
         node.input[:] = [f"{name}.float" if given == name else given for given in node.input]
