@@ -330,6 +330,7 @@ def _inc(approach: str, form: str) -> Quantize:
     def quantize(network: Network, path: Path) -> None:
         _restore_mapping()
         inc = importlib.import_module("neural_compressor")
+        inc.set_workspace(str(path.parent / "workspace"))
         library = importlib.import_module("neural_compressor.quantization")
 
         class Rows:

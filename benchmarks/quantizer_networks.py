@@ -97,7 +97,7 @@ def _networks() -> dict[str, Callable[[], Any]]:
             super().__init__()
             self.inner, self.body, self.head = nn.Linear(8, width), body, nn.Linear(width, 10)
 
-        def forward(self, image: torch.Tensor) -> torch.Tensor:
+        def forward(self, image: torch.Tensor) -> Any:
             answer = self.body(self.inner(image.flatten(1, 2)))
             return self.head((answer[0] if isinstance(answer, tuple) else answer).mean(1))
 
@@ -117,7 +117,7 @@ def _networks() -> dict[str, Callable[[], Any]]:
             self.deep = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.Conv2d(16, 16, 1), nn.ReLU())
             self.head = nn.Linear(16 * 16, 10)
 
-        def forward(self, image: torch.Tensor) -> torch.Tensor:
+        def forward(self, image: torch.Tensor) -> Any:
             held = self.first(image)
             return self.head(nn.functional.max_pool2d(held + self.deep(held), 2).flatten(1))
 
@@ -142,10 +142,15 @@ def _train(net: Any, images: Any, labels: Any) -> None:
     import torch
 
     optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
-    taken, wanted = torch.from_numpy(images), torch.from_numpy(labels)
+    taken: Any = torch.from_numpy(images)
+    wanted: Any = torch.from_numpy(labels)
+    order: Any
+    loss: Any
     for _ in range(40):
-        for part in torch.randperm(len(taken)).split(64):
+        order = torch.randperm(len(taken))
+        for part in order.split(64):
             optimizer.zero_grad()
             noisy = taken[part] + 0.05 * torch.randn_like(taken[part])
-            torch.nn.functional.cross_entropy(net(noisy), wanted[part]).backward()
+            loss = torch.nn.functional.cross_entropy(net(noisy), wanted[part])
+            loss.backward()
             optimizer.step()

@@ -279,7 +279,7 @@ def _add_bias_errors(
         model.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(values), f"{stem}.{name}"))
         return f"{stem}.{name}"
 
-    def add(op_type: str, names: Sequence[str], result: str, **attributes: int) -> str:
+    def add(op_type: str, names: Sequence[str], result: str, **attributes: Any) -> str:
         model.graph.node.append(helper.make_node(op_type, names, [f"{stem}.{result}"], **attributes))
         return f"{stem}.{result}"
 

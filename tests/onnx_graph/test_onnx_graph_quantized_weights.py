@@ -114,7 +114,7 @@ def test_a_weight_without_an_original_is_not_passed_over(perceptron: Path) -> No
     derived = derive(perceptron, transposed=False)
     model = read_model(derived)
     model.graph.initializer.append(numpy_helper.from_array(np.ones((5, 7), np.int8), "other_quantized"))
-    model.graph.initializer.append(numpy_helper.from_array(np.float32(1), "one"))
+    model.graph.initializer.append(numpy_helper.from_array(np.asarray(1, np.float32), "one"))
     model.graph.node.insert(0, helper.make_node("DequantizeLinear", ["other_quantized", "one"], ["other"]))
     write_model(model, derived)
     paired = pair_quantized_weights(perceptron, derived)

@@ -235,7 +235,7 @@ def halve(source: Path, name: str, factor: float = 1.0) -> Path:
     """The source with one weight in float16, with a Cast behind it."""
     model = onnx.load(source)
     stored = next(tensor for tensor in model.graph.initializer if tensor.name == name)
-    values = (numpy_helper.to_array(stored) * factor).astype(np.float16)
+    values = np.multiply(numpy_helper.to_array(stored), factor).astype(np.float16)
     stored.CopyFrom(numpy_helper.from_array(values, f"{name}.half"))
     for node in model.graph.node:
         node.input[:] = [f"{name}.float" if given == name else given for given in node.input]
@@ -299,7 +299,7 @@ def test_names_that_say_nothing_do_not_change_the_verdict(source: Path, method: 
     assert found.verdict is Verdict.PASS, found.targets[0].decision.reason
     assert {"weights", "function"} <= set(results_of(found))
     scale = next(t for t in onnx.load(renamed).graph.initializer if t.data_type == onnx.TensorProto.FLOAT and t.dims)
-    found = judged(source, write_changed(renamed, scale.name, lambda a: a * 1.5), dataset_of(source), metric=lenient)
+    found = judged(source, write_changed(renamed, scale.name, lambda a: 1.5 * a), dataset_of(source), metric=lenient)
     assert found.verdict is Verdict.FAIL
 
 
@@ -325,7 +325,7 @@ class WrongOptimizer(OnnxRuntime):
             return answers
         if self.raises:
             raise MeasurementError("ONNX Runtime cannot run the model", where=model.name)
-        return tuple({name: array * 1.1 for name, array in answer.items()} for answer in answers)
+        return tuple({name: np.multiply(array, 1.1) for name, array in answer.items()} for answer in answers)
 
 
 @pytest.mark.parametrize("raises", [False, True])
