@@ -43,7 +43,7 @@ class TrafficRouter:
     and with two deployments, a higher weight of the newer one only moves users into it. The salt depends on the newest
     deployment with traffic: it is constant during an experiment and different for the next.
 
-    `draw` is the last assignment that was asked for. Latencies are compared in `comparable` slots, of two deployments as
+    `draw` is the last assignment that was used. Latencies are compared in `comparable` slots, of two deployments as
     many each: both then get the same traffic (see `ControlReplica`), and a timed request is as likely to be of one as
     of the other.
     """
