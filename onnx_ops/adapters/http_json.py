@@ -45,9 +45,18 @@ def require_https(url: str, what: str) -> str:
 
 
 def request_json(
-    method: str, url: str, document: object = None, *, host: str, headers: Mapping[str, str] | None = None
+    method: str,
+    url: str,
+    document: object = None,
+    *,
+    host: str,
+    headers: Mapping[str, str] | None = None,
+    max_bytes: int = MAX_ANSWER_BYTES,
 ) -> Any:
     """Send JSON; return the answer's JSON, or its text. Errors name `host` only.
+
+    Args:
+        max_bytes: largest answer that is read.
 
     Raises:
         ServiceUnavailableError: there is no answer in time, or one that requests a retry later.
@@ -73,9 +82,9 @@ def request_json(
             if not response.is_success:
                 text = b""
                 with suppress(httpx.HTTPError, TimeoutError):
-                    text = _read(response, deadline)
+                    text = _read(response, deadline, max_bytes)
                 raise _explain(response.status_code, text[:200].decode("utf-8", "replace"), host)
-            text = _read(response, deadline)
+            text = _read(response, deadline, max_bytes)
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
         # The messages of these may hold the address; their types do not.
         raise ServiceUnavailableError("does not answer", where=host, why=type(error).__name__) from None
@@ -87,12 +96,12 @@ def request_json(
         return text.decode("utf-8", "replace")
 
 
-def _read(response: httpx.Response, deadline: float) -> bytes:
+def _read(response: httpx.Response, deadline: float, max_bytes: int) -> bytes:
     """Read the answer; raise TimeoutError if it comes too slowly or does not end."""
     text = b""
     for chunk in response.iter_bytes(1 << 16):
         text += chunk
-        if len(text) > MAX_ANSWER_BYTES or time.monotonic() > deadline:
+        if len(text) > max_bytes or time.monotonic() > deadline:
             raise TimeoutError
     return text
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Headers of the public listener, in lower case.
 USER_KEY_HEADER = "x-user-key"
-"""Requests with the same value are answered by the same deployment."""
+"""Requests with the same value are answered by the same deployment, while the split or its epoch lasts."""
 REQUEST_ID_HEADER = "x-request-id"
 """Copied to the response."""
 TRACE_PARENT_HEADER = "traceparent"

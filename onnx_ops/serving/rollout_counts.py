@@ -72,6 +72,7 @@ class RolloutCounts:
     def __init__(self, shared: SharedMetrics) -> None:
         self._shared = shared
         self._names: Sequence[str] = ()
+        self._watches = 0
         self._table: _Table | None = None
         self._past: deque[TableCounts] = deque(maxlen=_TABLES - 1)
         self._whole_from = 0
@@ -89,6 +90,9 @@ class RolloutCounts:
             self._past.append(self._count_table(self._table))
         rows = {name: self._shared.sum_slot(slot) for name, slot in revision.slots.items()}
         self._table = _Table(revision=revision, rows=rows)
+        split = revision.table.state.split
+        if sum(weight > 0 for weight in split.weights.values()) < 2:
+            self._shared.header[WATCH] = 0  # the rollout is over, or has not begun: requests are cheaper without
         if self.epoch_s:
             epoch = max(1, int(now // self.epoch_s))  # epoch 0 is that of splits without epochs
             self._close_epochs(reused_by=epoch)
@@ -153,7 +157,8 @@ class RolloutCounts:
             return
         for place, value in enumerate(wanted):
             numbers[place] = value
-        header[WATCH] += 1
+        self._watches += 1
+        header[WATCH] = self._watches
         self._names = names
         self._whole_from = header[EPOCH] + 1
         self._ended.clear()
@@ -162,18 +167,20 @@ class RolloutCounts:
     def _close_epochs(self, reused_by: int | None = None) -> None:
         """Close epochs, in their order, that have no request in progress, or whose memory the next epoch reuses."""
         settle_s = min(_SETTLE_S, self.epoch_s / 4)
-        reused = [reused_by is not None and (reused_by - each.epoch) % RING == 0 for each in self._ended]
+        reused = [
+            number for number, each in enumerate(self._ended, 1) if reused_by and not (reused_by - each.epoch) % RING
+        ]
+        must_close = max(reused, default=0)
         while self._ended:
-            ended, must_close = self._ended[0], any(reused)
-            if not must_close and time.monotonic() < ended.ended_at + settle_s:
+            ended, must_close = self._ended[0], must_close - 1
+            if must_close < 0 and time.monotonic() < ended.ended_at + settle_s:
                 return
             totals = sum_cells(self._shared, ended.generation, ended.epoch)
-            if totals.in_progress.any() and not must_close:
+            if must_close < 0 and totals.in_progress.any():
                 return
             cells = self._encode(totals.fail_requests_in_progress())
             self._closed.append(EpochCounts(generation=ended.generation, epoch=ended.epoch, cells=cells))
             self._ended.popleft()
-            reused.pop(0)
             self._forget_epochs()
 
     def _get_closed_through(self) -> int:

@@ -254,6 +254,20 @@ class EndpointProviderSuite:
         assert [self.scale(address, user=user) for user in users] == first
         assert set(first) == {2.0, 3.0}
 
+    def test_a_split_is_observed_with_its_epochs(
+        self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
+    ) -> None:
+        if "epochs" not in provider.capabilities():
+            return
+        blue, green = deployments
+        sticky = state_of(blue, green, blue=50, green=50)
+        for generation, epoch_s in enumerate((60.0, 30.0, 0.0), 1):
+            state = replace(sticky, split=replace(sticky.split, epoch_s=epoch_s))
+            provider.apply(config, state, generation=generation)
+            observed = provider.observe(config)
+            assert observed is not None
+            assert observed.is_equivalent(state)
+
     def test_removing_ends_it_and_a_new_one_starts_afresh(
         self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
     ) -> None:

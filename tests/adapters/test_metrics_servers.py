@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnx_ops.adapters.metrics.servers import VARIABLE, SeveralServers
+from onnx_ops.adapters.metrics.servers import MAX_COUNTS_BYTES, VARIABLE, SeveralServers
 from onnx_ops.adapters.server_metrics import ServerMetrics
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.domain.rollout_observations import (
@@ -179,6 +179,11 @@ def test_a_server_that_cannot_be_counted_is_no_silence(
 def test_settings_that_name_no_servers_are_refused(settings: dict[str, str]) -> None:
     with pytest.raises(UserError):
         SeveralServers(settings)
+
+
+def test_the_answer_of_a_server_with_many_epochs_is_read() -> None:
+    """Base64 makes texts of the kept bytes; the rest of the answer is small."""
+    assert MAX_COUNTS_BYTES > rollout_counts._KEPT_BYTES + (16 << 20)
 
 
 SLOTS = {"v1": 1, "v2": 2}

@@ -203,3 +203,5 @@ def test_an_answer_is_read_up_to_its_bound() -> None:
         assert request_json("GET", f"{inbox.url}/largest", host="here") == text
         with pytest.raises(ServiceUnavailableError):
             request_json("GET", f"{inbox.url}/larger", host="here")
+        larger = request_json("GET", f"{inbox.url}/larger", host="here", max_bytes=MAX_ANSWER_BYTES + 1)
+        assert larger == text + "x"

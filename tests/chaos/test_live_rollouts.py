@@ -46,7 +46,7 @@ MODEL, TARGET, ENDPOINT = "m", "cpu", "live"
 WIDTH = 64
 TIMEOUT_S = 150.0
 RAILS = tuple(Guardrail(name=name) for name in ("errors", "latency_p50", "latency_p99"))
-CANARY = RolloutPolicy(steps=(0.2, 0.5, 1.0), min_requests=(1500,), guardrails=RAILS)
+CANARY = RolloutPolicy(steps=(0.2, 0.5, 1.0), min_requests=(1500,), guardrails=RAILS, epoch=1.0)
 SHADOW = replace(CANARY, shadow=ShadowTrial(min_requests=500))
 ODD = 3
 """Percent of the requests that a short table fails on."""

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.services
 
 PROVIDERS = ("local", "sagemaker", "azureml")
 TARGET = "cpu"
-JUDGED = RolloutPolicy(steps=(0.2, 0.5, 1.0), min_requests=(60,), guardrails=(Guardrail(name="errors"),))
+JUDGED = RolloutPolicy(steps=(0.2, 0.5, 1.0), min_requests=(60,), guardrails=(Guardrail(name="errors"),), epoch=0.25)
 BURST = 200
 """Requests between two looks."""
 LOOKS = 40

@@ -171,7 +171,7 @@ def test_only_epochs_for_which_table_and_watch_held_are_reported() -> None:
     site.turn(is_complete=False)  # a deployment was not loaded
     site.publish(2)
     site.turn(2)
-    site.publish(3, candidate=100, epoch_s=0.0)
+    site.publish(3, candidate=50, epoch_s=0.0)
     site.turn()
     assert site.counts.collect(WATCH).open_epoch is None
     assert list(site.closed()) == [(1, 2), (2, 5)]
@@ -253,6 +253,22 @@ def test_a_new_worker_continues_and_counts_what_the_dead_one_has_not_answered_as
     site.turn()
     (epoch,) = site.counts.collect(WATCH).epochs
     assert (total(epoch, CELL_REQUESTS)["new"], total(epoch, CELL_ERRORS)["new"]) == (4, 1)
+
+
+def test_nobody_is_counted_by_user_once_a_rollout_is_over() -> None:
+    site = Site()
+    site.watch()
+    site.workers[0].count(site.draw, 2, 5, 200, 0.0)
+    before = site.workers[0].is_watching
+    site.publish(2, candidate=100, epoch_s=0.0)
+    assert (before, site.workers[0].is_watching) == (True, False)
+    site.publish(3)
+    assert site.counts.collect().tables[-1].cells == {}
+    site.watch()
+    site.workers[0].count(site.draw, 2, 5, 500, 0.0)
+    site.turn()
+    (epoch,) = site.counts.collect(WATCH).epochs
+    assert (epoch.generation, total(epoch, CELL_REQUESTS)["new"], total(epoch, CELL_ERRORS)["new"]) == (3, 1, 1)
 
 
 def test_another_watch_starts_at_zero() -> None:

@@ -19,6 +19,8 @@ from onnx_ops.errors import CorruptStateError, OnnxOpsError, RefusedError, Servi
 from onnx_ops.protocol.messages import COUNTS_PATH, Counts, UserCountsRequest
 
 VARIABLE = "ONNX_OPS_SERVERS_TOKEN"
+MAX_COUNTS_BYTES = 64 << 20
+"""A server keeps 32 MiB of closed epochs at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,9 @@ class SeveralServers(ServerMetrics):
         host, headers = self._hosts[url], {"Authorization": f"Bearer {token}"}
         method, body = ("GET", None) if request is None else ("POST", codec.to_json(request))
         try:
-            answer = request_json(method, f"{url}{COUNTS_PATH}", body, host=host, headers=headers)
+            answer = request_json(
+                method, f"{url}{COUNTS_PATH}", body, host=host, headers=headers, max_bytes=MAX_COUNTS_BYTES
+            )
             return codec.from_json(answer, Counts, where=host)
         except (RefusedError, CorruptStateError) as error:
             raise ServiceUnavailableError("a server does not return its counts", where=host, why=str(error)) from error

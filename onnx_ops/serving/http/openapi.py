@@ -118,7 +118,7 @@ def _build_inference(content: Schema, schema: Schema) -> Schema:
     """Return parameters, body and responses of an inference operation."""
     token: Schema = {"type": "string", "pattern": "^[A-Za-z0-9-]{1,64}$"}
     texts = {
-        messages.USER_KEY_HEADER: "Requests with the same key go to the same deployment.",
+        messages.USER_KEY_HEADER: "Requests with the same key go to one deployment, in a canary step for an epoch.",
         messages.REQUEST_ID_HEADER: "Copied to the response.",
         **dict.fromkeys(messages.PIN_HEADERS, "Selects a deployment by name."),
     }
