@@ -71,7 +71,6 @@ class InferenceService:
         self._deadline_s = deadline_s
         self._shadow = shadow
         self._header = deployments.shared.header
-        self._last_draw: CellDraw | None = None
         self._cells = CellCounter(deployments.shared, deployments.worker)
         self.feedback = FeedbackCounter(deployments, self._cells)
         self._exemplars = deployments.shared.get_exemplars(deployments.worker)
@@ -156,10 +155,11 @@ class InferenceService:
 
     def _get_draw(self, snapshot: TableSnapshot) -> CellDraw:
         """Return the assignment of users in the present epoch."""
-        draw = snapshot.router.get_draw(self._header[EPOCH])
-        if draw is not self._last_draw:
-            self._last_draw = draw
-            draw.is_timed = not draw.epoch or snapshot.is_warm()
+        router = snapshot.router
+        draw = router.draw
+        if router.epoch_s and draw.epoch != self._header[EPOCH]:
+            draw = router.get_draw(self._header[EPOCH])
+            draw.is_timed = snapshot.is_warm()
         return draw
 
     def count_rejected(self, status: int) -> None:

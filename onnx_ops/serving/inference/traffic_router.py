@@ -43,8 +43,9 @@ class TrafficRouter:
     and with two deployments, a higher weight of the newer one only moves users into it. The salt depends on the newest
     deployment with traffic: it is constant during an experiment and different for the next.
 
-    Latencies are compared in `comparable` slots, of two deployments as many each: both then get the same traffic (see
-    `ControlReplica`), and a timed request is as likely to be of one as of the other.
+    `draw` is the last assignment that was used. Latencies are compared in `comparable` slots, of two deployments as
+    many each: both then get the same traffic (see `ControlReplica`), and a timed request is as likely to be of one as
+    of the other.
     """
 
     slots: tuple[str, ...]
@@ -54,14 +55,14 @@ class TrafficRouter:
     epoch_s: float
     comparable: tuple[bool, ...] = field(init=False)
     _salt: int = field(init=False)
-    _draw: CellDraw = field(init=False, compare=False)
+    draw: CellDraw = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         weights = Counter(self.slots)
         fewest = min(weights.values()) if len(weights) == 2 else len(self.slots)
         self.comparable = tuple(slot - self.slots.index(name) < fewest for slot, name in enumerate(self.slots))
         self._salt = zlib.crc32(self.experiment.encode())
-        self._draw = CellDraw(self.generation, 0, _STICKY_SLOTS)
+        self.draw = CellDraw(self.generation, 0, _STICKY_SLOTS)
 
     @classmethod
     def from_table(cls, table: RoutingTable) -> TrafficRouter:
@@ -80,10 +81,10 @@ class TrafficRouter:
 
     def get_draw(self, epoch: int) -> CellDraw:
         """Return the assignment of an epoch; a split without epochs ignores it."""
-        draw = self._draw
+        draw = self.draw
         if draw.epoch != epoch and self.epoch_s:
             seed = "\0".join((self.experiment, str(self.generation), str(epoch)))
-            draw = self._draw = CellDraw(self.generation, epoch, draw_slots(seed))
+            draw = self.draw = CellDraw(self.generation, epoch, draw_slots(seed))
         return draw
 
     def route_cell(self, draw: CellDraw, cell: int) -> str:
