@@ -244,7 +244,7 @@ class Ranked:
 
     def reference(self, model: object, inputs: Tensors, precision: str) -> Tensors:
         x = inputs["x"]
-        order = np.argsort(-x, axis=1, kind="stable")[:, :2]
+        order = np.argsort(np.negative(x.astype(np.float64)), axis=1, kind="stable")[:, :2]
         return {"i": order, "y": np.take_along_axis(x[:, ::-1], order, axis=1)}
 
 
