@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -161,7 +161,8 @@ def _exchange_indices(folder: Path, seeds: range) -> Iterator[bool]:
             roundings = measure_roundings(OnnxRuntime(), world.path, {REAL: (group.inputs,)})[REAL]
             (answers,) = OnnxRuntime().run(world.path, TARGET, (group.inputs,))
             values, indices = (np.array(array) for array in answers.values())
-            row = int(np.argmax(np.abs(values[:, 0] - values[:, 1]) > 1e-2))
+            gaps = np.diff(values.astype(np.float64)[:, :2], axis=1)
+            row = int(np.argmax(np.abs(gaps) > 1e-2))
             indices[row, :2] = indices[row, 1::-1]
             wrong = dict(zip(answers, (values, indices), strict=True))
             yield any(m.ratio > ParityGate().noise_factor for m in measure_group(group, wrong, roundings))
@@ -255,14 +256,18 @@ def _perceptron(outputs: int) -> nn.Sequential:
     )
 
 
+def _get_last(part: nn.Sequential) -> nn.Linear:
+    return cast("nn.Linear", part[-1])
+
+
 def _make_heads(seed: int) -> tuple[Array, nn.Module]:
     rows, parts = _draw(seed), [_perceptron(1) for _ in HEADS]
     with torch.no_grad():
         for part, (mean, deviation) in zip(parts, HEADS, strict=True):
             factor = deviation / float(part(torch.from_numpy(rows)).std())
-            part[-1].weight *= factor
-            part[-1].bias *= factor
-            part[-1].bias += mean - float(part(torch.from_numpy(rows)).mean())
+            _get_last(part).weight.mul_(factor)
+            _get_last(part).bias.mul_(factor)
+            _get_last(part).bias.add_(mean - float(part(torch.from_numpy(rows)).mean()))
     run: Run = lambda parts, x: torch.cat([part(x) for part in parts.values()], -1)  # noqa: E731
     return rows, Net(run, **{f"head{number}": part for number, part in enumerate(parts)})
 
@@ -281,7 +286,7 @@ def _make_rate(rate: float) -> Callable[[int], tuple[Array, nn.Module]]:
     def make_net(seed: int) -> tuple[Array, nn.Module]:
         rows, part = _draw(seed), _perceptron(1)
         with torch.no_grad():
-            part[-1].weight *= 4
+            _get_last(part).weight.mul_(4)
             logits = part(torch.from_numpy(rows)).double()
             low, high = -40.0, 10.0
             for _ in range(60):
@@ -311,8 +316,8 @@ def _make_near_ties(seed: int) -> tuple[Array, nn.Module]:
     """Two classes whose scores are 1e-8 apart."""
     part = _perceptron(2)
     with torch.no_grad():
-        part[-1].weight[1] = part[-1].weight[0] * (1 + 1e-7) + 1e-8
-        part[-1].bias[1] = part[-1].bias[0]
+        _get_last(part).weight[1] = _get_last(part).weight[0] * (1 + 1e-7) + 1e-8
+        _get_last(part).bias[1] = _get_last(part).bias[0]
     return _draw(seed), Net(lambda parts, x: parts["net"](x).argmax(-1), net=part)
 
 

@@ -239,6 +239,33 @@ def test_a_slow_source_is_asked_fewer_rows_and_that_is_told(tmp_path: Path, monk
     assert max(len(group.inputs["x"]) for group in asked.groups) == 16
 
 
+class Ranked:
+    """A source that gives the elements of the turned row in the order of the row."""
+
+    def reference(self, model: object, inputs: Tensors, precision: str) -> Tensors:
+        x = inputs["x"]
+        order = np.argsort(np.negative(x.astype(np.float64)), axis=1, kind="stable")[:, :2]
+        return {"i": order, "y": np.take_along_axis(x[:, ::-1], order, axis=1)}
+
+
+def test_answers_in_the_order_of_a_ranking_have_an_envelope(tmp_path: Path) -> None:
+    text = """(float[N,4] x) => (int64[N,K] i, float[N,K] y) {
+        v, i = TopK(x, k)
+        r = Gather<axis=1>(x, turned)
+        y = GatherElements<axis=1>(r, i)
+    }"""
+    path = write_graph(tmp_path / "model.onnx", text, k=np.array([2]), turned=np.array([3, 2, 1, 0]))
+    x = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
+    x[7] = (2, 2, 1, -9)
+    source: Any = Ranked()
+    groups = {group.name: group for group in collect_reference_outputs(source, None, path, {"x": x}).groups}
+    bounds = groups["real"].bounds
+    assert bounds is not None
+    assert set(bounds) == {"y"}
+    assert np.flatnonzero(np.ptp(bounds["y"], axis=0).max(axis=1) > 1e-3).tolist() == [7]
+    assert groups["range"].bounds is not None
+
+
 RANDOM: dict[str, Callable[[Any, Any], Any]] = {
     "noise": lambda torch, x: x + 0.1 * torch.randn_like(x),
     "noise no larger than rounding to float32": lambda torch, x: x + 1e-7 * torch.randn_like(x),

@@ -82,7 +82,7 @@ def test_rare_events_are_seen_in_the_error_of_the_sigmoid(
     tmp_path: Path, logit: float, error: float, *, is_seen: bool
 ) -> None:
     weight, bias = WEIGHT / np.abs(WEIGHT).max() / 4, np.full(3, logit, dtype=np.float32)
-    off = np.float32([0, error, 0])
+    off = np.array([0, error, 0], dtype=np.float32)
     path = write_graph(tmp_path / "m.onnx", RARE, w=weight, b=bias, off=off)
     exact, single = (1 / (1 + np.exp(-(ROWS.astype(t) @ weight.astype(t) + bias.astype(t)))) for t in (float, "f4"))
     group = ReferenceGroup(name="real", inputs={"x": ROWS}, single={"y": single}, double={"y": exact})

@@ -29,7 +29,7 @@ X = np.random.default_rng(0).normal(size=(ROWS, FEATURES)).astype(np.float32)
 
 
 def write(
-    path: Path, body: str, *, outputs: str = "float[N, M] y", opset: int = 18, ml: bool = False, **tensors: Array
+    path: Path, body: str, *, outputs: str = "float[N, M] y", opset: int = 18, ml: bool = False, **tensors: Any
 ) -> Path:
     """Write a graph of one input `x [N, 12]` from the text of its nodes."""
     domains = f'"": {opset}' + (', "ai.onnx.ml": 3' if ml else "")
@@ -81,7 +81,12 @@ def test_heads_of_different_size_have_errors_of_their_size(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("shift", [0.0, -5.0, -14.0])
 def test_a_sigmoid_errs_by_its_kernel_where_its_answers_are_rare(tmp_path: Path, shift: float) -> None:
-    path = write(tmp_path / "m.onnx", "z = MatMul(x, w) s = Add(z, b) y = Sigmoid(s)", w=WEIGHT, b=np.float32([shift]))
+    path = write(
+        tmp_path / "m.onnx",
+        "z = MatMul(x, w) s = Add(z, b) y = Sigmoid(s)",
+        w=WEIGHT,
+        b=np.array([shift], dtype=np.float32),
+    )
     described, answers = run(path)
     error, y = answers[described["y"].error], answers["y"].astype(np.float64)
     kernel = KERNEL_ERRORS["Sigmoid"] * EPSILON
@@ -118,11 +123,11 @@ def normalize(z: Array) -> Array:
 )  # fmt: skip
 def test_errors_bound_what_float32_loses(tmp_path: Path, body: str, exact: Any) -> None:
     """They are neither much too small, which would refuse correct exports, nor many times too large."""
-    tensors = {
+    tensors: dict[str, Any] = {
         "w": WEIGHT,
-        "two": np.float32(2),
-        "zero": np.float32(0),
-        "last": np.int64(1),
+        "two": np.array(2, dtype=np.float32),
+        "zero": np.array(0, dtype=np.float32),
+        "last": np.array(1),
         "axes": np.array([1]),
         "g": np.ones(3, dtype=np.float32),
     }
@@ -182,7 +187,14 @@ def test_parts_of_a_joined_output_are_numbered(tmp_path: Path) -> None:
 def test_an_instance_norm_passes_on_what_it_enlarges(tmp_path: Path) -> None:
     """The channels of a constant row have no variance: rounding of their mean is divided by sqrt(epsilon)."""
     body = "i = Unsqueeze(x, one) n = InstanceNormalization(i, s, b) m = Squeeze(n, one) y = MatMul(m, w)"
-    path = write(tmp_path / "m.onnx", body, w=WEIGHT, one=np.array([1]), s=np.float32([2]), b=np.float32([0]))
+    path = write(
+        tmp_path / "m.onnx",
+        body,
+        w=WEIGHT,
+        one=np.array([1]),
+        s=np.array([2], dtype=np.float32),
+        b=np.array([0], dtype=np.float32),
+    )
     constant = np.full_like(X, 3.3)
     assert error_of(path, constant).max() > 20 * error_of(path).max()
 
@@ -207,9 +219,8 @@ def test_an_output_that_only_copies_has_no_error(tmp_path: Path) -> None:
     ids=["argmax", "cast argmin", "topk"],
 )
 def test_indices_come_with_the_scores_that_they_rank(tmp_path: Path, body: str, outputs: str, axis: int) -> None:
-    path = write(
-        tmp_path / "m.onnx", body, outputs=outputs, w=WEIGHT, **({"k": np.array([2])} if "TopK" in body else {})
-    )
+    count: dict[str, Any] = {"k": np.array([2])} if "TopK" in body else {}
+    path = write(tmp_path / "m.onnx", body, outputs=outputs, w=WEIGHT, **count)
     described, answers = run(path)
     ranking = described["i"]
     assert (ranking.scores_axis, ranking.error) == (axis, "")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops.ports import Tree
-from onnx_ops.statistics.parity import LARGEST
+from onnx_ops.statistics.parity import LARGEST, Rounding
 from onnx_ops.statistics.tree_parity import (
     COPIES,
     JITTER,
@@ -41,6 +41,66 @@ def labels(onnx: Any, bounds: Any) -> Any:
     return measure_within_envelope(
         group="real", output="l", onnx=np.asarray(onnx), single=exact, double=exact, bounds=np.asarray(bounds)
     )
+
+
+RANKED = np.array([[3, 1, 2, 0], [3, 1, 2, 0]])
+UNSURE = np.stack([RANKED, RANKED, RANKED])
+UNSURE[1, 0, :3], UNSURE[2, 0, :3] = (1, 3, 2), (1, 2, 3)
+"""Orders of the copies of two rows; in the first, three places are not sure."""
+
+
+@pytest.mark.parametrize(
+    ("first", "made_up", "is_explained"),
+    [
+        pytest.param([2, 3, 1, 0], False, True, id="another order of those that tie"),
+        pytest.param([2, 3, 0, 1], False, False, id="one that does not"),
+        pytest.param([2, 3, 0, 1], True, True, id="on a made-up row"),
+    ],
+)
+def test_a_ranking_of_ties_has_any_order(first: list[int], made_up: bool, is_explained: bool) -> None:
+    onnx = RANKED.copy()
+    onnx[0] = first
+    measurement = measure_within_envelope(
+        group="real", output="i", onnx=onnx, single=RANKED, double=RANKED, bounds=UNSURE, made_up=made_up
+    )
+    assert (measurement.explained, measurement.unexplained) == ((1, 0) if is_explained else (0, 1))
+
+
+@pytest.mark.parametrize("made_up", [False, True])
+def test_a_row_of_which_the_source_is_sure_has_one_order(made_up: bool) -> None:
+    onnx = RANKED.copy()
+    onnx[1] = RANKED[1, ::-1]
+    measurement = measure_within_envelope(
+        group="real", output="i", onnx=onnx, single=RANKED, double=RANKED, bounds=UNSURE, made_up=made_up
+    )
+    assert measurement.ratio == LARGEST
+
+
+def test_ties_part_only_where_that_is_asked_for() -> None:
+    x = np.zeros((2, 5), dtype=np.float32)
+    x[1] = 3
+    assert not jitter_rows({"x": x})["x"][::2].any()
+    parted = jitter_rows({"x": x}, parts_ties=True)["x"]
+    assert np.ptp(parted[0]) > 0
+    assert np.abs(parted[::2]).max() <= 3 * JITTER * 1.01
+
+
+@pytest.mark.parametrize(("head", "error"), [(0, 200.0), (1, 3e-3)])
+def test_trees_with_answers_of_different_size_are_measured_by_column(head: int, error: float) -> None:
+    exact = np.array([2e4, 0.3]) * np.ones((64, 1))
+    onnx = exact.copy()
+    onnx[:, head] += error
+    measurement = measure_within_envelope(
+        group="real",
+        output="y",
+        onnx=onnx,
+        single=exact,
+        double=exact,
+        bounds=np.stack([exact, exact]),
+        rounding=Rounding(floor=np.zeros(exact.shape)),
+    )
+    assert measurement.ratio > 1000
+    assert measurement.column == f"column {head}"
 
 
 @given(st.integers(0, 2**31), st.integers(1, 5))
