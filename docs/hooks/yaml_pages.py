@@ -79,6 +79,7 @@ EXAMPLES: Mapping[str, Any] = {
     "strategy": "canary",
     "timeout": "10 min",
     "use": "warehouse",
+    "values": {"sr": 16000},
     "variants": ["fast"],
     "with": {"table": "prices"},
 }
