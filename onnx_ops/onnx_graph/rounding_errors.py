@@ -3,7 +3,7 @@
 The error is a first-order running error analysis in float32 (Higham, Accuracy and Stability of Numerical Algorithms,
 2002, section 3.3), back to the last linear operators before an output: such an operator errs by u (|W| |h| + |b|).
 The usual factor of sqrt(n) for n terms (section 2.8) is left out of products, whose kernels sum in blocks: with it, ten
-times the floor hides 1.2 % of the injected faults of `benchmarks.truth.parity`, without it .3 %, and no correct export
+times the floor hides 1.2 % of the injected faults of `benchmarks.truth.parity`, without it .5 %, and no correct export
 comes closer than to a third of the limit. Sums of one term after the other have it. The operators after it pass the
 error on by their slopes, and add what their kernels err.
 """
