@@ -73,6 +73,24 @@ def find_row_axes(shapes: Mapping[str, Shape], *, pooled: bool = True) -> dict[s
     return _find_common_size(ranked, free)
 
 
+def guess_row_axes(shapes: Mapping[str, Shape], sizes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Return the axes of rows by the sizes of arrays, if free dimensions have no names and one size in common.
+
+    Args:
+        shapes: shapes of the model's inputs.
+        sizes: shapes of the arrays for them, of the same ranks.
+    """
+    unnamed = {
+        name: {sizes[name][axis]: axis for axis, size in reversed(list(enumerate(shape))) if is_free(size)}
+        for name, shape in shapes.items()
+        if any(map(is_free, shape)) and name in sizes
+    }
+    if not unnamed or any(is_named(size) for shape in shapes.values() for size in shape):
+        return {}
+    common = set.intersection(*map(set, unnamed.values()))
+    return {name: axes[size] for size in common for name, axes in unnamed.items()} if len(common) == 1 else {}
+
+
 def find_declared_axes(dynamic: Mapping[str, Mapping[int, str]], shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
     """Return the axis of the rows of each input whose free axes are declared; default: a batch on axis 0."""
     return find_row_axes(

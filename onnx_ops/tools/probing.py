@@ -18,6 +18,7 @@ from onnx_ops.domain.row_axes import (
     find_output_axes,
     find_row_axes,
     find_sized_axes,
+    guess_row_axes,
     is_free,
     is_named,
     list_named_axes,
@@ -383,7 +384,10 @@ def check_samples(
     """
     given = fix or {}
     check_fixed_names(inputs, given)
-    axes = find_row_axes({spec.name: spec.shape for spec in inputs})
+    shapes = {spec.name: spec.shape for spec in inputs}
+    sizes = {name: arrays[name].shape for name, shape in shapes.items() if name in arrays}
+    same_ranks = all(len(shapes[name]) == len(size) for name, size in sizes.items())
+    axes = find_row_axes(shapes) or (guess_row_axes(shapes, sizes) if same_ranks else {})
     read = [spec for spec in inputs if spec.name not in given]
     arranged = {spec.name: _read_array(spec, arrays, axes, inputs, where) for spec in read}
     count = max((len(arranged[name]) for name in axes if name in arranged), default=1)
@@ -395,7 +399,7 @@ def check_samples(
             arranged[spec.name] = fit_value(given[spec.name], spec)
     rows = {name: arranged[name] for name in axes}
     counts = {name: len(array) for name, array in rows.items()}
-    named = find_batch_symbol({spec.name: spec.shape for spec in inputs})
+    named = find_batch_symbol(shapes)
     if len(set(counts.values())) > 1 and not named and not _find_batch(inputs, axes, {}):
         rows, axes = {}, {}  # dimensions that are independent of each other: one request
     elif len(set(counts.values())) > 1 or 0 in counts.values():

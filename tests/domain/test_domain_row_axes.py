@@ -13,6 +13,7 @@ from onnx_ops.domain.row_axes import (
     find_output_axes,
     find_row_axes,
     find_sized_axes,
+    guess_row_axes,
 )
 
 
@@ -64,6 +65,21 @@ def test_first_axes_of_different_names_are_pooled_only_if_that_is_wanted() -> No
 )
 def test_the_fixed_batch_is_that_of_the_shared_axis(shapes: Mapping[str, Shape], expected: int) -> None:
     assert find_fixed_batch(shapes) == expected
+
+
+@pytest.mark.parametrize(
+    ("shapes", "sizes", "expected"),
+    [
+        ({"x": ("?", 512), "state": (2, "?", 128)}, {"x": (60, 512), "state": (2, 60, 128)}, {"x": 0, "state": 1}),
+        ({"x": ("unk__1", 3), "edges": (2, "unk__2")}, {"x": (9, 3), "edges": (2, 20)}, {}),
+        ({"x": ("nodes", 3), "edges": (2, "edges")}, {"x": (9, 3), "edges": (2, 9)}, {}),
+        ({"x": (4, 3)}, {"x": (4, 3)}, {}),
+    ],
+)
+def test_arrays_show_the_rows_of_dimensions_without_names(
+    shapes: Mapping[str, Shape], sizes: Mapping[str, tuple[int, ...]], expected: Mapping[str, int]
+) -> None:
+    assert guess_row_axes(shapes, sizes) == expected
 
 
 def test_outputs_hold_rows_where_they_name_them() -> None:

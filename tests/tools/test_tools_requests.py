@@ -85,6 +85,13 @@ def test_rows_of_a_file_are_read_from_the_axis_that_the_model_names(voice: Path)
     assert with_scalar.fixed == samples.fixed
 
 
+def test_rows_of_a_file_show_their_axis_where_dimensions_have_no_names(tmp_path: Path) -> None:
+    path = write_voice_detector(tmp_path / "m.onnx", rows="unk__1", state_rows="unk__2")
+    samples = check_samples(shared_inputs(path), make_voice_rows(40), where="rows.npz", limit=30, fix={"sr": 8000})
+    assert (samples.axes, len(samples)) == ({"input": 0, "state": 1}, 30)
+    assert compared(path, path, samples).verdict is Verdict.PASS
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
