@@ -344,7 +344,7 @@ class Observations:
     candidate and stable version. `reading` is the last reading, without what other fields hold.
 
     Servers of onnx-ops: `counts` holds the largest counts of each origin and generation, `generations` the splits of
-    this rollout with their units. What belongs to a step is told by the generation; clocks are never compared. A
+    this rollout with their units. What belongs to a step is shown by the generation; clocks are never compared. A
     restart or another server adds counts, and interrupts nothing.
 
     Other sources: the next interval starts at `reading`, or with the next reading if the split changed since

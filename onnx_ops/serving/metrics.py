@@ -125,7 +125,7 @@ class CellBlock:
     Attributes:
         tag: generation, epoch and watch that are counted, and the number of listed cells; format `Q`.
         counts: `CELL_NUMBERS` for each of `BLOCK_CELLS` cells; format `I`.
-        listed: numbers of the cells that have counts, so that nobody reads the others; format `I`.
+        listed: numbers of the cells that have counts, so that the others need no reading; format `I`.
     """
 
     tag: memoryview

@@ -50,7 +50,7 @@ _SETTLE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Table:
+class _PresentTable:
     """The present generation, and the metrics of its deployments when it was published."""
 
     revision: TableRevision
@@ -73,7 +73,7 @@ class RolloutCounts:
         self._shared = shared
         self._names: Sequence[str] = ()
         self._watches = 0
-        self._table: _Table | None = None
+        self._table: _PresentTable | None = None
         self._past: deque[TableCounts] = deque(maxlen=_TABLES - 1)
         self._whole_from = 0
         self._ended: deque[_EndedEpoch] = deque()
@@ -89,7 +89,7 @@ class RolloutCounts:
         if self._table is not None:
             self._past.append(self._count_table(self._table))
         rows = {name: self._shared.sum_slot(slot) for name, slot in revision.slots.items()}
-        self._table = _Table(revision=revision, rows=rows)
+        self._table = _PresentTable(revision=revision, rows=rows)
         split = revision.table.state.split
         if sum(weight > 0 for weight in split.weights.values()) < 2:
             self._shared.header[WATCH] = 0  # the rollout is over, or has not begun: requests are cheaper without
@@ -204,7 +204,7 @@ class RolloutCounts:
             generation=generation, epoch=epoch, cells=self._encode(sum_cells(self._shared, generation, epoch))
         )
 
-    def _count_table(self, table: _Table) -> TableCounts:
+    def _count_table(self, table: _PresentTable) -> TableCounts:
         state = table.revision.table.state
         deployments = {
             name: _count_deployment([n - b for n, b in zip(self._shared.sum_slot(slot), table.rows[name], strict=True)])

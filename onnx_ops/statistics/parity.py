@@ -343,7 +343,7 @@ def _measure_labels(
 
 
 def find_ties(onnx: Array, expected: Array, rounding: Rounding) -> Bools:
-    """Return where two indices or classes differ, and have scores that rounding cannot tell apart.
+    """Return where two indices or classes differ, and have scores that rounding can exchange.
 
     An index that occurs twice is no tie, unless it does so in the expected answer.
     """

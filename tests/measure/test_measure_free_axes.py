@@ -85,7 +85,7 @@ def test_the_export_stage_refuses_a_free_axis_without_proof(tmp_path: Path) -> N
         "data/test": put_dataset(context.store, Dataset(inputs=sequences(module, 8, LENGTH))),
     }
     settings: dict[str, Any] = {"section": codec.to_json(FREE), "data": "test", "limit": 8, "inputs": {}}
-    settings |= {"source_time": 10.0, "pipeline": "p"}
+    settings |= {"source_time": 10.0, "pipeline": "p", "ordered": True}
     stage = Stage(id="export", kind=StageKind.EXPORT, settings=settings)
     with pytest.raises(UserError, match=r"every other size of axis 1 of x \(length\).*made for one length"):
         export.execute(stage, digest_bytes(b""), inputs, context)

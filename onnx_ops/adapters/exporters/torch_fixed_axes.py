@@ -37,7 +37,7 @@ def find_fixed_axes(
         dynamic_shapes: names of free axes as `torch.onnx.export` takes them.
         free: the same by the names of the inputs, in the order of the arguments.
     """
-    watch = _Watch(module, free, tuple(keyword))
+    watch = _AxisWatch(module, free, tuple(keyword))
     with contextlib.suppress(Exception), watch.watching():
         torch.export.export(
             module, tuple(positional), dict(keyword), dynamic_shapes=_permit_fixed(dynamic_shapes), strict=False
@@ -54,7 +54,7 @@ def _permit_fixed(dynamic_shapes: Any) -> Any:
     return torch.export.Dim.AUTO if isinstance(dynamic_shapes, str) else dynamic_shapes
 
 
-class _Watch:
+class _AxisWatch:
     """Compares the sizes of the inputs before and after each layer, and after each line of their `forward`.
 
     `fixed` are the axes whose size is a number, in the order in which they became one.

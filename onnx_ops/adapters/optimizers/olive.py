@@ -16,7 +16,6 @@ from onnx_ops.adapters.optimizers.library import check_interface, read_options
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import NotFoundError, StageError, UserError, describe_error
-from onnx_ops.measure.row_layout import read_layout
 from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.rewrites import find_quantized_nodes, restore_metadata, trace_nodes
@@ -113,6 +112,8 @@ class OliveOptimizer(Optimizer):
                 where=f"variant {section.name}",
                 remedy="Add calibrate: {data: train, samples: 256}. They stand for the data sets of the configuration.",
             )
+        from onnx_ops.measure.row_layout import read_layout  # it loads NumPy
+
         if reads_data and not read_layout(read_model_info(request.source), request.values).is_plain:
             raise UserError(
                 "a pass reads data, and not every input of the model has rows on its first axis",
