@@ -18,7 +18,7 @@ import onnxruntime as ort
 from onnx import helper
 from scipy import special
 
-from onnx_ops.onnx_graph.rounding_errors import EPSILON, KERNEL_ERRORS
+from onnx_ops.onnx_graph.rounding_operators import EPSILON, KERNEL_ERRORS
 
 _ALPHA, _GAMMA = 1.67326319217681884765625, 1.05070102214813232421875
 _MISH_FROM = 1.0

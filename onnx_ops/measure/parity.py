@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from onnx_ops.domain.evidence import BatchInvariance, Divergence, ParityMeasurement
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.target import Target
@@ -18,22 +20,20 @@ from onnx_ops.measure.rounding import measure_roundings
 from onnx_ops.onnx_graph.instrumentation import list_computed_values
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Context, Runtime, Tensors, Tracer
+from onnx_ops.ports.data import Array
+from onnx_ops.statistics.output_columns import WHOLE, ColumnNoise, Rounding, measure_columns
 from onnx_ops.statistics.parity import (
-    WHOLE,
-    ColumnNoise,
-    Rounding,
     find_first_divergence,
     find_worst_row,
     is_divergent,
-    is_ranked_by_scores,
     measure_batch_invariance,
-    measure_columns,
     measure_noise,
     measure_output,
     pick_evenly,
     select_rows,
 )
 from onnx_ops.statistics.probes import MIN_NOISE_ROWS, RANGE, REAL
+from onnx_ops.statistics.ranking_ties import is_ranked_by_scores
 from onnx_ops.statistics.tree_parity import measure_within_envelope
 
 _SHOWN = 6
@@ -71,36 +71,53 @@ def measure_parity(
     known = _measure_known_columns(groups, roundings)
     measurements: list[ParityMeasurement] = []
     for group in groups:
-        answer = answers[group.name]
-        if isinstance(answer, MeasurementError):
-            measured = [make_mismatch("*", group.name, f"the export refuses these inputs: {explain_rejection(answer)}")]
-        else:
-            (outputs,) = answer
-            missing = [name for name in group.outputs if name not in outputs]
-            measured = [make_mismatch(name, group.name, "the export lacks this output") for name in missing]
-            measured += measure_group(group, outputs, roundings.get(group.name, {}), known)
-            if group.name == REAL:
-                measured += [
-                    make_mismatch(name, group.name, "every answer to the rows of the data is NaN")
-                    for name, array in outputs.items()
-                    if array.dtype.kind == "f" and array.size and (array != array).all()  # noqa: PLR0124 (NaN)
-                ]
+        measured = _measure_answer(group, answers[group.name], roundings.get(group.name, {}), known)
         measurements += [replace(m, inside=group.inside) for m in measured]
     return tuple(measurements)
+
+
+def _measure_answer(
+    group: ReferenceGroup,
+    answer: tuple[Tensors, ...] | MeasurementError,
+    roundings: Mapping[str, Rounding],
+    known: Mapping[str, ColumnNoise],
+) -> list[ParityMeasurement]:
+    """Measure what the export answers to a group: its outputs, or that it rejects the group."""
+    if isinstance(answer, MeasurementError):
+        return [make_mismatch("*", group.name, f"the export refuses these inputs: {explain_rejection(answer)}")]
+    (outputs,) = answer
+    missing = [name for name in group.outputs if name not in outputs]
+    measured = [make_mismatch(name, group.name, "the export lacks this output") for name in missing]
+    measured += measure_group(group, outputs, roundings, known)
+    if group.name == REAL:
+        useless = [name for name, array in outputs.items() if _is_all_nan(array)]
+        measured += [make_mismatch(name, REAL, "every answer to the rows of the data is NaN") for name in useless]
+    return measured
+
+
+def _is_all_nan(array: Array) -> bool:
+    return array.dtype.kind == "f" and array.size > 0 and bool(np.isnan(array).all())
+
+
+def _find_real_group(groups: Sequence[ReferenceGroup]) -> ReferenceGroup | None:
+    return next((group for group in groups if group.name == REAL), None)
 
 
 def _drop_useless_scores(
     groups: Sequence[ReferenceGroup], roundings: Mapping[str, Mapping[str, Rounding]]
 ) -> dict[str, dict[str, Rounding]]:
     """Return the roundings without scores that rank nothing on real rows."""
-    real = next((group for group in groups if group.name == REAL), None)
+    real = _find_real_group(groups)
+    tensors = [answers for answers in (real.single, real.double) if answers] if real else []
     useless = set()
     for name, rounding in roundings.get(REAL, {}).items():
-        answers = [a[name] for a in (real.single, real.double) if a and name in a] if real else []
-        if rounding.scores is not None and not (answers and is_ranked_by_scores(answers[0], answers[-1], rounding)):
+        if rounding.scores is None:
+            continue
+        answers = [by_name[name] for by_name in tensors if name in by_name]
+        if not answers or not is_ranked_by_scores(answers[0], answers[-1], rounding):
             useless.add(name)
     return {
-        group: {name: WHOLE if name in useless else one for name, one in by_output.items()}
+        group: {name: WHOLE if name in useless else rounding for name, rounding in by_output.items()}
         for group, by_output in roundings.items()
     }
 
@@ -109,7 +126,7 @@ def _measure_known_columns(
     groups: Sequence[ReferenceGroup], roundings: Mapping[str, Mapping[str, Rounding]]
 ) -> dict[str, ColumnNoise]:
     """Return the columns of each output on real rows."""
-    real = next((group for group in groups if group.name == REAL), None)
+    real = _find_real_group(groups)
     if real is None or real.single is None or real.double is None:
         return {}
     by_output = roundings.get(REAL, {})
@@ -134,42 +151,49 @@ def measure_group(
         known: columns of real rows, for groups of few rows.
     """
     measurements = []
-    is_small = group.name.startswith("batches") and len(next(iter(group.inputs.values()))) < MIN_NOISE_ROWS
+    rows = len(next(iter(group.inputs.values())))
+    is_small = group.name.startswith("batches") and rows < MIN_NOISE_ROWS
     for name in group.outputs:
         if name not in outputs:
             continue
         onnx = outputs[name]
-        single, double, bounds = (
-            None if answers is None else answers.get(name) for answers in (group.single, group.double, group.bounds)
-        )
-        rounding = (roundings or {}).get(name, WHOLE)
-        if bounds is None:
-            measurement = measure_output(
-                group=group.name,
-                output=name,
-                onnx=onnx,
-                single=single,
-                double=double,
-                rounding=rounding,
-                known=(known or {}).get(name) if is_small else None,
-            )
-        else:
-            measurement = measure_within_envelope(
-                group=group.name,
-                output=name,
-                onnx=onnx,
-                single=single,
-                double=double,
-                bounds=bounds,
-                rounding=rounding,
-                made_up=group.name == RANGE,
-            )
-        reference = double if double is not None else single
-        is_by_row = onnx.ndim and len(onnx) == len(next(iter(group.inputs.values()))) > 0
-        if reference is not None and onnx.shape == reference.shape and is_by_row and is_divergent(measurement, LIMIT):
+        column_noise = (known or {}).get(name) if is_small else None
+        measurement = _measure_against_source(group, name, onnx, (roundings or {}).get(name, WHOLE), column_noise)
+        reference = (group.double or group.single or {})[name]
+        is_by_row = onnx.shape == reference.shape and onnx.ndim > 0 and len(onnx) == rows > 0
+        if is_by_row and is_divergent(measurement, LIMIT):
             measurement = replace(measurement, example=_describe_row(group, find_worst_row(onnx, reference)))
         measurements.append(measurement)
     return measurements
+
+
+def _measure_against_source(
+    group: ReferenceGroup, name: str, onnx: Array, rounding: Rounding, known: ColumnNoise | None
+) -> ParityMeasurement:
+    """Measure one output: by the envelope of the source's answers if there is one, else by their distance."""
+    single, double, bounds = (
+        answers.get(name) if answers is not None else None for answers in (group.single, group.double, group.bounds)
+    )
+    if bounds is None:
+        return measure_output(
+            group=group.name,
+            output=name,
+            onnx=onnx,
+            single=single,
+            double=double,
+            rounding=rounding,
+            known=known,
+        )
+    return measure_within_envelope(
+        group=group.name,
+        output=name,
+        onnx=onnx,
+        single=single,
+        double=double,
+        bounds=bounds,
+        rounding=rounding,
+        made_up=group.name == RANGE,
+    )
 
 
 def make_mismatch(output: str, group: str, text: str) -> ParityMeasurement:
@@ -185,7 +209,8 @@ def _describe_row(group: ReferenceGroup, row: int) -> str:
     for name, array in group.inputs.items():
         values = array[row].reshape(-1)
         first = ", ".join(f"{value:.4g}" if array.dtype.kind == "f" else str(value) for value in values[:_SHOWN])
-        shown.append(f"{name} = {first}{f' … ({len(values)} values)' if len(values) > _SHOWN else ''}")
+        rest = f" … ({len(values)} values)" if len(values) > _SHOWN else ""
+        shown.append(f"{name} = {first}{rest}")
     return f"row {row}: {'; '.join(shown)}"
 
 
@@ -204,7 +229,7 @@ def measure_invariance(
         together, *alone = runtime.run(model, target, (slice_rows(samples, 0, count), *single_rows))
     except MeasurementError:
         return ()
-    real = next((group for group in reference if group.name == REAL), None)
+    real = _find_real_group(reference)
     noise = measure_noise(real.single, real.double) if real else {}
     return measure_batch_invariance(together, alone, noise)
 

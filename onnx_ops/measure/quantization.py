@@ -38,7 +38,7 @@ from onnx_ops.onnx_graph.quantized_weights import (
     write_with_layer_errors,
 )
 from onnx_ops.ports import Runtime, Tensors
-from onnx_ops.statistics.parity import LARGEST, compute_ratio
+from onnx_ops.statistics.output_columns import LARGEST, compute_ratio
 from onnx_ops.statistics.quantization import ActivationStatistics, compute_weight_error
 
 AS_WRITTEN = Target(

@@ -24,6 +24,7 @@ from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.rounding_errors import list_ranked_outputs
 from onnx_ops.onnx_graph.tree_ensembles import build_split_probes, has_trees
 from onnx_ops.ports import Exporter, Store, Tensors
+from onnx_ops.ports.data import Array
 from onnx_ops.statistics.probes import (
     RANGE,
     REAL,
@@ -152,7 +153,7 @@ class _Source:
         """Return a group with the answers; raise ValueError if the source rejects the inputs."""
         single, double = self.answers(tensors)
         bounds = None
-        if self.jumps and name != SPLITS and len(next(iter(tensors.values()))):
+        if self.jumps and name != SPLITS and _count_rows(tensors):
             known = [answer for answer in (double, single) if answer is not None]
             bounds = self._bounds(tensors, known, made_up=name == RANGE)
         return ReferenceGroup(name=name, inputs=tensors, single=single, double=double, bounds=bounds)
@@ -162,29 +163,15 @@ class _Source:
         precision: Precision = "float64" if group.double else "float32"
         first = group.double or group.single or {}
         again = self.answer(group.inputs, precision) or {}
-        for name, one in first.items():
-            other = again[name]
-            if one.shape != other.shape:
-                return f"output {name!r} has the shape {one.shape}, then {other.shape}"
-            if one.dtype.kind != "f":
-                share = np.mean(one != other) if one.size else 0.0
-                if share > _OTHERWISE:
-                    return f"{share:.3g} of output {name!r} differ"
-                continue
-            if not np.array_equal(np.isfinite(one), np.isfinite(other)):
-                return f"output {name!r} is finite in only one of two runs"
-            both = np.nan_to_num(np.stack([one, other]).astype(np.float64), posinf=0, neginf=0)
-            apart = np.ptp(both, axis=0).max(initial=0)
-            if apart > _AGAIN[precision] * np.abs(both).max(initial=0):
-                return f"output {name!r} differs by up to {apart:.3g}"
-        return ""
+        differences = (_describe_change(name, array, again[name], _AGAIN[precision]) for name, array in first.items())
+        return next((difference for difference in differences if difference), "")
 
     def _bounds(self, tensors: Tensors, known: list[Tensors], *, made_up: bool) -> Tensors | None:
         """Return the envelope of the answers to the rows and to jittered copies, a range of rows at a time.
 
         None if the number of answers depends on the rows.
         """
-        count = len(next(iter(tensors.values())))
+        count = _count_rows(tensors)
         row_bytes = sum(array.nbytes for array in tensors.values()) // count
         step = max(1, _JITTER_BYTES // max(1, COPIES * row_bytes))
         parts = []
@@ -194,7 +181,7 @@ class _Source:
             many = self.answer(jittered, "float64")
             if many is None:
                 return None
-            size = len(next(iter(chosen.values())))
+            size = _count_rows(chosen)
             if not self.trees:
                 many = {name: array for name, array in many.items() if name in self.ranked}
                 if any(not array.ndim or len(array) != COPIES * size for array in many.values()):
@@ -224,17 +211,12 @@ def collect_reference_outputs(
         UserError: it rejects the real samples, or answers them differently each time.
     """
     source = _Source(exporter, model, has_trees(path), list_ranked_outputs(path), layout or RowLayout())
-    groups_of_inputs = build_probes(path, samples, declared)
-    total = len(next(iter(samples.values())))
-    max_rows = None if read_model_info(path).fixed_batch else _count_affordable_rows(source, groups_of_inputs, seconds)
+    probes = build_probes(path, samples, declared)
+    max_rows = None if read_model_info(path).fixed_batch else _count_affordable_rows(source, probes, seconds)
     groups: list[ReferenceGroup] = []
     refused: dict[str, str] = {}
-    for name, probe in groups_of_inputs.items():
-        tensors = probe.inputs
-        if max_rows is not None:
-            count = len(next(iter(tensors.values())))
-            chosen = np.unique(np.linspace(0, count - 1, min(max_rows, count)).astype(np.intp))
-            tensors = {input_name: array[chosen] for input_name, array in tensors.items()}
+    for name, probe in probes.items():
+        tensors = probe.inputs if max_rows is None else _take_evenly(probe.inputs, max_rows)
         try:
             group = replace(source.group(name, tensors), inside=probe.inside)
         except ValueError as error:
@@ -242,23 +224,55 @@ def collect_reference_outputs(
                 raise _make_samples_error(error) from error
             refused[name] = quoted(error)
             continue
-        if name == REAL and (difference := source.changes(group)):
-            raise UserError(
-                "the source model answers the same rows differently each time",
-                where="train",
-                why=difference,
-                remedy="Turn off dropout, sampling and noise in inference mode.",
-            )
+        if name == REAL:
+            _check_repeatable(source, group)
         if group.single is not None or group.double is not None:
             groups.append(group)
-    reduced = max_rows is not None and max_rows < total
+    total = _count_rows(samples)
+    is_reduced = max_rows is not None and max_rows < total
     limits = SourceLimits(
         nan=_find_nan_policy(groups, refused),
         refused=refused,
-        rows=max_rows if reduced and max_rows else 0,
-        samples=total if reduced else 0,
+        rows=max_rows if is_reduced and max_rows else 0,
+        samples=total if is_reduced else 0,
     )
     return ReferenceOutputs(groups=groups, limits=limits)
+
+
+def _describe_change(name: str, first: Array, again: Array, limit: float) -> str:
+    """Return how two answers to the same rows differ by more than `limit`; empty if they do not."""
+    if first.shape != again.shape:
+        return f"output {name!r} has the shape {first.shape}, then {again.shape}"
+    if first.dtype.kind != "f":
+        share = np.mean(first != again) if first.size else 0.0
+        return f"{share:.3g} of output {name!r} differ" if share > _OTHERWISE else ""
+    if not np.array_equal(np.isfinite(first), np.isfinite(again)):
+        return f"output {name!r} is finite in only one of two runs"
+    both = np.nan_to_num(np.stack([first, again]).astype(np.float64), posinf=0, neginf=0)
+    distance = np.ptp(both, axis=0).max(initial=0)
+    return f"output {name!r} differs by up to {distance:.3g}" if distance > limit * np.abs(both).max(initial=0) else ""
+
+
+def _count_rows(tensors: Tensors) -> int:
+    return len(next(iter(tensors.values())))
+
+
+def _take_evenly(tensors: Tensors, max_rows: int) -> Tensors:
+    """Return at most so many rows, evenly spaced."""
+    count = _count_rows(tensors)
+    chosen = np.unique(np.linspace(0, count - 1, min(max_rows, count)).astype(np.intp))
+    return {name: array[chosen] for name, array in tensors.items()}
+
+
+def _check_repeatable(source: _Source, group: ReferenceGroup) -> None:
+    """Raise UserError if the source answers the same rows differently."""
+    if difference := source.changes(group):
+        raise UserError(
+            "the source model answers the same rows differently each time",
+            where="train",
+            why=difference,
+            remedy="Turn off dropout, sampling and noise in inference mode.",
+        )
 
 
 def _count_affordable_rows(source: _Source, probes: Mapping[str, ProbeGroup], seconds: float) -> int | None:
@@ -268,7 +282,7 @@ def _count_affordable_rows(source: _Source, probes: Mapping[str, ProbeGroup], se
     process may have interfered.
     """
     real = probes[REAL].inputs
-    sizes = [len(next(iter(probe.inputs.values()))) for probe in probes.values()]
+    sizes = [_count_rows(probe.inputs) for probe in probes.values()]
     few, some = (slice_rows(real, 0, min(size, sizes[0])) for size in (_FEW, _SOME))
     copies = COPIES / 2 if source.jumps else 0  # these run in float64 only
     affordable: list[int] = []
@@ -279,13 +293,12 @@ def _count_affordable_rows(source: _Source, probes: Mapping[str, ProbeGroup], se
             per_call = min(per_call, _time_answers(source, few))
             longer = min(longer, _time_answers(source, some))
             per_row = max(0.0, longer - per_call) / max(1, _SOME - _FEW)
-            affordable = [
-                max_rows
-                for max_rows in (*_ROWS_OF_SLOW, max(sizes))
-                if len(sizes) * per_call * (2 if copies else 1)
-                + per_row * sum(min(size, max_rows) for size in sizes) * (1 + copies)
-                <= seconds
-            ]
+            affordable = []
+            for max_rows in (*_ROWS_OF_SLOW, max(sizes)):
+                calls_s = len(sizes) * per_call * (2 if copies else 1)
+                rows_s = per_row * sum(min(size, max_rows) for size in sizes) * (1 + copies)
+                if calls_s + rows_s <= seconds:
+                    affordable.append(max_rows)
             if affordable and affordable[-1] == max(sizes):
                 return None
     except ValueError as error:

@@ -16,7 +16,7 @@ from onnx_ops.onnx_graph.ort_format import is_ort_format
 from onnx_ops.onnx_graph.rounding_errors import RoundingOutputs, write_with_rounding_errors
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.scratch import Scratch
-from onnx_ops.statistics.parity import Rounding
+from onnx_ops.statistics.output_columns import Rounding
 
 _TARGET = Target(name="rounding", description="One CPU thread, where rounding errors are computed.")
 

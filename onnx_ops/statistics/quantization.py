@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from onnx_ops.domain.evidence import ActivationMeasurement
 from onnx_ops.ports.data import Array
-from onnx_ops.statistics.parity import LARGEST
+from onnx_ops.statistics.output_columns import LARGEST
 
 _LEVELS = 255
 

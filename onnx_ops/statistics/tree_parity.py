@@ -17,7 +17,7 @@ import numpy.typing as npt
 from onnx_ops.domain.evidence import ParityMeasurement, TreeStructure
 from onnx_ops.ports import Tree
 from onnx_ops.ports.data import Array, Tensors
-from onnx_ops.statistics.parity import (
+from onnx_ops.statistics.output_columns import (
     WHOLE,
     Bools,
     ColumnNoise,
@@ -28,12 +28,12 @@ from onnx_ops.statistics.parity import (
     compute_epsilon,
     compute_ratio,
     find_floors,
-    find_ties,
     is_float,
     is_text,
-    measure_output,
     report_columns,
 )
+from onnx_ops.statistics.parity import measure_output
+from onnx_ops.statistics.ranking_ties import find_ties
 
 Floats = npt.NDArray[np.float64]
 

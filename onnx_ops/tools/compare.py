@@ -36,7 +36,8 @@ from onnx_ops.onnx_graph.input_bounds import read_input_bounds
 from onnx_ops.onnx_graph.ort_format import is_ort_format
 from onnx_ops.onnx_graph.tree_ensembles import build_split_probes, has_trees, read_trees
 from onnx_ops.ports import Runtime, Tensors
-from onnx_ops.statistics.parity import WHOLE, ColumnNoise, Rounding, compute_ratio, measure_columns, measure_output
+from onnx_ops.statistics.output_columns import WHOLE, ColumnNoise, Rounding, compute_ratio, measure_columns
+from onnx_ops.statistics.parity import measure_output
 from onnx_ops.statistics.probes import MIN_NOISE_ROWS, REAL
 from onnx_ops.statistics.tree_parity import compare_trees
 from onnx_ops.tools.probing import InputGroup, SampleRows, build_groups, find_fixed_sizes, shared_inputs

@@ -37,7 +37,8 @@ from onnx_ops.ports import Dataset, Runtime, Tensors
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.metrics import CustomMetric
-from onnx_ops.statistics.parity import WHOLE, Rounding, measure_output
+from onnx_ops.statistics.output_columns import WHOLE, Rounding
+from onnx_ops.statistics.parity import measure_output
 from onnx_ops.statistics.rules.common import join_lines
 from onnx_ops.statistics.rules.parity import is_compensating
 from onnx_ops.statistics.rules.performance import PROCESS_FIGURES

@@ -13,14 +13,8 @@ from onnx import helper, numpy_helper, parser
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.target import Target
-from onnx_ops.onnx_graph.rounding_errors import (
-    EPSILON,
-    KERNEL_ERRORS,
-    ROUNDOFF,
-    RoundingOutputs,
-    list_ranked_outputs,
-    write_with_rounding_errors,
-)
+from onnx_ops.onnx_graph.rounding_errors import RoundingOutputs, list_ranked_outputs, write_with_rounding_errors
+from onnx_ops.onnx_graph.rounding_operators import EPSILON, KERNEL_ERRORS, ROUNDOFF
 
 Array = npt.NDArray[Any]
 ROWS, FEATURES = 64, 12

@@ -39,7 +39,7 @@ from onnx_ops.domain.release import Choice, Lineage
 from onnx_ops.reporting.html import release_report
 from onnx_ops.statistics.choice import choose
 from onnx_ops.statistics.judge import judge
-from onnx_ops.statistics.parity import LARGEST
+from onnx_ops.statistics.output_columns import LARGEST
 from tests.support.evidence import CPU, CPU_FACTS, HARDWARE, make_evidence
 from tests.support.golden import Golden
 

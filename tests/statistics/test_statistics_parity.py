@@ -18,23 +18,20 @@ from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.domain.evidence import BatchInvariance, Divergence, ParityMeasurement
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.errors import MeasurementError
+from onnx_ops.statistics.output_columns import LARGEST, MAX_COLUMNS, Rounding, measure_columns
 from onnx_ops.statistics.parity import (
     DIVERGENCE_FACTOR,
-    LARGEST,
-    MAX_COLUMNS,
-    Rounding,
     find_first_divergence,
     find_worst_row,
     is_divergent,
-    is_ranked_by_scores,
     measure_batch_invariance,
-    measure_columns,
     measure_noise,
     measure_output,
     pick_evenly,
     select_rows,
 )
 from onnx_ops.statistics.quantization import compute_weight_error
+from onnx_ops.statistics.ranking_ties import is_ranked_by_scores
 from onnx_ops.statistics.rules.parity import METRIC, judge_invariance, judge_parity
 from tests.support.evidence import make_evidence
 from tests.support.golden import Golden

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.statistics.parity import LARGEST
+from onnx_ops.statistics.output_columns import LARGEST
 from onnx_ops.statistics.quantization import ActivationStatistics
 
 

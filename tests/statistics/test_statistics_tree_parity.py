@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops.ports import Tree
-from onnx_ops.statistics.parity import LARGEST, Rounding
+from onnx_ops.statistics.output_columns import LARGEST, Rounding
 from onnx_ops.statistics.tree_parity import (
     COPIES,
     JITTER,

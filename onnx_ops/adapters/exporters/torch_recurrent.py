@@ -9,7 +9,7 @@ This module imports torch, so import it only where it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnxscript
@@ -97,34 +97,43 @@ def _translate(
     ) -> tuple[Any, ...]:
         states = hx if isinstance(hx, list | tuple) else [hx]  # (layers * directions, batch, hidden) each
         directions, hidden = 2 if bidirectional else 1, states[0].shape[2]
-        each = 4 if has_biases else 2  # weights of the input and of the state, then their biases
+        direction = "bidirectional" if bidirectional else "forward"
         activations = {"activations": [activation] * directions} if activation else {}
-        answer = op.Transpose(steps, perm=[1, 0, 2]) if batch_first else steps
+        attributes = {"direction": direction, "hidden_size": hidden, **activations, **settings}
+        weights = _stack_weights(params, gates, directions, hidden, has_biases=has_biases)
+        answer = _swap_first_axes(steps) if batch_first else steps
         finals = []
-        for first in range(0, num_layers * directions, directions):
-            weights = [
-                [_order_gates(weight, gates, hidden) for weight in params[place * each : (place + 1) * each]]
-                for place in range(first, first + directions)
-            ]
-            computed, *last = layer(
-                answer,
-                _stack([inner for inner, *_ in weights]),
-                _stack([recurrent for _, recurrent, *_ in weights]),
-                _stack([op.Concat(*biases, axis=0) for _, _, *biases in weights]) if has_biases else None,
-                None,
-                *(op.Slice(state, [first], [first + directions], [0]) for state in states),
-                direction="bidirectional" if bidirectional else "forward",
-                hidden_size=hidden,
-                **activations,
-                **settings,
-            )
+        for layer_weights, first in zip(weights, range(0, num_layers * directions, directions), strict=True):
+            layer_states = [op.Slice(state, [first], [first + directions], [0]) for state in states]
+            computed, *last = layer(answer, *layer_weights, None, *layer_states, **attributes)
             # (length, directions, batch, hidden) to (length, batch, directions * hidden)
             answer = op.Reshape(op.Transpose(computed, perm=[0, 2, 1, 3]), [0, 0, directions * hidden])
             finals.append(last)
         final_states = (op.Concat(*parts, axis=0) for parts in zip(*finals, strict=True))
-        return (op.Transpose(answer, perm=[1, 0, 2]) if batch_first else answer, *final_states)
+        return (_swap_first_axes(answer) if batch_first else answer, *final_states)
 
     return write
+
+
+def _stack_weights(
+    params: Sequence[Any], gates: Sequence[int], directions: int, hidden: int, *, has_biases: bool
+) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield W, R and B of each layer, both directions in it; B is None without biases."""
+    count = 4 if has_biases else 2  # weights of the input and of the state, then their biases
+    for first in range(0, len(params), count * directions):
+        by_direction = [
+            [_order_gates(weight, gates, hidden) for weight in params[start : start + count]]
+            for start in range(first, first + count * directions, count)
+        ]
+        inputs, recurrent, *biases = zip(*by_direction, strict=True)
+        stacked = _stack(inputs), _stack(recurrent)
+        joined = [op.Concat(*pair, axis=0) for pair in zip(*biases, strict=True)]
+        yield *stacked, _stack(joined) if has_biases else None
+
+
+def _swap_first_axes(steps: Any) -> Any:
+    """Return steps of (length, batch, features) from (batch, length, features), or the other way round."""
+    return op.Transpose(steps, perm=[1, 0, 2])
 
 
 def _order_gates(weight: Any, gates: Sequence[int], hidden: int) -> Any:

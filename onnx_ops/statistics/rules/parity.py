@@ -8,12 +8,14 @@ from dataclasses import replace
 
 from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.evidence import (
+    ActivationMeasurement,
     Divergence,
     Evidence,
     ParityMeasurement,
     WeightMeasurement,
 )
 from onnx_ops.domain.gate import ParityGate
+from onnx_ops.statistics.parity import is_divergent
 from onnx_ops.statistics.rules.common import as_percent, join_lines, make_unmeasured
 
 COMPENSATED = 0.95
@@ -78,20 +80,10 @@ def _verdict(
         return make_unmeasured("parity", metric, _limit(gate))
     worst = max(measurements, key=_rank_badness)
     rows = sum(m.rows for m in measurements if m.output == worst.output)
-    good = not worst.mismatch and worst.ratio <= gate.noise_factor
-    visible = _describe_visible(worst, gate)
-    no_limit = worst.mismatch or (worst.noise == 0 and worst.error > 0)
-    reason = _describe(worst) + ("" if no_limit else f", limit {gate.noise_factor:.4g}x") + visible + f", {rows} rows"
-    if differing := sum(m.explained + m.unexplained for m in measurements):
-        explained = sum(m.explained for m in measurements)
-        reason += f"; of {differing} answers that differ, {explained} are explained by rounding of the inputs"
-    if not good:
+    reason = _describe(worst) + _describe_limit(worst, gate) + f", {rows} rows" + _describe_explained(measurements)
+    if is_divergent(worst, gate.noise_factor):
         reason += f"; for example {worst.example}" if worst.example else ""
-        if divergence is not None and divergence.node:
-            module = f" in module {divergence.scope}" if divergence.scope else ""
-            reason += f"; first diverging node: {join_lines(f'{divergence.node} ({divergence.op_type}){module}')}"
-        elif divergence is not None:
-            reason += f"; first diverging node: {join_lines(f'not located ({divergence.note})')}"
+        reason += _describe_divergence(divergence)
     return _make_result(
         metric,
         reason,
@@ -102,12 +94,32 @@ def _verdict(
     )
 
 
-def _describe_visible(m: ParityMeasurement, gate: ParityGate) -> str:
-    """Describe the smallest error that the gate sees in the worst column."""
-    if m.mismatch or not m.scale or not m.noise:
+def _describe_limit(m: ParityMeasurement, gate: ParityGate) -> str:
+    """Describe the limit, and the smallest error that the gate sees in the worst column."""
+    if m.mismatch or (m.noise == 0 and m.error > 0):
         return ""
+    limit = f", limit {gate.noise_factor:.4g}x"
+    if not m.scale or not m.noise:
+        return limit
     smallest = m.noise * gate.noise_factor
-    return f", smallest visible error {as_percent(smallest / m.scale)} of the largest answer {m.scale:.3g}"
+    return f"{limit}, smallest visible error {as_percent(smallest / m.scale)} of the largest answer {m.scale:.3g}"
+
+
+def _describe_explained(measurements: Sequence[ParityMeasurement]) -> str:
+    explained = sum(m.explained for m in measurements)
+    differing = explained + sum(m.unexplained for m in measurements)
+    if not differing:
+        return ""
+    return f"; of {differing} answers that differ, {explained} are explained by rounding of the inputs"
+
+
+def _describe_divergence(divergence: Divergence | None) -> str:
+    if divergence is None:
+        return ""
+    if not divergence.node:
+        return f"; first diverging node: {join_lines(f'not located ({divergence.note})')}"
+    module = f" in module {divergence.scope}" if divergence.scope else ""
+    return f"; first diverging node: {join_lines(f'{divergence.node} ({divergence.op_type}){module}')}"
 
 
 def _limit(gate: ParityGate) -> str:
@@ -197,61 +209,82 @@ def judge_trees(evidence: Evidence) -> Iterator[GateResult]:
 def judge_activations(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
     """Judge the activations with a fixed range, if there are any."""
     measured = [a for a in evidence.activations if a.values > 0]
-    values = sum(a.values for a in measured)
     if measured:
-        worst = max(measured, key=lambda a: (a.noise, a.tensor))
-        yield _make_result(
-            "activations",
-            f"activation {worst.tensor!r} is read back up to {worst.noise:.3g}x step/√12 from what was written, "
-            f"limit {gate.activation_noise:.4g}x, {len(measured)} activations",
-            limit=f"≤ {gate.activation_noise:.4g}x rounding",
-            estimate=worst.noise,
-            bound=gate.activation_noise,
-            n=values,
-        )
-        worst = max(measured, key=lambda a: (a.saturated, a.tensor))
-        note = f"; more than {as_percent(SATURATION_WARNING)} is suspicious: calibrate with more rows"
-        yield _make_result(
-            "saturation",
-            f"{as_percent(worst.saturated)} of activation {worst.tensor!r} lie outside its quantized range, "
-            f"limit {as_percent(gate.saturation)}, {len(measured)} activations"
-            + (note if SATURATION_WARNING < worst.saturated <= gate.saturation else ""),
-            limit=f"≤ {as_percent(gate.saturation)}",
-            estimate=worst.saturated,
-            bound=gate.saturation,
-            unit="1",
-            n=worst.values,
-        )
+        yield _judge_noise(gate, measured)
+        yield _judge_saturation(gate, measured)
     # Evidence that is older than the next two measurements has none of them.
-    if cut := [(a.clipping, a.tensor) for a in measured if a.clipping is not None]:
-        clipping, tensor = max(cut)
-        yield _make_result(
-            "clipping",
-            f"the range of activation {tensor!r} cuts off {clipping:.3g}x the energy that rounding loses, "
-            f"limit {gate.clipping:.4g}x, {len(cut)} activations"
-            + ("" if clipping <= gate.clipping else "; too narrow: calibrate with more rows, or with another method"),
-            limit=f"≤ {gate.clipping:.4g}x rounding",
-            estimate=clipping,
-            bound=gate.clipping,
-            n=values,
-        )
+    yield from _judge_clipping(gate, measured)
+    yield from _judge_ranges(gate, evidence)
+
+
+def _judge_noise(gate: ParityGate, measured: Sequence[ActivationMeasurement]) -> GateResult:
+    worst = max(measured, key=lambda a: (a.noise, a.tensor))
+    return _make_result(
+        "activations",
+        f"activation {worst.tensor!r} is read back up to {worst.noise:.3g}x step/√12 from what was written, "
+        f"limit {gate.activation_noise:.4g}x, {len(measured)} activations",
+        limit=f"≤ {gate.activation_noise:.4g}x rounding",
+        estimate=worst.noise,
+        bound=gate.activation_noise,
+        n=sum(a.values for a in measured),
+    )
+
+
+def _judge_saturation(gate: ParityGate, measured: Sequence[ActivationMeasurement]) -> GateResult:
+    worst = max(measured, key=lambda a: (a.saturated, a.tensor))
+    note = ""
+    if SATURATION_WARNING < worst.saturated <= gate.saturation:
+        note = f"; more than {as_percent(SATURATION_WARNING)} is suspicious: calibrate with more rows"
+    return _make_result(
+        "saturation",
+        f"{as_percent(worst.saturated)} of activation {worst.tensor!r} lie outside its quantized range, "
+        f"limit {as_percent(gate.saturation)}, {len(measured)} activations{note}",
+        limit=f"≤ {as_percent(gate.saturation)}",
+        estimate=worst.saturated,
+        bound=gate.saturation,
+        unit="1",
+        n=worst.values,
+    )
+
+
+def _judge_clipping(gate: ParityGate, measured: Sequence[ActivationMeasurement]) -> Iterator[GateResult]:
+    clippings = [(a.clipping, a.tensor) for a in measured if a.clipping is not None]
+    if not clippings:
+        return
+    clipping, tensor = max(clippings)
+    fits = clipping <= gate.clipping
+    yield _make_result(
+        "clipping",
+        f"the range of activation {tensor!r} cuts off {clipping:.3g}x the energy that rounding loses, "
+        f"limit {gate.clipping:.4g}x, {len(clippings)} activations"
+        + ("" if fits else "; too narrow: calibrate with more rows, or with another method"),
+        limit=f"≤ {gate.clipping:.4g}x rounding",
+        estimate=clipping,
+        bound=gate.clipping,
+        n=sum(a.values for a in measured),
+    )
+
+
+def _judge_ranges(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
+    """Judge how much farther the ranges of activations and weights reach than their values."""
     ranges = [
         *((a.stretch, f"activation {a.tensor!r}") for a in evidence.activations if a.stretch is not None),
         *((w.stretch, f"weight {w.tensor!r}") for w in evidence.weights if w.stretch is not None),
     ]
-    if ranges:
-        stretch, what = max(ranges)
-        fits = stretch <= gate.stretch
-        yield _make_result(
-            "ranges",
-            f"the range of {what} reaches {stretch:.3g}x as far as its values, limit {gate.stretch:.4g}x, "
-            f"{len(ranges)} ranges"
-            + ("" if fits else "; too wide, its steps are that much coarser: calibrate with rows like those of use"),
-            limit=f"≤ {gate.stretch:.4g}x the values",
-            estimate=stretch,
-            bound=gate.stretch,
-            n=len(ranges),
-        )
+    if not ranges:
+        return
+    stretch, tensor = max(ranges)
+    fits = stretch <= gate.stretch
+    yield _make_result(
+        "ranges",
+        f"the range of {tensor} reaches {stretch:.3g}x as far as its values, limit {gate.stretch:.4g}x, "
+        f"{len(ranges)} ranges"
+        + ("" if fits else "; too wide, its steps are that much coarser: calibrate with rows like those of use"),
+        limit=f"≤ {gate.stretch:.4g}x the values",
+        estimate=stretch,
+        bound=gate.stretch,
+        n=len(ranges),
+    )
 
 
 def judge_coverage(evidence: Evidence) -> Iterator[GateResult]:

@@ -1,0 +1,164 @@
+"""Tables of operators by how they round: errors of kernels, slopes, and kinds of operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from onnx_ops.onnx_graph.files import DEFAULT_DOMAINS
+
+EPSILON = 2.0**-23
+"""Spacing of float32 relative to its values."""
+
+EPSILON_DOUBLE = 2.0**-52
+"""Spacing of float64 relative to its values."""
+
+ROUNDOFF = EPSILON / 2
+"""Largest relative error of one rounding to float32."""
+
+ML_DOMAIN = "ai.onnx.ml"
+"""Domain of the operators of classical machine learning."""
+
+DOMAINS = frozenset({*DEFAULT_DOMAINS, ML_DOMAIN, "com.microsoft"})
+"""Domains whose operators these tables name."""
+
+KERNEL_ERRORS: Mapping[str, float] = {
+    "Atan": 1.0,
+    "Celu": 0.5,
+    "Elu": 0.5,
+    "Erf": 0.5,
+    "Gelu": 0.5,
+    "HardSigmoid": 0.25,
+    "HardSwish": 0.5,
+    "Log": 0.5,
+    "Mish": 1.0,
+    "Selu": 1.0,
+    "Sigmoid": 0.5,
+    "Softplus": 0.5,
+    "Tanh": 1.0,
+}
+"""Absolute errors of ONNX Runtime's float32 kernels beyond eps |y|, in units of eps, at most 2.5 times too small: the
+largest distance from float64 over the 2.6 million arguments of `benchmarks.kernel_errors`."""
+
+SLOPES: Mapping[str, float] = {
+    "Abs": 1.0,
+    "Atan": 1.0,
+    "Celu": 1.0,
+    "Clip": 1.0,
+    "Cos": 1.0,
+    "Elu": 1.0,
+    "Erf": 1.13,
+    "Gelu": 1.13,
+    "HardSigmoid": 0.2,
+    "HardSwish": 1.5,
+    "LeakyRelu": 1.0,
+    "Mish": 1.1,
+    "Neg": 1.0,
+    "PRelu": 1.0,
+    "Relu": 1.0,
+    "Selu": 1.76,
+    "Sin": 1.0,
+    "Softplus": 1.0,
+    "Softsign": 1.0,
+    "ThresholdedRelu": 1.0,
+}
+"""Steepest slopes of functions of one argument."""
+
+SAME_SHAPE = frozenset(SLOPES) | frozenset(
+    {
+        "Add",
+        "BatchNormalization",
+        "Cast",
+        "Div",
+        "Dropout",
+        "Exp",
+        "Identity",
+        "LayerNormalization",
+        "Log",
+        "LogSoftmax",
+        "Mul",
+        "Pow",
+        "Reciprocal",
+        "Sigmoid",
+        "Softmax",
+        "Sqrt",
+        "Sub",
+        "Tanh",
+    }
+)
+"""Operators whose answer has its columns where their main input has them."""
+
+MOVES = frozenset(
+    {
+        "ArrayFeatureExtractor",
+        "DepthToSpace",
+        "Expand",
+        "Flatten",
+        "Gather",
+        "GatherElements",
+        "GatherND",
+        "GlobalMaxPool",
+        "Identity",
+        "MaxPool",
+        "ReduceMax",
+        "Reshape",
+        "Resize",
+        "Slice",
+        "SpaceToDepth",
+        "Split",
+        "Squeeze",
+        "Tile",
+        "Transpose",
+        "Trilu",
+        "Unsqueeze",
+    }
+)
+"""Operators that move elements of their first input, or choose among them."""
+
+RESHAPES = frozenset({"Flatten", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
+"""Operators through which the segments of a joined output can be followed."""
+
+SUMS = frozenset({"AveragePool", "GlobalAveragePool", "ReduceL1", "ReduceMean", "ReduceSum"})
+"""Operators that add one term after the other."""
+
+WITH_CHANNELS = frozenset({"AveragePool", "Conv", "ConvTranspose", "InstanceNormalization", "MaxPool", "Resize"})
+"""Operators whose answer has its channels along axis 1."""
+
+EXACT = frozenset(
+    {
+        "And",
+        "ArgMax",
+        "ArgMin",
+        "Binarizer",
+        "Ceil",
+        "Constant",
+        "ConstantOfShape",
+        "Equal",
+        "Floor",
+        "Greater",
+        "GreaterOrEqual",
+        "IsInf",
+        "IsNaN",
+        "LabelEncoder",
+        "Less",
+        "LessOrEqual",
+        "NonMaxSuppression",
+        "NonZero",
+        "Not",
+        "OneHot",
+        "OneHotEncoder",
+        "Or",
+        "Range",
+        "Round",
+        "Shape",
+        "Sign",
+        "Size",
+        "Xor",
+    }
+)
+"""Operators whose answers do not round: they are right or wrong."""
+
+RANKINGS = frozenset({"ArgMax", "ArgMin", "NonMaxSuppression"})
+"""Operators all of whose answers jump where two scores change places."""
+
+BEHIND_INDICES = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+"""Operators that keep the indices or classes of a ranking, in their order."""
