@@ -35,7 +35,8 @@ from onnx_ops.config.targets import PROFILES, TargetFiles
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.onnx_graph.input_bounds import read_input_bounds
 from onnx_ops.tools.compare import REFERENCE, compare
-from onnx_ops.tools.probing import generate_samples, settle_samples, shared_inputs
+from onnx_ops.tools.generated_rows import generate_samples, settle_samples
+from onnx_ops.tools.model_inputs import shared_inputs
 
 Draw = np.random.Generator
 Feed = dict[str, Any]

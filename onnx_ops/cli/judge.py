@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from onnx_ops.ports import Context, Dataset
     from onnx_ops.reporting.judgement import Heading
     from onnx_ops.tools.judge import Judgement, SweepPoint
-    from onnx_ops.tools.probing import SampleRows
+    from onnx_ops.tools.sample_rows import SampleRows
 
 _MOST_ROWS = 100_000
 """Rows of the data that are read."""
@@ -122,7 +122,7 @@ def judge(
     from onnx_ops.reporting.judgement import html_report, markdown_page
     from onnx_ops.tools.compare import REFERENCE
     from onnx_ops.tools.judge import JudgeRequest, judge_candidate
-    from onnx_ops.tools.probing import find_fixed_sizes, shared_inputs
+    from onnx_ops.tools.model_inputs import find_fixed_sizes, shared_inputs
 
     batches = _parse_options(only, batch, {"--markdown": page, "--html": str(html or "")})
     regression, drop = _share(max_regression, "--max-regression"), _share(max_drop, "--max-drop")
@@ -343,8 +343,8 @@ def _list_settings(
 ) -> list[SweepPoint]:
     """Return every shape with every batch; a fixed one is the only one."""
     from onnx_ops.onnx_graph.input_bounds import read_input_bounds
+    from onnx_ops.tools.generated_rows import generate_samples
     from onnx_ops.tools.judge import SweepPoint
-    from onnx_ops.tools.probing import generate_samples
 
     if supplied is not None and sweep:
         raise UserError("--dim is for generated rows, and --data brings its own", where="--dim")

@@ -39,7 +39,8 @@ from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.statistics.parity import WHOLE, ColumnNoise, Rounding, compute_ratio, measure_columns, measure_output
 from onnx_ops.statistics.probes import MIN_NOISE_ROWS, REAL
 from onnx_ops.statistics.tree_parity import compare_trees
-from onnx_ops.tools.probing import InputGroup, SampleRows, build_groups, find_fixed_sizes, shared_inputs
+from onnx_ops.tools.model_inputs import find_fixed_sizes, shared_inputs
+from onnx_ops.tools.sample_rows import InputGroup, SampleRows, build_groups
 
 REFERENCE = replace(AS_WRITTEN, name="reference")
 

@@ -53,7 +53,8 @@ from onnx_ops.tools.bench import (
     read_runtime_facts,
 )
 from onnx_ops.tools.compare import REFERENCE, ParityResult, compare
-from onnx_ops.tools.probing import SampleRows, build_groups, settle_samples
+from onnx_ops.tools.generated_rows import settle_samples
+from onnx_ops.tools.sample_rows import SampleRows, build_groups
 
 Part = Literal["parity", "latency"]
 
