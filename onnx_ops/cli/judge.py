@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from onnx_ops.domain.gate import MetricGate
     from onnx_ops.ports import Context, Dataset
     from onnx_ops.reporting.judgement import Heading
-    from onnx_ops.tools.judge import Judgement, SweepPoint
+    from onnx_ops.tools.judgement import Judgement, SweepPoint
     from onnx_ops.tools.sample_rows import SampleRows
 
 _MOST_ROWS = 100_000
@@ -121,7 +121,8 @@ def judge(
     from onnx_ops.onnx_graph.model_kind import read_candidate_kind
     from onnx_ops.reporting.judgement import html_report, markdown_page
     from onnx_ops.tools.compare import REFERENCE
-    from onnx_ops.tools.judge import JudgeRequest, judge_candidate
+    from onnx_ops.tools.judge import judge_candidate
+    from onnx_ops.tools.judgement import JudgeRequest
     from onnx_ops.tools.model_inputs import find_fixed_sizes, shared_inputs
 
     batches = _parse_options(only, batch, {"--markdown": page, "--html": str(html or "")})
@@ -317,7 +318,7 @@ def _build_gate(
 ) -> tuple[MetricGate, dict[str, Any]]:
     """Return the gate of the named metric, or of the one that fits the labels; and the function that it calls."""
     from onnx_ops.measure.user_functions import importable, load_function
-    from onnx_ops.tools.judge import build_metric_gate
+    from onnx_ops.tools.task_judgement import build_metric_gate
 
     label = dataset.label if dataset is not None else None
     if name is None and label is not None:
@@ -344,7 +345,7 @@ def _list_settings(
     """Return every shape with every batch; a fixed one is the only one."""
     from onnx_ops.onnx_graph.input_bounds import read_input_bounds
     from onnx_ops.tools.generated_rows import generate_samples
-    from onnx_ops.tools.judge import SweepPoint
+    from onnx_ops.tools.judgement import SweepPoint
 
     if supplied is not None and sweep:
         raise UserError("--dim is for generated rows, and --data brings its own", where="--dim")
