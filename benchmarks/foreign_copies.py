@@ -14,7 +14,8 @@ from onnx_ops.errors import OnnxOpsError
 from onnx_ops.onnx_graph.files import collect_constants, read_model
 from onnx_ops.onnx_graph.input_bounds import read_input_bounds
 from onnx_ops.onnx_graph.model_info import read_model_info
-from onnx_ops.tools.probing import generate_samples, shared_inputs
+from onnx_ops.tools.generated_rows import generate_samples
+from onnx_ops.tools.model_inputs import shared_inputs
 
 _LARGEST = 1 << 30
 _SHOWN = 0.01

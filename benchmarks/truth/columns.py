@@ -42,7 +42,8 @@ from onnx_ops.ports import ExportRequest
 from onnx_ops.statistics.probes import REAL
 from onnx_ops.statistics.rules.parity import judge_parity
 from onnx_ops.tools.compare import compare
-from onnx_ops.tools.probing import check_samples, shared_inputs
+from onnx_ops.tools.model_inputs import shared_inputs
+from onnx_ops.tools.supplied_rows import check_samples
 
 TARGET = Target(name="truth")
 ROWS, FEATURES, HIDDEN = 256, 12, 32

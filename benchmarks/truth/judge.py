@@ -31,8 +31,12 @@ from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.input_bounds import read_input_bounds
 from onnx_ops.onnx_graph.model_kind import read_candidate_kind
 from onnx_ops.ports import Dataset, OptimizeRequest
-from onnx_ops.tools.judge import JudgeRequest, SweepPoint, build_metric_gate, judge_candidate
-from onnx_ops.tools.probing import check_samples, generate_samples, shared_inputs
+from onnx_ops.tools.generated_rows import generate_samples
+from onnx_ops.tools.judge import judge_candidate
+from onnx_ops.tools.judgement import JudgeRequest, SweepPoint
+from onnx_ops.tools.model_inputs import shared_inputs
+from onnx_ops.tools.supplied_rows import check_samples
+from onnx_ops.tools.task_judgement import build_metric_gate
 
 for _module in ("faults_ends", "faults_inputs"):
     importlib.import_module(f"benchmarks.truth.{_module}")  # registers its faults

@@ -34,7 +34,8 @@ from onnx_ops.statistics.probes import learn_domains, make_range_inputs
 from onnx_ops.statistics.rules.parity import judge_parity
 from onnx_ops.statistics.tree_parity import compare_trees
 from onnx_ops.tools.compare import compare
-from onnx_ops.tools.probing import generate_samples, shared_inputs
+from onnx_ops.tools.generated_rows import generate_samples
+from onnx_ops.tools.model_inputs import shared_inputs
 
 for _module in ("faults_ends", "faults_inputs"):
     importlib.import_module(f"benchmarks.truth.{_module}")  # registers its faults

@@ -166,7 +166,7 @@ class Preflight:
         """Yield problems of rows for scoring, calibration or tuning that the model does not accept."""
         from onnx_ops.domain.row_axes import find_row_axes
         from onnx_ops.measure.files import convert_inputs
-        from onnx_ops.tools.probing import find_input_problems
+        from onnx_ops.tools.supplied_rows import find_input_problems
 
         for name in dict.fromkeys(name for _, name in self.draft.used_sets):
             if name not in self._sets:

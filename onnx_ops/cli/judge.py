@@ -11,36 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onnx_ops import codec
-from onnx_ops.cli.common import (
-    AsJson,
-    Markup,
-    Quiet,
-    open_project,
-    print_result,
-    print_table,
-    print_text,
-    say,
-    verdict_markup,
-    writing,
-)
+from onnx_ops.cli.common import AsJson, Quiet, open_project, print_result
+from onnx_ops.cli.judgement_output import build_document, build_heading, print_judgement, write_reports
 from onnx_ops.cli.tools import Fix, parse_values
-from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.errors import NotFoundError, UserError
 
 if TYPE_CHECKING:
     from onnx_ops.domain.artifact import TensorSpec
     from onnx_ops.domain.gate import MetricGate
     from onnx_ops.ports import Context, Dataset
-    from onnx_ops.reporting.judgement import Heading
-    from onnx_ops.tools.judge import Judgement, SweepPoint
-    from onnx_ops.tools.probing import SampleRows
+    from onnx_ops.tools.judgement import Judgement, SweepPoint
+    from onnx_ops.tools.sample_rows import SampleRows
 
 _MOST_ROWS = 100_000
 """Rows of the data that are read."""
-
-_SHOWN = 3
-"""Number of reasons printed; the table has all verdicts."""
 
 
 def judge(
@@ -116,13 +100,11 @@ def judge(
     """
     from onnx_ops.cli.inspect import local_model
     from onnx_ops.cli.tools import guard_context, show_progress
-    from onnx_ops.domain.artifact import digest_file
-    from onnx_ops.onnx_graph.model_info import read_model_info
     from onnx_ops.onnx_graph.model_kind import read_candidate_kind
-    from onnx_ops.reporting.judgement import html_report, markdown_page
     from onnx_ops.tools.compare import REFERENCE
-    from onnx_ops.tools.judge import JudgeRequest, judge_candidate
-    from onnx_ops.tools.probing import find_fixed_sizes, shared_inputs
+    from onnx_ops.tools.judge import judge_candidate
+    from onnx_ops.tools.judgement import JudgeRequest
+    from onnx_ops.tools.model_inputs import find_fixed_sizes, shared_inputs
 
     batches = _parse_options(only, batch, {"--markdown": page, "--html": str(html or "")})
     regression, drop = _share(max_regression, "--max-regression"), _share(max_drop, "--max-drop")
@@ -162,39 +144,39 @@ def judge(
         )
         with show_progress("judge", baseline, candidate, quiet=quiet or as_json) as show_detail:
             judgement = judge_candidate(replace(request, report=show_detail))
-        if casts:  # digests and sizes are those of the given files
-            judgement = replace(
-                judgement,
-                digests=(digest_file(given[0]), digest_file(given[1])),
-                sizes=(read_model_info(given[0]).size_bytes, read_model_info(given[1]).size_bytes),
-                notes=(*casts, *judgement.notes),
-            )
-    origin = _describe_origin(
-        supplied, settings[0].samples, f"{data}, {f'labels {labels}' if labels else 'without labels'}", seed
+        judgement = _restore_given_files(judgement, given, casts)
+    origin = _describe_origin(supplied, settings[0].samples, data, labels, seed)
+    heading = build_heading(judgement, baseline, candidate, origin, settings)
+    write_reports(judgement, heading, html, page)
+    print_result(
+        lambda: build_document(judgement, heading, baseline, candidate),
+        lambda: print_judgement(judgement, heading, as_markdown=page == "-"),
+        as_json=as_json,
     )
-    heading = _head(judgement, baseline, candidate, origin, settings)
-    decisions = [target.decision for target in judgement.targets]
-    if html:
-        timings = [(paired.decision, paired.evidence) for target in judgement.targets for paired in target.paired]
-        with writing("it", f"--html {html}"):
-            html.write_text(html_report(heading, decisions, timings), encoding="utf-8")
-    if page and page != "-":
-        with writing("it", f"--markdown {page}"):
-            Path(page).write_text(markdown_page(heading, decisions), encoding="utf-8")
-
-    def report() -> None:
-        if page == "-":
-            typer.echo(markdown_page(heading, decisions), nl=False)
-        else:
-            _report(heading, decisions)
-
-    print_result(lambda: _document(judgement, heading, baseline, candidate), report, as_json=as_json)
     raise typer.Exit(judgement.verdict.exit_code)
 
 
-def _describe_origin(supplied: SampleRows | None, samples: SampleRows, source: str, seed: int) -> str:
+def _restore_given_files(judgement: Judgement, given: Sequence[Path], casts: Sequence[str]) -> Judgement:
+    """Return the judgement with the digests and sizes of the given files, not of those with casts around them."""
+    from onnx_ops.domain.artifact import digest_file
+    from onnx_ops.onnx_graph.model_info import read_model_info
+
+    if not casts:
+        return judgement
+    return replace(
+        judgement,
+        digests=(digest_file(given[0]), digest_file(given[1])),
+        sizes=(read_model_info(given[0]).size_bytes, read_model_info(given[1]).size_bytes),
+        notes=(*casts, *judgement.notes),
+    )
+
+
+def _describe_origin(
+    supplied: SampleRows | None, samples: SampleRows, data: Path | None, labels: str | None, seed: int
+) -> str:
     """Return how many rows were compared, and where they are from."""
     if supplied is not None:
+        source = f"{data}, labels {labels}" if labels else f"{data}, without labels"
         return f"{len(supplied)} of {source}" if supplied.rows else f"one request of {source}"
     if samples.rows:
         return f"{len(samples)} generated from the graph (seed {seed}); for real rows: --data"
@@ -317,7 +299,7 @@ def _build_gate(
 ) -> tuple[MetricGate, dict[str, Any]]:
     """Return the gate of the named metric, or of the one that fits the labels; and the function that it calls."""
     from onnx_ops.measure.user_functions import importable, load_function
-    from onnx_ops.tools.judge import build_metric_gate
+    from onnx_ops.tools.task_judgement import build_metric_gate
 
     label = dataset.label if dataset is not None else None
     if name is None and label is not None:
@@ -343,8 +325,8 @@ def _list_settings(
 ) -> list[SweepPoint]:
     """Return every shape with every batch; a fixed one is the only one."""
     from onnx_ops.onnx_graph.input_bounds import read_input_bounds
-    from onnx_ops.tools.judge import SweepPoint
-    from onnx_ops.tools.probing import generate_samples
+    from onnx_ops.tools.generated_rows import generate_samples
+    from onnx_ops.tools.judgement import SweepPoint
 
     if supplied is not None and sweep:
         raise UserError("--dim is for generated rows, and --data brings its own", where="--dim")
@@ -363,102 +345,3 @@ def _list_settings(
             parts = [f"batch {size}"] if len(batches) > 1 and not samples.batch else []
             settings.append(SweepPoint(name=", ".join((*shape, *parts)), batch=size, samples=samples))
     return settings
-
-
-def _head(judgement: Judgement, baseline: str, candidate: str, rows: str, settings: Sequence[SweepPoint]) -> Heading:
-    from onnx_ops.reporting.formatting import format_figure
-    from onnx_ops.reporting.judgement import Heading
-
-    notes = list(judgement.notes)
-    if "generated from" in rows:
-        notes.append(
-            "generated rows show whether B computes the same as A; ranges, accuracy and times that depend on values "
-            "need real rows"
-        )
-    several = len(judgement.targets) > 1
-    times = []
-    for target in judgement.targets:
-        for setting, paired in zip(settings, target.paired, strict=False):
-            before, after = (format_figure(seconds, "s") for seconds in paired.medians["latency"])
-            place = ", ".join(part for part in (target.target if several else "", setting.name) if part)
-            times.append(f"{place + ': ' if place else ''}{after}, was {before}")
-    shown = (place if ":" in place else Path(place).name for place in (baseline, candidate))
-    return Heading(
-        baseline=next(shown),
-        candidate=next(shown),
-        kind=judgement.kind.describe(),
-        rows=rows,
-        times="; ".join(times),
-        sizes=judgement.sizes,
-        verdict=judgement.verdict,
-        notes=notes,
-        advice=next((target.advice for target in judgement.targets if target.advice), ()),
-    )
-
-
-def _document(judgement: Judgement, heading: Heading, baseline: str, candidate: str) -> dict[str, Any]:
-    from onnx_ops.reporting.judgement import reason_of
-
-    return {
-        "tool": "judge",
-        "verdict": judgement.verdict.value,
-        "reason": reason_of([target.decision for target in judgement.targets], judgement.sizes),
-        "exit_code": judgement.verdict.exit_code,
-        "baseline": {"path": baseline, "digest": judgement.digests[0], "bytes": judgement.sizes[0]},
-        "candidate": {"path": candidate, "digest": judgement.digests[1], "bytes": judgement.sizes[1]},
-        "kind": {
-            "precision": judgement.kind.candidate.precision,
-            "why": judgement.kind.candidate.why,
-            "baseline": judgement.kind.baseline.precision,
-            "changes": list(judgement.kind.changes),
-        },
-        "rows": heading.rows,
-        "targets": [
-            {
-                "target": target.target,
-                "verdict": target.decision.verdict.value,
-                "remedy": target.remedy,
-                "results": [codec.to_json(result) for result in target.decision.results],
-                "timings": [
-                    {"batch": paired.batch, "medians": paired.medians, "evidence": codec.to_json(paired.evidence)}
-                    for paired in target.paired
-                ],
-            }
-            for target in judgement.targets
-        ],
-        "notes": list(heading.notes),
-        "advice": [codec.to_json(target) for target in heading.advice],
-    }
-
-
-def _report(heading: Heading, decisions: Sequence[Decision]) -> None:
-    from onnx_ops.cli.tools import advise
-    from onnx_ops.reporting.judgement import reason_of, table_rows
-
-    where = ", ".join(decision.target for decision in decisions)
-    text = f"{heading.candidate} against {heading.baseline} on {where}"
-    print_text("{} {}", verdict_markup(heading.verdict), text)
-    say(reason_of(decisions, heading.sizes))
-    for name, text in (("kind", heading.kind), ("rows", heading.rows), ("time", heading.times)):
-        if text:
-            print_text("[dim]{}[/dim] {}", name, text, hang=5)
-    several = len(decisions) > 1
-    last = ""
-    rows = table_rows(decisions, heading.sizes)
-    cells = []
-    for row in rows:
-        verdict = "–" if row.verdict is None else verdict_markup(row.verdict)
-        shown = Markup("[dim]note[/dim]") if row.advisory and row.verdict is not None else verdict
-        cells.append(("" if row.target == last else row.target, row.what, row.measured, row.limit, shown))
-        last = row.target
-    first = 0 if several else 1
-    print_table(("target", "what", "measured", "limit", "verdict")[first:], [row[first:] for row in cells])
-    worse = [row for row in rows if row.verdict not in (None, Verdict.PASS) and not row.advisory]
-    for row in worse[:_SHOWN] if len(worse) > 1 or several else ():
-        print_text("[bold]{}{}[/bold] {}", row.what, f" on {row.target}" if several else "", row.reason)
-    for note in heading.notes:
-        print_text("[yellow]note[/yellow] {}", note)
-    slow = heading.advice if any(row.what.startswith("latency") for row in worse) else ()
-    advise(slow[:1])
-    if len(worse) > _SHOWN or len(slow) > 1:
-        print_text("[dim]More reasons and advice: --json, --markdown or --html.[/dim]")

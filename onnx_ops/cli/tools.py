@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from onnx_ops.domain.evidence import Advice
     from onnx_ops.ports import Context
     from onnx_ops.tools.bench import SingleModelResult
-    from onnx_ops.tools.probing import SampleRows
+    from onnx_ops.tools.sample_rows import SampleRows
 
 ReportLine = Callable[[str], None]
 
@@ -100,7 +100,8 @@ def bench(
     from onnx_ops.tools.bench import benchmark as use_case
     from onnx_ops.tools.bench import build_pair_gates
     from onnx_ops.tools.compare import REFERENCE
-    from onnx_ops.tools.probing import generate_samples, settle_samples, shared_inputs
+    from onnx_ops.tools.generated_rows import generate_samples, settle_samples
+    from onnx_ops.tools.model_inputs import shared_inputs
 
     gates = build_pair_gates(None, concurrency=concurrency, cold=cold_start)
     project = open_project()
@@ -149,7 +150,7 @@ def load_rows(
 ) -> tuple[Mapping[str, ndarray], SampleRows]:
     """Return the arrays of a file of rows, and its first rows, checked against the inputs of a model."""
     from onnx_ops.domain.pipeline import FileData
-    from onnx_ops.tools.probing import check_samples
+    from onnx_ops.tools.supplied_rows import check_samples
 
     if not data.is_file():
         raise NotFoundError("no such file", where=str(data))

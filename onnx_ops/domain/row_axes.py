@@ -31,18 +31,25 @@ def find_batch_symbol(shapes: Mapping[str, Shape]) -> str:
     """
     free = {name: shape for name, shape in shapes.items() if any(map(is_free, shape))}
     required = {name for name, shape in free.items() if shape[0] != 1}
-    holders: dict[str, list[int]] = {}
-    for symbol in dict.fromkeys(size for shape in free.values() for size in shape if is_named(size)):
-        held = {name: find_axis(shape, str(symbol)) for name, shape in free.items()}
-        axes = {name: axis for name, axis in held.items() if axis is not None}
-        is_batch = bool(_BATCH_NAME.fullmatch(str(symbol)))
-        if is_batch or (required and required <= set(axes) and 0 in axes.values()):
-            holders[str(symbol)] = list(axes.values())
-    return max(
-        holders,
-        key=lambda symbol: ("batch" in symbol.lower(), len(holders[symbol]), holders[symbol].count(0)),
-        default="",
-    )
+    candidates: dict[str, list[int]] = {}
+    for size in dict.fromkeys(size for shape in free.values() for size in shape if is_named(size)):
+        symbol = str(size)
+        axes = _find_symbol_axes(free, symbol)
+        is_shared = required and required <= set(axes) and 0 in axes.values()
+        if is_shared or _BATCH_NAME.fullmatch(symbol):
+            candidates[symbol] = list(axes.values())
+
+    def rank(symbol: str) -> tuple[bool, int, int]:
+        axes = candidates[symbol]
+        return "batch" in symbol.lower(), len(axes), axes.count(0)
+
+    return max(candidates, key=rank, default="")
+
+
+def _find_symbol_axes(shapes: Mapping[str, Shape], symbol: str) -> dict[str, int]:
+    """Return the first axis of that name of each shape that has one."""
+    axes = {name: find_axis(shape, symbol) for name, shape in shapes.items()}
+    return {name: axis for name, axis in axes.items() if axis is not None}
 
 
 def find_axis(shape: Shape, symbol: str) -> int | None:
@@ -64,8 +71,7 @@ def find_row_axes(shapes: Mapping[str, Shape], *, pooled: bool = True) -> dict[s
     """
     ranked = {name: shape for name, shape in shapes.items() if len(shape)}
     if symbol := find_batch_symbol(ranked):
-        axes = {name: find_axis(shape, symbol) for name, shape in ranked.items()}
-        return {name: axis for name, axis in axes.items() if axis is not None}
+        return _find_symbol_axes(ranked, symbol)
     free = {name: shape for name, shape in ranked.items() if any(map(is_free, shape))}
     if free and all(is_free(shape[0]) for shape in free.values()):
         names = {shape[0] for shape in free.values() if is_named(shape[0])}

@@ -94,29 +94,38 @@ def read_input_bounds(path: Path) -> dict[str, InputBounds]:
 
 def _read_bounds(name: str, users: Users, stored: Mapping[str, onnx.TensorProto], shapes: _LazyShapes) -> InputBounds:
     readers = list(_reached(name, users, copies=True))
-    sizes = [size for node, place in readers if (size := _entries(node, place, stored)) is not None and size > 0]
-    selected = [
-        node for node, place in readers if place == 1 and node.op_type in _SELECTORS and node.input[0] not in stored
-    ]
-    texts = {
-        text.decode(errors="replace")
-        for node, _ in readers
-        for a in node.attribute
-        if a.name in _TEXTS
-        for text in a.strings
-    }
+    nodes = [node for node, _ in readers]
+    entries = [_entries(node, place, stored) for node, place in readers]
+    sizes = [size for size in entries if size is not None and size > 0]
+    selectors = [node for node, place in readers if _selects_from_computed(node, place, stored)]
+    compared = [value for node, place in readers for value in _list_compared(node, place, stored)]
     return InputBounds(
         index=(0, min(sizes) - 1) if sizes else None,
-        texts=tuple(sorted(texts)),
-        missing=any(
-            node.op_type in ("Imputer", "IsNaN")
-            or any(a.name == "nodes_missing_value_tracks_true" and any(a.ints) for a in node.attribute)
-            for node, _ in readers
-        ),
+        texts=tuple(sorted({text for node in nodes for text in _list_texts(node)})),
+        missing=any(map(_handles_missing, nodes)),
         size=any(place in _SIZES.get(node.op_type, ()) for node, place in _reached(name, users)),
-        tables=tuple(dict.fromkeys(shapes.read_selected_size(node) for node in selected)),
-        compared=tuple(dict.fromkeys(v for node, place in readers for v in _list_compared(node, place, stored))),
+        tables=tuple(dict.fromkeys(map(shapes.read_selected_size, selectors))),
+        compared=tuple(dict.fromkeys(compared)),
     )
+
+
+def _selects_from_computed(node: onnx.NodeProto, place: int, stored: Mapping[str, onnx.TensorProto]) -> bool:
+    """Return whether the input at `place` holds indices into a tensor that the model computes."""
+    return place == 1 and node.op_type in _SELECTORS and node.input[0] not in stored
+
+
+def _list_texts(node: onnx.NodeProto) -> Iterator[str]:
+    """Yield the texts that an operator knows."""
+    for attribute in node.attribute:
+        if attribute.name in _TEXTS:
+            yield from (text.decode(errors="replace") for text in attribute.strings)
+
+
+def _handles_missing(node: onnx.NodeProto) -> bool:
+    """Return whether an operator has a special answer for NaN."""
+    if node.op_type in ("Imputer", "IsNaN"):
+        return True
+    return any(a.name == "nodes_missing_value_tracks_true" and any(a.ints) for a in node.attribute)
 
 
 def _list_compared(node: onnx.NodeProto, place: int, stored: Mapping[str, onnx.TensorProto]) -> Iterator[int]:

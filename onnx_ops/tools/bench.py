@@ -36,7 +36,7 @@ from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.latency import QuantileComparison, compare_latency_quantile, compare_quantile
-from onnx_ops.tools.probing import shared_inputs
+from onnx_ops.tools.model_inputs import shared_inputs
 
 LATENCY = "latency"
 UNITS = {LATENCY: "s", "load": "s", "first": "s", "peak": "B"}

@@ -40,7 +40,8 @@ from onnx_ops.statistics.output_columns import WHOLE, ColumnNoise, Rounding, com
 from onnx_ops.statistics.parity import measure_output
 from onnx_ops.statistics.probes import MIN_NOISE_ROWS, REAL
 from onnx_ops.statistics.tree_parity import compare_trees
-from onnx_ops.tools.probing import InputGroup, SampleRows, build_groups, find_fixed_sizes, shared_inputs
+from onnx_ops.tools.model_inputs import find_fixed_sizes, shared_inputs
+from onnx_ops.tools.sample_rows import InputGroup, SampleRows, build_groups
 
 REFERENCE = replace(AS_WRITTEN, name="reference")
 
@@ -142,53 +143,55 @@ def compare(
     shared_inputs(a, b)
     require_hardware(runtime, target)
     reference = replace(REFERENCE, custom_ops=target.custom_ops)
-    for model, place in ((a, reference), (b, target)):
-        require_versions(model, place)
-        if reason := explain_missing_operators(find_custom_operators(read_structure(model)), target):
-            raise UserError(reason, where=model.name, remedy="Give the target its library of them: custom_ops.")
+    _require_operators(a, reference, target)
+    _require_operators(b, target, target)
     groups = _make_groups(a, b, samples)
+
     report(f"running {a.name} on {len(groups)} groups of inputs")
     layout = samples.read_layout(a)
     exact, runtime = arrange_runtime(exact or runtime, layout), arrange_runtime(runtime, layout)
     expected = _run_groups(exact, reference, a, groups)
-    omitted = [g.name for g in groups if g.assumed and isinstance(expected[g.name], MeasurementError)]
-    groups = tuple(group for group in groups if group.name not in omitted)
+    rejected = [g.name for g in groups if g.assumed and isinstance(expected[g.name], MeasurementError)]
+    groups = tuple(group for group in groups if group.name not in rejected)
     report(f"running {b.name} on {len(groups)} groups of inputs")
     answers = _run_groups(runtime, target, b, groups)
     _check_repeats(exact, reference, a, groups[0])
 
     roundings = measure_roundings(exact, a, {group.name: group.runs for group in groups}, custom_ops=target.custom_ops)
     measured, refused = _measure_groups(groups, expected, answers, roundings)
-    fixed = find_fixed_sizes(a, b)
-    trees = _compare_trees(a, b)
+    fixed, trees, real = find_fixed_sizes(a, b), _compare_trees(a, b), _tensors(expected[REAL])
     measured += _find_structural_mismatches(fixed, sizes, trees)
-    real = _tensors(expected[REAL])
     measured += _find_halved(real, _tensors(answers[REAL]))
     measured = _pool_assumed_noise(measured, [group.name for group in groups if group.assumed])
 
-    labels = {name for answer in expected.values() for name, a in _tensors(answer).items() if a.dtype.kind != "f"}
-    order = {name: i for i, name in enumerate(("*", *real))}
-    measured = sorted(measured, key=lambda m: order.get(m.output, len(order)))
-    judged = [(m, _judge_measurement(m, labels=m.output in labels)) for m in measured]
-    differences = tuple(difference for m, difference in judged if m.inside)
-    differences += _judge_distinction(samples, real, [_tensors(expected[g.name]) for g in groups if g.inside])
-
-    notes = ["rows are large: edges and large batches were omitted"] if samples.large else []
-    notes += refused
-    notes += [f"A rejects generated sizes or values: {_shorten(omitted)}"] if omitted else []
-    notes += [f"B takes {name} = {size} only; other sizes were not compared" for name, size in fixed.items()]
-    notes += _note_outputs(real, {name for answer in answers.values() for name in _tensors(answer)})
-    notes += _note_outside([d for m, d in judged if not m.inside and d.verdict is not Verdict.PASS])
+    inside, outside = _judge_measurements(measured, expected)
+    inside += _judge_distinction(samples, real, [_tensors(expected[g.name]) for g in groups if g.inside])
+    notes = (
+        *_note_omissions(samples, refused, rejected, fixed),
+        *_note_outputs(real, answers),
+        *_note_outside([difference for difference in outside if difference.verdict is not Verdict.PASS]),
+    )
     examined = inspect_execution(runtime, a, b, target)
     return ParityResult(
         a=digest_file(a),
         b=digest_file(b),
-        differences=differences,
-        notes=tuple(notes),
+        differences=inside,
+        notes=notes,
         trees=trees,
         coverage=examined.coverage,
         advice=examined.advice,
     )
+
+
+def _require_operators(model: Path, place: Target, target: Target) -> None:
+    """Check that a model can run at a place with the custom operators of the target.
+
+    Raises:
+        UserError: the target lacks operators of the model.
+    """
+    require_versions(model, place)
+    if reason := explain_missing_operators(find_custom_operators(read_structure(model)), target):
+        raise UserError(reason, where=model.name, remedy="Give the target its library of them: custom_ops.")
 
 
 def _make_groups(a: Path, b: Path, samples: SampleRows) -> tuple[InputGroup, ...]:
@@ -222,9 +225,22 @@ def _find_structural_mismatches(
     return mismatches
 
 
-def _note_outputs(real: Tensors, answered: Collection[str]) -> list[str]:
+def _note_omissions(
+    samples: SampleRows, refused: Sequence[str], rejected: Sequence[str], fixed: Mapping[str, int]
+) -> list[str]:
+    """Return notes on inputs that were not compared."""
+    return [
+        *(["rows are large: edges and large batches were omitted"] if samples.large else []),
+        *refused,
+        *([f"A rejects generated sizes or values: {_shorten(rejected)}"] if rejected else []),
+        *(f"B takes {name} = {size} only; other sizes were not compared" for name, size in fixed.items()),
+    ]
+
+
+def _note_outputs(real: Tensors, answers: JoinedAnswers) -> list[str]:
     """Return notes on outputs that only B has, and on those that are no tensors."""
-    extra = sorted(set(answered) - set(real))
+    answered = {name for answer in answers.values() for name in _tensors(answer)}
+    extra = sorted(answered - set(real))
     maps, sequences = ([n.removesuffix(end) for n in real if n.endswith(end)] for end in (KEYS, LENGTH))
     return [
         *([f"B has outputs that A lacks: {', '.join(extra)}"] if extra else []),
@@ -391,8 +407,25 @@ def _find_halved(expected: Tensors, answers: Tensors) -> list[ParityMeasurement]
     ]
 
 
+def _judge_measurements(
+    measured: Sequence[ParityMeasurement], expected: JoinedAnswers
+) -> tuple[tuple[OutputDifference, ...], tuple[OutputDifference, ...]]:
+    """Judge each output, in A's order; return those of inputs that callers can send, and the others."""
+    tensors = [(name, array) for answer in expected.values() for name, array in _tensors(answer).items()]
+    labels = {name for name, array in tensors if array.dtype.kind != "f"}
+    places = {name: place for place, name in enumerate(("*", *_tensors(expected[REAL])))}
+    ordered = sorted(measured, key=lambda m: places.get(m.output, len(places)))
+    judged = [(m.inside, _judge_measurement(m, labels=m.output in labels)) for m in ordered]
+    inside = tuple(difference for is_inside, difference in judged if is_inside)
+    return inside, tuple(difference for is_inside, difference in judged if not is_inside)
+
+
 def _judge_distinction(samples: SampleRows, real: Tensors, groups: Sequence[Tensors]) -> tuple[OutputDifference, ...]:
     """Return an INCONCLUSIVE difference where A gives the same answer to all rows of each group."""
+    count = len(samples)
+    outputs = [array for name, array in real.items() if not name.endswith((KEYS, LENGTH))]
+    if count < _ENOUGH or not all(array.ndim and len(array) == count for array in outputs):
+        return ()
     by_row = [
         array
         for answers in groups
@@ -400,10 +433,6 @@ def _judge_distinction(samples: SampleRows, real: Tensors, groups: Sequence[Tens
         if array.ndim and not name.endswith((KEYS, LENGTH))
     ]
     if not all(_same(array, array[:1].repeat(len(array), 0)) for array in by_row):
-        return ()
-    count = len(samples)
-    outputs = [array for name, array in real.items() if not name.endswith((KEYS, LENGTH))]
-    if count < _ENOUGH or not all(array.ndim and len(array) == count for array in outputs):
         return ()
     reason = f"A gives the same answer to all {count} rows, so they are not conclusive; use rows with different answers"
     blank = _judge_measurement(replace(make_mismatch("*", REAL, reason), rows=count), labels=False)

@@ -38,7 +38,9 @@ from onnx_ops.ports import (
 )
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.latency import ALPHA, LOOKS, session_interval
-from onnx_ops.tools.probing import SampleRows, generate_samples, settle_samples, shared_inputs
+from onnx_ops.tools.generated_rows import generate_samples, settle_samples
+from onnx_ops.tools.model_inputs import shared_inputs
+from onnx_ops.tools.sample_rows import SampleRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,8 @@ from onnx_ops.onnx_graph.compatibility import explain_incompatibility, explain_m
 from onnx_ops.onnx_graph.files import read_structure
 from onnx_ops.tools.bench import read_runtime_facts
 from onnx_ops.tools.compare import compare
-from onnx_ops.tools.probing import generate_samples, shared_inputs
+from onnx_ops.tools.generated_rows import generate_samples
+from onnx_ops.tools.model_inputs import shared_inputs
 from tests.support.operators import build_library, write_softsign
 
 SOURCE = Path(__file__).resolve().parents[2] / "examples" / "custom_ops" / "softsign.c"

@@ -23,7 +23,8 @@ from onnx_ops.ports import ExportRequest
 from onnx_ops.testing.exporters import ExporterSuite
 from onnx_ops.testing.models import rows, write_convolution, write_perceptron
 from onnx_ops.tools.compare import compare
-from onnx_ops.tools.probing import generate_samples, shared_inputs
+from onnx_ops.tools.generated_rows import generate_samples
+from onnx_ops.tools.model_inputs import shared_inputs
 from tests.adapters.model_runs import reference
 from tests.support.external import write_external
 from tests.support.fixtures import fixed

@@ -26,7 +26,8 @@ from onnx_ops.ports import Optimizer, OptimizeRequest
 from onnx_ops.testing.models import write_convolution
 from onnx_ops.testing.optimizers import OptimizerSuite
 from onnx_ops.tools.compare import compare
-from onnx_ops.tools.probing import generate_samples, shared_inputs
+from onnx_ops.tools.generated_rows import generate_samples
+from onnx_ops.tools.model_inputs import shared_inputs
 from tests.support.fixtures import fixed
 from tests.support.forks import fork_context
 from tests.support.graphs import write_graph

@@ -19,7 +19,8 @@ from onnx_ops.measure.reference_outputs import ReferenceGroup
 from onnx_ops.measure.rounding import measure_roundings
 from onnx_ops.ports import Tensors
 from onnx_ops.tools.compare import compare
-from onnx_ops.tools.probing import check_samples, shared_inputs
+from onnx_ops.tools.model_inputs import shared_inputs
+from onnx_ops.tools.supplied_rows import check_samples
 from tests.support.graphs import write_graph
 
 Array = npt.NDArray[Any]

@@ -139,7 +139,8 @@ def hold_against_itself(model: Path) -> Outcome:
     from onnx_ops.adapters.runtimes.placement import GuardedRuntime
     from onnx_ops.config.targets import PROFILES, TargetFiles
     from onnx_ops.tools.compare import compare
-    from onnx_ops.tools.probing import generate_samples, shared_inputs
+    from onnx_ops.tools.generated_rows import generate_samples
+    from onnx_ops.tools.model_inputs import shared_inputs
 
     def run() -> tuple[str, str]:
         samples = generate_samples(shared_inputs(model, model), count=4, dims={})

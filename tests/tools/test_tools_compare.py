@@ -24,7 +24,8 @@ from onnx_ops.onnx_graph.compatibility import drop_zipmaps
 from onnx_ops.ports import ExportRequest, OptimizeRequest
 from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.tools.compare import ParityResult, compare
-from onnx_ops.tools.probing import generate_samples, shared_inputs
+from onnx_ops.tools.generated_rows import generate_samples
+from onnx_ops.tools.model_inputs import shared_inputs
 from tests.support.backend_models import Outcome, hold_against_itself, look, outcomes, write_models
 from tests.support.graphs import write_graph
 from tests.support.suite import Sweep

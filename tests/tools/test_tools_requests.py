@@ -16,14 +16,10 @@ from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.onnx_graph.input_bounds import read_input_bounds
 from onnx_ops.tools.compare import REFERENCE, ParityResult, compare
-from onnx_ops.tools.probing import (
-    SampleRows,
-    build_groups,
-    check_samples,
-    generate_samples,
-    settle_samples,
-    shared_inputs,
-)
+from onnx_ops.tools.generated_rows import generate_samples, settle_samples
+from onnx_ops.tools.model_inputs import shared_inputs
+from onnx_ops.tools.sample_rows import SampleRows, build_groups
+from onnx_ops.tools.supplied_rows import check_samples
 from tests.support.graphs import write_graph
 from tests.support.voice import FAULTS, HIDDEN, RATES, make_voice_rows, write_voice_detector
 

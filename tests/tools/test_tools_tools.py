@@ -27,7 +27,10 @@ from onnx_ops.statistics.rules.parity import judge_parity
 from onnx_ops.testing.models import FEATURES, rows, write_convolution, write_perceptron
 from onnx_ops.tools.bench import ComparisonResult, benchmark, benchmark_pair, build_pair_gates
 from onnx_ops.tools.compare import ParityResult, compare
-from onnx_ops.tools.probing import build_groups, check_samples, generate_samples, shared_inputs
+from onnx_ops.tools.generated_rows import generate_samples
+from onnx_ops.tools.model_inputs import shared_inputs
+from onnx_ops.tools.sample_rows import build_groups
+from onnx_ops.tools.supplied_rows import check_samples
 from tests.measure.scripted import Scripted
 from tests.support.golden import Golden
 from tests.support.graphs import write_graph

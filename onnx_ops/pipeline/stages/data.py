@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,11 @@ from onnx_ops.domain.row_axes import count_common_rows
 from onnx_ops.errors import ConflictError, UserError, suggest
 from onnx_ops.measure.files import put_dataset
 from onnx_ops.ports import Context, Dataset
+
+Location = tuple[str | int, ...]
+"""Keys and indices that lead to a value of the section."""
+
+LocatedError = tuple[Location, UserError]
 
 _MATRIX = "*"
 """In place of an array's name: all columns of numbers."""
@@ -52,79 +57,93 @@ def build_dataset(arrays: Mapping[str, Any], section: DataSection, where: str) -
         raise problem
     from onnx_ops.statistics.grouping import find_group_columns, number_groups  # needs numpy, which planning does not
 
-    label = arrays[section.label] if section.label else None
-    if label is not None and label.ndim == 2 and label.shape[1] == 1:  # a column of a table is one value per row
-        label = label[:, 0]
     chosen = _select_columns(arrays, section) if _uses_all_columns(section) else []
-    inputs = {name: arrays[name] for name in chosen}
-    features = {name: tuple(chosen) for name, array in section.inputs.items() if array == _MATRIX}
-    if section.inputs:
-        if chosen:
-            import numpy as np
-
-            columns = [array.reshape(len(array), -1).astype(np.float32) for array in inputs.values()]
-            arrays = {**arrays, _MATRIX: np.concatenate(columns, axis=1)}
-        inputs = {name: arrays[array] for name, array in section.inputs.items()}
+    dataset = Dataset(
+        inputs=_make_inputs(arrays, section, chosen),
+        label=_read_label(arrays, section),
+        values=_read_values(arrays, section),
+        features={name: tuple(chosen) for name, array in section.inputs.items() if array == _MATRIX},
+    )
     if (group := _get_group(section)) is not None:
-        values = _read_values(arrays, section)
-        return Dataset(inputs=inputs, label=label, group=number_groups(arrays[group]), values=values, features=features)
-    dataset = Dataset(inputs=inputs, label=label, values=_read_values(arrays, section), features=features)
+        return replace(dataset, group=number_groups(arrays[group]))
     used = {*chosen, *section.inputs.values(), section.label, *_list_named_values(section).values()}
     rows = len(dataset)
     unused = {n: array for n, array in arrays.items() if n not in used and array.ndim and len(array) == rows}
     return replace(dataset, columns=find_group_columns(unused))
 
 
-def find_data_problems(
-    arrays: Mapping[str, Any], section: DataSection, where: str
-) -> Iterator[tuple[tuple[str | int, ...], UserError]]:
+def _make_inputs(arrays: Mapping[str, Any], section: DataSection, chosen: Sequence[str]) -> dict[str, Any]:
+    """Return the arrays by input; without named inputs, each chosen column is one."""
+    if not section.inputs:
+        return {name: arrays[name] for name in chosen}
+    if chosen:
+        import numpy as np
+
+        columns = [arrays[name].reshape(len(arrays[name]), -1).astype(np.float32) for name in chosen]
+        arrays = {**arrays, _MATRIX: np.concatenate(columns, axis=1)}
+    return {name: arrays[array] for name, array in section.inputs.items()}
+
+
+def _read_label(arrays: Mapping[str, Any], section: DataSection) -> Any:
+    """Return the label, one value per row; None if the section names none."""
+    if not section.label:
+        return None
+    label = arrays[section.label]
+    is_table_column = label.ndim == 2 and label.shape[1] == 1
+    return label[:, 0] if is_table_column else label
+
+
+def find_data_problems(arrays: Mapping[str, Any], section: DataSection, where: str) -> Iterator[LocatedError]:
     """Yield each reason why the arrays do not fit the section, with its location.
 
     The arrays can be the first rows of a larger set.
     """
-    grouped = _get_group(section)
-    columns = () if isinstance(section, SklearnData) else section.columns or ()
-    required: list[tuple[tuple[str | int, ...], str]] = [
-        (("inputs", name), array) for name, array in section.inputs.items() if array != _MATRIX
-    ]
-    required += [(("values", name), array) for name, array in _list_named_values(section).items()]
-    required += [(("columns", index), name) for index, name in enumerate(columns)]
-    required += [((key,), name) for key, name in (("label", section.label), ("group", grouped)) if name is not None]
-    missing = [(loc, name) for loc, name in required if name not in arrays]
-    for loc, name in missing:
+    required = _list_required_arrays(section)
+    missing = [(location, name) for location, name in required if name not in arrays]
+    for location, name in missing:
         remedy = suggest(name, arrays, f"It has: {', '.join(sorted(arrays))}.")
-        yield loc, UserError(f"the data set has no array {name!r}", where=where, remedy=remedy)
+        yield location, UserError(f"the data set has no array {name!r}", where=where, remedy=remedy)
     if missing:
         return
     chosen = _select_columns(arrays, section)
-    for name, array in section.inputs.items():
-        if array == _MATRIX and (problem := _find_matrix_problem({n: arrays[n] for n in chosen}, where)):
-            yield ("inputs", name), problem
-    if grouped is not None:
-        from onnx_ops.statistics.grouping import number_groups  # needs numpy, which planning does not
-
-        array = arrays[grouped]
-        if number_groups(array) is None:
-            text = f"it is {array.dtype} {tuple(array.shape)}"
-            remedy = "Name an array such as the id of the patient or the customer."
-            yield (
-                ("group",),
-                UserError(
-                    f"the group must be one value per row, none of them missing; {text}",
-                    where=f"{where}: group {grouped!r}",
-                    remedy=remedy,
-                ),
-            )
+    yield from _find_matrix_problems({name: arrays[name] for name in chosen}, section, where)
+    group = _get_group(section)
+    if group is not None:
+        yield from _find_group_problems(group, arrays[group], where)
     yield from _find_value_problems(section, where)
-    used = {name for loc, name in required if loc[0] != "values"}
+    with_rows = {name for location, name in required if location[0] != "values"}
+    if _uses_all_columns(section):
+        with_rows.update(chosen)
     yield from _find_row_problems(
-        {name: arrays[name] for name in sorted(used.union(chosen if _uses_all_columns(section) else ()))},
-        {name for name in (section.label, grouped) if name is not None},
+        {name: arrays[name] for name in sorted(with_rows)},
+        {name for name in (section.label, group) if name is not None},
         where,
     )
 
 
-def _find_value_problems(section: DataSection, where: str) -> Iterator[tuple[tuple[str | int, ...], UserError]]:
+def _list_required_arrays(section: DataSection) -> list[tuple[Location, str]]:
+    """Return the arrays that a section names, each with the location of its name."""
+    columns = () if isinstance(section, SklearnData) else section.columns or ()
+    keys = (("label", section.label), ("group", _get_group(section)))
+    return [
+        *((("inputs", name), array) for name, array in section.inputs.items() if array != _MATRIX),
+        *((("values", name), array) for name, array in _list_named_values(section).items()),
+        *((("columns", index), name) for index, name in enumerate(columns)),
+        *(((key,), name) for key, name in keys if name is not None),
+    ]
+
+
+def _find_group_problems(name: str, array: Any, where: str) -> Iterator[LocatedError]:
+    """Yield why an array does not hold one group per row."""
+    from onnx_ops.statistics.grouping import number_groups  # needs numpy, which planning does not
+
+    if number_groups(array) is None:
+        text = f"the group must be one value per row, none of them missing; it is {array.dtype} {tuple(array.shape)}"
+        remedy = "Name an array such as the id of the patient or the customer."
+        yield ("group",), UserError(text, where=f"{where}: group {name!r}", remedy=remedy)
+
+
+def _find_value_problems(section: DataSection, where: str) -> Iterator[LocatedError]:
     """Yield values that are no arrays of one type, and those of inputs that have rows."""
     import numpy as np
 
@@ -141,16 +160,15 @@ def _find_value_problems(section: DataSection, where: str) -> Iterator[tuple[tup
             yield ("values", name), UserError(text, where=where, remedy=f"For example: values: {{{name}: 16000}}")
 
 
-def _find_row_problems(
-    arrays: Mapping[str, Any], keys: Collection[str], where: str
-) -> Iterator[tuple[tuple[str | int, ...], UserError]]:
+def _find_row_problems(arrays: Mapping[str, Any], keys: Collection[str], where: str) -> Iterator[LocatedError]:
     """Yield why arrays do not hold the same number of rows; which axis holds them, only a model can state."""
-    known = {len(arrays[name]) if arrays[name].ndim else 0 for name in keys}
-    shapes = {name: array.shape for name, array in arrays.items() if name not in keys}
-    count = count_common_rows(shapes, known.pop() if len(known) == 1 else 0) if len(known) < 2 else 0
-    if count and any(shape[0] == count for shape in shapes.values()):
-        return
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
+    shapes = {name: array.shape for name, array in arrays.items() if name not in keys}
+    key_lengths = {lengths[name] for name in keys}
+    if len(key_lengths) < 2:
+        count = count_common_rows(shapes, max(key_lengths, default=0))
+        if count and any(shape[0] == count for shape in shapes.values()):
+            return
     text = f"arrays must have the same number of rows, and at least one: {lengths}"
     single = next((name for name, shape in shapes.items() if not shape), "")
     remedy = f"Give an input that is the same for all rows as a value: values: {{{single}: {single}}}."
@@ -193,6 +211,13 @@ def _select_columns(arrays: Mapping[str, Any], section: DataSection) -> list[str
     excluded = {section.label, _get_group(section), *section.inputs.values()}
     excluded |= {*_get_values(section), *_list_named_values(section).values()}
     return [name for name in arrays if name not in excluded]
+
+
+def _find_matrix_problems(columns: Mapping[str, Any], section: DataSection, where: str) -> Iterator[LocatedError]:
+    """Yield why the columns do not fit into the matrix, for each input that is the matrix."""
+    for name, array in section.inputs.items():
+        if array == _MATRIX and (problem := _find_matrix_problem(columns, where)):
+            yield ("inputs", name), problem
 
 
 def _find_matrix_problem(columns: Mapping[str, Any], where: str) -> UserError | None:

@@ -1,0 +1,308 @@
+"""Rows generated from the types and shapes of a model's inputs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnx_ops.domain.artifact import TensorSpec
+from onnx_ops.domain.row_axes import find_row_axes, is_free, is_named, list_named_axes
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import MeasurementError, UserError
+from onnx_ops.measure.answers import explain_rejection
+from onnx_ops.measure.row_layout import arrange_runtime, fit_value, read_dtype
+from onnx_ops.onnx_graph.compatibility import check_model
+from onnx_ops.onnx_graph.input_bounds import InputBounds
+from onnx_ops.ports import Runtime, Tensors
+from onnx_ops.statistics.probes import MIN_NOISE_ROWS
+from onnx_ops.tools.model_inputs import check_fixed_names, find_batch
+from onnx_ops.tools.sample_rows import SET_BYTES, SampleRows
+
+LENGTH = 8
+"""Generated size of a symbolic dimension other than the batch."""
+
+OTHER_SIZES = (1, 2, 3, 17)
+"""Further generated sizes of each symbolic dimension other than the batch."""
+
+_DRAWS = 3
+"""Further requests of a model that has inputs without rows."""
+
+_MOST_TRIALS = 32
+
+_ROW_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recipe:
+    """What requests are generated from; `dims` are requested sizes, `fix` requested values."""
+
+    inputs: Sequence[TensorSpec]
+    axes: Mapping[str, int]
+    dims: Mapping[str, int]
+    fix: Mapping[str, Any]
+    bounds: Mapping[str, InputBounds]
+    batch: int
+
+    @property
+    def symbols(self) -> dict[str, None]:
+        """Return the names of free dimensions that hold no rows."""
+        places = list_named_axes({spec.name: spec.shape for spec in self.inputs})
+        rows = {spec.shape[axis] for spec in self.inputs if (axis := self.axes.get(spec.name)) is not None}
+        return {symbol: None for symbol, name, axis in places if symbol not in rows and self.axes.get(name) != axis}
+
+    def shape(self, spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape of an input in one run, without the axis of the rows."""
+        names = {axis: symbol for symbol, _, axis in list_named_axes({spec.name: spec.shape})}
+        return tuple(
+            sizes.get(names[axis], self.batch or 1) if axis in names else int(size)
+            for axis, size in enumerate(spec.shape)
+            if self.axes.get(spec.name) != axis
+        )
+
+    def read_sizes(self, wanted: Mapping[str, int]) -> dict[str, int]:
+        """Return the size of every free dimension."""
+        return {symbol: wanted.get(symbol, self.dims.get(symbol, LENGTH)) for symbol in self.symbols}
+
+    def choices(self, spec: TensorSpec) -> tuple[Any, ...]:
+        """Return the values to try of an input of one whole number or boolean that is no index; none of others."""
+        known, kind = self.bounds.get(spec.name, InputBounds()), read_dtype(spec)
+        single = spec.name not in self.axes and all(size == 1 for size in spec.shape)
+        if spec.name in self.fix or not single or known.index or known.tables or kind.kind not in "biu":
+            return ()
+        if kind.kind == "b":
+            return (True, False)
+        limits = np.iinfo(kind.name)
+        return tuple(value for value in known.compared or (1,) if limits.min <= value <= limits.max)
+
+    def draw(self, draw: np.random.Generator, count: int, wanted: Mapping[str, int]) -> tuple[Tensors, Tensors]:
+        """Return `count` rows, and the inputs without rows, at those sizes."""
+        sizes = self.read_sizes(wanted)
+        rows: dict[str, Any] = {}
+        fixed: dict[str, Any] = {}
+        for spec in sorted(self.inputs, key=lambda spec: spec.name not in self.axes):
+            shape, rowed = self.shape(spec, sizes), spec.name in self.axes
+            if spec.name in self.fix:
+                value = fit_value(self.fix[spec.name], replace(spec, shape=shape))
+                values = np.repeat(value[None], count, axis=0) if rowed else value
+            elif choices := self.choices(spec):
+                values = np.full(shape, choices[0], read_dtype(spec))
+            else:
+                known = self.bounds.get(spec.name, InputBounds())
+                values = _draw_values(draw, spec, (count, *shape) if rowed else shape, known, sizes)
+            (rows if rowed else fixed)[spec.name] = values
+        return rows, fixed
+
+
+def generate_samples(
+    inputs: Sequence[TensorSpec],
+    *,
+    count: int,
+    dims: Mapping[str, int],
+    seed: int = 0,
+    bounds: Mapping[str, InputBounds] | None = None,
+    fix: Mapping[str, Any] | None = None,
+) -> SampleRows:
+    """Generate random rows from the types and shapes of the inputs.
+
+    Floats are standard normal, booleans 0 or 1, texts known to the model, `a` or `b`. Integers that are indices reach
+    every entry; others are most often masks, and are 0 or 1, or what the model compares them with. Rows are on the axis
+    that the inputs share (`domain.row_axes`). Inputs without it are drawn as a whole, and further groups draw them
+    again; so do all inputs where there is no such axis. There are fewer rows than `count` if these would not fit into
+    64 MiB. Symbolic dimensions that are not in `dims`, other than the batch, have the size 8, and further groups have
+    other sizes.
+
+    Args:
+        fix: values of inputs by name.
+
+    Raises:
+        UserError: an input is not a tensor, or its type or size cannot be generated, or `dims` or `fix` name what does
+            not exist.
+    """
+    named = sorted({symbol for symbol, _, _ in list_named_axes({spec.name: spec.shape for spec in inputs})})
+    if unknown := sorted(set(dims) - set(named)):
+        remedy = f"Named ones: {', '.join(named) or 'none'}."
+        raise UserError(f"no dimension is called {unknown[0]!r}", where="--dim", remedy=remedy)
+    check_fixed_names(inputs, fix or {})
+    known_bounds = bounds or {}
+    axes = _find_axes(inputs, known_bounds)
+    recipe = _Recipe(
+        inputs=inputs,
+        axes=axes,
+        dims=dims,
+        fix=fix or {},
+        bounds=known_bounds,
+        batch=find_batch(inputs, axes, dims),
+    )
+    sizes = recipe.read_sizes({})
+    row_bytes = sum(math.prod(recipe.shape(spec, sizes)) * max(1, read_dtype(spec).itemsize) for spec in inputs)
+    if row_bytes > _ROW_BYTES:
+        raise UserError(f"one row of the model's inputs takes {row_bytes / 1e9:.3g} GB", remedy="Supply rows: --data.")
+    count = max(recipe.batch or 1, min(count, SET_BYTES // max(1, row_bytes)))
+    rows, fixed = recipe.draw(np.random.default_rng(seed), count, {})
+    choices = {spec.name: values for spec in inputs if (values := recipe.choices(spec))}
+    further = {} if row_bytes * MIN_NOISE_ROWS > SET_BYTES else dict(_draw_further(recipe, seed))
+    return SampleRows(rows=rows, fixed=fixed, batch=recipe.batch, axes=axes, further=further, choices=choices)
+
+
+def _find_axes(inputs: Sequence[TensorSpec], bounds: Mapping[str, InputBounds]) -> dict[str, int]:
+    """Return the axes of rows; a number that the model compares with a constant is none, in a batch of 1."""
+    axes = find_row_axes({spec.name: spec.shape for spec in inputs}, pooled=False)
+    flags = [
+        spec.name
+        for spec in inputs
+        if all(size == 1 for size in spec.shape) and bounds.get(spec.name, InputBounds()).compared
+    ]
+    return {name: axis for name, axis in axes.items() if name not in flags}
+
+
+_DrawRun = Callable[[Mapping[str, int]], Tensors]
+"""Draw one run, with other sizes of the free dimensions that are named."""
+
+
+def _draw_further(recipe: _Recipe, seed: int) -> Iterator[tuple[str, Tensors]]:
+    """Yield further runs: other sizes of free dimensions, other values, and other inputs without rows."""
+    draw = np.random.default_rng((seed, 1))
+    count = recipe.batch or MIN_NOISE_ROWS
+
+    def draw_run(sizes: Mapping[str, int]) -> Tensors:
+        rows, fixed = recipe.draw(draw, count, sizes)
+        return {**rows, **fixed}
+
+    yield from _draw_other_sizes(recipe, draw_run)
+    yield from _draw_other_choices(recipe, draw_run)
+    if any(spec.name not in (*recipe.axes, *recipe.fix) and not recipe.choices(spec) for spec in recipe.inputs):
+        for number in range(1, _DRAWS + 1):
+            yield f"draws:{number}", draw_run({})
+    yield from _draw_unequal_counts(recipe, draw_run)
+
+
+def _draw_other_sizes(recipe: _Recipe, draw_run: _DrawRun) -> Iterator[tuple[str, Tensors]]:
+    """Yield runs at other sizes of the free dimensions for which none was requested."""
+    for sizes in _list_sizes([symbol for symbol in recipe.symbols if symbol not in recipe.dims]):
+        run = draw_run(sizes)
+        if sum(array.nbytes for array in run.values()) <= SET_BYTES:
+            yield "lengths:" + ",".join(f"{symbol}={size}" for symbol, size in sizes.items()), run
+
+
+def _draw_other_choices(recipe: _Recipe, draw_run: _DrawRun) -> Iterator[tuple[str, Tensors]]:
+    """Yield a run for each further value of an input that has a few values to try."""
+    for spec in recipe.inputs:
+        for value in recipe.choices(spec)[1:]:
+            run = draw_run({})
+            yield f"values:{spec.name}={value}", {**run, spec.name: np.full_like(run[spec.name], value)}
+
+
+def _draw_unequal_counts(recipe: _Recipe, draw_run: _DrawRun) -> Iterator[tuple[str, Tensors]]:
+    """Yield a run with other sizes on each first dimension, if no name states that they have the same size."""
+    first_sizes = {spec.name: spec.shape[0] for spec in recipe.inputs if spec.name in recipe.axes}
+    if len(first_sizes) < 2 or recipe.batch or any(map(is_named, first_sizes.values())):
+        return
+    counts = dict(zip(first_sizes, itertools.cycle((3, 17)), strict=False))
+    cut_run = {name: array[: counts.get(name, len(array))] for name, array in draw_run({}).items()}
+    yield "lengths:" + ",".join(f"{name}[0]={size}" for name, size in counts.items()), cut_run
+
+
+def _list_sizes(symbols: Sequence[str]) -> Iterator[dict[str, int]]:
+    """Yield other sizes of the dimensions: sums, of each one alone, and of all together, the same and different ones.
+
+    A dimension can be the sum of the others, as the length of a mask that covers a cache too.
+    """
+    for size in (LENGTH, 1, 3) if len(symbols) > 2 else ():
+        yield from ({**dict.fromkeys(symbols, size), total: (len(symbols) - 1) * size} for total in symbols)
+    for symbol in symbols:
+        yield from ({symbol: size} for size in OTHER_SIZES)
+    if len(symbols) > 1:
+        yield from (dict.fromkeys(symbols, size) for size in OTHER_SIZES)
+        for start in range(2):
+            yield {symbol: OTHER_SIZES[(start + place) % len(OTHER_SIZES)] for place, symbol in enumerate(symbols)}
+
+
+def _draw_values(
+    draw: np.random.Generator,
+    spec: TensorSpec,
+    shape: tuple[int, ...],
+    bounds: InputBounds,
+    sizes: Mapping[str, int],
+) -> Any:
+    kind = read_dtype(spec)
+    if kind.kind == "f":
+        return draw.standard_normal(shape).astype(kind)
+    if kind.kind == "U":
+        return draw.choice([*bounds.texts, "a", "b"], shape)
+    if bounds.compared and not (bounds.index or bounds.tables):
+        limits = np.iinfo(kind.name)
+        known = [value for value in {*bounds.compared, 0, 1} if limits.min <= value <= limits.max]
+        return draw.choice(sorted(known), shape).astype(kind)
+    low, high = bounds.index or (0, 1)
+    if bounds.tables:
+        smallest = min(sizes.values(), default=1)
+        entries = [sizes.get(str(table), smallest) if is_free(table) else int(table) for table in bounds.tables]
+        high = max(0, min([*entries, *([high + 1] if bounds.index else [])]) - 1)
+    return draw.integers(low, high, shape, endpoint=True).astype(kind)
+
+
+def settle_samples(runtime: Runtime, target: Target, model: Path, samples: SampleRows) -> SampleRows:
+    """Return generated samples that a model takes: the same ones, or those with other values or sizes.
+
+    Raises:
+        MeasurementError: it takes none of them.
+    """
+    if not _needs_trial(samples):
+        return samples
+    first_error: MeasurementError | None = None
+    for trial in itertools.islice(_list_trials(samples), _MOST_TRIALS):
+        try:
+            arrange_runtime(runtime, trial.read_layout(model)).run(model, target, (trial.feed(2),))
+        except MeasurementError as error:
+            first_error = first_error or error
+        else:
+            return trial
+    if first_error is None:
+        return samples
+    check_model(model)  # an invalid ONNX file is the user's to fix
+    if not samples.further and not samples.choices:
+        raise first_error
+    raise _make_refusal(model, samples, first_error)
+
+
+def _needs_trial(samples: SampleRows) -> bool:
+    """Return whether more was generated than rows of one or two free dimensions."""
+    if not samples.rows or samples.choices:
+        return True
+    return any(not name.startswith("lengths:") or name.count("=") > 2 for name in samples.further)
+
+
+def _make_refusal(model: Path, samples: SampleRows, error: MeasurementError) -> MeasurementError:
+    """Return the error of a model that refuses all samples; the remedy names inputs that have no rows."""
+    names = [*samples.choices, *(name for name in samples.fixed if name not in samples.choices)]
+    options = " ".join(f"--fix {name}=VALUE" for name in names[:2])
+    values = f"Give the values that it takes: {options}; " if names else ""
+    return MeasurementError(
+        "the model refuses all generated inputs",
+        where=model.name,
+        why=explain_rejection(error),
+        remedy=f"{values}sizes: --dim NAME=SIZE; or inputs of its use: --data FILE.",
+    )
+
+
+def _list_trials(samples: SampleRows) -> Iterator[SampleRows]:
+    """Yield the samples with every combination of generated values, then at other sizes."""
+    for values in itertools.product(*samples.choices.values()):
+        chosen = {
+            name: np.full_like(samples.fixed[name], value) for name, value in zip(samples.choices, values, strict=True)
+        }
+        others = {  # its own values are those of the samples now
+            name: run if name.startswith("values:") else {**run, **chosen} for name, run in samples.further.items()
+        }
+        yield replace(samples, fixed={**samples.fixed, **chosen}, further=others)
+    for run in samples.further.values():
+        rows, fixed = ({name: run[name] for name in part if name in run} for part in (samples.rows, samples.fixed))
+        if len({len(array) for array in rows.values()}) > 1:  # independent first dimensions: one request
+            rows, fixed = {}, dict(run)
+        yield replace(samples, rows=rows, fixed={**samples.fixed, **fixed})

@@ -1,0 +1,128 @@
+"""What is judged about two ONNX files, and the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.decision import Decision, GateResult, Verdict, combine_verdicts
+from onnx_ops.domain.evidence import Advice
+from onnx_ops.domain.gate import MetricGate
+from onnx_ops.domain.target import Target
+from onnx_ops.measure.row_layout import arrange_runtime
+from onnx_ops.onnx_graph.model_kind import CandidateKind
+from onnx_ops.ports import Dataset, Runtime
+from onnx_ops.statistics.metrics import CustomMetric
+from onnx_ops.tools.bench import (
+    ComparisonResult,
+    Conditions,
+    Reporter,
+)
+from onnx_ops.tools.compare import REFERENCE, ParityResult
+from onnx_ops.tools.sample_rows import SampleRows
+
+Part = Literal["parity", "latency"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepPoint:
+    """One point of the sweep: its name in results, the batch, and the rows to feed."""
+
+    name: str
+    batch: int
+    samples: SampleRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeRequest:
+    """Two files, how they are compared, and how much the candidate may lose.
+
+    `settings` is the sweep. `runtime` returns one by its name; `inside` runs models that expose their intermediate
+    values. Without a dataset, rows are generated. Custom metrics are in `functions` by reference. `max_regression` None
+    takes the defaults; `concurrency` None measures no throughput. At dimensions named in `sizes`, one size is enough.
+    """
+
+    baseline: Path
+    candidate: Path
+    kind: CandidateKind
+    targets: Sequence[Target]
+    settings: Sequence[SweepPoint]
+    runtime: Callable[[str], Runtime]
+    inside: Runtime
+    conditions: Conditions
+    metric: MetricGate
+    dataset: Dataset | None = None
+    functions: Mapping[str, CustomMetric] = field(default_factory=dict)
+    max_regression: float | None = None
+    concurrency: int | None = None
+    cold: bool = False
+    only: Part | None = None
+    sizes: frozenset[str] = frozenset()
+    seed: int = 0
+    report: Reporter = lambda _: None
+
+    @property
+    def exact(self) -> Runtime:
+        """Return the runtime that computes the reference answers."""
+        return self.runtime(REFERENCE.runtime)
+
+    def arrange(self, runtime: Runtime, setting: SweepPoint | None = None) -> Runtime:
+        """Return a runtime that takes rows on axis 0, and adds the inputs without rows of a point of the sweep."""
+        return arrange_runtime(runtime, (setting or self.settings[0]).samples.read_layout(self.baseline))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetJudgement:
+    """The results on one target; `paired` is in the order of the sweep.
+
+    `remedy` is what to do where something could not be measured.
+    """
+
+    target: str
+    decision: Decision
+    paired: tuple[ComparisonResult, ...] = ()
+    advice: tuple[Advice, ...] = ()
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """The verdict on two files. `sizes` are bytes before and after."""
+
+    kind: CandidateKind
+    digests: tuple[Digest, Digest]
+    sizes: tuple[int, int]
+    targets: tuple[TargetJudgement, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """Return the worst verdict of all targets."""
+        return combine_verdicts(one.decision.verdict for one in self.targets)
+
+
+def add_cause(result: GateResult, cause: str) -> GateResult:
+    """Add the cause of a difference to the reason of a result that does not pass."""
+    if not cause or result.verdict is Verdict.PASS or result.advisory:
+        return result
+    return replace(result, reason=f"{result.reason}; {cause}")
+
+
+def make_parity_result(parity: ParityResult, metric: str) -> GateResult:
+    """Return the result of a comparison under the name of a metric."""
+    result = GateResult(
+        gate="parity", metric=metric, limit="≤ 1x tolerance", verdict=parity.verdict, reason=parity.reason
+    )
+    if not parity.differences:
+        return result
+    worst = parity.worst
+    return replace(
+        result,
+        estimate=None if worst.mismatch else worst.ratio,
+        bound=1.0,
+        unit="x",
+        n=sum(d.rows for d in parity.differences if d.output == worst.output),
+    )

@@ -1,0 +1,260 @@
+"""Judge the rounding of a candidate: in units of noise, by its parts, and the function without it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from onnx_ops.domain.decision import GateResult, Verdict
+from onnx_ops.domain.evidence import ActivationMeasurement, ParityMeasurement, WeightMeasurement
+from onnx_ops.domain.gate import ParityGate
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import MeasurementError, UserError
+from onnx_ops.measure.answers import GroupAnswers, explain_rejection, run_groups
+from onnx_ops.measure.execution import explain_saturation
+from onnx_ops.measure.parity import make_mismatch
+from onnx_ops.measure.quantization import choose_source_form, measure_activations, measure_paired_weights
+from onnx_ops.measure.rounding import measure_roundings
+from onnx_ops.onnx_graph.dequantization import write_dequantized, write_with_fp16_weights, write_with_weights
+from onnx_ops.onnx_graph.files import copy_model
+from onnx_ops.onnx_graph.input_bounds import read_input_bounds
+from onnx_ops.onnx_graph.quantized_weights import pair_quantized_weights, read_float_weights
+from onnx_ops.ports import Runtime, Tensors
+from onnx_ops.scratch import Scratch
+from onnx_ops.statistics.judge import judge
+from onnx_ops.statistics.output_columns import WHOLE, Rounding
+from onnx_ops.statistics.parity import measure_output
+from onnx_ops.statistics.rules.parity import is_compensating
+from onnx_ops.tools.bench import (
+    make_evidence,
+)
+from onnx_ops.tools.compare import REFERENCE, compare
+from onnx_ops.tools.judgement import JudgeRequest, add_cause, make_parity_result
+from onnx_ops.tools.sample_rows import build_groups
+
+HALF = 2.0**-10
+"""Spacing of float16 relative to its values."""
+
+_ACTIVATION_ROWS, _FUNCTION_ROWS = 256, 128
+"""Rows for measuring activations, and rows for comparing the function."""
+
+_LARGE_ROW = 1 << 14
+"""Bytes of a row from which on a quarter as many rows are enough."""
+
+_NAMED = 3
+"""Weights that a note names."""
+
+_NEEDS_REAL_ROWS = frozenset({"saturation", "clipping"})
+"""Activation metrics that need rows like those of use."""
+
+
+def judge_within_noise(
+    request: JudgeRequest, runtime: Runtime, target: Target, of: Literal["float16", "baseline"]
+) -> GateResult:
+    """Judge the answers in units of the noise of their precision, by the rule of the parity gate.
+
+    For float16 the noise is the effect of rounding the baseline's constants, by column; for a quantized baseline, that
+    of the target's own graph optimizations. It moves single elements by whole steps, which the columns share, so that
+    the output is measured as a whole. Where the baseline's sums saturate on the target, that noise is no measure of
+    rounding: then only equal answers pass.
+    """
+    samples = request.settings[0].samples
+    groups = [g for g in build_groups(samples, empty=False, bounds=read_input_bounds(request.baseline)) if g.inside]
+    runs = {group.name: group.runs for group in groups}
+    exactly, runtime = request.arrange(request.exact), request.arrange(runtime)
+    request.report(f"running {request.candidate.name} on {len(groups)} groups of inputs")
+    expected = run_groups(exactly, REFERENCE, request.baseline, runs)
+    roundings: Mapping[str, Mapping[str, Rounding]] = {}
+    if of == "float16":
+        noisy = _run_with_fp16_weights(request, exactly, runs)
+        roundings = measure_roundings(exactly, request.baseline, runs)
+    else:
+        noisy = run_groups(runtime, target, request.baseline, runs)
+    answers = run_groups(runtime, target, request.candidate, runs)
+    spacing = HALF if of == "float16" else 0.0
+    measured: list[ParityMeasurement] = []
+    for name in runs:
+        measured += _measure_group(name, expected[name], noisy[name], answers[name], roundings.get(name, {}), spacing)
+
+    evidence = replace(make_evidence(runtime, target, request.candidate), parity=tuple(measured))
+    result = next(r for r in judge((ParityGate(),), evidence).results if r.gate == "parity")
+    noise = "the noise of float16" if of == "float16" else "A's own noise"
+    reason = result.reason.replace("the source's noise", noise).replace("the source gives", "A gives")
+    result = replace(result, limit=f"≤ {ParityGate().noise_factor:g}x noise", reason=reason)
+    saturation = explain_saturation(runtime, request.baseline, target, "A") if of == "baseline" else ""
+    if saturation and result.verdict is Verdict.PASS and not _are_equal(noisy, answers):
+        result = replace(result, verdict=Verdict.INCONCLUSIVE)
+    return add_cause(result, saturation)
+
+
+def _run_with_fp16_weights(
+    request: JudgeRequest, runtime: Runtime, runs: Mapping[str, tuple[Tensors, ...]]
+) -> GroupAnswers:
+    """Run the baseline with its constants rounded to float16, where those of the candidate are."""
+    narrowed = {pair.origin for pair in pair_quantized_weights(request.baseline, request.candidate).pairs}
+    with Scratch() as folder:
+        rounded = folder / "halves.onnx"
+        write_with_fp16_weights(request.baseline, rounded, narrowed)
+        return run_groups(runtime, REFERENCE, rounded, runs)
+
+
+def _measure_group(
+    group: str,
+    expected: Sequence[Tensors] | MeasurementError,
+    noisy: Sequence[Tensors] | MeasurementError,
+    answers: Sequence[Tensors] | MeasurementError,
+    roundings: Mapping[str, Rounding],
+    spacing: float,
+) -> Iterator[ParityMeasurement]:
+    """Yield the error of each output on one group of inputs; nothing where the baseline rejects them.
+
+    `spacing` is that of the candidate's floats, relative to their values.
+    """
+    if isinstance(expected, MeasurementError) or isinstance(noisy, MeasurementError):
+        return
+    if isinstance(answers, MeasurementError):
+        yield make_mismatch("*", group, f"B rejects these inputs, A does not: {explain_rejection(answers)}")
+        return
+    double, single, onnx = _stack_runs(expected), _stack_runs(noisy), _stack_runs(answers)
+    for output, exact in double.items():
+        if output not in onnx:
+            yield make_mismatch(output, group, "B lacks this output")
+            continue
+        yield measure_output(
+            group=group,
+            output=output,
+            onnx=onnx[output],
+            single=single[output],
+            double=exact,
+            epsilon=spacing if exact.dtype.kind == "f" else 0.0,
+            rounding=roundings.get(output, WHOLE),
+        )
+
+
+def _are_equal(one: GroupAnswers, other: GroupAnswers) -> bool:
+    """Return whether two models give equal answers to all groups of inputs that both accept."""
+    for name, runs in one.items():
+        others = other[name]
+        if isinstance(runs, MeasurementError) or isinstance(others, MeasurementError):
+            continue
+        mine, theirs = _stack_runs(runs), _stack_runs(others)
+        if mine.keys() != theirs.keys():
+            return False
+        if not all(np.array_equal(mine[n], theirs[n], equal_nan=mine[n].dtype.kind == "f") for n in mine):
+            return False
+    return True
+
+
+def _stack_runs(answers: Sequence[Tensors]) -> Tensors:
+    return {name: np.concatenate([np.atleast_1d(one[name]) for one in answers]) for name in answers[0]}
+
+
+def judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[GateResult]:
+    """Judge the structural invariants of a pipeline's parity gate, and the function without rounding.
+
+    Copies are measured, since files that expose intermediate values are written beside them. Weights that cannot be
+    compared are a note: the task metric decides about them.
+    """
+    a, b = request.baseline, request.candidate
+    request.report(f"comparing weights and activations of {b.name} with those of {a.name}")
+    inside = request.arrange(request.inside)
+    rows = _take_few(request.settings[0].samples.rows, _ACTIVATION_ROWS)
+    weights: tuple[WeightMeasurement, ...] = ()
+    with Scratch() as folder:
+        try:
+            a, b = _copy_pair(a, b, folder)
+            a = choose_source_form(inside, a, b, folder / "simplified.onnx")
+            weights, unpaired = measure_paired_weights(a, b, inside, rows)
+            if unpaired:
+                notes[_describe_unpaired(unpaired)] = None
+        except (MeasurementError, UserError) as error:
+            notes[f"weights were not compared: {error}"] = None
+        activations = _measure_int8_activations(request, inside, a, b, rows, notes)
+        corrected = {weight.tensor for weight in weights if weight.bias and is_compensating(weight)}
+        function = _judge_function(request, a, corrected, notes)  # in its own process, so that a crash is reported
+    target = request.targets[0]
+    evidence = replace(
+        make_evidence(request.runtime(target.runtime), target, request.candidate),
+        quantized=True,
+        weights=weights,
+        activations=activations,
+    )
+    excluded = {"export"} if request.dataset is not None else {"export", *_NEEDS_REAL_ROWS}
+    if not weights:
+        excluded.add("weights")
+    for result in judge((ParityGate(),), evidence).results:
+        if result.gate == "parity" and result.metric not in excluded:
+            yield result
+    yield from function
+
+
+def _measure_int8_activations(
+    request: JudgeRequest, inside: Runtime, a: Path, b: Path, rows: Tensors, notes: dict[str, None]
+) -> tuple[ActivationMeasurement, ...]:
+    """Measure the activations of an int8 candidate; clipping only on rows of a data set."""
+    if request.kind.candidate.precision != "int8" or not rows:
+        return ()
+    try:
+        activations = measure_activations(inside, a, b, rows)
+    except (MeasurementError, UserError) as error:
+        notes[f"activations were not measured: {error}"] = None
+        return ()
+    if request.dataset is None:
+        return tuple(replace(activation, clipping=None, stretch=None) for activation in activations)
+    return activations
+
+
+def _copy_pair(a: Path, b: Path, folder: Path) -> tuple[Path, Path]:
+    """Copy two models into folders of their own and return the copies."""
+    copies = folder / "baseline" / a.name, folder / "candidate" / b.name
+    for path, copy in zip((a, b), copies, strict=True):
+        copy.parent.mkdir()
+        copy_model(path, copy)
+    return copies
+
+
+def _describe_unpaired(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    count = "1 weight was" if len(names) == 1 else f"{len(names)} weights were"
+    return f"{count} not compared, since A has no original of them ({shown}): the task metric decides about them"
+
+
+def _take_few(rows: Tensors, count: int) -> Tensors:
+    """Return the first rows; fewer if one is large."""
+    size = sum(array.nbytes for array in rows.values()) // max(1, max(map(len, rows.values()), default=1))
+    return {name: array[: count if size < _LARGE_ROW else count // 4] for name, array in rows.items()}
+
+
+def _judge_function(
+    request: JudgeRequest, baseline: Path, corrected: Collection[str], notes: dict[str, None]
+) -> list[GateResult]:
+    """Judge whether the candidate without its rounding is the baseline with the candidate's weights.
+
+    `corrected` names biases that the quantizer moved to compensate for rounding.
+
+    Nothing is returned where that cannot be computed; the task metric decides then, and a note gives the reason.
+    """
+    with Scratch() as folder:
+        plain, exact = folder / "baseline.onnx", folder / "candidate.onnx"
+        try:
+            paired = pair_quantized_weights(baseline, request.candidate)
+            if paired.unpaired:
+                return []
+            biases = [w for w in read_float_weights(baseline, request.candidate) if w.name in corrected]
+            write_with_weights(baseline, (*paired.pairs, *biases), plain)
+            write_dequantized(baseline, request.candidate, exact)
+            samples = request.settings[0].samples
+            samples = replace(samples, rows=_take_few(samples.rows, _FUNCTION_ROWS))
+            parity = compare(request.exact, REFERENCE, plain, exact, samples, request.report, sizes=request.sizes)
+        except (MeasurementError, UserError) as error:
+            notes[f"the function without rounding was not compared: {error}"] = None
+            return []
+    result = make_parity_result(parity, "function")
+    text = "without its rounding, B computes " + (
+        "what A computes with B's weights" if parity.verdict is Verdict.PASS else "something else than A"
+    )
+    return [replace(result, reason=f"{text}: {result.reason}")]

@@ -1,0 +1,182 @@
+"""Rows that a user supplies, checked against a model's inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from onnx_ops.domain.artifact import TensorSpec
+from onnx_ops.domain.row_axes import (
+    find_batch_symbol,
+    find_row_axes,
+    find_sized_axes,
+    guess_row_axes,
+    is_free,
+    move_axis_first,
+)
+from onnx_ops.errors import UserError
+from onnx_ops.measure.row_layout import fit_value, read_dtype, remove_axis
+from onnx_ops.ports import Tensors
+from onnx_ops.statistics.probes import make_sized_inputs
+from onnx_ops.tools.model_inputs import check_fixed_names, find_batch, format_shape
+from onnx_ops.tools.sample_rows import SampleRows
+
+
+def check_samples(
+    inputs: Sequence[TensorSpec],
+    arrays: Mapping[str, Any],
+    *,
+    where: str,
+    limit: int,
+    fix: Mapping[str, Any] | None = None,
+) -> SampleRows:
+    """Check the user's own rows against the model's inputs; other arrays are ignored.
+
+    Args:
+        fix: values of inputs, in place of arrays.
+
+    Raises:
+        UserError: an input is missing, or has another shape or type, or the numbers of rows differ.
+    """
+    values = fix or {}
+    check_fixed_names(inputs, values)
+    axes = _find_supplied_axes(inputs, arrays)
+    arranged = {spec.name: _read_array(spec, arrays, axes, inputs, where) for spec in inputs if spec.name not in values}
+    count = max((len(arranged[name]) for name in axes if name in arranged), default=1)
+    arranged |= _fit_values(inputs, values, axes, count)
+    counts = {name: len(arranged[name]) for name in axes}
+    if len(set(counts.values())) > 1 and _are_independent(inputs, axes):
+        axes = {}  # the arrays are one request
+    else:
+        _check_row_counts(counts, axes, where)
+    samples = SampleRows(
+        rows={name: arranged[name][:limit] for name in axes},
+        fixed={name: array for name, array in arranged.items() if name not in axes},
+        batch=find_batch(inputs, axes, {}),
+        axes=axes,
+    )
+    return samples if samples.large or not axes else replace(samples, further=_resize(samples, inputs))
+
+
+def _find_supplied_axes(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any]) -> dict[str, int]:
+    """Return the axes of rows, by the names of dimensions, or else by the sizes of the arrays."""
+    shapes = {spec.name: spec.shape for spec in inputs}
+    if axes := find_row_axes(shapes):
+        return axes
+    sizes = {name: arrays[name].shape for name in shapes if name in arrays}
+    have_same_ranks = all(len(shapes[name]) == len(size) for name, size in sizes.items())
+    return guess_row_axes(shapes, sizes) if have_same_ranks else {}
+
+
+def _are_independent(inputs: Sequence[TensorSpec], axes: Mapping[str, int]) -> bool:
+    """Return whether neither a name nor a size states that the axes have one number of rows."""
+    return not find_batch(inputs, axes, {}) and not find_batch_symbol({spec.name: spec.shape for spec in inputs})
+
+
+def _check_row_counts(counts: Mapping[str, int], axes: Mapping[str, int], where: str) -> None:
+    """Raise UserError if the arrays do not have the same number of rows, or none."""
+    if len(set(counts.values())) > 1 or 0 in counts.values():
+        text = ", ".join(f"{name} {count} on axis {axes[name]}" for name, count in counts.items())
+        raise UserError(f"its arrays must have the same number of rows, at least one: {text}", where=where)
+
+
+def _fit_values(
+    inputs: Sequence[TensorSpec], values: Mapping[str, Any], axes: Mapping[str, int], count: int
+) -> dict[str, Any]:
+    """Return the values as arrays of their inputs; those of an input with rows are repeated `count` times."""
+    arranged: dict[str, Any] = {}
+    for spec in inputs:
+        if spec.name not in values:
+            continue
+        if spec.name in axes:
+            row = fit_value(values[spec.name], remove_axis(spec, axes[spec.name]))
+            arranged[spec.name] = np.repeat(row[None], count, axis=0)
+        else:
+            arranged[spec.name] = fit_value(values[spec.name], spec)
+    return arranged
+
+
+def _read_array(
+    spec: TensorSpec, arrays: Mapping[str, Any], axes: Mapping[str, int], inputs: Sequence[TensorSpec], where: str
+) -> Any:
+    """Return one array in the input's type, with rows on axis 0."""
+    if spec.name not in arrays:
+        remedy = "Save the arrays under the names of the model's inputs: numpy.savez(FILE, NAME=array)."
+        raise UserError(
+            f"it has no array {spec.name!r}",
+            where=where,
+            why=f"the model takes {', '.join(s.name for s in inputs)}; the file has {', '.join(arrays) or 'none'}",
+            remedy=remedy if spec.name in axes else f"It is the same for all rows: --fix {spec.name}=VALUE.",
+        )
+    array, kind, axis = arrays[spec.name], read_dtype(spec), axes.get(spec.name)
+    if not _has_shape(spec, array, axis):
+        what = f"array {spec.name!r} has shape {array.shape}, the model takes {format_shape(spec)}"
+        raise UserError(what, where=where)
+    if kind.kind == "U" and array.dtype.kind in "US":
+        kind = np.dtype(np.str_)
+    elif kind.kind == "U" or not np.can_cast(array.dtype, kind, casting="same_kind"):
+        what = f"array {spec.name!r} is of type {array.dtype}, the model takes {spec.dtype}"
+        raise UserError(what, where=where)
+    return np.ascontiguousarray(np.moveaxis(array, axis, 0) if axis else array).astype(kind, copy=False)
+
+
+def _resize(samples: SampleRows, inputs: Sequence[TensorSpec]) -> dict[str, Tensors]:
+    """Return real rows, cut or repeated to other sizes of the free dimensions."""
+    shapes = {s.name: move_axis_first(s.shape, samples.axes[s.name]) for s in inputs if s.name in samples.axes}
+    return make_sized_inputs(samples.rows, find_sized_axes(shapes))
+
+
+def find_input_problems(
+    inputs: Sequence[TensorSpec], arrays: Mapping[str, Any], values: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """Yield why a model cannot take these arrays, by input.
+
+    Unlike in `check_samples`, nothing is converted but `values`: a pipeline passes on what its data set holds.
+    """
+    if missing := [spec.name for spec in inputs if spec.name not in (*arrays, *values)]:
+        names = ", ".join(map(repr, missing))
+        yield "", f"the model takes {names}, and the data set gives it {', '.join(map(repr, arrays))}"
+        return
+    axes = find_row_axes({spec.name: spec.shape for spec in inputs})
+    for spec in inputs:
+        if spec.name in values:
+            yield from _find_value_problems(spec, values[spec.name], axes.get(spec.name))
+        else:
+            yield from _find_array_problems(spec, arrays[spec.name], axes.get(spec.name, 0))
+    known = [spec.name for spec in inputs]
+    for name in (*arrays, *values):
+        if name not in known:
+            yield name, f"the model takes no input {name!r}; it takes {', '.join(known)}"
+
+
+def _find_array_problems(spec: TensorSpec, array: Any, axis: int) -> Iterator[tuple[str, str]]:
+    """Yield why an input cannot be this array, with rows on that axis."""
+    if not _has_shape(spec, array, axis):
+        shape = " × ".join("rows" if place == axis else str(size) for place, size in enumerate(array.shape))
+        yield spec.name, f"{spec.name!r} is of shape {shape}, the model takes {format_shape(spec)}"
+        return
+    has_type = array.dtype.kind in "US" if spec.dtype == "string" else array.dtype == read_dtype(spec)
+    if has_type:
+        return
+    text = f"{spec.name!r} is of type {array.dtype}, the model takes {spec.dtype}"
+    are_numbers = array.dtype.kind in "biuf" and spec.dtype != "string"
+    yield spec.name, f"{text}. Convert it: array.astype({spec.dtype!r})" if are_numbers else text
+
+
+def _find_value_problems(spec: TensorSpec, value: Any, axis: int | None) -> Iterator[tuple[str, str]]:
+    """Yield why an input cannot have a value in every row."""
+    try:
+        fit_value(value, spec if axis is None else remove_axis(spec, axis))
+    except UserError as error:
+        yield spec.name, error.without_place()
+
+
+def _has_shape(spec: TensorSpec, array: Any, rows: int | None) -> bool:
+    """Return whether an array has the shape of an input, but for the number of rows on the axis `rows`."""
+    if len(spec.shape) != array.ndim:
+        return not spec.shape
+    pairs = enumerate(zip(spec.shape, array.shape, strict=True))
+    return all(axis == rows or is_free(size) or size == actual for axis, (size, actual) in pairs)

@@ -1,0 +1,106 @@
+"""Judge what replacing one ONNX file by another costs the task."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from onnx_ops.domain.decision import GateResult, Verdict
+from onnx_ops.domain.gate import ACCURACY, MetricGate
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import UserError
+from onnx_ops.measure.answers import read_answers
+from onnx_ops.measure.predictions import join_predictions, read_prediction
+from onnx_ops.measure.scoring import ScoringRequest, measure_metrics
+from onnx_ops.ports import Dataset, Runtime, Tensors
+from onnx_ops.statistics.judge import judge
+from onnx_ops.statistics.scores import CANDIDATE
+from onnx_ops.tools.bench import (
+    A,
+    make_evidence,
+)
+from onnx_ops.tools.judgement import JudgeRequest
+
+
+def judge_task(request: JudgeRequest, runtime: Runtime, target: Target) -> list[GateResult]:
+    """Judge the task metric if labels exist or are not needed; otherwise how many answers change."""
+    dataset, gate, runtime = request.dataset, request.metric, request.arrange(runtime)
+    label_free = gate.definition().label_free
+    if dataset is not None and (dataset.label is not None or label_free):
+        return _judge_metric(request, runtime, target, dataset, gate)
+    if not request.kind.is_rounded:
+        return []
+    rows = dataset.inputs if dataset is not None else request.settings[0].samples.rows
+    agreement = _judge_agreement(request, runtime, target, rows) if rows else None
+    if agreement is None:
+        remedy = "give --labels and --metric, or --metric cosine for embeddings"
+        reason = f"the cost of rounding for the task is unknown: no output can be read as classes; {remedy}"
+    elif dataset is None:
+        reason = (
+            f"the cost of rounding for the task is unknown: {agreement.reason}, but generated rows "
+            "are not representative of yours: supply --data and --labels"
+        )
+    elif agreement.verdict is Verdict.PASS:
+        return [replace(agreement, reason=f"{agreement.reason}; accuracy cannot drop by more")]
+    else:
+        reason = f"{agreement.reason}: whether it is worse, only labels can show; add --labels"
+    blank = agreement or GateResult(gate="task", metric="agreement", limit="", verdict=Verdict.INCONCLUSIVE, reason="")
+    return [replace(blank, verdict=Verdict.INCONCLUSIVE, reason=reason)]
+
+
+def _judge_metric(
+    request: JudgeRequest, runtime: Runtime, target: Target, dataset: Dataset, gate: MetricGate
+) -> list[GateResult]:
+    definition = gate.definition()
+    request.report(f"scoring {definition.label} on {len(dataset)} rows")
+    scoring = ScoringRequest(
+        runtime=runtime,
+        target=target,
+        models={CANDIDATE: request.candidate, A: request.baseline},
+        dataset=dataset,
+        seed=request.seed,
+        functions=request.functions,
+    )
+    metrics = measure_metrics(scoring, (definition,))
+    evidence = replace(
+        make_evidence(runtime, target, request.candidate),
+        quantized=request.kind.is_rounded,
+        metrics=metrics.counts,
+        scores=metrics.scores,
+        grouped=metrics.grouped,
+    )
+    results = [r for r in judge((gate,), evidence).results if r.gate == "metric"]
+    return [replace(r, gate="task", metric=r.metric.removesuffix(f" vs {A}")) for r in results]
+
+
+def _judge_agreement(request: JudgeRequest, runtime: Runtime, target: Target, rows: Tensors) -> GateResult | None:
+    """Judge the share of answers that change, with A's answers as labels; None if they are not classes."""
+    try:
+        parts = read_answers(
+            runtime, request.baseline, target, rows, lambda outputs: read_prediction(ACCURACY, outputs)
+        )
+        reading = join_predictions(parts)
+        label = (reading.values > 1 / 2).astype(np.int64) if reading.columns == 1 else reading.values
+        gate = MetricGate(name="accuracy", max_drop=request.metric.max_drop or request.metric.max_increase)
+        dataset = Dataset(inputs=rows, label=label)
+        (accuracy,) = [
+            r
+            for r in _judge_metric(request, runtime, target, dataset, gate)
+            if r.metric == "accuracy" and not r.advisory
+        ]
+    except (UserError, ValueError):
+        return None
+    if accuracy.estimate is None or accuracy.verdict is Verdict.ERROR:
+        return None
+    changed = round(-accuracy.estimate * accuracy.n)
+    text = f"{changed} of {accuracy.n} classes change, at most {-100 * (accuracy.low or 0.0):.3g}% of such rows"
+    return replace(accuracy, metric="agreement", reason=text)
+
+
+def build_metric_gate(name: str | None, max_drop: float, *, lower_is_better: bool) -> MetricGate:
+    """Build the limit on a metric: an absolute drop, or a relative growth."""
+    gate = MetricGate(name=name)  # type: ignore[arg-type]
+    if name is not None and ":" in name:
+        gate = MetricGate(use=name, higher_is_better=not lower_is_better)
+    return replace(gate, max_increase=max_drop) if gate.lower_is_better else replace(gate, max_drop=max_drop)
