@@ -195,19 +195,33 @@ def compute_share(known: Sequence[Outcome], *, planted: bool) -> float:
 def list_page(known: Sequence[Outcome]) -> Iterator[str]:
     """Yield the lines of the tables."""
     yield f"Seeds: {', '.join(map(str, sorted({o.seed for o in known})))}."
-    for planted, title in ((False, "quantizer"), (True, "planted fault")):
-        judged = [o for o in known if bool(o.fault) is planted and o.verdict in _VERDICTS.values()]
-        right = "FAIL" if planted else "PASS"
-        share = 100 * compute_share(known, planted=planted)
-        what = "planted faults" if planted else "sound files"
-        yield f"\n{len(judged)} {what}, {share:.1f} % {right}.\n"
-        kinds = sorted({o.verdict for o in judged} | {right}, key=lambda verdict: (verdict != right, verdict))
-        yield f"| {title} | judged | {' | '.join(kinds)} |\n|---|{'---|' * (len(kinds) + 1)}"
-        for name in dict.fromkeys(o.fault if planted else o.quantizer for o in judged):
-            rows = [o.verdict for o in judged if name == (o.fault if planted else o.quantizer)]
-            yield f"| {name} | {len(rows)} | {' | '.join(str(rows.count(kind)) for kind in kinds)} |"
+    for planted in (False, True):
+        yield from _list_verdicts(known, planted=planted)
     lossy = sum(o.verdict == "lossy" for o in known)
     yield f"\n{lossy} files lost more than 1 point and are left out."
+    yield from _list_missing(known)
+
+
+def _list_verdicts(known: Sequence[Outcome], *, planted: bool) -> Iterator[str]:
+    """Yield the table of verdicts on sound files by quantizer, or on planted faults by their kind."""
+    title, what, right = (
+        ("planted fault", "planted faults", "FAIL") if planted else ("quantizer", "sound files", "PASS")
+    )
+    verdicts: dict[str, list[str]] = defaultdict(list)
+    for outcome in known:
+        if bool(outcome.fault) is planted and outcome.verdict in _VERDICTS.values():
+            verdicts[outcome.fault if planted else outcome.quantizer].append(outcome.verdict)
+    judged = [verdict for group in verdicts.values() for verdict in group]
+    share = 100 * compute_share(known, planted=planted)
+    yield f"\n{len(judged)} {what}, {share:.1f} % {right}.\n"
+    kinds = sorted({*judged, right}, key=lambda verdict: (verdict != right, verdict))
+    yield f"| {title} | judged | {' | '.join(kinds)} |\n|---|{'---|' * (len(kinds) + 1)}"
+    for name, group in verdicts.items():
+        yield f"| {name} | {len(group)} | {' | '.join(str(group.count(kind)) for kind in kinds)} |"
+
+
+def _list_missing(known: Sequence[Outcome]) -> Iterator[str]:
+    """Yield the quantizers without a file, each with its most frequent reason."""
     missing: dict[str, Counter[str]] = defaultdict(Counter)
     for outcome in known:
         if outcome.verdict == "missing":

@@ -166,34 +166,50 @@ def _by_hand(bits: int, *, unsigned: bool, block: int, swap: bool) -> Quantize:
         for opset in model.opset_import:
             opset.version = max(opset.version, 21) if opset.domain == "" else opset.version
         model.ir_version = max(model.ir_version, 10)
+        stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
         count = 0
         for node in list(model.graph.node):
-            stored = {tensor.name: tensor for tensor in model.graph.initializer}
             if node.op_type not in ("Gemm", "MatMul", "Conv") or node.input[1] not in stored:
                 continue
-            weight = numpy_helper.to_array(stored[node.input[1]])
-            axis = 0 if node.op_type == "Conv" or any(a.name == "transB" and a.i for a in node.attribute) else 1
-            turned = swap and weight.ndim == 2
-            written = weight.T if turned else weight
-            along = (1 - axis if block else axis) if not turned else (axis if block else 1 - axis)
+            weight = stored[node.input[1]]
             if weight.ndim > 2 and block:
                 continue
-            nodes, tensors = _dequantizing(written, f"k{count}", bits, unsigned=unsigned, block=block, axis=along)
+            turned = swap and weight.ndim == 2
+            written = weight.T if turned else weight
+            axis = _rounded_axis(node, turned=turned, by_block=bool(block))
+            nodes, tensors = _dequantizing(written, f"k{count}", bits, unsigned=unsigned, block=block, axis=axis)
             if turned:
                 nodes.append(helper.make_node("Transpose", [f"k{count}_f"], [f"k{count}_t"], perm=[1, 0]))
-            node.input[1] = nodes[-1].output[0]
-            model.graph.initializer.extend(tensors)
-            place = list(model.graph.node).index(node)
-            for made in reversed(nodes):
-                model.graph.node.insert(place, made)
+            _replace_weight(model, node, nodes, tensors)
             count += 1
-        used = {name for node in model.graph.node for name in node.input}
-        left = [tensor for tensor in model.graph.initializer if tensor.name in used]
-        del model.graph.initializer[:]
-        model.graph.initializer.extend(left)
+        _remove_unused(model)
         onnx.save(model, path)
 
     return quantize
+
+
+def _rounded_axis(node: Any, *, turned: bool, by_block: bool) -> int:
+    """Axis of the written weight that has the scales: the outputs, or the inputs in blocks."""
+    outputs = 0 if node.op_type == "Conv" or any(a.name == "transB" and a.i for a in node.attribute) else 1
+    axis = 1 - outputs if by_block else outputs
+    return 1 - axis if turned else axis
+
+
+def _replace_weight(model: Any, node: Any, nodes: list[Any], tensors: list[Any]) -> None:
+    """Let a node read its weight from the last of these nodes, which are put before it."""
+    node.input[1] = nodes[-1].output[0]
+    model.graph.initializer.extend(tensors)
+    place = list(model.graph.node).index(node)
+    for made in reversed(nodes):
+        model.graph.node.insert(place, made)
+
+
+def _remove_unused(model: Any) -> None:
+    """Remove the constants that no node reads."""
+    used = {name for node in model.graph.node for name in node.input}
+    left = [tensor for tensor in model.graph.initializer if tensor.name in used]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(left)
 
 
 def _dequantizing(

@@ -33,7 +33,7 @@ ABILITIES = {
 def check_rollouts(draft: Draft) -> Iterator[Issue]:
     """Yield rollouts that contradict themselves or each other."""
     for loc, entry in draft.deploy:
-        for rule in (_check_steps, _check_guardrails, _check_judgement):
+        for rule in (_check_steps, _check_strategy, _check_guardrails, _check_judgement):
             yield from rule((*loc, "rollout"), entry.rollout)
     yield from _check_dependencies(draft)
 
@@ -92,13 +92,9 @@ def _find_predecessors(name: str, entries: Mapping[str, Deploy]) -> set[str]:
 
 
 def _check_steps(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
+    """Yield shares of traffic that are not whole percentages, or do not grow to 100%."""
     steps = policy.steps
-    shares: list[tuple[Loc, float]] = [(("steps", index), share) for index, share in enumerate(steps)]
-    if policy.shadow:
-        shares.append((("shadow", "fraction"), policy.shadow.fraction))
-    if policy.ab_test:
-        shares.append((("ab_test", "split"), policy.ab_test.split))
-    for key, share in shares:
+    for key, share in _list_shares(policy):
         if abs(share * 100 - round(share * 100)) > _TOLERANCE:
             yield Issue((*where, *key), f"{share * 100:g}% is not a whole percentage")
     if steps[0] <= 0 or any(later <= earlier for earlier, later in pairwise(steps)):
@@ -110,10 +106,24 @@ def _check_steps(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
         yield Issue((*where, "ab_test", "split"), message)
     if policy.ab_test and not policy.ab_test.metric.strip():
         yield Issue((*where, "ab_test", "metric"), "a metric's name must not be blank")
+
+
+def _list_shares(policy: RolloutPolicy) -> Iterator[tuple[Loc, float]]:
+    """Yield every share of traffic, with the place of its key."""
+    for index, share in enumerate(policy.steps):
+        yield ("steps", index), share
+    if policy.shadow:
+        yield ("shadow", "fraction"), policy.shadow.fraction
+    if policy.ab_test:
+        yield ("ab_test", "split"), policy.ab_test.split
+
+
+def _check_strategy(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
+    """Yield a strategy that its other keys contradict."""
     match policy.strategy:
-        case "all-at-once" if len(steps) > 1 or policy.ab_test or policy.shadow:
+        case "all-at-once" if len(policy.steps) > 1 or policy.ab_test or policy.shadow:
             message = "all-at-once has one step, 100%, and neither 'shadow' nor 'ab_test'"
-        case "canary" if len(steps) < 2:
+        case "canary" if len(policy.steps) < 2:
             message = "canary needs several steps, e.g. steps: [10%, 50%, 100%]"
         case "ab_test" if not policy.ab_test:
             message = "strategy ab_test needs 'ab_test', e.g. ab_test: {duration: 7 d}"
@@ -151,26 +161,34 @@ def _check_guardrails(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
 
 
 def _check_judgement(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
+    """Yield durations and numbers of requests that do not fit the steps, or that nothing uses."""
     if policy.min_step_duration is not None and policy.min_step_duration >= policy.step_timeout:
         yield Issue((*where, "min_step_duration"), "'min_step_duration' must be shorter than 'step_timeout'")
     if policy.epoch >= policy.step_timeout:
         yield Issue((*where, "epoch"), "'epoch' must be shorter than 'step_timeout'")
-    count, known = len(policy.min_requests), [round(share * 100) for share in policy.trials]
-    if policy.is_analyzed and count and not known:
+    count, trials = len(policy.min_requests), len(policy.trials)
+    if policy.is_analyzed and count and not trials:
         yield Issue((*where, "min_requests"), "'min_requests' is for steps before 100%; a shadow has its own")
-    elif count > 1 and count != len(known):
-        message = f"numbers: {count}, steps before 100%: {len(known)}; give one number, or one for each step"
+    elif count > 1 and count != trials:
+        message = f"numbers: {count}, steps before 100%: {trials}; give one number, or one for each step"
         yield Issue((*where, "min_requests"), message)
-    if policy.is_analyzed:
-        for index, share in enumerate(policy.approval_steps):
-            if round(share * 100) not in known:
-                steps = quote_names(f"{percent}%" for percent in known) or "none"
-                yield Issue(
-                    (*where, "approval_steps", index), f"{share * 100:g}% is not a step before 100%; those are {steps}"
-                )
-        return
+    yield from _check_approvals(where, policy) if policy.is_analyzed else _list_unused(where, policy)
+
+
+def _check_approvals(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
+    """Yield steps for approval that are not steps before 100%."""
+    trials = [round(share * 100) for share in policy.trials]
+    for index, share in enumerate(policy.approval_steps):
+        if round(share * 100) not in trials:
+            steps = quote_names(f"{percent}%" for percent in trials) or "none"
+            message = f"{share * 100:g}% is not a step before 100%; those are {steps}"
+            yield Issue((*where, "approval_steps", index), message)
+
+
+def _list_unused(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
+    """Yield what is set for the judgement of steps where none is judged."""
     given = {
-        "min_requests": count,
+        "min_requests": policy.min_requests,
         "min_step_duration": policy.min_step_duration,
         "approval_steps": policy.approval_steps,
     }

@@ -18,9 +18,10 @@ from typing import Literal
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
-from onnx_ops.domain.rollout_policy import PlannedStep, RolloutPolicy
+from onnx_ops.domain.rollout_policy import PlannedStep, RolloutPolicy, SplitTest
 
 _NO_TRAFFIC = PlannedStep(kind="canary", percent=0)
+_NO_FEEDBACK = "no feedback was reported"
 _REPORTED_DESIGN_EFFECT = 1.5
 """Design effect from which a guardrail's summary mentions it."""
 
@@ -210,24 +211,18 @@ def choose_next_action(
         now: seconds since the epoch.
         draws_epochs: whether the provider can assign users anew in each epoch.
     """
-    candidate, stable = roles.candidate, roles.stable
+    stable = roles.stable
     if stable is None:
         return _deploy_first(desired, target)
     rollout = _Rollout(stable, roles, policy, target, command, now, analysis, draws_epochs)
-    idle = [roles.previous] if roles.previous is not None and roles.finished_at else []
-    expected = build_split_state(stable, None, 0, *idle)
-    if candidate is not None:
-        is_wanted = desired is not None and desired.manifest in (candidate.manifest, stable.manifest)
-        failure = analysis.abort_reason if policy.is_analyzed and analysis is not None else ""
-        if failure or not is_wanted:
-            why = failure if is_wanted else "no longer requested by the registry"
-            return plan_abort(roles, target, why=why, reject=is_wanted)
-        expected = rollout.build_state(candidate, _find_step(policy, roles.step), *idle)
+    if (abort := rollout.find_abort(desired)) is not None:
+        return abort
+    expected = rollout.build_expected_state()
     if observed is None or not observed.covers(expected):
         why = "the endpoint differs from its expected state"
         return Action(kind=ActionKind.RESTORE, state=expected, roles=roles, why=why)
-    if candidate is not None:
-        return rollout.proceed(candidate)
+    if roles.candidate is not None:
+        return rollout.proceed(roles.candidate)
     if command is OperatorCommand.PAUSE:
         return Wait(why="paused by an operator")
     if observed.drift:  # before a rollout starts, so that both of its versions run alike
@@ -354,6 +349,24 @@ class _Rollout:
     analysis: AnalysisResult | None
     draws_epochs: bool
 
+    def find_abort(self, desired: Deployment | None) -> Action | None:
+        """Return the abort of a candidate that failed or is no longer requested; None if there is neither."""
+        candidate, analysis = self.roles.candidate, self.analysis
+        if candidate is None:
+            return None
+        if desired is None or desired.manifest not in (candidate.manifest, self.stable.manifest):
+            return plan_abort(self.roles, self.target, why="no longer requested by the registry", reject=False)
+        failure = analysis.abort_reason if self.policy.is_analyzed and analysis is not None else ""
+        return plan_abort(self.roles, self.target, why=failure, reject=True) if failure else None
+
+    def build_expected_state(self) -> EndpointState:
+        """Return the state of the endpoint as the last action left it."""
+        roles = self.roles
+        idle = [roles.previous] if roles.previous is not None and roles.finished_at else []
+        if roles.candidate is None:
+            return build_split_state(self.stable, None, 0, *idle)
+        return self.build_state(roles.candidate, _find_step(self.policy, roles.step), *idle)
+
     def build_state(self, candidate: Deployment, step: PlannedStep, *idle: Deployment) -> EndpointState:
         """Return the state of the endpoint in a step.
 
@@ -389,35 +402,42 @@ class _Rollout:
 
     def _evaluate_step(self, candidate: Deployment, step: PlannedStep) -> Action | Wait | str:
         """Return why the rollout may leave the step, else what to do. Without metrics nothing moves."""
-        name, policy, analysis = candidate.name, self.policy, self.analysis
-        share = (
-            f"{name} holds {step.percent} %"
-            if step.kind != "shadow"
-            else f"{name} gets a copy of {step.mirror_percent} %"
-        )
+        policy, analysis = self.policy, self.analysis
+        share = _describe_share(candidate, step)
         if analysis is None:
             return Wait(why=f"{share}; nothing was counted yet", kind=WaitKind.ANALYZING)
         if why := analysis.split_mismatch or analysis.hold_reason:
             return Wait(why=f"{share} and is paused: {why}", kind=WaitKind.PAUSED)
         elapsed = self.now - analysis.started_at
-        missing, is_late = _find_missing(step, policy, analysis, elapsed), elapsed >= policy.step_timeout
+        missing = _find_missing(step, policy, analysis, elapsed)
+        is_late = elapsed >= policy.step_timeout
         if step.kind == "ab_test" and policy.ab_test is not None and analysis.ab_outcome != "better":
-            summary = analysis.ab_summary or "no feedback was reported"
             if elapsed >= policy.ab_test.duration:
-                why = f"the A/B test is over and undecided: {summary}"
-                if policy.ab_test.on_inconclusive == "abort":
-                    return plan_abort(self.roles, self.target, why=why, reject=True)
-                if policy.ab_test.on_inconclusive == "finish" and analysis.ab_summary and not missing:
-                    return why
-                return Wait(why=f"{share} and needs an operator: {why}", kind=WaitKind.INCONCLUSIVE)
-            missing, is_late = missing or summary, False
+                return self._conclude_test(policy.ab_test, analysis, share, is_complete=not missing)
+            missing = missing or analysis.ab_summary or _NO_FEEDBACK
+            is_late = False  # the test has a duration instead
+        if missing and is_late:
+            why = f"{share} and needs an operator: step_timeout is over and {missing}"
+            return Wait(why=why, kind=WaitKind.INCONCLUSIVE)
         if missing:
-            why = f" and needs an operator: step_timeout is over and {missing}" if is_late else f": {missing}"
-            return Wait(why=share + why, kind=WaitKind.INCONCLUSIVE if is_late else WaitKind.ANALYZING)
+            return Wait(why=f"{share}: {missing}", kind=WaitKind.ANALYZING)
         if step.approval:
             return Wait(why=f"{share}, no regression is detected, and it waits for approval", kind=WaitKind.APPROVAL)
-        shown = analysis.guardrails[-1].summary if step.kind == "cold" else analysis.ab_summary
-        return shown or f"no regression detected in {analysis.requests} requests"
+        return _describe_evidence(step, analysis)
+
+    def _conclude_test(
+        self, test: SplitTest, analysis: AnalysisResult, share: str, *, is_complete: bool
+    ) -> Action | Wait | str:
+        """Return what the policy requires after an A/B test without a better version.
+
+        It finishes only with feedback, and if the step is otherwise complete.
+        """
+        why = f"the A/B test is over and undecided: {analysis.ab_summary or _NO_FEEDBACK}"
+        if test.on_inconclusive == "abort":
+            return plan_abort(self.roles, self.target, why=why, reject=True)
+        if test.on_inconclusive == "finish" and analysis.ab_summary and is_complete:
+            return why
+        return Wait(why=f"{share} and needs an operator: {why}", kind=WaitKind.INCONCLUSIVE)
 
     def move_to_step(self, index: int, candidate: Deployment, because: str = "") -> Action:
         """Start the rollout, advance it, or finish it at its last step."""
@@ -458,6 +478,18 @@ class _Rollout:
             why = "the endpoint holds deployments without traffic"
             return Action(kind=ActionKind.CLEAN_UP, state=expected, roles=roles, why=why)
         return Wait(why=f"{self.stable.name} serves all traffic")
+
+
+def _describe_share(candidate: Deployment, step: PlannedStep) -> str:
+    if step.kind == "shadow":
+        return f"{candidate.name} gets a copy of {step.mirror_percent} %"
+    return f"{candidate.name} holds {step.percent} %"
+
+
+def _describe_evidence(step: PlannedStep, analysis: AnalysisResult) -> str:
+    """Return what a step that is complete has shown."""
+    summary = analysis.guardrails[-1].summary if step.kind == "cold" else analysis.ab_summary
+    return summary or f"no regression detected in {analysis.requests} requests"
 
 
 def _find_missing(step: PlannedStep, policy: RolloutPolicy, analysis: AnalysisResult, elapsed: float) -> str:

@@ -7,7 +7,7 @@ rounding.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,7 +88,7 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
     tensors = reader.tensors
     rewriting = _Dequantization(
         reader=reader,
-        folded=_folded(source, model, reader),
+        folded=_find_folded(source, model, reader),
         makers={name: node for node in model.graph.node for name in node.output},
         levels=frozenset(node.input[0] for node in model.graph.node if node.op_type in _INTEGER),
     )
@@ -104,38 +104,69 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
     write_model(model, path)
 
 
-def _folded(source: Path, model: onnx.ModelProto, reader: StoredWeightReader) -> dict[str, onnx.NodeProto]:
+def _find_folded(source: Path, model: onnx.ModelProto, reader: StoredWeightReader) -> dict[str, onnx.NodeProto]:
     """Return ReLU and Clip of the original that a range of the quantized model replaces, by QuantizeLinear output.
 
-    Quantizers leave out a clipping operator where the range ends at the same values, and give its output's name to its
-    input, or another name: then the layer that computes it is found by its weight.
+    Quantizers leave out a clipping operator where the range ends at the same values.
     """
     tensors = reader.tensors
-    if not any(node.op_type == "QuantizeLinear" and node.input[0] not in tensors for node in model.graph.node):
+    rounding = [node for node in model.graph.node if node.op_type == "QuantizeLinear" and node.input[0] not in tensors]
+    if not rounding:
         return {}
     original = read_model(source)
     stored = collect_constants(original)
-    after = {node.input[0]: node for node in original.graph.node if node.op_type in _CUTTING and node.input}
-    before = {node.output[0]: node for node in original.graph.node if node.op_type in _CUTTING}
-    cut, makers = find_folded_values(source), {name: node.op_type for node in model.graph.node for name in node.output}
     known = OriginFinder(original, model).match_values(list(reader.iterate_weights()))
+    clipping = _map_clipping(original, find_folded_values(source), [node.input[0] for node in rounding], known)
+    makers = {name: node.op_type for node in model.graph.node for name in node.output}
     folded = {}
-    for node in model.graph.node:
-        if node.op_type != "QuantizeLinear" or node.input[0] in tensors:
+    for node in rounding:
+        operator = clipping.get(node.input[0])
+        if operator is None or operator.op_type in (makers.get(node.input[0]), makers.get(operator.output[0])):
             continue
-        name = node.input[0].removesuffix(WRITTEN_SUFFIX)
-        name = name if name in before or name in cut else known.get(node.input[0], name)
-        cutting = before.get(name) or (after[name] if name in cut else None)
-        if cutting is None or cutting.op_type in (makers.get(node.input[0]), makers.get(cutting.output[0])):
-            continue
-        if (levels := read_levels(node, tensors)) is not None and _ends_alike(cutting, stored, *levels):
-            made = folded[node.output[0]] = copy.deepcopy(cutting)
-            for place, name in enumerate(cutting.input):
-                if place and name:  # a constant, which gets a new name
-                    made.input[place] = f"{name}.original"
-                    tensors[made.input[place]] = copy.deepcopy(stored[name])
-                    tensors[made.input[place]].name = made.input[place]
+        levels = read_levels(node, tensors)
+        if levels is not None and _ends_alike(operator, stored, *levels):
+            folded[node.output[0]] = _copy_operator(operator, stored, tensors)
     return folded
+
+
+def _map_clipping(
+    original: onnx.ModelProto, replaceable: Collection[str], values: Iterable[str], known: Mapping[str, str]
+) -> dict[str, onnx.NodeProto]:
+    """Return the ReLU or Clip of the original that computes each of these values of the quantized model.
+
+    Quantizers give the output's name to the operator's input, or another name: then the layer that computes the value
+    is found by its weight.
+
+    Args:
+        replaceable: inputs of operators that a range can replace.
+        known: values of the original by those of the quantized model, from their layers' weights.
+    """
+    operators = [node for node in original.graph.node if node.op_type in _CUTTING and node.input]
+    by_input = {node.input[0]: node for node in operators}
+    by_output = {node.output[0]: node for node in operators}
+    clipping = {}
+    for value in values:
+        name = value.removesuffix(WRITTEN_SUFFIX)
+        if name not in by_output and name not in replaceable:
+            name = known.get(value, name)
+        if name in by_output:
+            clipping[value] = by_output[name]
+        elif name in replaceable:
+            clipping[value] = by_input[name]
+    return clipping
+
+
+def _copy_operator(
+    operator: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto], tensors: dict[str, onnx.TensorProto]
+) -> onnx.NodeProto:
+    """Return a copy of an operator, and add copies of its constants under new names to `tensors`."""
+    made = copy.deepcopy(operator)
+    for place, name in enumerate(operator.input):
+        if place and name:
+            made.input[place] = f"{name}.original"
+            tensors[made.input[place]] = copy.deepcopy(stored[name])
+            tensors[made.input[place]].name = made.input[place]
+    return made
 
 
 def _ends_alike(

@@ -59,6 +59,13 @@ _AFFIXES = re.compile(r"^fused |(?:_token_\d+|_nchwc|_quant|_MatMul|/\w+Fusion)$
 FUSE = "target file: session: {graph_level: all}"
 """The setting with which the runtime fuses pairs into operators."""
 
+_FLOAT, _UINT8, _INT8, _UINT16, _HALF = 1, 2, 3, 4, 10
+_SLOW_SETTINGS = {
+    "session.x64quantprecision": "2.9 times the time, for sums that reduce_range keeps right as well",
+    "session.qdqisint8allowed": "3.7 times the time: activations become int8, which kernels of x86 do not take",
+}
+_DYNAMIC = ("ConvInteger", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulIntegerToFloat")
+
 
 def quantizes_activations(model: onnx.ModelProto) -> bool:
     """Return whether a model computes in integers: it quantizes values that are no constants, or has such operators."""
@@ -79,6 +86,7 @@ class _Graph:
     `inner` are the values of subgraphs; `dynamic`: ranges are computed in each run.
     """
 
+    nodes: Sequence[onnx.NodeProto]
     makers: Mapping[str, onnx.NodeProto]
     readers: Mapping[str, Sequence[onnx.NodeProto]]
     types: Mapping[str, int]
@@ -100,36 +108,58 @@ def measure_int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str]
         source: the float export, whose names are reported.
         rewritten: the variant's graph as the runtime runs it.
     """
-    names: dict[str, str] = {}  # by name and by output; a node without a name is identified by its first output
-    for node in iterate_nodes(read_structure(source)):
-        called = node.name or node.output[0]
-        names |= dict.fromkeys((called, *node.output), called)
-    model = read_structure(rewritten)
-    nodes = list(model.graph.node)
-    nodes += [node for subgraph in list(iterate_graphs(model))[1:] for node in subgraph.node]
-    graph = _Graph(
-        makers={value: node for node in nodes for value in node.output},
-        readers=map_readers(nodes),
-        types={t.name: t.data_type for subgraph in iterate_graphs(model) for t in subgraph.initializer},
-        inner=frozenset(value for node in nodes[len(model.graph.node) :] for value in node.output),
-        dynamic=any(node.op_type in _DYNAMIC for node in nodes),
-    )
+    names = _list_names(source)
+    graph = _read_graph(rewritten)
     excluded_names = set(excluded)
     int8: list[str] = []
     floats: list[FloatOperator] = []
-    for node in nodes:
-        name, before = node.name, ""
-        while name not in names and name != before:  # without the affixes
-            before, name = name, _AFFIXES.sub("", name, count=1)
-        name = (name and names.get(name)) or names.get(node.output[0], node.name or node.output[0])
+    for node in graph.nodes:
+        name = _find_name(node, names)
         if node.op_type in INT8_OPERATORS:
             int8.append(name)
         elif kind := _KINDS.get(node.op_type):
-            reason, setting = ("excluded", "") if name in excluded_names else _reason(node, graph)
+            reason, setting = ("excluded", "") if name in excluded_names else _explain_float(node, graph)
             floats.append(FloatOperator(name=name, op_type=kind, reason=reason, setting=setting))
-    return Int8Coverage(
-        int8=tuple(int8), floats=tuple(floats), unheeded=tuple(name for name in int8 if name in excluded_names)
+    unheeded = tuple(name for name in int8 if name in excluded_names)
+    return Int8Coverage(int8=tuple(int8), floats=tuple(floats), unheeded=unheeded)
+
+
+def _list_names(source: Path) -> dict[str, str]:
+    """Return the name of each node by its name and by its outputs; that of a node without one is its first output."""
+    names: dict[str, str] = {}
+    for node in iterate_nodes(read_structure(source)):
+        called = node.name or node.output[0]
+        names |= dict.fromkeys((called, *node.output), called)
+    return names
+
+
+def _find_name(node: onnx.NodeProto, names: Mapping[str, str]) -> str:
+    """Return the original name of a node that quantizers and the runtime may have renamed; its own if unknown."""
+    name, before = node.name, ""
+    while name not in names and name != before:
+        before, name = name, _AFFIXES.sub("", name, count=1)
+    original = name and names.get(name)
+    return original or names.get(node.output[0], node.name or node.output[0])
+
+
+def _read_graph(rewritten: Path) -> _Graph:
+    model = read_structure(rewritten)
+    graphs = list(iterate_graphs(model))
+    inner = [node for subgraph in graphs[1:] for node in subgraph.node]
+    nodes = [*model.graph.node, *inner]
+    return _Graph(
+        nodes=nodes,
+        makers={value: node for node in nodes for value in node.output},
+        readers=map_readers(nodes),
+        types={tensor.name: tensor.data_type for subgraph in graphs for tensor in subgraph.initializer},
+        inner=frozenset(value for node in inner for value in node.output),
+        dynamic=any(node.op_type in _DYNAMIC for node in nodes),
     )
+
+
+def _explain_float(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
+    """Return why the node runs in float, and the setting that fixes it."""
+    return _explain_unreached(node, graph) or _explain_unquantized(node, graph) or _explain_unfused(node, graph)
 
 
 def _explain_unreached(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str] | None:
@@ -143,42 +173,35 @@ def _explain_unreached(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str] |
     return None
 
 
-def _reason(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
-    """Return why the node runs in float, and the setting that fixes it."""
-    if unreached := _explain_unreached(node, graph):
-        return unreached
-    makers = [graph.makers.get(name) for name in node.input[:2]]
-    read = [maker is not None and maker.op_type == "DequantizeLinear" for maker in makers]
-    weight = graph.constant(node.input[1])
-    if not weight and not all(read):
-        return (
-            "both of its inputs are computed: it has no constant weight",
-            "method: static, which supports such products",
-        )
-    if not read[0]:
-        maker = makers[0]
-        reason = f"its input is not quantized: it comes in float from {maker.op_type if maker else 'the model input'}"
+def _explain_unquantized(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str] | None:
+    """Return why an input of the node is not quantized, and the setting that fixes it; None if both are."""
+    first, second = (graph.makers.get(name) for name in node.input[:2])
+    is_first_quantized, is_second_quantized = (
+        maker is not None and maker.op_type == "DequantizeLinear" for maker in (first, second)
+    )
+    if not graph.constant(node.input[1]) and not (is_first_quantized and is_second_quantized):
+        reason = "both of its inputs are computed: it has no constant weight"
+        return reason, "method: static, which supports such products"
+    if not is_first_quantized:
+        reason = f"its input is not quantized: it comes in float from {first.op_type if first else 'the model input'}"
         return reason, f"name {_KINDS[node.op_type]} in `options.op_types`, or leave op_types out"
-    levels = makers[0].input[2] if makers[0] is not None and len(makers[0].input) > 2 else ""
-    if graph.types.get(levels) == _INT8:
+    return None
+
+
+def _explain_unfused(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
+    """Return why a node with a quantized input is not fused with its pairs, and the setting that fixes it."""
+    read = graph.makers[node.input[0]]
+    zero_point = read.input[2] if len(read.input) > 2 else ""
+    if graph.types.get(zero_point) == _INT8:
         reason = "its QuantizeLinear pair is not fused: activations are int8, but x86 kernels accept uint8"
         return reason, "options: {activations: uint8}"
-    if not weight and not read[1]:
-        return "its QuantizeLinear pair is not fused: the second input is not quantized", "leave `options.op_types` out"
     after = [reader.op_type for reader in graph.readers.get(node.output[0], ())]
-    if "QuantizeLinear" not in after:
-        follows = after[0] if after else "the model output"
-        reason = f"its QuantizeLinear pair is not fused: {follows} follows instead of QuantizeLinear"
-        return reason, f"name {after[0]} in `options.op_types`, or exclude the operator" if after else ""
-    return "its QuantizeLinear pair is not fused, though input and output are quantized", FUSE
-
-
-_FLOAT, _UINT8, _INT8, _UINT16, _HALF = 1, 2, 3, 4, 10
-_SLOW_SETTINGS = {
-    "session.x64quantprecision": "2.9 times the time, for sums that reduce_range keeps right as well",
-    "session.qdqisint8allowed": "3.7 times the time: activations become int8, which kernels of x86 do not take",
-}
-_DYNAMIC = ("ConvInteger", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulIntegerToFloat")
+    if "QuantizeLinear" in after:
+        return "its QuantizeLinear pair is not fused, though input and output are quantized", FUSE
+    if not after:
+        return "its QuantizeLinear pair is not fused: the model output follows instead of QuantizeLinear", ""
+    reason = f"its QuantizeLinear pair is not fused: {after[0]} follows instead of QuantizeLinear"
+    return reason, f"name {after[0]} in `options.op_types`, or exclude the operator"
 
 
 def advise(
@@ -207,23 +230,12 @@ def advise(
             finding = "excluded, but in int8: the runtime fuses the pairs of the neighbours around them"
             setting = "exclude the operators before and after them too"
             advice.append(Advice(finding=finding, setting=setting, nodes=coverage.unheeded))
-    return (*advice, *_list_conversion_advice(run))
+    return (*advice, *_list_conversion_advice(run), *_list_cast_advice(run))
 
 
 def _list_type_advice(model: onnx.ModelProto, machine: Arithmetic) -> Iterator[Advice]:
     """Yield advice on the element types of quantized activations and weights."""
-    stored = collect_constants(model)
-    activations: set[int] = set()
-    weights: dict[str, int] = {}
-    for node in model.graph.node:
-        if node.op_type == "QuantizeLinear" and node.input[0] not in stored and len(node.input) > 2:
-            zero = stored.get(node.input[2])
-            activations |= {zero.data_type} if zero is not None else set()
-        elif node.op_type == "DequantizeLinear" and node.input[0] in stored:
-            weights[node.input[0]] = stored[node.input[0]].data_type
-        elif node.op_type in _DYNAMIC and node.input[1] in stored:
-            weights[node.input[1]] = stored[node.input[1]].data_type
-            activations.add(_UINT8)
+    activations, weights = _read_element_types(model)
     if _UINT16 in activations:
         finding = "activations of 16 bits take longer than float32 does"
         yield Advice(finding=finding, setting="options: {activations: uint8}")
@@ -232,13 +244,29 @@ def _list_type_advice(model: onnx.ModelProto, machine: Arithmetic) -> Iterator[A
     if _INT8 in activations:
         finding = "activations are int8: x86 kernels accept uint8, so operators stay in float or run slowly"
         yield Advice(finding=finding, setting="options: {activations: uint8}")
-    if _UINT8 in weights.values():
+    if _UINT8 in weights:
         finding = "weights are uint8: x86 kernels are optimized for int8 weights"
         yield Advice(finding=finding, setting="options: {weights: int8}")
     if machine.saturates and find_saturating_weights(model):
         finding = "weights use all 8 bits and the CPU has no VNNI: sums of products saturate, and answers are wrong"
         setting = "options: {reduce_range: true}, or leave it to the target"
         yield Advice(finding=f"{finding} without a message", setting=setting)
+
+
+def _read_element_types(model: onnx.ModelProto) -> tuple[set[int], set[int]]:
+    """Return the element types of quantized activations, and of quantized weights."""
+    stored = collect_constants(model)
+    activations: set[int] = set()
+    weights: set[int] = set()
+    for node in model.graph.node:
+        if node.op_type == "QuantizeLinear" and node.input[0] not in stored:
+            activations |= {stored[name].data_type for name in node.input[2:3] if name in stored}
+        elif node.op_type == "DequantizeLinear" and node.input[0] in stored:
+            weights.add(stored[node.input[0]].data_type)
+        elif node.op_type in _DYNAMIC and node.input[1] in stored:
+            weights.add(stored[node.input[1]].data_type)
+            activations.add(_UINT8)
+    return activations, weights
 
 
 def _list_setting_advice(target: Target, machine: Arithmetic, kinds: set[str]) -> Iterator[Advice]:
@@ -259,27 +287,34 @@ def _list_setting_advice(target: Target, machine: Arithmetic, kinds: set[str]) -
 
 
 def _list_conversion_advice(run: onnx.ModelProto) -> Iterator[Advice]:
-    """Yield operators in float between int8 ones, and casts between float16 and float32 within the graph."""
+    """Yield advice on operators in float between int8 ones."""
     makers = {name: node for node in run.graph.node for name in node.output}
     between: dict[str, list[str]] = {}
     for node in run.graph.node:
         if node.op_type == "QuantizeLinear":
             maker = makers.get(node.input[0])
-            sources = [makers[name] for name in maker.input if name in makers] if maker is not None else []
-            if maker and any(source.op_type in ("DequantizeLinear", *_DYNAMIC) for source in sources):
+            if maker is None:
+                continue
+            sources = [makers[name] for name in maker.input if name in makers]
+            if any(source.op_type in ("DequantizeLinear", *_DYNAMIC) for source in sources):
                 between.setdefault(maker.op_type, []).append(maker.name or maker.output[0])
     for kind, names in sorted(between.items()):
         finding = f"{len(names)} {kind} in float between int8 operators: a conversion before and one after each"
         setting = f"name {kind} in `options.op_types`; if it has no int8 kernel, exclude its neighbours"
         yield Advice(finding=finding, setting=setting, nodes=tuple(names))
+
+
+def _list_cast_advice(run: onnx.ModelProto) -> Iterator[Advice]:
+    """Yield advice on casts between float16 and float32 within the graph."""
     halves = any(tensor.data_type == _HALF for tensor in run.graph.initializer)
+    types = (_HALF, _FLOAT) if halves else (_HALF,)
     edges = {value.name for value in (*run.graph.input, *run.graph.output)}
     inner = [
         node.name or node.output[0]
         for node in run.graph.node
         if node.op_type == "Cast"
         and not edges.intersection((*node.input, *node.output))
-        and next((a.i for a in node.attribute if a.name == "to"), 0) in ((_HALF, _FLOAT) if halves else (_HALF,))
+        and next((a.i for a in node.attribute if a.name == "to"), 0) in types
     ]
     if inner:
         finding = f"{len(inner)} casts between float16 and float32 within the graph"

@@ -110,26 +110,37 @@ def _count_weights(model: onnx.ModelProto, stored: Mapping[str, onnx.TensorProto
     counts = Counter[str]()
     for node in reversed(list(iterate_nodes(model))):  # in the order of the graph
         first = node.input[0] if node.input else ""
-        levels = first
-        if node.op_type == "QuantizeLinear" and first in stored and len(node.input) > 2:
-            levels = node.input[2]  # a float constant that is rounded in each run, to the type of its zero point
-        if node.op_type in _READING and levels in stored and _is_narrow(stored[levels]):
-            types[node.output[0]] = get_element_type(stored[levels].data_type)
+        weight = node.input[1] if len(node.input) > 1 else ""
+        if kind := _get_levels_type(node, stored):
+            types[node.output[0]] = kind
         elif node.op_type in (*_MOVING, "DequantizeLinear") and first in types:
             types[node.output[0]] = types[first]
         elif node.op_type in _BLOCKED:
             counts[f"int{next((a.i for a in node.attribute if a.name == 'bits'), 4)}"] += 1
-        elif node.op_type in _WITH_WEIGHTS and (kind := next((types[n] for n in node.input[1:2] if n in types), "")):
-            counts[kind] += 1
-        elif node.op_type == "Gather" and (first in types or (first in stored and _is_narrow(stored[first]))):
-            kind = types.get(first) or get_element_type(stored[first].data_type)
+        elif node.op_type in _WITH_WEIGHTS and weight in types:
+            counts[types[weight]] += 1
+        elif node.op_type == "Gather" and (kind := types.get(first) or _get_narrow_type(first, stored)):
             types[node.output[0]] = kind
             counts[kind] += 1
     return counts
 
 
-def _is_narrow(tensor: onnx.TensorProto) -> bool:
-    return (get_element_bits(tensor.data_type) or _WIDE) < _WIDE
+def _get_levels_type(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> str:
+    """Return the type of the levels that a pair's operator makes of a constant, or reads; empty for other nodes."""
+    if node.op_type not in _READING or not node.input or node.input[0] not in stored:
+        return ""
+    if node.op_type == "QuantizeLinear" and len(node.input) > 2:
+        # A float constant that is rounded in each run, to the type of its zero point.
+        return _get_narrow_type(node.input[2], stored)
+    return _get_narrow_type(node.input[0], stored)
+
+
+def _get_narrow_type(name: str, stored: Mapping[str, onnx.TensorProto]) -> str:
+    """Return the type of a constant with fewer than 16 bits; empty for others."""
+    if name not in stored:
+        return ""
+    kind = stored[name].data_type
+    return get_element_type(kind) if (get_element_bits(kind) or _WIDE) < _WIDE else ""
 
 
 def _describe_weights(operators: Counter[str], weights: Counter[str]) -> str:
@@ -145,22 +156,29 @@ def _list_bits(weights: Counter[str]) -> list[int]:
 
 
 def _describe_int8(model: onnx.ModelProto, operators: Counter[str], weights: Counter[str]) -> str:
+    pairs = _count_pairs(model)
+    fused = sum(operators[name] for name in INT8_OPERATORS)
+    total = fused + sum(operators[name] for name in _WITH_WEIGHTS)
+    narrow = [f"{bits}-bit" for bits in _list_bits(weights) if bits < _INT8_BITS]
+    note = f", some with {' and '.join(narrow)} weights" if narrow else ""
+    return f"{_describe_style(operators, fused)}: {pairs + fused} of {total} MatMul/Conv/Gemm in int8{note}"
+
+
+def _count_pairs(model: onnx.ModelProto) -> int:
+    """Return the number of products and convolutions whose weight a DequantizeLinear reads from a constant."""
     stored = set(collect_constants(model))
     read = {
         node.output[0]
         for node in iterate_nodes(model)
         if node.op_type == "DequantizeLinear" and node.input and node.input[0] in stored
     }
-    pairs = sum(node.op_type in _WITH_WEIGHTS and bool(read & set(node.input[1:2])) for node in iterate_nodes(model))
-    whole = sum(operators[name] for name in INT8_OPERATORS)
-    floats = sum(operators[name] for name in _WITH_WEIGHTS) - pairs
-    style = (
-        "dynamic"
-        if operators["DynamicQuantizeLinear"] or operators["DynamicQuantizeMatMul"]
-        else "static, integer operators"
-        if whole and not operators["QuantizeLinear"] > whole
-        else "static, QuantizeLinear pairs"
-    )
-    narrow = [f"{bits}-bit" for bits in _list_bits(weights) if bits < _INT8_BITS]
-    note = f", some with {' and '.join(narrow)} weights" if narrow else ""
-    return f"{style}: {pairs + whole} of {pairs + whole + floats} MatMul/Conv/Gemm in int8{note}"
+    return sum(node.op_type in _WITH_WEIGHTS and bool(read & set(node.input[1:2])) for node in iterate_nodes(model))
+
+
+def _describe_style(operators: Counter[str], fused: int) -> str:
+    """Return the method of quantization, and the form in which static quantization is stored."""
+    if operators["DynamicQuantizeLinear"] or operators["DynamicQuantizeMatMul"]:
+        return "dynamic"
+    if fused and operators["QuantizeLinear"] <= fused:
+        return "static, integer operators"
+    return "static, QuantizeLinear pairs"

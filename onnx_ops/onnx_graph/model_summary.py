@@ -68,19 +68,11 @@ def summarize_model(path: Path, *, batch: int = 1, dims: Mapping[str, int] | Non
         for node in iterate_nodes(model)
     )
     metadata = {prop.key: prop.value for prop in model.metadata_props}
-    parameters: Counter[str] = Counter()
-    for tensor in (t for t in iterate_tensors(model) if t.data_type):
-        parameters[get_element_type(tensor.data_type)] += math.prod(max(0, int(size)) for size in tensor.dims)
-    problem = ""
-    try:
-        check_model(path)
-    except UserError as error:
-        problem = error.why or error.what
     return ModelSummary(
         file=digest_file(path),
         info=read_model_info(path),
         producer=" ".join(part for part in (model.producer_name, model.producer_version) if part),
-        operators=dict(sorted(operators.items(), key=lambda item: (-item[1], item[0]))),
+        operators=_sort_counts(operators),
         versions=count_operators(model),
         foreign=find_custom_operators(model),
         blocks=find_unsupported_blocks(model),
@@ -89,7 +81,7 @@ def summarize_model(path: Path, *, batch: int = 1, dims: Mapping[str, int] | Non
             for value in (*model.graph.input, *model.graph.output)
             if value.type.HasField("tensor_type") and not value.type.tensor_type.HasField("shape")
         ),
-        parameters=dict(sorted(parameters.items(), key=lambda item: (-item[1], item[0]))),
+        parameters=_sort_counts(_count_parameters(model)),
         cost=estimate_cost(path, batch=batch, dims=dims),
         author=metadata.get(AUTHOR, ""),
         license=metadata.get(LICENSE, ""),
@@ -97,8 +89,35 @@ def summarize_model(path: Path, *, batch: int = 1, dims: Mapping[str, int] | Non
         description=model.doc_string,
         external=tuple(str(file.relative_to(path.parent)) for file in resolve_external_files(model, path.parent)),
         metadata=metadata,
-        problem=problem,
+        problem=_find_problem(path),
     )
+
+
+def _count_parameters(model: onnx.ModelProto) -> Counter[str]:
+    """Count the elements of all constants by their type."""
+    parameters: Counter[str] = Counter()
+    for tensor in iterate_tensors(model):
+        if tensor.data_type:
+            parameters[get_element_type(tensor.data_type)] += _count_elements(tensor)
+    return parameters
+
+
+def _count_elements(tensor: onnx.TensorProto) -> int:
+    return math.prod(max(0, int(size)) for size in tensor.dims)
+
+
+def _sort_counts(counts: Counter[str]) -> dict[str, int]:
+    """Return the counts, largest first, equal ones by name."""
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _find_problem(path: Path) -> str:
+    """Return the error of the ONNX checker; empty if there is none."""
+    try:
+        check_model(path)
+    except UserError as error:
+        return error.why or error.what
+    return ""
 
 
 LENGTH = 8
@@ -115,6 +134,8 @@ _UNCOUNTED = frozenset({"Attention", "DeformConv", "Einsum", "If", "LinearAttent
 
 
 Shape = tuple[int, ...]
+_TypedShape = tuple[Shape | None, int]
+"""Shape of a value, if it is known, and its element type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,33 +169,54 @@ def estimate_cost(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None 
     Args:
         batch: size of the free axis that holds rows.
     """
+    model = read_structure(path)
+    weight_bytes = sum(_count_bytes(_count_elements(tensor), tensor.data_type) for tensor in iterate_tensors(model))
+    fixed = _fix(model, batch, dict(dims or {}))
+    model, problem = _infer_shapes(model)
+    values = _collect_values(model.graph)
+    macs, uncounted = _count_macs(model.graph, values)
+    peak, unknown = _measure_peak(model.graph, values)
+    return ModelCost(
+        dims=fixed,
+        macs={name: count for name, count in macs.most_common() if count},
+        uncounted=dict(uncounted.most_common()),
+        weight_bytes=weight_bytes,
+        activation_bytes=peak,
+        unknown_values=unknown,
+        problem=problem,
+    )
+
+
+def _infer_shapes(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
+    """Return the model with the shapes of all values, and why there are none; empty if there are."""
     from onnx import inliner, shape_inference
 
-    model = read_structure(path)
-    weights = 0
-    for tensor in iterate_tensors(model):
-        elements = math.prod(max(0, int(size)) for size in tensor.dims)
-        weights += -(-elements * (get_element_bits(tensor.data_type) or 0) // 8)
-    problem = ""
-    fixed = _fix(model, batch, dict(dims or {}))
     try:
         if model.functions:
             model = inliner.inline_local_functions(model)
-        model = shape_inference.infer_shapes(model, data_prop=True)
+        return shape_inference.infer_shapes(model, data_prop=True), ""
     except Exception as error:  # it raises what its parts raise
-        problem = quoted(error)
-    values: dict[str, tuple[Shape | None, int]] = {}  # shape, if it is known, and bits of an element
-    for value in (*model.graph.input, *model.graph.value_info, *model.graph.output):
+        return model, quoted(error)
+
+
+def _collect_values(graph: onnx.GraphProto) -> dict[str, _TypedShape]:
+    values: dict[str, _TypedShape] = {}
+    for value in (*graph.input, *graph.value_info, *graph.output):
         kind = value.type.tensor_type
         sizes = tuple(dim.dim_value if dim.HasField("dim_value") else -1 for dim in kind.shape.dim)
         known = value.type.HasField("tensor_type") and kind.HasField("shape") and min(sizes, default=0) >= 0
-        values[value.name] = (sizes if known else None, get_element_bits(kind.elem_type) or 0)
-    for tensor in model.graph.initializer:
-        values[tensor.name] = (tuple(tensor.dims), get_element_bits(tensor.data_type) or 0)
+        values[value.name] = (sizes if known else None, kind.elem_type)
+    for tensor in graph.initializer:
+        values[tensor.name] = (tuple(tensor.dims), tensor.data_type)
+    return values
+
+
+def _count_macs(graph: onnx.GraphProto, values: Mapping[str, _TypedShape]) -> tuple[Counter[str], Counter[str]]:
+    """Count multiply-accumulates by operator, and the operators that are left out."""
     shapes = {name: shape for name, (shape, _) in values.items() if shape is not None}
     macs: Counter[str] = Counter()
     uncounted: Counter[str] = Counter()
-    for node in model.graph.node:
+    for node in graph.node:
         try:
             if node.op_type in _COUNTED and node.domain in DEFAULT_DOMAINS:
                 macs[node.op_type] += _count(node, shapes)
@@ -182,22 +224,12 @@ def estimate_cost(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None 
                 uncounted[node.op_type] += 1
         except (KeyError, IndexError):  # a shape that is not known, a rank that the operator does not have
             uncounted[node.op_type] += 1
-    peak, unknown = _peak(model.graph, values)
-    return ModelCost(
-        dims=fixed,
-        macs={name: count for name, count in macs.most_common() if count},
-        uncounted=dict(uncounted.most_common()),
-        weight_bytes=weights,
-        activation_bytes=peak,
-        unknown_values=unknown,
-        problem=problem,
-    )
+    return macs, uncounted
 
 
 def _fix(model: onnx.ModelProto, batch: int, dims: dict[str, int]) -> dict[str, int]:
     """Set every free dimension to a size, in place; return the sizes by name."""
-    constants = {tensor.name for tensor in model.graph.initializer}
-    inputs = [value for value in model.graph.input if value.name not in constants]
+    inputs = _list_inputs(model.graph)
     rows = find_row_axes({value.name: read_shape(value) for value in inputs})
     for value in inputs:
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
@@ -209,6 +241,12 @@ def _fix(model: onnx.ModelProto, batch: int, dims: dict[str, int]) -> dict[str, 
     for value in model.graph.output:  # shapes that a converter wrote there can be of another batch
         value.type.tensor_type.ClearField("shape")
     return dims
+
+
+def _list_inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
+    """Return the inputs that are not constants."""
+    constants = {tensor.name for tensor in graph.initializer}
+    return [value for value in graph.input if value.name not in constants]
 
 
 def _count(node: onnx.NodeProto, shapes: Mapping[str, Shape]) -> int:
@@ -228,20 +266,17 @@ def _count(node: onnx.NodeProto, shapes: Mapping[str, Shape]) -> int:
     return elements * first[-1]
 
 
-def _peak(graph: onnx.GraphProto, values: Mapping[str, tuple[Shape | None, int]]) -> tuple[int, int]:
+def _measure_peak(graph: onnx.GraphProto, values: Mapping[str, _TypedShape]) -> tuple[int, int]:
     """Return the most bytes alive at once, and the number of values of unknown size."""
-    constants = {tensor.name for tensor in graph.initializer}
-    last = {name: index for index, node in enumerate(graph.node) for name in _read(node)}
-    for value in graph.output:
-        last[value.name] = len(graph.node)
-    alive = {value.name: _value_bytes(values, value.name) for value in graph.input if value.name not in constants}
+    last = _find_last_reads(graph)
+    alive = {value.name: _measure_value(values, value.name) for value in _list_inputs(graph)}
     unknown = sum(size is None for size in alive.values())
     peak = sum(size or 0 for size in alive.values())
     total = peak
     for index, node in enumerate(graph.node):
         for name in node.output:
             if name and name not in alive:
-                alive[name] = _value_bytes(values, name)
+                alive[name] = _measure_value(values, name)
                 unknown += alive[name] is None
                 total += alive[name] or 0
         peak = max(peak, total)
@@ -249,6 +284,12 @@ def _peak(graph: onnx.GraphProto, values: Mapping[str, tuple[Shape | None, int]]
             if name in alive and last.get(name, index) <= index:
                 total -= alive.pop(name) or 0
     return peak, unknown
+
+
+def _find_last_reads(graph: onnx.GraphProto) -> dict[str, int]:
+    """Return the index of the last node that reads each value; outputs are read after all nodes."""
+    last = {name: index for index, node in enumerate(graph.node) for name in _read(node)}
+    return last | {value.name: len(graph.node) for value in graph.output}
 
 
 def _read(node: onnx.NodeProto) -> Iterator[str]:
@@ -260,6 +301,13 @@ def _read(node: onnx.NodeProto) -> Iterator[str]:
                 yield from _read(inner)
 
 
-def _value_bytes(values: Mapping[str, tuple[Shape | None, int]], name: str) -> int | None:
-    shape, bits = values.get(name, (None, 0))
-    return None if shape is None else -(-math.prod(shape) * bits // 8)
+def _measure_value(values: Mapping[str, _TypedShape], name: str) -> int | None:
+    """Return the bytes of a value; None if its shape is not known."""
+    shape, element_type = values.get(name, (None, 0))
+    return None if shape is None else _count_bytes(math.prod(shape), element_type)
+
+
+def _count_bytes(elements: int, element_type: int) -> int:
+    """Return the bytes of elements, rounded up; 0 for a type without a fixed size."""
+    bits = elements * (get_element_bits(element_type) or 0)
+    return -(-bits // 8)

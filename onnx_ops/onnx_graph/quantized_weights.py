@@ -247,19 +247,26 @@ def write_with_bias_errors(
     """
     model = read_model(source)
     by_origin = {weight.origin: weight for weight in weights}
-    makers = {output: node for node in model.graph.node for output in node.output}
     nodes = list(model.graph.node)
+    makers = {output: node for node in nodes for output in node.output}
     layers = [node for node in nodes if node.op_type in _LAYERS and node.input[1] in by_origin]
     del model.graph.output[:]
     sum_names: dict[str, tuple[ErrorSumNames, ...]] = {}
     for bias in biases:
         sums = [node for node in nodes if node.op_type == "Add" and bias.origin in node.input]
-        added = {id(makers[name]) for node in sums for name in node.input if name in makers}
-        for node in [n for n in layers if bias.origin in n.input[2:] or id(n) in added]:
-            pair = _add_bias_errors(model, node, bias, by_origin[node.input[1]], inputs.get(node.input[1]))
+        for layer in _list_biased_layers(layers, bias.origin, sums, makers):
+            pair = _add_bias_errors(model, layer, bias, by_origin[layer.input[1]], inputs.get(layer.input[1]))
             sum_names[bias.name] = (*sum_names.get(bias.name, ()), pair)
     write_model(model, copy)
     return sum_names
+
+
+def _list_biased_layers(
+    layers: Sequence[onnx.NodeProto], bias: str, sums: Sequence[onnx.NodeProto], makers: Mapping[str, onnx.NodeProto]
+) -> list[onnx.NodeProto]:
+    """Return the layers that take a bias as an input, or whose answer one of these sums adds it to."""
+    added = {id(makers[name]) for node in sums for name in node.input if name in makers}
+    return [layer for layer in layers if bias in layer.input[2:] or id(layer) in added]
 
 
 def _add_bias_errors(

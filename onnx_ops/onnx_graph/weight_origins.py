@@ -164,6 +164,7 @@ class OriginFinder:
         return min(named, key=lambda candidate: candidate.rank).origin if named else None
 
     def _list_candidates(self, weight: StoredWeight) -> Iterator[_PossibleOrigin]:
+        """Yield the originals of a fitting shape; axes of one element do not count."""
         shape = tuple(size for size in weight.values.shape if size != 1)
         use = self._derived_uses.get(weight.tensor)
         own_shape = weight.values.shape or (1,)
@@ -172,10 +173,7 @@ class OriginFinder:
         names = set(_list_names(weight.name))
         for name in self._shapes.get(tuple(sorted(shape)), ()):
             own = self._uses.get(name)
-            plain = tuple(size for size in self.tensors[name].dims if size != 1)
-            for transposed in (False, True) if len(shape) == _TWO and weight.transposable else (False,):
-                if (plain[::-1] if transposed else plain) != shape:
-                    continue
+            for transposed in self._list_orientations(name, shape, transposable=weight.transposable):
                 origin = Origin(name=name, transposed=transposed)
                 original = self.read(origin).reshape(own_shape)[places].astype(np.float64)
                 yield _PossibleOrigin(
@@ -185,6 +183,14 @@ class OriginFinder:
                     placed=use is not None and own is not None and self._is_same_place(own, use),
                     oriented=use is None or own is None or (own.turned != use.turned) == transposed,
                 )
+
+    def _list_orientations(self, name: str, shape: tuple[int, ...], *, transposable: bool) -> Iterator[bool]:
+        """Yield False if a weight of this shape can be the original, and True if it can be its transpose."""
+        plain = tuple(size for size in self.tensors[name].dims if size != 1)
+        if plain == shape:
+            yield False
+        if transposable and len(shape) == _TWO and plain[::-1] == shape:
+            yield True
 
     def _is_same_place(self, one: _Use, other: _Use) -> bool:
         kind = (one.kind, one.slot)

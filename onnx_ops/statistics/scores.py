@@ -85,26 +85,8 @@ def score(
         alike: models whose outputs are known to equal the candidate's on every row.
     """
     if label is None:
-        comparisons = []
-        for name, reference in answers.items():
-            if name == CANDIDATE:
-                continue
-            if not _is_finite(reference):
-                comparisons.append(_make_non_finite(definition, len(reference), name))
-                continue
-            pair = {CANDIDATE: answers[CANDIDATE], name: reference}
-            for entry in score(definition, reference, pair, seed=seed, resamples=resamples, group=group, alike=alike):
-                # No candidate is closer to the reference than the reference itself: a gain is capped at 0.
-                lost = entry.difference
-                if entry.against or not entry.candidate:
-                    capped = None if lost is None else replace(lost, high=min(lost.high, 0.0))
-                    comparisons.append(replace(entry, against=name, difference=capped))
-        return tuple(comparisons)
-    columns = [np.ascontiguousarray(array) for array in (label, *answers.values())]
-    keys = [b"".join(column[row].tobytes() for column in columns) for row in range(len(label))]
-    order = np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.intp)
-    if definition.name == "token_agreement":
-        order = order[(label != definition.ignore).any(axis=1)[order]]
+        return _score_without_labels(definition, answers, seed=seed, resamples=resamples, group=group, alike=alike)
+    order = _sort_rows(definition, label, answers)
     label, answers = label[order], {name: array[order] for name, array in answers.items()}
     groups = None if group is None else np.unique(group[order], return_inverse=True)[1].astype(np.int64)
     if problem := _find_problem(definition, label, answers[CANDIDATE], function, groups):
@@ -114,16 +96,60 @@ def score(
     equal = _find_equal(definition, sound, alike)
     if definition.name in ("mae", "rmse", "r2"):
         entries = _compare_losses(definition, label, sound, units, equal)
-        entries = {n: replace(e, heavy=tuple(int(order[row]) for row in e.heavy)) for n, e in entries.items()}
     else:
         entries = _compare_by_bootstrap(definition, label, sound, function, units, seed, resamples, equal)
-    if groups is not None:
-        entries = {name: replace(entry, groups=int(units.max()) + 1) for name, entry in entries.items()}
+    count = 0 if groups is None else int(groups.max()) + 1
+    entries = {name: _restore_rows(entry, order, count) for name, entry in entries.items()}
     mine = entries.pop(CANDIDATE)
     if mine.candidate is not None:
         unsound = answers.keys() - sound.keys()
         entries |= {name: _make_non_finite(definition, mine.n, name) for name in unsound}
     return (mine, *(entries[name] for name in answers if name in entries))
+
+
+def _score_without_labels(
+    definition: MetricDefinition,
+    answers: Mapping[str, Array],
+    *,
+    seed: int,
+    resamples: int,
+    group: Array | None,
+    alike: Collection[str],
+) -> tuple[ScoreComparison, ...]:
+    """Score the candidate against the answers of each other model as the labels."""
+    comparisons = []
+    for name, reference in answers.items():
+        if name == CANDIDATE:
+            continue
+        if not _is_finite(reference):
+            comparisons.append(_make_non_finite(definition, len(reference), name))
+            continue
+        pair = {CANDIDATE: answers[CANDIDATE], name: reference}
+        for entry in score(definition, reference, pair, seed=seed, resamples=resamples, group=group, alike=alike):
+            # No candidate is closer to the reference than the reference itself: a gain is capped at 0.
+            lost = entry.difference
+            if entry.against or not entry.candidate:
+                capped = None if lost is None else replace(lost, high=min(lost.high, 0.0))
+                comparisons.append(replace(entry, against=name, difference=capped))
+    return tuple(comparisons)
+
+
+def _sort_rows(definition: MetricDefinition, label: Array, answers: Mapping[str, Array]) -> Array:
+    """Return the row numbers in an order that depends only on the content of the rows.
+
+    Rows of tokens without one that counts are left out.
+    """
+    columns = [np.ascontiguousarray(array) for array in (label, *answers.values())]
+    keys = [b"".join(column[row].tobytes() for column in columns) for row in range(len(label))]
+    order: Array = np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.intp)
+    if definition.name == "token_agreement":
+        order = order[(label != definition.ignore).any(axis=1)[order]]
+    return order
+
+
+def _restore_rows(entry: ScoreComparison, order: Array, groups: int) -> ScoreComparison:
+    """Return the entry with row numbers of the data, not of the sorted rows, and its number of groups."""
+    return replace(entry, heavy=tuple(int(order[row]) for row in entry.heavy), groups=groups)
 
 
 def _find_equal(definition: MetricDefinition, answers: Mapping[str, Array], alike: Collection[str]) -> frozenset[str]:
@@ -178,86 +204,100 @@ def _compare_by_bootstrap(
     resamples: int,
     equal: Collection[str],
 ) -> dict[str, ScoreComparison]:
+    """Compare by the paired bootstrap over units, which are rows or groups."""
     size = typical_size(units)
     sides = {name: build_metric_statistic(definition, label, array, function) for name, array in answers.items()}
-    sides = {name: replace(one, step=one.step and size * one.step) for name, one in sides.items()}
-    replicates = replicate({name: one.statistic for name, one in sides.items()}, units, seed, resamples)
-    mine = _score_alone(definition, sides[CANDIDATE], replicates[CANDIDATE])
-    entries, own, better = {CANDIDATE: mine}, replicates[CANDIDATE], definition.higher_is_better
+    sides = {name: replace(side, step=side.step and size * side.step) for name, side in sides.items()}
+    replicates = replicate({name: side.statistic for name, side in sides.items()}, units, seed, resamples)
+    own = replicates[CANDIDATE]
+    mine = _score_alone(definition, sides[CANDIDATE], own)
+    entries = {CANDIDATE: mine}
     for name in (name for name in answers if name != CANDIDATE):
-        other = replicates[name]
         if name in equal and math.isfinite(own.observed):
             entries[name] = _make_equal(definition, mine, name, own.observed)
-            continue
-        if mine.candidate is None:
-            continue
-        steps = [one.step for one in (sides[CANDIDATE], sides[name]) if one.step is not None]
-        difference = ratio = None
-        if better is not False:
-            difference = _estimate(own - other, max(steps, default=None))
-        if better is not True and other.observed > 0:
-            ratio = _estimate(own / other)
-        if difference is None and ratio is None:
-            entries[name] = _make_undefined(definition, replace(mine, against=name))
-            continue
-        entries[name] = replace(
-            mine,
-            against=name,
-            baseline=other.observed,
-            reference=_score_alone(definition, sides[name], other).candidate,
-            difference=difference,
-            ratio=ratio,
-        )
+        elif mine.candidate is not None:
+            entries[name] = _compare_replicates(definition, replace(mine, against=name), sides, replicates)
     return entries
+
+
+def _compare_replicates(
+    definition: MetricDefinition,
+    entry: ScoreComparison,
+    sides: Mapping[str, MetricStatistic],
+    replicates: Mapping[str, Replicates],
+) -> ScoreComparison:
+    """Compare the candidate with the model that the entry is against, by difference, ratio or both."""
+    name = entry.against
+    own, other = replicates[CANDIDATE], replicates[name]
+    difference = ratio = None
+    if definition.higher_is_better is not False:
+        steps = [side.step for side in (sides[CANDIDATE], sides[name]) if side.step is not None]
+        difference = _estimate(own - other, max(steps, default=None))
+    if definition.higher_is_better is not True and other.observed > 0:
+        ratio = _estimate(own / other)
+    if difference is None and ratio is None:
+        return _make_undefined(definition, entry)
+    return replace(
+        entry,
+        baseline=other.observed,
+        reference=_score_alone(definition, sides[name], other).candidate,
+        difference=difference,
+        ratio=ratio,
+    )
 
 
 def _compare_losses(
     definition: MetricDefinition, label: Array, answers: Mapping[str, Array], units: Array, equal: Collection[str]
 ) -> dict[str, ScoreComparison]:
     """Compare the means of a loss per row: mae, rmse, and r2, whose loss is divided by the label's variance."""
-    losses = {
-        n: np.abs(label - predictions) if definition.name == "mae" else np.square(label - predictions)
-        for n, predictions in answers.items()
-    }
+    power = np.abs if definition.name == "mae" else np.square
+    losses: dict[str, Array] = {name: power(label - predictions) for name, predictions in answers.items()}
     sums: dict[str, Array] = {name: np.bincount(units, weights=loss) for name, loss in losses.items()}
-    share = np.bincount(units, weights=np.square(label - label.mean()) if definition.name == "r2" else None).astype(
-        float
-    )
+    # By unit, what its loss is divided by: its rows, or for r2 their share of the variance.
+    weights = np.square(label - label.mean()) if definition.name == "r2" else None
+    share = np.bincount(units, weights=weights).astype(float)
     mine = sums[CANDIDATE]
-    if share.sum() <= 1e-12 * np.square(label).sum() and definition.name == "r2":
+    if definition.name == "r2" and share.sum() <= 1e-12 * np.square(label).sum():
         why = "r2 is not defined on these rows: the labels are constant"
         return {CANDIDATE: make_unscored(definition, len(label), undefined=why)}
-    total = float(mine.sum() / share.sum())
-    own = 1 - total if definition.name == "r2" else _to_metric(definition, Interval.point(total)).estimate
+    own = _convert_mean(definition, float(mine.sum() / share.sum()))
     if not np.ptp(losses[CANDIDATE]) > 1e-12 * losses[CANDIDATE].max():
         entry = make_unscored(definition, len(label), undefined=_NO_SPREAD)
         return {CANDIDATE: entry} | {name: _make_equal(definition, entry, name, own) for name in equal}
-
-    def value(name: str) -> Interval:
-        alone = ratio_interval(sums[name], share, _UNSEEN_LOSSES)
-        if definition.name != "r2":
-            return _to_metric(definition, alone)
-        return Interval(estimate=1 - alone.estimate, low=1 - alone.high, high=min(1.0, 1 - alone.low))
-
+    loads = (mine, share) if definition.name == "r2" else (mine,)
     entry = ScoreComparison(
         metric=definition.label,
         against=CANDIDATE,
         n=len(label),
-        candidate=value(CANDIDATE),
+        candidate=_bound_value(definition, mine, share),
         confidence=CONFIDENCE,
         method="Student's t of the losses, with allowance for missing rows of the worst observed kind",
-        effective=min(find_heavy_rows(loads)[0] for loads in ((mine, share) if definition.name == "r2" else (mine,))),
+        effective=min(find_heavy_rows(load)[0] for load in loads),
         heavy=find_heavy_rows(losses[CANDIDATE])[1][:_NAMED],
     )
     entries = {CANDIDATE: entry}
     for name in (name for name in answers if name != CANDIDATE):
         if name in equal:
             entries[name] = _make_equal(definition, entry, name, own)
-        else:
-            other = replace(entry, against=name, reference=value(name))
-            entries[name] = _compare_two_losses(definition, other, (mine, sums[name]), share)
-            entries[name] = _compare_rest(definition, entries[name], (mine, sums[name]), label, units)
+            continue
+        pair = mine, sums[name]
+        other = replace(entry, against=name, reference=_bound_value(definition, sums[name], share))
+        other = _compare_two_losses(definition, other, pair, share)
+        entries[name] = _compare_rest(definition, other, pair, label, units)
     return entries
+
+
+def _bound_value(definition: MetricDefinition, sums: Array, share: Array) -> Interval:
+    """Return the interval of a metric by the losses of one model; r2 is 1 minus the mean loss."""
+    mean = ratio_interval(sums, share, _UNSEEN_LOSSES)
+    if definition.name != "r2":
+        return _to_metric(definition, mean)
+    return Interval(estimate=1 - mean.estimate, low=1 - mean.high, high=min(1.0, 1 - mean.low))
+
+
+def _convert_mean(definition: MetricDefinition, mean: float) -> float:
+    """Convert a mean loss to the metric."""
+    return 1 - mean if definition.name == "r2" else _to_metric(definition, Interval.point(mean)).estimate
 
 
 def _compare_two_losses(
@@ -268,11 +308,10 @@ def _compare_two_losses(
     has_no_error = definition.name != "r2" and theirs.sum() <= 0
     if has_no_error or np.allclose(mine, theirs, rtol=1e-9, atol=0):
         return _make_undefined(definition, entry)
-    total = float(theirs.sum() / share.sum())
+    entry = replace(entry, baseline=_convert_mean(definition, float(theirs.sum() / share.sum())))
     if definition.name == "r2":
-        return replace(entry, baseline=1 - total, difference=ratio_interval(theirs - mine, share, UNSEEN_CHANGES))
-    ratio = _to_metric(definition, ratio_interval(mine, theirs, UNSEEN_CHANGES))
-    return replace(entry, baseline=_to_metric(definition, Interval.point(total)).estimate, ratio=ratio)
+        return replace(entry, difference=ratio_interval(theirs - mine, share, UNSEEN_CHANGES))
+    return replace(entry, ratio=_to_metric(definition, ratio_interval(mine, theirs, UNSEEN_CHANGES)))
 
 
 def _compare_rest(

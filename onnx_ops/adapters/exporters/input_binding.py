@@ -64,11 +64,7 @@ def bind_call(
         UserError: an input is the name of no parameter, a parameter has no input, or the order is not declared.
     """
     parameters = inspect.signature(function).parameters
-    named = {
-        name: parameter
-        for name, parameter in parameters.items()
-        if parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-    }
+    named = _list_named(parameters)
     required = [name for name, parameter in named.items() if parameter.default is Parameter.empty]
     variadic = next((name for name, p in parameters.items() if p.kind is Parameter.VAR_POSITIONAL), "")
     if variadic and not required and not named.keys() & set(inputs):
@@ -77,6 +73,17 @@ def bind_call(
     if renamed and (only := _find_only(named, required, inputs)):
         return CallBinding(positional=dict.fromkeys(inputs, only), keyword=())
     check_names(inputs, named, required=required, owner=owner)
+    return _bind_by_name(named, inputs)
+
+
+def _list_named(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """Return the parameters that take one argument of their name."""
+    variadic_kinds = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind not in variadic_kinds}
+
+
+def _bind_by_name(named: Mapping[str, Parameter], inputs: Collection[str]) -> CallBinding:
+    """Bind inputs to the parameters of the same names, by keyword wherever possible."""
     positional = [
         name for name, parameter in named.items() if name in inputs and parameter.kind is Parameter.POSITIONAL_ONLY
     ]
@@ -106,19 +113,30 @@ def check_names(
     missing = [name for name in (names if required is None else required) if name not in inputs]
     if not unknown and not missing:
         return
-    listed = ", ".join(list(names)[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
-    wanted = ", ".join(f"{name}: ARRAY" for name in [n for n in names if n in inputs or n in missing][:_SHOWN])
-    written = f"Write the inputs of every data set by these names{f': `inputs: {{{wanted}}}`' if wanted else ''}."
-    if not names:
-        written = "Name each input as a parameter: what `**kwargs` takes has no names to check."
+    listed = _format_names(names)
+    remedy = _advise_names(names, [name for name in names if name in inputs or name in missing])
     if unknown:
         raise UserError(
             f"{owner} has no input {unknown[0]!r}",
             where=WHERE,
             why=f"it takes {listed or 'nothing by name'}",
-            remedy=suggest(unknown[0], [name for name in names if name not in inputs], written),
+            remedy=suggest(unknown[0], [name for name in names if name not in inputs], remedy),
         )
-    raise UserError(f"{owner} also takes {missing[0]!r}", where=WHERE, why=f"it takes {listed}", remedy=written)
+    raise UserError(f"{owner} also takes {missing[0]!r}", where=WHERE, why=f"it takes {listed}", remedy=remedy)
+
+
+def _format_names(names: Collection[str]) -> str:
+    more = ", …" if len(names) > _SHOWN else ""
+    return f"{', '.join(list(names)[:_SHOWN])}{more}"
+
+
+def _advise_names(names: Collection[str], needed: Sequence[str]) -> str:
+    """Return how to write the inputs of a model that takes `names`, of which a call gives those that are `needed`."""
+    if not names:
+        return "Name each input as a parameter: what `**kwargs` takes has no names to check."
+    example = ", ".join(f"{name}: ARRAY" for name in needed[:_SHOWN])
+    shown = f": `inputs: {{{example}}}`" if example else ""
+    return f"Write the inputs of every data set by these names{shown}."
 
 
 def check_order(inputs: Collection[str], *, ordered: bool, owner: str, why: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,35 +42,49 @@ def choose_layout(model: object, parts: list[object], request: ExportRequest) ->
         UserError: the data lacks a column, or the model has no names and the order of the columns is not declared.
     """
     samples = request.samples
-    by_column = any(type(part).__name__ == "ColumnTransformer" for part in parts)
-    names = read_fitted_names(model, samples)
     for name, array in samples.items():
         if array.ndim > 2 or array.ndim == 0:
-            raise UserError(f"input {name} must be a matrix, not of shape {array.shape}", where=WHERE)
+            raise _no_matrix(name, array)
+    names = read_fitted_names(model, samples)
+    by_column = any(type(part).__name__ == "ColumnTransformer" for part in parts)
     if len(samples) == 1:
-        ((name, rows),) = samples.items()
-        columns = rows.shape[1] if rows.ndim == 2 else 1
-        if rows.ndim != 2 and rows.dtype.kind != "U":
-            raise UserError(f"input {name} must be a matrix, not of shape {rows.shape}", where=WHERE)
-        if names is not None and columns != len(names):
-            raise _not_fitted(list(samples), names)
-        _check_features(request.features.get(name, ()), names)
-        if by_column and names is not None and columns > 1:
-            return InputLayout(types=tuple((column, _kind(rows), 1) for column in names), order=(name,), split=True)
-        return InputLayout(types=((names[0] if by_column and names else name, _kind(rows), columns),), order=(name,))
-    columns_in_order = _ordered(samples, names)
-    if wide := next((name for name, array in columns_in_order.items() if array.ndim != 2 or array.shape[1] != 1), None):
-        raise UserError(
-            f"an estimator takes one input, or one for each column; {wide} is of shape {samples[wide].shape}",
-            where=WHERE,
-            remedy="Name one array in `inputs:`, or leave `inputs:` out for a table.",
-        )
+        return _choose_matrix_layout(request, names, by_column=by_column)
     if names is None:
+        _check_widths(samples)
         _check_positions(model, samples, ordered=request.ordered)
+        return _choose_column_layout(model, samples, by_column=by_column)
+    ordered = _ordered(samples, names)
+    _check_widths(ordered)
+    return _choose_column_layout(model, ordered, by_column=by_column)
+
+
+def _choose_matrix_layout(request: ExportRequest, names: list[str] | None, *, by_column: bool) -> InputLayout:
+    """Choose the layout of a single input: the matrix itself, or its columns where the model selects them by name."""
+    ((name, rows),) = request.samples.items()
+    if rows.ndim != 2 and rows.dtype.kind != "U":
+        raise _no_matrix(name, rows)
+    columns = rows.shape[1] if rows.ndim == 2 else 1
+    if names is not None and columns != len(names):
+        raise _not_fitted([name], names)
+    _check_features(request.features.get(name, ()), names)
+    kind = _kind(rows)
+    if not by_column or not names:
+        return InputLayout(types=((name, kind, columns),), order=(name,))
+    if columns > 1:
+        return InputLayout(types=tuple((column, kind, 1) for column in names), order=(name,), split=True)
+    return InputLayout(types=((names[0], kind, columns),), order=(name,))
+
+
+def _choose_column_layout(model: object, columns: Tensors, *, by_column: bool) -> InputLayout:
+    """Choose the layout of one input for each column, which are in the order of the model.
+
+    Raises:
+        UserError: the model takes columns of texts and of numbers in one matrix.
+    """
     if by_column:
-        types = tuple((name, _kind(array), 1) for name, array in columns_in_order.items())
-        return InputLayout(types=types, order=tuple(columns_in_order))
-    kinds = {_kind(array) for array in columns_in_order.values()}
+        types = tuple((name, _kind(array), 1) for name, array in columns.items())
+        return InputLayout(types=types, order=tuple(columns))
+    kinds = {_kind(array) for array in columns.values()}
     if kinds != {"U"} and "U" in kinds:
         raise UserError(
             f"{type(model).__name__} takes columns of texts and of numbers as they are, which cannot be exported",
@@ -78,8 +92,23 @@ def choose_layout(model: object, parts: list[object], request: ExportRequest) ->
             remedy="Begin the pipeline with a ColumnTransformer, which defines how each column is used.",
         )
     kind = "U" if "U" in kinds else "f8" if kinds == {"f8"} else "f4"
-    joined = (f"columns{_INNER}", kind, len(columns_in_order))
-    return InputLayout(types=(joined,), order=tuple(columns_in_order), joined=True)
+    joined = (f"columns{_INNER}", kind, len(columns))
+    return InputLayout(types=(joined,), order=tuple(columns), joined=True)
+
+
+def _no_matrix(name: str, array: Any) -> UserError:
+    return UserError(f"input {name} must be a matrix, not of shape {array.shape}", where=WHERE)
+
+
+def _check_widths(columns: Tensors) -> None:
+    """Check that each of several inputs is a matrix of one column."""
+    for name, array in columns.items():
+        if array.ndim != 2 or array.shape[1] != 1:
+            raise UserError(
+                f"an estimator takes one input, or one for each column; {name} is of shape {array.shape}",
+                where=WHERE,
+                remedy="Name one array in `inputs:`, or leave `inputs:` out for a table.",
+            )
 
 
 def _check_features(features: Sequence[str], names: Sequence[str] | None) -> None:
@@ -155,51 +184,91 @@ def read_fitted_names(model: object, inputs: Collection[str]) -> list[str] | Non
 
 def connect_inputs(converted: Any, layout: InputLayout, samples: Tensors) -> None:
     """Give the graph the inputs of the data: joined, split, or cast."""
-    import numpy as np
-    from onnx import TensorProto, helper
-
     graph = converted.graph
-    front: list[Any] = []
-    kinds = {"f": TensorProto.FLOAT, "f8": TensorProto.DOUBLE, "i": TensorProto.INT64, "U": TensorProto.STRING}
-    declared = {
-        name: helper.make_tensor_value_info(
-            name,
-            TensorProto.BOOL
-            if array.dtype.kind == "b"
-            else kinds["f8" if array.dtype == np.float64 else array.dtype.kind],
-            ["batch", *array.shape[1:]] if array.ndim == 2 else ["batch"],
-        )
-        for name, array in samples.items()
-    }
-    inner = [name for name, _, _ in layout.types]
+    declared = _declare_inputs(samples)
     if layout.joined:
-        wanted = kinds[layout.types[0][1].replace("f4", "f")]
-        parts = [_cast(helper, front, name, declared[name].type.tensor_type.elem_type, wanted) for name in layout.order]
-        front.append(helper.make_node("Concat", parts, [inner[0]], name="join_columns", axis=1))
+        front = _join_columns(layout, declared)
     elif layout.split:
-        (name,) = samples
-        front.append(
-            helper.make_node("Split", [name], [f"{column}{_INNER}" for column in inner], axis=1, num_outputs=len(inner))
-        )
-        rename_values(graph, {column: f"{column}{_INNER}" for column in inner})
+        front = _split_matrix(graph, layout)
     else:
-        renamed = {}
-        for name, (column, kind, _) in zip(layout.order, layout.types, strict=True):
-            have, want = declared[name].type.tensor_type.elem_type, kinds[kind.replace("f4", "f")]
-            if have != want:
-                renamed[column] = _cast(helper, front, name, have, want)
-            elif samples[name].ndim == 1:
-                shape = f"{name}_column_shape"
-                graph.initializer.append(helper.make_tensor(shape, TensorProto.INT64, [2], [-1, 1]))
-                front.append(helper.make_node("Reshape", [name, shape], [f"{name}{_INNER}"], name=f"{name}_column"))
-                renamed[column] = f"{name}{_INNER}"
-            elif column != name:
-                renamed[column] = name
-        rename_values(graph, renamed)
+        front = _connect_each(graph, layout, declared)
     nodes = [*front, *graph.node]
     del graph.node[:], graph.input[:]
     graph.node.extend(nodes)
-    graph.input.extend(declared[name] for name in samples)
+    graph.input.extend(declared.values())
+
+
+def _get_element_types() -> dict[str, int]:
+    """Return ONNX's element types by numpy's kind, where `f8` is float64 and other floats are float32."""
+    from onnx import TensorProto
+
+    return {
+        "b": TensorProto.BOOL,
+        "f": TensorProto.FLOAT,
+        "f4": TensorProto.FLOAT,
+        "f8": TensorProto.DOUBLE,
+        "i": TensorProto.INT64,
+        "U": TensorProto.STRING,
+    }
+
+
+def _declare_inputs(samples: Tensors) -> dict[str, Any]:
+    """Return a declaration for each input of the data, with a free number of rows."""
+    import numpy as np
+    from onnx import helper
+
+    element_types = _get_element_types()
+    declared = {}
+    for name, array in samples.items():
+        kind = "f8" if array.dtype == np.float64 else array.dtype.kind
+        shape = ["batch", *array.shape[1:]]
+        declared[name] = helper.make_tensor_value_info(name, element_types[kind], shape)
+    return declared
+
+
+def _join_columns(layout: InputLayout, declared: Mapping[str, Any]) -> list[Any]:
+    """Return nodes that join the inputs into the converter's matrix."""
+    from onnx import helper
+
+    ((matrix, kind, _),) = layout.types
+    wanted = _get_element_types()[kind]
+    front: list[Any] = []
+    parts = [_cast(helper, front, name, declared[name].type.tensor_type.elem_type, wanted) for name in layout.order]
+    return [*front, helper.make_node("Concat", parts, [matrix], name="join_columns", axis=1)]
+
+
+def _split_matrix(graph: Any, layout: InputLayout) -> list[Any]:
+    """Return a node that splits the input into the converter's columns, which get other names in the graph.
+
+    The matrix can have the name of a column.
+    """
+    from onnx import helper
+
+    inner = {column: f"{column}{_INNER}" for column, _, _ in layout.types}
+    rename_values(graph, inner)
+    return [helper.make_node("Split", list(layout.order), list(inner.values()), axis=1, num_outputs=len(inner))]
+
+
+def _connect_each(graph: Any, layout: InputLayout, declared: Mapping[str, Any]) -> list[Any]:
+    """Connect each input to its column of the converter; return nodes that cast or reshape inputs where needed."""
+    from onnx import TensorProto, helper
+
+    element_types = _get_element_types()
+    front: list[Any] = []
+    renamed = {}
+    for name, (column, kind, _) in zip(layout.order, layout.types, strict=True):
+        tensor = declared[name].type.tensor_type
+        if tensor.elem_type != element_types[kind]:
+            renamed[column] = _cast(helper, front, name, tensor.elem_type, element_types[kind])
+        elif len(tensor.shape.dim) == 1:
+            shape = f"{name}_column_shape"
+            graph.initializer.append(helper.make_tensor(shape, TensorProto.INT64, [2], [-1, 1]))
+            front.append(helper.make_node("Reshape", [name, shape], [f"{name}{_INNER}"], name=f"{name}_column"))
+            renamed[column] = f"{name}{_INNER}"
+        elif column != name:
+            renamed[column] = name
+    rename_values(graph, renamed)
+    return front
 
 
 def _cast(helper: Any, front: list[Any], name: str, have: int, want: int) -> str:

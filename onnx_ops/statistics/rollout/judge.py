@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -88,35 +89,37 @@ def evaluate_guardrail(
 ) -> GuardrailResult:
     """Evaluate one guardrail over the whole rollout; `here` are the intervals of the present step."""
     limit, intervals = compute_firing_limit(policy), observations.intervals
-    holds = rail.on_violation == "hold"
     counted = {place: count_events(place, intervals) for place in rail.places}
-    if not any(counted.values()) and any(one.canary_latency for one in intervals):
+    if not any(counted.values()) and any(each.canary_latency for each in intervals):
         return _evaluate_percentiles(rail, observations, here, step, limit)
-    needed = step.minimum if step.percent else 0
-    if not all(counted.values()):
-        return GuardrailResult(name=rail.name, limit=limit, required=needed, holds=holds)
-    evidences, effects = {}, {}
-    for place in rail.places:
-        evidences[place], effects[place] = _measure_place(place, rail.tolerated(place), observations)
-    worst = max(evidences, key=lambda place: evidences[place])
-    rows, alone = counted[worst], len(evidences) == 1
-    # Bounds of the place that was chosen for being the worst would not hold, and units have no odds ratio.
-    low, high = ev.bound_odds_ratio(rows, effects[worst]) if alone and not observations.drawn else (None, None)
-    return GuardrailResult(
+    result = GuardrailResult(
         name=rail.name,
-        percentile="" if alone else worst.partition("@")[2],
-        canary=(sum(row[0] for row in rows), sum(row[1] for row in rows)),
-        stable=(sum(row[2] for row in rows), sum(row[3] for row in rows)),
-        units=_count_bad_units(observations, worst),
-        evidence=float(ev.average_evidence(list(evidences.values()))),
         limit=limit,
-        low=low,
-        high=high,
-        design_effect=effects[worst],
-        holds=holds,
-        compared=sum(row[1] for row in count_events(worst, here) if row[3]),
-        required=needed,
+        required=step.minimum if step.percent else 0,
+        holds=rail.on_violation == "hold",
     )
+    if not all(counted.values()):
+        return result
+    measured = {place: _measure_place(place, rail.tolerated(place), observations) for place in rail.places}
+    worst = max(measured, key=lambda place: measured[place][0])
+    rows, effect = counted[worst], measured[worst][1]
+    mine, of_mine, theirs, of_theirs = (sum(column) for column in zip(*rows, strict=True))
+    result = replace(
+        result,
+        canary=(mine, of_mine),
+        stable=(theirs, of_theirs),
+        units=_count_bad_units(observations, worst),
+        evidence=float(ev.average_evidence([evidence for evidence, _ in measured.values()])),
+        design_effect=effect,
+        compared=sum(row[1] for row in count_events(worst, here) if row[3]),
+    )
+    # Bounds of the place that was chosen for being the worst would not hold.
+    if len(measured) > 1:
+        return replace(result, percentile=worst.partition("@")[2])
+    if observations.drawn:  # units have no odds ratio
+        return result
+    low, high = ev.bound_odds_ratio(rows, effect)
+    return replace(result, low=low, high=high)
 
 
 def count_events(place: str, intervals: Sequence[ObservationInterval]) -> list[Row]:

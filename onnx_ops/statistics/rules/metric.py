@@ -127,14 +127,8 @@ def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
     for limit in limits:
         if limit.of_change:
             results = list(_judge_changes(name, limit, entries, evidence))
-        elif entries:
-            # Every entry has the candidate's value; where they differ, the worst counts.
-            valued = [e for e in entries if isinstance(e, PairedCounts) or e.candidate is not None or not e.against]
-            valued = valued or entries
-            judged = [_judge(name, limit, entry) for entry in valued]
-            results = [max(judged, key=lambda r: (r.verdict.rank, -(r.estimate or 0.0), -r.n))]
         else:
-            results = [make_unmeasured("metric", name, limit.text)]
+            results = [_judge_value(name, limit, entries)]
         yield from (r if evidence.schema >= _P_VALUES else replace(r, p_value=None) for r in results)
 
 
@@ -157,6 +151,15 @@ def judge_independence(gates: Sequence[Gate], evidence: Evidence) -> Iterator[Ga
             "name the array of groups with `group:` in the data set",
             advisory=True,
         )
+
+
+def _judge_value(name: str, limit: MetricLimit, entries: Sequence[_Entry]) -> GateResult:
+    """Judge the candidate's value. Every entry has it; where they differ, the worst counts."""
+    if not entries:
+        return make_unmeasured("metric", name, limit.text)
+    valued = [e for e in entries if isinstance(e, PairedCounts) or e.candidate is not None or not e.against]
+    judged = [_judge(name, limit, entry) for entry in valued or entries]
+    return max(judged, key=lambda result: (result.verdict.rank, -(result.estimate or 0.0), -result.n))
 
 
 def _judge_changes(
