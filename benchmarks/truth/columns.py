@@ -10,7 +10,7 @@ import io
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -90,19 +90,31 @@ def prove(*, quick: bool) -> list[Claim]:
     logging.disable(logging.WARNING)
     seeds = range(QUICK_SEEDS if quick else SEEDS)
     claims: list[Claim] = []
+    refused: list[tuple[str, str]] = []
     with tempfile.TemporaryDirectory(prefix="onnx-ops-truth-") as name, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         folder = Path(name)
-        refused: list[tuple[str, str]] = []
         for family, makers in FAMILIES.items():
-            results = [(maker, seed, _judge_made(maker, folder, seed)) for maker in makers for seed in seeds]
-            wrong = [(f"{maker} {seed}", one.reason) for maker, seed, one in results if one.verdict is not Verdict.PASS]
-            refused += wrong
-            claims.append(at_most("columns", f"correct {family} refused", len(wrong), len(results), 0))
-        claims += [_find_faults(what, list(trials)) for what, trials in _list_faults(folder, seeds).items()]
+            refused_of_family = _list_refused(makers, folder, seeds)
+            trials = len(makers) * len(seeds)
+            claims.append(at_most("columns", f"correct {family} refused", len(refused_of_family), trials, 0))
+            refused += refused_of_family
+        claims += [_find_faults(fault, list(trials)) for fault, trials in _list_faults(folder, seeds).items()]
     if refused:
-        table("correct exports that are refused", ("world", "why"), [(one, why[:200]) for one, why in refused])
+        table("correct exports that are refused", ("world", "why"), [(world, why[:200]) for world, why in refused])
     return claims
+
+
+def _list_refused(makers: Sequence[str], folder: Path, seeds: range) -> list[tuple[str, str]]:
+    """Return the names of correct worlds that the gate refuses, each with its reason."""
+    refused = []
+    for maker in makers:
+        for seed in seeds:
+            world = make(maker, folder, seed)
+            result = _judge(world, world.path)
+            if result.verdict is not Verdict.PASS:
+                refused.append((f"{maker} {seed}", result.reason))
+    return refused
 
 
 def _find_faults(what: str, trials: list[bool]) -> Claim:
@@ -180,11 +192,6 @@ def _print_visible(world: World) -> None:
         rows.append((column.column or "the only one", f"{column.scale:.3g}", f"{smallest:.2g}", share))
     title = f"{world.name}: smallest visible error by column"
     table(title, ("column", "largest answer", "visible from", "share of the largest answer"), rows)
-
-
-def _judge_made(name: str, folder: Path, seed: int) -> GateResult:
-    world = make(name, folder, seed)
-    return _judge(world, world.path)
 
 
 def _judge(world: World, path: Path) -> GateResult:
@@ -270,8 +277,11 @@ def _make_heads(seed: int) -> tuple[Array, nn.Module]:
             _get_last(part).weight.mul_(factor)
             _get_last(part).bias.mul_(factor)
             _get_last(part).bias.add_(mean - float(part(torch.from_numpy(rows)).mean()))
-    run: Run = lambda parts, x: torch.cat([part(x) for part in parts.values()], -1)  # noqa: E731
-    return rows, Net(run, **{f"head{number}": part for number, part in enumerate(parts)})
+    return rows, Net(_join_heads, **{f"head{number}": part for number, part in enumerate(parts)})
+
+
+def _join_heads(parts: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([part(x) for part in parts.values()], -1)
 
 
 def _make_boxes(seed: int) -> tuple[Array, nn.Module]:
@@ -305,7 +315,7 @@ def _make_ranking(run: Run, outputs: int) -> Callable[[int], tuple[Array, nn.Mod
 
 
 def _select_boxes(parts: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The twenty best of 300 scores, and the boxes that they belong to, as before a suppression of overlaps."""
+    """Return the 20 best of 300 scores, and their boxes, as before a suppression of overlaps."""
     answers = parts["net"](x)
     scores, boxes = answers[:, :300], answers[:, 300:]
     best, indices = torch.topk(torch.sigmoid(scores), 20, -1)
@@ -324,17 +334,23 @@ def _make_near_ties(seed: int) -> tuple[Array, nn.Module]:
 
 
 def _make_instance_norm(seed: int) -> tuple[Array, nn.Module]:
+    def run(parts: Any, x: torch.Tensor) -> torch.Tensor:
+        channels = torch.relu(parts["norm"](parts["conv"](x)))
+        return cast("torch.Tensor", parts["head"](channels.mean((2, 3))))
+
     parts: dict[str, nn.Module] = {
         "conv": nn.Conv2d(3, 8, 3, padding=1),
         "norm": nn.InstanceNorm2d(8, affine=True),
         "head": nn.Linear(8, 6),
     }
-    run: Run = lambda p, x: p["head"](torch.relu(p["norm"](p["conv"](x))).mean((2, 3)))  # noqa: E731
     return _draw(seed, 3, 16, 16), Net(run, **parts)
 
 
 def _make_clamped_log(seed: int) -> tuple[Array, nn.Module]:
-    run: Run = lambda p, x: torch.log(torch.clamp(torch.softmax(3 * p["net"](x), -1), min=1e-6))  # noqa: E731
+    def run(parts: Any, x: torch.Tensor) -> torch.Tensor:
+        probabilities = torch.softmax(3 * parts["net"](x), -1)
+        return torch.log(torch.clamp(probabilities, min=1e-6))
+
     return _draw(seed), Net(run, net=_perceptron(8))
 
 

@@ -75,47 +75,57 @@ class Outcome:
 def prove(*, quick: bool) -> list[Claim]:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    found: list[Outcome] = []
-    unable = 0
-    with tempfile.TemporaryDirectory(prefix="onnx-ops-truth-") as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for number, source in enumerate(sources(QUICK_STEP if quick else 1)):
-            path = Path(folder) / f"{number}.onnx"
-            try:
-                with contextlib.redirect_stdout(io.StringIO()):  # the older exporter prints graphs
-                    source.write(path)
-                found.append(outcome(source, path))
-            except Exception:  # converters raise anything; what they cannot convert is not asked here
-                unable += 1
-    right = [one for one in found if one.right]
-    refused = [one for one in right if one.verdict is not Verdict.PASS]
-    slow = [one for one in found if one.seconds > SOURCE_TIME_S]
-    table(
-        f"correct exports ({len(right)}; {len(found) - len(right)} wrong ones, {unable} could not be converted)",
-        ("refused", "why"),
-        [(one.name, one.reason[:150]) for one in refused],
-    )
-    passed = [one.name for one in found if not one.right and one.verdict is Verdict.PASS]
-    table("wrong exports that pass", ("export",), [(name,) for name in passed])
-    seconds = sorted(one.seconds for one in found)
-    print(f"  source asked for: median {np.median(seconds):.2f} s, longest {seconds[-1]:.1f} s", flush=True)
-    print(f"  differences that only advise: {sum(one.advised for one in right)}", flush=True)
+    outcomes, unable = _judge_sources(QUICK_STEP if quick else 1)
+    right = [outcome for outcome in outcomes if outcome.right]
+    refused = [outcome for outcome in right if outcome.verdict is not Verdict.PASS]
+    passed = [outcome for outcome in outcomes if not outcome.right and outcome.verdict is Verdict.PASS]
+    slow = [outcome for outcome in outcomes if outcome.seconds > SOURCE_TIME_S]
+    title = f"correct exports ({len(right)}; {len(outcomes) - len(right)} wrong ones, {unable} could not be converted)"
+    table(title, ("refused", "why"), [(outcome.name, outcome.reason[:150]) for outcome in refused])
+    table("wrong exports that pass", ("export",), [(outcome.name,) for outcome in passed])
+    _print_times(outcomes)
+    print(f"  differences that only advise: {sum(outcome.advised for outcome in right)}", flush=True)
     enough = quick or len(right) >= EXPORTS
     return [
         Claim(gate="parity", what="correct exports", bound=f"≥ {EXPORTS}", figure=str(len(right)), is_met=enough),
         at_most("parity", "correct exports refused", len(refused), len(right), 0.01),
-        at_most("parity", "wrong exports that pass", len(passed), len(found), 0),
-        at_most("parity", f"sources asked for more than {SOURCE_TIME_S:g} s", len(slow), len(found), 0),
+        at_most("parity", "wrong exports that pass", len(passed), len(outcomes), 0),
+        at_most("parity", f"sources asked for more than {SOURCE_TIME_S:g} s", len(slow), len(outcomes), 0),
     ]
 
 
-def sources(step: int) -> Iterator[Source]:
+def _judge_sources(step: int) -> tuple[list[Outcome], int]:
+    """Export and judge every `step`-th model; return also how many could not be converted."""
+    outcomes: list[Outcome] = []
+    unable = 0
+    with tempfile.TemporaryDirectory(prefix="onnx-ops-truth-") as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number, source in enumerate(list_sources(step)):
+            path = Path(folder) / f"{number}.onnx"
+            try:
+                with contextlib.redirect_stdout(io.StringIO()):  # the older exporter prints graphs
+                    source.write(path)
+                outcomes.append(judge_export(source, path))
+            except Exception:  # converters raise anything; what they cannot convert is not asked here
+                unable += 1
+    return outcomes, unable
+
+
+def _print_times(outcomes: list[Outcome]) -> None:
+    seconds = sorted(outcome.seconds for outcome in outcomes)
+    print(f"  source asked for: median {np.median(seconds):.2f} s, longest {seconds[-1]:.1f} s", flush=True)
+
+
+def list_sources(step: int) -> Iterator[Source]:
+    yield from _list_torch_sources(step)
+    yield from _list_fitted_sources(step)
+
+
+def _list_torch_sources(step: int) -> Iterator[Source]:
     for case in cases(step):
         exporter = TorchExporter()
-        for name, write in (
-            ("dynamo", _dynamo(exporter, case)),
-            ("legacy", _legacy(case)),
-        ):
+        writers = {"dynamo": _make_dynamo_writer(exporter, case), "legacy": _make_legacy_writer(case)}
+        for name, write in writers.items():
             yield Source(
                 name=f"{name} {case.name}",
                 exporter=exporter,
@@ -123,31 +133,34 @@ def sources(step: int) -> Iterator[Source]:
                 samples=case.samples,
                 write=write,
             )
+
+
+def _list_fitted_sources(step: int) -> Iterator[Source]:
     exporters: Mapping[str, Exporter] = {
         "sklearn": SklearnExporter(),
         "xgboost": XgboostExporter(),
         "lightgbm": LightgbmExporter(),
     }
-    for one in fitted_models(step):
-        exporter_of = exporters[one.framework]
-        samples = {"x": one.rows}
+    for fitted in fitted_models(step):
+        exporter = exporters[fitted.framework]
+        samples = {"x": fitted.rows}
         yield Source(
-            name=one.name,
-            exporter=exporter_of,
-            model=one.model,
+            name=fitted.name,
+            exporter=exporter,
+            model=fitted.model,
             samples=samples,
-            write=_plain(exporter_of, one.model, Export(framework=one.framework), samples),
+            write=_make_writer(exporter, fitted.model, Export(framework=fitted.framework), samples),
         )
 
 
-def _plain(exporter: Exporter, model: object, section: Export, samples: Tensors) -> Callable[[Path], None]:
+def _make_writer(exporter: Exporter, model: object, section: Export, samples: Tensors) -> Callable[[Path], None]:
     return lambda path: exporter.export(model, ExportRequest(section=section, samples=samples, path=path))
 
 
-def _dynamo(exporter: Exporter, case: Any) -> Callable[[Path], None]:
-    """With a free length where the net does not fix it."""
+def _make_dynamo_writer(exporter: Exporter, case: Any) -> Callable[[Path], None]:
+    """Return an export with a free length where the net does not fix it."""
     sections = Export(framework="torch", dynamic=case.dynamic), Export(framework="torch")
-    free, batch_only = (_plain(exporter, case.module, section, case.samples) for section in sections)
+    free, batch_only = (_make_writer(exporter, case.module, section, case.samples) for section in sections)
 
     def write(path: Path) -> None:
         try:
@@ -160,8 +173,8 @@ def _dynamo(exporter: Exporter, case: Any) -> Callable[[Path], None]:
     return write
 
 
-def _legacy(case: Any) -> Callable[[Path], None]:
-    """By the exporter of TorchScript, with the batch free only."""
+def _make_legacy_writer(case: Any) -> Callable[[Path], None]:
+    """Return an export by the exporter of TorchScript, with the batch free only."""
 
     def write(path: Path) -> None:
         rows = {name: torch.from_numpy(array[:2]) for name, array in case.samples.items()}
@@ -181,36 +194,44 @@ def _legacy(case: Any) -> Callable[[Path], None]:
     return write
 
 
-def outcome(source: Source, path: Path) -> Outcome:
+def judge_export(source: Source, path: Path) -> Outcome:
     begun = time.perf_counter()
-    asked = collect_reference_outputs(source.exporter, source.model, path, source.samples)
+    reference = collect_reference_outputs(source.exporter, source.model, path, source.samples)
     seconds = time.perf_counter() - begun
     try:
-        measured = measure_parity(OnnxRuntime(), path, TARGET, asked.groups)
+        measured = measure_parity(OnnxRuntime(), path, TARGET, reference.groups)
         results = tuple(judge_parity(ParityGate(), evidence(parity=measured)))
         worst = max((r for r in results if not r.advisory), key=lambda r: r.verdict.rank)
         verdict, reason = worst.verdict, worst.reason
         advised = any(r.advisory and r.verdict is not Verdict.PASS for r in results)
     except MeasurementError as error:
         verdict, reason, advised = Verdict.FAIL, str(error), False
-    right = _right(source, path)
+    right = _is_right(source, path)
     return Outcome(name=source.name, right=right, verdict=verdict, reason=reason, advised=advised, seconds=seconds)
 
 
-def _right(source: Source, path: Path) -> bool:
-    """Whether all but one in twenty real rows have the source's answer, in either precision."""
+def _is_right(source: Source, path: Path) -> bool:
+    """Return whether all but one in twenty real rows have the source's answer, in either precision."""
     references = [source.exporter.reference(source.model, source.samples, p) for p in ("float64", "float32")]
     try:
         (answers,) = OnnxRuntime().run(path, TARGET, (source.samples,))
     except OnnxOpsError:
         return False
     names = {name for reference in references for name in reference or {}}
-    off = {name: np.all([_off(answers.get(name), r[name]) for r in references if r], axis=0) for name in names}
-    return max((float(rows.mean()) for rows in off.values()), default=1.0) <= _OFF_ROWS
+    if not names:
+        return False
+    shares = [_measure_wrong_share(answers.get(name), [r[name] for r in references if r]) for name in names]
+    return max(shares) <= _OFF_ROWS
 
 
-def _off(answer: Any, expected: Any) -> Any:
-    """Whether each row is."""
+def _measure_wrong_share(answer: Any, references: list[Any]) -> float:
+    """Return the share of rows that are off from all references."""
+    wrong = np.all([_find_wrong_rows(answer, reference) for reference in references], axis=0)
+    return float(wrong.mean())
+
+
+def _find_wrong_rows(answer: Any, expected: Any) -> Any:
+    """Return for each row whether it is off."""
     if answer is None or answer.shape != expected.shape:
         return np.ones(len(expected), bool)
     if expected.dtype.kind != "f":
