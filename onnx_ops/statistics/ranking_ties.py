@@ -1,4 +1,4 @@
-"""Ties of a ranking: indices and classes that differ although rounding cannot tell their scores apart."""
+"""Ties of a ranking: indices and classes that differ although rounding may exchange their scores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FEW_TIES, _OFTEN_UNSURE = 0.5, 0.05
 
 
 def find_ties(onnx: Array, expected: Array, rounding: Rounding) -> Bools:
-    """Return where two indices or classes differ, and have scores that rounding cannot tell apart.
+    """Return where two indices or classes differ, and have scores that rounding may exchange.
 
     An index that occurs twice is no tie, unless it does so in the expected answer.
     """
