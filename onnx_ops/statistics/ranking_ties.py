@@ -1,4 +1,4 @@
-"""Ties of a ranking: indices and classes that differ although rounding cannot tell their scores apart."""
+"""Ties of a ranking: indices and classes that differ although rounding may exchange their scores."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ from onnx_ops.measure.parity import (
     find_hardware_divergence,
     find_worst,
     locate_divergence,
+    measure_group,
     measure_invariance,
     measure_parity,
 )
@@ -42,6 +43,7 @@ from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.pipeline.stages import validate
 from onnx_ops.ports import Context, Dataset, Exporter, ExportRequest, Tensors, Tracer
 from onnx_ops.ports.data import Array
+from onnx_ops.statistics.output_columns import WHOLE, measure_columns
 from onnx_ops.statistics.rules.parity import METRIC, judge_parity
 from onnx_ops.testing.fakes import FakeWorld
 from onnx_ops.testing.models import rows, write_perceptron
@@ -99,6 +101,21 @@ def faulty(source: Source, folder: Path, weight: str, fault: str) -> tuple[Path,
     worst = source.worst(path)
     assert worst is not None
     return path, worst
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "is_known"), [("batches:1", 1, True), ("batches:64", 64, False), ("range", 1, False)]
+)
+def test_noise_of_real_rows_counts_in_small_batches_only(name: str, rows: int, *, is_known: bool) -> None:
+    real = np.ones((64, 1), np.float32)
+    columns = measure_columns(real, real + 0.5, WHOLE)
+    assert columns is not None
+    single = np.ones((rows, 1), np.float32)
+    group = ReferenceGroup(
+        name=name, inputs={"x": single}, single={"y": single}, double={"y": single.astype(np.float64)}
+    )
+    (measured,) = measure_group(group, {"y": single}, known={"y": columns})
+    assert (measured.noise == 0.5) is is_known
 
 
 @pytest.mark.nightly
