@@ -63,10 +63,10 @@ PROJECTS: Mapping[TemplateName, Template] = {
             "examples.digits_mlp": "models.train",
             "endpoint: digits\n": "endpoint: {name}\n",
             # The tutorials start with all traffic at once, and switch to a canary later.
-            "    # The first release has nothing to be held against, and gets all traffic at once.\n": "",
-            "steps: [10%, 50%, 100%], guardrails: [errors, latency_p50, latency_p99], min_requests: [300, 1000]": (
-                "steps: [100%], scale_down_delay: 24h"
-            ),
+            "    # The first release has nothing to be compared with, and gets all traffic at once. A rollout of this "
+            "example takes\n    # seconds, since users are assigned anew every 5 s; by default every minute.\n": "",
+            "steps: [10%, 50%, 100%], guardrails: [errors, latency_p50, latency_p99], min_requests: [300, 1000], "
+            "epoch: 5 s": "steps: [100%], scale_down_delay: 24h",
         },
     ),
     "torch": Template(
