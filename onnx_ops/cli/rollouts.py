@@ -88,7 +88,7 @@ def rollout_status(
 
 @add_command(rollout, "resume")
 def rollout_resume(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False) -> None:
-    """Resume a paused rollout, or approve its next step.
+    """Advance a rollout by one step, paused or not, even if evidence is missing.
 
     Example: onnx-ops rollout resume digits-cnn
     """

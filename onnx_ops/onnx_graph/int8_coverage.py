@@ -58,6 +58,7 @@ _AFFIXES = re.compile(r"^fused |(?:_token_\d+|_nchwc|_quant|_MatMul|/\w+Fusion)$
 
 FUSE = "target file: session: {graph_level: all}"
 """The setting with which the runtime fuses pairs into operators."""
+_UNFUSED_LEVELS = ("disabled", "basic")
 
 _FLOAT, _UINT8, _INT8, _UINT16, _HALF = 1, 2, 3, 4, 10
 _SLOW_SETTINGS = {
@@ -220,8 +221,9 @@ def advise(
     advice = [*_list_type_advice(model, machine), *_list_setting_advice(target, machine, kinds)]
     if coverage is not None:
         shared: dict[tuple[str, str], list[str]] = {}
+        fuses_already = target.session.graph_level not in _UNFUSED_LEVELS
         for operator in coverage.floats:
-            if operator.setting:
+            if operator.setting and not (fuses_already and operator.setting == FUSE):
                 shared.setdefault((operator.reason, operator.setting), []).append(operator.name)
         for (reason, setting), names in shared.items():
             finding = f"{len(names)} left in float: {reason}"
@@ -272,7 +274,7 @@ def _read_element_types(model: onnx.ModelProto) -> tuple[set[int], set[int]]:
 def _list_setting_advice(target: Target, machine: Arithmetic, kinds: set[str]) -> Iterator[Advice]:
     """Yield advice on the target's session, and on the method of quantization."""
     session = target.session
-    if "DequantizeLinear" in kinds and session.graph_level in ("disabled", "basic"):
+    if "DequantizeLinear" in kinds and session.graph_level in _UNFUSED_LEVELS:
         finding = f"at graph level {session.graph_level} no QuantizeLinear pair is fused into an int8 operator"
         yield Advice(finding=finding, setting=FUSE)
     for name, cost in _SLOW_SETTINGS.items() if "DequantizeLinear" in kinds else ():
@@ -293,7 +295,7 @@ def _list_conversion_advice(run: onnx.ModelProto) -> Iterator[Advice]:
     for node in run.graph.node:
         if node.op_type == "QuantizeLinear":
             maker = makers.get(node.input[0])
-            if maker is None:
+            if maker is None or maker.op_type in _KINDS:  # the coverage has the reason of such an operator
                 continue
             sources = [makers[name] for name in maker.input if name in makers]
             if any(source.op_type in ("DequantizeLinear", *_DYNAMIC) for source in sources):

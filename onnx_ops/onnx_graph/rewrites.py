@@ -99,18 +99,24 @@ def renumber_names(model: onnx.ModelProto, pattern: str) -> None:
 
 
 def lift_constants(model: onnx.ModelProto) -> None:
-    """Make constants that are nodes of the main graph initializers of the same names, as quantizers expect."""
+    """Make constants that are nodes initializers of the same names in their graphs, as quantizers expect."""
+    for graph in iterate_graphs(model):
+        _lift_graph_constants(graph)
+
+
+def _lift_graph_constants(graph: onnx.GraphProto) -> None:
+    outputs = {value.name for value in graph.output}
     kept: list[onnx.NodeProto] = []
-    for node in model.graph.node:
+    for node in graph.node:
         value = next((a.t for a in node.attribute if a.name == "value"), None) if node.op_type == "Constant" else None
-        if value is None:
+        if value is None or node.output[0] in outputs:
             kept.append(node)
         else:
-            tensor = model.graph.initializer.add()
+            tensor = graph.initializer.add()
             tensor.CopyFrom(value)
             tensor.name = node.output[0]
-    del model.graph.node[:]
-    model.graph.node.extend(kept)
+    del graph.node[:]
+    graph.node.extend(kept)
 
 
 PRODUCT = "_product"
@@ -126,7 +132,7 @@ def split_gemms(model: onnx.ModelProto, excluded: Collection[str] = ()) -> None:
     from onnx import helper, numpy_helper
 
     matrices = {tensor.name: tensor for tensor in model.graph.initializer}
-    readers = Counter(name for node in model.graph.node for name in node.input)
+    readers = Counter(name for node in iterate_nodes(model) for name in node.input)  # subgraphs read matrices too
     rewritten: list[onnx.NodeProto] = []
     for node in model.graph.node:
         flags = {a.name: a.f if a.name in ("alpha", "beta") else a.i for a in node.attribute}

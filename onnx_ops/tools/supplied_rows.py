@@ -120,7 +120,8 @@ def _read_array(
     elif kind.kind == "U" or not np.can_cast(array.dtype, kind, casting="same_kind"):
         what = f"array {spec.name!r} is of type {array.dtype}, the model takes {spec.dtype}"
         raise UserError(what, where=where)
-    return np.ascontiguousarray(np.moveaxis(array, axis, 0) if axis else array).astype(kind, copy=False)
+    rows = np.moveaxis(array, axis, 0) if axis else array
+    return np.asarray(rows, dtype=kind, order="C")  # `ascontiguousarray` makes a scalar an array of one element
 
 
 def _resize(samples: SampleRows, inputs: Sequence[TensorSpec]) -> dict[str, Tensors]:

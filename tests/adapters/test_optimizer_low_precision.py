@@ -365,3 +365,47 @@ def test_weights_that_are_constant_nodes_are_narrowed(perceptron: OptimizeReques
     write_model(model, perceptron.source)
     WeightOnlyQuantizer().optimize(replace(perceptron, section=Quantize(name="w8", method="weight-only")))
     assert operators(perceptron.path).count("MatMulNBits") == 3
+
+
+def write_branches(path: Path, *, constants: bool) -> np.ndarray[Any, Any]:
+    """Write a Gemm whose transposed matrix a branch reads too, and two more products in the branches; return a row."""
+    draw = np.random.default_rng(0)
+    arrays = {name: draw.standard_normal((32, 32)).astype(np.float32) for name in ("shared", "other")}
+    stored = {name: numpy_helper.from_array(array, name) for name, array in arrays.items()}
+    value = helper.make_tensor_value_info
+
+    def branch(name: str, *nodes: onnx.NodeProto, initializer: tuple[onnx.TensorProto, ...] = ()) -> onnx.GraphProto:
+        return helper.make_graph(nodes, name, [], [value(f"{name}_y", 1, None)], initializer)
+
+    inner = helper.make_node("MatMul", ["h", "other"], ["else_y"], name="inner")
+    weight = helper.make_node("Constant", [], ["other"], value=stored["other"])
+    nodes = [
+        helper.make_node("Gemm", ["x", "shared"], ["h"], name="outer", transB=1),
+        helper.make_node("ReduceSum", ["x"], ["sum"], keepdims=0),
+        helper.make_node("Greater", ["sum", "zero"], ["is_positive"]),
+        helper.make_node(
+            "If",
+            ["is_positive"],
+            ["y"],
+            then_branch=branch("then", helper.make_node("MatMul", ["h", "shared"], ["then_y"], name="again")),
+            else_branch=branch("else", weight, inner)
+            if constants
+            else branch("else", inner, initializer=(stored["other"],)),
+        ),
+    ]
+    zero = numpy_helper.from_array(np.zeros((), np.float32), "zero")
+    ends = [value("x", 1, ["batch", 32])], [value("y", 1, ["batch", 32])]
+    graph = helper.make_graph(nodes, "branches", *ends, [stored["shared"], zero])
+    write_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    return draw.standard_normal((1, 32)).astype(np.float32)
+
+
+@pytest.mark.parametrize("constants", [False, True], ids=["initializer", "constant node"])
+def test_products_in_branches_are_narrowed_counted_and_named(perceptron: OptimizeRequest, constants: bool) -> None:
+    row = write_branches(perceptron.source, constants=constants)
+    notes = WeightOnlyQuantizer().optimize(replace(perceptron, section=Quantize(name="w8", method="weight-only")))
+    assert notes[0].startswith("weights of 2 of 3 matrix products")
+    assert notes[1].endswith(": outer")
+    for x in (row, -row):
+        before, after = (run(path, {"x": x})["y"] for path in (perceptron.source, perceptron.path))
+        assert np.abs(after - before).max() < 0.05 * np.abs(before).max()

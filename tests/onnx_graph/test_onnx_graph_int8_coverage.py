@@ -19,7 +19,7 @@ from onnx_ops.domain.quantization import Arithmetic, detect_arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.measure.execution import inspect_execution
 from onnx_ops.onnx_graph.files import read_model, write_model
-from onnx_ops.onnx_graph.int8_coverage import advise, measure_int8_coverage
+from onnx_ops.onnx_graph.int8_coverage import FUSE, advise, measure_int8_coverage
 from onnx_ops.ports import Optimizer, OptimizeRequest
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
 from tests.support.graphs import write_graph
@@ -203,6 +203,21 @@ def test_what_is_left_in_float_is_told_by_reason_with_the_setting(maker: Maker) 
     OnnxRuntime().rewritten(maker.path, TARGET, rewritten)
     found = advise(maker.path, rewritten, TARGET, VNNI, coverage)
     assert found == (Advice(finding="2 left in float: no pair", setting="name Gemm", nodes=("a", "b")),)
+
+
+def test_a_product_whose_pairs_are_not_fused_gets_no_advice_that_is_followed_already(tmp_path: Path) -> None:
+    """A branch reads the product, so the runtime keeps it in float at any graph level."""
+    text = f"""(float[batch,4] x, bool c) => (float[batch,4] y) {{
+        {PAIR} o = MatMul(d, w) p = QuantizeLinear(o, s, z) e = DequantizeLinear(p, s, z)
+        y = If(c) <then_branch = a () => (float[batch,4] t) {{ t = Relu(e) }},
+            else_branch = b () => (float[batch,4] f) {{ f = Neg(e) }}> }}"""
+    stored = {"w": np.ones((4, 4), "f4"), "s": np.float32(0.1), "z": np.uint8(0)}
+    path = write_graph(tmp_path / "variant.onnx", text, **stored)
+    coverage = measure_int8_coverage(path, path)
+    assert [one.name for one in coverage.floats] == ["o"]
+    assert advise(path, path, TARGET, VNNI, coverage) == ()
+    plain = Target(name="plain", session=SessionSettings(graph_level="basic"))
+    assert {one.setting for one in advise(path, path, plain, VNNI, coverage)} == {FUSE}
 
 
 def test_what_was_excluded_on_purpose_is_no_finding_but_what_is_not_heeded_is(maker: Maker) -> None:

@@ -240,9 +240,16 @@ def test_a_wrong_split_pauses_and_a_word_goes_on() -> None:
 def test_the_service_level_must_be_shown() -> None:
     policy = replace(CANARY, slo=ServiceLevel(error_rate=0.02))
     interval = replace(healthy(), seconds=60.0)
-    waits(due(seen(*[interval] * 53), policy), WaitKind.ANALYZING, "53 intervals (53 min)", "not below 2 %")
+    waits(
+        due(seen(*[interval] * 53), policy),
+        WaitKind.ANALYZING,
+        "53 intervals (53 min)",
+        "not below 2 %, which takes 54 i",
+    )
     acts(due(seen(*[interval] * 54), policy), ActionKind.ADVANCE)
-    waits(due(seen(replace(interval, canary=counted(5400), stable=counted(48_600, 1)))), WaitKind.ANALYZING)
+    crowded = replace(interval, canary=counted(5400), stable=counted(48_600, 1))
+    waits(due(seen(crowded), policy), WaitKind.ANALYZING, "in 1 interval (1 min) failed")
+    waits(due(seen(crowded)), WaitKind.ANALYZING)
 
 
 def test_bake_and_approval() -> None:

@@ -78,6 +78,7 @@ def test_rows_of_a_file_are_read_from_the_axis_that_the_model_names(voice: Path)
     assert samples.fixed == {"sr": 8000}
     assert compared(voice, voice, samples).verdict is Verdict.PASS
     with_scalar = check_samples(shared_inputs(voice), {**rows, "sr": np.array(8000)}, where="rows.npz", limit=50)
+    assert with_scalar.fixed["sr"].shape == ()
     assert with_scalar.fixed == samples.fixed
 
 

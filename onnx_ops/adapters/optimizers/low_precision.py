@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from onnx_ops.adapters.optimizers.library import (
 )
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.errors import TooLargeError, UserError
-from onnx_ops.onnx_graph.files import PROTOBUF_LIMIT, collect_constants, read_model, write_model
+from onnx_ops.onnx_graph.files import PROTOBUF_LIMIT, collect_constants, iterate_nodes, read_model, write_model
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.rewrites import lift_constants, restore_metadata, split_gemms, trace_nodes
 from onnx_ops.plugins import require
@@ -28,6 +29,7 @@ from onnx_ops.ports import Optimizer
 from onnx_ops.ports.optimize import OptimizeRequest
 
 _FLOAT, _HALF, _DOUBLE = 1, 10, 11
+_PRODUCTS = frozenset({"Gemm", "MatMul"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +85,15 @@ class WeightOnlyQuantizer(Optimizer):
             ),
         ):
             derived = _narrowed(model, request, options, algorithm)
-        products = [node for node in derived.graph.node if node.op_type == "MatMulNBits"]
-        if not products:
-            raise build_no_effect_error(request.section, source, frozenset({"Gemm", "MatMul"}))
+        kinds = Counter(node.op_type for node in iterate_nodes(derived))
+        if not kinds["MatMulNBits"]:
+            raise build_no_effect_error(request.section, source, _PRODUCTS)
         restore_metadata(derived, source)
         write_model(derived, request.path)
-        notes = [f"weights of {len(products)} matrix products in blocks, {algorithm}"]
+        total = kinds["MatMulNBits"] + sum(kinds[kind] for kind in _PRODUCTS)
+        notes = [f"weights of {kinds['MatMulNBits']} of {total} matrix products in blocks, {algorithm}"]
+        if left := [node.name or node.output[0] for node in iterate_nodes(derived) if node.op_type in _PRODUCTS]:
+            notes.append(f"in float, because excluded or without a constant matrix of their own: {', '.join(left)}")
         if algorithm != "rtn":
             notes.append(
                 f"{algorithm} moves weights by more than rounding, so as to keep the answers: "

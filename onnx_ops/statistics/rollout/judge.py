@@ -257,6 +257,8 @@ def _count_users(observations: Observations, place: str) -> float:
 
 
 def _explain_few_users(users: float, policy: RolloutPolicy) -> str:
+    if not users:
+        return f"at least one version has no results yet, and those of {policy.min_units} users of each are needed"
     missing = math.ceil(policy.min_units - users)
     return (
         f"the results of each version come from {users:.0f} equally active users or more, "
@@ -271,8 +273,16 @@ def _explain_service_level(here: Sequence[ObservationInterval], rate: float) -> 
         return "no request to the candidate was counted, and its service level is not shown"
     errors, requests = sum(row[0] for row in rows), sum(row[1] for row in rows)
     effect = float(design_effect.estimate_error_effect(rows))
-    covered = f"requests in {len(rows)} intervals ({sum(each.seconds for each in here) / 60:.0f} min) failed"
-    return _explain_uncertified(errors, requests, rate, covered, "rate", effect)
+    intervals = "1 interval" if len(rows) == 1 else f"{len(rows)} intervals"
+    covered = f"requests in {intervals} ({sum(each.seconds for each in here) / 60:.0f} min) failed"
+    missing = _explain_uncertified(errors, requests, rate, covered, "rate", effect)
+    fewest = _compute_fewest_intervals(rate)
+    return f"{missing}, which takes {fewest} intervals of a minute" if missing and len(rows) < fewest else missing
+
+
+def _compute_fewest_intervals(rate: float) -> int:
+    """Return how many intervals it takes at least to show a rate of errors, if no request fails."""
+    return math.ceil(ev.compute_clean_requests(rate) * design_effect.OUTAGE_SHARE)
 
 
 def _explain_uncertified(bad: int, total: int, share: float, what: str, noun: str, effect: float = 1.0) -> str:
@@ -401,7 +411,7 @@ def describe_policy(policy: RolloutPolicy, capabilities: frozenset[str]) -> Iter
             rate = policy.slo.error_rate
             clean = ev.compute_clean_requests(rate)
             in_all = math.ceil(100 * max(clean, step.minimum) / step.percent)
-            intervals = math.ceil(clean * design_effect.OUTAGE_SHARE)
+            intervals = _compute_fewest_intervals(rate)
             yield (
                 f"step {step.percent}%: to show an error rate below {100 * rate:g}% takes {clean:,} error-free "
                 f"requests to the candidate in at least {intervals:,} intervals of a minute; with min_requests "
