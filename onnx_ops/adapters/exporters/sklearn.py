@@ -184,6 +184,11 @@ def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
     remedy = "See https://onnx.ai/sklearn-onnx/supported.html for what it converts."
     if others := [package for package in packages if package in ("xgboost", "lightgbm") and package != own]:
         remedy = f"Set export.framework: {others[0]}, which converts pipelines with its estimators too."
+    elif any(kind == "i" for _, kind, _ in layout.types) and _has_imputer(model):
+        remedy = (
+            "SimpleImputer fills integers with integers only. Write the column with a decimal point (30.0), "
+            "or leave it out of the imputer: an integer column has no missing cells. " + remedy
+        )
     what = f"skl2onnx cannot convert {type(model).__name__}"
     with (
         convert_failures(what, remedy),
@@ -202,6 +207,10 @@ def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
             options=options,
             name="model",
         )
+
+
+def _has_imputer(model: object) -> bool:
+    return any(type(part).__name__ == "SimpleImputer" for part in list_estimators(model))
 
 
 @contextmanager
