@@ -1,4 +1,4 @@
-"""Ties of a ranking: indices and classes that differ although rounding cannot tell their scores apart."""
+"""Ties of a ranking: indices and classes that differ although their scores are equal within rounding."""
 
 from __future__ import annotations
 
