@@ -77,11 +77,11 @@ def test_check_finds_rows_that_are_not_on_the_declared_axis(tmp_path: Path) -> N
         assert [problem["path"] for problem in json.loads(done.stdout)["problems"]] == paths
 
 
-def test_values_and_rows_of_other_axes_come_back_from_the_store() -> None:
+def test_values_and_rows_of_other_axes_come_back_from_the_store(tmp_path: Path) -> None:
     rows = {**make_voice_rows(9), "y": np.arange(9), "rate": np.array(8000)}
     inputs = {"input": "input", "state": "state"}
     section = FileData(file="rows.npz", inputs=inputs, label="y", values={"sr": "rate", "gain": 0.5})
-    store = FakeWorld().context(root=Path()).store
+    store = FakeWorld().context(root=tmp_path).store
     dataset = get_dataset(store, put_dataset(store, build_dataset(rows, section, "data/test")))
     assert (len(dataset), dataset.inputs["state"].shape) == (9, (2, 9, 5))
     assert dataset.values["sr"].tolist() == 8000
