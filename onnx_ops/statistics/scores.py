@@ -40,6 +40,8 @@ CANDIDATE = ""
 """Key of the candidate among the models; other keys are those of `ScoreComparison.against`."""
 
 _NO_SPREAD = "every row has the same score: an interval cannot be estimated"
+_NO_ERROR = "{name} has no error, so a change is no share of it"
+_SAME_SCORES = "the answers differ, but every row scores as with {name}: no interval for the change"
 
 FEW_ROWS = 20
 """Rows or groups below which an interval has no meaningful level."""
@@ -236,7 +238,7 @@ def _compare_replicates(
     if definition.higher_is_better is not True and other.observed > 0:
         ratio = _estimate(own / other)
     if difference is None and ratio is None:
-        return _make_undefined(definition, entry)
+        return _make_undefined(definition, entry, _SAME_SCORES)
     return replace(
         entry,
         baseline=other.observed,
@@ -305,9 +307,10 @@ def _compare_two_losses(
 ) -> ScoreComparison:
     """Compare the losses of two models with different answers."""
     mine, theirs = sums
-    has_no_error = definition.name != "r2" and theirs.sum() <= 0
-    if has_no_error or np.allclose(mine, theirs, rtol=1e-9, atol=0):
-        return _make_undefined(definition, entry)
+    if definition.name != "r2" and theirs.sum() <= 0:
+        return _make_undefined(definition, entry, _NO_ERROR)
+    if np.allclose(mine, theirs, rtol=1e-9, atol=0):
+        return _make_undefined(definition, entry, _SAME_SCORES)
     entry = replace(entry, baseline=_convert_mean(definition, float(theirs.sum() / share.sum())))
     if definition.name == "r2":
         return replace(entry, difference=ratio_interval(theirs - mine, share, UNSEEN_CHANGES))
@@ -341,10 +344,8 @@ def _compare_rest(
     return replace(entry, rest={"rmse": math.sqrt(max(rest, 0.0)), "mae": rest, "r2": -rest}[definition.name or "mae"])
 
 
-def _make_undefined(definition: MetricDefinition, entry: ScoreComparison) -> ScoreComparison:
-    name = entry.against
-    why = f"every row scores as with {name}, or {name} has no error: no interval for the change"
-    return make_unscored(definition, entry.n, against=name, undefined=why)
+def _make_undefined(definition: MetricDefinition, entry: ScoreComparison, why: str) -> ScoreComparison:
+    return make_unscored(definition, entry.n, against=entry.against, undefined=why.format(name=entry.against))
 
 
 def _to_metric(definition: MetricDefinition, interval: Interval) -> Interval:

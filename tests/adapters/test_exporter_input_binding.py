@@ -68,7 +68,7 @@ def test_each_input_reaches_the_parameter_of_its_name(function: Callable[..., An
 @pytest.mark.parametrize(
     ("function", "inputs", "message"),
     [
-        (pair, "user", "it also takes 'item'"),
+        (pair, "user", r"it also takes 'item'.*values: {item: VALUE}"),
         (pair, "user itm", "it has no input 'itm'.*Did you mean 'item'"),
         (pair, "left right", r"no input 'left' .it takes user, item..*inputs: {user: ARRAY, item: ARRAY}"),
         (pair, "user item extra", "it has no input 'extra'"),

@@ -60,6 +60,21 @@ def test_export_of_mixed_columns_takes_one_input_a_column(tmp_path: Path) -> Non
     }
 
 
+@pytest.mark.parametrize("order", [("age", "visits"), ("visits", "age")])
+def test_export_imputes_integers_beside_fractions_in_any_order(order: tuple[str, ...], tmp_path: Path) -> None:
+    columns = sk("compose.ColumnTransformer", [("numbers", sk("impute.SimpleImputer"), list(order))])
+    model = piped(columns, sk("linear_model.LogisticRegression")).fit(Dataset(inputs=NUMBERS).frame(), LABEL)
+    check_same(SklearnExporter(), model, NUMBERS, tmp_path)
+
+
+def test_imputed_integers_are_refused_with_the_ways_out(tmp_path: Path) -> None:
+    visits = {"visits": COLUMNS["visits"]}
+    columns = sk("compose.ColumnTransformer", [("numbers", sk("impute.SimpleImputer"), ["visits"])])
+    model = piped(columns, sk("linear_model.LogisticRegression")).fit(Dataset(inputs=visits).frame(), LABEL)
+    with pytest.raises(UserError, match=r"decimal point .*, or leave it out of the imputer"):
+        check_same(SklearnExporter(), model, visits, tmp_path)
+
+
 def test_export_of_a_data_frame_without_transformer_joins_its_columns(tmp_path: Path) -> None:
     model = piped(sk("impute.SimpleImputer"), sk("linear_model.LogisticRegression")).fit(
         Dataset(inputs=NUMBERS).frame(), LABEL

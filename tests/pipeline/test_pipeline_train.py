@@ -40,6 +40,8 @@ def train(root: Path, body: str, function: str = "train") -> None:
         ("def train(data):\n    return 1\n", UserError, "train.with: .* 'seed'"),
         ("def train(data, seed):\n    pass\n", UserError, "train.run: .* returned nothing"),
         ("def train(data, seed, depth):\n    return 1\n", UserError, "train.with: .* 'depth'"),
+        ("def train(data, seed):\n    class A: pass\n    return A()\n", UserError, "train.run: the returned A cannot"),
+        ("def train(data, seed):\n    return lambda x: x\n", UserError, "train.run: the returned function cannot"),
     ],
 )
 def test_a_fault_in_user_code_is_told_in_its_own_words(

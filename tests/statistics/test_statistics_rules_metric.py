@@ -191,6 +191,12 @@ def test_change_that_rests_on_few_rows_passes_only_if_the_others_keep_the_limit(
     assert judged(gate, evidence(worse))[0].verdict is Verdict.FAIL
 
 
+def test_single_row_that_carries_an_error_is_described_in_the_singular() -> None:
+    few = entry("rmse", ratio=interval(1.001), carrying=1, rest=1.2, heavy=(17,))
+    (result,) = judged(MetricGate(name="rmse", max_increase=0.05), evidence(few))
+    assert result.reason.endswith("1 of 1000 rows carries it, and in the others it changes by +20%: look at row 17")
+
+
 def test_least_r2_passes_only_where_many_rows_carry_it() -> None:
     few = entry("r2", "", effective=4.2, heavy=(17,))
     assert judged(MetricGate(name="r2", min=0.5), evidence(few))[0].verdict is Verdict.INCONCLUSIVE

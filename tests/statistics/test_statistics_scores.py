@@ -231,10 +231,11 @@ class TestEqualAnswers:
 
     def test_equal_errors_of_other_answers_and_a_baseline_without_error_prove_nothing(self) -> None:
         label, error = np.random.default_rng(0).standard_normal((2, 100))
-        for base, candidate in ((label + error, label - error), (label, label + np.linspace(0, 1, 100))):
+        cases = ((label + error, label - error, "every row"), (label, label + np.linspace(0, 1, 100), "no error"))
+        for base, candidate, cause in cases:
             entry = compared(MAE, (label, base, candidate))
             assert entry.ratio is None
-            assert entry.undefined
+            assert cause in entry.undefined
 
 
 class TestWithoutLabels:
@@ -288,6 +289,15 @@ class TestOwn:
     def test_one_that_fails_is_told(self, function: Any, why: str) -> None:
         (entry,) = score(OWN, self.LABEL, {CANDIDATE: self.SAID}, seed=0, function=function)
         assert why in entry.failed
+
+    def test_equal_scores_of_other_answers_have_no_interval(self) -> None:
+        def mean_size(said: Any, label: Any) -> float:
+            return float(np.abs(said).mean())
+
+        answers = {CANDIDATE: self.SAID, "fp32": -self.SAID}
+        entries = score(OWN, self.LABEL, answers, seed=0, function=mean_size, resamples=100)
+        (other,) = (entry for entry in entries if entry.against)
+        assert "every row scores as with fp32" in other.undefined
 
     def test_one_that_refuses_most_resamples_has_no_interval(self) -> None:
         def picky(said: Any, label: Any) -> float:

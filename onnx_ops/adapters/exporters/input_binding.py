@@ -122,6 +122,7 @@ def check_names(
             why=f"it takes {listed or 'nothing by name'}",
             remedy=suggest(unknown[0], [name for name in names if name not in inputs], remedy),
         )
+    remedy += f" One that is the same for all rows is a value: `values: {{{missing[0]}: VALUE}}`."
     raise UserError(f"{owner} also takes {missing[0]!r}", where=WHERE, why=f"it takes {listed}", remedy=remedy)
 
 

@@ -184,8 +184,19 @@ def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
     remedy = "See https://onnx.ai/sklearn-onnx/supported.html for what it converts."
     if others := [package for package in packages if package in ("xgboost", "lightgbm") and package != own]:
         remedy = f"Set export.framework: {others[0]}, which converts pipelines with its estimators too."
+    elif any(kind == "i" for _, kind, _ in layout.types) and _has_imputer(model):
+        remedy = (
+            "SimpleImputer fills integers with integers only. Write the column with a decimal point (30.0), "
+            "or leave it out of the imputer: an integer column has no missing cells. " + remedy
+        )
     what = f"skl2onnx cannot convert {type(model).__name__}"
-    with convert_failures(what, remedy), warnings.catch_warnings(), _whole_numbers(), _not_flattened(model):
+    with (
+        convert_failures(what, remedy),
+        warnings.catch_warnings(),
+        _whole_numbers(),
+        _not_flattened(model),
+        _imputers_of_mixed_columns(),
+    ):
         warnings.simplefilter("ignore", FutureWarning)  # skl2onnx reads attributes that scikit-learn deprecates
         warnings.simplefilter("ignore", RuntimeWarning)  # and casts NaN, which an imputer of integers looks for
         return skl2onnx.to_onnx(
@@ -196,6 +207,34 @@ def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
             options=options,
             name="model",
         )
+
+
+def _has_imputer(model: object) -> bool:
+    return any(type(part).__name__ == "SimpleImputer" for part in list_estimators(model))
+
+
+@contextmanager
+def _imputers_of_mixed_columns() -> Iterator[None]:
+    """Give an imputer's output the type of its input.
+
+    skl2onnx declares it before it joins the columns, with the type of the first one, and refuses integers that stand
+    before fractions.
+    """
+    registry: Any = importlib.import_module("skl2onnx.common._registration")
+    name = "SklearnSimpleImputer"
+    compute_shapes = registry.get_shape_calculator(name)
+
+    def compute(operator: Any) -> None:
+        (output,) = operator.outputs
+        if len({type(value.type) for value in operator.inputs}) == 1:
+            output.type = type(operator.inputs[0].type)(output.type.shape)
+        compute_shapes(operator)
+
+    registry.register_shape_calculator(name, compute, overwrite=True)
+    try:
+        yield
+    finally:
+        registry.register_shape_calculator(name, compute_shapes, overwrite=True)
 
 
 @contextmanager

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import Stage
+from onnx_ops.errors import UserError, describe_error
 from onnx_ops.measure.files import (
     FEATURES,
     FRACTIONS,
@@ -22,7 +25,7 @@ from onnx_ops.measure.files import (
 )
 from onnx_ops.measure.user_functions import call_training, importable
 from onnx_ops.pipeline.stage_settings import get_exporter
-from onnx_ops.ports import Context, TrainingExporter
+from onnx_ops.ports import Context, Exporter, TrainingExporter
 from onnx_ops.scratch import Scratch
 
 
@@ -47,7 +50,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
             if isinstance(exporter, TrainingExporter):
                 exporter.train(settings["run"], data, settings["with_"], folder)
             else:
-                exporter.save(call_training(settings["run"], data, settings["with_"]), folder)
+                _save(exporter, call_training(settings["run"], data, settings["with_"]), folder)
         else:
             with Scratch() as aside:
                 brought = context.models.path(settings["model"], aside / "brought")
@@ -58,3 +61,20 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
                 else:
                     shutil.copyfile(brought, folder / brought.name)
         return Manifest(files=files | put_folder(context.store, folder, TRAINED))
+
+
+def _save(exporter: Exporter, model: object, folder: Path) -> None:
+    """Write the model that the training function returned.
+
+    Raises:
+        UserError: it holds what pickle cannot write, such as a lambda or an instance of a local class.
+    """
+    try:
+        exporter.save(model, folder)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:  # pickle raises all three
+        raise UserError(
+            f"the returned {type(model).__name__} cannot be saved",
+            where="train.run",
+            why=describe_error(error),
+            remedy="Define its classes and functions at the top level of a module, without lambdas and open files.",
+        ) from error

@@ -305,11 +305,13 @@ def _explain(name: str, limit: MetricLimit, entry: _Entry, interval: Interval, v
 def _explain_few_rows(limit: MetricLimit, entry: ScoreComparison) -> str:
     """Return how many rows carry the error, and which, where they are few; else an empty text."""
     units, kind = entry.groups or entry.n, "groups" if entry.groups else "rows"
-    rows = f": look at rows {', '.join(str(row) for row in sorted(entry.heavy))}" if entry.heavy else ""
+    noun = "row" if len(entry.heavy) == 1 else "rows"
+    rows = f": look at {noun} {', '.join(str(row) for row in sorted(entry.heavy))}" if entry.heavy else ""
     if limit.of_change and _rests_on_few(limit, entry):
         rest = _get_rest(limit, entry)
         others = "the others have no error" if rest is None else f"in the others it changes by {limit.format(rest)}"
-        return f"; {entry.carrying} of {units} {kind} carry it, and {others}{rows}"
+        verb = "carries" if entry.carrying == 1 else "carry"
+        return f"; {entry.carrying} of {units} {kind} {verb} it, and {others}{rows}"
     if entry.effective is None or not entry.heavy:
         return ""
     if entry.effective < _CONCENTRATED * units or (not limit.of_change and _is_uneven(entry)):
