@@ -115,7 +115,7 @@ def outcomes(
             for fault in draw.permutation(sorted(copies))[:most_faults]:
                 copy = copies[fault]
                 moved = 0.0
-                with contextlib.suppress(Exception):  # the runtime refuses the copy: nobody can serve it
+                with contextlib.suppress(Exception):  # the runtime refuses the copy, so no server can load it
                     moved = float(np.abs(network.answers(copy) - given).max() / given.std())
                 if moved > SPREAD:
                     verdict, text = judge(network, copy, rows)

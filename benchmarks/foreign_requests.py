@@ -64,7 +64,7 @@ def _rename(model: onnx.ModelProto) -> None:
 
 
 def _rename_dimensions(model: onnx.ModelProto) -> None:
-    """Give each free dimension a name of its own."""
+    """Give each free dimension a different name."""
     for value in model.graph.input:
         for axis, dimension in enumerate(value.type.tensor_type.shape.dim):
             if not dimension.HasField("dim_value"):

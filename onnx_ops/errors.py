@@ -174,7 +174,7 @@ class CorruptStateError(InfrastructureError):
 
 
 class InternalError(OnnxOpsError):
-    """An exception that onnx-ops did not expect: a fault of its own, and no verdict on the user's files."""
+    """An exception that onnx-ops did not expect: a defect of onnx-ops, and no verdict on the user's files."""
 
 
 class ConflictError(OnnxOpsError):

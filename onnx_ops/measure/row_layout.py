@@ -109,7 +109,7 @@ def read_layout(model: ModelInfo, values: Tensors | None = None) -> RowLayout:
 
 
 def get_layout(store: Store, export: Manifest, values: Tensors | None = None) -> RowLayout:
-    """Return the layout of an exported model, with the values of its own rows or others."""
+    """Return the layout of an exported model, with the values of the given rows or of its export."""
     model = codec.loads(store.read(export["info.json"]), ModelInfo)
     return read_layout(model, get_values(store, export) if values is None else values)
 

@@ -189,7 +189,7 @@ def _view(memory: CellBlock) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uin
 
 
 def _reset(memory: CellBlock) -> None:
-    memory.tag[_GENERATION] = memory.tag[_EPOCH] = memory.tag[_WATCH] = 0  # nobody reads it meanwhile
+    memory.tag[_GENERATION] = memory.tag[_EPOCH] = memory.tag[_WATCH] = 0  # no reader takes a block that is being reset
     listed, counts = _view(memory)
     counts[listed] = 0
     memory.tag[_LENGTH] = 0

@@ -46,7 +46,7 @@ def find_fixed_axes(
 
 
 def _permit_fixed(dynamic_shapes: Any) -> Any:
-    """Replace the names of axes, so that the trace goes on where one is fixed."""
+    """Replace the names of axes, so that the trace continues where one is fixed."""
     if isinstance(dynamic_shapes, Mapping):
         return {key: _permit_fixed(value) for key, value in dynamic_shapes.items()}
     if isinstance(dynamic_shapes, tuple | list):
