@@ -82,6 +82,7 @@ class ServerMetrics(MetricsSource):
                     for name in deployments
                     if (loads_s := tuple(s for one in counts for s in one.cold_s.get(name, ())))
                 },
+                failure="; ".join(dict.fromkeys(one.failure for one in counts if one.failure)),
             )
         except (ValueError, zlib.error) as error:
             raise ServiceUnavailableError(

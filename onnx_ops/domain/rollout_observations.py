@@ -278,7 +278,8 @@ class MetricsReading:
     Sources that know no assignment (CloudWatch, Azure Monitor, Prometheus) report `tallies` by deployment, and perhaps
     `shadow` and `quantiles`, since `origin`: another origin means that the counters restarted.
 
-    `cold_s` are durations of loads of either version, before the candidate got any traffic.
+    `cold_s` are durations of loads of either version, before the candidate got any traffic. `failure` is why the source
+    misses evidence at present.
     """
 
     at: float
@@ -290,6 +291,7 @@ class MetricsReading:
     shadow: ShadowCounts = field(default_factory=ShadowCounts)
     quantiles: Mapping[str, LatencyQuantiles] = field(default_factory=dict)
     cold_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict, metadata=OMIT_DEFAULT)
+    failure: str = field(default="", metadata=OMIT_DEFAULT)
 
     def sum_tallies(self) -> Mapping[str, RequestCounts]:
         """Return the counts by deployment, of all servers and generations."""

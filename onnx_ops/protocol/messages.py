@@ -61,11 +61,13 @@ _CELL_BYTES = 2 + 4 * CELL_FIELDS
 class AdminState:
     """Response to GET and PUT of the state; None before the first publication.
 
-    `failed` are deployments that could not be loaded again, with the reason.
+    `failed` are deployments that could not be loaded again, with the reason. `counting_failure` is why a rollout gets
+    no evidence at present; empty if nothing failed.
     """
 
     state: EndpointState | None
     failed: Mapping[str, str] = field(default_factory=dict)
+    counting_failure: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +148,7 @@ class Counts:
         closed_through: no epoch up to this number is counted any more; 0 if the split has no epochs.
         cold_s: by deployment, seconds of loads in fresh processes. Measured if a deployment of a user counts request
             gets neither traffic nor mirrored requests.
+        failure: why evidence is missing at present, such as an epoch that could not be turned; empty if nothing failed.
     """
 
     origin: str
@@ -157,6 +160,7 @@ class Counts:
     open_epoch: EpochCounts | None = None
     closed_through: int = 0
     cold_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    failure: str = ""
 
 
 def encode_cells(cells: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> str:

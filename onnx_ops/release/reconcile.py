@@ -243,11 +243,11 @@ def _resume(journal: Journal) -> StepReport | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsSnapshot:
-    """The counts until now, this `reading` included; None if it adds nothing. `unavailable` is why there is none."""
+    """The counts until now, this `reading` included; None if it adds nothing. `failure` is why counts are missing."""
 
     observations: Observations | None
     reading: MetricsReading | None = None
-    unavailable: str = ""
+    failure: str = ""
 
 
 def read_metrics(journal: Journal) -> MetricsSnapshot:
@@ -260,11 +260,11 @@ def read_metrics(journal: Journal) -> MetricsSnapshot:
     try:
         reading = journal.context.metrics(journal.config).read(journal.config, limits)
     except ServiceUnavailableError as error:
-        return MetricsSnapshot(observations=None, unavailable=str(error))
+        return MetricsSnapshot(observations=None, failure=str(error))
     reading = state.observations.select_new(reading)
     observations = state.observations.with_reading(reading, stable=stable, candidate=candidate)
     is_new = observations.reading is not state.observations.reading
-    return MetricsSnapshot(observations=observations, reading=reading if is_new else None)
+    return MetricsSnapshot(observations=observations, reading=reading if is_new else None, failure=reading.failure)
 
 
 def choose_action(
@@ -292,7 +292,7 @@ def choose_action(
     if not isinstance(action, Wait):
         return action
     why = desired.blocked_by if state.roles.candidate is None and desired.blocked_by else action.why
-    return replace(action, why=f"{why}: {snapshot.unavailable}" if snapshot.unavailable else why)
+    return replace(action, why=f"{why}: {snapshot.failure}" if snapshot.failure else why)
 
 
 def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action | Wait) -> None:

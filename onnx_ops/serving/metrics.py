@@ -86,7 +86,8 @@ CONNECTIONS, CONNECTIONS_REFUSED, LOG_DROPPED = (LOAD_NANOSECONDS + k for k in r
 SHADOW_DIFFERING, FEEDBACK, SUCCESSES, UNKNOWN_FEEDBACK = (LOG_DROPPED + k for k in range(1, 5))
 FAILED_NANOSECONDS = UNKNOWN_FEEDBACK + 1  # the part of INLINE_NANOSECONDS and QUEUED_NANOSECONDS without status 200
 SHADOW_RESTARTS = FAILED_NANOSECONDS + 1
-COLUMNS = SHADOW_RESTARTS + 1
+EPOCH_FAILURES = SHADOW_RESTARTS + 1
+COLUMNS = EPOCH_FAILURES + 1
 _GAUGES = (QUEUED, IN_PROGRESS, CONNECTIONS)
 
 _SHOWN_STEPS = STEPS // 2
@@ -379,6 +380,12 @@ _SERVER_FAMILIES = (
         "Requests without a line or span: the buffer of the log was full.",
         "counter",
         LOG_DROPPED,
+    ),
+    (
+        "epoch_failures_total",
+        "Errors while an epoch was turned; it is no evidence for a rollout.",
+        "counter",
+        EPOCH_FAILURES,
     ),
     ("shadow_restarts_total", "Shadow processes that ended and were replaced.", "counter", SHADOW_RESTARTS),
     ("feedback_unknown_total", "Entries of feedback about unknown requests.", "counter", UNKNOWN_FEEDBACK),

@@ -118,6 +118,13 @@ class RolloutCounts:
         self._close_epochs(reused_by=epoch)
         self._shared.header[EPOCH] = epoch
 
+    def discard_epoch(self) -> None:
+        """Exclude the present epoch from the evidence, after an error while it was turned."""
+        epoch = self._shared.header[EPOCH]
+        self._whole_from = max(self._whole_from, epoch + 1)
+        while self._ended and self._ended[-1].epoch >= epoch:
+            self._ended.pop()
+
     def collect(
         self, request: UserCountsRequest | None = None, *, cold_s: Mapping[str, Sequence[float]] | None = None
     ) -> Counts:

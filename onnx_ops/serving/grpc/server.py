@@ -7,6 +7,7 @@ tensors, errors and counts are implemented once. Metadata takes the place of hea
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -51,6 +52,8 @@ _CODES: Mapping[int, Any] = {
 }
 """gRPC's code by HTTP status
 (https://github.com/googleapis/googleapis/blob/master/google/rpc/code.proto)."""
+
+_log = logging.getLogger(__name__)
 
 _BINARY_LENGTH = messages.BINARY_LENGTH_HEADER.encode()
 _TIMEOUT = messages.TIMEOUT_HEADER.encode()
@@ -264,7 +267,10 @@ class ReadinessServicer(health.aio.HealthServicer):  # type: ignore[misc]
     async def watch(self) -> None:
         """Notify clients once a second, forever."""
         while True:
-            await self.refresh()
+            try:
+                await self.refresh()
+            except Exception:  # else clients would keep the last health forever
+                _log.exception("the health could not be refreshed")
             await asyncio.sleep(_HEALTH_PAUSE_S)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from onnx_ops.serving.metrics import CONNECTIONS, CONNECTIONS_REFUSED, MetricsRo
 
 if TYPE_CHECKING:
     from onnx_ops.serving.http.protocol import HttpProtocol
+
+_log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _LINGER_S = 2.0
@@ -154,13 +157,19 @@ class ConnectionLimits:
         """Close connections that exceed their time, forever."""
         while True:
             await asyncio.sleep(_TICK_S)
-            self.now = time.monotonic()
-            self._set_date()
-            self.row[CONNECTIONS] = len(self.open)
-            idle_s = _DRAIN_IDLE_S if self.draining else self.keep_alive_s
-            for connection in tuple(self.open):
-                stage, age = connection.stage, self.now - connection.since
-                if stage is READING and age > self.read_timeout_s:
-                    connection.time_out()
-                elif (stage is IDLE and age > idle_s) or (stage is REJECTED and age > _LINGER_S):
-                    connection.transport.close()
+            try:
+                self._close_expired()
+            except Exception:  # else no connection would time out any more
+                _log.exception("connections could not be checked")
+
+    def _close_expired(self) -> None:
+        self.now = time.monotonic()
+        self._set_date()
+        self.row[CONNECTIONS] = len(self.open)
+        idle_s = _DRAIN_IDLE_S if self.draining else self.keep_alive_s
+        for connection in tuple(self.open):
+            stage, age = connection.stage, self.now - connection.since
+            if stage is READING and age > self.read_timeout_s:
+                connection.time_out()
+            elif (stage is IDLE and age > idle_s) or (stage is REJECTED and age > _LINGER_S):
+                connection.transport.close()

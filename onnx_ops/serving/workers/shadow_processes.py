@@ -231,8 +231,9 @@ class ShadowProcesses:
             started_at = time.monotonic()
             try:
                 ready, status = await self._run(shadow, listener)
-            except OSError as error:
-                shadow.fail(f"it could not be started: {error}")
+            except Exception as error:
+                _log.exception("shadow %s could not be run", shadow.deployment.name)
+                shadow.fail(f"it could not be run: {error}")
                 return
             finally:
                 was_running, shadow.row[IN_PROGRESS] = shadow.row[IN_PROGRESS], 0

@@ -42,7 +42,7 @@ from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
 from onnx_ops.serving.http.protocol import HttpProtocol, serve_connections
 from onnx_ops.serving.inference.deployments import TableRevision
 from onnx_ops.serving.inference.integrity import TrustPolicy
-from onnx_ops.serving.metrics import REVISION, SharedMetrics, SlotAllocator, make_row
+from onnx_ops.serving.metrics import EPOCH_FAILURES, REVISION, SharedMetrics, SlotAllocator, make_row
 from onnx_ops.serving.rollout_counts import RolloutCounts
 from onnx_ops.serving.workers.listeners import LOOPBACK, ListenerSockets, listen_tcp, listen_unix, receive_sockets
 from onnx_ops.serving.workers.shadow_processes import ShadowProcesses
@@ -57,6 +57,8 @@ _LOCK_PAUSE_S = 0.05
 _ORPHAN_PAUSE_S = 0.02
 _KILL_MARGIN_S = 2
 _SHADOW_DRAIN_S = 1.0
+_EPOCH_RETRY_S = 1.0
+"""Rest after an error between epochs: a lasting one costs one attempt and one log entry a second."""
 _MAX_ADMINS = 64
 _MAX_ADMIN_BODY = 1 << 20
 _ADMIN_DRAIN_S = 1
@@ -165,6 +167,7 @@ class Supervisor:
         self._cold_s: dict[Deployment, list[float]] = {}
         self._cold_starts: asyncio.Task[None] | None = None
         self._epochs: asyncio.Task[None] | None = None
+        self._failures: dict[str, str] = {}
         self.not_loaded: Mapping[str, str] = {}
         """Deployments that must be loaded and could not, with the reason."""
 
@@ -173,7 +176,15 @@ class Supervisor:
         current = self._publisher.state
         names = set() if current is None else {d.name for d in current.deployments}
         failed = {**self._shadows.get_failed(), **self._pool.get_failed()}
-        return AdminState(state=current, failed={name: why for name, why in failed.items() if name in names})
+        return AdminState(
+            state=current,
+            failed={name: why for name, why in failed.items() if name in names},
+            counting_failure=self._describe_failures(),
+        )
+
+    def _describe_failures(self) -> str:
+        """Return why the counts of a rollout miss evidence; empty if nothing failed."""
+        return "; ".join(f"{what}: {why}" for what, why in self._failures.items())
 
     def collect_counts(self, request: UserCountsRequest | None = None) -> Counts:
         """Return the counts of every published deployment, by user if requested.
@@ -191,7 +202,8 @@ class Supervisor:
                     if min(map(len, self._cold_s.values())) < COLD_START_SAMPLES:
                         self._cold_starts = asyncio.get_running_loop().create_task(self._measure_cold_starts())
         cold_s = {deployment.name: loads_s for deployment, loads_s in self._cold_s.items()}
-        return self._publisher.counts.collect(request, cold_s=cold_s)
+        counts = self._publisher.counts.collect(request, cold_s=cold_s)
+        return replace(counts, failure=self._describe_failures())
 
     async def _measure_cold_starts(self) -> None:
         """Load the watched deployments in turn, without the cache of packed models."""
@@ -200,20 +212,42 @@ class Supervisor:
             while len(loads_s := min(self._cold_s.values(), key=len)) < COLD_START_SAMPLES:
                 deployment = next(d for d, listed in self._cold_s.items() if listed is loads_s)
                 loads_s.append(await run_trial_load([deployment], self._folder, options, (), limit_s=_PREPARE_S))
-        except (OnnxOpsError, OSError) as error:
-            _log.warning("a cold start could not be measured: %s", error)
+        except Exception as error:  # the next request of counts tries again
+            self._record_failure("a cold start could not be measured", error)
+        else:
+            self._failures.pop("a cold start could not be measured", None)
 
     def _start_epochs(self) -> None:
         """Turn the epochs of the published table from now on."""
         if self._epochs is not None:
             self._epochs.cancel()
+        self._failures.clear()  # they concern the table before
         self._epochs = asyncio.get_running_loop().create_task(self._turn_epochs())
 
     async def _turn_epochs(self) -> None:
-        counts = self._publisher.counts
-        while (rest_s := counts.get_epoch_rest_s(time.time())) is not None:  # noqa: TID251 (epochs are the clock's)
-            await asyncio.sleep(rest_s)
-            counts.turn_epoch(time.time(), is_complete=not self.get_state().failed)  # noqa: TID251
+        """Turn epochs until the split has none.
+
+        After an error the epoch is no evidence, and it is turned again after a rest: if this task ended, no epoch would
+        close any more, and a rollout would wait forever without a reason.
+        """
+        counts, what = self._publisher.counts, "the epoch could not be turned"
+        while True:
+            try:
+                if (rest_s := counts.get_epoch_rest_s(time.time())) is None:  # noqa: TID251 (epochs are the clock's)
+                    return
+                await asyncio.sleep(rest_s)
+                counts.turn_epoch(time.time(), is_complete=not self.get_state().failed)  # noqa: TID251
+                self._failures.pop(what, None)
+            except Exception as error:
+                counts.discard_epoch()
+                self._shared.get_shadow_row(0)[EPOCH_FAILURES] += 1
+                self._record_failure(what, error)
+                await asyncio.sleep(_EPOCH_RETRY_S)
+
+    def _record_failure(self, what: str, error: Exception) -> None:
+        """Log an error of a background task, and keep its reason for readers of state and counts."""
+        self._failures[what] = str(error) if isinstance(error, OnnxOpsError) else f"{type(error).__name__}: {error}"
+        _log.error("%s", what, exc_info=error)
 
     async def publish(self, state: EndpointState, actor: str) -> None:
         """Serve a state: on return every response is by it or by a later one. An error changes nothing."""

@@ -182,10 +182,9 @@ class WorkerPool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _listen(self, worker: WorkerProcess) -> None:
-        """Receive the messages of a worker until it ends, and replace it."""
-        worker.channel = await ControlChannel.open(worker.control)
-        while (message := await worker.channel.receive()) is not None:
+    async def _receive(self, worker: WorkerProcess, channel: ControlChannel) -> None:
+        """Act on the messages of a worker until it closes its socket."""
+        while (message := await channel.receive()) is not None:
             if isinstance(message, WorkerReady):
                 worker.failed = message.failed
                 worker.ready.set_result(None)
@@ -195,7 +194,15 @@ class WorkerPool:
                 response = worker.responses.pop(message.number, None)
                 if response is not None and not response.done():
                     response.set_result(error_from_bytes(message.error.encode()) if message.error else None)
-        # It has closed its socket, which it does only by ending.
+
+    async def _listen(self, worker: WorkerProcess) -> None:
+        """Receive the messages of a worker until it ends, and replace it."""
+        worker.channel = await ControlChannel.open(worker.control)
+        try:
+            await self._receive(worker, worker.channel)
+        except Exception:  # a worker that cannot be followed would miss publications
+            _log.exception("worker %d cannot be followed and is replaced", worker.pid)
+        # It has closed its socket, which it does only by ending, or cannot be followed.
         kill_process(worker.pid, signal.SIGKILL)
         _, status = os.waitpid(worker.pid, 0)
         worker.channel.close()

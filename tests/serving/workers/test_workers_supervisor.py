@@ -1,0 +1,152 @@
+"""Background tasks of the supervisor: what an error in each of their calls leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
+from onnx_ops.protocol.messages import Counts, UserCountsRequest
+from onnx_ops.protocol.routing_table import TableFile, build_next_table
+from onnx_ops.protocol.server_process import ServerOptions
+from onnx_ops.serving import rollout_counts
+from onnx_ops.serving.metrics import EPOCH_FAILURES, SharedMetrics
+from onnx_ops.serving.workers import supervisor as supervisor_module
+from onnx_ops.serving.workers.listeners import LOOPBACK, ListenerSockets, listen_tcp
+from onnx_ops.serving.workers.supervisor import Supervisor, TablePublisher
+from tests.support.endpoints import fileless_deployment
+
+EPOCH_S = 0.1
+in_task: ContextVar[bool] = ContextVar("in_task", default=False)
+WATCH = UserCountsRequest(limits_s={"new": (), "old": ()})
+
+
+class Site:
+    """A supervisor that publishes a split with epochs, without workers."""
+
+    def __init__(self, folder: Path) -> None:
+        split = TrafficSplit(weights={"old": 90, "new": 10}, epoch_s=EPOCH_S)
+        state = EndpointState(deployments=tuple(map(fileless_deployment, split.weights)), split=split, generation=1)
+        TableFile(folder).write(build_next_table(None, state))
+        self.shared = SharedMetrics(1)
+        self.publisher = TablePublisher(TableFile(folder), self.shared)
+        self.publisher.restore()
+        self.listeners = ListenerSockets(public=listen_tcp(LOOPBACK, 0), handover=listen_tcp(LOOPBACK, 0))
+        options = ServerOptions(workers=1)
+        self.supervisor = Supervisor(folder, options, self.listeners, self.publisher, self.shared, must_load=False)
+
+    def read(self) -> Counts:
+        return self.supervisor.collect_counts(WATCH)
+
+    @property
+    def failures(self) -> int:
+        return self.shared.get_shadow_row(0)[EPOCH_FAILURES]
+
+    def close(self) -> None:
+        self.listeners.public.close()
+        self.listeners.handover.close()
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.setattr(supervisor_module, "_EPOCH_RETRY_S", EPOCH_S / 4)
+    monkeypatch.setattr(rollout_counts, "_SETTLE_S", 0.0)
+    site = Site(tmp_path)
+    site.read()  # counts by user from now on
+    yield site
+    site.close()
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, times: int | None) -> None:
+    """Make a task's calls of a method fail, from the second on; `times` of them, or all. Readers' calls succeed."""
+    calls, original = itertools.count(), getattr(owner, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if not in_task.get():
+            return original(*arguments, **options)
+        if (number := next(calls)) and (times is None or number <= times):
+            raise ZeroDivisionError(f"call {number}")
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+async def run_until(site: Site, is_reached: Callable[[], bool]) -> None:
+    """Turn epochs until a condition holds, which ends a test that it does not reach."""
+
+    async def turn() -> None:
+        in_task.set(True)
+        await site.supervisor._turn_epochs()
+
+    task = asyncio.get_running_loop().create_task(turn())
+    try:
+        async with asyncio.timeout(20):
+            while not is_reached():
+                await asyncio.sleep(EPOCH_S / 4)
+        assert not task.done()
+    finally:
+        task.cancel()
+
+
+CALLS = {
+    "get_epoch_rest_s": lambda site: site.publisher.counts,
+    "turn_epoch": lambda site: site.publisher.counts,
+    "_close_epochs": lambda site: site.publisher.counts,
+    "get_state": lambda site: site.supervisor,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_epochs_continue_after_one_error_and_its_epoch_is_no_evidence(
+    site: Site, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    discarded: list[int] = []
+    discard = site.publisher.counts.discard_epoch
+
+    def record_discarded() -> None:
+        discarded.append(site.shared.header[rollout_counts.EPOCH])
+        discard()
+
+    monkeypatch.setattr(site.publisher.counts, "discard_epoch", record_discarded)
+    fail(monkeypatch, CALLS[name](site), name, times=1)
+    closed: list[int] = []
+
+    def has_closed_later() -> bool:
+        if not discarded:
+            return False
+        closed[:] = [each.epoch for each in site.publisher.counts.collect(WATCH).epochs]
+        return bool(closed) and closed[-1] > discarded[0] + 1
+
+    asyncio.run(run_until(site, has_closed_later))
+    assert len(discarded) == site.failures == 1
+    assert discarded[0] not in closed
+    assert len(closed) == len(set(closed))
+    assert site.read().failure == ""
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_lasting_error_is_visible_and_closes_no_epoch(site: Site, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    with monkeypatch.context() as patch:
+        fail(patch, CALLS[name](site), name, times=None)
+        asyncio.run(run_until(site, lambda: site.failures >= 3))
+    counts = site.read()
+    assert counts.failure.startswith("the epoch could not be turned: ZeroDivisionError: call ")
+    assert site.supervisor.get_state().counting_failure == counts.failure
+    asyncio.run(run_until(site, lambda: len(site.read().epochs) >= 2))
+    assert site.read().failure == ""
+
+
+def test_an_error_of_a_cold_start_is_visible(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail_load(*_: object, **__: object) -> float:
+        raise ZeroDivisionError("no time")
+
+    monkeypatch.setattr(supervisor_module, "run_trial_load", fail_load)
+    site.supervisor._cold_s = {fileless_deployment("new"): []}
+    asyncio.run(site.supervisor._measure_cold_starts())
+    assert site.read().failure == "a cold start could not be measured: ZeroDivisionError: no time"
