@@ -6,8 +6,8 @@ counts if it moves the answers by more than 1 % of their spread.
 
     python -m benchmarks.foreign_quantizers [--seed N] [--networks mlp,cnn] [--only ort] [--output PAGE]
 
-Quantizers beside ONNX Runtime's are optional: Olive, neural-compressor, NNCF, ModelOpt. The table names those that are
-missing. Run it with the interpreter of an environment that has them.
+Quantizers beside ONNX Runtime's are optional: Olive, neural-compressor, NNCF, ModelOpt, onnxsim. The table names those
+that are missing. Run it with the interpreter of an environment that has them.
 """
 
 from __future__ import annotations

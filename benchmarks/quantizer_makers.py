@@ -112,6 +112,8 @@ def _ort_blocks(bits: int, block: int, *, symmetric: bool, pairs: bool = False, 
             how = nbits.HQQWeightOnlyQuantConfig(block_size=block, bits=bits)
         elif algorithm == "rtn":
             how = nbits.RTNWeightOnlyQuantConfig()
+        elif algorithm == "k-quant":
+            how = nbits.KQuantWeightOnlyQuantConfig()
         model = onnx.load(_without_gemms(network))
         quantizer = nbits.MatMulNBitsQuantizer(
             model, bits=bits, block_size=block, is_symmetric=symmetric, quant_format=form, algo_config=how
@@ -140,6 +142,7 @@ QUANTIZERS["ort 8-bit blocks"] = _ort_blocks(8, 32, symmetric=True)
 QUANTIZERS["ort 4-bit blocks, pairs"] = _ort_blocks(4, 16, symmetric=True, pairs=True)
 QUANTIZERS["ort 4-bit blocks, pairs, zero points"] = _ort_blocks(4, 16, symmetric=False, pairs=True)
 QUANTIZERS["ort 4-bit blocks, HQQ"] = _ort_blocks(4, 16, symmetric=False, algorithm="hqq")
+QUANTIZERS["ort 4-bit blocks, k-quant"] = _ort_blocks(4, 32, symmetric=False, algorithm="k-quant")
 
 
 @_quantizer("ort float16, keep")
@@ -381,3 +384,65 @@ def _modelopt(**how: Any) -> Quantize:
 
 QUANTIZERS["modelopt int8"] = _modelopt(quantize_mode="int8")
 QUANTIZERS["modelopt int4"] = _modelopt(quantize_mode="int4", calibration_method="rtn_dq", block_size=16)
+
+
+def _onnxsim(function: str, *, calibrated: bool = False) -> Quantize:
+    def quantize(network: Network, path: Path) -> None:
+        library = importlib.import_module("onnxsim")
+        model = onnx.load(network.path)
+        for opset in model.opset_import:  # types and blocks that its functions do not raise the opset for
+            opset.version = max(opset.version, 21) if opset.domain == "" else opset.version
+        rows = [{"image": part} for part in np.array_split(network.calibration, 16)]
+        how = {"calibration_data": rows} if calibrated else {}
+        onnx.save(getattr(library, function)(model, **how), path)
+
+    return quantize
+
+
+QUANTIZERS["onnxsim weights int8"] = _onnxsim("quantize_weight_only")
+QUANTIZERS["onnxsim weights int16"] = _onnxsim("quantize_weight_only_int16")
+QUANTIZERS["onnxsim weights int4, blocks"] = _onnxsim("quantize_weight_only_int4")
+QUANTIZERS["onnxsim weights int8, blocks"] = _onnxsim("quantize_weight_only_int8_block")
+QUANTIZERS["onnxsim weights int4, HQQ"] = _onnxsim("quantize_weight_only_int4_hqq")
+QUANTIZERS["onnxsim weights int4, MatMulNBits"] = _onnxsim("quantize_weight_only_matmul_nbits")
+QUANTIZERS["onnxsim weights NF4"] = _onnxsim("quantize_weight_only_nf4")
+QUANTIZERS["onnxsim dynamic"] = _onnxsim("quantize_dynamic")
+QUANTIZERS["onnxsim dynamic, fused"] = _onnxsim("quantize_dynamic_matmul_integer_to_float")
+QUANTIZERS["onnxsim static"] = _onnxsim("quantize_static", calibrated=True)
+QUANTIZERS["onnxsim static, int16"] = _onnxsim("quantize_static_int16", calibrated=True)
+QUANTIZERS["onnxsim qoperator"] = _onnxsim("quantize_qoperator", calibrated=True)
+QUANTIZERS["onnxsim float16"] = _onnxsim("quantize_fp16")
+
+
+def _simplified(quantize_before: Quantize) -> Quantize:
+    """Another quantizer's file through the simplifier, with constants and intermediate values renamed."""
+
+    def quantize(network: Network, path: Path) -> None:
+        library = importlib.import_module("onnxsim")
+        before = path.with_name("before.onnx")
+        quantize_before(network, before)
+        model, _ = library.simplify(str(before))
+        _rename_values(model)
+        onnx.save(model, path)
+
+    return quantize
+
+
+def _rename_values(model: Any) -> None:
+    """Replace all names but those of the inputs and outputs of the graph; subgraphs are not entered."""
+    kept = {value.name for value in (*model.graph.input, *model.graph.output)} | {""}
+    names: dict[str, str] = {}
+    for index, node in enumerate(model.graph.node):
+        node.name = f"n{index}"
+        for values in (node.input, node.output):
+            for place, name in enumerate(values):
+                values[place] = name if name in kept else names.setdefault(name, f"v{len(names)}")
+    for tensor in model.graph.initializer:
+        tensor.name = names.get(tensor.name, tensor.name)
+    del model.graph.value_info[:]
+
+
+QUANTIZERS["onnxsim after ort qdq"] = _simplified(_ort_static("QDQ", per_channel=True))
+QUANTIZERS["onnxsim after ort dynamic"] = _simplified(_ort_dynamic())
+QUANTIZERS["onnxsim after ort 4-bit blocks"] = _simplified(_ort_blocks(4, 16, symmetric=False))
+QUANTIZERS["onnxsim after by hand"] = _simplified(_by_hand(4, unsigned=True, block=16, swap=True))

@@ -131,7 +131,7 @@ def _networks() -> dict[str, Callable[[], Any]]:
         "encoder": lambda: Tokens(
             nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True), 2), 64
         ),
-        "lstm": lambda: Tokens(nn.LSTM(32, 64, batch_first=True), 32),
+        "lstm": lambda: Tokens(nn.LSTM(64, 64, batch_first=True), 64),
         "mixer": lambda: Tokens(
             nn.Sequential(nn.Conv1d(8, 32, 1), nn.ReLU(), nn.Conv1d(32, 8, 1), nn.LayerNorm(64), nn.Linear(64, 64)), 64
         ),
