@@ -399,13 +399,12 @@ def _onnxsim(function: str, *, calibrated: bool = False) -> Quantize:
     return quantize
 
 
+# Its functions for HQQ and NF4 write rounded weights as float32, without levels: another float model, which FAILs.
 QUANTIZERS["onnxsim weights int8"] = _onnxsim("quantize_weight_only")
 QUANTIZERS["onnxsim weights int16"] = _onnxsim("quantize_weight_only_int16")
 QUANTIZERS["onnxsim weights int4, blocks"] = _onnxsim("quantize_weight_only_int4")
 QUANTIZERS["onnxsim weights int8, blocks"] = _onnxsim("quantize_weight_only_int8_block")
-QUANTIZERS["onnxsim weights int4, HQQ"] = _onnxsim("quantize_weight_only_int4_hqq")
 QUANTIZERS["onnxsim weights int4, MatMulNBits"] = _onnxsim("quantize_weight_only_matmul_nbits")
-QUANTIZERS["onnxsim weights NF4"] = _onnxsim("quantize_weight_only_nf4")
 QUANTIZERS["onnxsim dynamic"] = _onnxsim("quantize_dynamic")
 QUANTIZERS["onnxsim dynamic, fused"] = _onnxsim("quantize_dynamic_matmul_integer_to_float")
 QUANTIZERS["onnxsim static"] = _onnxsim("quantize_static", calibrated=True)

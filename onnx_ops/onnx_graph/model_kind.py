@@ -30,6 +30,7 @@ Precision = Literal["float32", "float16", "int8", "weight-only"]
 _HALVES = {10: "float16", 16: "bfloat16"}
 _FLOAT = 1
 _INT8_BITS, _WIDE = 8, 16
+_WIDE_LEVELS = ("int16", "uint16")
 _BLOCKED = frozenset({"GatherBlockQuantized", "MatMulNBits"})
 _READING = frozenset({"DequantizeLinear", "QuantizeLinear"})
 _MOVING = frozenset({"Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
@@ -129,10 +130,12 @@ def _get_levels_type(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto
     """Return the type of the levels that a pair's operator makes of a constant, or reads; empty for other nodes."""
     if node.op_type not in _READING or not node.input or node.input[0] not in stored:
         return ""
-    if node.op_type == "QuantizeLinear" and len(node.input) > 2:
-        # A float constant that is rounded in each run, to the type of its zero point.
-        return _get_narrow_type(node.input[2], stored)
-    return _get_narrow_type(node.input[0], stored)
+    # QuantizeLinear rounds a float constant in each run, to the type of its zero point.
+    is_rounded_in_runs = node.op_type == "QuantizeLinear" and len(node.input) > 2
+    name = node.input[2] if is_rounded_in_runs else node.input[0]
+    if name in stored and (kind := get_element_type(stored[name].data_type)) in _WIDE_LEVELS:
+        return kind
+    return _get_narrow_type(name, stored)
 
 
 def _get_narrow_type(name: str, stored: Mapping[str, onnx.TensorProto]) -> str:

@@ -36,6 +36,15 @@ and either moves the ends of a range by up to a step more than rounding does."""
 
 _LEVEL_BITS = 8
 
+_FIRST_PARAMETER = {
+    "QuantizeLinear": 1,
+    "DequantizeLinear": 1,
+    "MatMulNBits": 2,
+    "GatherBlockQuantized": 2,
+    "DynamicQuantizeLSTM": 8,
+}
+"""The first input that is a scale or a zero point, as all after it are."""
+
 PRODUCTS = frozenset({"MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"})
 """Products of integers whose weight is input 1, as it is in MatMul."""
 
@@ -82,10 +91,10 @@ class StoredWeightReader:
         """Yield each rounded constant once; single numbers are left out."""
         seen = set()
         for node in self._nodes:
-            weight = self.read_weight(node)
-            if weight is not None and weight.tensor not in seen and weight.values.ndim:
-                seen.add(weight.tensor)
-                yield weight
+            for weight in self._read_weights(node):
+                if weight.tensor not in seen and weight.values.ndim:
+                    seen.add(weight.tensor)
+                    yield weight
 
     def list_unread(self, read: Collection[str]) -> tuple[str, ...]:
         """Return integer constants that look like weights and are not among those `read`: they have another layout."""
@@ -123,10 +132,39 @@ class StoredWeightReader:
             case _:
                 return None
 
+    def _read_weights(self, node: onnx.NodeProto) -> Iterator[StoredWeight]:
+        """Yield the rounded constants of a node: at most one, or two of a recurrent layer."""
+        if node.op_type == "DynamicQuantizeLSTM":
+            yield from self._read_recurrent(node)
+        elif (weight := self.read_weight(node)) is not None:
+            yield weight
+
+    def _read_recurrent(self, node: onnx.NodeProto) -> Iterator[StoredWeight]:
+        """Yield the weights of a DynamicQuantizeLSTM in the order of LSTM's axes: directions, gates, inputs.
+
+        Source: onnxruntime's operator, whose weights have the last two axes exchanged, and scales by direction or by
+        direction and gate.
+        """
+        for place, scale_place in ((1, 8), (2, 10)):
+            names = (node.input[place], *node.input[scale_place : scale_place + 2])
+            if not set(names) <= set(self.tensors):
+                continue
+            stored, scale, centre = (self._array(name) for name in names)
+            levels = stored.swapaxes(1, 2).astype(np.float64)
+            scale, centre = (each.astype(np.float64).reshape(len(levels), -1, 1) for each in (scale, centre))
+            yield StoredWeight(
+                name=_strip(names[0], blocked=False),
+                tensor=names[0],
+                values=(levels - centre) * scale,
+                step=np.abs(scale),
+                allowed=np.abs(scale) * _count_end_steps(levels, stored.dtype.name),
+                stretch=_measure_stretch(stored.dtype.name, levels - centre, centre),
+            )
+
     def _list_parameters(self, node: onnx.NodeProto) -> Iterator[str]:
         """Yield the scales and zero points of a node."""
-        first = {"MatMulNBits": 2, "GatherBlockQuantized": 2}.get(node.op_type, 1)
-        if node.op_type in ("QuantizeLinear", "DequantizeLinear", "MatMulNBits", "GatherBlockQuantized"):
+        first = _FIRST_PARAMETER.get(node.op_type)
+        if first is not None:
             yield from node.input[first:]
         elif node.op_type in PRODUCTS or node.op_type == "ConvInteger":
             yield from node.input[2:]

@@ -64,7 +64,7 @@ def test_matrix_products_that_the_runtime_fused_count_as_int8(
     assert (found.candidate.precision, found.candidate.why) == ("int8", why)
 
 
-@pytest.mark.parametrize(("kind", "bits"), [(TensorProto.INT4, 4), (TensorProto.UINT8, 8)])
+@pytest.mark.parametrize(("kind", "bits"), [(TensorProto.INT4, 4), (TensorProto.UINT8, 8), (TensorProto.INT16, 16)])
 def test_file_with_rounded_weights_only_is_named_after_their_bits(kind: int, bits: int, tmp_path: Path) -> None:
     nodes = "r = DequantizeLinear<axis = 0, block_size = 2>(w, s) p = MatMul(x, r) y = MatMul(p, f)"
     stored = {

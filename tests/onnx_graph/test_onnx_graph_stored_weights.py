@@ -10,10 +10,12 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.quantization import quantize_dynamic
 
 from onnx_ops.onnx_graph.dequantization import write_dequantized, write_with_weights
 from onnx_ops.onnx_graph.quantized_weights import PairedWeights, pair_quantized_weights
 from onnx_ops.statistics.quantization import compute_weight_error
+from tests.support.graphs import write_graph
 
 ROWS, COLUMNS, BLOCK = 32, 8, 16
 WEIGHT = np.random.default_rng(5).standard_normal((ROWS, COLUMNS)).astype(np.float32)
@@ -185,3 +187,34 @@ def test_scale_that_does_not_fit_is_named_and_no_crash(tmp_path: Path) -> None:
 
     paired = pair_quantized_weights(source, write_pairs(tmp_path / "b.onnx", parts))
     assert (paired.pairs, paired.unpaired) == ((), ("k0", "m0"))
+
+
+@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_weights_of_a_dynamically_quantized_lstm_have_their_originals(
+    directions: int, per_channel: bool, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(3)
+    stored = {
+        "w": rng.standard_normal((directions, 12, 5)).astype(np.float32),
+        "r": rng.standard_normal((directions, 12, 3)).astype(np.float32),
+    }
+    direction = "bidirectional" if directions > 1 else "forward"
+    nodes = f'y = LSTM<hidden_size = 3, direction = "{direction}">(x, w, r)'
+    shape = f"(float[T,N,5] x) => (float[T,{directions},N,3] y)"
+    path = write_graph(tmp_path / "m.onnx", f"{shape} {{ {nodes} }}", **stored)
+    quantize_dynamic(path, tmp_path / "q.onnx", per_channel=per_channel)
+    paired = pair_quantized_weights(path, tmp_path / "q.onnx")
+    assert paired.unpaired == ()
+    assert {pair.origin for pair in paired.pairs} == {"w", "r"}
+    steps = {p.origin: compute_weight_error(p.original, p.dequantized, p.scale) for p in paired.pairs}
+    assert max(steps.values()) <= 0.51
+
+    model = onnx.load(tmp_path / "q.onnx")
+    cut = next(t for t in model.graph.initializer if t.name == "r_scale")
+    cut.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(cut) / 2, cut.name))
+    onnx.save(model, tmp_path / "cut.onnx")
+    after = pair_quantized_weights(path, tmp_path / "cut.onnx").pairs
+    steps = {p.origin: compute_weight_error(p.original, p.dequantized, p.scale) for p in after}
+    assert steps["r"] > 10
+    assert steps["w"] <= 0.51
