@@ -177,7 +177,7 @@ class _Source:
         parts = []
         for start in range(0, count, step):
             chosen = slice_rows(tensors, start, start + step)
-            jittered = jitter_rows(chosen, seed=start, parts_ties=made_up and not self.trees)
+            jittered = jitter_rows(chosen, seed=start, ranks=not self.trees, parts_ties=made_up and not self.trees)
             many = self.answer(jittered, "float64")
             if many is None:
                 return None

@@ -40,6 +40,9 @@ Floats = npt.NDArray[np.float64]
 JITTER = 2.0**-22
 """Largest relative change of an input, four times the rounding of float32."""
 
+INNER_JITTER = 8 * JITTER
+"""The same for a model that ranks scores: their own rounding moves them as well, by more than that of inputs does."""
+
 COPIES = 32
 """About a third of the jittered copies cross a split that rounding crosses, so that 32 practically never miss it."""
 
@@ -53,10 +56,11 @@ _CLOSE = 2.0**-21
 """Relative difference of a leaf's weight that another order of multiplication makes."""
 
 
-def jitter_rows(samples: Tensors, *, seed: int = 0, parts_ties: bool = False) -> Tensors:
+def jitter_rows(samples: Tensors, *, seed: int = 0, ranks: bool = False, parts_ties: bool = False) -> Tensors:
     """Return copies of the rows with each float changed by up to `JITTER` of its size.
 
     Args:
+        ranks: change it by up to `INNER_JITTER` of its size in the second half of the copies.
         parts_ties: change it by up to `JITTER` of the input's largest value as well, so that equal values differ.
 
     Returns:
@@ -68,7 +72,10 @@ def jitter_rows(samples: Tensors, *, seed: int = 0, parts_ties: bool = False) ->
         array_copies = np.concatenate([array] * COPIES)
         if array.dtype.kind == "f":
             with np.errstate(over="ignore"):
-                moved = array_copies * (1 + draw.uniform(-JITTER, JITTER, array_copies.shape))
+                change = draw.uniform(-JITTER, JITTER, array_copies.shape)
+                if ranks:
+                    change[len(change) // 2 :] *= INNER_JITTER / JITTER
+                moved = array_copies * (1 + change)
                 if parts_ties:
                     largest = np.abs(array[np.isfinite(array)]).max(initial=0.0)
                     moved = moved + float(largest) * draw.uniform(-JITTER, JITTER, array_copies.shape)
