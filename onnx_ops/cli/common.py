@@ -54,6 +54,8 @@ _GROUPS = ("drift", "keys", "rollout", "webhooks")
 """Commands that have sub-commands."""
 
 _COLOURS = {Verdict.PASS: "green", Verdict.INCONCLUSIVE: "yellow", Verdict.ERROR: "magenta", Verdict.FAIL: "red"}
+_UNWRAPPED = 100_000
+"""Columns that no line of output reaches."""
 _GAP = 2
 """Columns between the columns of a table."""
 
@@ -321,14 +323,16 @@ def markup(template: str, *values: object) -> Markup:
 
 
 def console() -> Console:
-    """Return standard output; 120 columns where it is not a terminal, so that tables in logs stay whole."""
+    """Return standard output; `_UNWRAPPED` columns where it is no terminal, as programs read whole lines."""
     coloured = True if collected_output.get() is not None else None
-    return Console(width=None if sys.stdout.isatty() else 120, force_terminal=coloured, highlight=False, emoji=False)
+    return Console(
+        width=None if sys.stdout.isatty() else _UNWRAPPED, force_terminal=coloured, highlight=False, emoji=False
+    )
 
 
 def error_console() -> Console:
     """Return a console on standard error."""
-    return Console(stderr=True, width=None if sys.stderr.isatty() else 120, highlight=False, emoji=False)
+    return Console(stderr=True, width=None if sys.stderr.isatty() else _UNWRAPPED, highlight=False, emoji=False)
 
 
 def verdict_markup(verdict: Verdict, *, advisory: bool = False, text: str = "") -> Markup:

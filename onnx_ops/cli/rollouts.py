@@ -1,4 +1,4 @@
-"""Commands that move traffic: rollout status, resume, pause and abort; rollback."""
+"""Commands that move traffic: rollout status, advance, pause, resume and abort; rollback."""
 
 from __future__ import annotations
 
@@ -88,9 +88,22 @@ def rollout_status(
 
 @add_command(rollout, "resume")
 def rollout_resume(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False) -> None:
-    """Advance a rollout by one step, paused or not, even if evidence is missing.
+    """Continue a rollout that an operator paused, at its current step.
+
+    Its checks decide again when it advances. To skip them: onnx-ops rollout advance.
 
     Example: onnx-ops rollout resume digits-cnn
+    """
+    _command(OperatorCommand.RESUME, endpoint, reason, actor, as_json=as_json)
+
+
+@add_command(rollout, "advance")
+def rollout_advance(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False) -> None:
+    """Advance a rollout by one step without its open checks, paused or not.
+
+    This approves a step that waits for approval. A guardrail that rolls back still does.
+
+    Example: onnx-ops rollout advance digits-cnn --reason "looked at the answers"
     """
     _command(OperatorCommand.ADVANCE, endpoint, reason, actor, as_json=as_json)
 
@@ -168,7 +181,8 @@ def _render(view: RolloutView) -> Group:
     lines = [view.next]
     if (judged := view.judged) is not None:
         summaries = [guard.summary for guard in judged.guardrails]
-        lines = [*summaries, *filter(None, (judged.ab_summary, judged.split_mismatch)), view.next]
+        texts = [*summaries, judged.ab_summary, judged.split_mismatch]
+        lines = [*(text for text in texts if text and text not in view.next), view.next]  # `next` cites its reason
     first = Text.from_markup(f"{head}, here for {view.seconds:.0f} s", emoji=False)
     return Group(first, *(Padding(Text(line), (0, 0, 0, 2), expand=False) for line in lines))
 

@@ -373,7 +373,9 @@ def _record(
     """Record what changes neither roles nor rejections."""
     match body:
         case OperatorCommandSent():
-            return replace(state, command=body.command, command_sequence=sequence, pause=None)
+            # To resume is to have no command again: the checks decide.
+            command = None if body.command is OperatorCommand.RESUME else body.command
+            return replace(state, command=command, command_sequence=sequence, pause=None)
         case RolloutPaused():
             return replace(state, pause=body)
         case NotificationSent():

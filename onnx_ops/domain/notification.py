@@ -118,7 +118,7 @@ def derive_notification(before: ReleaseState, entry: LedgerEntry) -> Notificatio
             state = {WaitKind.PAUSED: "is paused", WaitKind.APPROVAL: "waits for approval"}
             candidate = before.roles.candidate
             subject = f"v{candidate.version}" if candidate is not None else "the rollout"
-            commands = {"Resume": f"onnx-ops rollout resume {name}", "Abort": f"onnx-ops rollout abort {name}"}
+            commands = {"Advance": f"onnx-ops rollout advance {name}", "Abort": f"onnx-ops rollout abort {name}"}
             return _notification(
                 before,
                 entry,

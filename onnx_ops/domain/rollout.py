@@ -42,10 +42,14 @@ class ActionKind(StrEnum):
 
 
 class OperatorCommand(StrEnum):
-    """Commands of an operator for a rollout in progress. The values are stored."""
+    """Commands of an operator for a rollout in progress. The values are stored.
+
+    `ADVANCE` skips the open checks of the present step. `RESUME` ends a pause, and the checks decide again.
+    """
 
     ADVANCE = "advance"
     PAUSE = "pause"
+    RESUME = "resume"
 
 
 class WaitKind(StrEnum):

@@ -179,7 +179,7 @@ class RolloutPolicy:
     ] = None
     step_timeout: Annotated[Seconds, doc("Time after which an inconclusive step pauses for an operator.")] = DAY
     approval_steps: Annotated[
-        tuple[Fraction, ...], doc("Steps that advance only after `onnx-ops rollout resume`.")
+        tuple[Fraction, ...], doc("Steps that advance only after `onnx-ops rollout advance`.")
     ] = ()
     depends_on: Annotated[
         tuple[str, ...], doc("Endpoints of this file that must serve the release before this one starts.")

@@ -180,13 +180,19 @@ def send_command(
     """Record an operator's command to the rollout in progress; the reconciler acts on it.
 
     Raises:
-        UserError: no rollout is in progress.
+        UserError: no rollout is in progress, or the one to resume is not paused by an operator.
     """
 
     def send(journal: Journal) -> None:
         config = journal.config
         if journal.state.roles.candidate is None:
             raise _no_rollout(config.endpoint)
+        if command is OperatorCommand.RESUME and journal.state.command is not OperatorCommand.PAUSE:
+            raise UserError(
+                "no operator has paused this rollout",
+                where=config.endpoint,
+                remedy=f"To skip the open checks of its present step: onnx-ops rollout advance {config.endpoint}",
+            )
         journal.append(OperatorCommandSent(command=command, reason=reason))
 
     Journal.update(context, endpoint, send, actor=actor)

@@ -10,8 +10,12 @@ from rich.console import Console
 
 from onnx_ops.cli import common
 from onnx_ops.cli.common import KEEP, print_table, print_text
+from onnx_ops.cli.rollouts import _render
 from onnx_ops.cli.tables import gate_report
 from onnx_ops.domain.decision import Decision, GateResult, Verdict
+from onnx_ops.domain.rollout import AnalysisResult, GuardrailResult
+from onnx_ops.domain.rollout_policy import PlannedStep
+from onnx_ops.release.status import RolloutView
 from onnx_ops.reporting.description import result_table
 
 PATH = "/srv/models/.onnx-ops/endpoints/digits/deployments/v12/model.onnx"
@@ -71,3 +75,25 @@ def test_print_text_keeps_intervals_whole(sink: io.StringIO) -> None:
     assert "[1.26, 1.445]" in sink.getvalue()
     assert "[0.02588 ms, 0.1 ms]" in sink.getvalue()
     assert "[x]" in sink.getvalue()
+
+
+def test_output_that_is_no_terminal_is_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(("name", "found"), [["signing key", "word " * 100], ["other", PATH]])
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_a_rollouts_reason_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    guard = GuardrailResult(name="errors", limit=1.0, evidence=2.0, holds=True)
+    view = RolloutView(
+        endpoint="digits",
+        stable="v1",
+        candidate="v2",
+        step=0,
+        steps=(PlannedStep(kind="canary", percent=10),),
+        seconds=1.0,
+        next=f"v2 holds 10 % and is paused: {guard.summary}",
+        judged=AnalysisResult(started_at=0.0, guardrails=(guard, replace(guard, name="slow", evidence=0.0))),
+    )
+    common.console().print(_render(view))
+    output = capsys.readouterr().out
+    assert (output.count(guard.summary), output.count("slow:"), len(output.splitlines())) == (1, 1, 3)

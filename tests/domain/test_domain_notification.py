@@ -87,7 +87,7 @@ def test_a_rollout_that_ends_well() -> None:
 def test_a_rollout_that_waits_for_a_person(wait: WaitKind, what: NotificationKind, text: str) -> None:
     found = only(RolloutPaused(wait=wait, step=0, why="no traffic"))
     assert (found.what, found.headline, found.why) == (what, text, "no traffic")
-    assert found.commands["Resume"] == "onnx-ops rollout resume digits"
+    assert found.commands["Advance"] == "onnx-ops rollout advance digits"
     assert found.commands["Abort"] == "onnx-ops rollout abort digits"
 
 

@@ -41,7 +41,7 @@ def test_the_release_of_a_torch_model_is_right_and_takes_all_traffic(fresh_proje
 
 
 def test_a_rollout_goes_on_by_word_and_once_aborted_gives_all_traffic_back_for_good(candidate: Project) -> None:
-    candidate.document("rollout", "resume", "digits", "--reason", "looks good")
+    candidate.document("rollout", "advance", "digits", "--reason", "looks good")
     assert candidate.status()["traffic"] == {"v2": 50, "v1": 50}
     candidate.document("rollout", "abort", "digits", "--reason", "worse on eights")
     assert candidate.status()["traffic"] == {"v1": 100}

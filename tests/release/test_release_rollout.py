@@ -121,6 +121,17 @@ def test_a_pause_holds_until_the_next_word(trial: Scene) -> None:
     assert trial.traffic()["v2"] == 50
 
 
+def test_a_resumed_rollout_stays_at_its_step_until_its_checks_let_it_advance(trial: Scene) -> None:
+    with pytest.raises(UserError, match="no operator has paused"):
+        trial.say(OperatorCommand.RESUME)
+    trial.say(OperatorCommand.PAUSE)
+    trial.say(OperatorCommand.RESUME)
+    assert trial.reconcile()[-1].why == "v2 holds 10 % and waits for approval"
+    assert trial.traffic() == {"v2": 10, "v1": 90}
+    with pytest.raises(UserError, match="no operator has paused"):
+        trial.say(OperatorCommand.RESUME)
+
+
 def test_a_word_survives_the_repair_of_the_endpoint(trial: Scene) -> None:
     trial.say(OperatorCommand.ADVANCE)
     trial.world.provider.interfere("digits", None)
