@@ -80,9 +80,16 @@ class _Recipe:
         limits = np.iinfo(kind.name)
         return tuple(value for value in known.compared or (1,) if limits.min <= value <= limits.max)
 
-    def draw(self, draw: np.random.Generator, count: int, wanted: Mapping[str, int]) -> tuple[Tensors, Tensors]:
-        """Return `count` rows, and the inputs without rows, at those sizes."""
+    def draw(
+        self, draw: np.random.Generator, count: int, wanted: Mapping[str, int], *, fewest: int | None = None
+    ) -> tuple[Tensors, Tensors]:
+        """Return `count` rows, and the inputs without rows, at those sizes.
+
+        Indices of rows are valid in runs of `fewest` rows or more; by default, of any number that the model takes.
+        """
         sizes = self.read_sizes(wanted)
+        row_symbols = {str(spec.shape[axis]) for spec in self.inputs if (axis := self.axes.get(spec.name)) is not None}
+        entries = {**sizes, **dict.fromkeys(row_symbols, fewest or self.batch or 1)}
         rows: dict[str, Any] = {}
         fixed: dict[str, Any] = {}
         for spec in sorted(self.inputs, key=lambda spec: spec.name not in self.axes):
@@ -94,7 +101,7 @@ class _Recipe:
                 values = np.full(shape, choices[0], read_dtype(spec))
             else:
                 known = self.bounds.get(spec.name, InputBounds())
-                values = _draw_values(draw, spec, (count, *shape) if rowed else shape, known, sizes)
+                values = _draw_values(draw, spec, (count, *shape) if rowed else shape, known, entries)
             (rows if rowed else fixed)[spec.name] = values
         return rows, fixed
 
@@ -171,7 +178,7 @@ def _draw_further(recipe: _Recipe, seed: int) -> Iterator[tuple[str, Tensors]]:
     count = recipe.batch or MIN_NOISE_ROWS
 
     def draw_run(sizes: Mapping[str, int]) -> Tensors:
-        rows, fixed = recipe.draw(draw, count, sizes)
+        rows, fixed = recipe.draw(draw, count, sizes, fewest=count)
         return {**rows, **fixed}
 
     yield from _draw_other_sizes(recipe, draw_run)

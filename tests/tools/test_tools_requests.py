@@ -14,7 +14,7 @@ from onnx_ops.config.targets import PROFILES, TargetFiles
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import MeasurementError, UserError
-from onnx_ops.onnx_graph.input_bounds import read_input_bounds
+from onnx_ops.onnx_graph.input_bounds import InputBounds, read_input_bounds
 from onnx_ops.tools.compare import REFERENCE, ParityResult, compare
 from onnx_ops.tools.generated_rows import generate_samples, settle_samples
 from onnx_ops.tools.model_inputs import shared_inputs
@@ -178,3 +178,16 @@ def test_a_dimension_that_is_the_sum_of_others_is_found_by_trial(tmp_path: Path)
     found = compared(a, a, samples)
     assert found.verdict is Verdict.PASS
     assert "lengths:" in found.notes[0]
+
+
+@pytest.mark.parametrize(("dims", "fewest"), [({"E": 17}, 1), ({"E": 17, "N": 9}, 9), ({"N": 3, "E": 1}, 3)])
+def test_indices_of_rows_are_valid_in_every_run(dims: dict[str, int], fewest: int) -> None:
+    inputs = (
+        TensorSpec(name="x", dtype="float32", shape=("N", 4)),
+        TensorSpec(name="edges", dtype="int64", shape=(2, "E")),
+    )
+    samples = generate_samples(inputs, count=64, dims=dims, bounds={"edges": InputBounds(tables=("N",))})
+    assert samples.fixed["edges"].shape == (2, dims["E"])
+    assert samples.fixed["edges"].max() < fewest
+    assert all(run["edges"].max() < len(run["x"]) for run in samples.further.values())
+    assert max(run["edges"].max() for run in samples.further.values()) > 0
