@@ -16,7 +16,7 @@ from onnx_ops.protocol.messages import Counts, UserCountsRequest
 from onnx_ops.protocol.routing_table import TableFile, build_next_table
 from onnx_ops.protocol.server_process import ServerOptions
 from onnx_ops.serving import rollout_counts
-from onnx_ops.serving.metrics import EPOCH_FAILURES, SharedMetrics
+from onnx_ops.serving.metrics import EPOCH, EPOCH_FAILURES, SharedMetrics
 from onnx_ops.serving.workers import supervisor as supervisor_module
 from onnx_ops.serving.workers.listeners import LOOPBACK, ListenerSockets, listen_tcp
 from onnx_ops.serving.workers.supervisor import Supervisor, TablePublisher
@@ -94,7 +94,7 @@ async def run_until(site: Site, is_reached: Callable[[], bool]) -> None:
         task.cancel()
 
 
-CALLS = {
+CALLS: dict[str, Callable[[Site], Any]] = {
     "get_epoch_rest_s": lambda site: site.publisher.counts,
     "turn_epoch": lambda site: site.publisher.counts,
     "_close_epochs": lambda site: site.publisher.counts,
@@ -110,7 +110,7 @@ def test_epochs_continue_after_one_error_and_its_epoch_is_no_evidence(
     discard = site.publisher.counts.discard_epoch
 
     def record_discarded() -> None:
-        discarded.append(site.shared.header[rollout_counts.EPOCH])
+        discarded.append(site.shared.header[EPOCH])
         discard()
 
     monkeypatch.setattr(site.publisher.counts, "discard_epoch", record_discarded)
