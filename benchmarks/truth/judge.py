@@ -6,7 +6,7 @@ import importlib
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from benchmarks.truth.faults import FAULTS
 from benchmarks.truth.latency import LAYERS, WIDTH
 from benchmarks.truth.parity import equivalence, optimize
 from benchmarks.truth.quantization import FAULTS as ROUNDED_FAULTS
-from benchmarks.truth.recipes import CALIBRATION, make, variants
+from benchmarks.truth.recipes import make, variants
 from onnx_ops.adapters.optimizers.low_precision import Fp16Optimizer, WeightOnlyQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.config.targets import PROFILES, TargetFiles
@@ -205,11 +205,8 @@ def _rounded(folder: Path, quick: bool) -> Iterator[Pair]:
     """Int8, float16 and 4-bit variants, sound ones and such with a fault of rounding or of the graph."""
     for kind in QUICK_ROUNDED if quick else ROUNDED:
         model = make(kind, folder, derive_seed(1))
-        # Labelled rows have noise that training rows lack. A sound file takes its ranges from rows like those of use:
-        # ranges of training rows cut off 69 to 117 times the energy of rounding (cnn, 200 seeds); 100 are allowed.
-        calibrated = replace(model, rows=model.scored[-CALIBRATION:])
-        dataset = Dataset(inputs={model.feed: model.scored[:-CALIBRATION]}, label=model.labels[:-CALIBRATION])
-        made = {name: path for name, path in variants(calibrated, folder) if name in GOOD_RECIPES}
+        dataset = Dataset(inputs={model.feed: model.scored}, label=model.labels)
+        made = {name: path for name, path in variants(model, folder) if name in GOOD_RECIPES}
         made |= _narrow(model.path, folder)
         for recipe, path in made.items():
             yield _judged("rounded", f"{kind}, {recipe}", True, model.path, path, dataset, only="parity")
