@@ -20,6 +20,8 @@ import json
 import logging
 import os
 import secrets
+import signal
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -239,10 +241,23 @@ def _attempt(quantize: Quantize, network: Network, path: Path) -> str:
         with warnings.catch_warnings(), contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
             warnings.simplefilter("ignore")
             quantize(network, path)
+            _load_elsewhere(path)
             network.answers(path)
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
     return "" if path.exists() else "it wrote no file"
+
+
+def _load_elsewhere(path: Path) -> None:
+    """Load a file in a process beside this one: the runtime ends by a segmentation fault on some.
+
+    Raises:
+        RuntimeError: the process ended by a signal.
+    """
+    load = "import sys, onnxruntime as o; o.InferenceSession(sys.argv[1], providers=['CPUExecutionProvider'])"
+    code = subprocess.run([sys.executable, "-c", load, str(path)], check=False, capture_output=True).returncode
+    if code < 0:
+        raise RuntimeError(f"ONNX Runtime ended by {signal.Signals(-code).name} when it loaded the file")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ _MOVING = frozenset(
 """Operators between a constant and the operator that it is a weight of."""
 
 _KINDS = {
+    "DynamicQuantizeLSTM": "LSTM",
     "ConvInteger": "Conv", "DynamicQuantizeMatMul": "MatMul", "FusedConv": "Conv", "FusedGemm": "MatMul",
     "FusedMatMul": "MatMul", "Gemm": "MatMul", "GatherBlockQuantized": "Gather", "MatMulInteger": "MatMul",
     "MatMulIntegerToFloat": "MatMul", "MatMulNBits": "MatMul", "NhwcFusedConv": "Conv",
