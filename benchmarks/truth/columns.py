@@ -59,6 +59,9 @@ FAULTS = {0.1: 20, 0.04: 15}
 """Planted errors by rate, in multiples of `SIGMOID_ERROR`; 10 for others. Where events are not rare, rounding of the
 logit moves the answer too."""
 
+_HARD_SUMS_REFUSED = 0.02
+"""A Gaussian process in float32 can be off by more than .1 % of its largest answer, which no estimate excuses."""
+
 SIGMOID_ERROR = 8.3e-8
 """Largest error of ONNX Runtime's sigmoid where its answers are below 1 %."""
 
@@ -99,7 +102,8 @@ def prove(*, quick: bool) -> list[Claim]:
         for family, makers in FAMILIES.items():
             refused_of_family = _list_refused(makers, folder, seeds)
             trials = len(makers) * len(seeds)
-            claims.append(at_most("columns", f"correct {family} refused", len(refused_of_family), trials, 0))
+            promise = _HARD_SUMS_REFUSED if family == "hard sums" else 0
+            claims.append(at_most("columns", f"correct {family} refused", len(refused_of_family), trials, promise))
             refused += refused_of_family
         claims += [_find_faults(fault, list(trials)) for fault, trials in _list_faults(folder, seeds).items()]
     if refused:
