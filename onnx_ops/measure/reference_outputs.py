@@ -188,7 +188,8 @@ class _Source:
                     return None
             answers = [slice_rows(many, copy * size, (copy + 1) * size) for copy in range(COPIES)]
             own = [{name: answer[name][start : start + step] for name in many} for answer in known]
-            parts.append(compute_envelope([*own, *answers]))
+            narrow = COPIES if self.trees else COPIES // 2
+            parts.append(compute_envelope([*own, *answers[:narrow]], answers[narrow:]))
         return join_envelopes(parts)
 
 

@@ -40,8 +40,11 @@ Floats = npt.NDArray[np.float64]
 JITTER = 2.0**-22
 """Largest relative change of an input, four times the rounding of float32."""
 
-INNER_JITTER = 8 * JITTER
+INNER_JITTER = 32 * JITTER
 """The same for a model that ranks scores: their own rounding moves them as well, by more than that of inputs does."""
+
+_JUMP = 4 * INNER_JITTER / JITTER
+"""How much wider answers to the wider jitter spread where they jump, and not only follow the inputs."""
 
 COPIES = 32
 """About a third of the jittered copies cross a split that rounding crosses, so that 32 practically never miss it."""
@@ -84,8 +87,11 @@ def jitter_rows(samples: Tensors, *, seed: int = 0, ranks: bool = False, parts_t
     return jittered
 
 
-def compute_envelope(answers: Sequence[Tensors]) -> dict[str, Array]:
+def compute_envelope(answers: Sequence[Tensors], wide: Sequence[Tensors] = ()) -> dict[str, Array]:
     """Return the bounds of several answers to the same rows, by output.
+
+    Args:
+        wide: answers to copies that differ by up to `INNER_JITTER`. Floats among them count where they jump.
 
     Returns:
         Floats: (2, n, …), the smallest and largest answer. Other types: (k, n, …), the distinct answers; the first one
@@ -94,11 +100,14 @@ def compute_envelope(answers: Sequence[Tensors]) -> dict[str, Array]:
     bounds: dict[str, Array] = {}
     for name, first in answers[0].items():
         stacked = np.stack([answer[name] for answer in answers])
+        every = np.stack([*stacked, *(answer[name] for answer in wide)])
         if is_float(first):
-            exact = stacked.astype(np.float64)
-            bounds[name] = np.stack([exact.min(axis=0), exact.max(axis=0)])
+            near, reach = (np.stack([a.min(axis=0), a.max(axis=0)]).astype(np.float64) for a in (stacked, every))
+            with np.errstate(over="ignore", invalid="ignore"):  # infinite answers
+                jumps = reach[1] - reach[0] > _JUMP * (near[1] - near[0])
+            bounds[name] = np.where(jumps, reach, near)
         else:
-            bounds[name] = _find_distinct(stacked)
+            bounds[name] = _find_distinct(every)
     return bounds
 
 

@@ -14,6 +14,7 @@ from onnx_ops.ports import Tree
 from onnx_ops.statistics.output_columns import LARGEST, Rounding
 from onnx_ops.statistics.tree_parity import (
     COPIES,
+    INNER_JITTER,
     JITTER,
     SHOWN,
     compare_trees,
@@ -121,6 +122,23 @@ def test_the_envelope_spans_floats_and_lists_labels() -> None:
     found = compute_envelope([*answers, answers[0]])
     np.testing.assert_array_equal(found["p"], [[[1.0], [4.0]], [[3.0], [5.0]]])
     assert [set(found["l"][:, row]) for row in range(2)] == [{"a", "c"}, {"b"}]
+
+
+def test_answers_to_wide_copies_count_where_they_jump() -> None:
+    near = [{"box": np.array([1.0, 1.0]), "index": np.array([3, 3])}]
+    near += [{"box": np.array([1.0 + 1e-7, 1.0 + 1e-7]), "index": np.array([3, 3])}]
+    wide = [{"box": np.array([1.0 + 32e-7, 5.0]), "index": np.array([3, 4])}]
+    found = compute_envelope(near, wide)
+    np.testing.assert_array_equal(found["box"], [[1.0, 1.0], [1.0 + 1e-7, 5.0]])
+    assert [set(found["index"][:, row]) for row in range(2)] == [{3}, {3, 4}]
+
+
+def test_half_of_the_copies_of_a_ranking_differ_by_more() -> None:
+    x = np.random.default_rng(1).normal(0, 10, (4, 3)).astype(np.float32)
+    spread = np.abs(jitter_rows({"x": x}, ranks=True)["x"].reshape(COPIES, 4, 3).astype(np.float64) / x - 1)
+    narrow, wide = spread[: COPIES // 2], spread[COPIES // 2 :]
+    assert narrow.max() <= JITTER + 2.0**-23
+    assert INNER_JITTER / 2 < wide.max() <= INNER_JITTER + 2.0**-23
 
 
 def test_parts_of_the_rows_join_to_the_whole() -> None:
