@@ -40,7 +40,7 @@ Floats = npt.NDArray[np.float64]
 JITTER = 2.0**-22
 """Largest relative change of an input, four times the rounding of float32."""
 
-INNER_JITTER = 32 * JITTER
+INNER_JITTER = 128 * JITTER
 """The same for a model that ranks scores: their own rounding moves them as well, by more than that of inputs does."""
 
 _JUMP = 4 * INNER_JITTER / JITTER
