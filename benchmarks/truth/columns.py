@@ -59,7 +59,7 @@ FAULTS = {0.1: 20, 0.04: 15}
 """Planted errors by rate, in multiples of `SIGMOID_ERROR`; 10 for others. Where events are not rare, rounding of the
 logit moves the answer too."""
 
-_HARD_SUMS_REFUSED = 0.02
+_HARD_SUMS_REFUSED = 0.05
 """A Gaussian process in float32 can be off by more than .1 % of its largest answer, which no estimate excuses."""
 
 SIGMOID_ERROR = 8.3e-8
