@@ -24,7 +24,7 @@ from onnx_ops.errors import InfrastructureError, NotFoundError, OnnxOpsError, Us
 from onnx_ops.protocol.routing_table import TableFile, build_next_table
 from onnx_ops.protocol.server_process import DEPLOYMENT_FILE, MODEL_FOLDER, OPTION_PREFIX
 from onnx_ops.serving import main as server
-from onnx_ops.serving.inference.integrity import verify_files
+from onnx_ops.serving.inference.integrity import COPIES_FOLDER, ModelCopies
 
 _FOLDERS = ("ONNX_OPS_MODEL_DIR", "AZUREML_MODEL_DIR")
 _SAGEMAKER_FOLDER = "/opt/ml/model"
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
                 remedy="Set ONNX_OPS_STATE_DIR to a writable folder, or mount one at /tmp.",
             ) from error
         deployment = find_deployment(Path(_get_first(environment, _FOLDERS) or _SAGEMAKER_FOLDER), environment)
-        verify_files(Path(deployment.location), deployment)
+        ModelCopies(folder / COPIES_FOLDER).fetch(deployment)  # the server verifies signatures when it loads it
         state = EndpointState(
             deployments=(deployment,), split=TrafficSplit(weights={deployment.name: 100}), generation=1
         )

@@ -6,6 +6,7 @@ import fcntl
 import http.server
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -31,6 +32,7 @@ from onnx_ops.errors import (
 )
 from onnx_ops.protocol import server_process
 from onnx_ops.protocol.server_process import LOCK_FILE, SERVER_FILE, TOKEN_FILE, ServerRecord
+from onnx_ops.serving.inference.integrity import COPIES_FOLDER
 from onnx_ops.testing.endpoints import EndpointProviderSuite, state_of
 from tests.adapters.endpoint_site import EndpointSite, make_config, make_models
 from tests.support.ports import free_port
@@ -230,6 +232,7 @@ def test_a_deployment_lost_while_the_server_was_down_is_not_observed_and_comes_b
     site.provider.apply(CONFIG, state, generation=1)
     site.provider.stop(CONFIG)
     Path(site.blue.location).rename(tmp_path / "away")
+    shutil.rmtree(site.folder / COPIES_FOLDER)
     with pytest.raises(NotFoundError):
         site.provider.apply(CONFIG, state, generation=1)
     assert site.provider.observe(CONFIG) is None

@@ -46,7 +46,7 @@ from onnx_ops.ports import Context
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import reconcile_until_stable
-from onnx_ops.serving.inference.integrity import TrustPolicy, verify_files
+from onnx_ops.serving.inference.integrity import ModelCopies, TrustPolicy
 from onnx_ops.testing.endpoints import scaling_deployment
 from onnx_ops.testing.fakes import FakeProvider, FakeSigner, FakeWorld
 from tests.release.release_parts import (
@@ -72,6 +72,7 @@ class Loading(FakeProvider):
         super().__init__()
         folder.mkdir()
         self._trust = TrustPolicy(TrustedKeys((), encoded=FakeSigner().trusted_keys), folder)
+        self._copies = ModelCopies(folder / "models", self._trust)
         self.loaded: list[str] = []
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
@@ -87,8 +88,8 @@ class Loading(FakeProvider):
         held = self.observe(config)
         for one in state.deployments:
             if held is None or one not in held.deployments:
-                verify_files(Path(one.location), one, self._trust)
-                self.loaded += [digest_file(Path(one.location) / name) for name in ("model.onnx", *one.custom_ops)]
+                copy = self._copies.fetch(one)
+                self.loaded += [digest_file(copy / name) for name in ("model.onnx", *one.custom_ops)]
 
 
 @dataclass
@@ -463,8 +464,8 @@ REGISTRY: dict[Callable[[Site], None], str] = {
 LEDGER: dict[Callable[[Site], None], str] = {
     begun_rollout: "no signed decision names its files",
     begun_rollout_with_the_authority_of_another: "names other files",
-    other_files_under_an_approved_name: "digest mismatch",
-    added_library: "digest mismatch",
+    other_files_under_an_approved_name: "v7 serves all traffic",  # of the server's copy of the approved files
+    added_library: "is not among the files of v7",
     finished_rollout: "no signed decision names its files",
     begun_canary: "no signed decision names its files",
     way_back_to_other_files: "no signed decision names its files",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from onnx import TensorProto, helper
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.protocol import server_process
+from onnx_ops.serving.inference.integrity import ModelCopies
+from onnx_ops.serving.inference.models import LoadedModel, PackedModelCache, load_model
 from onnx_ops.testing.endpoints import state_of
 from tests.support.processes import until
 from tests.support.server import MAIN, Answer, ServerFamily, scaled
@@ -82,6 +85,12 @@ def deploy(folder: Path, *, name: str = "blue", version: str = "1", model: str =
         manifest=Manifest(files=files).digest(),
         location=str(folder),
     )
+
+
+def load_once(deployment: Deployment, cache: PackedModelCache | None = None) -> LoadedModel:
+    """Load a model from a copy that no other load uses."""
+    with tempfile.TemporaryDirectory() as folder:
+        return load_model(deployment, ModelCopies(Path(folder)), cache)
 
 
 def build_identity_model() -> onnx.ModelProto:

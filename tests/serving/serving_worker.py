@@ -23,13 +23,13 @@ from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
 from onnx_ops.serving.http.protocol import HttpProtocol, serve_connections
 from onnx_ops.serving.inference.bound_runs import BoundRuns
 from onnx_ops.serving.inference.deployments import DeployedModel, LoadedDeployment, LoadedDeployments, TableRevision
-from onnx_ops.serving.inference.models import load_model
 from onnx_ops.serving.inference.request_queue import MAX_BATCH, LatencyEstimator, RequestQueue, WorkerThreads
 from onnx_ops.serving.inference.service import InferenceService
 from onnx_ops.serving.inference.shadow import ShadowQueue
 from onnx_ops.serving.metrics import REVISION, MetricsPage, MetricsRow, SharedMetrics, SlotAllocator
 from onnx_ops.serving.workers.listeners import connect_unix, listen_tcp, listen_unix
 from onnx_ops.serving.workers.shadow_processes import answer_mirrored_requests
+from tests.serving.serving_process import load_once
 from tests.support.server import received
 
 Wrap = Callable[[Any], Any]
@@ -96,7 +96,7 @@ class Worker:
         """Answer mirrored requests to a deployment in a thread, until the other end of its control socket is closed."""
         if slot in self.shadows:
             return
-        loaded = load_model(deployment)
+        loaded = load_once(deployment)
         run = self.wrap(loaded.run) if self.wrap else loaded.run
         model = DeployedModel(deployment=deployment, signature=loaded.signature, run=run, max_body=MAX_BODY)
         listener = listen_unix(self._shadow_path(slot))
@@ -173,7 +173,7 @@ class Worker:
             self.shadow.close()
 
     def _load(self, deployment: Deployment, row: MetricsRow, control: bool) -> LoadedDeployment:
-        model = load_model(deployment)
+        model = load_once(deployment)
         latency = LatencyEstimator(1.0 if self.slow else 0.0)
         queue = RequestQueue(
             threads=self.worker_threads,

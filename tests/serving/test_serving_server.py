@@ -128,7 +128,7 @@ def test_the_admin_listener_needs_its_token(published: Server, blue: Deployment)
 
 
 def test_a_wrong_publication_changes_nothing(published: Server, blue: Deployment, green: Deployment) -> None:
-    forged = replace(green, name="grey", manifest=blue.manifest)
+    forged = replace(green, name="grey", manifest=green.release)
     for body, status, message in (
         (b"{", 400, "not JSON"),
         (b"[]", 400, "not a"),

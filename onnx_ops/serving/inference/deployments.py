@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from onnx_ops.domain.endpoint import Deployment
@@ -17,7 +16,7 @@ from onnx_ops.protocol.routing_table import RoutingTable
 from onnx_ops.serving.cell_counts import CellPlace
 from onnx_ops.serving.inference.bound_runs import BoundRuns
 from onnx_ops.serving.inference.content_coding import inflate
-from onnx_ops.serving.inference.models import BOUND_ERRORS, measure_folder
+from onnx_ops.serving.inference.models import BOUND_ERRORS
 from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQueue
 from onnx_ops.serving.inference.requests import parse_header_length, read_infer, read_invocation
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead, encode_outputs, format_deployment_headers
@@ -84,12 +83,14 @@ class LoadedDeployment(DeployedModel):
         row: where its counters are kept, in slot `slot`.
         queue: of requests that do not run inline.
         latency: estimate of the duration of `run`.
+        size_bytes: of the model's files.
         warm_up: next requests whose latency is not compared.
     """
 
     row: MetricsRow
     queue: RequestQueue[Any]
     latency: LatencyEstimator
+    size_bytes: int
     slot: int = 0
     warm_up: int = WARM_UP_REQUESTS
     bound_runs: BoundRuns | None = None
@@ -393,7 +394,7 @@ class LoadedDeployments:
             return None
         _, (_, name) = shares
         loaded = deployments.get(name)
-        if loaded is None or measure_folder(Path(loaded.deployment.location)) > _MAX_REPLICA_BYTES:
+        if loaded is None or loaded.size_bytes > _MAX_REPLICA_BYTES:
             return None
         controls = [s.control for s in self._list_snapshots() if s.control is not None and s.control.loaded is loaded]
         if controls:

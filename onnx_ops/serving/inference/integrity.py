@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import os
+import shutil
+import stat
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from onnx_ops import codec
 from onnx_ops.attestation import Record, TrustedKeys, read_authority_target, verify_authority
-from onnx_ops.domain.artifact import digest_folder, short_digest
+from onnx_ops.domain.artifact import Digest, Manifest, digest_folder, hex_digits, short_digest
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import DigestMismatchError, InfrastructureError, NotFoundError, RefusedError
 from onnx_ops.protocol.server_process import ServerOptions
-from onnx_ops.scratch import write_durably
+from onnx_ops.scratch import TEMPORARY, hold_lock, write_durably
+
+_log = logging.getLogger(__name__)
 
 BINDING_FILE = "binding.json"
+COPIES_FOLDER = "models"
+"""Private copies of the models' files, in the server's folder."""
+_BLOCK_BYTES = 1 << 20
+_MAX_UNUSED_COPIES = 2
+"""A rollback to the version before needs no new copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,41 +79,137 @@ class TrustPolicy:
             return None
 
 
-def verify_files(folder: Path, deployment: Deployment, trust: TrustPolicy | None = None) -> None:
-    """Compare every file below a folder with the deployment's manifest.
+class ModelCopies:
+    """Private copies of the models' files, by their manifest's digest.
 
-    Without `trust`, no signature is required.
+    Other processes can change the files of a deployment at any time, also between a check and the opening of a file.
+    So a file is read there only once, for its copy. The copy is compared with the manifest, and only the copy is
+    opened. Only the server's user may write in the folder of the copies.
 
-    Raises:
-        RefusedError: no trusted key has signed these files, or a library of custom operators.
-        NotFoundError: the folder does not exist.
-        DigestMismatchError: the files differ from the manifest, or a library is not among them.
+    A copy costs the disk space of the model. It is hashed at each load, as a damaged one is made again.
     """
-    record = None if trust is None else trust.authorize(deployment)
-    if not folder.is_dir():
-        raise NotFoundError("the model folder does not exist", where=str(folder))
-    try:
-        manifest = digest_folder(folder)
-    except OSError as error:
-        raise InfrastructureError("the model's files cannot be read", where=str(folder), why=str(error)) from error
-    if manifest.digest() != deployment.manifest:
-        raise DigestMismatchError(
-            f"digest mismatch: the manifest of {deployment.name} is {short_digest(deployment.manifest)}",
-            where=str(folder),
-            why=f"the files in the folder have {short_digest(manifest.digest())}",
-            remedy="Fetch the version again; its files were changed after they were registered.",
-        )
+
+    def __init__(self, folder: Path, trust: TrustPolicy | None = None) -> None:
+        self._folder = folder
+        self._trust = trust
+
+    def fetch(self, deployment: Deployment) -> Path:
+        """Return the folder with the verified copy of a deployment's files; copy them if needed.
+
+        Without a trust policy, no signature is required.
+
+        Raises:
+            RefusedError: no trusted key has signed these files, or a library of custom operators.
+            NotFoundError: the deployment's folder does not exist.
+            DigestMismatchError: the files differ from the manifest, or a library is not among them.
+            InfrastructureError: the files cannot be read or copied.
+        """
+        record = None if self._trust is None else self._trust.authorize(deployment)
+        copy = self._folder / hex_digits(deployment.manifest)
+        try:
+            manifest = _read_copy(copy, deployment.manifest) or self._copy(deployment, copy)
+            os.utime(copy)
+        except OSError as error:
+            where, why = deployment.location, str(error)
+            raise InfrastructureError("the model's files cannot be copied", where=where, why=why) from error
+        _verify_libraries(deployment, manifest, record)
+        return copy
+
+    def retain(self, deployments: Iterable[Deployment]) -> None:
+        """Delete all copies but those of these deployments, and a few that were used last.
+
+        Processes that have opened a deleted file keep its content.
+        """
+        needed = {hex_digits(deployment.manifest) for deployment in deployments}
+        try:
+            unused = [path for path in self._folder.iterdir() if path.is_dir() and _get_copy_name(path) not in needed]
+            # Unfinished copies of killed processes last.
+            unused.sort(key=lambda path: (path.name.startswith(TEMPORARY), -path.stat().st_mtime_ns))
+            for path in unused[_MAX_UNUSED_COPIES:]:
+                shutil.rmtree(path, ignore_errors=True)
+                (self._folder / f"{_get_copy_name(path)}.lock").unlink(missing_ok=True)
+        except FileNotFoundError:  # nothing was copied yet
+            pass
+        except OSError as error:
+            _log.warning("unneeded copies of models in %s are not deleted: %s", self._folder, error)
+
+    def _copy(self, deployment: Deployment, copy: Path) -> Manifest:
+        """Copy the files of a deployment, verify the copy, and return its manifest."""
+        source = Path(deployment.location)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with hold_lock(copy.with_name(f"{copy.name}.lock")):  # one process copies, and the others wait for it
+            if (present := _read_copy(copy, deployment.manifest)) is not None:
+                return present
+            if not source.is_dir():
+                raise NotFoundError("the model folder does not exist", where=str(source))
+            temporary = copy.with_name(f"{TEMPORARY}{copy.name}")
+            shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+            temporary.mkdir(mode=0o700)
+            try:
+                manifest = _copy_files(source, temporary)
+                if manifest.digest() != deployment.manifest:
+                    raise DigestMismatchError(
+                        f"digest mismatch: the manifest of {deployment.name} is {short_digest(deployment.manifest)}",
+                        where=str(source),
+                        why=f"the files in the folder have {short_digest(manifest.digest())}",
+                        remedy="Fetch the version again; its files were changed after they were registered.",
+                    )
+                shutil.rmtree(copy, ignore_errors=True)  # a damaged one
+                temporary.rename(copy)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+        return manifest
+
+
+def _read_copy(copy: Path, digest: Digest) -> Manifest | None:
+    """Return the manifest of an intact copy, else None."""
+    if not copy.is_dir():
+        return None
+    manifest = digest_folder(copy)
+    return manifest if manifest.digest() == digest else None
+
+
+def _copy_files(source: Path, target: Path) -> Manifest:
+    """Copy all regular files below a folder; return the digests of the copies."""
+    files: dict[str, Digest] = {}
+    for path in sorted(source.rglob("*")):
+        if path.is_file():
+            name = path.relative_to(source)
+            (target / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            files[name.as_posix()] = _copy_file(path, target / name)
+    return Manifest(files=files)
+
+
+def _copy_file(path: Path, copy: Path) -> Digest:
+    """Read a file once, and write it; return the digest of what was written."""
+    state = hashlib.sha256()
+    # Without blocking: the file may have become a pipe that no process writes to.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as original, copy.open("xb") as stream:
+        status = os.fstat(original.fileno())
+        rest = status.st_size if stat.S_ISREG(status.st_mode) else 0  # a file that grows meanwhile is cut
+        while rest and (block := original.read(min(_BLOCK_BYTES, rest))):
+            state.update(block)
+            stream.write(block)
+            rest -= len(block)
+    return Digest(f"sha256:{state.hexdigest()}")
+
+
+def _get_copy_name(path: Path) -> str:
+    return path.name.removeprefix(TEMPORARY)
+
+
+def _verify_libraries(deployment: Deployment, manifest: Manifest, record: Record | None) -> None:
+    """Verify that libraries of operators are in the manifest, and that the target of a signed record declares them."""
     for library in deployment.custom_ops:
         if library not in manifest:
             raise DigestMismatchError(
                 f"the library of operators {library} is not among the files of {deployment.name}",
-                where=str(folder),
                 why="only a library that was registered with the version is loaded",
                 remedy="Run the pipeline again, so that the version contains the libraries of its target.",
             )
         if record is not None and manifest[library] not in record.custom_ops:
             raise RefusedError(
                 f"the library of operators {library} is not one that target {record.target} declares",
-                where=str(folder),
+                where=deployment.name,
                 remedy="Declare it in the target's `custom_ops`, and run the pipeline again.",
             )

@@ -30,7 +30,7 @@ from onnx_ops.errors import InfrastructureError, NotFoundError, UserError, quote
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.scratch import sync_path
 from onnx_ops.serving.inference.bound_runs import BoundRun
-from onnx_ops.serving.inference.integrity import TrustPolicy, verify_files
+from onnx_ops.serving.inference.integrity import ModelCopies
 from onnx_ops.serving.inference.responses import InputsRejectedError
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
 from onnx_ops.serving.inference.tensors import DTYPE_OF_ONNX, get_numpy_dtype
@@ -302,13 +302,14 @@ class LoadedModel:
 
     `native` is the runtime's function behind `session.run`, which also checks for missing inputs and fallback
     providers; these checks take a sixth of the time of a small model. A run only reads `options`; creating them would
-    take as long again. `seconds` is the time of a run on one row; 0 if unknown.
+    take as long again. `seconds` is the time of a run on one row; 0 if unknown. `size_bytes` are those of all files.
     """
 
     deployment: Deployment
     signature: ModelSignature
     session: Any
     native: Callable[..., Any]
+    size_bytes: int
     options: Any = field(default_factory=ort.RunOptions)
     seconds: float = 0.0
 
@@ -385,7 +386,7 @@ class LoadedModel:
                 for spec in (self.signature.inputs[name] for name in feed)
             )
             if not is_guess:
-                where = self.deployment.location
+                where = self.deployment.name
                 raise InfrastructureError("the model fails on zeros", where=where, why=error.why) from error
             _log.warning("%s is not warm: it fails on zeros, empty texts and sizes of 1", self.deployment.name)
             return 0.0
@@ -399,20 +400,17 @@ class LoadedModel:
             self.run(tuple(self.signature.outputs), feed)
 
 
-def load_model(
-    deployment: Deployment, cache: PackedModelCache | None = None, trust: TrustPolicy | None = None
-) -> LoadedModel:
-    """Verify the deployment's files (see `verify_files`), load the model and warm it up.
+def load_model(deployment: Deployment, copies: ModelCopies, cache: PackedModelCache | None = None) -> LoadedModel:
+    """Load a model from the verified copy of its files (see `ModelCopies.fetch`), and warm it up.
 
     Raises:
         UserError: the protocol cannot represent an input or output of the model.
         InfrastructureError: the runtime cannot load or run the model.
     """
-    folder = Path(deployment.location)
-    verify_files(folder, deployment, trust)
+    folder = copies.fetch(deployment)
     path = folder / MODEL_FILE
     if not path.is_file():
-        raise NotFoundError(f"the folder has no {MODEL_FILE}", where=str(folder))
+        raise NotFoundError(f"the files of the version contain no {MODEL_FILE}", where=deployment.name)
     libraries = [folder / name for name in deployment.custom_ops]
     try:
         if cache is None:
@@ -424,7 +422,13 @@ def load_model(
         raise InfrastructureError("the runtime cannot load the model", where=str(path), why=why) from error
     native = getattr(getattr(session, "_sess", None), "run", session.run)
     signature = _build_signature(session, deployment, path)
-    model = LoadedModel(deployment=deployment, signature=signature, session=session, native=native)
+    model = LoadedModel(
+        deployment=deployment,
+        signature=signature,
+        session=session,
+        native=native,
+        size_bytes=measure_folder(folder),
+    )
     return replace(model, seconds=model.warm_up())
 
 

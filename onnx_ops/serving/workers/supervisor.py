@@ -41,7 +41,7 @@ from onnx_ops.serving.admin import AdminApp, AuditTrail, read_token
 from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
 from onnx_ops.serving.http.protocol import HttpProtocol, serve_connections
 from onnx_ops.serving.inference.deployments import TableRevision
-from onnx_ops.serving.inference.integrity import TrustPolicy
+from onnx_ops.serving.inference.integrity import COPIES_FOLDER, ModelCopies, TrustPolicy
 from onnx_ops.serving.metrics import EPOCH_FAILURES, REVISION, SharedMetrics, SlotAllocator, make_row
 from onnx_ops.serving.rollout_counts import RolloutCounts
 from onnx_ops.serving.workers.listeners import LOOPBACK, ListenerSockets, listen_tcp, listen_unix, receive_sockets
@@ -156,6 +156,7 @@ class Supervisor:
         self._publisher = publisher
         self._shared = shared
         self._audit = AuditTrail(folder)
+        self._copies = ModelCopies(folder / COPIES_FOLDER)
         keep = listeners.public.fileno(), listeners.handover.fileno()
         self._pool = WorkerPool(options.workers, self._run_worker, keep=keep)
         self._shadows = ShadowProcesses(folder, options, shared)
@@ -284,6 +285,7 @@ class Supervisor:
             if (trust := TrustPolicy.from_options(self._folder, self._options)) is not None:
                 trust.bind(state)
             await self._pool.finish(revision.number, is_published=True)
+            self._copies.retain((*state.deployments, *(() if before is None else before.deployments)))
             try:
                 self._audit.record_result(actor, state)
             except OnnxOpsError as error:

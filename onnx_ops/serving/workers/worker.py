@@ -31,7 +31,7 @@ from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
 from onnx_ops.serving.http.protocol import HttpProtocol, serve_connections
 from onnx_ops.serving.inference.bound_runs import BoundRuns
 from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeployments, TableRevision
-from onnx_ops.serving.inference.integrity import TrustPolicy
+from onnx_ops.serving.inference.integrity import COPIES_FOLDER, ModelCopies, TrustPolicy
 from onnx_ops.serving.inference.models import LoadedModel, PackedModelCache, load_model
 from onnx_ops.serving.inference.request_queue import MAX_BATCH, LatencyEstimator, RequestQueue, WorkerThreads
 from onnx_ops.serving.inference.service import InferenceService
@@ -128,7 +128,8 @@ def load_deployment(
     """Load a deployment as a worker does. Raises OnnxOpsError."""
     entries = folder / (CONTROL_PACKED_FOLDER if control else PACKED_FOLDER)
     cache = PackedModelCache(entries, options.prepack or sys.maxsize)
-    return load_model(deployment, cache, TrustPolicy.from_options(folder, options))
+    copies = ModelCopies(folder / COPIES_FOLDER, TrustPolicy.from_options(folder, options))
+    return load_model(deployment, copies, cache)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -269,6 +270,7 @@ class Worker:
             deployment=deployment,
             signature=model.signature,
             run=model.run,
+            size_bytes=model.size_bytes,
             bound_runs=BoundRuns(model.signature, model.bind),
             row=row,
             queue=queue,

@@ -25,11 +25,11 @@ from onnx_ops.serving.inference.deployments import (
     LoadedDeployments,
     TableRevision,
 )
-from onnx_ops.serving.inference.models import load_model
 from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQueue, WorkerThreads
 from onnx_ops.serving.metrics import LOAD_FAILURES, LOADS, REVISION, MetricsRow, SharedMetrics
 from onnx_ops.serving.workers.supervisor import TablePublisher
 from onnx_ops.testing.endpoints import state_of
+from tests.serving.serving_process import load_once
 
 
 class Loads:
@@ -43,7 +43,7 @@ class Loads:
         if control and not self.builds_control:
             raise InfrastructureError("there is no memory for another one")
         self.names.append(f"replica of {deployment.name}" if control else deployment.name)
-        model = load_model(deployment)
+        model = load_once(deployment)
         queue: RequestQueue[Any] = RequestQueue(
             WorkerThreads(), lambda _: None, limit=1, max_batch=1, max_batches=1, row=row, latency=LatencyEstimator()
         )
@@ -54,6 +54,7 @@ class Loads:
             row=row,
             queue=queue,
             latency=queue.latency,
+            size_bytes=model.size_bytes,
             max_body=1 << 20,
         )
 

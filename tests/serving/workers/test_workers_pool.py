@@ -121,7 +121,8 @@ def test_the_admin_socket_needs_no_token_and_lets_only_its_owner_in(tmp_path: Pa
         assert connection.getresponse().status == 200
         connection.close()
         assert server.admin("PUT", codec.dumps(replace(state_of(blue, blue=100), generation=2))).status == 200
-        assert server.publish(state_of(replace(blue, location="/unrouted", name="lost"), lost=100), 3).status == 422
+        lost = replace(blue, location="/unrouted", name="lost", manifest=blue.release)
+        assert server.publish(state_of(lost, lost=100), 3).status == 422
         lines = [json.loads(line) for line in (folder / AUDIT_FILE).read_text().splitlines()]
         entries = [(line["who"], line["what"], line["generation"]) for line in lines]
         uid = f"uid:{os.getuid()}"

@@ -192,9 +192,7 @@ def test_refused_publication_leaves_the_shadow_as_it_is(tmp_path: Path, blue: De
         send_until_answered(server)
         pids = shadow_processes(server)
         red = scaled(tmp_path, "red")
-        assert (
-            server.publish(mirrored(blue, replace(red, manifest=blue.manifest, location="/missing")), 3).status == 422
-        )
+        assert server.publish(mirrored(blue, replace(red, manifest=red.release, location="/missing")), 3).status == 422
         assert shadow_processes(server) == pids
         send_until_answered(server)
 
