@@ -32,6 +32,7 @@ from onnx_ops.errors import (
     OnnxOpsError,
     RefusedError,
     ServiceUnavailableError,
+    UserError,
 )
 from onnx_ops.ports import Context, EndpointProvider, Ledger, MetricsSource, ModelFiles, Registry
 from onnx_ops.release.journal import (
@@ -155,6 +156,13 @@ def reconcile_step(context: Context, endpoint: str, *, actor: str = "") -> StepR
         return StepReport(endpoint=endpoint, did="deleted", why="its deletion was requested", stable=True)
     if (report := _resume(journal)) is not None:
         return report
+    observed = context.provider(config.provider).observe(config)
+    unrestored: OnnxOpsError | None = None
+    try:
+        if observed is None and (report := _restore(journal)) is not None:
+            return report
+    except (InfrastructureError, RefusedError, UserError) as error:
+        unrestored = error  # the registry may request something that can be served
     desired = read_desired_state(journal)
     if (report := _refuse(journal, desired)) is not None:
         return report
@@ -165,8 +173,11 @@ def reconcile_step(context: Context, endpoint: str, *, actor: str = "") -> StepR
     except (InfrastructureError, RefusedError) as error:
         unwritten = error
     snapshot = read_metrics(journal)
-    action = choose_action(journal, desired, context.provider(config.provider).observe(config), snapshot)
-    if unwritten is not None and not (isinstance(action, Action) and action.kind is ActionKind.RESTORE):
+    action = choose_action(journal, desired, observed, snapshot)
+    is_restoring = isinstance(action, Action) and action.kind is ActionKind.RESTORE
+    if unrestored is not None and is_restoring:
+        raise unrestored
+    if unwritten is not None and not is_restoring:
         raise unwritten
     record_metrics(journal, snapshot, action)
     if isinstance(action, Action):
@@ -178,6 +189,20 @@ def reconcile_step(context: Context, endpoint: str, *, actor: str = "") -> StepR
         record_pause(journal, action)
     did = action.kind.value if isinstance(action, Action) else ""
     return StepReport(endpoint=endpoint, did=did, why=action.why, stable=not did, registry_down=desired.registry_down)
+
+
+def _restore(journal: Journal) -> StepReport | None:
+    """Restore an endpoint that does not answer; None if another action comes first.
+
+    The registry is not read: it may be slow or down, or hold what cannot be processed.
+    """
+    roles = journal.state.roles
+    desired = DesiredState(deployment=roles.candidate or roles.stable)
+    action = choose_action(journal, desired, None, MetricsSnapshot(observations=None))
+    if not isinstance(action, Action) or action.kind is not ActionKind.RESTORE:
+        return None
+    journal.perform(action)
+    return StepReport(endpoint=journal.state.endpoint, did=action.kind.value, why=action.why, stable=False)
 
 
 def _perform(journal: Journal, action: Action) -> Action:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -536,6 +536,39 @@ def test_a_manifest_that_names_files_outside_its_folder_is_refused(
         path.write_bytes(mlflow_folder.encode_manifest(evil))
     with pytest.raises(DigestMismatchError, match="not a valid name"):
         registry.fetch(replace(record, manifest=evil.digest()), tmp_path)
+
+
+@pytest.mark.parametrize("location", ["http://127.0.0.1:9/a", "ftp://127.0.0.1/a", "foo://a", "dbfs:/a"])
+def test_fetch_of_a_copied_version_in_another_place_is_refused(
+    registry: MlflowRegistry, tmp_path: Path, location: str
+) -> None:
+    model = f"copied-{location[:3]}-{len(location)}"
+    record = publish(registry, tmp_path, model)
+    with registry._mlflow.session("") as client:
+        original = client.get_model_version(model, record.version)
+        experiment = client.create_experiment(model + "-elsewhere", artifact_location=location)
+        logged = client.create_logged_model(experiment)
+        with registry._mlflow.as_default():
+            copy = client.create_model_version(model, source=f"models:/{logged.model_id}", tags=dict(original.tags))
+    copied = registry.version(model, str(copy.version))
+    assert copied.manifest == record.manifest
+    with pytest.raises(RefusedError, match="from which none are fetched"):
+        registry.fetch(copied, tmp_path)
+
+
+def test_fetch_from_storage_whose_client_raises_any_error_is_reported_as_unavailable(
+    registry: MlflowRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = publish(registry, tmp_path, "broken-client")
+
+    def fail(*_: object) -> NoReturn:
+        raise ValueError("no credentials")
+
+    from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
+
+    monkeypatch.setattr(LocalArtifactRepository, "list_artifacts", fail)
+    with pytest.raises(ServiceUnavailableError, match="ValueError: no credentials"):
+        registry.fetch(record, tmp_path)
 
 
 def test_a_version_registered_by_hand_is_not_ours(registry: MlflowRegistry) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 
@@ -354,7 +355,23 @@ def test_a_registry_that_is_down_changes_nothing_and_is_told(trial: Scene) -> No
     trial.world.provider.interfere("digits", None)
     reports = trial.reconcile()
     assert reports[0].did == "restore"
-    assert all(report.registry_down for report in reports)
+    assert all(report.registry_down for report in reports[1:])  # a restoration does not read it
+    assert trial.traffic() == {"v2": 10, "v1": 90}
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a bug of its client"), UserError("no such thing")], ids=["bug", "error"]
+)
+def test_reconcile_of_a_lost_server_whose_registry_fails_restores_it(
+    trial: Scene, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise error
+
+    trial.world.provider.interfere("digits", None)
+    monkeypatch.setattr(trial.world.registry, "aliases", fail)
+    with pytest.raises(type(error)):
+        trial.reconcile()
     assert trial.traffic() == {"v2": 10, "v1": 90}
 
 

@@ -39,6 +39,11 @@ _PROBE_S = 5
 _MODEL_URI = re.compile(r"models:/(?P<name>[^/@]+)(?:/(?P<version>\d+)|@(?P<alias>[^/@]+))")
 _ARTIFACT_REMEDY = "Find out who changed the artifacts in MLflow, and register the release again"
 
+_ARTIFACT_SCHEMES = frozenset(
+    ("", "file", "s3", "r2", "gs", "wasb", "wasbs", "abfs", "abfss", "azureml", "hdfs", "mlflow-artifacts")
+)
+"""Schemes of storage to which MLflow can write a version. Any other, such as `http`, names a host of somebody else."""
+
 _ENVIRONMENT: Mapping[str, str] = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
@@ -224,25 +229,39 @@ def suppress_codes(*codes: str) -> Iterator[None]:
 
 
 class ArtifactDownload:
-    """Files of one LoggedModel or run, which other clients may have changed."""
+    """Files of one LoggedModel or run, which other clients may have changed.
+
+    All methods raise ServiceUnavailableError if the storage does not answer.
+    """
 
     def __init__(self, connection: MlflowConnection, location: str, where: str) -> None:
+        """Prepare downloads from a location; raise RefusedError if MLflow cannot have written there."""
+        if _get_scheme(location) not in _ARTIFACT_SCHEMES:
+            raise RefusedError(
+                "its files are in a place from which none are fetched",
+                where=where,
+                why=f"the artifact location is {quoted(location)}",
+                remedy="Register the release again with `onnx-ops run`, or move the alias to another version.",
+            )
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
-        self._files = get_artifact_repository(location, tracking_uri=connection.uri)
         self._where = where
+        with self._answering():
+            self._files = get_artifact_repository(location, tracking_uri=connection.uri)
 
     def has(self, name: str) -> bool:
         """Return whether a file of that name exists."""
         parent = name.rpartition("/")[0]
-        return any(info.path == name and not info.is_dir for info in self._files.list_artifacts(parent or None))
+        with self._answering():
+            return any(info.path == name and not info.is_dir for info in self._files.list_artifacts(parent or None))
 
     def file(self, name: str, folder: Path) -> Path:
         """Download one file into `folder`; raise DigestMismatchError if it is missing."""
         if not self.has(name):
             what = f"{name} is missing from the artifacts"
             raise DigestMismatchError(what, where=self._where, remedy=_ARTIFACT_REMEDY)
-        self._files.download_artifacts(name, str(folder))  # type: ignore[no-untyped-call]
+        with self._answering():
+            self._files.download_artifacts(name, str(folder))  # type: ignore[no-untyped-call]
         return folder / name
 
     def verify(self, path: Path, digest: Digest) -> None:
@@ -250,6 +269,30 @@ class ArtifactDownload:
         if digest_file(path) != digest:
             what = f"{path.name} differs from what was registered"
             raise DigestMismatchError(what, where=self._where, remedy=_ARTIFACT_REMEDY)
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Convert an error that `MlflowConnection.session` does not know.
+
+        MLflow passes on what the client of the storage raises, which can be of any type.
+        """
+        from mlflow.exceptions import MlflowException
+
+        try:
+            yield
+        except (MlflowException, OSError, ModuleNotFoundError):
+            raise
+        except Exception as error:
+            raise ServiceUnavailableError(
+                "the files of this version cannot be read now",
+                where=self._where,
+                why=quoted(f"{type(error).__name__}: {error}"),
+                remedy="Check that this machine can reach the artifact storage of MLflow, and has credentials for it.",
+            ) from error
+
+
+def _get_scheme(location: str) -> str:
+    return location.partition(":")[0].lower() if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", location) else ""
 
 
 class MlflowModels:
