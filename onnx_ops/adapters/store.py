@@ -247,6 +247,10 @@ class ModelFolders:
 
     root: Path
 
+    def place(self, manifest: Digest) -> str:
+        """Return the path that the folder has, or would have."""
+        return str(self._folder(manifest).absolute())
+
     def location(self, manifest: Digest) -> str | None:
         """Return the folder if it exists and is intact."""
         folder = self._folder(manifest)

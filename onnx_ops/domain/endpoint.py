@@ -19,7 +19,10 @@ MIN_EPOCH_S, MAX_EPOCH_S = 0.1, 86_400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """One model version that can run behind an endpoint. `location` is the place of its verified files.
+    """One model version that can run behind an endpoint.
+
+    `location` is the folder from which a provider copies the files. It is neither recorded nor compared: it is computed
+    from the manifest's digest when the deployment is given to a provider, so that a project can be moved.
 
     `batchable`: the evidence shows that each row's answer is independent of the other rows in the batch, so that a
     server can run requests of several clients together. `threads` limits the requests, or batches, that a server runs
@@ -35,7 +38,7 @@ class Deployment:
     variant: str
     release: Digest
     manifest: Digest
-    location: str
+    location: str = field(default="", compare=False, metadata=OMIT_DEFAULT)
     batchable: bool = False
     threads: Annotated[int, Ge(0), Le(1024)] = field(default=0, metadata=OMIT_DEFAULT)
     evidence: Digest | None = None

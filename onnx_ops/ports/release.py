@@ -284,6 +284,9 @@ class MetricsSource(ABC):
 class ModelFiles(Protocol):
     """Verified model folders by manifest digest, stored where endpoints can load them."""
 
+    def place(self, manifest: Digest) -> str:
+        """Return the path that the folder has, or would have. Nothing is read."""
+
     def location(self, manifest: Digest) -> str | None:
         """Return the folder's path, if it exists and is intact."""
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
 from onnx_ops.attestation import verify_authority
-from onnx_ops.domain.endpoint import EndpointConfig, serves_only
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, serves_only
 from onnx_ops.domain.ledger import (
     ActionOutcome,
     EntryBody,
@@ -162,7 +162,7 @@ class Journal:
                 if effect is not None:
                     effect(sequence)
                 else:
-                    state = replace(action.state, generation=sequence)
+                    state = self.locate(action.state, sequence)
                     self.context.provider(config.provider).apply(config, state, generation=sequence)
             except OnnxOpsError as error:
                 failure = error
@@ -192,6 +192,15 @@ class Journal:
             return False
         current.append(LeaseRenewed(of=sequence, expires_at=self.context.clock.now() + LEASE_S))
         return True
+
+    def locate(self, state: EndpointState, generation: int) -> EndpointState:
+        """Return a state of the ledger with the folders of its files and a generation, as a provider gets it.
+
+        The ledger's own folders are not used: whoever can write there could name any.
+        """
+        place = self.context.files.place
+        deployments = tuple(replace(d, location=place(d.manifest)) for d in state.deployments)
+        return replace(state, deployments=deployments, generation=generation)
 
     def _require_approved(self, action: Action) -> None:
         """Require that a trusted key has signed what the action deploys for this model and target."""

@@ -151,7 +151,6 @@ def materialize(context: Context, record: VersionRecord, authority: SignedDecisi
         variant=record.variant,
         release=record.release,
         manifest=record.manifest,
-        location=location,
         batchable=decision is not None and decision.batchable,
         threads=0 if decision is None else decision.threads,
         evidence=None if decision is None else decision.evidence,

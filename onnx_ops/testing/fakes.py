@@ -433,6 +433,9 @@ class FakeModelFiles:
         self.clock = FakeClock()
         self._admitted: dict[Digest, float] = {}
 
+    def place(self, manifest: Digest) -> str:
+        return f"memory:{manifest}"
+
     def location(self, manifest: Digest) -> str | None:
         return f"memory:{manifest}" if manifest in self._admitted else None
 

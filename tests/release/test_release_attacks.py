@@ -341,7 +341,7 @@ def other_files_under_an_approved_name(site: Site) -> None:
 def added_library(site: Site) -> None:
     one = site.state().known["1"]
     folder = site.root / "mixed"
-    shutil.copytree(one.location, folder)
+    shutil.copytree(site.context.files.place(one.manifest), folder)
     (folder / "custom_ops" / TARGET).mkdir(parents=True)
     (folder / "custom_ops" / TARGET / "evil.so").write_bytes(b"\x7fELF")
     library = f"custom_ops/{TARGET}/evil.so"

@@ -100,7 +100,7 @@ class LocalEndpoints(EndpointProvider):
 
     def __init__(self, folder: Path, trusted: Path | None = None, *, python: str = sys.executable) -> None:
         self._folder = folder
-        self._trusted = "" if trusted is None else str(trusted.resolve())
+        self._trusted = trusted
         self._python = python
 
     def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
@@ -261,7 +261,9 @@ class LocalEndpoints(EndpointProvider):
             port = next(filter(_is_free, candidates), None)
             if port is None:
                 raise ServiceUnavailableError("no port is free", where=server.folder.name)
-        options = replace(_server_options(config), trusted_keys=self._trusted)
+        # Relative to the server's folder, in which it runs: both may be moved while it does.
+        trusted = "" if self._trusted is None else os.path.relpath(self._trusted.resolve(), server.folder.resolve())
+        options = replace(_server_options(config), trusted_keys=trusted)
         record = server.record()
         if record is not None and (record.port, record.options) == (port, options):
             return record
@@ -309,7 +311,8 @@ def _read_settings(values: Mapping[str, Json], where: str = "") -> LocalSettings
 def _server_options(config: EndpointConfig) -> ServerOptions:
     settings = _read_settings(config.settings, config.endpoint)
     names = set(file_fields(LocalSettings)) & set(file_fields(ServerOptions))
-    return ServerOptions(**{name: getattr(settings, name) for name in names})
+    options = ServerOptions(**{name: getattr(settings, name) for name in names})
+    return replace(options, endpoint=options.endpoint or config.endpoint)
 
 
 def _is_free(port: int) -> bool:
@@ -370,7 +373,7 @@ class LocalServer:
             write_durably(token, secrets.token_urlsafe(32).encode())
         if token.stat().st_mode & 0o077:
             raise RefusedError("others may read the admin token", where=str(token), remedy=f"Run: chmod 600 {token}")
-        command = [self._python, "-P", "-m", "onnx_ops.serving.main", "--state-dir", str(self.folder.resolve())]
+        command = [self._python, "-P", "-m", "onnx_ops.serving.main", "--state-dir", "."]
         with (self.folder / LOG_FILE).open("ab") as log:
             process = subprocess.Popen(
                 [*command, "--host", LOOPBACK, "--port", str(port), *format_flags(options)],
