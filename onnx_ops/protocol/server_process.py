@@ -33,7 +33,7 @@ AUDIT_FILE = "audit.jsonl"
 
 # Files and environment of a cloud container.
 DEPLOYMENT_FILE = "deployment.json"
-"""The deployment; its `location` is not used in the container."""
+"""The deployment, without a location."""
 MODEL_FOLDER = "model"
 """Folder beside `DEPLOYMENT_FILE` with the files of the version and nothing else."""
 CONTAINER_PROVIDERS = (CPU,)
