@@ -59,7 +59,7 @@ FAULTS = {0.1: 20, 0.04: 15}
 """Planted errors by rate, in multiples of `SIGMOID_ERROR`; 10 for others. Where events are not rare, rounding of the
 logit moves the answer too."""
 
-_HARD_SUMS_REFUSED = 0.05
+_GAUSSIAN_REFUSED = 0.3
 """A Gaussian process in float32 can be off by more than .1 % of its largest answer, which no estimate excuses."""
 
 SIGMOID_ERROR = 8.3e-8
@@ -102,7 +102,7 @@ def prove(*, quick: bool) -> list[Claim]:
         for family, makers in FAMILIES.items():
             refused_of_family = _list_refused(makers, folder, seeds)
             trials = len(makers) * len(seeds)
-            promise = _HARD_SUMS_REFUSED if family == "hard sums" else 0
+            promise = _GAUSSIAN_REFUSED if family == "Gaussian processes" else 0
             claims.append(at_most("columns", f"correct {family} refused", len(refused_of_family), trials, promise))
             refused += refused_of_family
         claims += [_find_faults(fault, list(trials)) for fault, trials in _list_faults(folder, seeds).items()]
@@ -136,7 +136,7 @@ def _list_faults(folder: Path, seeds: range) -> Mapping[str, Iterator[bool]]:
             for by, judge in (("pipeline", _judge), ("two files with data", _judge_files))
         },
         "scores x 1.001 beside boxes": _break_scores(folder, seeds),
-        "probabilities off by 10 times the kernels' error": _break_probabilities(folder, seeds),
+        "probabilities off by 10 times the kernel's error (15 at 4 %, 20 at 10 %)": _break_probabilities(folder, seeds),
         "one exchanged index on real rows": _exchange_indices(folder, seeds),
     }
 
@@ -392,5 +392,6 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "heads of different size": ("heads", "boxes and scores"),
     "rare events": tuple(f"rate {rate:g}" for rate in RATES),
     "rankings": ("sort", "topk", "topk of zeros", "argmax", "argmax of near ties", "boxes by score"),
-    "hard sums": ("instance norm", "clamp and log", "running sum", "wide sum", "gaussian process"),
+    "hard sums": ("instance norm", "clamp and log", "running sum", "wide sum"),
+    "Gaussian processes": ("gaussian process",),
 }
