@@ -43,9 +43,6 @@ JITTER = 2.0**-22
 INNER_JITTER = 128 * JITTER
 """The same for a model that ranks scores: their own rounding moves them as well, by more than that of inputs does."""
 
-_JUMP = 4 * INNER_JITTER / JITTER
-"""How much wider answers to the wider jitter spread where they jump, and not only follow the inputs."""
-
 COPIES = 32
 """About a third of the jittered copies cross a split that rounding crosses, so that 32 practically never miss it."""
 
@@ -104,7 +101,9 @@ def compute_envelope(answers: Sequence[Tensors], wide: Sequence[Tensors] = ()) -
         if is_float(first):
             near, reach = (np.stack([a.min(axis=0), a.max(axis=0)]).astype(np.float64) for a in (stacked, every))
             with np.errstate(over="ignore", invalid="ignore"):  # infinite answers
-                jumps = reach[1] - reach[0] > _JUMP * (near[1] - near[0])
+                followed = INNER_JITTER / JITTER * (near[1] - near[0])
+                jumps = reach[1] - reach[0] > 4 * followed
+                reach += np.stack([-followed, followed])  # what was exchanged has followed the inputs too
             bounds[name] = np.where(jumps, reach, near)
         else:
             bounds[name] = _find_distinct(every)

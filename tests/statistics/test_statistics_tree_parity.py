@@ -127,9 +127,10 @@ def test_the_envelope_spans_floats_and_lists_labels() -> None:
 def test_answers_to_wide_copies_count_where_they_jump() -> None:
     near = [{"box": np.array([1.0, 1.0]), "index": np.array([3, 3])}]
     near += [{"box": np.array([1.0 + 1e-7, 1.0 + 1e-7]), "index": np.array([3, 3])}]
-    wide = [{"box": np.array([1.0 + 32e-7, 5.0]), "index": np.array([3, 4])}]
+    ratio = INNER_JITTER / JITTER
+    wide = [{"box": np.array([1.0 + ratio * 1e-7, 5.0]), "index": np.array([3, 4])}]
     found = compute_envelope(near, wide)
-    np.testing.assert_array_equal(found["box"], [[1.0, 1.0], [1.0 + 1e-7, 5.0]])
+    np.testing.assert_allclose(found["box"], [[1.0, 1.0 - ratio * 1e-7], [1.0 + 1e-7, 5.0 + ratio * 1e-7]], rtol=1e-12)
     assert [set(found["index"][:, row]) for row in range(2)] == [{3}, {3, 4}]
 
 
