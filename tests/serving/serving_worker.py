@@ -192,6 +192,7 @@ class Worker:
             row=row,
             queue=queue,
             latency=latency,
+            size_bytes=model.size_bytes,
             max_body=self.bounds.get("max_body", MAX_BODY),
         )
 
