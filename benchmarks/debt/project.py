@@ -139,7 +139,8 @@ class Place:
         return self.ledger().state(self.config.endpoint)
 
     def version(self, number: str) -> Deployment:
-        return self.state().known[number]
+        deployment = self.state().known[number]
+        return replace(deployment, location=open_project(self.root).context.files.place(deployment.manifest))
 
     def is_requested(self) -> bool:
         return any(isinstance(entry.body, RollbackRequested) for entry in self.ledger().read(self.config.endpoint))
