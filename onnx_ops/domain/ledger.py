@@ -200,11 +200,14 @@ EntryBody = (
 )
 
 
+LEDGER_SCHEMA = 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEntry:
     """One entry. `sequence` counts from 1 without gaps; `at` is in seconds since the epoch."""
 
-    schema: int = 1
+    schema: int = LEDGER_SCHEMA
     endpoint: str
     sequence: int
     at: float

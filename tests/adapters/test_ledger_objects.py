@@ -156,11 +156,39 @@ def test_a_ledger_that_was_restored_and_went_on_otherwise_is_folded_anew(kept: t
     assert ledger.state(ENDPOINT) == fold(ENDPOINT, ledger.read(ENDPOINT))
 
 
-def test_a_state_does_not_end_at_a_missing_entry(written: tuple[ObjectLedger, Path]) -> None:
+@pytest.mark.parametrize("first", [1, 4, 8])
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("has_snapshot", [True, False])
+def test_a_state_does_not_end_at_missing_entries(tmp_path: Path, first: int, count: int, has_snapshot: bool) -> None:
+    ledger = ObjectLedger(LocalObjects(tmp_path))
+    for sequence in range(1, 15):
+        ledger.append(command_entry(sequence))
+    for sequence in range(first, first + count):
+        (tmp_path / ENDPOINT / f"{sequence:08d}.json").unlink()
+    state = ledger.state(ENDPOINT)
+    if not has_snapshot:
+        (tmp_path / ENDPOINT / "snapshot.json").unlink()
+    cold = ObjectLedger(LocalObjects(tmp_path))
+    if has_snapshot and first + count - 1 < 12:  # the snapshot has what they said
+        assert cold.state(ENDPOINT) == state
+    else:
+        with pytest.raises(CorruptStateError, match="missing"):
+            cold.state(ENDPOINT)
+    with pytest.raises(CorruptStateError):
+        ObjectLedger(LocalObjects(tmp_path)).read(ENDPOINT)
+
+
+@pytest.mark.parametrize(("schema", "remedy"), [(2, "upgrade"), (0, "backup"), ("two", "backup")])
+def test_an_entry_of_another_schema_is_not_read(
+    written: tuple[ObjectLedger, Path], schema: int | str, remedy: str
+) -> None:
     _, folder = written
-    (folder / "00000002.json").unlink()
-    with pytest.raises(CorruptStateError, match="missing"):
+    path = folder / "00000002.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": schema}))
+    with pytest.raises(CorruptStateError) as caught:
         ObjectLedger(LocalObjects(folder.parent)).state(ENDPOINT)
+    assert caught.value.where.endswith("00000002.json")
+    assert remedy in caught.value.remedy
 
 
 def test_what_killed_writers_left_goes_in_the_end(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import override
 
@@ -15,7 +16,7 @@ from onnx_ops.adapters.files import LocalObjects, ObjectStore, sweep_unfinished
 from onnx_ops.domain import ledger as fold_module
 from onnx_ops.domain import rollout, rollout_observations
 from onnx_ops.domain.artifact import Digest, digest_bytes
-from onnx_ops.domain.ledger import LedgerEntry, ReleaseState, apply_entry, fold
+from onnx_ops.domain.ledger import LEDGER_SCHEMA, LedgerEntry, ReleaseState, apply_entry, fold
 from onnx_ops.errors import CorruptStateError, LedgerConflictError, OnnxOpsError
 from onnx_ops.ports import Ledger
 
@@ -27,6 +28,7 @@ SNAPSHOT_EVERY = 4
 _SWEEP_EVERY = 64
 """Entries after which the files of killed writers are deleted."""
 
+_NEWER = "A newer onnx-ops wrote it: upgrade this one."
 _REMEDY = "Restore the file from a backup (entries never change); see docs/runbooks/ledger-damaged.md."
 
 
@@ -52,6 +54,7 @@ class ObjectLedger(Ledger):
         self._objects = objects
         self._read: dict[str, tuple[LedgerEntry, ...]] = {}
         self._states: dict[str, ReleaseState] = {}
+        self._listed: set[str] = set()
 
     @property
     @override
@@ -111,16 +114,27 @@ class ObjectLedger(Ledger):
     def _following(self, endpoint: str, after: int) -> tuple[LedgerEntry, ...]:
         """Return the entries after a sequence, read one after the other until there is none."""
         entries: list[LedgerEntry] = []
-        while (data := self._objects.read(_name(endpoint, after + len(entries) + 1))) is not None:
-            entries.append(_entry(endpoint, after + len(entries) + 1, data))
-        last = after + len(entries)
-        if self._objects.read(_name(endpoint, last + 2)) is not None:
+        while True:
+            while (data := self._objects.read(_name(endpoint, after + len(entries) + 1))) is not None:
+                entries.append(_entry(endpoint, after + len(entries) + 1, data))
+            last = after + len(entries)
+            if not self._has_later(endpoint, last):
+                return tuple(entries)
             # Unless it was written just now.
             if self._objects.read(_name(endpoint, last + 1)) is None:
                 where = f"ledger {_name(endpoint, last + 1)}"
                 raise CorruptStateError("the entry is missing", where=where, remedy=_REMEDY)
-            return (*entries, *self._following(endpoint, last))
-        return tuple(entries)
+
+    def _has_later(self, endpoint: str, last: int) -> bool:
+        """Return whether there are entries after the one that follows `last`, so that this one cannot be missing.
+
+        All names are listed once in the life of this object: a listing of many costs as much as many reads.
+        """
+        if endpoint in self._listed:
+            return self._objects.read(_name(endpoint, last + 2)) is not None
+        self._listed.add(endpoint)
+        names = (name for name in self._objects.list_names(endpoint) if _NAME.fullmatch(name))
+        return max(names, default="") > f"{last + 1:08d}.json"
 
     def _snapshot(self, endpoint: str) -> ReleaseState | None:
         """Return the state of the last snapshot; None if it does not match its entry, as after a restore."""
@@ -165,10 +179,21 @@ def _entry(endpoint: str, sequence: int, data: bytes) -> LedgerEntry:
         entry = codec.loads(data, LedgerEntry, where=where)
         if entry.sequence != sequence or entry.endpoint != endpoint:
             raise CorruptStateError("the entry is not where it belongs", where=where)
+        if entry.schema != LEDGER_SCHEMA:
+            raise CorruptStateError(f"the entry has schema {entry.schema}, not {LEDGER_SCHEMA}", where=where)
     except CorruptStateError as error:
-        error.remedy = _REMEDY
+        error.remedy = _NEWER if _is_newer(data) else _REMEDY
         raise
     return entry
+
+
+def _is_newer(data: bytes) -> bool:
+    """Return whether an entry that cannot be read names a later schema."""
+    try:
+        schema = codec.loads(data, dict[str, Any]).get("schema")
+    except CorruptStateError:
+        return False
+    return isinstance(schema, int) and schema > LEDGER_SCHEMA
 
 
 class MemoryLedger(Ledger):
