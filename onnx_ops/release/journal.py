@@ -196,7 +196,7 @@ class Journal:
     def locate(self, state: EndpointState, generation: int) -> EndpointState:
         """Return a state of the ledger with the folders of its files and a generation, as a provider gets it.
 
-        The ledger's own folders are not used: whoever can write there could name any.
+        The ledger's own folders are not used: an attacker who can write there could name any.
         """
         place = self.context.files.place
         deployments = tuple(replace(d, location=place(d.manifest)) for d in state.deployments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
@@ -15,7 +16,13 @@ from onnx_ops import codec
 from onnx_ops.attestation import Record, TrustedKeys, read_authority_target, verify_authority
 from onnx_ops.domain.artifact import Digest, Manifest, digest_folder, hex_digits, short_digest
 from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.errors import DigestMismatchError, InfrastructureError, NotFoundError, RefusedError
+from onnx_ops.errors import (
+    DigestMismatchError,
+    InfrastructureError,
+    NotFoundError,
+    RefusedError,
+    ServiceUnavailableError,
+)
 from onnx_ops.protocol.server_process import ServerOptions
 from onnx_ops.scratch import TEMPORARY, hold_lock, write_durably
 
@@ -25,6 +32,7 @@ BINDING_FILE = "binding.json"
 COPIES_FOLDER = "models"
 """Private copies of the models' files, in the server's folder."""
 _BLOCK_BYTES = 1 << 20
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _MAX_UNUSED_COPIES = 2
 """A rollback to the version before needs no new copy."""
 
@@ -103,6 +111,7 @@ class ModelCopies:
             NotFoundError: the deployment's folder does not exist.
             DigestMismatchError: the files differ from the manifest, or a library is not among them.
             InfrastructureError: the files cannot be read or copied.
+            ServiceUnavailableError: there is no room for the copy.
         """
         record = None if self._trust is None else self._trust.authorize(deployment)
         copy = self._folder / hex_digits(deployment.manifest)
@@ -110,6 +119,13 @@ class ModelCopies:
             manifest = _read_copy(copy, deployment.manifest) or self._copy(deployment, copy)
             os.utime(copy)
         except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise ServiceUnavailableError(
+                    "the copy of the model's files cannot be written",
+                    where=str(self._folder),
+                    why=str(error),
+                    remedy="Free disk space; the endpoint serves what it served before.",
+                ) from error
             where, why = deployment.location, str(error)
             raise InfrastructureError("the model's files cannot be copied", where=where, why=why) from error
         _verify_libraries(deployment, manifest, record)
