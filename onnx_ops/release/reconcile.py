@@ -175,10 +175,8 @@ def reconcile_step(context: Context, endpoint: str, *, actor: str = "") -> StepR
     snapshot = read_metrics(journal)
     action = choose_action(journal, desired, observed, snapshot)
     is_restoring = isinstance(action, Action) and action.kind is ActionKind.RESTORE
-    if unrestored is not None and is_restoring:
-        raise unrestored
-    if unwritten is not None and not is_restoring:
-        raise unwritten
+    if (failure := unrestored if is_restoring else unwritten) is not None:
+        raise failure
     record_metrics(journal, snapshot, action)
     if isinstance(action, Action):
         if action.is_rollback:

@@ -72,6 +72,13 @@ def bind_call(
         return CallBinding(positional=dict.fromkeys(inputs, variadic), keyword=(), variadic=variadic)
     if renamed and (only := _find_only(named, required, inputs)):
         return CallBinding(positional=dict.fromkeys(inputs, only), keyword=())
+    if variadic and (unnamed := [name for name in inputs if name not in named]):
+        raise UserError(
+            f"{owner} has no input {unnamed[0]!r}",
+            where=WHERE,
+            why=f"it takes {_format_names(named)} by name, and further ones only in `*{variadic}`, behind all of these",
+            remedy="Wrap the model in one whose call names each input, and export that one.",
+        )
     check_names(inputs, named, required=required, owner=owner)
     return _bind_by_name(named, inputs)
 

@@ -265,8 +265,7 @@ class Supervisor:
                 revision = self._publisher.build_revision(state)
                 started_at = time.monotonic()
                 failed = self.get_state().failed
-                states = [s for s in (before, self._previous) if s is not None]
-                loaded = {d for s in states for d in s.deployments if d.name not in failed}
+                loaded = {d for d in _list_deployments(before, self._previous) if d.name not in failed}
                 if new := [d for d in state.deployments if d not in loaded]:
                     await run_trial_load(new, self._folder, self._options, self._pool.pids, limit_s=_PREPARE_S)
                 await self._pool.prepare(revision, _PREPARE_S - (time.monotonic() - started_at))
@@ -285,7 +284,7 @@ class Supervisor:
             if (trust := TrustPolicy.from_options(self._folder, self._options)) is not None:
                 trust.bind(state)
             await self._pool.finish(revision.number, is_published=True)
-            self._copies.retain((*state.deployments, *(() if before is None else before.deployments)))
+            self._copies.retain(_list_deployments(state, before))
             try:
                 self._audit.record_result(actor, state)
             except OnnxOpsError as error:
@@ -360,6 +359,10 @@ class Supervisor:
             revision=self._publisher.current,
             refusal=refusal,
         ).run()
+
+
+def _list_deployments(*states: EndpointState | None) -> list[Deployment]:
+    return [deployment for state in states if state is not None for deployment in state.deployments]
 
 
 def serve(folder: Path, host: str, port: int, admin_port: int, options: ServerOptions, *, must_load: bool) -> None:
