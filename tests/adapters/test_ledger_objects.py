@@ -178,6 +178,18 @@ def test_a_state_does_not_end_at_missing_entries(tmp_path: Path, first: int, cou
         ObjectLedger(LocalObjects(tmp_path)).read(ENDPOINT)
 
 
+def test_a_reader_that_knew_the_ledger_before_fills_no_hole(tmp_path: Path) -> None:
+    writer, reader = (ObjectLedger(LocalObjects(tmp_path)) for _ in range(2))
+    for sequence in range(1, 8):
+        writer.append(command_entry(sequence))
+        if sequence == 3:
+            assert reader.state(ENDPOINT).head == 3
+    for name in ("00000004.json", "00000005.json", "snapshot.json"):
+        (tmp_path / ENDPOINT / name).unlink()
+    with pytest.raises(CorruptStateError, match="missing"):
+        reader.state(ENDPOINT)
+
+
 @pytest.mark.parametrize(("schema", "remedy"), [(2, "upgrade"), (0, "backup"), ("two", "backup")])
 def test_an_entry_of_another_schema_is_not_read(
     written: tuple[ObjectLedger, Path], schema: int | str, remedy: str

@@ -128,9 +128,9 @@ class ObjectLedger(Ledger):
     def _has_later(self, endpoint: str, last: int) -> bool:
         """Return whether there are entries after the one that follows `last`, so that this one cannot be missing.
 
-        All names are listed once in the life of this object: a listing of many costs as much as many reads.
+        On a remote store, all names are listed once in the life of this object: many take as long as many reads.
         """
-        if endpoint in self._listed:
+        if endpoint in self._listed and not isinstance(self._objects, LocalObjects):
             return self._objects.read(_name(endpoint, last + 2)) is not None
         self._listed.add(endpoint)
         names = (name for name in self._objects.list_names(endpoint) if _NAME.fullmatch(name))
