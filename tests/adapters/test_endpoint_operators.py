@@ -188,6 +188,7 @@ def test_the_clouds_container_has_it_in_the_model_s_folder(tmp_path: Path, doubl
         port = codec.loads(port_file.read_bytes(), ServerRecord).port
         assert ask(f"http://127.0.0.1:{port}") == [-1.0, 0.0, 1.5]
     rewrite(next((tmp_path / "ml" / "model" / "custom_ops" / "cpu").iterdir()), lambda data: data + b"\0")
+    environment["ONNX_OPS_STATE_DIR"] = str(tmp_path / "new-state")  # the other one has an intact copy
     refused: Any = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == DigestMismatchError.exit_code
     assert "the manifest of v1 is" in refused.stderr
