@@ -401,15 +401,20 @@ def _record(
         case ThresholdsFixed():
             return replace(state, thresholds=body)
         case MetricsRecorded():
-            counts, stable, candidate = state.observations, state.roles.stable, state.roles.candidate
-            if counts is not None and state.open_intent is not None and body.reading.origin:
-                # The split can change at any moment: such a reading starts no interval.
-                counts = counts.reset_reading(counts.split_at)
-            elif counts is not None and stable is not None and candidate is not None:
-                counts = counts.with_reading(body.reading, stable=stable.name, candidate=candidate.name)
-            return replace(state, observations=counts)
+            return replace(state, observations=_count(state, body.reading))
         case _:
             assert_never(body)
+
+
+def _count(state: ReleaseState, reading: MetricsReading) -> Observations | None:
+    """Return the counts of the rollout in progress after one more reading."""
+    counts, stable, candidate = state.observations, state.roles.stable, state.roles.candidate
+    if counts is not None and state.open_intent is not None and reading.origin:
+        # The split can change at any moment: such a reading starts no interval.
+        return counts.reset_reading(counts.split_at)
+    if counts is not None and stable is not None and candidate is not None:
+        return counts.with_reading(reading, stable=stable.name, candidate=candidate.name)
+    return counts
 
 
 def _open_intent(state: ReleaseState, entry: LedgerEntry, intent: Intent) -> ReleaseState:

@@ -35,6 +35,8 @@ _END_STEPS = 2.0
 and either moves the ends of a range by up to a step more than rounding does."""
 
 _LEVEL_BITS = 8
+_LSTM_AXES, _LSTM_INPUTS = 3, 12
+"""Axes of the weights of a DynamicQuantizeLSTM, and its inputs with all scales and zero points."""
 
 _FIRST_PARAMETER = {
     "QuantizeLinear": 1,
@@ -145,13 +147,20 @@ class StoredWeightReader:
         Source: onnxruntime's operator, whose weights have the last two axes exchanged, and scales by direction or by
         direction and gate.
         """
+        if len(node.input) < _LSTM_INPUTS:
+            return
         for place, scale_place in ((1, 8), (2, 10)):
             names = (node.input[place], *node.input[scale_place : scale_place + 2])
             if not set(names) <= set(self.tensors):
                 continue
-            stored, scale, centre = (self._array(name) for name in names)
+            stored, *parameters = (self._array(name) for name in names)
+            if stored.ndim != _LSTM_AXES:
+                continue
+            directions, _, gates = stored.shape
+            if any(each.size not in (directions, directions * gates) for each in parameters):
+                continue
             levels = stored.swapaxes(1, 2).astype(np.float64)
-            scale, centre = (each.astype(np.float64).reshape(len(levels), -1, 1) for each in (scale, centre))
+            scale, centre = (each.astype(np.float64).reshape(directions, -1, 1) for each in parameters)
             yield StoredWeight(
                 name=_strip(names[0], blocked=False),
                 tensor=names[0],

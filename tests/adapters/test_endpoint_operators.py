@@ -137,7 +137,7 @@ def test_a_tampered_library_is_refused_and_what_serves_goes_on(
     assert answers(provider) == [-1.0, 0.0, 1.5]
 
 
-def test_a_library_that_is_tampered_with_later_is_not_loaded_by_the_next_process(
+def test_library_that_is_tampered_with_later_is_not_loaded_by_the_next_process(
     provider: LocalEndpoints, doubling: Deployment
 ) -> None:
     state = state_of(doubling, v1=100)

@@ -159,7 +159,7 @@ def test_a_ledger_that_was_restored_and_went_on_otherwise_is_folded_anew(kept: t
 @pytest.mark.parametrize("first", [1, 4, 8])
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("has_snapshot", [True, False])
-def test_a_state_does_not_end_at_missing_entries(tmp_path: Path, first: int, count: int, has_snapshot: bool) -> None:
+def test_state_does_not_end_at_missing_entries(tmp_path: Path, first: int, count: int, has_snapshot: bool) -> None:
     ledger = ObjectLedger(LocalObjects(tmp_path))
     for sequence in range(1, 15):
         ledger.append(command_entry(sequence))
@@ -178,7 +178,7 @@ def test_a_state_does_not_end_at_missing_entries(tmp_path: Path, first: int, cou
         ObjectLedger(LocalObjects(tmp_path)).read(ENDPOINT)
 
 
-def test_a_reader_that_knew_the_ledger_before_fills_no_hole(tmp_path: Path) -> None:
+def test_reader_that_knew_the_ledger_before_fills_no_hole(tmp_path: Path) -> None:
     writer, reader = (ObjectLedger(LocalObjects(tmp_path)) for _ in range(2))
     for sequence in range(1, 8):
         writer.append(command_entry(sequence))
@@ -191,7 +191,7 @@ def test_a_reader_that_knew_the_ledger_before_fills_no_hole(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("schema", "remedy"), [(2, "upgrade"), (0, "backup"), ("two", "backup")])
-def test_an_entry_of_another_schema_is_not_read(
+def test_entry_of_another_schema_is_not_read(
     written: tuple[ObjectLedger, Path], schema: int | str, remedy: str
 ) -> None:
     _, folder = written

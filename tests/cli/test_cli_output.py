@@ -82,7 +82,7 @@ def test_output_that_is_no_terminal_is_not_wrapped(capsys: pytest.CaptureFixture
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
-def test_a_rollouts_reason_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rollouts_reason_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     guard = GuardrailResult(name="errors", limit=1.0, evidence=2.0, holds=True)
     view = RolloutView(
         endpoint="digits",

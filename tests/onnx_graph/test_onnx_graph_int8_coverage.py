@@ -205,7 +205,7 @@ def test_what_is_left_in_float_is_told_by_reason_with_the_setting(maker: Maker) 
     assert found == (Advice(finding="2 left in float: no pair", setting="name Gemm", nodes=("a", "b")),)
 
 
-def test_a_product_whose_pairs_are_not_fused_gets_no_advice_that_is_followed_already(tmp_path: Path) -> None:
+def test_product_whose_pairs_are_not_fused_gets_no_advice_that_is_followed_already(tmp_path: Path) -> None:
     """A branch reads the product, so the runtime keeps it in float at any graph level."""
     text = f"""(float[batch,4] x, bool c) => (float[batch,4] y) {{
         {PAIR} o = MatMul(d, w) p = QuantizeLinear(o, s, z) e = DequantizeLinear(p, s, z)

@@ -224,3 +224,23 @@ def test_weights_of_a_dynamically_quantized_lstm_have_their_originals(
     steps = {p.origin: compute_weight_error(p.original, p.dequantized, p.scale) for p in after}
     assert set(steps) == {"w", "r"}
     assert min(steps.values()) > 10
+
+
+@pytest.mark.parametrize("damage", ["few inputs", "flat weights", "odd scales"])
+def test_weights_of_a_malformed_lstm_are_unpaired(damage: str, tmp_path: Path) -> None:
+    stored = {"w": np.ones((1, 12, 3), np.float32), "r": np.ones((1, 12, 3), np.float32)}
+    text = "(float[T,N,3] x) => (float[T,1,N,3] y) { y = LSTM<hidden_size = 3>(x, w, r) }"
+    path = write_graph(tmp_path / "m.onnx", text, **stored)
+    quantize_dynamic(path, tmp_path / "q.onnx")
+    model = onnx.load(tmp_path / "q.onnx")
+    (layer,) = [node for node in model.graph.node if node.op_type == "DynamicQuantizeLSTM"]
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    if damage == "few inputs":
+        del layer.input[9:]
+    elif damage == "flat weights":
+        flat = numpy_helper.to_array(tensors["w_quantized"]).reshape(-1)
+        tensors["w_quantized"].CopyFrom(numpy_helper.from_array(flat, "w_quantized"))
+    else:
+        tensors["w_scale"].CopyFrom(numpy_helper.from_array(np.ones(5, np.float32), "w_scale"))
+    onnx.save(model, tmp_path / "odd.onnx")
+    assert "w_quantized" in pair_quantized_weights(path, tmp_path / "odd.onnx").unpaired

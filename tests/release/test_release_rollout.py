@@ -122,7 +122,7 @@ def test_a_pause_holds_until_the_next_word(trial: Scene) -> None:
     assert trial.traffic()["v2"] == 50
 
 
-def test_a_resumed_rollout_stays_at_its_step_until_its_checks_let_it_advance(trial: Scene) -> None:
+def test_resumed_rollout_stays_at_its_step_until_its_checks_let_it_advance(trial: Scene) -> None:
     with pytest.raises(UserError, match="no operator has paused"):
         trial.say(OperatorCommand.RESUME)
     trial.say(OperatorCommand.PAUSE)

@@ -42,7 +42,7 @@ _ARTIFACT_REMEDY = "Find out who changed the artifacts in MLflow, and register t
 _ARTIFACT_SCHEMES = frozenset(
     ("", "file", "s3", "r2", "gs", "wasb", "wasbs", "abfs", "abfss", "azureml", "hdfs", "mlflow-artifacts")
 )
-"""Schemes of storage to which MLflow can write a version. Any other, such as `http`, names a host of somebody else."""
+"""Schemes of storage to which MLflow can write a version. Others, such as `http`, can name any host."""
 
 _ENVIRONMENT: Mapping[str, str] = {
     "MLFLOW_DISABLE_TELEMETRY": "true",

@@ -58,7 +58,7 @@ _ORPHAN_PAUSE_S = 0.02
 _KILL_MARGIN_S = 2
 _SHADOW_DRAIN_S = 1.0
 _EPOCH_RETRY_S = 1.0
-"""Rest after an error between epochs: a lasting one costs one attempt and one log entry a second."""
+"""Rest after an error between epochs: a lasting one costs one attempt a second."""
 _MAX_ADMINS = 64
 _MAX_ADMIN_BODY = 1 << 20
 _ADMIN_DRAIN_S = 1
@@ -246,9 +246,11 @@ class Supervisor:
                 await asyncio.sleep(_EPOCH_RETRY_S)
 
     def _record_failure(self, what: str, error: Exception) -> None:
-        """Log an error of a background task, and keep its reason for readers of state and counts."""
-        self._failures[what] = str(error) if isinstance(error, OnnxOpsError) else f"{type(error).__name__}: {error}"
-        _log.error("%s", what, exc_info=error)
+        """Keep the reason of a background task's error for readers of state and counts; log it unless it lasts."""
+        reason = str(error) if isinstance(error, OnnxOpsError) else f"{type(error).__name__}: {error}"
+        if self._failures.get(what) != reason:
+            _log.error("%s", what, exc_info=error)
+        self._failures[what] = reason
 
     async def publish(self, state: EndpointState, actor: str) -> None:
         """Serve a state: on return every response is by it or by a later one. An error changes nothing."""

@@ -131,7 +131,7 @@ def test_epochs_continue_after_one_error_and_its_epoch_is_no_evidence(
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_lasting_error_is_visible_and_closes_no_epoch(site: Site, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_lasting_error_is_visible_and_closes_no_epoch(site: Site, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     with monkeypatch.context() as patch:
         fail(patch, CALLS[name](site), name, times=None)
         asyncio.run(run_until(site, lambda: site.failures >= 3))
@@ -142,7 +142,7 @@ def test_a_lasting_error_is_visible_and_closes_no_epoch(site: Site, monkeypatch:
     assert site.read().failure == ""
 
 
-def test_an_error_of_a_cold_start_is_visible(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_a_cold_start_is_visible(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail_load(*_: object, **__: object) -> float:
         raise ZeroDivisionError("no time")
 
