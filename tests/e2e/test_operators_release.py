@@ -50,13 +50,15 @@ def answer(project: Project) -> list[float]:
     return found[0]
 
 
-def served(project: Project) -> Path:
-    """The library that the endpoint's stable version came with."""
+def find_libraries(project: Project) -> tuple[list[Path], list[Path]]:
+    """The library of the endpoint's stable version: where the project stores it, and the server's private copies."""
     status = project.status("softsign")
     stable: Any = status["roles"]["stable"]
-    name: str
     (name,) = stable["custom_ops"]
-    return Path(stable["location"]) / name
+    digest = str(stable["manifest"]).removeprefix("sha256:")
+    found = [path for path in (project.root / ".onnx-ops").rglob(name) if digest in str(path)]
+    copies = [path for path in found if "endpoints" in path.parts]
+    return [path for path in found if path not in copies], copies
 
 
 def tamper(path: Path) -> None:
@@ -76,10 +78,15 @@ def test_the_operators_come_with_the_release(project: Project) -> None:
     (project.root / "lib/libsoftsign.so").unlink()  # neither a rollback nor a server needs the project's file
     project.document("rollback", "softsign", "--reason", "test")
     assert answer(project) == [-1.0, 0.0, 1.5]
-    library = served(project)
+    stored, copies = find_libraries(project)
+    assert (len(stored), len(copies)) == (1, 1)
     until(lambda: not project.status("softsign")["registry_pending"], what="the rollback in the registry")
     project.stop_endpoints()
-    tamper(library)
+    tamper(stored[0])
+    project.document("reconcile", "softsign")  # its private copy is intact
+    assert answer(project) == [-1.0, 0.0, 1.5]
+    project.stop_endpoints()
+    tamper(copies[0])
     refused = project.document("reconcile", "softsign", code=5)
     assert refused["error"] == "DigestMismatchError"
     assert "digest mismatch" in refused["what"]
