@@ -55,15 +55,12 @@ HEADS = ((2e4, 4e3), (15.0, 6.0), (0.3, 0.05))
 RATES = (0.1, 0.04, 7e-3, 1e-3, 1e-4, 1e-6)
 """Mean probabilities of rare events."""
 
-FAULTS = {0.1: 20, 0.04: 15}
-"""Planted errors by rate, in multiples of `SIGMOID_ERROR`; 10 for others. Where events are not rare, rounding of the
-logit moves the answer too."""
-
 _GAUSSIAN_REFUSED = 0.3
 """A Gaussian process in float32 can be off by more than .1 % of its largest answer, which no estimate excuses."""
 
-SIGMOID_ERROR = 8.3e-8
-"""Largest error of ONNX Runtime's sigmoid where its answers are below 1 %."""
+SIGMOID_ERROR = 1.26e-7
+"""Largest error of ONNX Runtime's sigmoid: two million logits in each of seven ranges of answers up to .9. It occurs
+below 1 % and, at 1.17e-7, above 60 %."""
 
 Array = npt.NDArray[Any]
 Run = Callable[[Any, torch.Tensor], Any]
@@ -136,7 +133,7 @@ def _list_faults(folder: Path, seeds: range) -> Mapping[str, Iterator[bool]]:
             for by, judge in (("pipeline", _judge), ("two files with data", _judge_files))
         },
         "scores x 1.001 beside boxes": _break_scores(folder, seeds),
-        "probabilities off by 10 times the kernel's error (15 at 4 %, 20 at 10 %)": _break_probabilities(folder, seeds),
+        "probabilities off by 10 times the kernel's error": _break_probabilities(folder, seeds),
         "one exchanged index on real rows": _exchange_indices(folder, seeds),
     }
 
@@ -162,13 +159,13 @@ def _break_scores(folder: Path, seeds: range) -> Iterator[bool]:
 
 
 def _break_probabilities(folder: Path, seeds: range) -> Iterator[bool]:
-    """Add ten times what the last operators err, see `FAULTS`."""
+    """Add ten times what the sigmoid errs."""
     for rate in RATES:
         for seed in seeds:
             world = make(f"rate {rate:g}", folder, seed)
             if seed == 0:
                 _print_visible(world)
-            moved = _write_behind(world.path, "Add", np.array(FAULTS.get(rate, 10) * SIGMOID_ERROR))
+            moved = _write_behind(world.path, "Add", np.array(10 * SIGMOID_ERROR))
             yield _judge(world, moved).verdict is Verdict.FAIL
 
 

@@ -64,7 +64,7 @@ def find_batch(inputs: Sequence[TensorSpec], axes: Mapping[str, int], dims: Mapp
 
 def format_shape(spec: TensorSpec) -> str:
     """Return the sizes and names of the dimensions of an input."""
-    return " × ".join(map(str, spec.shape))
+    return " × ".join(map(str, spec.shape)) or "a scalar"
 
 
 def _merge_specs(a: TensorSpec, b: TensorSpec) -> TensorSpec | None:

@@ -111,7 +111,8 @@ def _read_array(
             why=f"the model takes {', '.join(s.name for s in inputs)}; the file has {', '.join(arrays) or 'none'}",
             remedy=remedy if spec.name in axes else f"It is the same for all rows: --fix {spec.name}=VALUE.",
         )
-    array, kind, axis = arrays[spec.name], read_dtype(spec), axes.get(spec.name)
+    kind, axis = read_dtype(spec), axes.get(spec.name)
+    array = arrays[spec.name] if spec.shape else _read_scalar(spec, arrays[spec.name], where)
     if not _has_shape(spec, array, axis):
         what = f"array {spec.name!r} has shape {array.shape}, the model takes {format_shape(spec)}"
         raise UserError(what, where=where)
@@ -122,6 +123,19 @@ def _read_array(
         raise UserError(what, where=where)
     rows = np.moveaxis(array, axis, 0) if axis else array
     return np.asarray(rows, dtype=kind, order="C")  # `ascontiguousarray` makes a scalar an array of one element
+
+
+def _read_scalar(spec: TensorSpec, array: Any, where: str) -> Any:
+    """Return the one value of an array, which a table repeats in each row."""
+    values = np.unique(array)
+    if len(values) == 1:
+        return values[0]
+    raise UserError(
+        f"array {spec.name!r} has {len(values)} different values, the model takes a scalar",
+        where=where,
+        why="a scalar has no rows: one request has one value",
+        remedy=f"Judge the rows of each value by themselves, or give one value: --fix {spec.name}=VALUE.",
+    )
 
 
 def _resize(samples: SampleRows, inputs: Sequence[TensorSpec]) -> dict[str, Tensors]:
@@ -157,7 +171,8 @@ def _find_array_problems(spec: TensorSpec, array: Any, axis: int) -> Iterator[tu
     """Yield why an input cannot be this array, with rows on that axis."""
     if not _has_shape(spec, array, axis):
         shape = " × ".join("rows" if place == axis else str(size) for place, size in enumerate(array.shape))
-        yield spec.name, f"{spec.name!r} is of shape {shape}, the model takes {format_shape(spec)}"
+        text = f"{spec.name!r} is of shape {shape}, the model takes {format_shape(spec)}"
+        yield spec.name, text if spec.shape else f"{text}. Give its one value under `values:`"
         return
     has_type = array.dtype.kind in "US" if spec.dtype == "string" else array.dtype == read_dtype(spec)
     if has_type:
@@ -178,6 +193,6 @@ def _find_value_problems(spec: TensorSpec, value: Any, axis: int | None) -> Iter
 def _has_shape(spec: TensorSpec, array: Any, rows: int | None) -> bool:
     """Return whether an array has the shape of an input, but for the number of rows on the axis `rows`."""
     if len(spec.shape) != array.ndim:
-        return not spec.shape
+        return False
     pairs = enumerate(zip(spec.shape, array.shape, strict=True))
     return all(axis == rows or is_free(size) or size == actual for axis, (size, actual) in pairs)

@@ -30,7 +30,7 @@ from onnx_ops.tools.compare import ParityResult, compare
 from onnx_ops.tools.generated_rows import generate_samples
 from onnx_ops.tools.model_inputs import shared_inputs
 from onnx_ops.tools.sample_rows import build_groups
-from onnx_ops.tools.supplied_rows import check_samples
+from onnx_ops.tools.supplied_rows import check_samples, find_input_problems
 from tests.measure.scripted import Scripted
 from tests.support.golden import Golden
 from tests.support.graphs import write_graph
@@ -40,6 +40,11 @@ CPU = TargetFiles(PROFILES).load("cpu-1t")
 RUNTIME = OnnxRuntime()
 FIVE = (LatencyGate(max_regression=0.05),)
 EVERYTHING = MeasurementRequest(throughput=(2,), starts=True)
+VOICE = (
+    TensorSpec(name="x", dtype="float32", shape=("n", 4)),
+    TensorSpec(name="rate", dtype="int64", shape=()),
+)
+"""Inputs of a model whose rate of samples is a scalar."""
 RELU = "(float[n,2] x) => (float[n,2] y) { y = Relu(x) }"
 
 
@@ -126,6 +131,26 @@ class TestProbing:
         assert {name: array.shape for name, array in runs["draws:1"][0].items()} == shapes
         supplied = check_samples(specs, samples.fixed, where="rows.npz", limit=3)
         assert (supplied.rows, set(supplied.fixed)) == ({}, {"x", "h"})
+
+    def test_check_samples_column_of_a_scalar_gives_its_one_value(self) -> None:
+        for column in (np.full(5, 16000), np.full((5, 1), 16000)):
+            samples = check_samples(VOICE, {"x": np.zeros((5, 4)), "rate": column}, where="rows.npz", limit=5)
+            assert (samples.fixed["rate"].shape, samples.fixed["rate"].item()) == ((), 16000)
+
+    def test_check_samples_different_values_of_a_scalar_are_refused(self) -> None:
+        arrays = {"x": np.zeros((5, 4)), "rate": np.array([8000, 16000, 8000, 8000, 8000])}
+        with pytest.raises(UserError, match="array 'rate' has 2 different values, the model takes a scalar") as caught:
+            check_samples(VOICE, arrays, where="rows.npz", limit=5)
+        assert "--fix rate=VALUE" in caught.value.remedy
+
+    def test_find_input_problems_column_of_a_scalar_names_values(self) -> None:
+        arrays = {"x": np.zeros((5, 4), np.float32), "rate": np.full(5, 16000)}
+        ((name, problem),) = find_input_problems(VOICE, arrays, {})
+        assert (name, problem.endswith("the model takes a scalar. Give its one value under `values:`")) == (
+            "rate",
+            True,
+        )
+        assert list(find_input_problems(VOICE, {"x": arrays["x"]}, {"rate": 16000})) == []
 
     @pytest.mark.parametrize(
         ("arrays", "expected"),
