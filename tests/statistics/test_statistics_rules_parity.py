@@ -211,10 +211,12 @@ def test_ranges_that_are_too_narrow_or_too_wide_fail() -> None:
         (0.52, None, Verdict.FAIL),
         (0.7, 0.8, Verdict.PASS),
         (0.7, 0.99, Verdict.FAIL),
+        (0.64, 1.1, Verdict.PASS),
+        (0.64, 1.2, Verdict.FAIL),
         (5.0, 0.1, Verdict.FAIL),
     ],
 )
-def test_a_weight_that_moved_may_make_up_for_others(steps: float, output_error: float | None, verdict: Verdict) -> None:
+def test_judge_weights_moved_passes_by_its_layer(steps: float, output_error: float | None, verdict: Verdict) -> None:
     weights = (replace(WEIGHT, tensor="v"), replace(WEIGHT, steps=steps, output_error=output_error))
     found = certain(replace(INT8, weights=weights), "weights")
     assert (found.verdict, found.n) == (verdict, 128)

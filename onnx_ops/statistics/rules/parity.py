@@ -26,6 +26,10 @@ FURTHEST = 4.0
 """Steps that such a weight may move. It bounds errors that real rows do not show, of inputs that are 0 in all of
 them."""
 
+NEARLY_ROUNDED = (0.65, 1.15)
+"""Steps, and squared error over that of plain rounding, up to which a weight counts as rounded with a scale of another
+criterion, as k-quants are. A level that is off by one is up to 1.5 steps away; planted faults gave 1.3 and more."""
+
 SATURATION_WARNING = 0.03
 """Share of saturated values that is reported, though it does not fail."""
 
@@ -154,7 +158,8 @@ def _judge_weights(gate: ParityGate, evidence: Evidence) -> GateResult:
             f", and its layer's answers on real rows have {worst.output_error:.3g}x the squared error of plain rounding"
         )
         if not _is_rounded(worst, gate):
-            answers += f" (at most {COMPENSATED}x, and {FURTHEST:g} steps, would be accepted)"
+            steps, error = NEARLY_ROUNDED
+            answers += f" (accepted: {COMPENSATED}x at {FURTHEST:g} steps, {error}x at {steps} steps)"
     return _make_result(
         "weights",
         f"weight {worst.tensor!r} is {worst.steps:.3g} quantization steps from its original, "
@@ -174,7 +179,9 @@ def _is_rounded(weight: WeightMeasurement, gate: ParityGate) -> bool:
     No fault brings a layer's answers closer to the float export's than plain rounding does. A bias that does so is
     corrected, however far it moves: it adds to every row alike.
     """
-    return weight.steps <= gate.weight_steps or is_compensating(weight)
+    steps, error = NEARLY_ROUNDED
+    is_near = weight.steps <= steps and weight.output_error is not None and weight.output_error <= error
+    return weight.steps <= gate.weight_steps or is_near or is_compensating(weight)
 
 
 def is_compensating(weight: WeightMeasurement) -> bool:
