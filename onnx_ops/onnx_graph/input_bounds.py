@@ -152,17 +152,34 @@ class _LazyShapes:
         if self._shapes is None:
             self._shapes = _infer_shapes(self._model)
         shape = self._shapes.get(node.input[0], [])
-        axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
-        return shape[axis] if node.op_type in _ALONG_AXIS and -len(shape) <= axis < len(shape) else "?"
+        attribute = _SELECTED_AXIS.get(node.op_type, "")
+        axis = next((given.i for given in node.attribute if given.name == attribute), 0)
+        if node.op_type == "GatherND" and self._shapes.get(node.input[1], [])[-1:] != [1]:
+            return "?"  # an entry has indices of several axes
+        return shape[axis] if attribute and -len(shape) <= axis < len(shape) else "?"
 
 
-_ALONG_AXIS = frozenset({"Gather", "GatherElements", "Scatter", "ScatterElements"})
+_SELECTED_AXIS = {
+    "Gather": "axis",
+    "GatherElements": "axis",
+    "GatherND": "batch_dims",
+    "Scatter": "axis",
+    "ScatterElements": "axis",
+}
+"""Attribute that names the axis which indices select from."""
 
 
 def _infer_shapes(model: onnx.ModelProto) -> dict[str, list[int | str]]:
-    """Return the shapes that ONNX can infer; none for a model that its inference refuses."""
+    """Return the shapes that ONNX can infer; none for a model that its inference refuses.
+
+    Free dimensions of inputs get names, which the inference passes on.
+    """
     from onnx import shape_inference
 
+    for value in model.graph.input:
+        for axis, size in enumerate(value.type.tensor_type.shape.dim):
+            if not size.HasField("dim_value") and not size.dim_param:
+                size.dim_param = f"{value.name}[{axis}]"  # as `list_named_axes` calls it
     try:
         graph = shape_inference.infer_shapes(model).graph
     except Exception:  # it raises various types; a wrong shape is not a problem of the bounds

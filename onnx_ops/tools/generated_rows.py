@@ -88,7 +88,8 @@ class _Recipe:
         Indices of rows are valid in runs of `fewest` rows or more; by default, of any number that the model takes.
         """
         sizes = self.read_sizes(wanted)
-        row_symbols = {str(spec.shape[axis]) for spec in self.inputs if (axis := self.axes.get(spec.name)) is not None}
+        places = list_named_axes({spec.name: spec.shape for spec in self.inputs})
+        row_symbols = {symbol for symbol, name, axis in places if self.axes.get(name) == axis}
         entries = {**sizes, **dict.fromkeys(row_symbols, fewest or self.batch or 1)}
         rows: dict[str, Any] = {}
         fixed: dict[str, Any] = {}

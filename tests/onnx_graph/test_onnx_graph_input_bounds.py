@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from onnx_ops.onnx_graph.input_bounds import InputBounds, read_index_bounds, read_input_bounds
@@ -56,6 +57,18 @@ COLOURS = 'y = ai.onnx.ml.LabelEncoder<keys_strings = ["red", "blue"], values_fl
 )
 def test_sizes_texts_and_missing_values_are_told(nodes: str, kind: str, expected: InputBounds, tmp_path: Path) -> None:
     assert read_input_bounds(write(tmp_path, nodes, kind))["x"] == expected
+
+
+@pytest.mark.parametrize(("shape", "expected"), [("n,seq,3", "seq"), ("n,,3", "values[1]"), ("n,5,3", 5)])
+def test_read_input_bounds_index_into_each_row_has_its_length(shape: str, expected: int | str, tmp_path: Path) -> None:
+    nodes = "i = Unsqueeze(x, one) y = GatherND<batch_dims = 1>(values, i)"
+    text = f"(int64[n] x, float[{shape}] values) => (float y) {{ {nodes} }}"
+    path = write_graph(tmp_path / "m.onnx", text.replace("n,,3", "n,unnamed,3"), one=np.array([1]))
+    if ",," in shape:
+        model = onnx.load(path)
+        model.graph.input[1].type.tensor_type.shape.dim[1].ClearField("dim_param")
+        onnx.save(model, path)
+    assert read_input_bounds(path)["x"].tables == (expected,)
 
 
 @pytest.mark.parametrize(

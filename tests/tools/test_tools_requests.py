@@ -180,6 +180,18 @@ def test_a_dimension_that_is_the_sum_of_others_is_found_by_trial(tmp_path: Path)
     assert "lengths:" in found.notes[0]
 
 
+@pytest.mark.parametrize("table", ["x[1]", "?"])
+def test_generate_samples_indices_into_rows_without_names_reach_every_entry(table: str) -> None:
+    inputs = (
+        TensorSpec(name="x", dtype="float32", shape=("?", "?", 4)),
+        TensorSpec(name="place", dtype="int64", shape=("?",)),
+    )
+    samples = generate_samples(inputs, count=64, dims={}, bounds={"place": InputBounds(tables=(table,))})
+    runs = [samples.rows, *samples.further.values()]
+    assert all(run["place"].max() < run["x"].shape[1] for run in runs)
+    assert max(run["place"].max() for run in runs) > 4
+
+
 @pytest.mark.parametrize(("dims", "fewest"), [({"E": 17}, 1), ({"E": 17, "N": 9}, 9), ({"N": 3, "E": 1}, 3)])
 def test_indices_of_rows_are_valid_in_every_run(dims: dict[str, int], fewest: int) -> None:
     inputs = (
