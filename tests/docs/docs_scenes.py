@@ -162,8 +162,8 @@ def kill_supervisor(project: Path) -> None:
 
 def kill_server(project: Path) -> None:
     """SIGKILL to the supervisor and its workers, found by their state folder."""
-    folder = str(project / ".onnx-ops" / "endpoints" / "digits")
-    for process in psutil.process_iter(["cmdline"]):
-        if folder in (process.info["cmdline"] or ()):
+    folder = project / ".onnx-ops" / "endpoints" / "digits"
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        if folder in [Path(process.info["cwd"] or "/", word) for word in process.info["cmdline"] or ()]:
             process.send_signal(signal.SIGKILL)
             process.wait(timeout=10)

@@ -148,7 +148,7 @@ def follow_server(text: str, sign: str, shell: Shell, log: Path, *, alone: bool)
     log.write_text("", encoding="utf-8")
     if text.endswith("&"):
         wait_for(sign, log, shell.begin(text.removesuffix("&"), log))
-    elif not alone:
+    elif not alone or text.startswith("export "):
         output, code = shell.run(text)
         assert code == 0, (text, output)
     else:
