@@ -38,7 +38,7 @@ from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.release.reconcile import read_registry
 from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
-from onnx_ops.testing.fakes import FakeWorld
+from onnx_ops.testing.fakes import FakeWorld, make_ledger_keys
 from tests.support.mlflow_server import mlflow_server
 
 FEW, ALIAS, TARGET = 100, "champion-cpu-1t", "cpu-1t"
@@ -145,7 +145,7 @@ def counted(sides: list[tuple[Context, WatchLoop, Counter]]) -> None:
 def connected(url: str, folder: Path) -> Context:
     """A real registry and a real ledger; endpoints and model files in memory, as they are not what is measured."""
     registry = MlflowRegistry(url)
-    ledger = ObjectLedger(open_objects(str(folder / "ledger")))
+    ledger = ObjectLedger(open_objects(str(folder / "ledger")), make_ledger_keys())
     return replace(FakeWorld(ledger=ledger).context(), registry=lambda: registry, clock=SystemClock())
 
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 import base64
 import binascii
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, canonical_json, digest_bytes, hex_digits, short_digest
 from onnx_ops.domain.attestation import Attested, Envelope, EnvelopeSignature, OverrideRecord
 from onnx_ops.domain.decision import DecisionRecord, Verdict
 from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.ledger import LedgerHead
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import CorruptStateError, InvalidSignatureError, RefusedError, UserError
 from onnx_ops.ports import Signer, Verifier
@@ -31,6 +33,12 @@ STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 
 PUBLIC_SUFFIX = ".pub.pem"
 """`signing.pem` has its public key beside it in `signing.pub.pem`."""
+
+RETIRED_SUFFIX = ".retired.pem"
+"""`NAME.pub.pem` is trusted; as `NAME.retired.pem` the same file is a record only."""
+
+HEADS_SUFFIX = ".retired.json"
+"""`NAME.retired.json` has the last entries of the ledgers when the key was retired: its entries up to there count."""
 
 Record: TypeAlias = DecisionRecord | OverrideRecord
 
@@ -60,9 +68,33 @@ def sign_record(record: _R, signer: Signer) -> Attested[_R]:
         "predicate": codec.to_json(record),
     }
     payload = canonical_json(statement)
-    signature = EnvelopeSignature(keyid=signer.key, sig=signer.sign(_pre_authentication(PAYLOAD_TYPE, payload)))
-    envelope = Envelope(payload=base64.b64encode(payload).decode(), payloadType=PAYLOAD_TYPE, signatures=(signature,))
+    signatures = sign_bytes(PAYLOAD_TYPE, payload, signer)
+    envelope = Envelope(payload=base64.b64encode(payload).decode(), payloadType=PAYLOAD_TYPE, signatures=signatures)
     return Attested(record=record, envelope=envelope)
+
+
+def sign_bytes(payload_type: str, payload: bytes, signer: Signer) -> tuple[EnvelopeSignature, ...]:
+    """Return the signature of a DSSE envelope over a payload."""
+    return (EnvelopeSignature(keyid=signer.key, sig=signer.sign(_pre_authentication(payload_type, payload))),)
+
+
+def verify_bytes(
+    payload_type: str, payload: bytes, signatures: Iterable[EnvelopeSignature], verifier: Verifier
+) -> None:
+    """Verify that a trusted key has signed a payload.
+
+    Raises:
+        InvalidSignatureError: none has; about the first signature.
+    """
+    signed, refused = _pre_authentication(payload_type, payload), None
+    for signature in signatures:
+        try:
+            verifier.verify(signed, signature.sig, signature.keyid)
+        except InvalidSignatureError as error:
+            refused = refused or error
+        else:
+            return
+    raise refused or InvalidSignatureError("it has no signature")
 
 
 def read_envelope(data: bytes | Envelope, kind: type[_R], *, where: str = "") -> Attested[_R]:
@@ -99,19 +131,15 @@ def verify_envelope(envelope: Envelope, kind: type[_R], verifier: Verifier, *, w
     """
     try:
         record = read_envelope(envelope, kind, where=where).record
-        signed = _pre_authentication(envelope.payloadType, _decoded(envelope.payload, where))
+        payload = _decoded(envelope.payload, where)
     except (CorruptStateError, UnicodeEncodeError, RecursionError) as error:
         raise InvalidSignatureError("it has no valid signature", where=where, why=str(error)) from error
-    refused = None
-    for signature in envelope.signatures:
-        try:
-            verifier.verify(signed, signature.sig, signature.keyid)
-        except InvalidSignatureError as error:
-            refused = refused or error
-        else:
-            return record
-    assert refused is not None  # noqa: S101 (`read` refuses an envelope without signatures)
-    raise InvalidSignatureError(refused.what, where=where or refused.where, why=refused.why, remedy=refused.remedy)
+    try:
+        verify_bytes(envelope.payloadType, payload, envelope.signatures, verifier)
+    except InvalidSignatureError as error:
+        error.where = where or error.where
+        raise
+    return record
 
 
 def is_about(about: Record, what: VersionRecord | Deployment, target: str) -> bool:
@@ -163,19 +191,35 @@ def _get_record_type(deployment: Deployment) -> type[Record]:
     return OverrideRecord if deployment.evidence is None else DecisionRecord
 
 
-class TrustedKeys:
-    """The trusted public keys.
+KeyRole: TypeAlias = Literal["gate", "release"]
+"""What a key may sign: decisions and overrides, or entries of the ledger that grant something."""
 
-    Keys are read again for every signature, so that a removed key is no longer trusted.
+
+KEY_FOLDERS: tuple[tuple[str, tuple[KeyRole, ...]], ...] = (
+    ("", ("gate", "release")),
+    ("gate", ("gate",)),
+    ("release", ("release",)),
+)
+"""Folders below that of the trusted keys, and the roles of their keys."""
+
+
+class TrustedKeys:
+    """The trusted public keys of one role.
+
+    Files are looked at for every signature, and parsed again if they changed, so that a removed key is no longer
+    trusted.
 
     Args:
-        paths: PEM files of public keys, or folders with `*.pub.pem` files. A missing path adds no key.
+        paths: PEM files of public keys, or folders with `*.pub.pem` files. A missing path adds no key. Keys directly in
+            a folder are trusted for both roles, those in its folders `gate` and `release` for one.
         encoded: further keys, see `encoded`.
     """
 
-    def __init__(self, paths: Path | Iterable[Path], *, encoded: str = "") -> None:
-        self._paths = (paths,) if isinstance(paths, Path) else tuple(paths)
+    def __init__(self, paths: Path | Iterable[Path], *, encoded: str = "", role: KeyRole = "gate") -> None:
+        given = (paths,) if isinstance(paths, Path) else tuple(paths)
+        self._paths = tuple(place for path in given for place in (path, path / role))
         self._encoded = encoded
+        self._parsed: tuple[object, dict[Digest, EllipticCurvePublicKey]] | None = None
 
     @classmethod
     def of(cls, text: str) -> TrustedKeys:
@@ -204,7 +248,7 @@ class TrustedKeys:
         if key not in trusted:
             raise InvalidSignatureError(
                 f"key {short_digest(key)} is not trusted",
-                where=", ".join(map(str, self._paths)),
+                where=", ".join(map(str, self._paths[::2])),
                 why=f"trusted keys: {', '.join(map(short_digest, sorted(trusted))) or 'none'}",
                 remedy=f"If you trust its owner, put the public key (NAME{PUBLIC_SUFFIX}) there; else judge again",
             )
@@ -218,18 +262,52 @@ class TrustedKeys:
             ) from error
 
     def _load(self) -> dict[Digest, EllipticCurvePublicKey]:
+        files = [file for path in self._paths for file in _list_files(path)]
+        state = [(file, (stat := file.stat()).st_mtime_ns, stat.st_size, stat.st_ino) for file in files]
+        if self._parsed is None or self._parsed[0] != state:
+            self._parsed = state, self._parse(files)
+        return self._parsed[1]
+
+    def _parse(self, files: Iterable[Path]) -> dict[Digest, EllipticCurvePublicKey]:
         from cryptography.hazmat.primitives.serialization import load_der_public_key, load_pem_public_key
 
-        files = [
-            file
-            for path in self._paths
-            for file in (sorted(path.glob(f"*{PUBLIC_SUFFIX}")) if path.is_dir() else [path] if path.exists() else [])
-        ]
         keys = [_parse_key(load_pem_public_key, file.read_bytes, str(file)) for file in files]
         for text in filter(None, self._encoded.split(",")):
             decode = functools.partial(base64.b64decode, text, validate=True)
             keys.append(_parse_key(load_der_public_key, decode, text[:48]))
         return {compute_key_digest(key): key for key in keys}
+
+
+@dataclass(frozen=True, slots=True)
+class RetiredKey:
+    """A key that may grant nothing any more, and the last entries of the ledgers when it was retired, by endpoint.
+
+    Entries up to there count, since each ledger must hold that entry.
+    """
+
+    key: Digest
+    verifier: Verifier
+    heads: Mapping[str, LedgerHead]
+
+
+def list_retired(trusted: Path) -> list[RetiredKey]:
+    """Return the retired keys in a folder of trusted keys, with the entries up to which they count."""
+    found = []
+    for name, _ in KEY_FOLDERS:
+        for path in sorted((trusted / name).glob(f"*{RETIRED_SUFFIX}")):
+            verifier = TrustedKeys(path)
+            heads = path.with_name(path.name.removesuffix(RETIRED_SUFFIX) + HEADS_SUFFIX)
+            known = codec.loads(heads.read_bytes(), dict[str, LedgerHead], where=str(heads)) if heads.exists() else {}
+            (key,) = verifier.keys()
+            found.append(RetiredKey(key, verifier, known))
+    return found
+
+
+def _list_files(path: Path) -> list[Path]:
+    """Return the files of public keys at a path: itself, or those in a folder."""
+    if path.is_dir():
+        return sorted(path.glob(f"*{PUBLIC_SUFFIX}"))
+    return [path] if path.is_file() else []
 
 
 def compute_key_digest(key: EllipticCurvePublicKey) -> Digest:

@@ -14,6 +14,7 @@
     │   ├── StorageError               the disk is full, or a file or folder is not accessible
     │   ├── StageError                 a stage crashed, was killed or timed out
     │   ├── MeasurementError           something could not be measured (missing provider, crash)
+    │   ├── MissingKeyError            no key here may sign what is to be granted
     │   └── CorruptStateError          a stored record does not match its digest or format
     ├── RefusedError (5)               a policy, a permission or a signature check refused
     │   ├── InvalidSignatureError      no trusted key has signed the decision
@@ -167,6 +168,10 @@ class StageError(InfrastructureError):
 
 class MeasurementError(InfrastructureError):
     """Something that could not be measured."""
+
+
+class MissingKeyError(InfrastructureError):
+    """No key on this machine may sign what is to be granted."""
 
 
 class CorruptStateError(InfrastructureError):

@@ -33,7 +33,7 @@ from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import reconcile_each, reconcile_until_stable
 from onnx_ops.release.rollback import roll_back_each
 from onnx_ops.release.watch import ReconcileQueue, WatchLoop
-from onnx_ops.testing.fakes import FakeRegistry
+from onnx_ops.testing.fakes import FakeRegistry, make_ledger_keys
 from onnx_ops.testing.registries import publication
 
 MODEL, TARGET = "linear", "cpu-1t"
@@ -133,7 +133,7 @@ class Place:
 
     def ledger(self) -> ObjectLedger:
         """A ledger of its own for each endpoint, so that no two have anything to do with each other."""
-        return ObjectLedger(LocalObjects(self.shared / "ledgers" / self.config.endpoint))
+        return ObjectLedger(LocalObjects(self.shared / "ledgers" / self.config.endpoint), make_ledger_keys())
 
     def state(self) -> ReleaseState:
         return self.ledger().state(self.config.endpoint)

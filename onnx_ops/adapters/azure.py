@@ -120,8 +120,8 @@ def find_missing_credentials(*, where: str = "") -> OnnxOpsError | None:
     return RefusedError("there are no Azure credentials", where=where, remedy=LOGIN_REMEDY)
 
 
-def fetch_token() -> str:
-    """Return a token for Azure Resource Manager.
+def fetch_token(service: str = "") -> str:
+    """Return a token for a service, by its address; by default for Azure Resource Manager.
 
     Raises:
         RefusedError: there are no credentials, or they are not accepted.
@@ -131,7 +131,7 @@ def fetch_token() -> str:
     from azure.core.exceptions import AzureError, ClientAuthenticationError
 
     try:
-        return str(get_credential().get_token(f"{get_management_url()}/.default").token)
+        return str(get_credential().get_token(f"{service or get_management_url()}/.default").token)
     except ClientAuthenticationError as error:
         raise RefusedError("there are no Azure credentials", why=summarize_error(error), remedy=LOGIN_REMEDY) from error
     except AzureError as error:

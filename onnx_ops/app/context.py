@@ -19,10 +19,11 @@ from onnx_ops import plugins
 from onnx_ops.adapters.external_model import UserSuppliedModels
 from onnx_ops.adapters.files import FileJournal, open_objects
 from onnx_ops.adapters.host import SystemClock
+from onnx_ops.adapters.ledgers.chain import LedgerKeys
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.runtimes.hardware import read_conditions
 from onnx_ops.adapters.store import ContentStore, ModelFolders
-from onnx_ops.attestation import TrustedKeys
+from onnx_ops.attestation import TrustedKeys, list_retired
 from onnx_ops.config.settings import Settings, load_settings
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.execution import Environment
@@ -117,19 +118,20 @@ def build_context(settings: Settings) -> Context:
     provider: Callable[[str], EndpointProvider] = functools.cache(
         lambda name: plugins.load("endpoints", name, settings.endpoints, settings.trusted_keys)
     )
+    signer = _once(lambda: _signer(settings))
     return Context(
         root=settings.root,
         open_store=_once(
             lambda: ContentStore(open_objects(settings.store), settings.state / "cache", settings.cache_size)
         ),
-        ledger=ObjectLedger(open_objects(settings.ledger)),
+        ledger=ObjectLedger(open_objects(settings.ledger), _ledger_keys(settings, signer), settings.seen),
         files=ModelFolders(settings.models),
         models=UserSuppliedModels(root=settings.root, registered=_once(lambda: _registered(settings))),
         clock=SystemClock(),
         host=LocalHost(),
         registry=_once(lambda: _registry(settings)),
         verifier=_once(lambda: TrustedKeys(settings.trusted_keys)),
-        signer=_once(lambda: _signer(settings)),
+        signer=signer,
         provider=provider,
         metrics=lambda config: _metrics(config, provider),
         exporter=functools.partial(load_tool, settings, "exporters"),
@@ -206,16 +208,25 @@ def _registered(settings: Settings) -> MlflowModels:
 
 
 def _signer(settings: Settings) -> Signer | None:
-    from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, create_key
+    from onnx_ops.adapters.signers.ecdsa import create_key, read_key
 
     if settings.signing == "off":
         return None
+    if settings.signer:
+        from onnx_ops.adapters.signers.remote import open_signer
+
+        return open_signer(settings.signer)
     if settings.signing == "auto":
         return create_key(settings.signing_key)
     if not settings.signing_key.exists():
         remedy = "Create one with `onnx-ops keys new`, or set signing = 'auto'."
         raise UserError("there is no signing key", where=str(settings.signing_key), remedy=remedy)
-    return EcdsaSigner(settings.signing_key)
+    return read_key(settings.signing_key)
+
+
+def _ledger_keys(settings: Settings, signer: Callable[[], Signer | None]) -> LedgerKeys:
+    trusted = TrustedKeys(settings.trusted_keys, role="release")
+    return LedgerKeys(lambda: trusted, signer, functools.partial(list_retired, settings.trusted_keys))
 
 
 def _notifiers(settings: Settings) -> Mapping[str, Notifier]:

@@ -16,10 +16,10 @@ from packaging.version import Version
 from onnx_ops import plugins
 from onnx_ops.app.context import Project
 from onnx_ops.app.project import check
-from onnx_ops.attestation import TrustedKeys
+from onnx_ops.attestation import KeyRole, TrustedKeys
 from onnx_ops.cli.endpoints import describe_pending
 from onnx_ops.config.yaml_reader import PIPELINES
-from onnx_ops.domain.artifact import short_digest
+from onnx_ops.domain.artifact import Digest, short_digest
 from onnx_ops.domain.target import Diagnosis
 from onnx_ops.errors import ConfigError, NotFoundError, OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.ports import WorkerStatus
@@ -41,6 +41,9 @@ EXTRAS = {
 }
 """Features of the platform, and what needs them."""
 
+
+_SIGNED: dict[KeyRole, str] = {"gate": "decisions", "release": "what grants something in the ledger"}
+"""What the keys of each role sign."""
 
 _Check = Callable[[Project], Iterator[Diagnosis]]
 _CHECKS: dict[str, _Check] = {}
@@ -185,12 +188,16 @@ def _state(project: Project) -> Iterator[Diagnosis]:
 
 @_named("keys")
 def _keys(project: Project) -> Iterator[Diagnosis]:
-    from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, public_path
+    from onnx_ops.adapters.signers.ecdsa import public_path, read_key
 
     settings = project.settings
     path, folder = settings.signing_key, settings.trusted_keys
     if settings.signing == "off":
         yield _finding("signing", "off: runs stop at the gates")
+    elif settings.signer:
+        from onnx_ops.adapters.signers.remote import open_signer
+
+        yield _describe_roles(open_signer(settings.signer).key, "`onnx-ops keys public`", folder)
     elif not path.exists():
         made = settings.signing == "auto"
         found = "no key yet; the first run creates one" if made else "no key"
@@ -198,15 +205,27 @@ def _keys(project: Project) -> Iterator[Diagnosis]:
     else:
         mode = stat.S_IMODE(path.stat().st_mode)
         yield _finding("signing key", f"{path} mode {mode:04o}", ok=not mode & 0o077, remedy=f"chmod 600 {path}")
-        key, trusted = EcdsaSigner(path).key, TrustedKeys(folder).keys()
-        found = f"{short_digest(key)} is {'' if key in trusted else 'not '}among the trusted keys"
-        remedy = f"Copy {public_path(path)} into {folder}."
-        yield _finding("signatures", found, ok=key in trusted, remedy=remedy)
+        key = read_key(path).key
+        yield _describe_roles(key, str(public_path(path)), folder)
     if names := ", ".join(map(short_digest, TrustedKeys(folder).keys())):
         yield _finding("trusted keys", f"{names} in {folder}")
     elif settings.signing == "off":
         remedy = f"Copy the public keys of the signers into {folder}."
         yield _finding("trusted keys", "none: no version can be promoted", ok=False, remedy=remedy)
+
+
+def _describe_roles(key: Digest, public: str, folder: Path) -> Diagnosis:
+    """Return what this machine's key may sign, and what is missing."""
+    trusted = {role: TrustedKeys(folder, role=role).keys() for role in _SIGNED}
+    text = " and ".join(what for role, what in _SIGNED.items() if key in trusted[role])
+    missing = [
+        f"{what}: copy {public} into {folder / role}" for role, what in _SIGNED.items() if key not in trusted[role]
+    ]
+    if not text:
+        found, remedy = f"{short_digest(key)} is not among the trusted keys", f"Copy {public} into {folder}."
+    else:
+        found, remedy = f"{short_digest(key)} may sign {text}" + "".join(f"; not {one}" for one in missing), ""
+    return _finding("signatures", found, ok=bool(text), remedy=remedy)
 
 
 @_named("registry")

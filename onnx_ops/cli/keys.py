@@ -10,11 +10,13 @@ import typer
 from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, add_command, make_group, open_project, print_json, print_result, say
 from onnx_ops.domain.artifact import short_digest
-from onnx_ops.errors import RefusedError, ServiceUnavailableError
+from onnx_ops.errors import CorruptStateError, NotFoundError, RefusedError, ServiceUnavailableError
 
 if TYPE_CHECKING:
     from onnx_ops.adapters.signers.keyring import Keyring
     from onnx_ops.config.settings import Settings
+    from onnx_ops.domain.ledger import LedgerHead
+    from onnx_ops.ports import Ledger
     from onnx_ops.release.audit import Dependent
 
 keys = make_group(
@@ -34,16 +36,20 @@ def keys_list(as_json: AsJson = False) -> None:
     if as_json:
         print_json(
             [
-                {"key": k.key, "signs": k.signs, "trusted": k.trusted, "files": [str(path) for path in k.files]}
+                {"key": k.key, "signs": k.signs, "roles": k.roles, "files": [str(path) for path in k.files]}
                 for k in known
             ]
         )
         return
     for key in known:
-        state = "trusted" if key.trusted else "NOT trusted" if key.signs else "retired"
+        trusted = f"trusted for {' and '.join(key.roles)}"
+        state = trusted if key.trusted else "NOT trusted" if key.signs else "retired"
         state = f"signs here, {state}" if key.signs else state
-        say(f"{short_digest(key.key)}  {state:<24} {', '.join(path.name for path in key.files)}")
-    if not known:
+        say(f"{short_digest(key.key)}  {state:<42} {', '.join(path.name for path in key.files)}")
+    if known:
+        say("A gate key signs decisions and overrides. A release key signs what binds, starts, advances, withdraws or")
+        say("deletes. A rollback, an abort and a pause need none.")
+    else:
         say("No keys yet: the first run or `onnx-ops keys new` creates one.")
 
 
@@ -64,6 +70,18 @@ def keys_new(
     key, public = _keyring().create(path).key, public_path(path)
     text = f"key {short_digest(key)}: {path} (keep it), {public} (copy it to every machine that verifies)"
     print_result(lambda: {"key": key, "private": str(path), "public": str(public)}, text, as_json=as_json)
+
+
+@add_command(keys, "public")
+def keys_public() -> None:
+    """Print the public key of what signs here, for the trusted keys of other machines.
+
+    Example: onnx-ops keys public > keys/release/reconciler.pub.pem
+    """
+    signer = _keyring().find_signer()
+    if signer is None:
+        raise NotFoundError("there is no signing key here", remedy="Create one with `onnx-ops keys new`.")
+    say(signer.public_pem().decode().strip())
 
 
 @add_command(keys, "rotate")
@@ -91,9 +109,10 @@ def keys_retire(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the versions that would lose it.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Stop trusting a key for all its signatures, old and new.
+    """Stop trusting a key: for all decisions, and for new entries of ledgers.
 
-    Shows which versions under aliases lose their decision, and refuses if there are any.
+    What it has signed in the ledgers until now still counts. Shows which versions under aliases lose their decision,
+    and refuses if there are any.
 
     Example: onnx-ops keys retire 3f2a91c07be4 --dry-run
     """
@@ -109,6 +128,7 @@ def keys_retire(
         if not force:
             raise
         say(f"unknown which versions lose their decision: {error}", err=True)
+    heads = _read_heads(project.context.ledger, required=not force)
     names = [f"{version.model}/{version.version} as {version.alias}" for version in lost]
     if lost and not (force or dry_run):
         raise RefusedError(
@@ -117,7 +137,7 @@ def keys_retire(
             why=", ".join(names),
             remedy="Judge them again with the new key (`onnx-ops run FILE --no-cache gate`), or use --force.",
         )
-    archived = () if dry_run else keyring.retire(known)
+    archived = () if dry_run else keyring.retire(known, heads)
     if as_json:
         print_json({"key": known.key, "retired": not dry_run, "lost": codec.to_json(lost)})
         return
@@ -126,6 +146,21 @@ def keys_retire(
     say(f"key {short_digest(known.key)} {'would no longer be' if dry_run else 'is no longer'} trusted")
     for path in archived:
         say(f"  archived: {path}")
+
+
+def _read_heads(ledger: Ledger, *, required: bool) -> dict[str, LedgerHead]:
+    """Return the last entries of all ledgers; without `required`, those that can be read."""
+    heads: dict[str, LedgerHead] = {}
+    for endpoint in ledger.endpoints():
+        try:
+            head = ledger.head(endpoint)
+        except CorruptStateError as error:
+            if required:
+                raise
+            say(f"nothing that it signed there counts any more: {error}", err=True)
+        else:
+            heads |= {} if head is None else {endpoint: head}
+    return heads
 
 
 def _settings() -> Settings:
@@ -138,4 +173,9 @@ def _keyring(settings: Settings | None = None) -> Keyring:
     from onnx_ops.adapters.signers.keyring import Keyring
 
     settings = settings or _settings()
-    return Keyring(settings.signing_key, settings.trusted_keys)
+    remote = None
+    if settings.signer:
+        from onnx_ops.adapters.signers.remote import open_signer
+
+        remote = open_signer(settings.signer)
+    return Keyring(settings.signing_key, settings.trusted_keys, remote)

@@ -30,6 +30,7 @@ class FileSettings:
     artifacts: str = ""
     signing: Literal["auto", "required", "off"] = "auto"
     signing_key: str = ""
+    signer: str = ""
     trusted_keys: str = ""
     notify: str = ""
     pools: str = ""
@@ -47,6 +48,7 @@ class Settings:
         mlflow_url: Where people open MLflow's pages if that is another address.
         signing: `auto` (the key file is made on first use), `required` (it must exist) or `off` (runs stop at the
             gates).
+        signer: Where the private key is if it is not in the file: `env:VARIABLE`, `awskms:KEY` or `azurekv:URL`.
         trusted_keys: Folder of public keys; the signer's own is always trusted where signing is on.
         notify: Notification targets, separated by commas: `webhook, github:owner/repository, prefect:TYPE/NAME`.
         pools: Work pools of stages that name none, by kind: `train=gpu, quantize=gpu`.
@@ -64,6 +66,7 @@ class Settings:
     artifacts: str
     signing: str
     signing_key: Path
+    signer: str
     trusted_keys: Path
     notify: str
     pools: str
@@ -89,6 +92,11 @@ class Settings:
     def models(self) -> Path:
         """Folder of the models that endpoints load."""
         return self.state / "models"
+
+    @property
+    def seen(self) -> Path:
+        """Folder of what this machine has seen of each ledger."""
+        return self.state / "seen"
 
     @property
     def environments(self) -> Path:
@@ -149,6 +157,7 @@ def load_settings(start: Path | None = None, environ: Mapping[str, str] | None =
         artifacts=place(given.artifacts, state / "mlartifacts"),
         signing=given.signing,
         signing_key=key,
+        signer=given.signer,
         trusted_keys=root / given.trusted_keys if given.trusted_keys else key.parent,
         notify=given.notify,
         pools=given.pools,

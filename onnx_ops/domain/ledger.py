@@ -200,7 +200,11 @@ EntryBody = (
 )
 
 
-LEDGER_SCHEMA = 1
+LEDGER_SCHEMA = 2
+
+FOLD_VERSION = 1
+"""Version of `fold`. Snapshots of another one are not used: increase it whenever the same entries imply another state.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +217,14 @@ class LedgerEntry:
     at: float
     actor: str
     body: EntryBody
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerHead:
+    """The last entry of a ledger: its sequence, and the digest of its bytes."""
+
+    sequence: int
+    digest: Digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,6 +267,7 @@ class ReleaseState:
         overrides: overrides by manifest. Readers verify them; until then a rejection counts.
         used_overrides: digests of all overrides ever recorded: none counts again after a rollback.
         known: every deployment that can have taken traffic, by version.
+        stables: manifests of all versions that served as stable.
         deleting: the endpoint is to be deleted; no other action is allowed.
         pending_rollback: takes precedence over everything but a deletion.
         last_rollback: the rollback that took effect last, until another version serves.
@@ -285,6 +298,7 @@ class ReleaseState:
     overrides: Mapping[Digest, OverrideRecorded] = field(default_factory=dict)
     used_overrides: frozenset[Digest] = frozenset()
     known: Mapping[str, Deployment] = field(default_factory=dict)
+    stables: frozenset[Digest] = frozenset()
     deleting: bool = False
     pending_rollback: PendingRollback | None = None
     last_rollback: Action | None = None
@@ -491,6 +505,7 @@ def _close(state: ReleaseState, outcome: ActionOutcome, at: float) -> ReleaseSta
         rejected=_rejected(state, action),
         overrides=_overrides(state, action),
         known=_known(state),
+        stables=state.stables if action.roles.stable is None else state.stables | {action.roles.stable.manifest},
         observations=_start_observations(state, action, at),
         pause=state.pause if action.roles == state.roles else None,
     )

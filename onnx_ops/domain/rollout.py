@@ -334,7 +334,7 @@ def _deploy_first(desired: Deployment | None, target: str) -> Action | Wait:
     )
 
 
-def _find_step(policy: RolloutPolicy, index: int) -> PlannedStep:
+def find_step(policy: RolloutPolicy, index: int) -> PlannedStep:
     """Return the candidate's step, never 100 %; if the policy was shortened, its last one before."""
     before = policy.planned()[:-1] or (_NO_TRAFFIC,)
     return before[min(index, len(before) - 1)]
@@ -369,7 +369,7 @@ class _Rollout:
         idle = [roles.previous] if roles.previous is not None and roles.finished_at else []
         if roles.candidate is None:
             return build_split_state(self.stable, None, 0, *idle)
-        return self.build_state(roles.candidate, _find_step(self.policy, roles.step), *idle)
+        return self.build_state(roles.candidate, find_step(self.policy, roles.step), *idle)
 
     def build_state(self, candidate: Deployment, step: PlannedStep, *idle: Deployment) -> EndpointState:
         """Return the state of the endpoint in a step.
@@ -394,7 +394,7 @@ class _Rollout:
             return Wait(why="paused by an operator", kind=WaitKind.PAUSED)
         because = ""
         if self.command is not OperatorCommand.ADVANCE:
-            step = _find_step(self.policy, self.roles.step)
+            step = find_step(self.policy, self.roles.step)
             if not self.policy.is_analyzed:
                 why = f"{candidate.name} holds {step.percent} % and waits for approval"
                 return Wait(why=why, kind=WaitKind.APPROVAL)
@@ -447,7 +447,7 @@ class _Rollout:
         """Start the rollout, advance it, or finish it at its last step."""
         count, is_start = len(self.policy.planned()), self.roles.candidate is None
         if index < count - 1:
-            step = _find_step(self.policy, index)
+            step = find_step(self.policy, index)
             share = f"a copy of {step.mirror_percent} %" if step.kind == "shadow" else f"{step.percent} %"
             return Action(
                 kind=ActionKind.START if is_start else ActionKind.ADVANCE,

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from onnx_ops.domain.artifact import Digest, Manifest, StoredObject
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, OrphanedResource
-from onnx_ops.domain.ledger import LedgerEntry, ReleaseState
+from onnx_ops.domain.ledger import LedgerEntry, LedgerHead, ReleaseState
 from onnx_ops.domain.notification import Notification
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
@@ -116,11 +116,19 @@ class Ledger(Protocol):
     def read_intact(self, endpoint: str) -> tuple[LedgerEntry, ...]:
         """Return the entries before the first one that cannot be read."""
 
+    def head(self, endpoint: str) -> LedgerHead | None:
+        """Return the last entry; None if there is none.
+
+        Raises:
+            CorruptStateError: as `state` does.
+        """
+
     def append(self, entry: LedgerEntry) -> None:
         """Write the entry durably if its sequence is free.
 
         Raises:
             LedgerConflictError: another process wrote that sequence first.
+            MissingKeyError: the entry grants something, and no trusted key can sign it here.
         """
 
 

@@ -48,11 +48,18 @@ class Signer(Protocol):
     """Signs bytes. The key never leaves the signer."""
 
     @property
+    def is_local(self) -> bool:
+        """Whether it signs without a request to a service."""
+
+    @property
     def key(self) -> Digest:
         """Digest of the public key."""
 
     def sign(self, data: bytes) -> str:
         """Return the signature in base64."""
+
+    def public_pem(self) -> bytes:
+        """Return the public key, SubjectPublicKeyInfo in PEM."""
 
 
 class Verifier(Protocol):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ from onnx_ops.domain.rollout_observations import MetricsReading, Observations
 from onnx_ops.errors import (
     AlarmRollbackError,
     InfrastructureError,
+    MissingKeyError,
     MissingPackageError,
     OnnxOpsError,
     RefusedError,
@@ -329,7 +331,9 @@ def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action |
     if (reading := snapshot.reading) is not None:
         last = state.observations.reading if state.observations is not None else None
         if isinstance(action, Action) or last is None or abs(reading.at - last.at) >= RECORD_INTERVAL_S:
-            journal.append(MetricsRecorded(reading=reading))
+            # Counts can lead to an advance, so that a key signs them. A rollback needs neither.
+            with suppress(MissingKeyError):
+                journal.append(MetricsRecorded(reading=reading))
     if not isinstance(action, Action) or action.kind is not ActionKind.START or not state.policy.is_analyzed:
         return
     candidate, stable, fixed = action.roles.candidate, action.roles.stable, state.thresholds

@@ -6,11 +6,13 @@ import base64
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from onnx_ops.adapters.external_model import UserSuppliedModels
 from onnx_ops.adapters.files import FileJournal, FsspecObjects
+from onnx_ops.adapters.ledgers.chain import LedgerKeys
 from onnx_ops.adapters.ledgers.log import MemoryLedger
 from onnx_ops.adapters.store import ContentStore
 from onnx_ops.attestation import TrustedKeys, compute_key_digest
@@ -82,6 +84,7 @@ class FakeSigner:
         from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, derive_private_key
         from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+        self.is_local = True
         self._seed = seed
         self._private = derive_private_key(int.from_bytes(seed[:31], "big"), SECP256R1())
         public = self._private.public_key()
@@ -91,6 +94,10 @@ class FakeSigner:
         ).decode()
         """The key as the option of a server."""
         self._trusted = TrustedKeys((), encoded=self.trusted_keys)
+
+    def public_pem(self) -> bytes:
+        """Return the public key, SubjectPublicKeyInfo in PEM."""
+        return f"-----BEGIN PUBLIC KEY-----\n{self.trusted_keys}\n-----END PUBLIC KEY-----\n".encode()
 
     def __reduce__(self) -> tuple[type[FakeSigner], tuple[bytes]]:
         return type(self), (self._seed,)
@@ -103,6 +110,16 @@ class FakeSigner:
 
     def verify(self, data: bytes, signature: str, key: Digest) -> None:
         self._trusted.verify(data, signature, key)
+
+
+def make_ledger_keys(signer: FakeSigner | None = None) -> LedgerKeys:
+    """Return keys with which one signer, by default the trusted one, grants and verifies."""
+    use = partial(_get_signer, signer or FakeSigner())
+    return LedgerKeys(use, use)
+
+
+def _get_signer(signer: FakeSigner) -> FakeSigner:
+    return signer
 
 
 class FakeProvider(EndpointProvider):

@@ -173,6 +173,7 @@ class LedgerSuite:
     def test_an_unknown_endpoint_has_no_entries(self, ledger: Ledger) -> None:
         assert ledger.read(ENDPOINT) == ()
         assert ledger.endpoints() == ()
+        assert ledger.head(ENDPOINT) is None
 
     def test_every_kind_of_entry_is_read_back_as_it_was_written(self, ledger: Ledger, opener: Opener) -> None:
         written = tuple(entry(n, body) for n, body in enumerate(one_of_each(), start=1))
@@ -195,6 +196,15 @@ class LedgerSuite:
             assert opener().state(ENDPOINT) == fold(ENDPOINT, written)
         assert ledger.read(ENDPOINT, after=4) == tuple(written[4:])
         assert ledger.read(ENDPOINT, after=len(written)) == ()
+
+    def test_head_names_the_last_entry_by_its_content(self, ledger: Ledger, opener: Opener) -> None:
+        heads = []
+        for sequence in range(1, 4):
+            ledger.append(command_entry(sequence, reason=f"reason {sequence}"))
+            heads.append(ledger.head(ENDPOINT))
+            assert opener().head(ENDPOINT) == heads[-1]
+        assert [head.sequence for head in heads if head is not None] == [1, 2, 3]
+        assert len({head.digest for head in heads if head is not None}) == 3
 
     def test_entries_keep_their_order(self, ledger: Ledger) -> None:
         for sequence in range(1, 13):

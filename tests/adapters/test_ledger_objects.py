@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops import codec
 from onnx_ops.adapters.files import FsspecObjects, LocalObjects
 from onnx_ops.adapters.ledgers.log import MemoryLedger, ObjectLedger
 from onnx_ops.domain.ledger import ReleaseState, fold
 from onnx_ops.errors import CorruptStateError
+from onnx_ops.testing.fakes import make_ledger_keys
 from onnx_ops.testing.ledgers import ENDPOINT, LedgerSuite, Opener, command_entry
 from tests.support.objects import ObjectLedgerSuite
 
@@ -44,10 +44,23 @@ class TestMemoryLedger(LedgerSuite):
         return lambda: ledger
 
 
+def open_folder(folder: Path) -> ObjectLedger:
+    return ObjectLedger(LocalObjects(folder), make_ledger_keys())
+
+
+def change_entry(folder: Path, sequence: int, **changes: object) -> None:
+    """Change fields of a stored entry, and keep its signatures."""
+    path = folder / f"{sequence:08d}.jsonl"
+    signed, *rest = path.read_text().splitlines()
+    document = json.loads(signed)
+    document["entry"] |= changes
+    path.write_text("\n".join([json.dumps(document), *rest]))
+
+
 @pytest.fixture
 def written(tmp_path: Path) -> tuple[ObjectLedger, Path]:
     """A ledger of three entries, and its folder."""
-    ledger = ObjectLedger(LocalObjects(tmp_path))
+    ledger = open_folder(tmp_path)
     for sequence in (1, 2, 3):
         ledger.append(command_entry(sequence))
     return ledger, tmp_path / ENDPOINT
@@ -56,16 +69,16 @@ def written(tmp_path: Path) -> tuple[ObjectLedger, Path]:
 @pytest.mark.parametrize("content", [b"", b"{", b"null", b'{"endpoint": "digits"}'])
 def test_an_entry_that_cannot_be_read_is_named(written: tuple[ObjectLedger, Path], content: bytes) -> None:
     ledger, folder = written
-    (folder / "00000002.json").write_bytes(content)
+    (folder / "00000002.jsonl").write_bytes(content)
     with pytest.raises(CorruptStateError) as caught:
         ledger.read(ENDPOINT)
-    assert caught.value.where == f"ledger {ENDPOINT}/00000002.json"
+    assert caught.value.where == f"ledger {ENDPOINT}/00000002.jsonl"
 
 
 def test_a_missing_entry_is_not_passed_over(written: tuple[ObjectLedger, Path]) -> None:
     ledger, folder = written
-    (folder / "00000002.json").unlink()
-    with pytest.raises(CorruptStateError, match="not where it belongs"):
+    (folder / "00000002.jsonl").unlink()
+    with pytest.raises(CorruptStateError, match="missing"):
         ledger.read(ENDPOINT)
 
 
@@ -73,14 +86,14 @@ def test_an_entry_of_another_endpoint_is_refused(written: tuple[ObjectLedger, Pa
     ledger, folder = written
     other = folder.parent / "other"
     other.mkdir()
-    (folder / "00000001.json").rename(other / "00000001.json")
+    (folder / "00000001.jsonl").rename(other / "00000001.jsonl")
     with pytest.raises(CorruptStateError, match="not where it belongs"):
         ledger.read("other")
 
 
 def test_files_that_are_no_entries_are_passed_over(written: tuple[ObjectLedger, Path]) -> None:
     ledger, folder = written
-    for name in (".tmp-x", "notes.txt", "1.json", "00000004.json.bak"):
+    for name in (".tmp-x", "notes.txt", "1.jsonl", "00000004.jsonl.bak"):
         (folder / name).write_text("not an entry")
     assert len(ledger.read(ENDPOINT)) == 3
 
@@ -103,26 +116,26 @@ class Counted(FsspecObjects):
 
 def test_a_state_takes_few_reads_however_many_entries_there_are() -> None:
     objects = Counted(f"memory://{uuid.uuid4().hex}")
-    writer = ObjectLedger(objects)
+    writer = ObjectLedger(objects, make_ledger_keys())
     for sequence in range(1, 201):
         writer.append(command_entry(sequence))
         objects.reads = 0
-        assert ObjectLedger(objects).state(ENDPOINT).head == sequence
+        assert ObjectLedger(objects, make_ledger_keys()).state(ENDPOINT).head == sequence
         assert objects.reads <= 10
 
 
 @pytest.fixture
 def kept(tmp_path: Path) -> tuple[ReleaseState, Path]:
     """The state of a ledger of nine entries, and its folder with the snapshot of the first eight."""
-    ledger = ObjectLedger(LocalObjects(tmp_path))
+    ledger = open_folder(tmp_path)
     for sequence in range(1, 10):
         ledger.append(command_entry(sequence))
     assert (tmp_path / ENDPOINT / "snapshot.json").exists()
     return ledger.state(ENDPOINT), tmp_path
 
 
-@pytest.mark.parametrize("content", ["torn", "another program", "another endpoint", "gone", "of a longer ledger"])
-def test_a_snapshot_that_does_not_fit_is_not_used(kept: tuple[ReleaseState, Path], content: str) -> None:
+@pytest.mark.parametrize("content", ["torn", "another fold", "another state", "gone", "of a longer ledger"])
+def test_state_snapshot_that_does_not_fit_is_not_used(kept: tuple[ReleaseState, Path], content: str) -> None:
     state, folder = kept
     path = folder / ENDPOINT / "snapshot.json"
     document = json.loads(path.read_text())
@@ -132,27 +145,22 @@ def test_a_snapshot_that_does_not_fit_is_not_used(kept: tuple[ReleaseState, Path
         path.unlink()
     elif content == "of a longer ledger":
         for sequence in range(6, 10):
-            (folder / ENDPOINT / f"{sequence:08d}.json").unlink()
-        state = fold(ENDPOINT, ObjectLedger(LocalObjects(folder)).read(ENDPOINT))
+            (folder / ENDPOINT / f"{sequence:08d}.jsonl").unlink()
+        state = fold(ENDPOINT, open_folder(folder).read(ENDPOINT))
         assert state.head == 5
     else:
-        document["state"]["word_at"] = 3
-        if content == "another program":
-            document["program"] = document["entry"]
-        else:
-            document["state"]["endpoint"] = "faces"
-        path.write_text(json.dumps(document))
-    assert ObjectLedger(LocalObjects(folder)).state(ENDPOINT) == state
+        changed = {"fold": 0} if content == "another fold" else {"state": document["state"] | {"generation": 99}}
+        path.write_text(json.dumps(document | changed))
+    assert open_folder(folder).state(ENDPOINT) == state
 
 
-def test_a_ledger_that_was_restored_and_went_on_otherwise_is_folded_anew(kept: tuple[ReleaseState, Path]) -> None:
+def test_state_ledger_that_was_restored_and_went_on_otherwise_is_folded_anew(kept: tuple[ReleaseState, Path]) -> None:
     _, folder = kept
     for sequence in range(6, 10):
-        (folder / ENDPOINT / f"{sequence:08d}.json").unlink()
+        (folder / ENDPOINT / f"{sequence:08d}.jsonl").unlink()
     for sequence in range(6, 9):
-        name = f"{ENDPOINT}/{sequence:08d}.json"
-        LocalObjects(folder).write(name, codec.dumps(command_entry(sequence, reason="another history", actor="other")))
-    ledger = ObjectLedger(LocalObjects(folder))
+        open_folder(folder).append(command_entry(sequence, reason="another history", actor="other"))
+    ledger = open_folder(folder)
     assert ledger.state(ENDPOINT) == fold(ENDPOINT, ledger.read(ENDPOINT))
 
 
@@ -160,57 +168,56 @@ def test_a_ledger_that_was_restored_and_went_on_otherwise_is_folded_anew(kept: t
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("has_snapshot", [True, False])
 def test_state_does_not_end_at_missing_entries(tmp_path: Path, first: int, count: int, has_snapshot: bool) -> None:
-    ledger = ObjectLedger(LocalObjects(tmp_path))
+    ledger = open_folder(tmp_path)
     for sequence in range(1, 15):
         ledger.append(command_entry(sequence))
     for sequence in range(first, first + count):
-        (tmp_path / ENDPOINT / f"{sequence:08d}.json").unlink()
+        (tmp_path / ENDPOINT / f"{sequence:08d}.jsonl").unlink()
     state = ledger.state(ENDPOINT)
     if not has_snapshot:
         (tmp_path / ENDPOINT / "snapshot.json").unlink()
-    cold = ObjectLedger(LocalObjects(tmp_path))
-    if has_snapshot and first + count - 1 < 12:  # the snapshot has what they said
+    cold = open_folder(tmp_path)
+    if has_snapshot and first + count - 1 <= 12:  # the snapshot has what they said
         assert cold.state(ENDPOINT) == state
     else:
         with pytest.raises(CorruptStateError, match="missing"):
             cold.state(ENDPOINT)
     with pytest.raises(CorruptStateError):
-        ObjectLedger(LocalObjects(tmp_path)).read(ENDPOINT)
+        open_folder(tmp_path).read(ENDPOINT)
 
 
 def test_reader_that_knew_the_ledger_before_fills_no_hole(tmp_path: Path) -> None:
-    writer, reader = (ObjectLedger(LocalObjects(tmp_path)) for _ in range(2))
+    writer, reader = (open_folder(tmp_path) for _ in range(2))
     for sequence in range(1, 8):
         writer.append(command_entry(sequence))
         if sequence == 3:
             assert reader.state(ENDPOINT).head == 3
-    for name in ("00000004.json", "00000005.json", "snapshot.json"):
+    for name in ("00000004.jsonl", "00000005.jsonl", "snapshot.json"):
         (tmp_path / ENDPOINT / name).unlink()
     with pytest.raises(CorruptStateError, match="missing"):
         reader.state(ENDPOINT)
 
 
-@pytest.mark.parametrize(("schema", "remedy"), [(2, "upgrade"), (0, "backup"), ("two", "backup")])
-def test_entry_of_another_schema_is_not_read(
+@pytest.mark.parametrize(("schema", "remedy"), [(3, "upgrade"), (0, "backup"), ("two", "backup")])
+def test_state_entry_of_another_schema_is_not_read(
     written: tuple[ObjectLedger, Path], schema: int | str, remedy: str
 ) -> None:
     _, folder = written
-    path = folder / "00000002.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": schema}))
+    change_entry(folder, 2, schema=schema)
     with pytest.raises(CorruptStateError) as caught:
-        ObjectLedger(LocalObjects(folder.parent)).state(ENDPOINT)
-    assert caught.value.where.endswith("00000002.json")
+        open_folder(folder.parent).state(ENDPOINT)
+    assert caught.value.where.endswith("00000002.jsonl")
     assert remedy in caught.value.remedy
 
 
 def test_what_killed_writers_left_goes_in_the_end(tmp_path: Path) -> None:
-    ledger = ObjectLedger(LocalObjects(tmp_path))
+    ledger = open_folder(tmp_path)
     ledger.append(command_entry(1))
     old, young = (tmp_path / ENDPOINT / f".tmp-{name}" for name in ("old", "young"))
     for path in (old, young):
         path.write_bytes(b"half an entry")
     os.utime(old, (0, 0))
-    for sequence in range(2, 65):
+    for sequence in range(2, 66):
         ledger.append(command_entry(sequence))
     assert (old.exists(), young.exists()) == (False, True)
 
@@ -220,10 +227,10 @@ def test_a_snapshot_that_cannot_be_written_fails_no_entry(tmp_path: Path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(LocalObjects, "write", full)
-    ledger = ObjectLedger(LocalObjects(tmp_path))
+    ledger = open_folder(tmp_path)
     for sequence in range(1, 6):
         ledger.append(command_entry(sequence))
-    assert ObjectLedger(LocalObjects(tmp_path)).state(ENDPOINT).head == 5
+    assert open_folder(tmp_path).state(ENDPOINT).head == 5
 
 
 def test_a_remote_ledger_keeps_what_a_local_one_keeps(written: tuple[ObjectLedger, Path]) -> None:
@@ -231,4 +238,4 @@ def test_a_remote_ledger_keeps_what_a_local_one_keeps(written: tuple[ObjectLedge
     remote = FsspecObjects(f"memory://{uuid.uuid4().hex}")
     for path in sorted(folder.iterdir()):
         remote.write(f"{ENDPOINT}/{path.name}", path.read_bytes())
-    assert ObjectLedger(remote).read(ENDPOINT) == ledger.read(ENDPOINT)
+    assert ObjectLedger(remote, make_ledger_keys()).read(ENDPOINT) == ledger.read(ENDPOINT)

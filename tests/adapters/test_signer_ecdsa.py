@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, create_key, public_path
+from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, create_key, public_path, read_key
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import digest_bytes, short_digest
 from onnx_ops.errors import InfrastructureError, InvalidSignatureError, NotFoundError, RefusedError, UserError
@@ -46,7 +46,7 @@ def test_the_key_is_named_by_its_public_bytes(signer: EcdsaSigner, tmp_path: Pat
 
 
 def test_signing_is_deterministic_and_survives_the_process(signer: EcdsaSigner, tmp_path: Path) -> None:
-    again = EcdsaSigner(tmp_path / "keys" / "signing.pem")
+    again = read_key(tmp_path / "keys" / "signing.pem")
     assert (again.key, again.sign(RECORD)) == (signer.key, signer.sign(RECORD))
 
 
@@ -106,7 +106,7 @@ def test_a_key_that_others_may_read_is_refused(signer: EcdsaSigner, tmp_path: Pa
     path = tmp_path / "keys" / "signing.pem"
     path.chmod(mode)
     with pytest.raises(RefusedError, match=f"{mode:04o}"):
-        EcdsaSigner(path)
+        read_key(path)
     with pytest.raises(RefusedError):
         create_key(path)
 
@@ -114,17 +114,17 @@ def test_a_key_that_others_may_read_is_refused(signer: EcdsaSigner, tmp_path: Pa
 def test_files_that_are_no_keys(tmp_path: Path) -> None:
     path = tmp_path / "signing.pem"
     with pytest.raises(NotFoundError):
-        EcdsaSigner(path)
+        read_key(path)
     path.touch(mode=0o600)
     with pytest.raises(UserError, match="not an ECDSA P-256 private key"):
-        EcdsaSigner(path)
+        read_key(path)
     from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1, generate_private_key
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
     other = generate_private_key(SECP384R1())
     path.write_bytes(other.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     with pytest.raises(UserError, match="not an ECDSA P-256 private key"):
-        EcdsaSigner(path)
+        read_key(path)
 
 
 def test_creating_twice_keeps_the_key_and_restores_the_public_file(signer: EcdsaSigner, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_known_vector(tmp_path: Path) -> None:
     path = tmp_path / "signing.pem"
     path.touch(mode=0o600)
     path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    assert decode_dss_signature(base64.b64decode(EcdsaSigner(path).sign(b"sample"))) == (
+    assert decode_dss_signature(base64.b64decode(read_key(path).sign(b"sample"))) == (
         0xEFD48B2AACB6A8FD1140DD9CD45E81D69D2C877B56AAF991C34D0EA84EAF3716,
         0xF7CB1C942D657C41D436C7A1B6E29F65F3E900DBB9AFF4064DC4AB2F843ACDA8,
     )

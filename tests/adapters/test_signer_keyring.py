@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, create_key
+from onnx_ops.adapters.signers.ecdsa import create_key, read_key
 from onnx_ops.adapters.signers.keyring import Keyring
-from onnx_ops.attestation import TrustedKeys
-from onnx_ops.domain.artifact import hex_digits
+from onnx_ops.attestation import TrustedKeys, list_retired
+from onnx_ops.domain.artifact import digest_bytes, hex_digits
+from onnx_ops.domain.ledger import LedgerHead
 from onnx_ops.errors import InvalidSignatureError, NotFoundError, RefusedError, UserError
 
 RECORD = b'{"verdict":"pass"}'
@@ -46,10 +47,10 @@ def test_another_key_is_made_where_it_is_wanted(keyring: Keyring, tmp_path: Path
 def test_after_a_rotation_old_decisions_hold_and_new_ones_are_signed_anew(
     keyring: Keyring, places: tuple[Path, Path]
 ) -> None:
-    before = EcdsaSigner(places[0])
+    before = read_key(places[0])
     signature = before.sign(RECORD)
     old, new = keyring.rotate()
-    now = EcdsaSigner(places[0])
+    now = read_key(places[0])
     assert (old, new) == (before.key, now.key)
     assert old != new
     trusted = TrustedKeys(places[1])
@@ -80,7 +81,7 @@ def test_a_rotation_that_is_killed_anywhere_is_finished_by_the_next(
     keyring: Keyring, places: tuple[Path, Path], left: str
 ) -> None:
     signing, trusted = places
-    old = EcdsaSigner(signing)
+    old = read_key(signing)
     following = signing.with_name("signing.next.pem")
     new = create_key(following)
     if left != "next made":
@@ -89,18 +90,18 @@ def test_a_rotation_that_is_killed_anywhere_is_finished_by_the_next(
     if left == "private moved":
         following.replace(signing)
     verifier = TrustedKeys(trusted)
-    signer = EcdsaSigner(signing)
+    signer = read_key(signing)
     verifier.verify(RECORD, signer.sign(RECORD), signer.key)
     verifier.verify(RECORD, old.sign(RECORD), old.key)
-    assert keyring.rotate()[1] == EcdsaSigner(signing).key
+    assert keyring.rotate()[1] == read_key(signing).key
     assert not following.exists()
     verifier.verify(RECORD, old.sign(RECORD), old.key)
 
 
 def test_a_retired_key_counts_no_more_and_is_kept_for_the_record(keyring: Keyring, places: tuple[Path, Path]) -> None:
-    old = EcdsaSigner(places[0])
+    old = read_key(places[0])
     keyring.rotate()
-    kept = keyring.retire(keyring.find(hex_digits(old.key)[:8]))
+    kept = keyring.retire(keyring.find(hex_digits(old.key)[:8]), {})
     assert kept
     assert all(path.name.endswith(".retired.pem") and path.exists() for path in kept)
     with pytest.raises(InvalidSignatureError, match="is not trusted"):
@@ -113,7 +114,7 @@ def test_a_retired_key_counts_no_more_and_is_kept_for_the_record(keyring: Keyrin
 def test_the_key_that_signs_is_not_retired(keyring: Keyring) -> None:
     (one,) = keyring.list_keys()
     with pytest.raises(RefusedError, match="this machine signs with key"):
-        keyring.retire(one)
+        keyring.retire(one, {})
 
 
 def test_a_key_is_found_by_enough_of_its_digits(keyring: Keyring) -> None:
@@ -140,3 +141,26 @@ def test_a_machine_that_only_verifies_has_trusted_keys_alone(tmp_path: Path) -> 
     assert (one.signs, one.trusted) == (False, True)
     with pytest.raises(NotFoundError, match="the signing key cannot be read"):
         Keyring(tmp_path / "keys" / "signing.pem", tmp_path / "trusted").rotate()
+
+
+def test_list_keys_key_in_the_folder_of_a_role_is_trusted_for_it_alone(
+    keyring: Keyring, places: tuple[Path, Path]
+) -> None:
+    signer = create_key(places[0].parent / "elsewhere" / "release.pem")
+    folder = places[1] / "release"
+    folder.mkdir()
+    shutil.copy(places[0].parent / "elsewhere" / "release.pub.pem", folder)
+    assert {one.key: one.roles for one in keyring.list_keys()}[signer.key] == ("release",)
+    TrustedKeys(places[1], role="release").verify(RECORD, signer.sign(RECORD), signer.key)
+    with pytest.raises(InvalidSignatureError, match="is not trusted"):
+        TrustedKeys(places[1]).verify(RECORD, signer.sign(RECORD), signer.key)
+
+
+def test_retire_key_keeps_the_heads_of_the_ledgers(keyring: Keyring, places: tuple[Path, Path]) -> None:
+    old = read_key(places[0])
+    keyring.rotate()
+    heads = {"digits": LedgerHead(sequence=7, digest=digest_bytes(b"entry 7"))}
+    keyring.retire(keyring.find(old.key), heads)
+    (retired,) = list_retired(places[1])
+    assert (retired.key, retired.heads) == (old.key, heads)
+    retired.verifier.verify(RECORD, old.sign(RECORD), old.key)

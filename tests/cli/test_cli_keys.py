@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters.signers.ecdsa import EcdsaSigner
+from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, read_key
 from onnx_ops.app.context import open_project
 from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import short_digest
-from onnx_ops.release.promote import promote
+from onnx_ops.domain.rollout_policy import RolloutPolicy
+from onnx_ops.errors import CorruptStateError
+from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.testing.registries import publication
+from tests.release.release_parts import config_of
 from tests.support.command import Result, run_command
 
 TARGET = "cpu-1t"
@@ -30,7 +33,7 @@ def keys(*arguments: str) -> Result:
 
 
 def signing_key(project: Path) -> EcdsaSigner:
-    return EcdsaSigner(project / ".onnx-ops" / "keys" / "signing.pem")
+    return read_key(project / ".onnx-ops" / "keys" / "signing.pem")
 
 
 def promoted(project: Path) -> str:
@@ -56,10 +59,11 @@ def test_a_key_is_made_listed_and_rotated(project: Path) -> None:
     assert output.code == 0
     assert f"decisions by key {short_digest(old)} stay valid" in output.stdout
     new = signing_key(project).key
-    listed = keys("list").stdout.splitlines()
+    listed = keys("list").stdout.splitlines()[:2]
     assert [line.split()[:2] for line in listed] == [[short_digest(new), "signs"], [short_digest(old), "trusted"]]
     document = keys("list", "--json").parsed()
-    assert [(one["key"], one["signs"], one["trusted"]) for one in document] == [(new, True, True), (old, False, True)]
+    roles = ["gate", "release"]
+    assert [(one["key"], one["signs"], one["roles"]) for one in document] == [(new, True, roles), (old, False, roles)]
 
 
 def test_no_command_prints_a_private_key(project: Path) -> None:
@@ -90,6 +94,20 @@ def test_retiring_says_which_versions_lose_their_decision(project: Path) -> None
     assert f"{short_digest(old)}  retired" in keys("list").stdout
 
 
+def test_keys_retire_what_the_key_granted_before_still_counts(project: Path) -> None:
+    keys("new")
+    old = signing_key(project).key
+    bind_endpoint(open_project().context, config_of("digits"), RolloutPolicy())
+    keys("rotate")
+    assert keys("retire", short_digest(old)).code == 0
+    ledger = open_project().context.ledger
+    assert ledger.state("digits").config == config_of("digits")
+    (first,) = (project / ".onnx-ops" / "ledger" / "digits").glob("0*.jsonl")
+    first.unlink()
+    with pytest.raises(CorruptStateError, match="the ledger went back"):
+        open_project().context.ledger.state("digits")
+
+
 def test_a_key_that_nothing_rests_on_is_retired_at_once(project: Path) -> None:
     keys("new")
     old = signing_key(project).key
@@ -106,7 +124,14 @@ def test_the_doctor_tells_which_keys_are_trusted(project: Path) -> None:
     found = {one.check: one for one in diagnose(open_project())}
     assert found["signatures"].ok
     assert found["trusted keys"].found.startswith(key)
-    for public in (project / ".onnx-ops" / "keys").glob("*.pub.pem"):
+    folder = project / ".onnx-ops" / "keys"
+    (folder / "gate").mkdir()
+    for public in folder.glob("*.pub.pem"):
+        public.rename(folder / "gate" / public.name)
+    half = {one.check: one for one in diagnose(open_project())}["signatures"]
+    assert half.ok
+    assert f"not what grants something in the ledger: copy {folder}" in half.found
+    for public in (folder / "gate").glob("*.pub.pem"):
         public.unlink()
     lost = {one.check: one for one in diagnose(open_project())}["signatures"]
     assert not lost.ok

@@ -60,7 +60,7 @@ def broken(what: str | None, project: Path, shell: Shell) -> Iterator[None]:
             yield
             shell.run("unset ONNX_OPS_TRACKING_URI")
         case "an entry of the ledger is cut short; afterwards it is whole again":
-            entry = project / ".onnx-ops" / "ledger" / "digits" / "00000002.json"
+            entry = project / ".onnx-ops" / "ledger" / "digits" / "00000002.jsonl"
             whole = entry.read_bytes()
             entry.write_bytes(whole[:60])
             yield

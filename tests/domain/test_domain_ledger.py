@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from onnx_ops import codec
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.attestation import Envelope
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.ledger import (
+    FOLD_VERSION,
     ActionOutcome,
     AliasesWritten,
     EndpointBound,
@@ -36,6 +38,8 @@ from onnx_ops.domain.rollout import (
     plan_rollback,
 )
 from onnx_ops.domain.rollout_policy import RolloutPolicy
+from onnx_ops.testing.ledgers import entry as build_entry
+from onnx_ops.testing.ledgers import one_of_each
 from tests.support.endpoints import endpoint_config, fileless_deployment
 
 POLICY = RolloutPolicy(steps=(0.1, 0.5, 1.0))
@@ -247,3 +251,13 @@ def test_nothing_is_wanted_of_an_endpoint_without_versions() -> None:
     asked = at_rest(Roles(), POLICY, None)
     assert isinstance(asked, Wait)
     assert "challenger-cpu" in asked.why
+
+
+def test_fold_of_known_entries_is_that_of_its_version() -> None:
+    """Snapshots of another fold must not be used: a change of this digest needs another FOLD_VERSION."""
+    entries = [build_entry(sequence, body) for sequence, body in enumerate([*one_of_each(), *one_of_each()], start=1)]
+    states = [fold("digits", entries[:length]) for length in range(len(entries) + 1)]
+    assert (FOLD_VERSION, digest_bytes(b"".join(codec.dumps(state) for state in states))) == (
+        1,
+        "sha256:57d772d92923c31b9dde1764ab3e389689b654826341bb4ad094a0e133fa6bb7",
+    )

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from onnx_ops.testing.fakes import FakeSigner
 from onnx_ops.testing.models import rows, write_perceptron
 from tests.release import release_parts
 from tests.release.disk_scenes import on_disk
@@ -127,5 +128,8 @@ def make_project(folder: Path) -> None:
     (folder / "code.py").write_text("import sklearn\n\n\ndef train(data): ...\n", encoding="utf-8")
     config = release_parts.config_of("digits")
     local = type(config)(**{**{name: getattr(config, name) for name in config.__slots__}, "provider": "local"})
+    keys = folder / ".onnx-ops" / "keys" / "release"
+    keys.mkdir(parents=True)
+    (keys / "scenes.pub.pem").write_bytes(FakeSigner().public_pem())
     with on_disk(folder), patch.object(release_parts, "config_of", lambda _: local):
         serving("a", "b")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, create_key, public_path
+from onnx_ops.adapters.signers.ecdsa import create_key, public_path, read_key
 from tests.integrations.veto_parts import POLICY
 from tests.integrations.veto_process import (
     AUTH,
@@ -38,7 +38,7 @@ def veto_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def veto_server(veto_home: Path) -> Iterator[GuardedServer]:
     port = free_port()
     command, environ = server_command(veto_home, port), server_environment(veto_home)
-    signer = EcdsaSigner(veto_home / "keys" / "signing.pem")
+    signer = read_key(veto_home / "keys" / "signing.pem")
     server = GuardedServer(url=f"http://127.0.0.1:{port}", home=veto_home, signer=signer)
     is_ready = partial(does_answer, f"{server.url}/health")
     with running_process(command, veto_home / "log", is_ready, cwd=veto_home, env=environ):

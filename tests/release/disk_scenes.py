@@ -15,7 +15,7 @@ from onnx_ops.adapters.store import ContentStore, ModelFolders
 from onnx_ops.domain.ledger import fold
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.ports import Context
-from onnx_ops.testing.fakes import FakeWorld
+from onnx_ops.testing.fakes import FakeWorld, make_ledger_keys
 from tests.release.release_parts import Scene, new_world
 
 STATE = ".onnx-ops"
@@ -41,7 +41,7 @@ class DiskWorld(FakeWorld):
 
 
 def ledger_of(root: Path) -> ObjectLedger:
-    return ObjectLedger(LocalObjects(root / STATE / "ledger"))
+    return ObjectLedger(LocalObjects(root / STATE / "ledger"), make_ledger_keys())
 
 
 def models_of(root: Path) -> ModelFolders:

@@ -84,13 +84,18 @@ def serving(*seeds: str, world: FakeWorld | None = None) -> Scene:
 
 def on_trial(*words: OperatorCommand) -> Scene:
     """Version 2 in the place of 1, and version 3 on trial."""
-    scene = serving("a", "b")
-    scene.bind(policy=CANARY)
-    scene.promote(scene.publish("c"))
-    scene.reconcile()
+    scene = on_trial_in(serving("a", "b"))
     for word in words:
         scene.say(word)
         scene.reconcile()
+    return scene
+
+
+def on_trial_in(scene: Scene) -> Scene:
+    """Put the next version on trial."""
+    scene.bind(policy=CANARY)
+    scene.promote(scene.publish("c"))
+    scene.reconcile()
     return scene
 
 

@@ -1,6 +1,7 @@
-"""Who can write everything in the registry, in the ledger's storage, or in both, but has no key, and what that loads.
+"""What is loaded where an attacker writes the registry, the ledger's storage, or both, without the gate's key.
 
-The files of versions 2 and 3 failed their gates; the override that once let version 2 serve is known to the attacker,
+The attacker has no key at all, or has stolen the key that signs entries of the ledger but no decisions. The files of
+versions 2 and 3 failed their gates; the override that once let version 2 serve is known to the attacker,
 and so is every decision that was ever signed.
 """
 
@@ -48,7 +49,7 @@ from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.serving.inference.integrity import ModelCopies, TrustPolicy
 from onnx_ops.testing.endpoints import scaling_deployment
-from onnx_ops.testing.fakes import FakeProvider, FakeSigner, FakeWorld
+from onnx_ops.testing.fakes import FakeProvider, FakeSigner, FakeWorld, make_ledger_keys
 from tests.release.release_parts import (
     CHALLENGER,
     CHAMPION,
@@ -59,6 +60,7 @@ from tests.release.release_parts import (
     roll_back,
 )
 from tests.release.release_scenes import serving
+from tests.support.chains import append_unsigned
 from tests.support.must import must
 
 ENDPOINT, MODEL, OTHER, TARGET, GPU = "digits", "digits", "faces", "cpu", "gpu"
@@ -98,6 +100,7 @@ class Site:
 
     root: Path
     real: bool = False
+    has_release_key: bool = False
     world: FakeWorld = field(default_factory=FakeWorld)
     messages: list[str] = field(default_factory=list)
 
@@ -108,9 +111,7 @@ class Site:
         self.fake = Loading(self.root / "server")
         self.local = LocalEndpoints(self.root / "endpoints", keys)
         if self.real:
-            der = self.world.signer.trusted_keys
-            pem = f"-----BEGIN PUBLIC KEY-----\n{der}\n-----END PUBLIC KEY-----\n"
-            (keys / "signing.pub.pem").write_text(pem)
+            (keys / "signing.pub.pem").write_bytes(self.world.signer.public_pem())
         self.publish(1)
         bind_endpoint(self.context, self.config, RolloutPolicy())
         promote(self.context, MODEL, "1", TARGET)
@@ -128,7 +129,7 @@ class Site:
         assert self.serving() == {"v1": 100}
 
     def ledger(self) -> ObjectLedger:
-        return ObjectLedger(LocalObjects(self.root / "ledger"))
+        return ObjectLedger(LocalObjects(self.root / "ledger"), make_ledger_keys())
 
     @property
     def context(self) -> Context:
@@ -179,15 +180,17 @@ class Site:
         self.world.registry.set_alias(MODEL, CHAMPION, version)
 
     def append(self, *bodies: EntryBody) -> None:
-        """The ledger's storage gets further entries."""
-        journal = Journal.open(self.context, ENDPOINT, actor="alice")
+        """The ledger's storage gets further entries, each with the digest of the one before."""
         for body in bodies:
-            journal.append(body)
+            if self.has_release_key:
+                Journal.open(self.context, ENDPOINT, actor="alice").append(body)
+            else:
+                append_unsigned(self.root / "ledger", ENDPOINT, body)
 
     def rewrite(self, change: Callable[[Any], Any]) -> None:
         """Every document of the ledger is replaced by what `change` makes of it."""
         for path in sorted((self.root / "ledger" / ENDPOINT).iterdir()):
-            path.write_text(json.dumps(change(json.loads(path.read_text()))))
+            path.write_text("\n".join(json.dumps(change(json.loads(line))) for line in path.read_text().splitlines()))
 
     def deployment(self, version: str, **changes: Any) -> Deployment:
         """A deployment of a version as the ledger would have it, with the authority that the attacker gives it."""
@@ -408,8 +411,8 @@ def ledger_of_before_the_rollback(site: Site) -> None:
 def snapshot_with_other_files(site: Site) -> None:
     """The snapshot says that version 3 serves and that nothing was ever rejected."""
     three = codec.to_json(site.deployment("3"))
-    while site.state().head % SNAPSHOT_EVERY:
-        site.append(OperatorCommandSent(command=OperatorCommand.ADVANCE))
+    while site.state().head % SNAPSHOT_EVERY != 1:
+        Journal.open(site.context, ENDPOINT).append(OperatorCommandSent(command=OperatorCommand.ADVANCE))
     folder = site.root / "ledger" / ENDPOINT
     snapshot = json.loads((folder / "snapshot.json").read_text())
     state = snapshot["state"]
@@ -470,7 +473,7 @@ LEDGER: dict[Callable[[Site], None], str] = {
     begun_canary: "no signed decision names its files",
     way_back_to_other_files: "no signed decision names its files",
     previous_version_replaced: "no signed decision names its files",
-    snapshot_with_other_files: "no signed decision names its files",
+    snapshot_with_other_files: "v1 serves all traffic",
     bound_to_another_target: "serves only digits on cpu",
     bound_to_trust_nobody: "no signed decision names its files",
 }
@@ -479,33 +482,41 @@ BOTH: dict[Callable[[Site], None], str] = {
     known_override_on_other_files: "is FAIL",
     known_override_again: "rolled this release back",
     ledger_of_before_the_rollback: "rolled this release back",
-    everything_rewritten: "names other files|registry holds|about another",
+    everything_rewritten: "does not fit",
 }
 ATTACKS = {**REGISTRY, **LEDGER, **BOTH}
 
 
+UNSIGNED = "has no signature|does not follow|does not fit|v1 serves all traffic"
+"""What is reported of a ledger that an attacker without a key has changed; the others are as with the key."""
+
+
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-def test_who_has_no_key_gets_nothing_loaded(attack: Callable[[Site], None], tmp_path: Path) -> None:
-    site = Site(tmp_path)
+@pytest.mark.parametrize("has_release_key", [False, True], ids=["without a key", "with the release key"])
+def test_attack_loads_only_approved_files(
+    attack: Callable[[Site], None], has_release_key: bool, tmp_path: Path
+) -> None:
+    site = Site(tmp_path, has_release_key=has_release_key)
     approved = {site.record("1").manifest}
     files = {digest_file(tmp_path / "built" / MODEL / "1" / "model.onnx")}
     attack(site)
     site.drive()
     assert set(site.fake.loaded) <= files
     assert site.held() <= approved
-    assert any(re.search(ATTACKS[attack], messages) for messages in site.messages), site.messages
+    expected = ATTACKS[attack] if has_release_key else f"{ATTACKS[attack]}|{UNSIGNED}"
+    assert any(re.search(expected, message) for message in site.messages), site.messages
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-def test_nor_does_a_real_server_load_it(attack: Callable[[Site], None], tmp_path: Path) -> None:
-    site = Site(tmp_path, real=True)
+def test_attack_loads_only_approved_files_on_a_real_server(attack: Callable[[Site], None], tmp_path: Path) -> None:
+    site = Site(tmp_path, real=True, has_release_key=True)
     try:
         approved = {site.record("1").manifest}
         attack(site)
         site.drive()
         assert site.held() <= approved
-        assert any(re.search(ATTACKS[attack], messages) for messages in site.messages), site.messages
+        assert any(re.search(ATTACKS[attack], message) for message in site.messages), site.messages
     finally:
         site.local.stop(site.config)
 

@@ -24,7 +24,7 @@ from onnx_ops.release.reconcile import reconcile_each, reconcile_until_stable
 from onnx_ops.release.rollback import roll_back_each, select_endpoints
 from onnx_ops.release.status import HistoryFilter, filter_endpoints, read_history, read_statuses
 from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
-from onnx_ops.testing.fakes import FakeNotifier, FakeWorld
+from onnx_ops.testing.fakes import FakeNotifier, FakeSigner, FakeWorld, make_ledger_keys
 from tests.release.release_parts import CHALLENGER, CHAMPION, MODEL, PREVIOUS, Scene, config_of, roll_back
 
 FACES = replace(config_of("faces"), provider="local", model="faces", target="gpu")
@@ -35,7 +35,7 @@ class Site:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.scene = Scene(world=FakeWorld(ledger=ObjectLedger(LocalObjects(folder))))
+        self.scene = Scene(world=FakeWorld(ledger=ObjectLedger(LocalObjects(folder), make_ledger_keys())))
         self.scene.bind("digits")
         for name in ("faces", "faces-eu"):
             bind_endpoint(self.scene.context, replace(FACES, endpoint=name), RolloutPolicy())
@@ -46,17 +46,17 @@ class Site:
 
     def break_entry(self, endpoint: str, number: int) -> None:
         """Damage an entry that no snapshot stands for."""
-        path = self.folder / endpoint / f"{number:08d}.json"
+        path = self.folder / endpoint / f"{number:08d}.jsonl"
         path.write_bytes(path.read_bytes()[:40])
         path.with_name("snapshot.json").unlink(missing_ok=True)
 
     def last(self, endpoint: str) -> int:
-        return len(list((self.folder / endpoint).glob("0*.json")))
+        return len(list((self.folder / endpoint).glob("0*.jsonl")))
 
     @property
     def context(self) -> Context:
         """As another process reads it, which has no entry in mind."""
-        return replace(self.scene.context, ledger=ObjectLedger(LocalObjects(self.folder)))
+        return replace(self.scene.context, ledger=ObjectLedger(LocalObjects(self.folder), make_ledger_keys()))
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def site(tmp_path: Path) -> Site:
 
 def test_an_old_entry_that_is_damaged_stops_nothing_and_is_told(site: Site) -> None:
     site.serve("a", "b")
-    path = site.folder / "digits" / "00000002.json"
+    path = site.folder / "digits" / "00000002.jsonl"
     path.write_bytes(path.read_bytes()[:40])
     assert roll_back(site.context, "digits").moved_to == "v1"
     _, errors = read_history(site.context, HistoryFilter(endpoints=("digits",)))
@@ -188,10 +188,18 @@ def test_people_are_told_about_the_others(site: Site) -> None:
     loop.run(stopped)
 
 
+def make_project(root: Path) -> Site:
+    """Return the site of a project that trusts the key of its ledgers."""
+    keys = root / ".onnx-ops" / "keys"
+    keys.mkdir(parents=True)
+    (keys / "release.pub.pem").write_bytes(FakeSigner().public_pem())
+    return Site(root / ".onnx-ops" / "ledger")
+
+
 def test_the_commands_about_all_end_with_4_and_tell_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    site = Site(tmp_path / ".onnx-ops" / "ledger")
+    site = make_project(tmp_path)
     site.break_entry("faces", 1)
     monkeypatch.setenv("ONNX_OPS_ROOT", str(tmp_path))
     result = CliRunner().invoke(app, ["status", "--json"])
@@ -202,14 +210,14 @@ def test_the_commands_about_all_end_with_4_and_tell_both(
     for command in ("status", "history"):
         result = CliRunner().invoke(app, [command])
         assert result.exit_code == 4
-        assert "error: ledger faces/00000001.json: not JSON" in result.output
+        assert "error: ledger faces/00000001.jsonl: not JSON" in result.output
         assert "faces-eu" in result.output
 
 
 def test_a_history_tells_what_came_before_the_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    site = Site(tmp_path / ".onnx-ops" / "ledger")
+    site = make_project(tmp_path)
     site.serve("a")
     site.break_entry("digits", 3)
     site.break_entry("faces", 1)

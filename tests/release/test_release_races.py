@@ -29,7 +29,7 @@ from onnx_ops.ports import Context
 from onnx_ops.release.journal import MAX_CONFLICT_ATTEMPTS, Journal, list_bound_endpoints
 from onnx_ops.release.promote import delete_endpoint
 from onnx_ops.release.reconcile import reconcile_until_stable
-from onnx_ops.testing.fakes import FakeWorld
+from onnx_ops.testing.fakes import FakeWorld, make_ledger_keys
 from tests.release.release_parts import AT_ONCE, CHAMPION, PREVIOUS, Scene
 from tests.release.release_scenes import end_of, on_trial, rolled_back_alone, serving, with_candidate
 from tests.support.faults import Faults
@@ -79,7 +79,7 @@ def test_reconciling_beside_the_background_job_of_a_rollback() -> None:
 
 
 def test_several_drivers_on_one_folder(tmp_path: Path) -> None:
-    scene = Scene(world=FakeWorld(ledger=ObjectLedger(LocalObjects(tmp_path))))
+    scene = Scene(world=FakeWorld(ledger=ObjectLedger(LocalObjects(tmp_path), make_ledger_keys())))
     scene.bind()
     for seed in ("a", "b"):
         scene.serve(scene.publish(seed))
@@ -88,7 +88,7 @@ def test_several_drivers_on_one_folder(tmp_path: Path) -> None:
         scene.roll_back(force=turn > 0, to="1" if turn % 2 == 0 else "2")
         scene.world.registry.down = False
         context = [
-            replace(scene.world.context(f"driver {n}"), ledger=ObjectLedger(LocalObjects(tmp_path)))
+            replace(scene.world.context(f"driver {n}"), ledger=ObjectLedger(LocalObjects(tmp_path), make_ledger_keys()))
             for n in range(DRIVERS)
         ]
         with ThreadPoolExecutor(DRIVERS) as pool:

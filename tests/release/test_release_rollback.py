@@ -11,7 +11,9 @@ from typing import NoReturn
 import pytest
 
 from onnx_ops.adapters.files import LocalObjects
+from onnx_ops.adapters.ledgers.chain import Head
 from onnx_ops.adapters.ledgers.log import ObjectLedger
+from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.domain.ledger import Intent, OperatorCommandSent
 from onnx_ops.domain.rollout import OperatorCommand
@@ -29,7 +31,7 @@ from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.release.reconcile import reconcile_step, reconcile_until_stable, reconcile_with_retries
 from onnx_ops.release.rollback import roll_back_each, withdraw_request
-from onnx_ops.testing.fakes import FakeWorld
+from onnx_ops.testing.fakes import FakeWorld, make_ledger_keys
 from tests.release.release_parts import (
     AT_ONCE,
     CANARY,
@@ -565,17 +567,17 @@ class CountedObjects(LocalObjects):
 def test_a_rollback_after_10_000_entries_takes_ten_reads_at_most() -> None:
     """The first 9,995 entries are not even there: a snapshot is taken of every fourth one."""
     objects = CountedObjects({})
-    writer = ObjectLedger(objects)
+    writer = ObjectLedger(objects, make_ledger_keys())
     scene = serving("a", "b", world=FakeWorld(ledger=writer))
-    writer._states["digits"] = replace(scene.state(), head=9_995)
+    writer._heads["digits"] = Head(replace(scene.state(), head=9_995), digest_bytes(b"entry 9,995"))
     objects.data.clear()
     for sequence in range(9_996, 10_005):
         Journal.open(scene.context, "digits").append(OperatorCommandSent(command=OperatorCommand.PAUSE))
         if sequence >= 10_000:
             counted = CountedObjects(dict(objects.data))
-            roll_back(replace(scene.context, ledger=ObjectLedger(counted)), "digits")
+            roll_back(replace(scene.context, ledger=ObjectLedger(counted, make_ledger_keys())), "digits")
             assert counted.reads <= 10, sequence
-            assert ObjectLedger(counted).state("digits").head == sequence + 3
+            assert ObjectLedger(counted, make_ledger_keys()).state("digits").head == sequence + 3
 
 
 def no_client(*_: object) -> NoReturn:

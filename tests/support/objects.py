@@ -15,6 +15,7 @@ from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.store import ContentStore
 from onnx_ops.domain.artifact import Digest, hex_digits
 from onnx_ops.ports import Ledger, Store
+from onnx_ops.testing.fakes import make_ledger_keys
 from onnx_ops.testing.ledgers import LedgerSuite, Opener
 from onnx_ops.testing.stores import StoreSuite
 
@@ -30,7 +31,7 @@ def record_name(key: Digest) -> str:
 def open_ledger(url: str, environ: Mapping[str, str]) -> Ledger:
     """With credentials that may be younger than the server that forks processes, of which this may be one."""
     os.environ.update(environ)
-    return ObjectLedger(open_objects(url))
+    return ObjectLedger(open_objects(url), make_ledger_keys())
 
 
 class RemoteStoreSuite(StoreSuite):

@@ -2,58 +2,70 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from typing_extensions import override
 
 from onnx_ops import codec
 from onnx_ops.adapters.files import LocalObjects, ObjectStore, sweep_unfinished
-from onnx_ops.domain import ledger as fold_module
-from onnx_ops.domain import rollout, rollout_observations
+from onnx_ops.adapters.ledgers.chain import (
+    ChainedEntry,
+    Head,
+    LedgerKeys,
+    StoredEntry,
+    build_changed_error,
+    build_missing_error,
+    decode,
+    encode,
+    follow,
+    format_name,
+)
+from onnx_ops.adapters.ledgers.seen import FixedEntry, SeenHeads, require_fixed
 from onnx_ops.domain.artifact import Digest, digest_bytes
-from onnx_ops.domain.ledger import LEDGER_SCHEMA, LedgerEntry, ReleaseState, apply_entry, fold
+from onnx_ops.domain.ledger import FOLD_VERSION, LedgerEntry, LedgerHead, ReleaseState, apply_entry, fold
+from onnx_ops.domain.ledger_authority import explain_grant
 from onnx_ops.errors import CorruptStateError, LedgerConflictError, OnnxOpsError
 from onnx_ops.ports import Ledger
 
 _log = logging.getLogger(__name__)
-_NAME = re.compile(r"\d{8}\.json")
+_NAME = re.compile(r"\d{8}\.jsonl")
 _SNAPSHOT = "snapshot.json"
 SNAPSHOT_EVERY = 4
 """Entries between two snapshots: a state takes one read for each of them, and five more."""
 _SWEEP_EVERY = 64
 """Entries after which the files of killed writers are deleted."""
 
-_NEWER = "A newer onnx-ops wrote it: upgrade this one."
-_REMEDY = "Restore the file from a backup (entries never change); see docs/runbooks/ledger-damaged.md."
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerSnapshot:
-    """A state, with digests of its last entry and of the program that folded it.
+    """A state, and the version of the fold that led to it.
 
-    It only saves reads, and is ignored where it does not match the entries.
+    It saves reads, and counts only if a signed entry names its digest: the one that follows the state's head.
     """
 
-    program: Digest
-    entry: Digest
+    fold: int
     state: ReleaseState
 
 
 class ObjectLedger(Ledger):
-    """`<endpoint>/<sequence>.json` and `snapshot.json` in an object store.
+    """`<endpoint>/<sequence>.jsonl` and `snapshot.json` in an object store.
 
-    Entries never change, so each is read once in the life of this object.
+    Entries never change, so each is read once in the life of this object, and what follows must follow what it read.
+
+    Args:
+        keys: sign what is appended, and verify what grants something.
+        seen: remembers on this machine how far a ledger was read, so that it cannot go back.
     """
 
-    def __init__(self, objects: ObjectStore) -> None:
+    def __init__(self, objects: ObjectStore, keys: LedgerKeys, seen: Path | None = None) -> None:
         self._objects = objects
-        self._read: dict[str, tuple[LedgerEntry, ...]] = {}
-        self._states: dict[str, ReleaseState] = {}
+        self._keys = keys
+        self._seen = SeenHeads(seen)
+        self._heads: dict[str, Head] = {}
         self._listed: set[str] = set()
 
     @property
@@ -67,63 +79,91 @@ class ObjectLedger(Ledger):
 
     @override
     def state(self, endpoint: str) -> ReleaseState:
-        state = self._states.get(endpoint) or self._snapshot(endpoint) or ReleaseState(endpoint=endpoint)
-        for entry in self._following(endpoint, state.head):
-            state = apply_entry(state, entry)
-        self._states[endpoint] = state
-        return state
+        return self._update_head(endpoint).state
 
     @override
     def read(self, endpoint: str, *, after: int = 0) -> tuple[LedgerEntry, ...]:
         if after:
-            return self._following(endpoint, after)
-        entries, damage = self._readable(endpoint)
+            return self._read_after(endpoint, after)
+        entries, damage = self._read_all(endpoint)
         if damage is not None:
             raise damage
         return entries
 
     @override
     def read_intact(self, endpoint: str) -> tuple[LedgerEntry, ...]:
-        return self._readable(endpoint)[0]
+        return self._read_all(endpoint)[0]
+
+    @override
+    def head(self, endpoint: str) -> LedgerHead | None:
+        head = self._update_head(endpoint)
+        return None if head.digest is None else LedgerHead(sequence=head.state.head, digest=head.digest)
 
     @override
     def append(self, entry: LedgerEntry) -> None:
-        data = codec.dumps(entry)
-        if not self._objects.create(_name(entry.endpoint, entry.sequence), data):
-            raise LedgerConflictError(
-                f"another writer appended entry {entry.sequence} first",
-                where=f"ledger {entry.endpoint}",
-                remedy="Look at `onnx-ops status` and try again.",
-            )
-        known = self._states.get(entry.endpoint)
-        if known is not None and known.head == entry.sequence - 1:
-            self._states[entry.endpoint] = apply_entry(known, entry)
-        if entry.sequence % SNAPSHOT_EVERY:
-            return
-        try:  # a snapshot that cannot be written costs nothing but reads
-            known = self._states.get(entry.endpoint)
-            state = known if known is not None and known.head == entry.sequence else self.state(entry.endpoint)
-            if state.head == entry.sequence:
-                snapshot = LedgerSnapshot(program=_program(), entry=digest_bytes(data), state=state)
-                self._objects.write(f"{entry.endpoint}/{_SNAPSHOT}", codec.dumps(snapshot))
-            if entry.sequence % _SWEEP_EVERY == 0 and isinstance(self._objects, LocalObjects):
+        head = self._heads.get(entry.endpoint)
+        if head is None or head.state.head < entry.sequence - 1:
+            head = self._update_head(entry.endpoint)
+        if head.state.head != entry.sequence - 1:
+            raise _build_conflict(entry)
+        grant = explain_grant(head.state, entry.body)
+        snapshot = None if head.state.head % SNAPSHOT_EVERY or not head.state.head else _take_snapshot(head.state)
+        digest = None if snapshot is None else digest_bytes(snapshot)
+        chained = ChainedEntry(previous=head.digest, snapshot=digest, entry=entry)
+        signed, name = encode(chained), format_name(entry.endpoint, entry.sequence)
+        signatures = self._keys.sign(signed, grant, f"ledger {name}")
+        if not self._objects.create(name, encode(chained, signatures)):
+            raise _build_conflict(entry)
+        self._set_head(entry.endpoint, Head(apply_entry(head.state, entry), digest_bytes(signed)))
+        if snapshot is not None and signatures:
+            self._keep_snapshot(entry, snapshot)
+
+    def _keep_snapshot(self, entry: LedgerEntry, snapshot: bytes) -> None:
+        """Write the snapshot that an entry names. If that fails, the one before still counts and costs more reads."""
+        try:
+            self._objects.write(f"{entry.endpoint}/{_SNAPSHOT}", snapshot)
+            if entry.sequence % _SWEEP_EVERY == 1 and isinstance(self._objects, LocalObjects):
                 sweep_unfinished(self._objects.root / entry.endpoint)
-        except (OnnxOpsError, OSError, ValueError) as error:
+        except (OnnxOpsError, OSError) as error:
             _log.warning("no snapshot of ledger %s: %s", entry.endpoint, error)
 
-    def _following(self, endpoint: str, after: int) -> tuple[LedgerEntry, ...]:
-        """Return the entries after a sequence, read one after the other until there is none."""
-        entries: list[LedgerEntry] = []
+    def _update_head(self, endpoint: str) -> Head:
+        """Return the head after the entries that have come since."""
+        known = self._heads.get(endpoint)
+        head = known or self._find_snapshot(endpoint) or Head(ReleaseState(endpoint=endpoint), None)
+        first = head.state.head + 1
+        fixed = {} if known is not None else self._list_fixed(endpoint)
+        for stored in self._iterate_after(endpoint, head.state.head):
+            head = follow(head, stored, self._keys)
+            require_fixed(endpoint, fixed, stored.entry.sequence, stored.digest)
+        for sequence in fixed:
+            if not first <= sequence <= head.state.head:
+                require_fixed(endpoint, fixed, sequence, self._read_digest(endpoint, sequence))
+        self._set_head(endpoint, head)
+        return head
+
+    def _list_fixed(self, endpoint: str) -> dict[int, FixedEntry]:
+        """Return the entries that this ledger must hold, by sequence."""
+        entries = [*self._seen.list_fixed(endpoint), *self._keys.list_fixed(endpoint)]
+        return {one.head.sequence: one for one in entries}
+
+    def _set_head(self, endpoint: str, head: Head) -> None:
+        self._heads[endpoint] = head
+        if head.digest is not None:
+            self._seen.remember(endpoint, head.state.head, head.digest)
+
+    def _iterate_after(self, endpoint: str, after: int) -> Iterator[StoredEntry]:
+        """Yield the entries after a sequence, read one after the other until there is none."""
+        last = after
         while True:
-            while (data := self._objects.read(_name(endpoint, after + len(entries) + 1))) is not None:
-                entries.append(_entry(endpoint, after + len(entries) + 1, data))
-            last = after + len(entries)
+            while (data := self._objects.read(format_name(endpoint, last + 1))) is not None:
+                yield decode(endpoint, last + 1, data)
+                last += 1
             if not self._has_later(endpoint, last):
-                return tuple(entries)
+                return
             # Unless it was written just now.
-            if self._objects.read(_name(endpoint, last + 1)) is None:
-                where = f"ledger {_name(endpoint, last + 1)}"
-                raise CorruptStateError("the entry is missing", where=where, remedy=_REMEDY)
+            if self._objects.read(format_name(endpoint, last + 1)) is None:
+                raise build_missing_error(endpoint, last + 1)
 
     def _has_later(self, endpoint: str, last: int) -> bool:
         """Return whether there are entries after the one that follows `last`, so that this one cannot be missing.
@@ -131,69 +171,72 @@ class ObjectLedger(Ledger):
         On a remote store, all names are listed once in the life of this object: many take as long as many reads.
         """
         if endpoint in self._listed and not isinstance(self._objects, LocalObjects):
-            return self._objects.read(_name(endpoint, last + 2)) is not None
+            return self._objects.read(format_name(endpoint, last + 2)) is not None
         self._listed.add(endpoint)
         names = (name for name in self._objects.list_names(endpoint) if _NAME.fullmatch(name))
-        return max(names, default="") > f"{last + 1:08d}.json"
+        return max(names, default="") > f"{last + 1:08d}.jsonl"
 
-    def _snapshot(self, endpoint: str) -> ReleaseState | None:
-        """Return the state of the last snapshot; None if it does not match its entry, as after a restore."""
+    def _find_snapshot(self, endpoint: str) -> Head | None:
+        """Return the head after the signed entry that names the snapshot; None if none does, or its fold is another."""
         data = self._objects.read(f"{endpoint}/{_SNAPSHOT}")
         if data is None:
             return None
         try:
             snapshot = codec.loads(data, LedgerSnapshot)
+            following = self._objects.read(format_name(endpoint, snapshot.state.head + 1))
+            if following is None:
+                return None
+            stored = decode(endpoint, snapshot.state.head + 1, following)
+            self._keys.verify(stored, "names a snapshot")
+            is_named = stored.chained.snapshot == digest_bytes(data)
+            if not is_named or snapshot.fold != FOLD_VERSION or snapshot.state.endpoint != endpoint:
+                return None
+            return follow(Head(snapshot.state, stored.chained.previous), stored, self._keys)
         except CorruptStateError:
             return None
-        last = self._objects.read(_name(endpoint, snapshot.state.head))
-        matches = last is not None and digest_bytes(last) == snapshot.entry and snapshot.state.endpoint == endpoint
-        return snapshot.state if matches and snapshot.program == _program() else None
 
-    def _readable(self, endpoint: str) -> tuple[tuple[LedgerEntry, ...], CorruptStateError | None]:
-        names = [name for name in self._objects.list_names(endpoint) if _NAME.fullmatch(name)]
-        entries = list(self._read.get(endpoint, ())[: len(names)])
-        for position, name in enumerate(names[len(entries) :], start=len(entries) + 1):
-            try:
-                entries.append(_entry(endpoint, position, self._objects.read(f"{endpoint}/{name}") or b""))
-            except CorruptStateError as error:
-                return tuple(entries), error
-        self._read[endpoint] = tuple(entries)
-        return self._read[endpoint], None
+    def _read_digest(self, endpoint: str, sequence: int) -> Digest | None:
+        data = self._objects.read(format_name(endpoint, sequence))
+        return None if data is None else decode(endpoint, sequence, data).digest
 
+    def _read_after(self, endpoint: str, after: int) -> tuple[LedgerEntry, ...]:
+        """Return the entries after a sequence, up to a verified head that commits to them by its digest."""
+        head = self._update_head(endpoint)
+        entries: list[LedgerEntry] = []
+        previous = head.digest
+        for sequence in range(head.state.head, after, -1):
+            data = self._objects.read(format_name(endpoint, sequence))
+            if data is None:
+                raise build_missing_error(endpoint, sequence)
+            stored = decode(endpoint, sequence, data)
+            if stored.digest != previous:
+                raise build_changed_error(endpoint, sequence)
+            entries.append(stored.entry)
+            previous = stored.chained.previous
+        return tuple(reversed(entries))
 
-@functools.cache
-def _program() -> Digest:
-    """Digest of the code that folds entries: what another version has folded is folded again."""
-    files = (module.__file__ for module in (fold_module, rollout, rollout_observations))
-    return digest_bytes(b"".join(Path(file).read_bytes() for file in files if file))
-
-
-def _name(endpoint: str, sequence: int) -> str:
-    return f"{endpoint}/{sequence:08d}.json"
-
-
-def _entry(endpoint: str, sequence: int, data: bytes) -> LedgerEntry:
-    """Parse an entry; raise CorruptStateError with the remedy."""
-    where = f"ledger {_name(endpoint, sequence)}"
-    try:
-        entry = codec.loads(data, LedgerEntry, where=where)
-        if entry.sequence != sequence or entry.endpoint != endpoint:
-            raise CorruptStateError("the entry is not where it belongs", where=where)
-        if entry.schema != LEDGER_SCHEMA:
-            raise CorruptStateError(f"the entry has schema {entry.schema}, not {LEDGER_SCHEMA}", where=where)
-    except CorruptStateError as error:
-        error.remedy = _NEWER if _is_newer(data) else _REMEDY
-        raise
-    return entry
+    def _read_all(self, endpoint: str) -> tuple[tuple[LedgerEntry, ...], CorruptStateError | None]:
+        """Return the verified entries from the first on, and why the next one does not count, if there is one."""
+        head, entries = Head(ReleaseState(endpoint=endpoint), None), []
+        try:
+            for stored in self._iterate_after(endpoint, 0):
+                head = follow(head, stored, self._keys)
+                entries.append(stored.entry)
+        except CorruptStateError as error:
+            return tuple(entries), error
+        return tuple(entries), None
 
 
-def _is_newer(data: bytes) -> bool:
-    """Return whether an entry that cannot be read names a later schema."""
-    try:
-        schema = codec.loads(data, dict[str, Any]).get("schema")
-    except CorruptStateError:
-        return False
-    return isinstance(schema, int) and schema > LEDGER_SCHEMA
+def _take_snapshot(state: ReleaseState) -> bytes:
+    return codec.dumps(LedgerSnapshot(fold=FOLD_VERSION, state=state))
+
+
+def _build_conflict(entry: LedgerEntry) -> LedgerConflictError:
+    return LedgerConflictError(
+        f"another writer appended entry {entry.sequence} first",
+        where=f"ledger {entry.endpoint}",
+        remedy="Look at `onnx-ops status` and try again.",
+    )
 
 
 class MemoryLedger(Ledger):
@@ -224,10 +267,13 @@ class MemoryLedger(Ledger):
         return self.read(endpoint)
 
     @override
+    def head(self, endpoint: str) -> LedgerHead | None:
+        entries = self.read(endpoint)
+        return LedgerHead(sequence=len(entries), digest=digest_bytes(codec.dumps(entries[-1]))) if entries else None
+
+    @override
     def append(self, entry: LedgerEntry) -> None:
         entries = self._entries.setdefault(entry.endpoint, [])
         if entry.sequence != len(entries) + 1:
-            raise LedgerConflictError(
-                f"another writer appended entry {entry.sequence} first", where=f"ledger {entry.endpoint}"
-            )
+            raise _build_conflict(entry)
         entries.append(entry)

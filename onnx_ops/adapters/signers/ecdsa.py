@@ -12,39 +12,50 @@ from onnx_ops.errors import InfrastructureError, NotFoundError
 from onnx_ops.scratch import create_file, write_durably
 
 
-class EcdsaSigner:
-    """Signs with the private key in a file.
-
-    Args:
-        path: PEM, PKCS #8, not encrypted, readable by its owner only.
+def read_key(path: Path) -> EcdsaSigner:
+    """Return the signer of the private key in a file: PEM, PKCS #8, not encrypted, readable by its owner only.
 
     Raises:
         NotFoundError: there is no such file.
         RefusedError: others can read it.
         UserError: it does not hold a private key of ECDSA P-256.
     """
+    try:
+        remedy = f"chmod 600 {path}; and create a new key if others had access to this one"
+        pem = read_private(path, "the signing key", remedy=remedy).encode()
+    except OSError as error:
+        raise NotFoundError(
+            "the signing key cannot be read",
+            where=str(path),
+            why=error.strerror or "",
+            remedy="Create one with `onnx-ops init`, or name the right file in the settings",
+        ) from error
+    return EcdsaSigner(pem, str(path))
 
-    def __init__(self, path: Path) -> None:
+
+class EcdsaSigner:
+    """Signs with a private key.
+
+    Args:
+        pem: PEM, PKCS #8, not encrypted.
+        where: its place, for errors.
+
+    Raises:
+        UserError: it is not a private key of ECDSA P-256.
+    """
+
+    def __init__(self, pem: bytes, where: str) -> None:
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurvePrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
         try:
-            remedy = f"chmod 600 {path}; and create a new key if others had access to this one"
-            pem = read_private(path, "the signing key", remedy=remedy).encode()
-        except OSError as error:
-            raise NotFoundError(
-                "the signing key cannot be read",
-                where=str(path),
-                why=error.strerror or "",
-                remedy="Create one with `onnx-ops init`, or name the right file in the settings",
-            ) from error
-        try:
             key = load_pem_private_key(pem, password=None)
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-            raise build_key_error("private", str(path)) from error
+            raise build_key_error("private", where) from error
         if not isinstance(key, EllipticCurvePrivateKey) or not isinstance(key.curve, SECP256R1):
-            raise build_key_error("private", str(path))
+            raise build_key_error("private", where)
+        self.is_local = True
         self._private = key
         self._key = compute_key_digest(key.public_key())
 
@@ -80,7 +91,7 @@ def create_key(path: Path) -> EcdsaSigner:
         if not path.exists():
             private = generate_private_key(SECP256R1())
             create_file(path, private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-        signer = EcdsaSigner(path)
+        signer = read_key(path)
         public = public_path(path)
         if not public.exists() or public.read_bytes() != signer.public_pem():
             write_durably(public, signer.public_pem(), 0o644)

@@ -2,52 +2,80 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, create_key, public_path
-from onnx_ops.attestation import PUBLIC_SUFFIX, TrustedKeys
+from onnx_ops import codec
+from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, create_key, public_path, read_key
+from onnx_ops.attestation import HEADS_SUFFIX, KEY_FOLDERS, PUBLIC_SUFFIX, RETIRED_SUFFIX, KeyRole, TrustedKeys
 from onnx_ops.domain.artifact import Digest, hex_digits, short_digest
+from onnx_ops.domain.ledger import LedgerHead
 from onnx_ops.errors import NotFoundError, RefusedError, UserError
+from onnx_ops.ports import Signer
 from onnx_ops.scratch import write_durably
-
-RETIRED_SUFFIX = ".retired.pem"
-"""`NAME.pub.pem` is trusted; as `NAME.retired.pem` the same file is a record only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownKey:
-    """One public key. `signs`: this machine signs with it now."""
+    """One public key. `signs`: this machine signs with it now. `roles`: what it is trusted for."""
 
     key: Digest
     files: tuple[Path, ...]
     signs: bool
-    trusted: bool
+    roles: tuple[KeyRole, ...]
+
+    @property
+    def trusted(self) -> bool:
+        """Whether it is trusted for anything."""
+        return bool(self.roles)
 
 
 class Keyring:
-    """The file of this machine's signing key, which need not exist, and the folder of trusted public keys."""
+    """The file of this machine's signing key, which need not exist, and the folder of trusted public keys.
 
-    def __init__(self, signing: Path, trusted: Path) -> None:
+    Args:
+        remote: signs instead of the file.
+    """
+
+    def __init__(self, signing: Path, trusted: Path, remote: Signer | None = None) -> None:
         self._signing = signing
         self._trusted = trusted
+        self._remote = remote
 
     def list_keys(self) -> tuple[KnownKey, ...]:
         """Return all keys: the signing one first, then the trusted, then the retired."""
-        mine = EcdsaSigner(self._signing).key if self._signing.exists() else None
+        mine = None if (signer := self.find_signer()) is None else signer.key
         files: dict[tuple[Digest, bool], list[Path]] = {}
+        roles: dict[Digest, set[KeyRole]] = {}
+        for name, granted in KEY_FOLDERS:
+            for path in sorted((self._trusted / name).glob(f"*{PUBLIC_SUFFIX}")):
+                (key,) = TrustedKeys(path).keys()
+                roles.setdefault(key, set()).update(granted)
+                files.setdefault((key, True), []).append(path)
+        for name, _ in KEY_FOLDERS:
+            for path in sorted((self._trusted / name).glob(f"*{RETIRED_SUFFIX}")):
+                (key,) = TrustedKeys(path).keys()
+                files.setdefault((key, False), []).append(path)
         if mine is not None:
-            trusted = TrustedKeys(self._trusted).keys()
-            files[mine, mine in trusted] = [self._signing]
-        public, retired = (sorted(self._trusted.glob(f"*{suffix}")) for suffix in (PUBLIC_SUFFIX, RETIRED_SUFFIX))
-        for path in (*public, *retired):
-            (key,) = TrustedKeys(path).keys()
-            files.setdefault((key, path.name.endswith(PUBLIC_SUFFIX)), []).append(path)
+            own = [] if self._remote is not None else [self._signing]
+            files[mine, mine in roles] = [*own, *files.get((mine, mine in roles), [])]
         known = [
-            KnownKey(key=key, files=tuple(paths), signs=key == mine, trusted=is_trusted)
+            KnownKey(
+                key=key,
+                files=tuple(paths),
+                signs=key == mine,
+                roles=tuple(sorted(roles[key])) if is_trusted else (),
+            )
             for (key, is_trusted), paths in files.items()
         ]
         return tuple(sorted(known, key=lambda one: (not one.signs, not one.trusted, one.key)))
+
+    def find_signer(self) -> Signer | None:
+        """Return what signs here, or None."""
+        if self._remote is not None:
+            return self._remote
+        return read_key(self._signing) if self._signing.exists() else None
 
     def create(self, path: Path | None = None) -> EcdsaSigner:
         """Create a key pair, by default this machine's signing key."""
@@ -65,7 +93,10 @@ class Keyring:
         Both public keys are trusted before the new private key signs anything, so that every decision is verifiable
         after a crash at any point. The next call continues with the same new key.
         """
-        old = EcdsaSigner(self._signing)
+        if self._remote is not None:
+            remedy = "Make a new one there, trust its public key (`onnx-ops keys public`), and change the setting."
+            raise UserError("the signing key is not in a file here", where="signer", remedy=remedy)
+        old = read_key(self._signing)
         following = self._signing.with_name(f"{self._signing.stem}.next.pem")
         new = create_key(following)
         self._trust(old)
@@ -88,15 +119,21 @@ class Keyring:
             )
         return matches[0]
 
-    def retire(self, known: KnownKey) -> tuple[Path, ...]:
-        """Stop trusting a key; return the files that are kept as a record."""
+    def retire(self, known: KnownKey, heads: Mapping[str, LedgerHead]) -> tuple[Path, ...]:
+        """Stop trusting a key; return the files that are kept as a record.
+
+        Args:
+            heads: the last entries of the ledgers, by endpoint: what it signed there up to now still counts.
+        """
         if known.signs:
             what = f"this machine signs with key {short_digest(known.key)}"
             raise RefusedError(what, where=str(self._signing), remedy="Replace that key first: `onnx-ops keys rotate`.")
-        renames = [
-            (path, path.with_name(path.name.removesuffix(PUBLIC_SUFFIX) + RETIRED_SUFFIX)) for path in known.files
-        ]
-        return tuple(path.replace(retired) for path, retired in renames)
+        kept = []
+        for path in known.files:
+            name = path.name.removesuffix(PUBLIC_SUFFIX)
+            write_durably(path.with_name(name + HEADS_SUFFIX), codec.dumps(dict(heads)), 0o644)
+            kept.append(path.replace(path.with_name(name + RETIRED_SUFFIX)))
+        return tuple(kept)
 
     def _trust(self, signer: EcdsaSigner) -> None:
         path = self._trusted / f"{self._signing.stem}-{short_digest(signer.key)}{PUBLIC_SUFFIX}"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from onnx_ops import codec
 from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, read_decisions, read_record
-from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, public_path
+from onnx_ops.adapters.signers.ecdsa import public_path, read_key
 from onnx_ops.attestation import TrustedKeys, sign_record
 from onnx_ops.config.loader import LocatedPolicy, load_policy
 from onnx_ops.domain.artifact import short_digest
@@ -68,7 +68,7 @@ def read_configuration(environ: Mapping[str, str]) -> Configuration:
             where=policy_file,
             remedy=f"Set {BASIC_AUTH}=true, or let every rule say `users: ['*']`.",
         )
-    signer = EcdsaSigner(Path(key_file)) if key_file else None
+    signer = read_key(Path(key_file)) if key_file else None
     if signer is not None and signer.key not in (() if keys is None else keys.keys()):
         raise UserError(
             f"overrides would be signed by key {short_digest(signer.key)}, which is not trusted",

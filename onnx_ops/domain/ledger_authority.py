@@ -1,0 +1,159 @@
+"""What an entry of the ledger grants, and so needs a signature for.
+
+A user who can write the ledger's storage can add entries. Without a signature, these can only record, restrict, or lead
+back to a version that a signed entry made stable and that was not rejected since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.ledger import (
+    ActionOutcome,
+    AliasesWritten,
+    EndpointAbandoned,
+    EndpointBound,
+    EndpointDeleted,
+    EntryBody,
+    Intent,
+    LeaseRenewed,
+    MetricsRecorded,
+    NotificationSent,
+    OperatorCommandSent,
+    OverrideRecorded,
+    ReleaseState,
+    RequestWithdrawn,
+    RollbackRequested,
+    RolloutPaused,
+    ThresholdsFixed,
+    VersionRefused,
+)
+from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, find_step, format_alias
+
+GRANTS: Mapping[type, str] = {
+    EndpointBound: "binds the endpoint",
+    EndpointAbandoned: "unbinds the endpoint",
+    ThresholdsFixed: "fixes thresholds",
+    MetricsRecorded: "records evidence",
+    RequestWithdrawn: "withdraws a request",
+    OverrideRecorded: "overrides gates",
+}
+"""Kinds of entries that always grant."""
+
+RECORDS = (ActionOutcome, RolloutPaused, NotificationSent, LeaseRenewed)
+"""Kinds that never do. An outcome is a hint: the endpoint is observed, and restored to what was granted."""
+
+_UPKEEP = (ActionKind.RESTORE, ActionKind.RETIRE, ActionKind.CLEAN_UP, ActionKind.RECONFIGURE)
+
+
+def explain_grant(state: ReleaseState, body: EntryBody) -> str:
+    """Return what the next entry grants, as a predicate of the entry; empty if it needs no signature.
+
+    A ledger of a model and target without endpoint grants nothing.
+    """
+    if "@" in state.endpoint or isinstance(body, RECORDS):
+        return ""
+    if (always := GRANTS.get(type(body))) is not None:
+        return always
+    is_bounded, grant = _check_bounds(state, body)
+    return "" if is_bounded else grant
+
+
+def _check_bounds(state: ReleaseState, body: EntryBody) -> tuple[bool, str]:
+    """Return whether an entry only records, restricts or leads back, and what it grants otherwise."""
+    match body:
+        case EndpointDeleted():
+            return body.done and state.deleting, "deletes the endpoint"
+        case OperatorCommandSent():
+            return body.command is OperatorCommand.PAUSE, f"orders to {body.command.value}"
+        case RollbackRequested():
+            return _leads_back(state, body.action), "goes to a version that was not stable, or is rejected"
+        case Intent():
+            return _is_granted(state, body.action), f"begins {body.action.kind.value}"
+        case VersionRefused():
+            restored = (None, state.aliases.get(body.alias))
+            is_own = body.alias in _list_aliases(state) and body.restored_to in restored
+            return is_own, f"moves alias {body.alias}"
+        case AliasesWritten():
+            return _shows_served(state, body.aliases), "names other versions as published"
+        case _:
+            return False, "is of an unknown kind"
+
+
+def _is_granted(state: ReleaseState, action: Action) -> bool:
+    """Return whether a signed entry already allows the action, or it changes no roles."""
+    if state.pending_rollback is not None:
+        return action == state.pending_rollback.action
+    if state.open_intent is not None and action == state.open_intent.action:
+        return True
+    return action.kind in _UPKEEP and _keeps_roles(state, action)
+
+
+def _keeps_roles(state: ReleaseState, action: Action) -> bool:
+    """Return whether the action only brings the endpoint to its roles, with at most the candidate's share."""
+    roles, after, weights = state.roles, action.roles, action.state.split.weights
+    if (after.stable, after.candidate, after.step) != (roles.stable, roles.candidate, roles.step):
+        return False
+    if after.previous not in (None, roles.previous) or action.aliases or action.reject or roles.stable is None:
+        return False
+    present = [d for d in (roles.stable, roles.previous, roles.candidate) if d is not None]
+    most = 0 if roles.candidate is None else find_step(state.policy, roles.step).percent
+    share = 0 if roles.candidate is None else weights.get(roles.candidate.name, 0)
+    return (
+        _are_among(action.state.deployments, present)
+        and share <= most
+        and weights.get(roles.stable.name, 0) == 100 - share
+        and sum(weights.values()) == 100
+    )
+
+
+def _leads_back(state: ReleaseState, action: Action) -> bool:
+    """Return whether all traffic goes to a version that was granted and is not rejected, and nothing else changes."""
+    goal, weights = action.roles.stable, action.state.split.weights
+    if not action.is_rollback or goal is None or action.roles.candidate is not None:
+        return False
+    if goal.manifest not in state.stables or action.roles.previous not in (None, state.roles.previous):
+        return False
+    is_rejected = state.find_rejection(goal) is not None and goal.manifest not in state.overrides
+    champion = format_alias("champion", "" if state.config is None else state.config.target)
+    known = [*state.known.values(), *(d for d in (state.roles.stable, state.roles.previous) if d is not None)]
+    if state.roles.candidate is not None:
+        known.append(state.roles.candidate)
+    if state.open_intent is not None:
+        known += state.open_intent.action.state.deployments
+    return (
+        not is_rejected
+        and _are_among((goal, *action.state.deployments), known)
+        and weights.get(goal.name) == 100
+        and sum(weights.values()) == 100
+        and not action.state.split.shadow
+        and all(
+            alias in _list_aliases(state) and (version is None or (alias, version) == (champion, goal.version))
+            for alias, version in action.aliases.items()
+        )
+    )
+
+
+def _shows_served(state: ReleaseState, aliases: Mapping[str, str | None]) -> bool:
+    """Return whether the aliases are the endpoint's own, on versions that were stable, or as the ledger has them."""
+    served = {None, *(version for version, d in state.known.items() if d.manifest in state.stables)}
+    if state.roles.stable is not None:
+        served.add(state.roles.stable.version)
+    return all(
+        alias in _list_aliases(state)
+        and version in {*served, state.aliases.get(alias), state.pending_aliases.get(alias)}
+        for alias, version in aliases.items()
+    )
+
+
+def _list_aliases(state: ReleaseState) -> tuple[str, ...]:
+    """Return the aliases of the endpoint's target."""
+    if state.config is None:
+        return ()
+    return tuple(format_alias(role, state.config.target) for role in ("champion", "challenger", "previous"))
+
+
+def _are_among(deployments: Iterable[Deployment], granted: Iterable[Deployment]) -> bool:
+    granted = list(granted)
+    return all(deployment in granted for deployment in deployments)
