@@ -40,7 +40,8 @@ BAD, WORSE = 9, 7
 class Crowd:
     """Who sends: users by Zipf's law, with so many rows by user (log-normal), failing and retrying as often.
 
-    `hit` is the share of requests that a bad candidate fails on.
+    `hit` is the share of requests that a bad candidate fails on. `patience_s` is the longest that a rollout takes: one
+    client is a unit of the candidate only in some epochs.
     """
 
     users: int = 2000
@@ -50,10 +51,11 @@ class Crowd:
     retried: float = 0.0
     weights_mb: int = 0
     hit: float = 0.1
+    patience_s: float = 150.0
 
 
 WORLDS = {
-    "1 client": Crowd(users=1, hit=1.0),
+    "1 client": Crowd(users=1, hit=1.0, patience_s=1500.0),
     "3 clients": Crowd(users=3, skew=0.5, hit=1.0),
     "10 clients": Crowd(users=10, skew=0.5, hit=1.0),
     "sticky users, heavy tails": Crowd(rows=1.0),
@@ -110,14 +112,14 @@ def rolled_out(crowd: Crowd, seed: int, *, bad: bool) -> tuple[bool, str]:
                 url=f"{site.local.address(site.config)}/v2/models/m/infer",
                 payloads=list(payloads(crowd, seed)),
                 headers={"content-type": "application/json"},
-                seconds=300,
+                seconds=2 * crowd.patience_s,
             )
             load = multiprocessing.get_context("spawn").Process(target=send, args=(plan,), daemon=True)
             load.start()
             try:
                 wait_for_requests(site)
                 site.release("second", **{**model, "table": 4 if bad else 8})
-                why = site.drive()
+                why = site.drive(crowd.patience_s)
             finally:
                 load.kill()
                 load.join()

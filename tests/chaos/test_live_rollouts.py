@@ -148,9 +148,9 @@ class Site:
         )
         return LoadProcess(plan)
 
-    def drive(self) -> str:
+    def drive(self, timeout_s: float = TIMEOUT_S) -> str:
         """Reconcile until no rollout is in progress; why the last move was made."""
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while self.state().roles.candidate is not None:
             assert time.monotonic() < deadline, reconcile_until_stable(self.context, ENDPOINT)[-1]
             reconcile_until_stable(self.context, ENDPOINT)

@@ -101,10 +101,12 @@ class Attack:
     def disturb_entries(self) -> None:
         """Cut, remove, exchange, repeat, edit or borrow what is stored."""
         names, stored = self.names(), self.objects.data
+        if not names:
+            return
         one, other = self.draw.choice(names), self.draw.choice(names)
         match self.draw.choice(("cut", "remove", "exchange", "repeat", "edit", "foreign", "unsign", "snapshot")):
             case "cut":
-                for name in names[self.draw.randrange(1, len(names)) :]:
+                for name in names[self.draw.randrange(1, len(names) + 1) :]:
                     del stored[name]
             case "remove":
                 del stored[one]
