@@ -1,8 +1,9 @@
 """Find the float constant that each rounded weight of another file was made from.
 
 Quantizers keep the names of weights, or change them, or write the graph anew. A weight is therefore found by its name,
-by the place of its operator in both graphs, and by its values, in this order of trust: a name that the place confirms;
-values that are near, by name, by place, or else the nearest; the place; the name; the only one left of its shape.
+by the place of its operator in both graphs, and by its values, in this order of trust: a name that the place confirms,
+unless the values are unrelated; values that are near, by name, by place, or else the nearest; a name that the place
+confirms; the place; the name; the only one left of its shape.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ _FLOATS = frozenset({1, 10, 11, 16})
 _NEAR = 0.3
 """Squared distance from the original, as a share of its square, below which values are near. Rounding to 4 bits moves a
 normal weight by .01 to .02 of it, to 2 bits by .1 to .3; another weight of the same spread is at 2."""
+
+_UNRELATED = 1.0
+"""Distance from which values that are near elsewhere are trusted more than name and place: tools give generic names to
+tensors and nodes anew (`v206`), and two files can have the same ones by chance."""
 
 _SAMPLED = 4096
 """Elements of a weight that are compared to find its original."""
@@ -83,12 +88,13 @@ class _PossibleOrigin:
 
     @property
     def rank(self) -> tuple[int, bool, float]:
-        near = self.distance < _NEAR
+        near, known = self.distance < _NEAR, self.named and self.placed
         trusts = (
-            self.named and self.placed,
+            known and self.distance < _UNRELATED,
             near and self.named,
             near and self.placed,
             near,
+            known,
             self.placed,
             self.named,
         )
@@ -202,7 +208,7 @@ class OriginFinder:
         return one.number == other.number and kind in self._alike
 
 
-_UNKNOWN = 6
+_UNKNOWN = 7
 """Rank of a candidate for which nothing speaks."""
 
 

@@ -1,0 +1,55 @@
+"""Originals of rounded weights in another file: what a name, a place and values are worth against each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from onnx_ops.measure.quantization import measure_weights
+from tests.support.graphs import write_graph
+
+GRAPH = "(float[n,8] x) => (float[n,8] y) { h1 = MatMul(x, v1) r = Relu(h1) h2 = MatMul(r, v2) y = Tanh(h2) }"
+SCALE = np.float32(0.05)
+
+
+def write_source(path: Path) -> Path:
+    draw = np.random.default_rng(3)
+    weights = {name: draw.normal(size=(8, 8)).astype(np.float32) for name in ("v1", "v2")}
+    return write_graph(path, GRAPH, **weights)
+
+
+def write_rounded(source: Path, path: Path, names: dict[str, str]) -> Path:
+    """Write a copy with levels of 8 bits, in which tensors and nodes have these names."""
+    stored = {t.name: numpy_helper.to_array(t) for t in onnx.load(source).graph.initializer}
+    levels = {
+        f"{names[name]}_quantized": np.clip(np.rint(values / SCALE), -127, 127).astype(np.int8)
+        for name, values in stored.items()
+    }
+    v1, v2, h1, h2 = (names[name] for name in ("v1", "v2", "h1", "h2"))
+    nodes = (
+        f"{v1} = DequantizeLinear({v1}_quantized, scale, zero) {h1} = MatMul(x, {v1}) r = Relu({h1}) "
+        f"{v2} = DequantizeLinear({v2}_quantized, scale, zero) {h2} = MatMul(r, {v2}) y = Tanh({h2})"
+    )
+    text = f"(float[n,8] x) => (float[n,8] y) {{ {nodes} }}"
+    return write_graph(path, text, **levels, scale=SCALE, zero=np.int8(0))
+
+
+def test_measure_weights_names_that_were_given_anew_do_not_outweigh_values(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source.onnx")
+    names = {"v1": "v2", "v2": "v1", "h1": "h2", "h2": "h1"}
+    derived = write_rounded(source, tmp_path / "derived.onnx", names)
+    assert max(one.steps for one in measure_weights(source, derived)) <= 0.51
+
+
+def test_measure_weights_wrong_weight_of_the_right_name_is_held_against_it(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source.onnx")
+    derived = write_rounded(source, tmp_path / "derived.onnx", {name: name for name in ("v1", "v2", "h1", "h2")})
+    model = onnx.load(derived)
+    (second,) = [t for t in model.graph.initializer if t.name == "v2_quantized"]
+    second.CopyFrom(numpy_helper.from_array(np.roll(numpy_helper.to_array(second), 3, axis=0), "v2_quantized"))
+    onnx.save(model, derived)
+    found = {one.tensor: one.steps for one in measure_weights(source, derived)}
+    assert max(found.values()) > 10
