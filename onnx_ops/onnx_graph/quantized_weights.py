@@ -110,7 +110,8 @@ def pair_quantized_weights(source: Path, derived: Path) -> PairedWeights:
                 stretch=weight.stretch,
             )
         )
-    unpaired = {weight.name for weight in rounded if weight.tensor not in origins}
+    # A number without an original was folded from others; the function without its rounding shows whether it is right.
+    unpaired = {weight.name for weight in rounded if weight.tensor not in origins and weight.values.size > 1}
     return PairedWeights(
         pairs=tuple(sorted(pairs, key=lambda pair: pair.name)),
         unpaired=tuple(sorted(unpaired | set(reader.list_unread({weight.tensor for weight in rounded})))),

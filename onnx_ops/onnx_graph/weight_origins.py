@@ -28,6 +28,9 @@ _NEAR = 0.3
 """Squared distance from the original, as a share of its square, below which values are near. Rounding to 4 bits moves a
 normal weight by .01 to .02 of it, to 2 bits by .1 to .3; another weight of the same spread is at 2."""
 
+_SAME_NUMBER = 1e-3
+"""Squared relative distance below which two single numbers are the same one, rounded."""
+
 _UNRELATED = 1.0
 """Distance from which values that are near elsewhere are trusted more than name and place: tools give generic names to
 tensors and nodes anew (`v206`), and two files can have the same ones by chance."""
@@ -132,6 +135,8 @@ class OriginFinder:
         waiting: list[tuple[StoredWeight, list[_PossibleOrigin]]] = []
         for weight in weights:
             candidates = sorted(self._list_candidates(weight), key=lambda candidate: candidate.rank)
+            if weight.values.size == 1:  # any two files have numbers in the same places, as exponents and factors
+                candidates = [one for one in candidates if one.distance < _SAME_NUMBER]
             if candidates and candidates[0].rank[0] < _UNKNOWN:
                 found[weight.tensor] = candidates[0].origin
             elif candidates:

@@ -53,3 +53,18 @@ def test_measure_weights_wrong_weight_of_the_right_name_is_held_against_it(tmp_p
     onnx.save(model, derived)
     found = {one.tensor: one.steps for one in measure_weights(source, derived)}
     assert max(found.values()) > 10
+
+
+def test_measure_weights_number_is_no_weight_of_another_one(tmp_path: Path) -> None:
+    """A factor of .5, rounded, beside one of 3 in the source: single numbers are found by their values."""
+    source = write_graph(
+        tmp_path / "source.onnx", "(float[n,8] x) => (float[n,8] y) { y = Mul(x, factor) }", factor=np.float32(3)
+    )
+    derived = write_graph(
+        tmp_path / "derived.onnx",
+        "(float[n,8] x) => (float[n,8] y) { half = DequantizeLinear(level, scale, zero) y = Mul(x, half) }",
+        level=np.int8(127),
+        scale=np.float32(0.5 / 127),
+        zero=np.int8(0),
+    )
+    assert measure_weights(source, derived) == ()
