@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.adapters.files import LocalObjects
+from onnx_ops.adapters.ledgers.chain import LedgerKeys
 from onnx_ops.adapters.ledgers.log import ObjectLedger
+from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.ledger import ActionOutcome, Intent, fold
-from onnx_ops.testing.fakes import make_ledger_keys
 from tests.e2e.e2e_project import MLP, ONLY_FP32, SECOND, Project
 from tests.support.suite import Sweep
 
@@ -37,7 +38,8 @@ def stages(project: Project) -> list[str]:
 
 def check_ledger(root: Path) -> None:
     """No effect without an outcome, and exactly one outcome that counts for each action on the endpoint."""
-    ledger = ObjectLedger(LocalObjects(root / ".onnx-ops" / "ledger"), make_ledger_keys())
+    trusted = TrustedKeys(root / ".onnx-ops" / "keys", role="release")
+    ledger = ObjectLedger(LocalObjects(root / ".onnx-ops" / "ledger"), LedgerKeys(lambda: trusted, lambda: None))
     entries = ledger.read("digits")
     assert fold("digits", entries).open_intent is None
     done = {e.body.of for e in entries if isinstance(e.body, ActionOutcome) and e.body.ok}
