@@ -274,3 +274,10 @@ def test_state_long_lived_reader_detects_what_follows_otherwise(tmp_path: Path) 
         other.append(command_entry(sequence, reason="another history"))
     with pytest.raises(CorruptStateError, match="does not follow"):
         reader.state(ENDPOINT)
+
+
+def test_state_damaged_memory_of_this_machine_counts_as_missing(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    (storage.seen / f"{ENDPOINT}.json").write_text("{")
+    cut_tail(storage)
+    assert storage.open(seen=True).state(ENDPOINT).head == LENGTH - 2
