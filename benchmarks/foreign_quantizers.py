@@ -238,7 +238,7 @@ def _list_missing(known: Sequence[Outcome]) -> Iterator[str]:
 def _attempt(name: str, network: Network, path: Path) -> str:
     """Write a file; return why that failed.
 
-    Each quantizer has a process of its own: some replace functions of ONNX Runtime's for all that follow, and the
+    Each quantizer runs in a separate process: some replace functions of ONNX Runtime for all later ones, and the
     runtime ends by a segmentation fault on some files.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:

@@ -343,11 +343,7 @@ def apply_entry(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
         case RollbackRequested():
             after = _request_rollback(state, entry, body)
         case RequestWithdrawn():
-            pending = state.pending_rollback
-            if state.deleting or pending is None:
-                after = replace(state, deleting=False)
-            else:  # the next reconciliation undoes any effect of an attempt on the endpoint
-                after = replace(state, pending_rollback=None, open_intent=None, rejected=pending.rejected_before)
+            after = _withdraw(state)
         case ActionOutcome():
             after = _close(state, body, entry.at)
         case OverrideRecorded():
@@ -358,21 +354,37 @@ def apply_entry(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
         case EndpointDeleted(done=False):
             after = replace(state, deleting=True, open_intent=None, command=None, pending_aliases={})
         case EndpointDeleted() | EndpointAbandoned():
-            # A later endpoint of this name must neither bring back what failed here nor restart the generations.
-            after = ReleaseState(
-                endpoint=state.endpoint,
-                generation=state.generation,
-                rejected=state.rejected,
-                overrides=state.overrides if isinstance(body, EndpointAbandoned) else {},
-                used_overrides=state.used_overrides,
-                notified=state.notified,
-            )
+            after = _unbind(state, keeps_overrides=isinstance(body, EndpointAbandoned))
         case _:
             after = _record(state, entry.sequence, body)
     if after.rejected != state.rejected:
         changed = {v for v, d in after.known.items() if after.find_rejection(d) != state.find_rejection(d)}
         after = replace(after, unpublished_rejections=after.unpublished_rejections | changed)
     return replace(after, head=entry.sequence)
+
+
+def _withdraw(state: ReleaseState) -> ReleaseState:
+    """Withdraw the pending deletion, or else the pending rollback with its rejections."""
+    pending = state.pending_rollback
+    if state.deleting or pending is None:
+        return replace(state, deleting=False)
+    # The next reconciliation undoes any effect of an attempt on the endpoint.
+    return replace(state, pending_rollback=None, open_intent=None, rejected=pending.rejected_before)
+
+
+def _unbind(state: ReleaseState, *, keeps_overrides: bool) -> ReleaseState:
+    """Return what a later endpoint of this name starts with.
+
+    It must neither bring back what failed here nor restart the generations.
+    """
+    return ReleaseState(
+        endpoint=state.endpoint,
+        generation=state.generation,
+        rejected=state.rejected,
+        overrides=state.overrides if keeps_overrides else {},
+        used_overrides=state.used_overrides,
+        notified=state.notified,
+    )
 
 
 def _record(
@@ -505,7 +517,7 @@ def _close(state: ReleaseState, outcome: ActionOutcome, at: float) -> ReleaseSta
         rejected=_rejected(state, action),
         overrides=_overrides(state, action),
         known=_known(state),
-        stables=state.stables if action.roles.stable is None else state.stables | {action.roles.stable.manifest},
+        stables=state.stables | {d.manifest for d in (action.roles.stable,) if d is not None},
         observations=_start_observations(state, action, at),
         pause=state.pause if action.roles == state.roles else None,
     )

@@ -110,28 +110,31 @@ def _keeps_roles(state: ReleaseState, action: Action) -> bool:
 
 def _leads_back(state: ReleaseState, action: Action) -> bool:
     """Return whether all traffic goes to a version that was granted and is not rejected, and nothing else changes."""
-    goal, weights = action.roles.stable, action.state.split.weights
+    goal, split = action.roles.stable, action.state.split
     if not action.is_rollback or goal is None or action.roles.candidate is not None:
         return False
     if goal.manifest not in state.stables or action.roles.previous not in (None, state.roles.previous):
         return False
     is_rejected = state.find_rejection(goal) is not None and goal.manifest not in state.overrides
-    champion = format_alias("champion", "" if state.config is None else state.config.target)
-    known = [*state.known.values(), *(d for d in (state.roles.stable, state.roles.previous) if d is not None)]
-    if state.roles.candidate is not None:
-        known.append(state.roles.candidate)
-    if state.open_intent is not None:
-        known += state.open_intent.action.state.deployments
-    return (
-        not is_rejected
-        and _are_among((goal, *action.state.deployments), known)
-        and weights.get(goal.name) == 100
-        and sum(weights.values()) == 100
-        and not action.state.split.shadow
-        and all(
-            alias in _list_aliases(state) and (version is None or (alias, version) == (champion, goal.version))
-            for alias, version in action.aliases.items()
-        )
+    has_all_traffic = split.weights.get(goal.name) == 100 and sum(split.weights.values()) == 100 and not split.shadow
+    is_known = _are_among((goal, *action.state.deployments), _list_granted(state))
+    return not is_rejected and has_all_traffic and is_known and _follows(state, action.aliases, goal)
+
+
+def _list_granted(state: ReleaseState) -> list[Deployment]:
+    """Return every deployment that a signed entry has brought, that of the open action included."""
+    roles = state.roles
+    opened = () if state.open_intent is None else state.open_intent.action.state.deployments
+    present = (d for d in (roles.stable, roles.previous, roles.candidate) if d is not None)
+    return [*state.known.values(), *present, *opened]
+
+
+def _follows(state: ReleaseState, aliases: Mapping[str, str | None], goal: Deployment) -> bool:
+    """Return whether aliases of the endpoint are deleted, and the champion at most moves to the goal."""
+    own = _list_aliases(state)
+    allowed = {None, goal.version}
+    return all(
+        alias in own and version in (allowed if alias == own[0] else {None}) for alias, version in aliases.items()
     )
 
 
@@ -148,7 +151,7 @@ def _shows_served(state: ReleaseState, aliases: Mapping[str, str | None]) -> boo
 
 
 def _list_aliases(state: ReleaseState) -> tuple[str, ...]:
-    """Return the aliases of the endpoint's target."""
+    """Return the aliases of the endpoint's target, that of the champion first."""
     if state.config is None:
         return ()
     return tuple(format_alias(role, state.config.target) for role in ("champion", "challenger", "previous"))

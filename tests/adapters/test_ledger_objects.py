@@ -67,7 +67,7 @@ def written(tmp_path: Path) -> tuple[ObjectLedger, Path]:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"null", b'{"endpoint": "digits"}'])
-def test_an_entry_that_cannot_be_read_is_named(written: tuple[ObjectLedger, Path], content: bytes) -> None:
+def test_read_unreadable_entry_is_named(written: tuple[ObjectLedger, Path], content: bytes) -> None:
     ledger, folder = written
     (folder / "00000002.jsonl").write_bytes(content)
     with pytest.raises(CorruptStateError) as caught:
@@ -75,14 +75,14 @@ def test_an_entry_that_cannot_be_read_is_named(written: tuple[ObjectLedger, Path
     assert caught.value.where == f"ledger {ENDPOINT}/00000002.jsonl"
 
 
-def test_a_missing_entry_is_not_passed_over(written: tuple[ObjectLedger, Path]) -> None:
+def test_read_missing_entry_is_an_error(written: tuple[ObjectLedger, Path]) -> None:
     ledger, folder = written
     (folder / "00000002.jsonl").unlink()
     with pytest.raises(CorruptStateError, match="missing"):
         ledger.read(ENDPOINT)
 
 
-def test_an_entry_of_another_endpoint_is_refused(written: tuple[ObjectLedger, Path]) -> None:
+def test_read_entry_of_another_endpoint_is_refused(written: tuple[ObjectLedger, Path]) -> None:
     ledger, folder = written
     other = folder.parent / "other"
     other.mkdir()
@@ -114,7 +114,7 @@ class Counted(FsspecObjects):
         return super().list_names(prefix)
 
 
-def test_a_state_takes_few_reads_however_many_entries_there_are() -> None:
+def test_state_takes_few_reads_at_any_length() -> None:
     objects = Counted(f"memory://{uuid.uuid4().hex}")
     writer = ObjectLedger(objects, make_ledger_keys())
     for sequence in range(1, 201):
@@ -210,7 +210,7 @@ def test_state_entry_of_another_schema_is_not_read(
     assert remedy in caught.value.remedy
 
 
-def test_what_killed_writers_left_goes_in_the_end(tmp_path: Path) -> None:
+def test_append_sweeps_leftovers_of_killed_writers(tmp_path: Path) -> None:
     ledger = open_folder(tmp_path)
     ledger.append(command_entry(1))
     old, young = (tmp_path / ENDPOINT / f".tmp-{name}" for name in ("old", "young"))
@@ -222,7 +222,7 @@ def test_what_killed_writers_left_goes_in_the_end(tmp_path: Path) -> None:
     assert (old.exists(), young.exists()) == (False, True)
 
 
-def test_a_snapshot_that_cannot_be_written_fails_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_append_unwritable_snapshot_fails_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: LocalObjects, name: str, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -233,7 +233,7 @@ def test_a_snapshot_that_cannot_be_written_fails_no_entry(tmp_path: Path, monkey
     assert open_folder(tmp_path).state(ENDPOINT).head == 5
 
 
-def test_a_remote_ledger_keeps_what_a_local_one_keeps(written: tuple[ObjectLedger, Path]) -> None:
+def test_read_remote_ledger_is_as_a_local_one(written: tuple[ObjectLedger, Path]) -> None:
     ledger, folder = written
     remote = FsspecObjects(f"memory://{uuid.uuid4().hex}")
     for path in sorted(folder.iterdir()):

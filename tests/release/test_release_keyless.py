@@ -1,4 +1,4 @@
-"""What a process without a trusted key can do, and what an outcome that nobody observed is worth."""
+"""What a process without a trusted key can do, and what an outcome without an observation is worth."""
 
 from __future__ import annotations
 
