@@ -10,8 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -20,7 +19,6 @@ from onnx_ops.domain.artifact import Digest, canonical_json, digest_bytes, hex_d
 from onnx_ops.domain.attestation import Attested, Envelope, EnvelopeSignature, OverrideRecord
 from onnx_ops.domain.decision import DecisionRecord, Verdict
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.ledger import LedgerHead
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import CorruptStateError, InvalidSignatureError, RefusedError, UserError
 from onnx_ops.ports import Signer, Verifier
@@ -36,9 +34,6 @@ PUBLIC_SUFFIX = ".pub.pem"
 
 RETIRED_SUFFIX = ".retired.pem"
 """`NAME.pub.pem` is trusted; as `NAME.retired.pem` the same file is a record only."""
-
-HEADS_SUFFIX = ".retired.json"
-"""`NAME.retired.json` has the last entries of the ledgers when the key was retired: its entries up to there count."""
 
 Record: TypeAlias = DecisionRecord | OverrideRecord
 
@@ -228,7 +223,15 @@ class TrustedKeys:
 
     def encoded(self) -> str:
         """Return the keys in base64 of DER, separated by commas."""
-        return ",".join(base64.b64encode(_der(key)).decode() for _, key in sorted(self._load().items()))
+        return ",".join(self.public().values())
+
+    def public(self) -> dict[Digest, str]:
+        """Return the keys in base64 of DER, by digest.
+
+        Raises:
+            UserError: a file does not hold a public key of ECDSA P-256.
+        """
+        return {digest: base64.b64encode(_der(key)).decode() for digest, key in sorted(self._load().items())}
 
     def keys(self) -> tuple[Digest, ...]:
         """Return the digests of the trusted keys.
@@ -276,31 +279,6 @@ class TrustedKeys:
             decode = functools.partial(base64.b64decode, text, validate=True)
             keys.append(_parse_key(load_der_public_key, decode, text[:48]))
         return {compute_key_digest(key): key for key in keys}
-
-
-@dataclass(frozen=True, slots=True)
-class RetiredKey:
-    """A key that may grant nothing any more, and the last entries of the ledgers when it was retired, by endpoint.
-
-    Entries up to there count, since each ledger must hold that entry.
-    """
-
-    key: Digest
-    verifier: Verifier
-    heads: Mapping[str, LedgerHead]
-
-
-def list_retired(trusted: Path) -> list[RetiredKey]:
-    """Return the retired keys in a folder of trusted keys, with the entries up to which they count."""
-    found = []
-    for name, _ in KEY_FOLDERS:
-        for path in sorted((trusted / name).glob(f"*{RETIRED_SUFFIX}")):
-            verifier = TrustedKeys(path)
-            heads = path.with_name(path.name.removesuffix(RETIRED_SUFFIX) + HEADS_SUFFIX)
-            known = codec.loads(heads.read_bytes(), dict[str, LedgerHead], where=str(heads)) if heads.exists() else {}
-            (key,) = verifier.keys()
-            found.append(RetiredKey(key, verifier, known))
-    return found
 
 
 def _list_files(path: Path) -> list[Path]:

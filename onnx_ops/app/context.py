@@ -23,7 +23,7 @@ from onnx_ops.adapters.ledgers.chain import LedgerKeys
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.runtimes.hardware import read_conditions
 from onnx_ops.adapters.store import ContentStore, ModelFolders
-from onnx_ops.attestation import TrustedKeys, list_retired
+from onnx_ops.attestation import TrustedKeys
 from onnx_ops.config.settings import Settings, load_settings
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.execution import Environment
@@ -226,7 +226,7 @@ def _signer(settings: Settings) -> Signer | None:
 
 def _ledger_keys(settings: Settings, signer: Callable[[], Signer | None]) -> LedgerKeys:
     trusted = TrustedKeys(settings.trusted_keys, role="release")
-    return LedgerKeys(lambda: trusted, signer, functools.partial(list_retired, settings.trusted_keys))
+    return LedgerKeys(lambda: trusted, signer, trusted.public)
 
 
 def _notifiers(settings: Settings) -> Mapping[str, Notifier]:

@@ -197,7 +197,9 @@ def _keys(project: Project) -> Iterator[Diagnosis]:
     elif settings.signer:
         from onnx_ops.adapters.signers.remote import open_signer
 
-        yield _describe_roles(open_signer(settings.signer).key, "`onnx-ops keys public`", folder)
+        key = open_signer(settings.signer).key
+        yield _describe_roles(key, "`onnx-ops keys public`", folder)
+        yield from _describe_ledgers(project, key)
     elif not path.exists():
         made = settings.signing == "auto"
         found = "no key yet; the first run creates one" if made else "no key"
@@ -207,11 +209,21 @@ def _keys(project: Project) -> Iterator[Diagnosis]:
         yield _finding("signing key", f"{path} mode {mode:04o}", ok=not mode & 0o077, remedy=f"chmod 600 {path}")
         key = read_key(path).key
         yield _describe_roles(key, str(public_path(path)), folder)
+        yield from _describe_ledgers(project, key)
     if names := ", ".join(map(short_digest, TrustedKeys(folder).keys())):
         yield _finding("trusted keys", f"{names} in {folder}")
     elif settings.signing == "off":
         remedy = f"Copy the public keys of the signers into {folder}."
         yield _finding("trusted keys", "none: no version can be promoted", ok=False, remedy=remedy)
+
+
+def _describe_ledgers(project: Project, key: Digest) -> Iterator[Diagnosis]:
+    """Yield a finding for each ledger in which the signature of this machine does not count."""
+    from onnx_ops.release.adoption import find_missing_key
+
+    for name, why in find_missing_key(project.context, key).items():
+        remedy = "Where a key that counts is: `onnx-ops keys admit FILE`, with the output of `onnx-ops keys public`."
+        yield _finding(f"ledger {name}", f"this machine's signature does not count: {why}", ok=False, remedy=remedy)
 
 
 def _describe_roles(key: Digest, public: str, folder: Path) -> Diagnosis:

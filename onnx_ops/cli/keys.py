@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,13 +11,11 @@ import typer
 from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, add_command, make_group, open_project, print_json, print_result, say
 from onnx_ops.domain.artifact import short_digest
-from onnx_ops.errors import CorruptStateError, NotFoundError, RefusedError, ServiceUnavailableError
+from onnx_ops.errors import NotFoundError, RefusedError, ServiceUnavailableError, UserError
 
 if TYPE_CHECKING:
     from onnx_ops.adapters.signers.keyring import Keyring
     from onnx_ops.config.settings import Settings
-    from onnx_ops.domain.ledger import LedgerHead
-    from onnx_ops.ports import Ledger
     from onnx_ops.release.audit import Dependent
 
 keys = make_group(
@@ -32,11 +31,21 @@ def keys_list(as_json: AsJson = False) -> None:
 
     Example: onnx-ops keys list
     """
-    known = _keyring().list_keys()
+    from onnx_ops.release.adoption import find_missing_key
+
+    project = open_project()
+    known = _keyring(project.settings).list_keys()
+    missing = {k.key: find_missing_key(project.context, k.key) if "release" in k.roles else {} for k in known}
     if as_json:
         print_json(
             [
-                {"key": k.key, "signs": k.signs, "roles": k.roles, "files": [str(path) for path in k.files]}
+                {
+                    "key": k.key,
+                    "signs": k.signs,
+                    "roles": k.roles,
+                    "files": [str(path) for path in k.files],
+                    "not_in_ledgers": missing[k.key],
+                }
                 for k in known
             ]
         )
@@ -46,6 +55,8 @@ def keys_list(as_json: AsJson = False) -> None:
         state = trusted if key.trusted else "NOT trusted" if key.signs else "retired"
         state = f"signs here, {state}" if key.signs else state
         say(f"{short_digest(key.key)}  {state:<42} {', '.join(path.name for path in key.files)}")
+        for name, why in missing[key.key].items():
+            say(f"  its signature does not count in ledger {name}: {why}")
     if known:
         say("A gate key signs decisions and overrides. A release key signs what binds, starts, advances, withdraws or")
         say("deletes. A rollback, an abort and a pause need none.")
@@ -84,25 +95,65 @@ def keys_public() -> None:
     say(signer.public_pem().decode().strip())
 
 
+@add_command(keys, "admit")
+def keys_admit(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Public key of the other machine, in PEM.")],
+    as_json: AsJson = False,
+) -> None:
+    """Let another machine's key sign in the ledgers: start, advance and finish rollouts.
+
+    The public key is copied to the trusted release keys here, and a signed entry of each ledger names it. Other
+    machines read that entry, so that nothing is copied to them. Decisions need a gate key: copy it into the folder
+    `gate` of the trusted keys of every machine.
+
+    Example: onnx-ops keys admit reconciler.pub.pem
+    """
+    from onnx_ops.release.adoption import admit_key
+
+    project = open_project()
+    admitted = _keyring(project.settings).trust(file, "release")
+    changed = admit_key(project.context, admitted)
+    (key,) = admitted
+    text = f"key {short_digest(key)} may sign in {len(changed)} more ledger{'' if len(changed) == 1 else 's'}"
+    print_result(
+        lambda: {"key": key, "changed": changed}, ": ".join(filter(None, [text, ", ".join(changed)])), as_json=as_json
+    )
+
+
 @add_command(keys, "rotate")
 def keys_rotate(as_json: AsJson = False) -> None:
     """Sign with a new key from now on; old decisions stay valid.
 
-    The old public key stays trusted. Its private key is removed and cannot sign again.
+    The old key admits the new one to the ledgers. Its public key stays trusted. Its private key is removed and cannot
+    sign again.
 
     Example: onnx-ops keys rotate
     """
-    old, new_key = _keyring().rotate()
+    from onnx_ops.release.adoption import admit_key
+
+    project = open_project()
+    keyring = _keyring(project.settings)
+    signer = keyring.find_signer()
+    by = None if signer is None else signer.key
+    old, new_key = keyring.rotate(lambda admitted: admit_key(project.context, admitted, by=by))
     if as_json:
         print_json({"old": old, "new": new_key})
         return
     say(f"key {short_digest(new_key)} signs now; decisions by key {short_digest(old)} stay valid")
-    say(f"  next: copy the public keys in {_settings().trusted_keys} to every machine that verifies")
+    say(f"  next: copy the public keys in {project.settings.trusted_keys} to every machine that verifies")
 
 
 @add_command(keys, "retire")
 def keys_retire(
     key: Annotated[str, typer.Argument(metavar="KEY", help="The key, or its first digits.")],
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--keep",
+            metavar="ENDPOINT=N",
+            help="For a stolen key: keep the entries of this ledger up to N, as `history` shows them. Repeatable.",
+        ),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Retire it even if versions in use lose their decision.")
     ] = False,
@@ -111,16 +162,18 @@ def keys_retire(
 ) -> None:
     """Stop trusting a key: for all decisions, and for new entries of ledgers.
 
-    What it has signed in the ledgers until now still counts. Shows which versions under aliases lose their decision,
-    and refuses if there are any.
+    What it has signed in the ledgers until now still counts; after a theft, up to the entry that --keep names. Shows
+    which versions under aliases lose their decision, and refuses if there are any.
 
     Example: onnx-ops keys retire 3f2a91c07be4 --dry-run
     """
+    from onnx_ops.release.adoption import withdraw_key
     from onnx_ops.release.audit import list_dependents
 
     project = open_project()
-    keyring = _keyring(project.settings)
+    keyring, last = _keyring(project.settings), _parse_keep(keep or [], project.context.ledger.endpoints())
     known = keyring.find(key)
+    keyring.require_retirable(known)
     lost: tuple[Dependent, ...] = ()
     try:
         lost = list_dependents(project.context, known.key)
@@ -128,7 +181,6 @@ def keys_retire(
         if not force:
             raise
         say(f"unknown which versions lose their decision: {error}", err=True)
-    heads = _read_heads(project.context.ledger, required=not force)
     names = [f"{version.model}/{version.version} as {version.alias}" for version in lost]
     if lost and not (force or dry_run):
         raise RefusedError(
@@ -137,7 +189,14 @@ def keys_retire(
             why=", ".join(names),
             remedy="Judge them again with the new key (`onnx-ops run FILE --no-cache gate`), or use --force.",
         )
-    archived = () if dry_run else keyring.retire(known, heads)
+    archived: tuple[Path, ...] = ()
+    if not dry_run:
+        _, errors = withdraw_key(project.context, known.key, keep=last)
+        for name, failure in errors.items():
+            if not force:
+                raise failure
+            say(f"ledger {name} is unchanged: {failure}", err=True)
+        archived = keyring.retire(known)
     if as_json:
         print_json({"key": known.key, "retired": not dry_run, "lost": codec.to_json(lost)})
         return
@@ -148,19 +207,16 @@ def keys_retire(
         say(f"  archived: {path}")
 
 
-def _read_heads(ledger: Ledger, *, required: bool) -> dict[str, LedgerHead]:
-    """Return the last entries of all ledgers; without `required`, those that can be read."""
-    heads: dict[str, LedgerHead] = {}
-    for endpoint in ledger.endpoints():
-        try:
-            head = ledger.head(endpoint)
-        except CorruptStateError as error:
-            if required:
-                raise
-            say(f"nothing that it signed there counts any more: {error}", err=True)
-        else:
-            heads |= {} if head is None else {endpoint: head}
-    return heads
+def _parse_keep(options: list[str], endpoints: Collection[str]) -> dict[str, int]:
+    """Return the entries of `--keep`, by endpoint."""
+    keep = {}
+    for option in options:
+        name, _, number = option.partition("=")
+        if name not in endpoints or not (number.isascii() and number.isdigit() and int(number)):
+            known = ", ".join(sorted(endpoints)) or "none"
+            raise UserError(f"not ENDPOINT=N: {option}", where="--keep", remedy=f"Ledgers: {known}; N from 1 on.")
+        keep[name] = int(number)
+    return keep
 
 
 def _settings() -> Settings:

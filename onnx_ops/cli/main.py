@@ -12,6 +12,7 @@ from onnx_ops.cli import (
     inspect,
     judge,
     keys,
+    ledgers,
     machine,
     messages,
     pipelines,
@@ -64,6 +65,7 @@ _COMMANDS: list[tuple[str, Callable[..., Any] | typer.Typer]] = [
     (MACHINE, machine.targets),
     (MACHINE, machine.work),
     (MACHINE, keys.keys),
+    (MACHINE, ledgers.ledger),
 ]
 
 for panel, command in _COMMANDS:

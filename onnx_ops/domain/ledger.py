@@ -21,22 +21,73 @@ from onnx_ops.domain.rollout_policy import RolloutPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerOrigin:
+    """Where a ledger was begun: the name of the project, and the place of its ledgers.
+
+    `keys` are the release keys whose signatures count from there on: public keys in base64 of DER, by digest.
+    """
+
+    project: str
+    place: str
+    keys: Mapping[Digest, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointBound:
-    """The endpoint was bound to a model, a target and a provider, or its settings or policy changed."""
+    """The endpoint was bound to a model, a target and a provider, or its settings or policy changed.
+
+    The first entry of a ledger has its origin.
+    """
 
     kind: Literal["endpoint-bound"] = "endpoint-bound"
     config: EndpointConfig
     policy: RolloutPolicy
+    origin: LedgerOrigin | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerAdopted:
+    """From here on, signatures by `keys` count, and the ledger has this state; None: the state is unchanged.
+
+    The holder of a key has checked that state, so entries before this one need not be verifiable any more: their key
+    was retired or stolen, they are damaged, or they were never signed.
+    """
+
+    kind: Literal["ledger-adopted"] = "ledger-adopted"
+    keys: Mapping[Digest, str]
+    state: ReleaseState | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AliasSelection:
+    """An alias of the registry selects a version; a reconciler saw that first at `seen_at`."""
+
+    alias: str
+    version: str
+    seen_at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intent:
-    """`holder` is about to perform the action. Until it expires or has an outcome, it is the lease of the endpoint."""
+    """`holder` is about to perform the action. Until it expires or has an outcome, it is the lease of the endpoint.
+
+    `selected` is the alias that the action follows, if it follows one.
+    """
 
     kind: Literal["intent"] = "intent"
     action: Action
     holder: str
     expires_at: float
+    selected: AliasSelection | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSelected:
+    """An alias selects a version that does not start yet."""
+
+    kind: Literal["version-selected"] = "version-selected"
+    selected: AliasSelection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +233,8 @@ class NotificationSent:
 
 EntryBody = (
     EndpointBound
+    | LedgerAdopted
+    | VersionSelected
     | Intent
     | RollbackRequested
     | RequestWithdrawn
@@ -202,7 +255,7 @@ EntryBody = (
 
 LEDGER_SCHEMA = 2
 
-FOLD_VERSION = 1
+FOLD_VERSION = 2
 """Version of `fold`. Snapshots of another one are not used: increase it whenever the same entries imply another state.
 """
 
@@ -217,14 +270,6 @@ class LedgerEntry:
     at: float
     actor: str
     body: EntryBody
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerHead:
-    """The last entry of a ledger: its sequence, and the digest of its bytes."""
-
-    sequence: int
-    digest: Digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,9 +296,12 @@ class ReleaseState:
     Attributes:
         endpoint: name of the endpoint.
         head: sequence of the last entry.
+        keys: release keys whose signatures count; if there are none, those that a reader trusts.
+        adopted: sequence of the last entry that set the state: nothing before it counts.
         config: what the endpoint is bound to; None if it is not bound.
         policy: policy of its rollouts.
         roles: deployments by role.
+        selected: the alias that was seen last to select another version.
         open_intent: the action in progress.
         generation: sequence of the last intent, open or closed; orders effects.
         decision_sequence: sequence of the first intent for the open action.
@@ -280,9 +328,12 @@ class ReleaseState:
 
     endpoint: str
     head: int = 0
+    keys: Mapping[Digest, str] = field(default_factory=dict)
+    adopted: int = 0
     config: EndpointConfig | None = None
     policy: RolloutPolicy = field(default_factory=RolloutPolicy)
     roles: Roles = field(default_factory=Roles)
+    selected: AliasSelection | None = None
     open_intent: Intent | None = None
     generation: int = 0
     decision_sequence: int = 0
@@ -318,7 +369,8 @@ def fold(endpoint: str, entries: Iterable[LedgerEntry]) -> ReleaseState:
     """Return the state that the entries imply. The same entries always give the same state.
 
     Raises:
-        ValueError: the entries are not in sequence or belong to another endpoint.
+        ValueError: the entries belong to another endpoint, or are not in sequence; before an adoption that sets the
+            state, some may be missing.
     """
     state = ReleaseState(endpoint=endpoint)
     for entry in entries:
@@ -330,14 +382,22 @@ def apply_entry(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
     """Return the state after one more entry.
 
     Raises:
-        ValueError: the entry does not follow the last one, or belongs to another endpoint.
+        ValueError: the entry does not follow the last one, or belongs to another endpoint. An adoption that sets the
+            state may follow any earlier entry.
     """
-    if entry.endpoint != state.endpoint or entry.sequence != state.head + 1:
-        raise ValueError(f"entry {entry.sequence} of {entry.endpoint} cannot follow {state.head} of {state.endpoint}")
     after, body = state, entry.body
+    sets_state = isinstance(body, LedgerAdopted) and body.state is not None
+    follows = entry.sequence > state.head if sets_state else entry.sequence == state.head + 1
+    if entry.endpoint != state.endpoint or not follows:
+        raise ValueError(f"entry {entry.sequence} of {entry.endpoint} cannot follow {state.head} of {state.endpoint}")
     match body:
         case EndpointBound():
-            after = replace(state, config=body.config, policy=body.policy)
+            keys = state.keys if body.origin is None else body.origin.keys
+            after = replace(state, config=body.config, policy=body.policy, keys=keys)
+        case LedgerAdopted():
+            return _adopt(state, entry.sequence, body)
+        case VersionSelected():
+            after = replace(state, selected=body.selected)
         case Intent():
             after = _open_intent(state, entry, body)
         case RollbackRequested():
@@ -363,6 +423,13 @@ def apply_entry(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
     return replace(after, head=entry.sequence)
 
 
+def _adopt(state: ReleaseState, sequence: int, body: LedgerAdopted) -> ReleaseState:
+    """Return the state that an adoption sets whatever it was before, or the same one with other keys."""
+    if body.state is None:
+        return replace(state, head=sequence, keys=body.keys)
+    return replace(body.state, endpoint=state.endpoint, head=sequence, keys=body.keys, adopted=sequence)
+
+
 def _withdraw(state: ReleaseState) -> ReleaseState:
     """Withdraw the pending deletion, or else the pending rollback with its rejections."""
     pending = state.pending_rollback
@@ -379,6 +446,8 @@ def _unbind(state: ReleaseState, *, keeps_overrides: bool) -> ReleaseState:
     """
     return ReleaseState(
         endpoint=state.endpoint,
+        keys=state.keys,
+        adopted=state.adopted,
         generation=state.generation,
         rejected=state.rejected,
         overrides=state.overrides if keeps_overrides else {},
@@ -453,6 +522,7 @@ def _open_intent(state: ReleaseState, entry: LedgerEntry, intent: Intent) -> Rel
         latest = {} if new is None else {"latest_release": new.release, "latest_release_at": entry.at}
     return replace(
         state,
+        selected=intent.selected or state.selected,
         open_intent=intent,
         generation=entry.sequence,
         decision_sequence=state.decision_sequence if again or state.pending_rollback is not None else entry.sequence,
@@ -466,6 +536,7 @@ def _request_rollback(state: ReleaseState, entry: LedgerEntry, body: RollbackReq
     pending = state.pending_rollback
     return replace(
         state,
+        selected=None,
         open_intent=None,
         generation=entry.sequence,
         decision_sequence=entry.sequence,

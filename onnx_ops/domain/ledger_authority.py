@@ -18,6 +18,7 @@ from onnx_ops.domain.ledger import (
     EntryBody,
     Intent,
     LeaseRenewed,
+    LedgerAdopted,
     MetricsRecorded,
     NotificationSent,
     OperatorCommandSent,
@@ -28,16 +29,19 @@ from onnx_ops.domain.ledger import (
     RolloutPaused,
     ThresholdsFixed,
     VersionRefused,
+    VersionSelected,
 )
 from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, find_step, format_alias
 
 GRANTS: Mapping[type, str] = {
     EndpointBound: "binds the endpoint",
+    LedgerAdopted: "says whose signatures count",
     EndpointAbandoned: "unbinds the endpoint",
     ThresholdsFixed: "fixes thresholds",
     MetricsRecorded: "records evidence",
     RequestWithdrawn: "withdraws a request",
     OverrideRecorded: "overrides gates",
+    VersionSelected: "says what an alias selects",
 }
 """Kinds of entries that always grant."""
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from onnx_ops.domain.artifact import Digest, Manifest, StoredObject
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, OrphanedResource
-from onnx_ops.domain.ledger import LedgerEntry, LedgerHead, ReleaseState
+from onnx_ops.domain.ledger import LedgerEntry, ReleaseState
 from onnx_ops.domain.notification import Notification
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
@@ -96,6 +96,10 @@ class Ledger(Protocol):
     def place(self) -> str:
         """Path or URL, without credentials."""
 
+    @property
+    def release_keys(self) -> Mapping[Digest, str]:
+        """The release keys that this machine trusts, in base64 of DER, by digest."""
+
     def endpoints(self) -> tuple[str, ...]:
         """Return the names of all ledgers."""
 
@@ -113,18 +117,16 @@ class Ledger(Protocol):
             CorruptStateError: an entry cannot be read.
         """
 
-    def read_intact(self, endpoint: str) -> tuple[LedgerEntry, ...]:
-        """Return the entries before the first one that cannot be read."""
+    def read_intact(self, endpoint: str, *, signed: bool = True) -> tuple[LedgerEntry, ...]:
+        """Return the entries before the first one that cannot be read; without `signed`, signatures do not count."""
 
-    def head(self, endpoint: str) -> LedgerHead | None:
-        """Return the last entry; None if there is none.
-
-        Raises:
-            CorruptStateError: as `state` does.
-        """
+    def count(self, endpoint: str) -> int:
+        """Return the sequence of the last entry that is stored, readable or not, or was seen here; 0 without any."""
 
     def append(self, entry: LedgerEntry) -> None:
         """Write the entry durably if its sequence is free.
+
+        An adoption that sets the state may follow entries that cannot be read.
 
         Raises:
             LedgerConflictError: another process wrote that sequence first.

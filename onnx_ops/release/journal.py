@@ -17,6 +17,7 @@ from onnx_ops.attestation import verify_authority
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, serves_only
 from onnx_ops.domain.ledger import (
     ActionOutcome,
+    AliasSelection,
     EntryBody,
     Intent,
     LeaseRenewed,
@@ -137,7 +138,7 @@ class Journal:
         self.state = apply_entry(self.state, entry)
         return entry.sequence
 
-    def perform(self, action: Action, effect: Effect | None = None) -> None:
+    def perform(self, action: Action, effect: Effect | None = None, *, selected: AliasSelection | None = None) -> None:
         """Record the intent, apply the action to the endpoint, and record the outcome. Renews the lease meanwhile.
 
         A failed effect may still have taken place, because an answer can be lost; the observed endpoint then shows it.
@@ -145,6 +146,7 @@ class Journal:
 
         Args:
             effect: performs the action, given the intent's sequence; by default applies the action's state.
+            selected: the alias that the action follows.
 
         Raises:
             LedgerConflictError: another process acted meanwhile; its record counts.
@@ -155,7 +157,8 @@ class Journal:
         if effect is None:
             self._require_approved(action)
         expires_at = self.context.clock.now() + LEASE_S
-        sequence = self.append(Intent(action=action, holder=self.context.host.holder(), expires_at=expires_at))
+        holder = self.context.host.holder()
+        sequence = self.append(Intent(action=action, holder=holder, expires_at=expires_at, selected=selected))
         with self._renewing_lease(sequence):
             failure: OnnxOpsError | None = None
             try:

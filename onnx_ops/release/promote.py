@@ -10,7 +10,14 @@ from onnx_ops import codec
 from onnx_ops.attestation import sign_record
 from onnx_ops.domain.attestation import MAX_REASON_LENGTH, override_reason_tag, override_record_tag
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.ledger import AliasesWritten, EndpointAbandoned, EndpointBound, EndpointDeleted, ReleaseState
+from onnx_ops.domain.ledger import (
+    AliasesWritten,
+    EndpointAbandoned,
+    EndpointBound,
+    EndpointDeleted,
+    LedgerOrigin,
+    ReleaseState,
+)
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import format_alias
 from onnx_ops.domain.rollout_policy import RolloutPolicy
@@ -117,7 +124,11 @@ def bind_endpoint(
             _unbind(journal, abandon)
         if bound == config and journal.state.policy == policy:
             return False
-        journal.append(EndpointBound(config=config, policy=policy))
+        origin = None
+        if not journal.state.head:
+            ledger = context.ledger
+            origin = LedgerOrigin(project=context.root.resolve().name, place=ledger.place, keys=ledger.release_keys)
+        journal.append(EndpointBound(config=config, policy=policy, origin=origin))
         return True
 
     return Journal.update(context, config.endpoint, bind, actor=actor)

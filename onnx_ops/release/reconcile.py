@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from onnx_ops.domain.endpoint import EndpointState
-from onnx_ops.domain.ledger import MetricsRecorded, RolloutPaused, ThresholdsFixed
+from onnx_ops.domain.ledger import AliasSelection, MetricsRecorded, RolloutPaused, ThresholdsFixed, VersionSelected
 from onnx_ops.domain.rollout import (
     Action,
     ActionKind,
@@ -28,7 +28,9 @@ from onnx_ops.domain.rollout import (
 from onnx_ops.domain.rollout_observations import MetricsReading, Observations
 from onnx_ops.errors import (
     AlarmRollbackError,
+    CorruptStateError,
     InfrastructureError,
+    LedgerConflictError,
     MissingKeyError,
     MissingPackageError,
     OnnxOpsError,
@@ -53,6 +55,7 @@ from onnx_ops.release.registry_sync import (
     publish_rejections,
     read_desired_state,
     record_alias,
+    restore_files,
     revert_alias,
     write_pending_aliases,
 )
@@ -159,6 +162,7 @@ def reconcile_step(context: Context, endpoint: str, *, actor: str = "") -> StepR
     if (report := _resume(journal)) is not None:
         return report
     observed = context.provider(config.provider).observe(config)
+    _require_known(journal, observed)
     unrestored: OnnxOpsError | None = None
     try:
         if observed is None and (report := _restore(journal)) is not None:
@@ -176,19 +180,43 @@ def reconcile_step(context: Context, endpoint: str, *, actor: str = "") -> StepR
         unwritten = error
     snapshot = read_metrics(journal)
     action = choose_action(journal, desired, observed, snapshot)
-    is_restoring = isinstance(action, Action) and action.kind is ActionKind.RESTORE
-    if (failure := unrestored if is_restoring else unwritten) is not None:
-        raise failure
+    if isinstance(action, Action) and action.kind is ActionKind.RESTORE:
+        if unrestored is not None:
+            _fetch_lost_files(context, action, unrestored)
+    elif unwritten is not None:
+        raise unwritten
     record_metrics(journal, snapshot, action)
     if isinstance(action, Action):
         if action.is_rollback:
             request_and_carry_out(journal, pin_aliases(context, config, action))
         else:
-            action = _perform(journal, action)
+            action = _perform(journal, action, find_selection(journal, desired))
     else:
         record_pause(journal, action)
+        record_selection(journal, desired)
     did = action.kind.value if isinstance(action, Action) else ""
     return StepReport(endpoint=endpoint, did=did, why=action.why, stable=not did, registry_down=desired.registry_down)
+
+
+def _require_known(journal: Journal, observed: EndpointState | None) -> None:
+    """Require that the ledger holds the entry that the endpoint has carried out.
+
+    Raises:
+        LedgerConflictError: another process has just written it.
+        CorruptStateError: the ledger ends before it.
+    """
+    endpoint, head = journal.state.endpoint, journal.state.head
+    generation = 0 if observed is None else observed.generation
+    if generation <= head:
+        return
+    if generation <= journal.context.ledger.state(endpoint).head:
+        raise LedgerConflictError("another process has changed the endpoint", where=endpoint)
+    raise CorruptStateError(
+        f"the ledger went back: it ends with entry {head}",
+        where=f"ledger {endpoint}",
+        why=f"the endpoint has carried out entry {generation}; the storage was restored from a backup, or changed",
+        remedy="Restore the newer ledger; or accept this state with `onnx-ops ledger adopt`: see docs/backup.md.",
+    )
 
 
 def _restore(journal: Journal) -> StepReport | None:
@@ -205,11 +233,20 @@ def _restore(journal: Journal) -> StepReport | None:
     return StepReport(endpoint=journal.state.endpoint, did=action.kind.value, why=action.why, stable=False)
 
 
-def _perform(journal: Journal, action: Action) -> Action:
+def _fetch_lost_files(context: Context, action: Action, failure: OnnxOpsError) -> None:
+    """Download the files of what an action deploys; raise the failure of the attempt before if none is lost."""
+    lost = [d for d in action.state.deployments if context.files.location(d.manifest) is None]
+    if not lost:
+        raise failure
+    for deployment in lost:
+        restore_files(context, deployment)
+
+
+def _perform(journal: Journal, action: Action, selected: AliasSelection | None = None) -> Action:
     """Perform the action. If an alarm of the provider reversed it, roll back. Return the performed action."""
     roles, config = journal.state.roles, journal.config
     try:
-        journal.perform(action)
+        journal.perform(action, selected=selected)
     except AlarmRollbackError as error:
         reversal = plan_reversal(roles, action, config.target, why=str(error))
         if reversal is None:
@@ -259,7 +296,7 @@ def _resume(journal: Journal) -> StepReport | None:
         carry_out_pending(journal)
         did, why = pending.action.kind.value, f"requested by {pending.actor}: {pending.action.why}"
     elif intent is not None:
-        done = _perform(journal, intent.action)
+        done = _perform(journal, intent.action, intent.selected)
         did, why = done.kind.value, f"finished what {intent.holder} began: {done.why}"
     else:
         return None
@@ -360,6 +397,30 @@ def record_pause(journal: Journal, wait: Wait) -> None:
         return
     if state.pause is None or (state.pause.wait, state.pause.step) != (wait.kind, state.roles.step):
         journal.append(RolloutPaused(wait=wait.kind, step=state.roles.step, why=wait.why))
+
+
+def find_selection(journal: Journal, desired: DesiredState) -> AliasSelection | None:
+    """Return the alias that requests the desired version, with the time when a reconciler saw that first."""
+    if desired.request is None or desired.refused is not None:
+        return None
+    (alias, version), known = desired.request, journal.state.selected
+    if known is not None and (known.alias, known.version) == (alias, version):
+        return known
+    return AliasSelection(alias=alias, version=version, seen_at=journal.context.clock.now())
+
+
+def record_selection(journal: Journal, desired: DesiredState) -> None:
+    """Record once that an alias selects a version which does not start yet, so that its start says since when.
+
+    Raises:
+        ConflictError: another process acted meanwhile.
+    """
+    selected, roles = find_selection(journal, desired), journal.state.roles
+    present = [deployment.version for deployment in (roles.stable, roles.candidate) if deployment is not None]
+    if selected is None or selected == journal.state.selected or selected.version in present:
+        return
+    with suppress(MissingKeyError):  # what starts it later quotes the time of its start
+        journal.append(VersionSelected(selected=selected))
 
 
 class _ChangesNeeded(Exception):

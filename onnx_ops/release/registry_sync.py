@@ -57,12 +57,14 @@ MAX_TEXT = 400
 class DesiredState:
     """The deployment that should serve, or why there is none.
 
+    `request` is the alias that requests it, and its version.
     `refused` is a version that an alias points to but that is not allowed to serve. `registry_down` is the reason why
     the registry could not be read, `blocked_by` the reason why an approved version does not start yet. `champion` is
     the version under the target's champion alias.
     """
 
     deployment: Deployment | None
+    request: tuple[str, str] | None = None
     champion: str | None = None
     refused: VersionRefused | None = None
     registry_down: str = ""
@@ -79,7 +81,7 @@ def read_desired_state(journal: Journal) -> DesiredState:
         aliases = journal.context.registry().aliases(config.model)
         request = _find_request(journal, aliases)
         desired = DesiredState(deployment=None) if request is None else _verify_request(journal, *request)
-        return replace(desired, champion=aliases.get(format_alias("champion", config.target)))
+        return replace(desired, request=request, champion=aliases.get(format_alias("champion", config.target)))
     except (ServiceUnavailableError, MissingPackageError) as error:
         return DesiredState(deployment=state.roles.candidate or state.roles.stable, registry_down=str(error))
 

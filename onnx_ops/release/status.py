@@ -8,16 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
+from onnx_ops.domain.artifact import short_digest
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.domain.ledger import (
     ActionOutcome,
     AliasesWritten,
+    AliasSelection,
     EndpointAbandoned,
     EndpointBound,
     EndpointDeleted,
     EntryBody,
     Intent,
     LeaseRenewed,
+    LedgerAdopted,
     LedgerEntry,
     MetricsRecorded,
     NotificationSent,
@@ -29,6 +32,7 @@ from onnx_ops.domain.ledger import (
     RolloutPaused,
     ThresholdsFixed,
     VersionRefused,
+    VersionSelected,
     apply_entry,
 )
 from onnx_ops.domain.rollout import Action, ActionKind, AnalysisResult
@@ -317,10 +321,12 @@ def _describe_entry(body: EntryBody) -> tuple[str, str]:
     """Return descriptions of an entry and of its reason."""
     why = ""
     match body:
-        case EndpointBound():
-            what, why = f"bound to {body.config.model} on {body.config.target}", f"pipeline {body.config.pipeline}"
+        case EndpointBound() | LedgerAdopted() | EndpointDeleted() | EndpointAbandoned():
+            what, why = _describe_ledger(body)
         case Intent():
             what, why = _describe_action(body.action), body.action.why
+            if body.selected is not None:
+                why = f"{why}; {_describe_selection(body.selected)}"
         case RollbackRequested():
             what, why = f"requested {_describe_action(body.action)}", body.action.why
         case ActionOutcome():
@@ -335,24 +341,42 @@ def _describe_entry(body: EntryBody) -> tuple[str, str]:
             what, why = f"refused {body.alias} on version {body.version}, alias {restored}", body.reason
         case OverrideRecorded():
             what, why = f"override for version {body.version}", body.reason
-        case EndpointDeleted():
-            what, why = "deleted" if body.done else "deletion requested", body.reason
-        case EndpointAbandoned():
-            what, why = f"abandoned: {body.place}", body.reason
         case RequestWithdrawn():
             what, why = "withdrew the pending request", body.reason
-        case RolloutPaused() | NotificationSent() | LeaseRenewed() | MetricsRecorded() | ThresholdsFixed():
-            what, why = _describe_record(body)
         case _:
-            assert_never(body)
+            what, why = _describe_record(body)
     return what, why
 
 
+def _describe_ledger(body: EndpointBound | LedgerAdopted | EndpointDeleted | EndpointAbandoned) -> tuple[str, str]:
+    """Return descriptions of what begins, continues or ends an endpoint, and of the reason."""
+    match body:
+        case EndpointBound():
+            return f"bound to {body.config.model} on {body.config.target}", f"pipeline {body.config.pipeline}"
+        case LedgerAdopted():
+            what = "adopted the state" if body.state is not None else "changed the keys"
+            return f"{what}; keys that count: {', '.join(map(short_digest, sorted(body.keys)))}", body.reason
+        case EndpointDeleted():
+            return "deleted" if body.done else "deletion requested", body.reason
+        case EndpointAbandoned():
+            return f"abandoned: {body.place}", body.reason
+        case _:
+            assert_never(body)
+
+
+def _describe_selection(selected: AliasSelection) -> str:
+    """Return which alias selects which version, and since when a reconciler knows that."""
+    since = datetime.datetime.fromtimestamp(selected.seen_at, tz=datetime.UTC).isoformat(timespec="seconds")
+    return f"{selected.alias} selects version {selected.version}, seen first at {since}"
+
+
 def _describe_record(
-    body: RolloutPaused | NotificationSent | LeaseRenewed | MetricsRecorded | ThresholdsFixed,
+    body: RolloutPaused | NotificationSent | LeaseRenewed | MetricsRecorded | ThresholdsFixed | VersionSelected,
 ) -> tuple[str, str]:
     why = ""
     match body:
+        case VersionSelected():
+            what = _describe_selection(body.selected)
         case RolloutPaused():
             what, why = f"needs an operator ({body.wait.value})", body.why
         case NotificationSent():

@@ -99,6 +99,12 @@ class FakeSigner:
         """Return the public key, SubjectPublicKeyInfo in PEM."""
         return f"-----BEGIN PUBLIC KEY-----\n{self.trusted_keys}\n-----END PUBLIC KEY-----\n".encode()
 
+    def private_pem(self) -> bytes:
+        """Return the private key, PKCS 8 in PEM, for projects whose commands are to sign with it."""
+        from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+        return self._private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
     def __reduce__(self) -> tuple[type[FakeSigner], tuple[bytes]]:
         return type(self), (self._seed,)
 
@@ -114,8 +120,9 @@ class FakeSigner:
 
 def make_ledger_keys(signer: FakeSigner | None = None) -> LedgerKeys:
     """Return keys with which one signer, by default the trusted one, grants and verifies."""
-    use = partial(_get_signer, signer or FakeSigner())
-    return LedgerKeys(use, use)
+    signer = signer or FakeSigner()
+    use = partial(_get_signer, signer)
+    return LedgerKeys(use, use, partial(dict, {signer.key: signer.trusted_keys}))
 
 
 def _get_signer(signer: FakeSigner) -> FakeSigner:

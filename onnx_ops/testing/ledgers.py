@@ -26,21 +26,26 @@ from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.ledger import (
     ActionOutcome,
     AliasesWritten,
+    AliasSelection,
     EndpointAbandoned,
     EndpointBound,
     EntryBody,
     Intent,
     LeaseRenewed,
+    LedgerAdopted,
     LedgerEntry,
+    LedgerOrigin,
     MetricsRecorded,
     NotificationSent,
     OperatorCommandSent,
     OverrideRecorded,
+    ReleaseState,
     RequestWithdrawn,
     RollbackRequested,
     RolloutPaused,
     ThresholdsFixed,
     VersionRefused,
+    VersionSelected,
     fold,
 )
 from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Roles, WaitKind, build_split_state
@@ -118,12 +123,17 @@ def one_of_each() -> tuple[EntryBody, ...]:
         blocks={"v2": {"feedback": UserBlocks(requests=(3, 0, 1), events=(1, 0, 1))}},
     )
     units = EpochUnits(generation=2, epoch=29_405_131, units={"errors": UnitCounts(candidate=(9, 0, 1), stable=(80,))})
+    selected = AliasSelection(alias="challenger-cpu", version="1", seen_at=90.5)
     envelope = Envelope(
         payload="e30=", payloadType="application/json", signatures=(EnvelopeSignature(keyid=digest, sig="c2ln"),)
     )
     return (
-        EndpointBound(config=config, policy=RolloutPolicy(steps=(0.1, 1.0))),
-        Intent(action=action, holder="h", expires_at=120.25),
+        EndpointBound(
+            config=config,
+            policy=RolloutPolicy(steps=(0.1, 1.0)),
+            origin=LedgerOrigin(project="shop", place="s3://releases", keys={}),
+        ),
+        Intent(action=action, holder="h", expires_at=120.25, selected=selected),
         ActionOutcome(of=2, ok=True),
         OperatorCommandSent(command=OperatorCommand.PAUSE, reason="«lunch»\n"),
         AliasesWritten(aliases={"champion-cpu": "1", "challenger-cpu": None}),
@@ -138,6 +148,9 @@ def one_of_each() -> tuple[EntryBody, ...]:
         RollbackRequested(action=action, by_operator=True),
         RequestWithdrawn(reason="wrong endpoint"),
         EndpointAbandoned(reason="it moved", place="region a"),
+        VersionSelected(selected=selected),
+        LedgerAdopted(keys={}, reason="any trusted key counts"),
+        LedgerAdopted(keys={}, state=ReleaseState(endpoint=ENDPOINT, config=config, rejected={digest: "slow"})),
     )
 
 
@@ -173,7 +186,7 @@ class LedgerSuite:
     def test_an_unknown_endpoint_has_no_entries(self, ledger: Ledger) -> None:
         assert ledger.read(ENDPOINT) == ()
         assert ledger.endpoints() == ()
-        assert ledger.head(ENDPOINT) is None
+        assert ledger.count(ENDPOINT) == 0
 
     def test_every_kind_of_entry_is_read_back_as_it_was_written(self, ledger: Ledger, opener: Opener) -> None:
         written = tuple(entry(n, body) for n, body in enumerate(one_of_each(), start=1))
@@ -197,19 +210,11 @@ class LedgerSuite:
         assert ledger.read(ENDPOINT, after=4) == tuple(written[4:])
         assert ledger.read(ENDPOINT, after=len(written)) == ()
 
-    def test_head_names_the_last_entry_by_its_content(self, ledger: Ledger, opener: Opener) -> None:
-        heads = []
-        for sequence in range(1, 4):
-            ledger.append(command_entry(sequence, reason=f"reason {sequence}"))
-            heads.append(ledger.head(ENDPOINT))
-            assert opener().head(ENDPOINT) == heads[-1]
-        assert [head.sequence for head in heads if head is not None] == [1, 2, 3]
-        assert len({head.digest for head in heads if head is not None}) == 3
-
     def test_entries_keep_their_order(self, ledger: Ledger) -> None:
         for sequence in range(1, 13):
             ledger.append(command_entry(sequence))
         assert [one.sequence for one in ledger.read(ENDPOINT)] == list(range(1, 13))
+        assert ledger.count(ENDPOINT) == 12
 
     def test_a_taken_sequence_is_a_conflict_and_changes_nothing(self, ledger: Ledger, opener: Opener) -> None:
         ledger.append(command_entry(1, actor="first"))

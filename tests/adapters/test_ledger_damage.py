@@ -98,7 +98,7 @@ def sign_by_stranger(storage: Storage) -> None:
 
     stranger = make_ledger_keys(FakeSigner(b"a stranger"))
     stored = decode(ENDPOINT, LENGTH, signed)
-    storage.path(LENGTH).write_bytes(encode(stored.chained, stranger.sign(signed, "", "")))
+    storage.path(LENGTH).write_bytes(encode(stored.chained, stranger.sign(signed, "", "", {})))
 
 
 def borrow_signature(storage: Storage) -> None:

@@ -1,4 +1,4 @@
-"""Ledgers as a machine: honest writers with and without a key, crashes, and an attacker who can write the storage.
+"""Ledgers as a machine: honest writers with and without keys, crashes, and an attacker who can write the storage.
 
 Whatever an attacker does, a reader gets an error, or a state in which everything was granted by an entry that an honest
 holder of the key has signed. A machine that remembers what it saw loses no rejection.
@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
@@ -32,6 +33,7 @@ from onnx_ops.domain.ledger import (
     EntryBody,
     Intent,
     LeaseRenewed,
+    LedgerAdopted,
     LedgerEntry,
     OperatorCommandSent,
     OverrideRecorded,
@@ -40,6 +42,7 @@ from onnx_ops.domain.ledger import (
     RollbackRequested,
     ThresholdsFixed,
     VersionRefused,
+    fold,
 )
 from onnx_ops.domain.rollout import (
     Action,
@@ -65,6 +68,9 @@ EVIL = fileless_deployment("v9")
 ALTERED = replace(VERSIONS[0], threads=9)
 """Version 1, to be run otherwise than was granted."""
 KEYS = make_ledger_keys()
+SECOND = replace(KEYS, signer=partial(FakeSigner, b"a second machine"))
+"""A machine that trusts the first key and signs with its own, which counts once it is admitted."""
+ADMITTED = {key.key: key.trusted_keys for key in (FakeSigner(), FakeSigner(b"a second machine"))}
 THIEF = make_ledger_keys(FakeSigner(b"has no trusted key"))
 KEYLESS = LedgerKeys(KEYS.verifier, lambda: None)
 
@@ -178,7 +184,7 @@ class ForgedLedgers(RuleBasedStateMachine):
             return
         self.now += 1.0
         entry = LedgerEntry(endpoint=ENDPOINT, sequence=state.head + 1, at=self.now, actor="h", body=body)
-        if keys is KEYS:
+        if is_granting := keys is KEYS or (keys is SECOND and len(state.keys) > 1):
             self.granted.add(body)  # it is signed even if the process dies before it is stored
         with suppress(LedgerConflictError, MissingKeyError, StorageError):
             ledger.append(entry)
@@ -187,7 +193,7 @@ class ForgedLedgers(RuleBasedStateMachine):
             assert after.head == entry.sequence
         after = self.read(self.machine)
         assert after is not None
-        if keys is KEYS:  # also where the process died after the entry was stored
+        if is_granting:  # also where the process died after the entry was stored
             self.rejected = set(after.rejected)
         self.intact = dict(self.objects.data)
 
@@ -195,8 +201,32 @@ class ForgedLedgers(RuleBasedStateMachine):
     def bind(self, policy: int) -> None:
         self.append(lambda _: EndpointBound(config=endpoint_config(ENDPOINT), policy=POLICIES[policy]))
 
-    @rule(version=versions)
-    def move_on(self, version: Deployment) -> None:
+    @rule(both=st.booleans(), sets_state=st.booleans())
+    def change_keys(self, both: bool, sets_state: bool) -> None:
+        """Admit the second machine, or withdraw its key."""
+        keys = ADMITTED if both else dict(KEYS.public())
+        self.append(lambda state: LedgerAdopted(keys=keys, state=state if sets_state else None))
+
+    @rule()
+    def adopt_damaged(self) -> None:
+        """Let an operator accept the last intact state of what an attacker has damaged."""
+        if self.read(self.machine) is not None:
+            return
+        ledger = self.machine
+        state = fold(ENDPOINT, ledger.read_intact(ENDPOINT))
+        body = LedgerAdopted(keys=KEYS.public(), state=state)
+        entry = LedgerEntry(
+            endpoint=ENDPOINT, sequence=ledger.count(ENDPOINT) + 1, at=self.now, actor="operator", body=body
+        )
+        with suppress(StorageError):
+            ledger.append(entry)
+        if (after := self.read(self.machine)) is not None:
+            assert (after.adopted, after.roles) == (entry.sequence, state.roles)
+            self.rejected = set(after.rejected)
+            self.intact = dict(self.objects.data)
+
+    @rule(version=versions, keys=st.sampled_from([KEYS, SECOND]))
+    def move_on(self, version: Deployment, keys: LedgerKeys = KEYS) -> None:
         """Begin the next action towards a version, as an operator orders."""
 
         def choose(state: ReleaseState) -> EntryBody | None:
@@ -214,7 +244,7 @@ class ForgedLedgers(RuleBasedStateMachine):
             )  # fmt: skip
             return Intent(action=action, holder="h", expires_at=self.now) if isinstance(action, Action) else None
 
-        self.append(choose)
+        self.append(choose, keys)
 
     @rule(ok=st.booleans(), keys=st.sampled_from([KEYS, KEYLESS]))
     def conclude(self, ok: bool, keys: LedgerKeys) -> None:
@@ -237,9 +267,9 @@ class ForgedLedgers(RuleBasedStateMachine):
             keys,
         )
 
-    @rule()
-    def withdraw(self) -> None:
-        self.append(lambda s: None if s.pending_rollback is None else RequestWithdrawn(reason="wrong"))
+    @rule(keys=st.sampled_from([KEYS, SECOND]))
+    def withdraw(self, keys: LedgerKeys) -> None:
+        self.append(lambda s: None if s.pending_rollback is None else RequestWithdrawn(reason="wrong"), keys)
 
     @rule(version=versions)
     def allow(self, version: Deployment) -> None:
@@ -265,7 +295,7 @@ class ForgedLedgers(RuleBasedStateMachine):
             last = decode(ENDPOINT, len(names), self.objects.data[names[-1]]) if names else None
             entry = LedgerEntry(endpoint=ENDPOINT, sequence=len(names) + 1, at=self.now, actor="alice", body=body)
             chained = ChainedEntry(previous=None if last is None else last.digest, snapshot=None, entry=entry)
-            signatures = () if keys is None else keys.sign(encode(chained), "", "")
+            signatures = () if keys is None else keys.sign(encode(chained), "", "", {})
             self.objects.data[f"{ENDPOINT}/{entry.sequence:08d}.jsonl"] = encode(chained, signatures)
 
     def attempt(self, attack: Callable[[], None]) -> None:
@@ -308,6 +338,7 @@ class ForgedLedgers(RuleBasedStateMachine):
     @rule(version=targets, data=st.data())
     def forge_other(self, version: Deployment, data: st.DataObject) -> None:
         limits = LatencyThresholds(p50_s=9.0, p99_s=9.0, requests=4000)
+        lifted = replace(self.read(ObjectLedger(self.objects, KEYS)) or ReleaseState(endpoint=ENDPOINT), rejected={})
         bodies: list[EntryBody] = [
             EndpointBound(config=replace(endpoint_config(ENDPOINT), provider="evil"), policy=POLICIES[0]),
             RequestWithdrawn(reason="forged"),
@@ -324,6 +355,9 @@ class ForgedLedgers(RuleBasedStateMachine):
             VersionRefused(alias="payments", version="1", reason="forged", restored_to=None),
             LeaseRenewed(of=len(self.names()), expires_at=1e12),
             ActionOutcome(of=len(self.names()), ok=True),
+            LedgerAdopted(keys=THIEF.public()),
+            LedgerAdopted(keys=THIEF.public(), state=lifted),
+            LedgerAdopted(keys=KEYS.public(), state=lifted),
         ]
         body = data.draw(st.sampled_from(bodies))
         self.attempt(lambda: self.forge(body, keys=data.draw(st.sampled_from([None, THIEF]))))
@@ -364,6 +398,15 @@ class ForgedLedgers(RuleBasedStateMachine):
             text = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
             stored[f"{ENDPOINT}/{len(names) + 1:08d}.jsonl"] = text + b"\n" + rest
 
+    @rule(sequence=places, damaged=places)
+    def forge_pointer(self, sequence: int, damaged: int) -> None:
+        """Damage an entry, and say that another one set the state."""
+        self.recover()
+        names = self.names()
+        self.objects.data[names[damaged % len(names)]] = b"damaged"
+        self.objects.data[f"{ENDPOINT}/adopted.json"] = str(1 + sequence % len(names)).encode()
+        self.objects.data.pop(f"{ENDPOINT}/snapshot.json", None)
+
     @rule(how=st.sampled_from(["edit", "keep", "restore", "remove", "foreign"]))
     def disturb_snapshot(self, how: str) -> None:
         self.recover()
@@ -399,6 +442,7 @@ class ForgedLedgers(RuleBasedStateMachine):
         if state is None:
             return
         granted, roles = self.granted, state.roles
+        assert set(state.keys) <= set(ADMITTED)
         assert state.config is None or (state.config, state.policy) in granted.bound
         assert state.stables <= granted.list_stables()
         assert roles.stable is None or roles.stable.manifest in granted.list_stables()

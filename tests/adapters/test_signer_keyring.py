@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from onnx_ops.adapters.signers.ecdsa import create_key, read_key
 from onnx_ops.adapters.signers.keyring import Keyring
-from onnx_ops.attestation import TrustedKeys, list_retired
-from onnx_ops.domain.artifact import digest_bytes, hex_digits
-from onnx_ops.domain.ledger import LedgerHead
-from onnx_ops.errors import InvalidSignatureError, NotFoundError, RefusedError, UserError
+from onnx_ops.attestation import TrustedKeys
+from onnx_ops.domain.artifact import Digest, hex_digits
+from onnx_ops.errors import InvalidSignatureError, NotFoundError, RefusedError, StorageError, UserError
 
 RECORD = b'{"verdict":"pass"}'
+
+
+def admit_nowhere(keys: Mapping[Digest, str]) -> None:
+    """There is no ledger."""
 
 
 @pytest.fixture(params=["beside", "apart"])
@@ -49,7 +53,7 @@ def test_after_a_rotation_old_decisions_hold_and_new_ones_are_signed_anew(
 ) -> None:
     before = read_key(places[0])
     signature = before.sign(RECORD)
-    old, new = keyring.rotate()
+    old, new = keyring.rotate(admit_nowhere)
     now = read_key(places[0])
     assert (old, new) == (before.key, now.key)
     assert old != new
@@ -57,20 +61,20 @@ def test_after_a_rotation_old_decisions_hold_and_new_ones_are_signed_anew(
     trusted.verify(RECORD, signature, old)
     trusted.verify(RECORD, now.sign(RECORD), new)
     assert [(one.key, one.signs, one.trusted) for one in keyring.list_keys()] == [(new, True, True), (old, False, True)]
-    third = keyring.rotate()[1]
+    third = keyring.rotate(admit_nowhere)[1]
     assert set(trusted.keys()) == {old, new, third}
 
 
 def test_a_key_that_was_made_elsewhere_stays_trusted_after_a_rotation(places: tuple[Path, Path]) -> None:
     signing, trusted = places
     old = create_key(signing)
-    Keyring(signing, trusted).rotate()
+    Keyring(signing, trusted).rotate(admit_nowhere)
     TrustedKeys(trusted).verify(RECORD, old.sign(RECORD), old.key)
 
 
 def test_no_private_key_is_left_of_the_old_one(keyring: Keyring, places: tuple[Path, Path], tmp_path: Path) -> None:
     old_private = places[0].read_bytes()
-    keyring.rotate()
+    keyring.rotate(admit_nowhere)
     kept = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path.name for path in kept if b"PRIVATE" in path.read_bytes()] == ["signing.pem"]
     assert all(path.read_bytes() != old_private for path in kept)
@@ -93,15 +97,15 @@ def test_a_rotation_that_is_killed_anywhere_is_finished_by_the_next(
     signer = read_key(signing)
     verifier.verify(RECORD, signer.sign(RECORD), signer.key)
     verifier.verify(RECORD, old.sign(RECORD), old.key)
-    assert keyring.rotate()[1] == read_key(signing).key
+    assert keyring.rotate(admit_nowhere)[1] == read_key(signing).key
     assert not following.exists()
     verifier.verify(RECORD, old.sign(RECORD), old.key)
 
 
 def test_a_retired_key_counts_no_more_and_is_kept_for_the_record(keyring: Keyring, places: tuple[Path, Path]) -> None:
     old = read_key(places[0])
-    keyring.rotate()
-    kept = keyring.retire(keyring.find(hex_digits(old.key)[:8]), {})
+    keyring.rotate(admit_nowhere)
+    kept = keyring.retire(keyring.find(hex_digits(old.key)[:8]))
     assert kept
     assert all(path.name.endswith(".retired.pem") and path.exists() for path in kept)
     with pytest.raises(InvalidSignatureError, match="is not trusted"):
@@ -114,11 +118,11 @@ def test_a_retired_key_counts_no_more_and_is_kept_for_the_record(keyring: Keyrin
 def test_the_key_that_signs_is_not_retired(keyring: Keyring) -> None:
     (one,) = keyring.list_keys()
     with pytest.raises(RefusedError, match="this machine signs with key"):
-        keyring.retire(one, {})
+        keyring.retire(one)
 
 
 def test_a_key_is_found_by_enough_of_its_digits(keyring: Keyring) -> None:
-    keyring.rotate()
+    keyring.rotate(admit_nowhere)
     with pytest.raises(NotFoundError, match="Trusted: "):
         keyring.find("zz")
     with pytest.raises(NotFoundError):
@@ -126,7 +130,7 @@ def test_a_key_is_found_by_enough_of_its_digits(keyring: Keyring) -> None:
     for one in keyring.list_keys():
         assert keyring.find(one.key) == one
     for _ in range(20):
-        keyring.rotate()
+        keyring.rotate(admit_nowhere)
     first = [hex_digits(one.key)[0] for one in keyring.list_keys()]
     repeated = next(digit for digit in first if first.count(digit) > 1)
     with pytest.raises(UserError, match="several keys begin with"):
@@ -140,7 +144,7 @@ def test_a_machine_that_only_verifies_has_trusted_keys_alone(tmp_path: Path) -> 
     (one,) = Keyring(tmp_path / "keys" / "signing.pem", tmp_path / "trusted").list_keys()
     assert (one.signs, one.trusted) == (False, True)
     with pytest.raises(NotFoundError, match="the signing key cannot be read"):
-        Keyring(tmp_path / "keys" / "signing.pem", tmp_path / "trusted").rotate()
+        Keyring(tmp_path / "keys" / "signing.pem", tmp_path / "trusted").rotate(admit_nowhere)
 
 
 def test_list_keys_key_in_the_folder_of_a_role_is_trusted_for_it_alone(
@@ -156,11 +160,29 @@ def test_list_keys_key_in_the_folder_of_a_role_is_trusted_for_it_alone(
         TrustedKeys(places[1]).verify(RECORD, signer.sign(RECORD), signer.key)
 
 
-def test_retire_key_keeps_the_heads_of_the_ledgers(keyring: Keyring, places: tuple[Path, Path]) -> None:
+def test_rotate_ledger_unreachable_old_key_goes_on_signing(keyring: Keyring, places: tuple[Path, Path]) -> None:
     old = read_key(places[0])
-    keyring.rotate()
-    heads = {"digits": LedgerHead(sequence=7, digest=digest_bytes(b"entry 7"))}
-    keyring.retire(keyring.find(old.key), heads)
-    (retired,) = list_retired(places[1])
-    assert (retired.key, retired.heads) == (old.key, heads)
-    retired.verifier.verify(RECORD, old.sign(RECORD), old.key)
+
+    def fail(keys: Mapping[Digest, str]) -> None:
+        assert set(keys) == {read_key(places[0].with_name("signing.next.pem")).key}
+        raise StorageError("no bucket")
+
+    with pytest.raises(StorageError, match="no bucket"):
+        keyring.rotate(fail)
+    assert read_key(places[0]).key == old.key
+    assert keyring.rotate(admit_nowhere) == (old.key, read_key(places[0]).key)
+
+
+def test_trust_key_of_another_machine_has_one_role_and_one_copy(keyring: Keyring, places: tuple[Path, Path]) -> None:
+    signer = create_key(places[0].parent / "elsewhere" / "reconciler.pem")
+    file = places[0].parent / "elsewhere" / "reconciler.pub.pem"
+    for _ in range(2):
+        assert set(keyring.trust(file, "release")) == {signer.key}
+    assert len(list((places[1] / "release").iterdir())) == 1
+    TrustedKeys(places[1], role="release").verify(RECORD, signer.sign(RECORD), signer.key)
+    with pytest.raises(InvalidSignatureError, match="is not trusted"):
+        TrustedKeys(places[1]).verify(RECORD, signer.sign(RECORD), signer.key)
+    with pytest.raises(NotFoundError, match="there is no such file"):
+        keyring.trust(file.with_name("other.pub.pem"), "release")
+    with pytest.raises(UserError, match="not an ECDSA P-256 public key"):
+        keyring.trust(file.with_name("reconciler.pem"), "release")

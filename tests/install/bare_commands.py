@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from onnx_ops.scratch import write_durably
 from onnx_ops.testing.fakes import FakeSigner
 from onnx_ops.testing.models import rows, write_perceptron
 from tests.release import release_parts
@@ -113,6 +114,7 @@ CALLS = (
     Call("work --pool gpu", 4, "onnx-ops work, pools: package prefect", extras="prefect"),
     Call("keys new", 2, "there is a key already"),
     Call("keys list", 0),
+    Call("ledger adopt digits", 5, "the ledger is intact"),
 )
 
 
@@ -128,8 +130,9 @@ def make_project(folder: Path) -> None:
     (folder / "code.py").write_text("import sklearn\n\n\ndef train(data): ...\n", encoding="utf-8")
     config = release_parts.config_of("digits")
     local = type(config)(**{**{name: getattr(config, name) for name in config.__slots__}, "provider": "local"})
-    keys = folder / ".onnx-ops" / "keys" / "release"
+    keys = folder / ".onnx-ops" / "keys"
     keys.mkdir(parents=True)
-    (keys / "scenes.pub.pem").write_bytes(FakeSigner().public_pem())
+    (keys / "signing.pub.pem").write_bytes(FakeSigner().public_pem())
+    write_durably(keys / "signing.pem", FakeSigner().private_pem())
     with on_disk(folder), patch.object(release_parts, "config_of", lambda _: local):
         serving("a", "b")

@@ -31,8 +31,10 @@ from onnx_ops.domain.ledger import (
     EntryBody,
     Intent,
     LeaseRenewed,
+    LedgerAdopted,
     OperatorCommandSent,
     OverrideRecorded,
+    ReleaseState,
     RequestWithdrawn,
     RollbackRequested,
     VersionRefused,
@@ -40,16 +42,18 @@ from onnx_ops.domain.ledger import (
 from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Roles, build_split_state, plan_rollback
 from onnx_ops.errors import ConflictError, OnnxOpsError
 from onnx_ops.ports import Context
+from onnx_ops.release.adoption import adopt, find_adoption
 from onnx_ops.release.decision_policy import rolled_back_tag
 from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.release.rollback import withdraw_request
-from onnx_ops.testing.fakes import FakeWorld, make_ledger_keys
+from onnx_ops.testing.fakes import FakeSigner, FakeWorld, make_ledger_keys
 from tests.release.release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, Scene, config_of, roll_back
 from tests.support.chains import MemoryObjects, append_raw
 
 ENDPOINT = "digits"
 KEYS = make_ledger_keys()
 KEYLESS = LedgerKeys(KEYS.verifier, lambda: None)
+THIEF = make_ledger_keys(FakeSigner(b"has no trusted key"))
 HISTORIES, NIGHTLY_HISTORIES = 60, 600
 SERVED = {"1", "3"}
 """Versions that were granted all traffic and not rolled back."""
@@ -94,6 +98,8 @@ class Attack:
             (VersionRefused(alias=CHAMPION, version="3", reason="forged", restored_to=version.version),),
             (LeaseRenewed(of=head, expires_at=1e12),),
             (self.override(version),),
+            (LedgerAdopted(keys=self.draw.choice(({}, THIEF.public()))), intent),
+            (LedgerAdopted(keys=KEYS.public(), state=self.lifted_state()),),
         ]
         for body in self.draw.choice(bodies):
             append_raw(self.objects, ENDPOINT, body)
@@ -104,7 +110,9 @@ class Attack:
         if not names:
             return
         one, other = self.draw.choice(names), self.draw.choice(names)
-        match self.draw.choice(("cut", "remove", "exchange", "repeat", "edit", "foreign", "unsign", "snapshot")):
+        match self.draw.choice(
+            ("cut", "remove", "exchange", "repeat", "edit", "foreign", "unsign", "pointer", "snapshot")
+        ):
             case "cut":
                 for name in names[self.draw.randrange(1, len(names) + 1) :]:
                     del stored[name]
@@ -120,6 +128,9 @@ class Attack:
                 stored[one] = stored[self.draw.choice([name for name in stored if name.startswith("faces/0")])]
             case "unsign":
                 stored[one] = stored[one].partition(b"\n")[0]
+            case "pointer":
+                stored[one] = b"damaged"
+                stored[f"{ENDPOINT}/adopted.json"] = str(int(other[-14:-6])).encode()
             case _:
                 document = json.loads(stored[f"{ENDPOINT}/snapshot.json"])
                 document["state"]["rejected"] = {}
@@ -144,6 +155,10 @@ class Attack:
         about = {name: getattr(record, name) for name in ("version", "release", "variant", "manifest")}
         return replace(known["1"], name=f"v{version}", authority=record.decisions["cpu"].envelope, **about)
 
+    def lifted_state(self) -> ReleaseState:
+        """The state before the attack, without its rejections."""
+        return replace(ObjectLedger(MemoryObjects(dict(BASE[1].data)), KEYS).state(ENDPOINT), rejected={})
+
     def override(self, version: Deployment) -> OverrideRecorded:
         assert version.authority is not None
         return OverrideRecorded(
@@ -165,6 +180,8 @@ def make_base() -> tuple[Scene, MemoryObjects]:
     scene.serve(scene.publish("b"))
     scene.roll_back()
     scene.reconcile()
+    adopt(scene.context, find_adoption(scene.context, ENDPOINT), reason="an owner looked at it")
+    scene = Scene(world=replace(scene.world, ledger=ObjectLedger(objects, KEYS)))
     scene.serve(scene.publish("c"))
     scene.reconcile_some()
     scene.publish("d", verdict=Verdict.FAIL)

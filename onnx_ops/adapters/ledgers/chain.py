@@ -6,17 +6,16 @@ signature (https://github.com/secure-systems-lab/dsse, v1.0) covers the exact by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from onnx_ops import codec
-from onnx_ops.adapters.ledgers.seen import FixedEntry
-from onnx_ops.attestation import RetiredKey, sign_bytes, verify_bytes
-from onnx_ops.domain.artifact import Digest, digest_bytes, short_digest
+from onnx_ops.attestation import TrustedKeys, sign_bytes, verify_bytes
+from onnx_ops.domain.artifact import Digest, digest_bytes
 from onnx_ops.domain.attestation import EnvelopeSignature
-from onnx_ops.domain.ledger import LEDGER_SCHEMA, LedgerEntry, ReleaseState, apply_entry
+from onnx_ops.domain.ledger import LEDGER_SCHEMA, LedgerAdopted, LedgerEntry, ReleaseState, apply_entry
 from onnx_ops.domain.ledger_authority import explain_grant
 from onnx_ops.errors import CorruptStateError, InvalidSignatureError, MissingKeyError, OnnxOpsError
 from onnx_ops.ports import Signer, Verifier
@@ -24,8 +23,11 @@ from onnx_ops.ports import Signer, Verifier
 PAYLOAD_TYPE = "application/vnd.onnx-ops.ledger-entry+json"
 
 _NEWER = "A newer onnx-ops wrote it: upgrade this one."
-_REMEDY = "Restore the file from a backup (entries never change); see docs/runbooks/ledger-damaged.md."
-_UNTRUSTED = (
+_REMEDY = (
+    "Restore the file from a backup (entries never change), or accept a state with `onnx-ops ledger adopt`; see "
+    "docs/runbooks/ledger-damaged.md."
+)
+_UNKNOWN_KEY = (
     "If you trust the owner of the key, copy its public key to the trusted release keys; else restore the ledger from "
     "a backup: see docs/runbooks/ledger-damaged.md."
 )
@@ -76,30 +78,39 @@ def format_name(endpoint: str, sequence: int) -> str:
     return f"{endpoint}/{sequence:08d}.jsonl"
 
 
-def _list_none() -> Sequence[RetiredKey]:
-    return ()
-
-
 @dataclass(frozen=True, slots=True)
 class LedgerKeys:
     """The keys of those who may grant.
 
-    `verifier` trusts their public keys. `signer` returns the key of this process, or None; it is asked once an entry is
-    written, and may raise an OnnxOpsError. `retired` lists the keys that were trusted before.
+    A machine trusts some release keys: they vouch for the first entry of a ledger, for an adoption, and for a snapshot.
+    From there on, the ledger itself says whose signatures count.
+
+    Args:
+        verifier: trusts the release keys of this machine.
+        signer: returns the key of this process, or None; asked once an entry is written, may raise an OnnxOpsError.
+        public: returns the release keys of this machine in base64 of DER, by digest.
     """
 
     verifier: Callable[[], Verifier]
     signer: Callable[[], Signer | None]
-    retired: Callable[[], Sequence[RetiredKey]] = _list_none
+    public: Callable[[], Mapping[Digest, str]] = dict
 
-    def sign(self, data: bytes, grant: str, where: str) -> tuple[EnvelopeSignature, ...]:
+    def sign(
+        self, data: bytes, grant: str, where: str, admitted: Mapping[Digest, str]
+    ) -> tuple[EnvelopeSignature, ...]:
         """Return the signatures of an entry.
 
-        An entry that grants nothing has none if there is no trusted key here, or if a service would have to sign it: a
-        rollback must not wait for one.
+        An entry that grants nothing has none if there is no key here that counts, or if a service would have to sign
+        it: a rollback must not wait for one.
+
+        Args:
+            data: its bytes.
+            grant: what it grants, or empty.
+            where: location for errors.
+            admitted: the keys that count in the ledger; without any, those that this machine trusts.
 
         Raises:
-            MissingKeyError: the entry grants something, and no trusted key can sign it.
+            MissingKeyError: the entry grants something, and no key that counts can sign it here.
         """
         try:
             signer = self.signer()
@@ -107,7 +118,7 @@ class LedgerKeys:
                 if not grant and not signer.is_local:
                     return ()
                 signatures = sign_bytes(PAYLOAD_TYPE, data, signer)
-                verify_bytes(PAYLOAD_TYPE, data, signatures, self.verifier())
+                verify_bytes(PAYLOAD_TYPE, data, signatures, self._choose_verifier(admitted))
                 return signatures
             why = "signing is off"
         except OnnxOpsError as error:
@@ -117,44 +128,37 @@ class LedgerKeys:
                 f"this entry {grant}, and no trusted key can sign it here",
                 where=where,
                 why=why,
-                remedy="Run it where a trusted release key is; `onnx-ops keys list` shows those of this machine.",
+                remedy="Run it where a trusted release key is, or have that machine admit the key of this one: "
+                "`onnx-ops keys admit FILE`. `onnx-ops keys list` shows the keys.",
             )
         return ()
 
-    def verify(self, stored: StoredEntry, grant: str) -> None:
-        """Raise CorruptStateError if no trusted key has signed an entry that grants something."""
+    def verify(self, stored: StoredEntry, grant: str, admitted: Mapping[Digest, str]) -> None:
+        """Raise CorruptStateError if no key that counts has signed an entry that grants something."""
         if not grant:
-            return
+            return None
         where = f"ledger {format_name(stored.entry.endpoint, stored.entry.sequence)}"
         if not stored.signatures:
-            raise CorruptStateError(f"the entry {grant}, and has no signature", where=where, remedy=_UNTRUSTED)
+            raise CorruptStateError(f"the entry {grant}, and has no signature", where=where, remedy=_REMEDY)
+        # A machine's own keys can take a ledger back from a stolen key.
+        may_be_own = bool(admitted) and isinstance(stored.entry.body, LedgerAdopted)
         try:
-            verify_bytes(PAYLOAD_TYPE, stored.signed, stored.signatures, self.verifier())
+            verify_bytes(PAYLOAD_TYPE, stored.signed, stored.signatures, self._choose_verifier(admitted))
         except InvalidSignatureError as error:
-            if self._was_trusted(stored):
-                return
+            if may_be_own:
+                return self.verify(stored, grant, {})
             what = f"the entry {grant}, and {error.what}"
-            raise CorruptStateError(what, where=where, why=error.why, remedy=_UNTRUSTED) from error
+            remedy = _REMEDY if admitted else _UNKNOWN_KEY
+            raise CorruptStateError(what, where=where, why=error.why, remedy=remedy) from error
 
-    def list_fixed(self, endpoint: str) -> list[FixedEntry]:
-        """Return the entries of a ledger at which keys were retired."""
-        found = [(one.key, one.heads[endpoint]) for one in self.retired() if endpoint in one.heads]
-        return [
-            FixedEntry(head, f"key {short_digest(key)} was retired at entry {head.sequence}", _REMEDY)
-            for key, head in found
-        ]
+    def _choose_verifier(self, admitted: Mapping[Digest, str]) -> Verifier:
+        return _parse(",".join(admitted.values())) if admitted else self.verifier()
 
-    def _was_trusted(self, stored: StoredEntry) -> bool:
-        """Return whether a key has signed the entry that was retired later."""
-        entry, keys = stored.entry, {signature.keyid for signature in stored.signatures}
-        for retired in self.retired():
-            head = retired.heads.get(entry.endpoint)
-            if retired.key not in keys or head is None or head.sequence < entry.sequence:
-                continue
-            with suppress(InvalidSignatureError):
-                verify_bytes(PAYLOAD_TYPE, stored.signed, stored.signatures, retired.verifier)
-                return True
-        return False
+
+@functools.lru_cache(maxsize=64)
+def _parse(encoded: str) -> TrustedKeys:
+    """Return the keys of a ledger, parsed once."""
+    return TrustedKeys((), encoded=encoded)
 
 
 def encode(chained: ChainedEntry, signatures: tuple[EnvelopeSignature, ...] | None = None) -> bytes:
@@ -186,8 +190,8 @@ def decode(endpoint: str, sequence: int, data: bytes) -> StoredEntry:
     return StoredEntry(signed, chained, signatures)
 
 
-def follow(head: Head, stored: StoredEntry, keys: LedgerKeys) -> Head:
-    """Return the head after one more entry.
+def follow(head: Head, stored: StoredEntry, keys: LedgerKeys | None) -> Head:
+    """Return the head after one more entry; without keys, no signature is verified.
 
     Raises:
         CorruptStateError: it does not follow, or grants what no trusted key has signed.
@@ -198,8 +202,22 @@ def follow(head: Head, stored: StoredEntry, keys: LedgerKeys) -> Head:
         what = f"the entry does not follow entry {head.state.head}" if head.state.head else "the entry is not the first"
         why = "one of the two was changed, or written to a copy of the ledger" if head.state.head else ""
         raise CorruptStateError(what, where=where, why=why, remedy=_REMEDY)
-    keys.verify(stored, explain_grant(head.state, entry.body))
+    if keys is not None:
+        keys.verify(stored, explain_grant(head.state, entry.body), head.state.keys)
     return Head(apply_entry(head.state, entry), stored.digest)
+
+
+def adopt(stored: StoredEntry, keys: LedgerKeys) -> Head | None:
+    """Return the head after an entry whatever was before it, if it sets the state and a key of this machine signed it.
+
+    Raises:
+        CorruptStateError: it would set the state, but no key that this machine trusts has signed it.
+    """
+    entry = stored.entry
+    if not isinstance(entry.body, LedgerAdopted) or entry.body.state is None:
+        return None
+    keys.verify(stored, "sets the state", {})
+    return Head(apply_entry(ReleaseState(endpoint=entry.endpoint), entry), stored.digest)
 
 
 def build_changed_error(endpoint: str, sequence: int) -> CorruptStateError:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from onnx_ops.adapters.ledgers.chain import (
     Head,
     LedgerKeys,
     StoredEntry,
+    adopt,
     build_changed_error,
     build_missing_error,
     decode,
@@ -24,9 +26,16 @@ from onnx_ops.adapters.ledgers.chain import (
     follow,
     format_name,
 )
-from onnx_ops.adapters.ledgers.seen import FixedEntry, SeenHeads, require_fixed
+from onnx_ops.adapters.ledgers.seen import SeenHeads, require_fixed
 from onnx_ops.domain.artifact import Digest, digest_bytes
-from onnx_ops.domain.ledger import FOLD_VERSION, LedgerEntry, LedgerHead, ReleaseState, apply_entry, fold
+from onnx_ops.domain.ledger import (
+    FOLD_VERSION,
+    LedgerAdopted,
+    LedgerEntry,
+    ReleaseState,
+    apply_entry,
+    fold,
+)
 from onnx_ops.domain.ledger_authority import explain_grant
 from onnx_ops.errors import CorruptStateError, LedgerConflictError, OnnxOpsError
 from onnx_ops.ports import Ledger
@@ -34,6 +43,8 @@ from onnx_ops.ports import Ledger
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"\d{8}\.jsonl")
 _SNAPSHOT = "snapshot.json"
+_ADOPTED = "adopted.json"
+"""Names the last entry that set the state, for readers of a ledger that is damaged before it. Nothing rests on it."""
 SNAPSHOT_EVERY = 4
 """Entries between two snapshots: a state takes one read for each of them, and five more."""
 _SWEEP_EVERY = 64
@@ -52,7 +63,7 @@ class LedgerSnapshot:
 
 
 class ObjectLedger(Ledger):
-    """`<endpoint>/<sequence>.jsonl` and `snapshot.json` in an object store.
+    """`<endpoint>/<sequence>.jsonl`, `snapshot.json` and `adopted.json` in an object store.
 
     Entries never change, so each is read once in the life of this object, and what follows must follow what it read.
 
@@ -73,6 +84,11 @@ class ObjectLedger(Ledger):
     def place(self) -> str:
         return self._objects.place
 
+    @property
+    @override
+    def release_keys(self) -> Mapping[Digest, str]:
+        return self._keys.public()
+
     @override
     def endpoints(self) -> tuple[str, ...]:
         return tuple(self._objects.list_names(""))
@@ -84,23 +100,34 @@ class ObjectLedger(Ledger):
     @override
     def read(self, endpoint: str, *, after: int = 0) -> tuple[LedgerEntry, ...]:
         if after:
-            return self._read_after(endpoint, after)
-        entries, damage = self._read_all(endpoint)
-        if damage is not None:
-            raise damage
-        return entries
+            return self._read_back(self._update_head(endpoint), after)
+        head, entries = Head(ReleaseState(endpoint=endpoint), None), []
+        for following, stored in self._follow_from(head):
+            head = following
+            entries.append(stored.entry)
+        if len(entries) < head.state.head:  # an adoption passed over some: those that the chain leads to are shown
+            with suppress(CorruptStateError):
+                return self._read_back(head, 0)
+        return tuple(entries)
 
     @override
-    def read_intact(self, endpoint: str) -> tuple[LedgerEntry, ...]:
-        return self._read_all(endpoint)[0]
+    def read_intact(self, endpoint: str, *, signed: bool = True) -> tuple[LedgerEntry, ...]:
+        head, entries = Head(ReleaseState(endpoint=endpoint), None), []
+        with suppress(CorruptStateError):
+            for _, stored in self._follow_from(head, signed=signed):
+                entries.append(stored.entry)
+        return tuple(entries)
 
     @override
-    def head(self, endpoint: str) -> LedgerHead | None:
-        head = self._update_head(endpoint)
-        return None if head.digest is None else LedgerHead(sequence=head.state.head, digest=head.digest)
+    def count(self, endpoint: str) -> int:
+        names = [name for name in self._objects.list_names(endpoint) if _NAME.fullmatch(name)]
+        return max([int(max(names, default="0").partition(".")[0]), *self._seen.list_fixed(endpoint)])
 
     @override
     def append(self, entry: LedgerEntry) -> None:
+        if isinstance(entry.body, LedgerAdopted) and entry.body.state is not None:
+            self._append_adoption(entry)
+            return
         head = self._heads.get(entry.endpoint)
         if head is None or head.state.head < entry.sequence - 1:
             head = self._update_head(entry.endpoint)
@@ -109,14 +136,27 @@ class ObjectLedger(Ledger):
         grant = explain_grant(head.state, entry.body)
         snapshot = None if head.state.head % SNAPSHOT_EVERY or not head.state.head else _take_snapshot(head.state)
         digest = None if snapshot is None else digest_bytes(snapshot)
-        chained = ChainedEntry(previous=head.digest, snapshot=digest, entry=entry)
-        signed, name = encode(chained), format_name(entry.endpoint, entry.sequence)
-        signatures = self._keys.sign(signed, grant, f"ledger {name}")
+        is_signed = self._create(ChainedEntry(previous=head.digest, snapshot=digest, entry=entry), grant, head.state)
+        if snapshot is not None and is_signed:
+            self._keep_snapshot(entry, snapshot)
+
+    def _append_adoption(self, entry: LedgerEntry) -> None:
+        """Append an entry that sets the state: what is stored before it need not be readable."""
+        empty = ReleaseState(endpoint=entry.endpoint)
+        before = self._objects.read(format_name(entry.endpoint, entry.sequence - 1))
+        previous = None if before is None else digest_bytes(before.partition(b"\n")[0])
+        self._create(ChainedEntry(previous=previous, snapshot=None, entry=entry), "sets the state", empty)
+        self._objects.write(f"{entry.endpoint}/{_ADOPTED}", codec.dumps(entry.sequence))
+
+    def _create(self, chained: ChainedEntry, grant: str, before: ReleaseState) -> bool:
+        """Sign and store the entry that follows a state; return whether it is signed."""
+        entry, signed = chained.entry, encode(chained)
+        name = format_name(entry.endpoint, entry.sequence)
+        signatures = self._keys.sign(signed, grant, f"ledger {name}", before.keys)
         if not self._objects.create(name, encode(chained, signatures)):
             raise _build_conflict(entry)
-        self._set_head(entry.endpoint, Head(apply_entry(head.state, entry), digest_bytes(signed)))
-        if snapshot is not None and signatures:
-            self._keep_snapshot(entry, snapshot)
+        self._set_head(entry.endpoint, Head(apply_entry(before, entry), digest_bytes(signed)))
+        return bool(signatures)
 
     def _keep_snapshot(self, entry: LedgerEntry, snapshot: bytes) -> None:
         """Write the snapshot that an entry names. If that fails, the one before still counts and costs more reads."""
@@ -132,20 +172,48 @@ class ObjectLedger(Ledger):
         known = self._heads.get(endpoint)
         head = known or self._find_snapshot(endpoint) or Head(ReleaseState(endpoint=endpoint), None)
         first = head.state.head + 1
-        fixed = {} if known is not None else self._list_fixed(endpoint)
-        for stored in self._iterate_after(endpoint, head.state.head):
-            head = follow(head, stored, self._keys)
+        fixed = {} if known is not None else self._seen.list_fixed(endpoint)
+        for following, stored in self._follow_from(head):
+            head = following
             require_fixed(endpoint, fixed, stored.entry.sequence, stored.digest)
         for sequence in fixed:
-            if not first <= sequence <= head.state.head:
+            if sequence >= head.state.adopted and not first <= sequence <= head.state.head:
                 require_fixed(endpoint, fixed, sequence, self._read_digest(endpoint, sequence))
         self._set_head(endpoint, head)
         return head
 
-    def _list_fixed(self, endpoint: str) -> dict[int, FixedEntry]:
-        """Return the entries that this ledger must hold, by sequence."""
-        entries = [*self._seen.list_fixed(endpoint), *self._keys.list_fixed(endpoint)]
-        return {one.head.sequence: one for one in entries}
+    def _follow_from(self, head: Head, *, signed: bool = True) -> Iterator[tuple[Head, StoredEntry]]:
+        """Yield each further entry and the head after it. Damage before an adoption is passed over.
+
+        Args:
+            signed: whether signatures count.
+
+        Raises:
+            CorruptStateError: an entry does not follow, or is not signed.
+        """
+        endpoint = head.state.endpoint
+        try:
+            for stored in self._iterate_after(endpoint, head.state.head):
+                head = follow(head, stored, self._keys if signed else None)
+                yield head, stored
+        except CorruptStateError:
+            adopted = self._find_adoption(endpoint)
+            if adopted is None or adopted[0].state.head <= head.state.head:
+                raise
+            yield adopted
+            yield from self._follow_from(adopted[0], signed=signed)
+
+    def _find_adoption(self, endpoint: str) -> tuple[Head, StoredEntry] | None:
+        """Return the last entry that set the state, with the head after it; None if there is none that counts."""
+        with suppress(CorruptStateError):
+            data = self._objects.read(f"{endpoint}/{_ADOPTED}")
+            sequence = 0 if data is None else codec.loads(data, int)
+            entry = self._objects.read(format_name(endpoint, sequence))
+            stored = None if entry is None else decode(endpoint, sequence, entry)
+            head = None if stored is None else adopt(stored, self._keys)
+            if stored is not None and head is not None:
+                return head, stored
+        return None
 
     def _set_head(self, endpoint: str, head: Head) -> None:
         self._heads[endpoint] = head
@@ -187,7 +255,7 @@ class ObjectLedger(Ledger):
             if following is None:
                 return None
             stored = decode(endpoint, snapshot.state.head + 1, following)
-            self._keys.verify(stored, "names a snapshot")
+            self._keys.verify(stored, "names a snapshot", {})
             is_named = stored.chained.snapshot == digest_bytes(data)
             if not is_named or snapshot.fold != FOLD_VERSION or snapshot.state.endpoint != endpoint:
                 return None
@@ -199,9 +267,9 @@ class ObjectLedger(Ledger):
         data = self._objects.read(format_name(endpoint, sequence))
         return None if data is None else decode(endpoint, sequence, data).digest
 
-    def _read_after(self, endpoint: str, after: int) -> tuple[LedgerEntry, ...]:
+    def _read_back(self, head: Head, after: int) -> tuple[LedgerEntry, ...]:
         """Return the entries after a sequence, up to a verified head that commits to them by its digest."""
-        head = self._update_head(endpoint)
+        endpoint = head.state.endpoint
         entries: list[LedgerEntry] = []
         previous = head.digest
         for sequence in range(head.state.head, after, -1):
@@ -214,17 +282,6 @@ class ObjectLedger(Ledger):
             entries.append(stored.entry)
             previous = stored.chained.previous
         return tuple(reversed(entries))
-
-    def _read_all(self, endpoint: str) -> tuple[tuple[LedgerEntry, ...], CorruptStateError | None]:
-        """Return the verified entries from the first on, and why the next one does not count, if there is one."""
-        head, entries = Head(ReleaseState(endpoint=endpoint), None), []
-        try:
-            for stored in self._iterate_after(endpoint, 0):
-                head = follow(head, stored, self._keys)
-                entries.append(stored.entry)
-        except CorruptStateError as error:
-            return tuple(entries), error
-        return tuple(entries), None
 
 
 def _take_snapshot(state: ReleaseState) -> bytes:
@@ -250,6 +307,11 @@ class MemoryLedger(Ledger):
     def place(self) -> str:
         return "in memory"
 
+    @property
+    @override
+    def release_keys(self) -> Mapping[Digest, str]:
+        return {}
+
     @override
     def endpoints(self) -> tuple[str, ...]:
         return tuple(sorted(self._entries))
@@ -263,13 +325,12 @@ class MemoryLedger(Ledger):
         return tuple(self._entries.get(endpoint, ())[after:])
 
     @override
-    def read_intact(self, endpoint: str) -> tuple[LedgerEntry, ...]:
+    def read_intact(self, endpoint: str, *, signed: bool = True) -> tuple[LedgerEntry, ...]:
         return self.read(endpoint)
 
     @override
-    def head(self, endpoint: str) -> LedgerHead | None:
-        entries = self.read(endpoint)
-        return LedgerHead(sequence=len(entries), digest=digest_bytes(codec.dumps(entries[-1]))) if entries else None
+    def count(self, endpoint: str) -> int:
+        return len(self.read(endpoint))
 
     @override
     def append(self, entry: LedgerEntry) -> None:

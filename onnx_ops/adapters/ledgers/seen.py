@@ -11,31 +11,38 @@ from pathlib import Path
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.ledger import LedgerHead
 from onnx_ops.errors import CorruptStateError
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenHead:
+    """The last entry of a ledger that was verified: its sequence, and the digest of its bytes."""
+
+    sequence: int
+    digest: Digest
+
+
 @dataclass(frozen=True, slots=True)
 class FixedEntry:
-    """An entry that a ledger must hold, and what to do if it does not: it was seen, or a key was retired there."""
+    """An entry that a ledger must hold since this machine has verified it; `path` is the file that remembers it."""
 
-    head: LedgerHead
-    why: str
-    remedy: str
+    digest: Digest
+    path: Path
 
 
 def require_fixed(endpoint: str, fixed: Mapping[int, FixedEntry], sequence: int, digest: Digest | None) -> None:
     """Raise CorruptStateError if a ledger holds another entry than it must, or none (None)."""
     expected = fixed.get(sequence)
-    if expected is None or expected.head.digest == digest:
+    if expected is None or expected.digest == digest:
         return
     raise CorruptStateError(
         f"the ledger went back: {'it ends before' if digest is None else 'it has another'} entry {sequence}",
         where=f"ledger {endpoint}",
-        why=f"{expected.why}; the storage was restored from a backup, or changed",
-        remedy=f"{expected.remedy} Else see docs/runbooks/ledger-damaged.md.",
+        why=f"this machine has seen entry {sequence}; the storage was restored from a backup, or changed",
+        remedy="If it was restored on purpose, accept its state with `onnx-ops ledger adopt`, or without a key remove "
+        f"{expected.path}. Else see docs/runbooks/ledger-damaged.md.",
     )
 
 
@@ -48,19 +55,20 @@ class SeenHeads:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._known: dict[str, LedgerHead | None] = {}
+        self._known: dict[str, SeenHead | None] = {}
 
-    def list_fixed(self, endpoint: str) -> list[FixedEntry]:
-        """Return the last entry that this machine has verified, if it remembers any."""
+    def list_fixed(self, endpoint: str) -> dict[int, FixedEntry]:
+        """Return the last entry that this machine has verified by its sequence, if it remembers any."""
         if self._folder is None:
-            return []
+            return {}
         seen = self._known[endpoint] = self._load(self._folder, endpoint)
-        remedy = f"If it was restored on purpose, remove {_format_path(self._folder, endpoint)}."
-        return [] if seen is None else [FixedEntry(seen, f"this machine has seen entry {seen.sequence}", remedy)]
+        if seen is None:
+            return {}
+        return {seen.sequence: FixedEntry(seen.digest, _format_path(self._folder, endpoint))}
 
     def remember(self, endpoint: str, sequence: int, digest: Digest) -> None:
         """Remember the head of a ledger that was verified, unless another process has seen more."""
-        head = LedgerHead(sequence=sequence, digest=digest)
+        head = SeenHead(sequence=sequence, digest=digest)
         if self._folder is None or self._known.get(endpoint) == head:
             return
         self._known[endpoint] = head
@@ -74,9 +82,9 @@ class SeenHeads:
                 temporary.write_bytes(codec.dumps(head))
                 temporary.replace(path)
 
-    def _load(self, folder: Path, endpoint: str) -> LedgerHead | None:
+    def _load(self, folder: Path, endpoint: str) -> SeenHead | None:
         try:
-            return codec.loads(_format_path(folder, endpoint).read_bytes(), LedgerHead)
+            return codec.loads(_format_path(folder, endpoint).read_bytes(), SeenHead)
         except FileNotFoundError:
             return None
         except (OSError, CorruptStateError) as error:

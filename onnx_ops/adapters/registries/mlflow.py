@@ -39,6 +39,7 @@ from onnx_ops.domain.ledger import (
     EntryBody,
     Intent,
     LeaseRenewed,
+    LedgerAdopted,
     LedgerEntry,
     MetricsRecorded,
     NotificationSent,
@@ -49,6 +50,7 @@ from onnx_ops.domain.ledger import (
     RolloutPaused,
     ThresholdsFixed,
     VersionRefused,
+    VersionSelected,
 )
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
 from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError, RefusedError, UserError, suggest
@@ -373,6 +375,10 @@ def _describe_entry(body: EntryBody) -> tuple[str, dict[str, str]]:
             serving = {"stable": roles.stable, "previous": roles.previous, "candidate": roles.candidate}
             versions = {role: deployment.version for role, deployment in serving.items() if deployment}
             details = {"why": body.action.why, **versions}
+            if isinstance(body, Intent) and body.selected is not None:
+                details["alias"] = body.selected.alias
+        case VersionSelected():
+            details = {"alias": body.selected.alias, "version": body.selected.version}
         case ActionOutcome():
             title = f"{'done' if body.ok else 'failed'}: entry {body.of}"
             details = {"of": str(body.of), "why": body.detail}
@@ -386,7 +392,7 @@ def _describe_entry(body: EntryBody) -> tuple[str, dict[str, str]]:
             details = {"version": body.version, "why": body.reason}
         case OperatorCommandSent():
             title, details = f"command: {body.command.value}", {"why": body.reason}
-        case EndpointDeleted() | EndpointAbandoned() | RequestWithdrawn():
+        case EndpointDeleted() | EndpointAbandoned() | RequestWithdrawn() | LedgerAdopted():
             details = {"why": body.reason}
         case RolloutPaused():
             details = {"why": body.why}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnx_ops import codec
 from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, create_key, public_path, read_key
-from onnx_ops.attestation import HEADS_SUFFIX, KEY_FOLDERS, PUBLIC_SUFFIX, RETIRED_SUFFIX, KeyRole, TrustedKeys
+from onnx_ops.attestation import KEY_FOLDERS, PUBLIC_SUFFIX, RETIRED_SUFFIX, KeyRole, TrustedKeys
 from onnx_ops.domain.artifact import Digest, hex_digits, short_digest
-from onnx_ops.domain.ledger import LedgerHead
 from onnx_ops.errors import NotFoundError, RefusedError, UserError
 from onnx_ops.ports import Signer
 from onnx_ops.scratch import write_durably
@@ -87,11 +85,31 @@ class Keyring:
             self._trust(signer)
         return signer
 
-    def rotate(self) -> tuple[Digest, Digest]:
+    def trust(self, path: Path, role: KeyRole) -> Mapping[Digest, str]:
+        """Trust a public key for a role; return it in base64 of DER, by digest.
+
+        Raises:
+            UserError: the file does not hold a public key of ECDSA P-256.
+        """
+        if not path.is_file():
+            remedy = f"Give the owner's NAME{PUBLIC_SUFFIX}."
+            raise NotFoundError("there is no such file", where=str(path), remedy=remedy)
+        keys, trusted = TrustedKeys(path).public(), TrustedKeys(self._trusted, role=role).public()
+        (digest,) = keys
+        if digest not in trusted:
+            name = path.name.removesuffix(PUBLIC_SUFFIX).removesuffix(".pem")
+            copy = self._trusted / role / f"{name}-{short_digest(digest)}{PUBLIC_SUFFIX}"
+            write_durably(copy, path.read_bytes(), 0o644)
+        return keys
+
+    def rotate(self, admit: Callable[[Mapping[Digest, str]], object]) -> tuple[Digest, Digest]:
         """Replace the signing key, return the old and the new one; the old public key stays trusted.
 
         Both public keys are trusted before the new private key signs anything, so that every decision is verifiable
         after a crash at any point. The next call continues with the same new key.
+
+        Args:
+            admit: has the old key admit the new one to the ledgers. If it fails, the old key goes on signing.
         """
         if self._remote is not None:
             remedy = "Make a new one there, trust its public key (`onnx-ops keys public`), and change the setting."
@@ -101,6 +119,7 @@ class Keyring:
         new = create_key(following)
         self._trust(old)
         self._trust(new)
+        admit(TrustedKeys(public_path(following)).public())
         following.replace(self._signing)
         public_path(following).replace(public_path(self._signing))
         return old.key, new.key
@@ -119,21 +138,18 @@ class Keyring:
             )
         return matches[0]
 
-    def retire(self, known: KnownKey, heads: Mapping[str, LedgerHead]) -> tuple[Path, ...]:
-        """Stop trusting a key; return the files that are kept as a record.
-
-        Args:
-            heads: the last entries of the ledgers, by endpoint: what it signed there up to now still counts.
-        """
+    def require_retirable(self, known: KnownKey) -> None:
+        """Raise RefusedError if this machine signs with a key."""
         if known.signs:
             what = f"this machine signs with key {short_digest(known.key)}"
             raise RefusedError(what, where=str(self._signing), remedy="Replace that key first: `onnx-ops keys rotate`.")
-        kept = []
-        for path in known.files:
-            name = path.name.removesuffix(PUBLIC_SUFFIX)
-            write_durably(path.with_name(name + HEADS_SUFFIX), codec.dumps(dict(heads)), 0o644)
-            kept.append(path.replace(path.with_name(name + RETIRED_SUFFIX)))
-        return tuple(kept)
+
+    def retire(self, known: KnownKey) -> tuple[Path, ...]:
+        """Stop trusting a key; return the files that are kept as a record."""
+        self.require_retirable(known)
+        return tuple(
+            path.replace(path.with_name(path.name.removesuffix(PUBLIC_SUFFIX) + RETIRED_SUFFIX)) for path in known.files
+        )
 
     def _trust(self, signer: EcdsaSigner) -> None:
         path = self._trusted / f"{self._signing.stem}-{short_digest(signer.key)}{PUBLIC_SUFFIX}"

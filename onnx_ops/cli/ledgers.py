@@ -1,0 +1,74 @@
+"""Commands about ledgers that are damaged, unsigned, or written with a stolen key."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from onnx_ops.cli.common import Actor, AsJson, Reason, add_command, make_group, open_project, print_result, say
+from onnx_ops.domain.artifact import short_digest
+from onnx_ops.errors import RefusedError, UserError
+
+if TYPE_CHECKING:
+    from onnx_ops.release.adoption import Adoption
+
+ledger = make_group("ledger", "Make a state of a damaged or unsigned ledger count.", "onnx-ops ledger adopt digits")
+
+
+@add_command(ledger, "adopt")
+def ledger_adopt(
+    endpoint: Annotated[str, typer.Argument(help="Name of the endpoint.")],
+    last: Annotated[
+        int | None, typer.Option("--last", metavar="N", min=1, help="Last entry that counts. Default: the last intact.")
+    ] = None,
+    unsigned: Annotated[
+        bool, typer.Option("--unsigned", help="Trust entries without a valid signature: you vouch for them.")
+    ] = False,
+    reason: Reason = "",
+    actor: Actor = "",
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Skip confirmation (required in non-interactive shells).")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make the last intact state of a ledger count that is damaged or was restored from a backup, with a signed entry.
+
+    The entries after that state stay where they are and count no longer. Rejections among them are lost, except for
+    their marks in MLflow. Nothing changes at the endpoint before the next `onnx-ops rollback` or `reconcile`. It needs
+    a release key. Prefer to restore the files from a backup.
+
+    Example: onnx-ops ledger adopt digits --reason "disk failure"
+    """
+    from onnx_ops.release.adoption import adopt, find_adoption
+
+    context = open_project().context
+    adoption = find_adoption(context, endpoint, last=last, signed=not unsigned)
+    if not adoption.damage and adoption.state.head == adoption.count:
+        raise RefusedError("the ledger is intact", where=f"ledger {endpoint}", remedy="Nothing needs to be adopted.")
+    keys = ", ".join(map(short_digest, context.ledger.release_keys))
+    for line in (*_describe(adoption), f"keys that would count: {keys}, the release keys that this machine trusts"):
+        say(line, err=as_json)
+    signer = context.signer()
+    if signer is not None and signer.key not in adoption.state.keys:
+        say(f"other machines read this only if they trust key {short_digest(signer.key)}: copy it there", err=as_json)
+    if not yes and not (sys.stdin.isatty() and typer.confirm("Make this state count?")):
+        raise UserError("nothing was changed", where=endpoint, remedy="Confirm with --yes.")
+    sequence = adopt(context, adoption, reason=reason, actor=actor)
+    done = {"endpoint": endpoint, "last": adoption.state.head, "entry": sequence}
+    print_result(lambda: done, f"{endpoint}: adopted by entry {sequence}", as_json=as_json)
+
+
+def _describe(adoption: Adoption) -> list[str]:
+    """Return lines about the state that would count, and about what would not."""
+    state, roles = adoption.state, adoption.state.roles
+    stable = "nothing" if roles.stable is None else roles.stable.name
+    candidate = "" if roles.candidate is None else f", candidate {roles.candidate.name}"
+    lost = adoption.count - state.head
+    pending = "" if state.pending_rollback is None else "; a rollback is pending"
+    return [
+        *([f"damage: {adoption.damage}"] if adoption.damage else []),
+        f"state of entry {state.head}: {stable} serves{candidate}; {len(state.rejected)} rejected{pending}",
+        f"entries that count no longer: {lost}" + (f" ({state.head + 1} to {adoption.count})" if lost else ""),
+    ]

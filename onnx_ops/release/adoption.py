@@ -1,0 +1,210 @@
+"""Whose signatures count in the ledgers, and which state of a ledger counts after damage or the theft of a key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from onnx_ops.domain.artifact import Digest, short_digest
+from onnx_ops.domain.ledger import LedgerAdopted, LedgerEntry, ReleaseState, fold
+from onnx_ops.errors import (
+    CorruptStateError,
+    MissingKeyError,
+    NotFoundError,
+    OnnxOpsError,
+    RefusedError,
+    UserError,
+)
+from onnx_ops.ports import Context
+from onnx_ops.release.journal import Journal, call_each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adoption:
+    """A state of a ledger that is to count: that of entry `state.head`. Entries after it, up to `count`, do not.
+
+    Some of these may be known only to this machine or to the endpoint. `damage` is the reason why they cannot be read;
+    empty if they can.
+    """
+
+    state: ReleaseState
+    count: int
+    damage: str
+
+
+def list_ledgers(context: Context) -> tuple[str, ...]:
+    """Return the endpoints that have a ledger with signatures."""
+    return tuple(name for name in context.ledger.endpoints() if "@" not in name)
+
+
+def find_missing_key(context: Context, key: Digest) -> dict[str, str]:
+    """Return why signatures by a key do not count in a ledger, by endpoint. Damaged ledgers are left out."""
+    states, _ = call_each(list_ledgers(context), context.ledger.state)
+    return {
+        name: f"keys that count: {', '.join(map(short_digest, sorted(state.keys)))}"
+        for name, state in states.items()
+        if state.keys and key not in state.keys
+    }
+
+
+def admit_key(
+    context: Context, keys: Mapping[Digest, str], *, by: Digest | None = None, actor: str = ""
+) -> tuple[str, ...]:
+    """Have signatures by further keys count in all ledgers; return the endpoints of those that changed.
+
+    Args:
+        keys: public keys in base64 of DER, by digest.
+        by: change only the ledgers in which this key counts.
+
+    Raises:
+        OnnxOpsError: of the first ledger that could not be changed, once all were tried.
+    """
+
+    def admit(name: str) -> bool:
+        def change(journal: Journal) -> bool:
+            known = journal.state.keys
+            if not known or keys.keys() <= known.keys() or by not in (None, *known):
+                return False
+            journal.append(LedgerAdopted(keys={**known, **keys}, reason="keys admitted"))
+            return True
+
+        return Journal.update(context, name, change, actor=actor)
+
+    changed, errors = call_each(list_ledgers(context), admit)
+    for error in errors.values():
+        raise error
+    return tuple(name for name, done in changed.items() if done)
+
+
+def withdraw_key(
+    context: Context, key: Digest, *, keep: Mapping[str, int] | None = None, reason: str = "", actor: str = ""
+) -> tuple[dict[str, int], dict[str, Exception]]:
+    """Have signatures by a key count no longer, where they did; call it before the key is removed from the trusted.
+
+    Args:
+        keep: the last entry of a ledger that still counts, by endpoint; by default all that were written count.
+
+    Returns:
+        The sequence of the new entry by endpoint, and the errors of the ledgers that could not be changed.
+    """
+
+    def withdraw(name: str) -> int:
+        last = (keep or {}).get(name)
+        if last is not None:
+            return adopt(context, find_adoption(context, name, last=last), without=key, reason=reason, actor=actor)
+
+        def change(journal: Journal) -> int:
+            state = journal.state
+            if not state.head or (state.keys and key not in state.keys):
+                return 0
+            _require_counting(context, state)
+            left = _remove_key(state.keys or context.ledger.release_keys, key, name)
+            return journal.append(LedgerAdopted(keys=left, state=state, reason=reason or "key retired"))
+
+        return Journal.update(context, name, change, actor=actor)
+
+    changed, errors = call_each(list_ledgers(context), withdraw)
+    return {name: sequence for name, sequence in changed.items() if sequence}, dict(errors)
+
+
+def _require_counting(context: Context, state: ReleaseState) -> None:
+    """Raise MissingKeyError if the signature of this machine does not count in a ledger: others would refuse it."""
+    signer = context.signer()
+    if state.keys and (signer is None or signer.key not in state.keys):
+        raise MissingKeyError(
+            "the signature of this machine does not count in this ledger",
+            where=f"ledger {state.endpoint}",
+            why=f"keys that count: {', '.join(map(short_digest, sorted(state.keys)))}",
+            remedy="Have a machine with one of them admit the key of this one: `onnx-ops keys admit FILE`.",
+        )
+
+
+def find_adoption(context: Context, endpoint: str, *, last: int | None = None, signed: bool = True) -> Adoption:
+    """Return the state of a ledger before its damage, or after an earlier entry.
+
+    Args:
+        last: sequence of the last entry that is to count; by default the last one that can be read.
+        signed: whether signatures count. Without, the caller vouches for the storage.
+
+    Raises:
+        NotFoundError: there is no such ledger.
+        UserError: entry `last` does not exist, or is after the damage.
+    """
+    count, damage = context.ledger.count(endpoint), ""
+    if not count:
+        known = ", ".join(list_ledgers(context)) or "none"
+        raise NotFoundError("there is no such ledger", where=endpoint, remedy=f"Ledgers: {known}.")
+    try:
+        context.ledger.state(endpoint)
+    except CorruptStateError as error:
+        damage = str(error)
+    entries = context.ledger.read_intact(endpoint, signed=signed)
+    wanted = tuple(entry for entry in entries if last is None or entry.sequence <= last)
+    state = fold(endpoint, wanted)
+    if last is not None and state.head != last:
+        readable = entries[-1].sequence if entries else 0
+        remedy = f"Entries 1 to {readable} can." if readable else "No entry can."
+        raise UserError(f"entry {last} cannot be read", where=f"ledger {endpoint}", why=damage, remedy=remedy)
+    return Adoption(state=state, count=max(count, _observe_generation(context, state)), damage=damage)
+
+
+def _observe_generation(context: Context, state: ReleaseState) -> int:
+    """Return the last entry that the endpoint has carried out, as far as it can be asked."""
+    if state.config is None:
+        return 0
+    with suppress(OnnxOpsError):
+        observed = context.provider(state.config.provider).observe(state.config)
+        return 0 if observed is None else observed.generation
+    return 0
+
+
+def adopt(
+    context: Context, adoption: Adoption, *, without: Digest | None = None, reason: str = "", actor: str = ""
+) -> int:
+    """Make a state count from now on, with one signed entry; return its sequence.
+
+    The keys that count are the release keys of this machine: those of an older state may have been retired since.
+
+    Args:
+        without: a key whose signatures are to count no longer.
+
+    Raises:
+        MissingKeyError: no trusted key can sign it here.
+        RefusedError: no key would be left.
+        LedgerConflictError: another process appended an entry meanwhile.
+    """
+    state = adoption.state
+    # The registry gets the marks of rollbacks again and the entries from here on. It keeps the marks of those rollbacks
+    # that are among the lost entries.
+    marked = frozenset(version for version, d in state.known.items() if state.find_rejection(d) is not None)
+    sequence = adoption.count + 1
+    state = replace(state, published_sequence=sequence, unpublished_rejections=marked)
+    keys = _remove_key(context.ledger.release_keys, without, state.endpoint)
+    body = LedgerAdopted(keys=keys, state=state, reason=reason)
+    context.ledger.append(
+        LedgerEntry(
+            endpoint=state.endpoint,
+            sequence=sequence,
+            at=context.clock.now(),
+            actor=actor or context.host.actor(),
+            body=body,
+        )
+    )
+    return sequence
+
+
+def _remove_key(keys: Mapping[Digest, str], key: Digest | None, endpoint: str) -> dict[Digest, str]:
+    """Return the keys without one of them.
+
+    Raises:
+        RefusedError: none is left.
+    """
+    left = {digest: public for digest, public in keys.items() if digest != key}
+    if keys and not left:
+        raise RefusedError(
+            "no other key counts in this ledger",
+            where=f"ledger {endpoint}",
+            remedy="Replace the key first (`onnx-ops keys rotate`), or admit another one (`onnx-ops keys admit`).",
+        )
+    return left
