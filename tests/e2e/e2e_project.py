@@ -12,11 +12,10 @@ import os
 import re
 import shutil
 import signal
-import sqlite3
 import subprocess
 import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,7 +147,6 @@ class Releases:
     def _copy(self, name: str, folder: Path) -> Project:
         self._make()
         shutil.copytree(self._folder / name, folder, dirs_exist_ok=True)
-        _relocate(folder / ".onnx-ops", str(self._origin), str(folder))
         return Project(folder)
 
     def _make(self) -> None:
@@ -173,16 +171,3 @@ class Releases:
         """Copy the project as it is, without what belongs to its running server."""
         shutil.rmtree(self._folder / name, ignore_errors=True)
         shutil.copytree(self._origin, self._folder / name, ignore=shutil.ignore_patterns("endpoints", "__pycache__"))
-
-
-def _relocate(state: Path, old: str, new: str) -> None:
-    """Change the absolute paths that a state folder holds: in the ledger, and in MLflow's database."""
-    for entry in (state / "ledger").rglob("*.json"):
-        entry.write_text(entry.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
-    with closing(sqlite3.connect(state / "mlflow.db")) as database, database:
-        tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-        for table in tables:
-            for _, column, kind, *_ in database.execute(f"PRAGMA table_info('{table}')").fetchall():
-                if kind.startswith(("VARCHAR", "TEXT")):
-                    change = f"""UPDATE "{table}" SET "{column}" = replace("{column}", ?, ?)"""  # noqa: S608 (names from the schema)
-                    database.execute(f"""{change} WHERE instr("{column}", ?)""", (old, new, old))

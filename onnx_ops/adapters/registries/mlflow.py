@@ -21,6 +21,7 @@ from onnx_ops.adapters.registries.mlflow_connection import (
     suppress_codes,
 )
 from onnx_ops.adapters.registries.mlflow_publication import ReleasePublisher
+from onnx_ops.adapters.registries.mlflow_relocation import relocate_artifacts
 from onnx_ops.adapters.registries.mlflow_tags import (
     DIGEST,
     EVIDENCE_DIGEST,
@@ -98,6 +99,8 @@ class MlflowRegistry:
                     remedy="Set artifact_root to a folder or s3://…, or use a tracking server",
                 )
             self._artifact_root = str(database.parent / "mlartifacts")
+        if self._artifact_root and not urlsplit(self._artifact_root).scheme and (path := self._mlflow.sqlite_path()):
+            relocate_artifacts(path, Path(self._artifact_root))
 
     def publish(self, publication: Publication) -> Mapping[str, str]:
         """Register one version per variant, if it is new; return versions by variant.

@@ -1,0 +1,86 @@
+"""Artifact locations of a project that was moved, renamed or copied with its MLflow database.
+
+MLflow stores absolute locations. Without this, a moved project would look for its evidence where it was before, and
+write that of new runs there.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import quote
+
+from onnx_ops.errors import ServiceUnavailableError
+
+_log = logging.getLogger(__name__)
+
+TIMEOUT_S = 30.0
+"""How long a lock of another process is waited for."""
+
+_LOCATIONS = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+    ("model_versions", "source"),
+    ("model_versions", "storage_location"),
+)
+"""Tables and columns of MLflow that hold locations."""
+
+
+def relocate_artifacts(database: Path, root: Path) -> tuple[str, ...]:
+    """Point all locations of a SQLite database below the present root; return the roots that they had.
+
+    Only locations of experiments that are found below the root are evidence that it was moved. A file that is no
+    database of MLflow is left to the error of its first use.
+
+    Raises:
+        ServiceUnavailableError: the database cannot be changed now.
+    """
+    if not database.is_file():
+        return ()
+    with closing(sqlite3.connect(database, timeout=TIMEOUT_S, isolation_level=None)) as connection:
+        try:
+            former = _list_former_roots(connection, root)
+        except sqlite3.Error:
+            return ()
+        if former:
+            _change(connection, former, root, database)
+    return former
+
+
+def _change(connection: sqlite3.Connection, former: Iterable[str], root: Path, database: Path) -> None:
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        for old in former:
+            for table, column in _LOCATIONS:
+                connection.execute(
+                    f"UPDATE {table} SET {column} = ? || substr({column}, ?) "  # noqa: S608 (names from above)
+                    f"WHERE substr({column}, 1, ?) = ?",
+                    (str(root), len(old) + 1, len(old) + 1, f"{old}/"),
+                )
+        connection.execute("COMMIT")
+    except sqlite3.Error as error:
+        raise ServiceUnavailableError(
+            "the database cannot be changed, so the artifacts of a moved project are not found",
+            where=str(database),
+            why=str(error),
+            remedy="Try again; its folder must be writable once.",
+        ) from error
+    _log.info("artifacts are in %s now, no longer in %s", root, ", ".join(former))
+
+
+def _list_former_roots(connection: sqlite3.Connection, root: Path) -> tuple[str, ...]:
+    """Return other roots of experiments whose folder is below this one."""
+    tables = connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'experiments'").fetchone()
+    if not tables[0]:
+        return ()
+    former = set()
+    for name, location in connection.execute("SELECT name, artifact_location FROM experiments"):
+        folder = f"/{quote(str(name))}"
+        old = str(location).removesuffix(folder)
+        if old not in (str(location), str(root)) and old.startswith("/") and (root / folder[1:]).is_dir():
+            former.add(old)
+    return tuple(sorted(former))

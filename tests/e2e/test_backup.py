@@ -1,0 +1,153 @@
+"""The page "Back up, move, restore" as its reader would follow it, with the real commands."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.e2e_project import Project, Releases
+from tests.support.command import PROGRAM
+
+ENDPOINT = "digits"
+
+
+def traffic(project: Project) -> dict[str, int]:
+    """Return the share of each deployment that gets requests, as the endpoint itself says."""
+    weights: dict[str, int] = project.status()["traffic"]
+    return {name: share for name, share in weights.items() if share}
+
+
+def test_project_moved_and_renamed_serves_and_releases(twice: Project, tmp_path: Path) -> None:
+    twice.stop_endpoints()
+    moved = Project(twice.root.rename(tmp_path / "another name"), twice.environ)
+    try:
+        shutil.rmtree(moved.root / ".onnx-ops" / "models")  # the registry's copies have moved along
+        assert moved.command("reconcile", ENDPOINT).code == 0
+        before = traffic(moved)
+        assert moved.command("rollback", ENDPOINT, "--reason", "slow").code == 0
+        assert traffic(moved) != before
+        assert moved.command("report", "digits-mlp/1").code == 0
+        assert not twice.root.exists()
+    finally:
+        moved.stop_endpoints()
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_ledger_of_an_hour_ago_is_one_message_until_it_is_accepted(twice: Project, forgets: bool) -> None:
+    ledger, backup = twice.root / ".onnx-ops" / "ledger", twice.root / "backup"
+    shutil.copytree(ledger, backup)
+    assert twice.command("rollback", ENDPOINT, "--reason", "wrong on sevens").code == 0
+    twice.command("reconcile", ENDPOINT)
+    shutil.rmtree(ledger)
+    shutil.copytree(backup, ledger)
+    for name in ("status", "reconcile"):
+        refused = twice.command(name, ENDPOINT)
+        assert (refused.code, refused.stderr.count("the ledger went back")) == (4, 1)
+    refused = twice.command("rollback", ENDPOINT)
+    assert (refused.code, refused.stderr.count("the ledger went back")) == (4, 1)
+    seen = twice.root / ".onnx-ops" / "seen" / f"{ENDPOINT}.json"
+    assert f"remove {seen}" in " ".join(refused.stderr.split())
+    if forgets:  # as on a machine that has never seen the newer entries; the endpoint has
+        seen.unlink()
+        refused = twice.command("reconcile", ENDPOINT)
+        assert (refused.code, "the endpoint has carried out entry" in refused.stderr) == (4, True)
+    assert twice.command("ledger", "adopt", ENDPOINT, "--yes", "--reason", "restored").code == 0
+    assert twice.command("reconcile", ENDPOINT).code == 0
+    # The lost rollback is still in the registry: the champion's alias is a request like that of any user.
+    assert traffic(twice) == {"v1": 100}
+    assert [twice.command(name, ENDPOINT).code for name in ("status", "history", "reconcile")] == [0, 0, 0]
+
+
+def test_other_machine_rolls_back_without_a_key_and_grants_once_admitted(
+    releases: Releases, twice: Project, tmp_path: Path
+) -> None:
+    other = releases.twice(tmp_path / "other machine")
+    state = twice.root / ".onnx-ops"
+    (other.root / "onnx-ops.toml").write_text(
+        f'ledger = "{state}/ledger"\ntracking_uri = "sqlite:///{state}/mlflow.db"\nartifacts = "{state}/mlartifacts"\n'
+    )
+    shutil.rmtree(other.root / ".onnx-ops" / "seen")
+    shutil.rmtree(other.root / ".onnx-ops" / "endpoints", ignore_errors=True)
+    keys = other.root / ".onnx-ops" / "keys"
+    (keys / "signing.pem").unlink()
+    (keys / "signing.pub.pem").rename(keys / "first.pub.pem")
+    assert other.document("status", ENDPOINT, code=4)[0]["roles"] == twice.status()["roles"]
+    assert other.command("keys", "new").code == 0
+    refused = other.command("rollout", "advance", ENDPOINT)
+    assert refused.code != 0
+    deleted = other.command("delete", ENDPOINT, "--yes")
+    assert (deleted.code, "no trusted key can sign it here" in deleted.stderr) == (4, True)
+    assert "does not count" in other.command("doctor").stdout
+    public = tmp_path / "other.pub.pem"
+    public.write_text(other.command("keys", "public").stdout)
+    assert twice.command("keys", "admit", str(public)).code == 0
+    assert twice.command("keys", "admit", str(public)).code == 0
+    assert "does not count" not in other.command("doctor").stdout
+    assert other.command("delete", ENDPOINT, "--yes", "--reason", "moved").code == 0
+    history = twice.document("history", ENDPOINT)
+    assert [line["kind"] for line in history[-2:]] == ["endpoint-deleted", "endpoint-deleted"]
+
+
+def test_other_user_who_may_not_read_gets_one_message(twice: Project) -> None:
+    folder = twice.root / ".onnx-ops" / "ledger" / ENDPOINT
+    folder.chmod(0)
+    if os.geteuid() == 0:
+        os.chown(folder, 65534, 65534)
+    done = subprocess.run(
+        [PROGRAM, "status", ENDPOINT],
+        cwd=twice.root,
+        env=twice.environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        preexec_fn=drop_rights if os.geteuid() == 0 else None,
+    )
+    folder.chmod(0o700)
+    assert done.returncode == 4, done.stderr
+    assert "Permission denied" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def drop_rights() -> None:
+    """Take root's right to read what others own from the next program."""
+    for right in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+        ctypes.CDLL(None).prctl(24, right, 0, 0, 0)  # PR_CAPBSET_DROP
+
+
+def test_ledger_newer_than_the_program_is_one_message(twice: Project) -> None:
+    entries = sorted((twice.root / ".onnx-ops" / "ledger" / ENDPOINT).glob("0*.jsonl"))
+    signed, _, rest = entries[-1].read_bytes().partition(b"\n")
+    document = json.loads(signed)
+    document["entry"]["schema"] = 99
+    entries[-1].write_bytes(json.dumps(document).encode() + b"\n" + rest)
+    refused = twice.command("status", ENDPOINT)
+    assert (refused.code, refused.stderr.count("upgrade this one")) == (4, 1)
+
+
+@pytest.mark.parametrize("has_key", [True, False])
+def test_damaged_ledger_is_adopted_or_moved_away_and_rolls_back(twice: Project, has_key: bool) -> None:
+    folder = twice.root / ".onnx-ops" / "ledger" / ENDPOINT
+    last = sorted(folder.glob("0*.jsonl"))[-1]
+    last.write_bytes(last.read_bytes()[:40])
+    assert twice.command("rollback", ENDPOINT).code == 4
+    if has_key:
+        asked = twice.command("ledger", "adopt", ENDPOINT)
+        assert (asked.code, "entries that count no longer: 1" in asked.stdout) == (2, True)
+        assert twice.command("ledger", "adopt", ENDPOINT, "--yes", "--reason", "disk").code == 0
+        assert twice.command("ledger", "adopt", ENDPOINT, "--yes").code == 5
+    else:
+        (twice.root / ".onnx-ops" / "keys" / "signing.pem").unlink()
+        with (twice.root / "onnx-ops.toml").open("a") as settings:
+            settings.write('signing = "off"\n')
+        last.unlink()
+        (twice.root / ".onnx-ops" / "seen" / f"{ENDPOINT}.json").unlink(missing_ok=True)
+    before = traffic(twice)
+    assert twice.command("rollback", ENDPOINT, "--reason", "at night").code == 0
+    assert traffic(twice) != before
