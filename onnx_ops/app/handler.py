@@ -16,6 +16,7 @@ from onnx_ops.app.execution import ExecuteStage, hold_key_lock
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.decision import Decision
 from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.ledger import ReleaseState
 from onnx_ops.domain.pipeline import Deploy, Stage, StageKind
 from onnx_ops.domain.quantization import SEARCH_FILE, SearchRecord
@@ -27,8 +28,8 @@ from onnx_ops.pipeline import collect_user_code, find_referenced_modules
 from onnx_ops.pipeline.stage_settings import is_isolated
 from onnx_ops.pipeline.user_code import CODE
 from onnx_ops.ports import Context
-from onnx_ops.release.journal import format_stream_name
-from onnx_ops.release.promote import bind_endpoint, promote
+from onnx_ops.release.journal import format_stream_name, list_sibling_states
+from onnx_ops.release.promote import bind_endpoint, promote_release
 from onnx_ops.release.reconcile import StepReport, reconcile_until_stable
 from onnx_ops.scratch import Durations
 
@@ -73,7 +74,7 @@ class StageHandler:
         if stage.kind in RELEASE:
             return Manifest(files={}) if self._is_released(stage, inputs) else None
         manifest = self.context.store.lookup(key)
-        if manifest is None:
+        if manifest is None or (stage.kind is StageKind.BENCHMARK and self._needs_new_comparison(stage, manifest)):
             return None
         if stage.kind is StageKind.REGISTER and self.confirms:
             registration = codec.loads(self.context.store.read(manifest["registration.json"]), Registration)
@@ -112,8 +113,16 @@ class StageHandler:
             if stage.kind is StageKind.PROMOTE:
                 registration, choice, version = _read_choice(context, stage, inputs)
                 settings: Mapping[str, Any] = stage.settings
-                model, endpoints = registration.model, tuple(settings["endpoints"])
-                done = promote(context, model, version, choice.target, actor=self.actor, expects=endpoints)
+                done = promote_release(
+                    context,
+                    registration.model,
+                    version,
+                    choice.target,
+                    release=registration.release,
+                    always=settings["mode"] == "always",
+                    actor=self.actor,
+                    expects=tuple(settings["endpoints"]),
+                )
                 return Manifest(files={"promotion.json": context.store.put_bytes(codec.dumps(done))})
             if stage.kind is StageKind.DEPLOY:
                 config, section = binding(stage)
@@ -148,6 +157,23 @@ class StageHandler:
             code = collect_user_code(modules, self.context.root, tuple(settings.get("depends", ())))
         packages = {} if is_isolated(stage) else dict(code.packages)
         return {"modules": modules, "files": dict(code.files), "packages": packages}
+
+    def _needs_new_comparison(self, stage: Stage, manifest: Manifest) -> bool:
+        """Return whether a release that would be promoted was compared with another champion than that of now.
+
+        A release that was promoted before is not compared again: it serves, or is left.
+        """
+        settings: Mapping[str, Any] = stage.settings
+        if not stage.hints.get("promotes") or not settings["model"]:
+            return False
+        states = list_sibling_states(self.context, settings["model"], str(stage.target))
+        serving = {state.roles.stable.manifest for state in states if state.roles.stable is not None}
+        if not serving:
+            return False
+        evidence = codec.loads(self.context.store.read(manifest["evidence.json"]), Evidence)
+        present = (d for s in states for d in (*s.known.values(), s.roles.stable, s.roles.candidate) if d is not None)
+        compared = None if evidence.champion is None else evidence.champion.manifest
+        return compared not in serving and evidence.release not in {d.release for d in present}
 
     def _is_released(self, stage: Stage, inputs: Mapping[str, Manifest]) -> bool:
         registration, choice, version = _read_choice(self.context, stage, inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +18,16 @@ from onnx_ops.domain.release import BaseRelease, Choice, Provenance, Registratio
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.pipeline import RunResult
 from onnx_ops.ports import Context, Store
+from onnx_ops.release.promote import PromotionResult
 from onnx_ops.statistics.choice import choose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """`awaiting` are the targets whose chosen variant must be promoted by a person."""
+    """`awaiting` are the targets whose chosen variant must be promoted by a person.
+
+    `left` are the promotions that the run left out, since something else has taken the place since.
+    """
 
     pipeline: str
     executed: tuple[str, ...]
@@ -32,6 +36,7 @@ class Summary:
     choices: tuple[Choice, ...]
     registration: Registration | None
     awaiting: tuple[str, ...]
+    left: tuple[PromotionResult, ...]
     exit_code: int
 
 
@@ -89,8 +94,19 @@ def summarize(pipeline: Pipeline, result: RunResult, context: Context) -> Summar
         choices=choices,
         registration=registration,
         awaiting=tuple(c.target for c in choices if c.variant is not None) if manual else (),
+        left=tuple(_list_left(result, context)),
         exit_code=_exit_code(result, choices),
     )
+
+
+def _list_left(result: RunResult, context: Context) -> Iterator[PromotionResult]:
+    """Yield the promotions that a run left out."""
+    for stage in result.plan.stages:
+        manifest = result.outcomes[stage.id].manifest
+        if stage.kind is StageKind.PROMOTE and manifest is not None and "promotion.json" in manifest:
+            done = codec.loads(context.store.read(manifest["promotion.json"]), PromotionResult)
+            if done.left:
+                yield done
 
 
 def _root(stage_id: str, outcomes: Mapping[str, StageOutcome]) -> StageOutcome:

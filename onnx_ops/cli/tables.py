@@ -277,6 +277,8 @@ def _release_lines(summary: Summary, registration: Registration, project: Projec
         say(f"Awaiting promotion on {target}: set alias challenger-{target} in MLflow, or")
         command = f"  onnx-ops promote {registration.model}/{version} --target {target}"
         out.print(markup("{}", command), soft_wrap=True)
+    for promotion in summary.left:
+        out.print(markup("{}", promotion.explain_left()), soft_wrap=True)
     for target in dict.fromkeys(c.target for c in summary.choices):
         for state in list_sibling_states(project.context, registration.model, target):
             config, stable = state.config, state.roles.stable

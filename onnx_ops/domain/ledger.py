@@ -159,6 +159,15 @@ class VersionRefused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseLeft:
+    """A run did not promote `version`: it was promoted before, and version `serving` has taken its place since."""
+
+    kind: Literal["release-left"] = "release-left"
+    version: str
+    serving: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OverrideRecorded:
     """A person allowed this version to serve, with a reason, regardless of its gates and history.
 
@@ -242,6 +251,7 @@ EntryBody = (
     | OperatorCommandSent
     | AliasesWritten
     | VersionRefused
+    | ReleaseLeft
     | OverrideRecorded
     | EndpointDeleted
     | EndpointAbandoned
@@ -255,7 +265,7 @@ EntryBody = (
 
 LEDGER_SCHEMA = 2
 
-FOLD_VERSION = 2
+FOLD_VERSION = 3
 """Version of `fold`. Snapshots of another one are not used: increase it whenever the same entries imply another state.
 """
 
@@ -302,6 +312,7 @@ class ReleaseState:
         policy: policy of its rollouts.
         roles: deployments by role.
         selected: the alias that was seen last to select another version.
+        left: the release that a run did not promote last.
         open_intent: the action in progress.
         generation: sequence of the last intent, open or closed; orders effects.
         decision_sequence: sequence of the first intent for the open action.
@@ -334,6 +345,7 @@ class ReleaseState:
     policy: RolloutPolicy = field(default_factory=RolloutPolicy)
     roles: Roles = field(default_factory=Roles)
     selected: AliasSelection | None = None
+    left: ReleaseLeft | None = None
     open_intent: Intent | None = None
     generation: int = 0
     decision_sequence: int = 0
@@ -396,8 +408,6 @@ def apply_entry(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
             after = replace(state, config=body.config, policy=body.policy, keys=keys)
         case LedgerAdopted():
             return _adopt(state, entry.sequence, body)
-        case VersionSelected():
-            after = replace(state, selected=body.selected)
         case Intent():
             after = _open_intent(state, entry, body)
         case RollbackRequested():
@@ -466,25 +476,31 @@ def _record(
     | MetricsRecorded
     | RolloutPaused
     | NotificationSent
-    | LeaseRenewed,
+    | LeaseRenewed
+    | VersionSelected
+    | ReleaseLeft,
 ) -> ReleaseState:
     """Record what changes neither roles nor rejections."""
     match body:
+        case VersionSelected():
+            after = replace(state, selected=body.selected)
+        case ReleaseLeft():
+            after = replace(state, left=body)
         case OperatorCommandSent():
             # To resume is to have no command again: the checks decide.
             command = None if body.command is OperatorCommand.RESUME else body.command
-            return replace(state, command=command, command_sequence=sequence, pause=None)
+            after = replace(state, command=command, command_sequence=sequence, pause=None)
         case RolloutPaused():
-            return replace(state, pause=body)
+            after = replace(state, pause=body)
         case NotificationSent():
-            return replace(state, notified={**state.notified, body.notifier: body.of})
+            after = replace(state, notified={**state.notified, body.notifier: body.of})
         case LeaseRenewed():
             opened = state.open_intent
             if opened is not None and state.generation == body.of:
                 opened = replace(opened, expires_at=body.expires_at)
-            return replace(state, open_intent=opened)
+            after = replace(state, open_intent=opened)
         case AliasesWritten():
-            return replace(
+            after = replace(
                 state,
                 pending_aliases={k: v for k, v in state.pending_aliases.items() if k not in body.aliases},
                 aliases={**state.aliases, **body.aliases},
@@ -492,13 +508,14 @@ def _record(
                 unpublished_rejections=frozenset(),
             )
         case VersionRefused():
-            return replace(state, open_refusal=body, refusal_sequence=sequence)
+            after = replace(state, open_refusal=body, refusal_sequence=sequence)
         case ThresholdsFixed():
-            return replace(state, thresholds=body)
+            after = replace(state, thresholds=body)
         case MetricsRecorded():
-            return replace(state, observations=_count(state, body.reading))
+            after = replace(state, observations=_count(state, body.reading))
         case _:
             assert_never(body)
+    return after
 
 
 def _count(state: ReleaseState, reading: MetricsReading) -> Observations | None:

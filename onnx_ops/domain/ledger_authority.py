@@ -23,6 +23,7 @@ from onnx_ops.domain.ledger import (
     NotificationSent,
     OperatorCommandSent,
     OverrideRecorded,
+    ReleaseLeft,
     ReleaseState,
     RequestWithdrawn,
     RollbackRequested,
@@ -45,7 +46,7 @@ GRANTS: Mapping[type, str] = {
 }
 """Kinds of entries that always grant."""
 
-RECORDS = (ActionOutcome, RolloutPaused, NotificationSent, LeaseRenewed)
+RECORDS = (ActionOutcome, ReleaseLeft, RolloutPaused, NotificationSent, LeaseRenewed)
 """Kinds that never do. An outcome is a hint: the endpoint is observed, and restored to what was granted."""
 
 _UPKEEP = (ActionKind.RESTORE, ActionKind.RETIRE, ActionKind.CLEAN_UP, ActionKind.RECONFIGURE)

@@ -234,7 +234,11 @@ class Register(Attempts):
 
     model: Annotated[str, doc("Registered model in MLflow; gets one version for each variant.")]
     promote: Annotated[
-        Literal["manual", "auto"], doc("auto: a passing release becomes challenger; manual: an operator promotes it.")
+        Literal["manual", "auto", "always"],
+        doc(
+            "auto: a passing release becomes challenger, unless it was promoted before and something else serves now; "
+            "always: also then, since the repository decides; manual: an operator promotes it."
+        ),
     ] = "manual"
 
 

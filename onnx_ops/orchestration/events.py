@@ -125,6 +125,7 @@ def run_events(pipeline: Pipeline, summary: Summary, now: float) -> Iterator[Rel
                 "versions": dict(registered.versions),
                 "chosen": dict(served),
                 "awaiting": list(summary.awaiting),
+                "left": [promotion.explain_left() for promotion in summary.left],
                 "link": link,
             },
         )

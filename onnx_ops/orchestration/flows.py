@@ -59,11 +59,13 @@ def final_state(summary: Summary, errors: Mapping[str, OnnxOpsError]) -> State[A
     failures = [f"{stage} failed: {error}" for stage, error in errors.items()]
     if summary.exit_code:
         return Failed(name=FAILED_STATES[summary.exit_code], message="\n".join([*unserved, *failures]))
-    served = [_choice_line(choice) for choice in summary.choices if choice.variant is not None]
+    kept = {promotion.target for promotion in summary.left}
+    served = [_choice_line(c) for c in summary.choices if c.variant is not None and c.target not in kept]
+    left = [promotion.explain_left() for promotion in summary.left]
     waiting = [f"{target}: awaiting promotion, by alias challenger-{target}" for target in summary.awaiting]
     count = len(summary.executed)
     work = f"{count} of {len(summary.outcomes)} stages executed" if count else "nothing changed: no stage was executed"
-    return Completed(message="\n".join([*served, *waiting, *failures, work]))
+    return Completed(message="\n".join([*served, *left, *waiting, *failures, work]))
 
 
 def _choice_line(choice: Choice) -> str:

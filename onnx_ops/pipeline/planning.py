@@ -227,6 +227,7 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
                 **placed,
                 "tolerances": codec.to_json(request)["tolerances"],
                 "judged": [gate.definition().label for gate in limits if isinstance(gate, MetricGate)],
+                "promotes": pipeline.register is not None and pipeline.register.promote != "manual",
             },
         ),
         make_stage(
@@ -400,12 +401,15 @@ def plan_release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stag
             StageKind.PROMOTE,
             f"promote@{name}",
             None,
-            {"endpoints": [entry.endpoint for entry in pipeline.deploy if entry.target == name]},
+            {
+                "endpoints": [entry.endpoint for entry in pipeline.deploy if entry.target == name],
+                "mode": section.promote,
+            },
             needs=["register"],
             target=name,
         )
         for name in names
-        if section.promote == "auto"
+        if section.promote != "manual"
     ]
     deploys = [
         make_stage(
@@ -417,7 +421,7 @@ def plan_release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stag
                 "model": section.model,
                 "pipeline": pipeline.pipeline,
                 "target_digest": targets[entry.target].digest(),
-                "auto": section.promote == "auto",
+                "auto": section.promote != "manual",
             },
             needs=["register"],
             tolerates=[p.id for p in promotes if p.target == entry.target],

@@ -8,14 +8,16 @@ from functools import partial
 
 from onnx_ops import codec
 from onnx_ops.attestation import sign_record
+from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.attestation import MAX_REASON_LENGTH, override_reason_tag, override_record_tag
-from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.ledger import (
     AliasesWritten,
     EndpointAbandoned,
     EndpointBound,
     EndpointDeleted,
     LedgerOrigin,
+    ReleaseLeft,
     ReleaseState,
 )
 from onnx_ops.domain.release import VersionRecord
@@ -23,7 +25,7 @@ from onnx_ops.domain.rollout import format_alias
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import LedgerConflictError, OnnxOpsError, RefusedError, StillPendingError, UserError
 from onnx_ops.ports import Context
-from onnx_ops.release.decision_policy import build_override, read_override
+from onnx_ops.release.decision_policy import build_override, find_rejection_reason, read_override
 from onnx_ops.release.journal import (
     COMMAND_TIMEOUT_S,
     Journal,
@@ -38,13 +40,101 @@ from onnx_ops.release.registry_sync import MAX_TEXT, build_override_entry, requi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromotionResult:
-    """The result of a promotion. `endpoints` are those that will follow."""
+    """The result of a promotion. `endpoints` are those that will follow.
+
+    `left` is the version that serves instead, if a run left the place to it; else empty.
+    """
 
     model: str
     version: str
     target: str
     did: str
     endpoints: tuple[str, ...]
+    left: str = ""
+
+    def explain_left(self) -> str:
+        """Return why nothing was promoted, and what would change that."""
+        return (
+            f"v{self.version} was promoted on {self.target} before, and v{self.left} has taken its place since, so v"
+            f"{self.left} stays. To change that: onnx-ops promote {self.model}/{self.version} --target {self.target}"
+        )
+
+
+def promote_release(
+    context: Context,
+    model: str,
+    version: str,
+    target: str,
+    *,
+    release: Digest,
+    always: bool = False,
+    actor: str = "",
+    expects: tuple[str, ...] = (),
+) -> PromotionResult:
+    """Promote what a run has registered, as `promote`, unless it was promoted before and something else serves now.
+
+    Whatever took its place was newer, or an operator wanted it: a run that changed nothing does not undo that.
+
+    Args:
+        release: the release of the version. A registry that was made anew can have another one of that number.
+        always: promote it nevertheless.
+    """
+    aliases = context.registry().aliases(model)
+    is_requested = aliases.get(format_alias("challenger", target)) == version
+    bound = list_sibling_states(context, model, target)
+    if not always and not is_requested and not _is_rejected(context, bound, model, version, target):
+        if bound:
+            left = _leave_to_serving(context, bound, version, release, actor)
+        else:
+            left = _find_later_champion(context, model, version, target, aliases.get(format_alias("champion", target)))
+        if left:
+            names = tuple(state.endpoint for state in bound)
+            return PromotionResult(model=model, version=version, target=target, did="left", endpoints=names, left=left)
+    return promote(context, model, version, target, actor=actor, expects=expects)
+
+
+def find_successor(state: ReleaseState, version: str, release: Digest) -> Deployment | None:
+    """Return what serves at an endpoint instead of a version that served, or was on trial, before; None without any."""
+    roles, known = state.roles, state.known.get(version)
+    if known is None or known.release != release or roles.stable is None or roles.stable.version == version:
+        return None
+    if roles.candidate is not None:
+        return None if roles.candidate.version == version else roles.candidate
+    return roles.stable
+
+
+def _leave_to_serving(
+    context: Context, bound: Sequence[ReleaseState], version: str, release: Digest, actor: str
+) -> str:
+    """Record at each endpoint, once, that the version was left; return the version that serves instead, or empty."""
+    left = ""
+    for state in bound:
+        successor = find_successor(state, version, release)
+        if successor is None:
+            continue
+        left = left or successor.version
+        body = ReleaseLeft(version=version, serving=successor.version)
+
+        def record(journal: Journal, body: ReleaseLeft = body) -> None:
+            if journal.state.left != body:
+                journal.append(body)
+
+        Journal.update(context, state.endpoint, record, actor=actor)
+    return left
+
+
+def _find_later_champion(context: Context, model: str, version: str, target: str, champion: str | None) -> str:
+    """Return the registry's champion if the version was champion before it; else empty. No endpoint serves them."""
+    alias = format_alias("champion", target)
+    written = (entry.body for entry in context.ledger.read(format_stream_name(model, target)))
+    was_champion = any(isinstance(body, AliasesWritten) and body.aliases.get(alias) == version for body in written)
+    return champion if champion is not None and champion != version and was_champion else ""
+
+
+def _is_rejected(context: Context, bound: Sequence[ReleaseState], model: str, version: str, target: str) -> bool:
+    """Return whether an endpoint has rolled the version back, so that `promote` refuses it."""
+    record = context.registry().version(model, version)
+    return any(find_rejection_reason(state, record, target, context.verifier()) is not None for state in bound)
 
 
 def promote(

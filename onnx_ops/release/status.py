@@ -26,6 +26,7 @@ from onnx_ops.domain.ledger import (
     NotificationSent,
     OperatorCommandSent,
     OverrideRecorded,
+    ReleaseLeft,
     ReleaseState,
     RequestWithdrawn,
     RollbackRequested,
@@ -339,6 +340,8 @@ def _describe_entry(body: EntryBody) -> tuple[str, str]:
         case VersionRefused():
             restored = f"restored to {body.restored_to}" if body.restored_to else "removed"
             what, why = f"refused {body.alias} on version {body.version}, alias {restored}", body.reason
+        case ReleaseLeft():
+            what, why = f"left version {body.version}", f"it was promoted before version {body.serving}, which serves"
         case OverrideRecorded():
             what, why = f"override for version {body.version}", body.reason
         case RequestWithdrawn():

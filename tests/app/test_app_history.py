@@ -64,6 +64,7 @@ def summary(store: ContentStore) -> Summary:
         choices=(choice,),
         registration=None,
         awaiting=(),
+        left=(),
         exit_code=0,
     )
 

@@ -30,6 +30,7 @@ def summary_of(decisions: Sequence[Decision], *executed: str, exit_code: int = 0
         choices=(choose(tuple(decisions)),),
         registration=None,
         awaiting=(),
+        left=(),
         exit_code=exit_code,
     )
 

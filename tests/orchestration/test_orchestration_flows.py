@@ -77,6 +77,7 @@ def summary(choice: Choice, exit_code: int, *, executed: tuple[str, ...] = ("tra
         "choices": (choice,),
         "registration": registration,
         "awaiting": (),
+        "left": (),
         "exit_code": exit_code,
     }
     return Summary(**{**values, **rest})

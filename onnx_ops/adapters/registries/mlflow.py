@@ -46,6 +46,7 @@ from onnx_ops.domain.ledger import (
     NotificationSent,
     OperatorCommandSent,
     OverrideRecorded,
+    ReleaseLeft,
     RequestWithdrawn,
     RollbackRequested,
     RolloutPaused,
@@ -391,6 +392,8 @@ def _describe_entry(body: EntryBody) -> tuple[str, dict[str, str]]:
             details = {"aliases": " ".join(f"{alias}={to or '-'}" for alias, to in sorted(body.aliases.items()))}
         case VersionRefused():
             details = {"alias": body.alias, "version": body.version, "why": body.reason}
+        case ReleaseLeft():
+            details = {"version": body.version, "serving": body.serving}
         case OverrideRecorded():
             details = {"version": body.version, "why": body.reason}
         case OperatorCommandSent():

@@ -1,0 +1,206 @@
+"""Who wins: what a run does to a place that another release has, by where each of them came from.
+
+`run` is a run of a pipeline by a schedule, a commit or a user. The other ways name a version, so they always win.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from onnx_ops.domain.ledger import ReleaseLeft
+from onnx_ops.errors import OnnxOpsError, RefusedError
+from onnx_ops.release.promote import PromotionResult, delete_endpoint, find_successor, promote_release
+from onnx_ops.release.status import HistoryFilter, read_history
+from tests.release.release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, TARGET, Scene
+
+ENDPOINT = "digits"
+
+
+def run(scene: Scene, version: str, *, always: bool = False) -> PromotionResult:
+    """Do what a run does whose release has this version."""
+    release = scene.record(version).release
+    done = promote_release(scene.context, MODEL, version, TARGET, release=release, always=always, expects=(ENDPOINT,))
+    scene.reconcile_all()
+    return done
+
+
+def serve_two(scene: Scene) -> None:
+    """Let two runs release versions 1 and 2, one after the other."""
+    for seed in ("a", "b"):
+        run(scene, scene.publish(seed))
+
+
+@pytest.fixture
+def scene() -> Scene:
+    scene = Scene()
+    scene.bind()
+    serve_two(scene)
+    assert scene.traffic() == {"v1": 0, "v2": 100}
+    return scene
+
+
+def promote_by_alias(scene: Scene, version: str) -> None:
+    scene.set_alias(CHALLENGER, version)
+    scene.reconcile()
+
+
+def move_champion(scene: Scene, version: str) -> None:
+    scene.set_alias(CHAMPION, version)
+    scene.reconcile()
+
+
+def promote_by_command(scene: Scene, version: str) -> None:
+    scene.promote(version, reason="better on zeros")
+    scene.reconcile()
+
+
+BY_HAND = [promote_by_alias, move_champion, promote_by_command]
+"""The alias of a challenger or a champion in MLflow; the command, which is also what GitHub's workflow calls."""
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_run_newer_release_takes_the_place(scene: Scene, always: bool) -> None:
+    assert run(scene, scene.publish("c"), always=always).left == ""
+    assert scene.traffic()["v3"] == 100
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_run_same_release_changes_nothing(scene: Scene, always: bool) -> None:
+    before = scene.state().head
+    assert run(scene, "2", always=always).did == "serves already"
+    assert scene.state().head == before
+
+
+def test_run_older_release_is_left_and_says_so_once(scene: Scene) -> None:
+    for _ in range(3):
+        done = run(scene, "1")
+        assert (done.did, done.left, done.endpoints) == ("left", "2", (ENDPOINT,))
+        assert "onnx-ops promote" in done.explain_left()
+    assert scene.traffic()["v2"] == 100
+    assert CHALLENGER not in scene.aliases()
+    left = [e.body for e in scene.world.ledger.read(ENDPOINT) if isinstance(e.body, ReleaseLeft)]
+    assert left == [ReleaseLeft(version="1", serving="2")]
+    lines, _ = read_history(scene.context, HistoryFilter(endpoints=(ENDPOINT,)))
+    assert [line.what for line in lines if line.kind == "release-left"] == ["left version 1"]
+
+
+def test_run_reverted_by_a_commit_serves_where_the_repository_decides(scene: Scene) -> None:
+    assert run(scene, "1", always=True).did == "challenger"
+    assert scene.traffic()["v1"] == 100
+
+
+@pytest.mark.parametrize("by_hand", BY_HAND)
+def test_run_fifty_times_after_a_promotion_by_hand_moves_no_traffic(
+    scene: Scene, by_hand: Callable[[Scene, str], None]
+) -> None:
+    by_hand(scene, "1")
+    assert scene.traffic()["v1"] == 100
+    applied = len(scene.world.provider.applied)
+    for _ in range(50):
+        scene.world.clock.advance(600.0)
+        assert run(scene, "2").left == "1"
+    assert len(scene.world.provider.applied) == applied
+    assert scene.aliases()[CHAMPION] == "1"
+    # What was promoted by hand gives way to what is new.
+    assert run(scene, scene.publish("c")).left == ""
+    assert scene.traffic()["v3"] == 100
+
+
+@pytest.mark.parametrize("by_hand", BY_HAND)
+def test_promotion_by_hand_of_what_a_run_left_serves(scene: Scene, by_hand: Callable[[Scene, str], None]) -> None:
+    run(scene, "1")
+    by_hand(scene, "1")
+    assert scene.traffic()["v1"] == 100
+    assert run(scene, "1").did == "serves already"
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_run_release_that_was_rolled_back_is_refused(scene: Scene, always: bool) -> None:
+    scene.roll_back()
+    scene.reconcile()
+    with pytest.raises(RefusedError, match="rolled this release back"):
+        run(scene, "2", always=always)
+    assert scene.traffic()["v1"] == 100
+
+
+def test_run_after_an_override_by_hand_moves_no_traffic(scene: Scene) -> None:
+    scene.roll_back()
+    scene.reconcile()
+    scene.promote("2", override=True, reason="it was the load balancer")
+    scene.reconcile()
+    assert scene.traffic()["v2"] == 100
+    assert run(scene, "1").left == "2"
+    assert run(scene, "2").did == "serves already"
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_run_while_its_own_release_is_on_trial_goes_on(always: bool) -> None:
+    scene = Scene()
+    scene.bind(policy=CANARY)
+    run(scene, scene.publish("a"))
+    version = scene.publish("b")
+    for _ in range(3):
+        assert run(scene, version, always=always).left == ""
+        assert scene.state().roles.candidate is not None
+
+
+def test_run_older_release_during_a_trial_leaves_the_candidate() -> None:
+    scene = Scene()
+    scene.bind(policy=CANARY)
+    run(scene, scene.publish("a"))
+    for version in (scene.publish("b"), scene.publish("c")):
+        run(scene, version)
+    assert run(scene, "2").left == "3"
+    candidate = scene.state().roles.candidate
+    assert candidate is not None
+    assert candidate.version == "3"
+    assert run(scene, "1").did != "left"  # it serves
+
+
+def test_run_whose_start_was_killed_is_continued(scene: Scene) -> None:
+    version = scene.publish("c")
+    scene.world.provider.down = True
+    with pytest.raises(OnnxOpsError):
+        run(scene, version)
+    scene.world.provider.down = False
+    scene.restart()
+    assert run(scene, version).left == ""
+    assert scene.traffic()["v3"] == 100
+
+
+def test_run_without_an_endpoint_leaves_the_champion_of_a_person() -> None:
+    scene = Scene()
+    for seed in ("a", "b"):
+        version = scene.publish(seed)
+        promote_release(scene.context, MODEL, version, TARGET, release=scene.record(version).release)
+    scene.set_alias(CHAMPION, "1")
+    for _ in range(2):
+        done = promote_release(scene.context, MODEL, "2", TARGET, release=scene.record("2").release)
+        assert (done.did, done.left) == ("left", "1")
+    assert scene.aliases()[CHAMPION] == "1"
+    promote_release(scene.context, MODEL, "2", TARGET, release=scene.record("2").release, always=True)
+    assert scene.aliases()[CHAMPION] == "2"
+
+
+def test_run_after_the_endpoint_was_deleted_serves_again(scene: Scene) -> None:
+    delete_endpoint(scene.context, ENDPOINT, reason="test")
+    scene.bind()
+    assert run(scene, "1").left == ""
+    assert scene.traffic()["v1"] == 100
+
+
+def test_run_with_a_registry_made_anew_takes_its_number_for_no_older_release(scene: Scene) -> None:
+    other = scene.record(scene.publish("z")).release
+    assert find_successor(scene.state(), "1", other) is None
+    assert find_successor(scene.state(), "1", scene.record("1").release) == scene.state().roles.stable
+
+
+def test_run_two_endpoints_of_which_one_was_changed_by_hand_leaves_both(scene: Scene) -> None:
+    scene.bind("digits-eu")
+    scene.reconcile_all()
+    promote_by_alias(scene, "1")
+    scene.reconcile_all()
+    assert run(scene, "2").left == "1"
+    assert scene.state("digits-eu").roles.stable is not None
