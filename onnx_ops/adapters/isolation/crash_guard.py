@@ -9,10 +9,12 @@ import faulthandler
 import multiprocessing
 import os
 import resource
+import threading
 import time
 from collections.abc import Callable
-from multiprocessing import forkserver
+from multiprocessing import forkserver, spawn
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar, cast
 
 from onnx_ops.adapters.isolation.process import OutputTail, read_memory_bytes
@@ -42,8 +44,8 @@ class ProcessCrashError(Exception):
 
 def prepare(module: str) -> None:
     """Start the process whose forks call functions of a module, unless it runs; it imports while this one continues."""
-    # Each fork would import the program and the module again.
-    forkserver.set_forkserver_preload(["__main__", "onnx", "onnxruntime", __name__, module])
+    # Each fork would import the module again.
+    forkserver.set_forkserver_preload(["onnx", "onnxruntime", __name__, module])
     forkserver.ensure_running()
 
 
@@ -65,7 +67,7 @@ def run_guarded(
     answers, theirs = context.Pipe(duplex=False)
     output, printed = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(theirs, printed, work, arguments, timeout, limit), daemon=True)
-    process.start()
+    _start_without_main(process)
     began = time.monotonic()
     theirs.close()
     printed.close()
@@ -89,6 +91,32 @@ def run_guarded(
     raise ProcessCrashError(
         _explain(kind, value, process.exitcode or 0, timeout, limit), tail.summary(), timed_out=kind == "late"
     )
+
+
+_starting = threading.local()
+_prepare_child = spawn.get_preparation_data
+
+
+def _prepare_child_without_main(name: str) -> dict[str, Any]:
+    data: dict[str, Any] = _prepare_child(name)
+    if getattr(_starting, "is_guarded", False):
+        data = {key: value for key, value in data.items() if not key.startswith("init_main_")}
+    return data
+
+
+def _start_without_main(process: BaseProcess) -> None:
+    """Start a process that does not import the program again.
+
+    The standard library does that in every child, for functions that the program defines. Those called here are in
+    modules, and the program may be a script that calls onnx-ops at its top level: it would run again in the child.
+    Processes that other threads start are not affected.
+    """
+    spawn.get_preparation_data = _prepare_child_without_main
+    _starting.is_guarded = True
+    try:
+        process.start()
+    finally:
+        _starting.is_guarded = False
 
 
 def _explain(kind: str, value: str | None, code: int, timeout: float, limit: int) -> str:
