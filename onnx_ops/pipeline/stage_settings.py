@@ -28,7 +28,7 @@ REQUIREMENTS = "requirements"
 REVISIONS: Mapping[StageKind, int] = {
     **dict.fromkeys(StageKind, 1),
     StageKind.DATA: 3,
-    StageKind.EXPORT: 8,
+    StageKind.EXPORT: 9,
     StageKind.VALIDATE: 8,
     StageKind.SEARCH: 6,
     StageKind.CALIBRATE: 3,

@@ -67,12 +67,11 @@ def test_export_imputes_integers_beside_fractions_in_any_order(order: tuple[str,
     check_same(SklearnExporter(), model, NUMBERS, tmp_path)
 
 
-def test_imputed_integers_are_refused_with_the_ways_out(tmp_path: Path) -> None:
+def test_export_imputes_integers_as_fractions(tmp_path: Path) -> None:
     visits = {"visits": COLUMNS["visits"]}
     columns = sk("compose.ColumnTransformer", [("numbers", sk("impute.SimpleImputer"), ["visits"])])
     model = piped(columns, sk("linear_model.LogisticRegression")).fit(Dataset(inputs=visits).frame(), LABEL)
-    with pytest.raises(UserError, match=r"decimal point .*, or leave it out of the imputer"):
-        check_same(SklearnExporter(), model, visits, tmp_path)
+    check_same(SklearnExporter(), model, visits, tmp_path)
 
 
 def test_export_of_a_data_frame_without_transformer_joins_its_columns(tmp_path: Path) -> None:

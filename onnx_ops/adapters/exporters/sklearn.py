@@ -73,6 +73,31 @@ class SklearnExporter(TreeExporter):
                 remedy="It must be written by joblib or pickle, with the versions installed here.",
             ) from error
 
+    def _convert_loadable(self, model: object, layout: InputLayout, opset: int) -> tuple[Any, InputLayout]:
+        """Return a graph that loads, and its layout: in float32 if the operators that it needs have no other type.
+
+        Trees, nearest neighbours, kernels and others have no float64, and scalers before them no integers.
+        scikit-learn's trees convert their rows to float32 too.
+
+        Raises:
+            UserError: as the converter says of the layout that follows the data.
+        """
+        refused: UserError | None = None
+        for tried in dict.fromkeys([layout, layout.as_float32("f8"), layout.as_float32("f8", "i")]):
+            try:
+                converted = _convert(self._convertible(model), tried, opset, self.tools[0])
+            except UserError as error:
+                refused = refused or error
+                continue
+            is_as_given = all(kind not in ("f8", "i") for _, kind, _ in tried.types)
+            if is_as_given or _loads(converted):
+                return converted, tried
+        raise refused or UserError(
+            f"ONNX Runtime cannot load the export of {type(model).__name__}",
+            where="export",
+            remedy="Convert the rows to float32 before the fit.",
+        )
+
     def export(self, model: object, request: ExportRequest) -> None:
         """Convert the estimator with skl2onnx and tidy the inputs and outputs of the file."""
         _check_estimator(model)
@@ -84,7 +109,7 @@ class SklearnExporter(TreeExporter):
         from onnx_ops.adapters.exporters.sklearn_trees import route_missing_values
 
         check_section(section, samples)
-        converted = _convert(self._convertible(model), layout, section.opset, self.tools[0])
+        converted, layout = self._convert_loadable(model, layout, section.opset)
         converted.ir_version = section.ir_version
         converted.producer_version = ""
         if not _is_regressor(model) and not hasattr(model, "predict_proba"):
@@ -184,11 +209,6 @@ def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
     remedy = "See https://onnx.ai/sklearn-onnx/supported.html for what it converts."
     if others := [package for package in packages if package in ("xgboost", "lightgbm") and package != own]:
         remedy = f"Set export.framework: {others[0]}, which converts pipelines with its estimators too."
-    elif any(kind == "i" for _, kind, _ in layout.types) and _has_imputer(model):
-        remedy = (
-            "SimpleImputer fills integers with integers only. Write the column with a decimal point (30.0), "
-            "or leave it out of the imputer: an integer column has no missing cells. " + remedy
-        )
     what = f"skl2onnx cannot convert {type(model).__name__}"
     with (
         convert_failures(what, remedy),
@@ -209,8 +229,17 @@ def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
         )
 
 
-def _has_imputer(model: object) -> bool:
-    return any(type(part).__name__ == "SimpleImputer" for part in list_estimators(model))
+def _loads(converted: Any) -> bool:
+    """Return whether ONNX Runtime has an implementation for every operator of a graph."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        onnxruntime.InferenceSession(converted.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except Exception:  # it raises several types, without a common one
+        return False
+    return True
 
 
 @contextmanager

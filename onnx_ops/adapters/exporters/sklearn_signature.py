@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from onnx_ops.adapters.exporters.input_binding import WHERE, check_order
@@ -33,6 +33,11 @@ class InputLayout:
     order: tuple[str, ...]
     joined: bool = False
     split: bool = False
+
+    def as_float32(self, *kinds: str) -> InputLayout:
+        """Return the layout in which inputs of these kinds are cast to float32 before the converter's graph."""
+        types = tuple((name, "f4" if kind in kinds else kind, columns) for name, kind, columns in self.types)
+        return replace(self, types=types)
 
 
 def choose_layout(model: object, parts: list[object], request: ExportRequest) -> InputLayout:
@@ -184,18 +189,48 @@ def read_fitted_names(model: object, inputs: Collection[str]) -> list[str] | Non
 
 def connect_inputs(converted: Any, layout: InputLayout, samples: Tensors) -> None:
     """Give the graph the inputs of the data: joined, split, or cast."""
+    from onnx import helper
+
     graph = converted.graph
     declared = _declare_inputs(samples)
+    inner = _rename_inside(graph, samples)
     if layout.joined:
-        front = _join_columns(layout, declared)
+        front = _join_columns(layout, declared, inner)
     elif layout.split:
-        front = _split_matrix(graph, layout)
+        front = [helper.make_node("Split", list(layout.order), inner, axis=1, num_outputs=len(inner))]
     else:
-        front = _connect_each(graph, layout, declared)
+        front = _connect_each(graph, layout, declared, inner)
     nodes = [*front, *graph.node]
     del graph.node[:], graph.input[:]
     graph.node.extend(nodes)
     graph.input.extend(declared.values())
+
+
+def _rename_inside(graph: Any, names: Collection[str]) -> list[str]:
+    """Rename the converter's inputs, and other values that are named like a column; return the inputs in order.
+
+    The converter replaces characters of its inputs' names, and can name values like columns.
+
+    Raises:
+        UserError: an answer of the model has the name of a column.
+    """
+    if taken := next((value.name for value in graph.output if value.name in names), None):
+        raise UserError(
+            f"the column {taken!r} has the name of an answer of the model",
+            where=WHERE,
+            remedy="Give the column another name, in the data and in the fit.",
+        )
+    ending = _INNER
+    while any(name.endswith(ending) for name in names):
+        ending += "_"
+    inner = {value.name: f"input_{place}{ending}" for place, value in enumerate(graph.input)}
+    clashing = {name for node in graph.node for name in node.output if name in names}
+    clashing |= {initializer.name for initializer in graph.initializer if initializer.name in names}
+    renamed = {name: f"{name}_value{ending}" for name in clashing - set(inner)}
+    rename_values(graph, {**renamed, **inner})
+    for initializer in graph.initializer:
+        initializer.name = renamed.get(initializer.name, initializer.name)
+    return list(inner.values())
 
 
 def _get_element_types() -> dict[str, int]:
@@ -226,37 +261,25 @@ def _declare_inputs(samples: Tensors) -> dict[str, Any]:
     return declared
 
 
-def _join_columns(layout: InputLayout, declared: Mapping[str, Any]) -> list[Any]:
+def _join_columns(layout: InputLayout, declared: Mapping[str, Any], inner: Sequence[str]) -> list[Any]:
     """Return nodes that join the inputs into the converter's matrix."""
     from onnx import helper
 
-    ((matrix, kind, _),) = layout.types
+    ((_, kind, _),) = layout.types
     wanted = _get_element_types()[kind]
     front: list[Any] = []
     parts = [_cast(helper, front, name, declared[name].type.tensor_type.elem_type, wanted) for name in layout.order]
-    return [*front, helper.make_node("Concat", parts, [matrix], name="join_columns", axis=1)]
+    return [*front, helper.make_node("Concat", parts, list(inner), name="join_columns", axis=1)]
 
 
-def _split_matrix(graph: Any, layout: InputLayout) -> list[Any]:
-    """Return a node that splits the input into the converter's columns, which get other names in the graph.
-
-    The matrix can have the name of a column.
-    """
-    from onnx import helper
-
-    inner = {column: f"{column}{_INNER}" for column, _, _ in layout.types}
-    rename_values(graph, inner)
-    return [helper.make_node("Split", list(layout.order), list(inner.values()), axis=1, num_outputs=len(inner))]
-
-
-def _connect_each(graph: Any, layout: InputLayout, declared: Mapping[str, Any]) -> list[Any]:
+def _connect_each(graph: Any, layout: InputLayout, declared: Mapping[str, Any], inner: Sequence[str]) -> list[Any]:
     """Connect each input to its column of the converter; return nodes that cast or reshape inputs where needed."""
     from onnx import TensorProto, helper
 
     element_types = _get_element_types()
     front: list[Any] = []
     renamed = {}
-    for name, (column, kind, _) in zip(layout.order, layout.types, strict=True):
+    for name, (_, kind, _), column in zip(layout.order, layout.types, inner, strict=True):
         tensor = declared[name].type.tensor_type
         if tensor.elem_type != element_types[kind]:
             renamed[column] = _cast(helper, front, name, tensor.elem_type, element_types[kind])
@@ -265,7 +288,7 @@ def _connect_each(graph: Any, layout: InputLayout, declared: Mapping[str, Any]) 
             graph.initializer.append(helper.make_tensor(shape, TensorProto.INT64, [2], [-1, 1]))
             front.append(helper.make_node("Reshape", [name, shape], [f"{name}{_INNER}"], name=f"{name}_column"))
             renamed[column] = f"{name}{_INNER}"
-        elif column != name:
+        else:
             renamed[column] = name
     rename_values(graph, renamed)
     return front

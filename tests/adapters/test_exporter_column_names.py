@@ -1,0 +1,128 @@
+"""Columns of any name, and rows of any number's type, in scikit-learn, XGBoost and LightGBM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from onnx_ops.adapters.exporters.boosted import LightgbmExporter, XgboostExporter
+from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.errors import UserError
+from onnx_ops.onnx_graph.model_info import read_model_info
+from onnx_ops.ports.data import Dataset, Tensors
+from tests.adapters.model_runs import piped, sk
+from tests.adapters.test_exporter_tables import check_same
+
+NAMES = (
+    "Monthly Charges", "Tenure (months)", "pH-value", "a.b", "%fat", "fat%", "a/b", "a\\b", "1st", "42", "[z]", "{z}",
+    "a,b", "a:b", "a;b", "a=b", "a&b", "a|b", "a<b", "a>b", "a?", "a!", "a#1", "a@b", "a$", "a^b", "a~b", "a`b", "a'b",
+    'a"b', "a*b", "a+b", " lead", "trail ", "two  spaces", "tab\there", "ünïcode", "年齢", "🙂", "_", "__", "x" * 200,
+    "input_0_inside", "input", "float_input", "variable_inside", "Column_0", "f0", "scores", "batch", "kernel", "shape",
+)  # fmt: skip
+PAIRS = (("a b", "a_b"), ("a-b", "a_b"), ("x.1", "x_1"), ("A", "a"), ("a b", "a  b"), ("1a", "_1a"))
+"""Names that are the same once a converter has replaced characters."""
+_DRAW = np.random.default_rng(7)
+FIRST = _DRAW.normal(size=(80, 1)).astype(np.float32)
+SECOND = _DRAW.normal(size=(80, 1)).astype(np.float32)
+TEXTS = _DRAW.choice(["Oslo", "Rome"], (80, 1))
+LABEL = (FIRST[:, 0] > 0).astype(np.int64)
+FORBIDDEN = '[]{}<>,":\t'
+"""Characters that XGBoost, LightGBM or LightGBM's own JSON refuse in names."""
+
+
+def by_column(*columns: tuple[str, str]) -> Any:
+    """Return a pipeline that scales numbers and encodes texts, each by name."""
+    parts = {"number": "preprocessing.StandardScaler", "text": "preprocessing.OneHotEncoder"}
+    steps = [(f"step{place}", sk(parts[kind]), [name]) for place, (name, kind) in enumerate(columns)]
+    return piped(sk("compose.ColumnTransformer", steps), sk("linear_model.LogisticRegression"))
+
+
+def fit_and_check(exporter: SklearnExporter, model: Any, columns: Tensors, folder: Path) -> None:
+    model.fit(Dataset(inputs=columns).frame(), LABEL)
+    check_same(exporter, model, columns, folder)
+    assert [spec.name for spec in read_model_info(folder / "model.onnx").inputs] == list(columns)
+
+
+@pytest.mark.parametrize("name", [*NAMES[:10], *(pytest.param(name, marks=pytest.mark.nightly) for name in NAMES[10:])])
+def test_export_column_of_any_name_is_an_input_of_that_name(tmp_path: Path, name: str) -> None:
+    numbers = {name: FIRST, "other": SECOND}
+    fit_and_check(SklearnExporter(), sk("linear_model.LogisticRegression"), numbers, tmp_path)
+    fit_and_check(SklearnExporter(), by_column((name, "number"), ("other", "number")), numbers, tmp_path)
+    mixed = {"other": SECOND, name: TEXTS}
+    fit_and_check(SklearnExporter(), by_column(("other", "number"), (name, "text")), mixed, tmp_path)
+    if not set(name) & set(FORBIDDEN):
+        import lightgbm
+        import xgboost
+
+        fit_and_check(XgboostExporter(), xgboost.XGBClassifier(n_estimators=3, n_jobs=1), numbers, tmp_path)
+        few = lightgbm.LGBMClassifier(n_estimators=3, n_jobs=1, min_child_samples=2, verbose=-1)
+        fit_and_check(LightgbmExporter(), few, numbers, tmp_path)
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_export_columns_whose_names_collide_after_cleaning_stay_apart(tmp_path: Path, one: str, other: str) -> None:
+    for columns in ({one: FIRST, other: SECOND}, {other: SECOND, one: FIRST}):
+        fit_and_check(SklearnExporter(), sk("linear_model.LogisticRegression"), columns, tmp_path)
+        kinds = [(name, "number") for name in columns]
+        fit_and_check(SklearnExporter(), by_column(*kinds), columns, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["label", "probabilities"])
+def test_export_column_with_the_name_of_an_answer_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="has the name of an answer") as caught:
+        fit_and_check(
+            SklearnExporter(), sk("linear_model.LogisticRegression"), {name: FIRST, "other": SECOND}, tmp_path
+        )
+    assert "another name" in caught.value.remedy
+
+
+def build_models() -> dict[str, tuple[SklearnExporter, Any]]:
+    import lightgbm
+    import xgboost
+
+    few = {"n_estimators": 3, "random_state": 0}
+    made = {
+        "linear": sk("linear_model.LogisticRegression"),
+        "ridge": sk("linear_model.Ridge"),
+        "tree": sk("tree.DecisionTreeClassifier", random_state=0),
+        "forest": sk("ensemble.RandomForestClassifier", **few),
+        "extra trees": sk("ensemble.ExtraTreesRegressor", **few),
+        "gradient boosting": sk("ensemble.GradientBoostingClassifier", **few),
+        "hist gradient boosting": sk("ensemble.HistGradientBoostingClassifier", max_iter=3),
+        "ada boost": sk("ensemble.AdaBoostClassifier", **few),
+        "bagging": sk("ensemble.BaggingClassifier", **few),
+        "svc": sk("svm.SVC"),
+        "svr": sk("svm.SVR"),
+        "neighbours": sk("neighbors.KNeighborsClassifier"),
+        "bayes": sk("naive_bayes.GaussianNB"),
+        "mlp": sk("neural_network.MLPClassifier", max_iter=5, random_state=0),
+        "scaled forest": piped(sk("preprocessing.StandardScaler"), sk("ensemble.RandomForestClassifier", **few)),
+        "by column": None,
+    }
+    models: dict[str, tuple[SklearnExporter, Any]] = {name: (SklearnExporter(), model) for name, model in made.items()}
+    models["xgboost"] = XgboostExporter(), xgboost.XGBClassifier(n_estimators=3, n_jobs=1)
+    small = lightgbm.LGBMClassifier(n_estimators=3, min_child_samples=2, verbose=-1, n_jobs=1)
+    models["lightgbm"] = LightgbmExporter(), small
+    return models
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "dtype", ["float64", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("float32", "int64"))]
+)
+@pytest.mark.parametrize("name", list(build_models()))
+def test_export_rows_of_any_type_of_number_load_and_answer_like_the_model(
+    tmp_path: Path, name: str, dtype: str
+) -> None:
+    exporter, model = build_models()[name]
+    rows: Any = np.round(np.hstack([FIRST, SECOND]) * 100).astype(dtype)
+    if name == "by column":
+        columns = {"Monthly Charges": rows[:, :1], "a/b": rows[:, 1:]}
+        fit_and_check(exporter, by_column(*((column, "number") for column in columns)), columns, tmp_path)
+        return
+    model.fit(rows, LABEL)
+    check_same(exporter, model, {"x": rows}, tmp_path)
+    assert [spec.dtype for spec in read_model_info(tmp_path / "model.onnx").inputs] == [dtype]
