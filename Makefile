@@ -47,14 +47,15 @@ truth-all: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.two_machines
 	$(BIN)/python -m benchmarks.effects
 
-lint: $(VENV)/.dev
+lint: $(VENV)/.dev docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Without --quiet, which hides warnings from --strict.
 docs: $(VENV)/.dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "The site is in .site/: open .site/index.html; for its search: python3 -m http.server --directory .site"
 
 $(VENV)/.demo: pyproject.toml constraints.txt

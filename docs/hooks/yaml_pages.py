@@ -180,7 +180,9 @@ def _choices(value: Json, schema: Json) -> list[Json]:
 def _takes(value: Json, schema: Json) -> str:
     words = []
     for one in choices_of(value) or [value]:
-        if "$ref" in one:
+        if "$ref" in one and not resolved(one, schema).get("properties"):
+            words.append("`${params:NAME}`")
+        elif "$ref" in one:
             title = _title(one["$ref"].rpartition("/")[2])
             words.append(f"[{title}](#{title.lower().replace(' ', '-')})")
         elif "enum" in one:
