@@ -29,7 +29,7 @@ _REMEMBERED = 2000
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
-_FREE = "Free some space and run the command again: finished work is kept. See docs/runbooks/disk-full.md."
+_FREE = "Free some space and run the command again: finished work is kept. See `onnx-ops docs runbooks/disk-full`."
 _OPEN = "Grant the current user access to it, or set another folder in onnx-ops.toml."
 
 

@@ -37,7 +37,7 @@ _ERRORS_BY_CODES: Mapping[str, tuple[type[OnnxOpsError], str, str]] = {
     "AccessDenied AccessDeniedException UnauthorizedOperation 403": (
         RefusedError,
         "AWS does not permit {}",
-        "docs/sagemaker.md lists the permissions that the caller needs.",
+        "`onnx-ops docs sagemaker` lists the permissions that the caller needs.",
     ),
     "ExpiredToken ExpiredTokenException InvalidClientTokenId UnrecognizedClientException SignatureDoesNotMatch": (
         ServiceUnavailableError,

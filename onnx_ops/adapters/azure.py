@@ -45,7 +45,7 @@ LOGIN_REMEDY = (
     "Run `az login`, or set AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET (or a federated token), or give "
     "the machine a managed identity."
 )
-ROLE_REMEDY = "Give the identity the role AzureML Data Scientist on the workspace; see docs/azureml.md."
+ROLE_REMEDY = "Give the identity the role AzureML Data Scientist on the workspace; see `onnx-ops docs azureml`."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

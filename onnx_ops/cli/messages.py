@@ -32,7 +32,7 @@ def notify(
 
     context = open_project().context
     if not context.notifiers():
-        remedy = 'Set notify = "webhook" in onnx-ops.toml, or ONNX_OPS_NOTIFY; see docs/notifications.md.'
+        remedy = 'Set notify = "webhook" in onnx-ops.toml, or ONNX_OPS_NOTIFY; see `onnx-ops docs notifications`.'
         raise UserError("no notifier is set", remedy=remedy)
     if test and endpoints:
         raise UserError("--test is about no endpoint", remedy="onnx-ops notify --test")

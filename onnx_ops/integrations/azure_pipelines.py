@@ -85,7 +85,7 @@ def is_hosted(environ: Mapping[str, str]) -> bool | None:
 def publish(folder: Path, environ: Mapping[str, str]) -> int:
     """Attach the page to the build, and end it by the verdict."""
     variable = "BUILD_SOURCEVERSION"
-    commit = parse_commit(environ.get(variable, ""), variable, remedy="See docs/scale.md.")
+    commit = parse_commit(environ.get(variable, ""), variable, remedy="See `onnx-ops docs scale`.")
     checked = results(folder)
     verdict = overall(checked)
     path = (folder / PAGE).resolve()

@@ -166,7 +166,7 @@ def lost_with_job(settings: Settings, pipeline: Pipeline, *, hosted: bool) -> st
         else "To release from here, set ONNX_OPS_STATE of this runner to a folder outside of the checkout."
     )
     what = f"Nothing was registered or released, because the job's disk would hold it: {', '.join(lost)}."
-    return f"{what}\n{remedy} See docs/github.md of onnx-ops."
+    return f"{what}\n{remedy} See `onnx-ops docs github` of onnx-ops."
 
 
 def _local(place: str) -> Path | None:

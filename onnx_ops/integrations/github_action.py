@@ -91,7 +91,7 @@ def read_event(environ: Mapping[str, str]) -> Event:
         raise UserError(
             "this is not a run of a GitHub workflow",
             why=f"{type(error).__name__}: {error}",
-            remedy="See docs/github.md.",
+            remedy="See `onnx-ops docs github`.",
         ) from error
     pull: Mapping[str, Any] = document.get("pull_request") or {}
     if pull:

@@ -215,7 +215,7 @@ def _require_known(journal: Journal, observed: EndpointState | None) -> None:
         f"the ledger went back: it ends with entry {head}",
         where=f"ledger {endpoint}",
         why=f"the endpoint has carried out entry {generation}; the storage was restored from a backup, or changed",
-        remedy="Restore the newer ledger; or accept this state with `onnx-ops ledger adopt`: see docs/backup.md.",
+        remedy="Restore the newer ledger, or accept this state: `onnx-ops ledger adopt` (`onnx-ops docs backup`).",
     )
 
 

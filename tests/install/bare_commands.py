@@ -114,6 +114,7 @@ CALLS = (
     Call("work --pool gpu", 4, "onnx-ops work, pools: package prefect", extras="prefect"),
     Call("keys new", 2, "there is a key already"),
     Call("keys list", 0),
+    Call("docs runbooks/rollback-now", 0, "# "),
     Call("ledger adopt digits", 5, "the ledger is intact"),
 )
 

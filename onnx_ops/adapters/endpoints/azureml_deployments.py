@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SCORING_ROUTE = "/invocations"
 _API = "api-version=2024-04-01"
 _MONITOR_API = "api-version=2022-10-01"
-_MONITOR_REMEDY = "Give the identity the role Monitoring Contributor on the resource group; see docs/azureml.md."
+_MONITOR_REMEDY = "Give it the role Monitoring Contributor on the resource group; see `onnx-ops docs azureml`."
 
 
 class AzureDeployments:

@@ -90,7 +90,7 @@ class AzureSettings(ContainerOptions):
 
 def read_azure_settings(given: Mapping[str, Json], *, where: str = "") -> AzureSettings:
     """Return the settings of an endpoint; raise SettingsError if they are wrong or contradict each other."""
-    remedy = "" if {"image", "instance_type"} <= set(given) else "See docs/azureml.md for an example."
+    remedy = "" if {"image", "instance_type"} <= set(given) else "See `onnx-ops docs azureml` for an example."
 
     def find_contradictions(settings: AzureSettings) -> Iterator[tuple[str, str]]:
         low, high = settings.min_instances, settings.max_instances

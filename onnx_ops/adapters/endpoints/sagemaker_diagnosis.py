@@ -17,7 +17,7 @@ from onnx_ops.errors import OnnxOpsError
 from onnx_ops.plugins import install_hint
 
 _PRINCIPAL = "sagemaker.amazonaws.com"
-_DOCS = "docs/sagemaker.md"
+_DOCS = "`onnx-ops docs sagemaker`"
 _ECR = re.compile(
     r"(?P<account>\d{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/(?P<repository>[a-z0-9._/-]+)"
     r"(@(?P<digest>sha256:[0-9a-f]{64})|:(?P<tag>[\w.-]+))?"

@@ -89,7 +89,7 @@ class SageMakerSettings(AwsAccess, ContainerOptions):
 
 def read_sagemaker_settings(given: Mapping[str, Json], *, where: str = "") -> SageMakerSettings:
     """Return the settings of an endpoint; raise SettingsError if they are wrong or contradict each other."""
-    remedy = "" if {"role", "image", "bucket"} <= set(given) else "See docs/sagemaker.md for how to make them."
+    remedy = "" if {"role", "image", "bucket"} <= set(given) else "See `onnx-ops docs sagemaker` for how to make them."
     return bind_settings(given, SageMakerSettings, where=where, remedy=remedy, rules=_find_contradictions)
 
 

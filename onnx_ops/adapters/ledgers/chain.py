@@ -25,11 +25,11 @@ PAYLOAD_TYPE = "application/vnd.onnx-ops.ledger-entry+json"
 _NEWER = "A newer onnx-ops wrote it: upgrade this one."
 _REMEDY = (
     "Restore the file from a backup (entries never change), or accept a state with `onnx-ops ledger adopt`; see "
-    "docs/runbooks/ledger-damaged.md."
+    "`onnx-ops docs runbooks/ledger-damaged`."
 )
 _UNKNOWN_KEY = (
     "If you trust the owner of the key, copy its public key to the trusted release keys; else restore the ledger from "
-    "a backup: see docs/runbooks/ledger-damaged.md."
+    "a backup: see `onnx-ops docs runbooks/ledger-damaged`."
 )
 
 

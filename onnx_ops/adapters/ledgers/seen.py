@@ -42,7 +42,7 @@ def require_fixed(endpoint: str, fixed: Mapping[int, FixedEntry], sequence: int,
         where=f"ledger {endpoint}",
         why=f"this machine has seen entry {sequence}; the storage was restored from a backup, or changed",
         remedy="If it was restored on purpose, accept its state with `onnx-ops ledger adopt`, or without a key remove "
-        f"{expected.path}. Else see docs/runbooks/ledger-damaged.md.",
+        f"{expected.path}. Else see `onnx-ops docs runbooks/ledger-damaged`.",
     )
 
 

@@ -158,7 +158,7 @@ class PrometheusMetrics(MetricsSource):
                 "Prometheus has no samples of the endpoint",
                 where=config.endpoint,
                 why=f"no series {names.origin} was scraped within its look-back",
-                remedy="Check that the server is scraped, and its labels; see docs/metrics-sources.md.",
+                remedy="Check that the server is scraped, and its labels; see `onnx-ops docs metrics-sources`.",
             )
         return page
 

@@ -95,7 +95,7 @@ class MlflowWebhooks:
             if webhooks:
                 client.update_webhook(webhooks[0].webhook_id, url=url, events=events, secret=secret, status="ACTIVE")
             else:
-                about = "Triggers the onnx-ops reconciler; see docs/webhooks.md."
+                about = "Triggers the onnx-ops reconciler; see `onnx-ops docs webhooks`."
                 client.create_webhook(self._name, url, events, about, secret, "ACTIVE")
             return self._test(client, changes)
 

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 _LIMITS = ((resource.RLIMIT_AS, "VmSize", "address space"), (resource.RLIMIT_DATA, "VmData", "data segment"))
 _MAX_OUTPUT_BYTES = 1 << 16
 _SHOWN_LINES = 3
-_RAISE_LIMIT = "Raise the memory limit of the server, or publish a smaller variant of the model: see docs/variants.md."
+_RAISE_LIMIT = "Raise the memory limit of the server, or publish a smaller variant: see `onnx-ops docs variants`."
 
 
 async def run_trial_load(
