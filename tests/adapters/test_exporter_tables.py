@@ -67,6 +67,30 @@ def test_export_imputes_integers_beside_fractions_in_any_order(order: tuple[str,
     check_same(SklearnExporter(), model, NUMBERS, tmp_path)
 
 
+@pytest.mark.parametrize("search", ["GridSearchCV", "RandomizedSearchCV"])
+def test_load_search_object_gives_its_best_estimator(tmp_path: Path, search: str) -> None:
+    model = pipeline(sk("linear_model.LogisticRegression"))
+    given = {"logisticregression__C": [0.1, 1.0]}
+    options = {"n_iter": 2, "random_state": 0} if search == "RandomizedSearchCV" else {}
+    searched = sk(f"model_selection.{search}", model, given, cv=2, **options)
+    searched.fit(Dataset(inputs=COLUMNS).frame(), LABEL)
+    exporter = SklearnExporter()
+    exporter.save(searched, tmp_path)
+    loaded = exporter.load(tmp_path)
+    check_same(exporter, loaded, COLUMNS, tmp_path)
+    expected = exporter.reference(loaded, COLUMNS, "float64")
+    assert expected is not None
+    np.testing.assert_array_equal(expected["label"], searched.predict(Dataset(inputs=COLUMNS).frame()))
+
+
+def test_load_search_object_without_a_refit_is_refused(tmp_path: Path) -> None:
+    searched = sk("model_selection.GridSearchCV", sk("linear_model.Ridge"), {"alpha": [0.1, 1.0]}, cv=2, refit=False)
+    searched.fit(COLUMNS["visits"], LABEL)
+    SklearnExporter().save(searched, tmp_path)
+    with pytest.raises(UserError, match="`refit` is off"):
+        SklearnExporter().load(tmp_path)
+
+
 def test_export_imputes_integers_as_fractions(tmp_path: Path) -> None:
     visits = {"visits": COLUMNS["visits"]}
     columns = sk("compose.ColumnTransformer", [("numbers", sk("impute.SimpleImputer"), ["visits"])])

@@ -65,7 +65,7 @@ class SklearnExporter(TreeExporter):
 
         file = find_file(folder, FILE)
         try:
-            return joblib.load(file)
+            return unwrap_search(joblib.load(file))
         except Exception as error:
             raise UserError(
                 f"cannot unpickle the model: {type(error).__name__}: {error}",
@@ -338,6 +338,20 @@ def _check_analyzer(part: Any) -> None:
             why="the export splits texts into words of letters, digits and underscores, and supports no other way",
             remedy=f"Leave out {own[0]}, or prepare the texts before the pipeline.",
         )
+
+
+def unwrap_search(model: object) -> object:
+    """Return what a search object (`GridSearchCV`, `RandomizedSearchCV`, …) answers with: its refitted estimator.
+
+    Raises:
+        UserError: the search has not refitted one.
+    """
+    while hasattr(model, "best_params_"):
+        if not hasattr(model, "best_estimator_"):
+            what = f"{type(model).__name__} holds no estimator, since `refit` is off"
+            raise UserError(what, where="export", remedy="Leave out `refit=False`, or return a fitted estimator.")
+        model = model.best_estimator_
+    return model
 
 
 def list_estimators(model: object) -> list[object]:
