@@ -13,6 +13,7 @@ from onnx_ops.domain.evidence import NAN_PROPERTY
 from onnx_ops.domain.pipeline import Export, InputValues, Stage
 from onnx_ops.domain.release import Lineage, flatten_origins
 from onnx_ops.domain.row_axes import find_declared_axes, find_row_axes
+from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.files import (
     FEATURES,
     FRACTIONS,
@@ -29,13 +30,14 @@ from onnx_ops.measure.files import (
     widen_columns,
 )
 from onnx_ops.measure.free_axes import check_free_axes
+from onnx_ops.measure.parity import REFERENCE_TARGET
 from onnx_ops.measure.reference_outputs import collect_reference_outputs, put_reference
 from onnx_ops.measure.row_layout import RowLayout, build_export_request, read_layout
 from onnx_ops.measure.user_functions import importable
 from onnx_ops.onnx_graph.compatibility import copy_libraries
 from onnx_ops.onnx_graph.files import find_model_file
 from onnx_ops.onnx_graph.model_info import read_model_info, write_lineage
-from onnx_ops.pipeline.stage_settings import get_exporter, read_operators
+from onnx_ops.pipeline.stage_settings import get_exporter, read_operators, read_reference_operators
 from onnx_ops.ports import Context, Dataset
 from onnx_ops.scratch import Scratch
 
@@ -92,6 +94,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
         properties |= {f"onnx-ops.data.{name}": digest for name, digest in lineage.data.items()}
         write_lineage(path, properties)
         copy_libraries(path, read_operators(stage))
+        require_loadable(path, stage, context)
         return Manifest(
             files={
                 **put_folder(context.store, exported, MODEL),
@@ -103,6 +106,24 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
                 "source.json": put_document(context.store, reference.limits),
             }
         )
+
+
+def require_loadable(path: Path, stage: Stage, context: Context) -> None:
+    """Load the file as validation will, in a process that may crash.
+
+    Raises:
+        MeasurementError: the runtime cannot load it; the reason names the node.
+    """
+    target = replace(REFERENCE_TARGET, custom_ops=read_reference_operators(stage))
+    try:
+        context.runtime(target.runtime).facts(path, target)
+    except MeasurementError as error:
+        raise MeasurementError(
+            f"{target.runtime} cannot load the exported file",
+            where=stage.id,
+            why=str(error),
+            remedy="Look for the layer or column that the reason names; another opset may help, too.",
+        ) from error
 
 
 def _find_axes(section: Export, dataset: Dataset, trained: Path) -> dict[str, int]:

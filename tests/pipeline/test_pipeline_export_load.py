@@ -1,0 +1,57 @@
+"""An export that the runtime cannot load ends in its own stage, with the node's name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.adapters.runtimes.placement import guard_runtime
+from onnx_ops.domain.pipeline import Stage
+from onnx_ops.errors import MeasurementError
+from onnx_ops.pipeline.planning import plan
+from onnx_ops.pipeline.stages.export import require_loadable
+from onnx_ops.ports import Context
+from onnx_ops.testing.fakes import FakeWorld
+from onnx_ops.testing.models import write_perceptron
+from tests.pipeline.plan_parts import PIPELINE, TARGETS, TableProbe
+
+
+def open_context(root: Path) -> Context:
+    return replace(FakeWorld().context(root=root), runtime=lambda _: guard_runtime(OnnxRuntime()))
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return next(stage for stage in plan(PIPELINE, TARGETS, TableProbe()).stages if stage.id == "export")
+
+
+def test_require_loadable_file_that_loads_passes(tmp_path: Path, stage: Stage) -> None:
+    write_perceptron(tmp_path / "model.onnx")
+    require_loadable(tmp_path / "model.onnx", stage, open_context(tmp_path))
+
+
+@pytest.mark.parametrize("fault", ["unknown input", "types", "no kernel"])
+def test_require_loadable_file_that_does_not_load_names_the_node(tmp_path: Path, stage: Stage, fault: str) -> None:
+    kind = TensorProto.BFLOAT16 if fault == "no kernel" else TensorProto.FLOAT
+    operator = "Det" if fault == "no kernel" else "Sub"
+    given = {"unknown input": ["x", "Tenure__months_"], "types": ["x", "whole"], "no kernel": ["x"]}[fault]
+    whole = helper.make_tensor("whole", TensorProto.INT64, [1], np.array([1], np.int64))
+    graph = helper.make_graph(
+        [helper.make_node(operator, given, ["y"], name="column_3")],
+        "g",
+        [helper.make_tensor_value_info("x", kind, [2, 2])],
+        [helper.make_tensor_value_info("y", kind, None)],
+        [whole],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, str(tmp_path / "model.onnx"))
+    with pytest.raises(MeasurementError, match="cannot load the exported file") as caught:
+        require_loadable(tmp_path / "model.onnx", stage, open_context(tmp_path))
+    assert "column_3" in caught.value.why or "Tenure__months_" in caught.value.why
+    assert caught.value.where == "export"
