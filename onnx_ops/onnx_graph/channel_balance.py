@@ -57,6 +57,7 @@ def balance_channels(model: onnx.ModelProto) -> int:
     others = [entry for entry in model.metadata_props if entry.key != PROPERTY]
     del model.metadata_props[:]
     model.metadata_props.extend(others)
+    _fold_copies(model)
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     exponents: dict[str, dict[str, int]] = {}
     for value, norm in _find_norms(model, tensors):
@@ -88,6 +89,7 @@ def write_balanced_like(source: Path, derived: Path, path: Path) -> bool:
     if recorded is None:
         return False
     model = read_model(source)
+    _fold_copies(model)
     try:
         _apply(model, json.loads(recorded))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
@@ -96,6 +98,27 @@ def write_balanced_like(source: Path, derived: Path, path: Path) -> bool:
         ) from error
     write_model(model, path)
     return True
+
+
+def _fold_copies(model: onnx.ModelProto) -> None:
+    """Let the readers of an Identity of a constant read the constant itself: exporters share equal constants so."""
+    constants = {tensor.name for tensor in model.graph.initializer} - {value.name for value in model.graph.input}
+    outputs = {value.name for graph in iterate_graphs(model) for value in graph.output}
+    origin: dict[str, str] = {}
+    kept = []
+    for node in model.graph.node:  # in topological order
+        source = origin.get(node.input[0], node.input[0]) if node.op_type == "Identity" else ""
+        if source in constants and node.output[0] not in outputs:
+            origin[node.output[0]] = source
+        else:
+            kept.append(node)
+    if not origin:
+        return
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+    for graph in iterate_graphs(model):
+        for node in graph.node:
+            node.input[:] = [origin.get(name, name) for name in node.input]
 
 
 def _find_norms(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]) -> Iterator[tuple[str, _Norm]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -61,7 +62,7 @@ def returned(model: onnx.ModelProto) -> None:
 
 
 def shares_a_weight(model: onnx.ModelProto) -> None:
-    model.graph.node.append(helper.make_node("Identity", ["first"], ["c"]))
+    model.graph.node.append(helper.make_node("Abs", ["first"], ["c"]))
 
 
 def takes_a_weight_as_input(model: onnx.ModelProto) -> None:
@@ -94,6 +95,39 @@ def test_constants_that_normalizations_share_are_copied(tmp_path: Path) -> None:
     np.testing.assert_array_equal(constants(source)["gain"], constants(balanced)["gain"])
     for before, after in zip(answers(source), answers(balanced), strict=True):
         np.testing.assert_array_equal(before, after)
+
+
+def read_through_identities(source: Path, *, chained: bool) -> None:
+    """Let each constant be read through an Identity, as exporters share equal constants."""
+    model = read_model(source)
+    copies = {}
+    for tensor in model.graph.initializer:
+        names = [tensor.name, f"{tensor.name}_copy", *([f"{tensor.name}_again"] if chained else [])]
+        copies[tensor.name] = names[-1]
+        for place, (before, after) in enumerate(itertools.pairwise(names)):
+            model.graph.node.insert(place, helper.make_node("Identity", [before], [after]))
+    for node in model.graph.node:
+        if node.op_type != "Identity":
+            node.input[:] = [copies.get(name, name) for name in node.input]
+    order = sorted(model.graph.node, key=lambda node: (node.op_type != "Identity", node.output[0].endswith("_again")))
+    del model.graph.node[:]
+    model.graph.node.extend(order)
+    write_model(model, source)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("form", ["norm", "steps", "no shift"])
+def test_balance_constants_behind_identities(tmp_path: Path, form: str, chained: bool) -> None:
+    source, balanced, again = write_norm(tmp_path / "model.onnx", form), tmp_path / "balanced.onnx", tmp_path / "2.onnx"
+    expected = answers(source)
+    read_through_identities(source, chained=chained)
+    assert write_balanced(source, balanced)
+    assert write_balanced_like(source, balanced, again)
+    for path in (balanced, again):
+        for before, after in zip(expected, answers(path), strict=True):
+            np.testing.assert_array_equal(before, after)
+        assert not [node for node in read_model(path).graph.node if node.op_type == "Identity"]
+    assert np.abs(constants(balanced)["n_balanced_scale"]).max() < 2
 
 
 def test_a_source_is_balanced_like_what_was_made_of_it(tmp_path: Path) -> None:
