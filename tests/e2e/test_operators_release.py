@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,10 @@ def find_libraries(project: Project) -> tuple[list[Path], list[Path]]:
     return [path for path in found if path not in copies], copies
 
 
+def find_libraries_of_the_registry(project: Project, name: str) -> list[Path]:
+    return list((project.root / ".onnx-ops" / "mlartifacts").rglob(name))
+
+
 def tamper(path: Path) -> None:
     changed = path.with_name("changed")
     changed.write_bytes(path.read_bytes() + b"\0")
@@ -87,9 +92,15 @@ def test_the_operators_come_with_the_release(project: Project) -> None:
     assert answer(project) == [-1.0, 0.0, 1.5]
     project.stop_endpoints()
     tamper(copies[0])
+    project.document("reconcile", "softsign")  # they are fetched from the registry
+    assert answer(project) == [-1.0, 0.0, 1.5]
+    libraries = [*itertools.chain(*find_libraries(project)), *find_libraries_of_the_registry(project, stored[0].name)]
+    project.stop_endpoints()
+    for library in libraries:
+        tamper(library)
     refused = project.document("reconcile", "softsign", code=5)
     assert refused["error"] == "DigestMismatchError"
-    assert "digest mismatch" in refused["what"]
+    assert "the registry holds" in refused["what"]
 
 
 def test_a_tampered_library_stops_the_run_and_a_target_without_it_is_told_the_nodes(project: Project) -> None:

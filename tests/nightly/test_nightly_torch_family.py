@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,7 @@ def test_class_of_the_project_that_is_called_like_one_of_transformers_is_refused
 
 
 def test_a_keras_layer_that_fixes_the_length_is_named(tmp_path: Path) -> None:
+    os.environ.setdefault("KERAS_BACKEND", "torch")
     keras = importlib.import_module("keras")
     x = keras.Input((None, 3), name="x")
     model = keras.Model(x, keras.layers.Dense(2)(keras.layers.LSTM(4, name="memory")(x)))

@@ -98,8 +98,10 @@ class _Watched:
         self._inner = inner
         self._faults = faults
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Any:
         method = getattr(self._inner, name)
+        if not callable(method):
+            return method
 
         def call(*arguments: Any, **options: Any) -> Any:
             self._faults.moment()
