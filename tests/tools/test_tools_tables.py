@@ -13,6 +13,7 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.adapters.data.file import FileSource
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import Manifest, ModelInfo, digest_bytes
 from onnx_ops.domain.pipeline import Export, FileData, Stage, StageKind
 from onnx_ops.errors import ConflictError, UserError
@@ -40,7 +41,10 @@ def train(data):
 @pytest.fixture
 def context(tmp_path: Path) -> Context:
     return replace(
-        FakeWorld().context(root=tmp_path), source=lambda _: FileSource(), exporter=lambda *_: SklearnExporter()
+        FakeWorld().context(root=tmp_path),
+        source=lambda _: FileSource(),
+        exporter=lambda *_: SklearnExporter(),
+        runtime=lambda _: OnnxRuntime(),
     )
 
 
