@@ -17,7 +17,8 @@ from tests.adapters.model_runs import piped, sk
 from tests.adapters.test_exporter_tables import check_same
 
 NAMES = (
-    "Monthly Charges", "Tenure (months)", "pH-value", "a.b", "%fat", "fat%", "a/b", "a\\b", "1st", "42", "[z]", "{z}",
+    "merged_columns", "variable", "Monthly Charges", "Tenure (months)",
+    "pH-value", "a.b", "%fat", "fat%", "a/b", "a\\b", "1st", "42", "[z]", "{z}",
     "a,b", "a:b", "a;b", "a=b", "a&b", "a|b", "a<b", "a>b", "a?", "a!", "a#1", "a@b", "a$", "a^b", "a~b", "a`b", "a'b",
     'a"b', "a*b", "a+b", " lead", "trail ", "two  spaces", "tab\there", "ünïcode", "年齢", "🙂", "_", "__", "x" * 200,
     "input_0_inside", "input", "float_input", "variable_inside", "Column_0", "f0", "scores", "batch", "kernel", "shape",
@@ -49,7 +50,8 @@ def fit_and_check(exporter: SklearnExporter, model: Any, columns: Tensors, folde
 @pytest.mark.parametrize("name", [*NAMES[:10], *(pytest.param(name, marks=pytest.mark.nightly) for name in NAMES[10:])])
 def test_export_column_of_any_name_is_an_input_of_that_name(tmp_path: Path, name: str) -> None:
     numbers = {name: FIRST, "other": SECOND}
-    fit_and_check(SklearnExporter(), sk("linear_model.LogisticRegression"), numbers, tmp_path)
+    joined = piped(sk("preprocessing.StandardScaler"), sk("linear_model.LogisticRegression"))
+    fit_and_check(SklearnExporter(), joined, numbers, tmp_path)
     fit_and_check(SklearnExporter(), by_column((name, "number"), ("other", "number")), numbers, tmp_path)
     mixed = {"other": SECOND, name: TEXTS}
     fit_and_check(SklearnExporter(), by_column(("other", "number"), (name, "text")), mixed, tmp_path)

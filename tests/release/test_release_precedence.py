@@ -191,6 +191,12 @@ def test_run_after_the_endpoint_was_deleted_serves_again(scene: Scene) -> None:
     assert scene.traffic()["v1"] == 100
 
 
+def test_run_older_release_that_a_person_has_just_requested_is_not_left(scene: Scene) -> None:
+    scene.set_alias(CHALLENGER, "1")
+    assert run(scene, "1").did == "challenger"
+    assert scene.traffic()["v1"] == 100
+
+
 def test_run_with_a_registry_made_anew_takes_its_number_for_no_older_release(scene: Scene) -> None:
     other = scene.record(scene.publish("z")).release
     assert find_successor(scene.state(), "1", other) is None
