@@ -264,12 +264,18 @@ def test_adopt_entry_that_is_missing_or_last_named(site: Site) -> None:
     assert site.read(MAIN).adopted == count + 1
 
 
-def test_adopt_entry_that_a_machine_has_seen_may_be_damaged(site: Site, tmp_path: Path) -> None:
-    ledger = ObjectLedger(site.objects, open_keys(MAIN, MAIN), tmp_path)
-    seen = ledger.state(ENDPOINT)
+@pytest.mark.parametrize("starts_at_a_snapshot", [False, True])
+def test_adopt_entry_that_a_machine_has_seen_may_be_damaged(
+    site: Site, tmp_path: Path, starts_at_a_snapshot: bool
+) -> None:
+    seen = ObjectLedger(site.objects, open_keys(MAIN, MAIN), tmp_path).state(ENDPOINT)
     site.damage(seen.head)
     operator = site.open(MAIN, MAIN)
     adopt(operator, find_adoption(operator, ENDPOINT))
+    if starts_at_a_snapshot:
+        roll_back(site.open(MAIN, MAIN), ENDPOINT, candidate_only=True)
+        reconcile_until_stable(site.open(MAIN, MAIN), ENDPOINT)
+        assert f"{ENDPOINT}/snapshot.json" in site.objects.data
     assert ObjectLedger(site.objects, open_keys(MAIN, MAIN), tmp_path).state(ENDPOINT).adopted == seen.head + 1
 
 
