@@ -166,7 +166,10 @@ class StageHandler:
         settings: Mapping[str, Any] = stage.settings
         if not stage.hints.get("promotes") or not settings["model"]:
             return False
-        states = list_sibling_states(self.context, settings["model"], str(stage.target))
+        try:
+            states = list_sibling_states(self.context, settings["model"], str(stage.target))
+        except InfrastructureError:  # one variant must not lose its measurement by that; the promotion meets it again
+            return False
         serving = {state.roles.stable.manifest for state in states if state.roles.stable is not None}
         if not serving:
             return False
