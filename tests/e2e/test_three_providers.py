@@ -53,8 +53,8 @@ JUDGED = RolloutPolicy(steps=(0.2, 0.5, 1.0), min_requests=(60,), guardrails=(Gu
 BURST = 200
 """Requests between two looks."""
 LOOKS = 40
-ODD_PERCENT = 8
-"""Percent of requests that the bad version fails on."""
+ODD_PERCENT = 30
+"""Percent of requests that the bad version fails on: so many that its first step shows it."""
 
 
 @dataclass
