@@ -59,7 +59,7 @@ def run_pytest(folder: Path) -> list[str]:
 
 
 def run_interactive(folder: Path) -> list[str]:
-    """What a notebook does: each cell is compiled and executed in a module of its own."""
+    """What a notebook does: each cell is compiled and executed in a separate module."""
     lines = [line for line in CALL.splitlines() if line]
     cells = "; ".join(f"shell.push({line!r})" for line in lines)
     return ["-c", f"import code; shell = code.InteractiveConsole(); {cells}"]

@@ -398,9 +398,7 @@ def apply_entry(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
             state may follow any earlier entry.
     """
     after, body = state, entry.body
-    sets_state = isinstance(body, LedgerAdopted) and body.state is not None
-    follows = entry.sequence > state.head if sets_state else entry.sequence == state.head + 1
-    if entry.endpoint != state.endpoint or not follows:
+    if entry.endpoint != state.endpoint or not _follows(state, entry):
         raise ValueError(f"entry {entry.sequence} of {entry.endpoint} cannot follow {state.head} of {state.endpoint}")
     match body:
         case EndpointBound():
@@ -431,6 +429,13 @@ def apply_entry(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
         changed = {v for v, d in after.known.items() if after.find_rejection(d) != state.find_rejection(d)}
         after = replace(after, unpublished_rejections=after.unpublished_rejections | changed)
     return replace(after, head=entry.sequence)
+
+
+def _follows(state: ReleaseState, entry: LedgerEntry) -> bool:
+    """Return whether an entry may be the next one; entries before an adoption that sets the state may be missing."""
+    if isinstance(entry.body, LedgerAdopted) and entry.body.state is not None:
+        return entry.sequence > state.head
+    return entry.sequence == state.head + 1
 
 
 def _adopt(state: ReleaseState, sequence: int, body: LedgerAdopted) -> ReleaseState:

@@ -160,7 +160,7 @@ def test_list_keys_key_in_the_folder_of_a_role_is_trusted_for_it_alone(
         TrustedKeys(places[1]).verify(RECORD, signer.sign(RECORD), signer.key)
 
 
-def test_rotate_ledger_unreachable_old_key_goes_on_signing(keyring: Keyring, places: tuple[Path, Path]) -> None:
+def test_rotate_ledger_unreachable_old_key_continues_to_sign(keyring: Keyring, places: tuple[Path, Path]) -> None:
     old = read_key(places[0])
 
     def fail(keys: Mapping[Digest, str]) -> None:

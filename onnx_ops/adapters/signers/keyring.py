@@ -109,7 +109,7 @@ class Keyring:
         after a crash at any point. The next call continues with the same new key.
 
         Args:
-            admit: has the old key admit the new one to the ledgers. If it fails, the old key goes on signing.
+            admit: has the old key admit the new one to the ledgers. If it fails, the old key continues to sign.
         """
         if self._remote is not None:
             remedy = "Make a new one there, trust its public key (`onnx-ops keys public`), and change the setting."
