@@ -168,6 +168,14 @@ def test_withdraw_key_later_grants_by_it_are_refused_even_where_it_is_trusted(si
             site.read(*trusted)
 
 
+def test_withdraw_key_adoption_by_it_counts_only_where_it_is_still_trusted(site: Site) -> None:
+    state = rotate(site).ledger.state(ENDPOINT)
+    site.forge(LedgerAdopted(keys={MAIN.key: MAIN.trusted_keys}, state=state), MAIN)
+    with pytest.raises(CorruptStateError, match="is not trusted"):
+        site.read(OTHER)
+    assert set(site.read(MAIN, OTHER).keys) == {MAIN.key}
+
+
 def test_withdraw_key_by_a_machine_that_was_not_admitted_writes_nothing(site: Site) -> None:
     before = dict(site.objects.data)
     _, errors = withdraw_key(site.open(OTHER, MAIN, OTHER), MAIN.key)
