@@ -20,8 +20,9 @@ from onnx_ops.config.messages import did_you_mean
 from onnx_ops.config.project_rules import check_plugin_settings
 from onnx_ops.domain.pipeline import FileData, PluginData
 from onnx_ops.domain.quantization import find_type_conflict
+from onnx_ops.domain.table_cells import find_values_in_header
 from onnx_ops.errors import MissingPackageError, OnnxOpsError
-from onnx_ops.pipeline.stages.data import build_dataset, find_data_problems, get_source_name
+from onnx_ops.pipeline.stages.data import build_dataset, describe_text_cell, find_data_problems, get_source_name
 from onnx_ops.ports import Context, Dataset
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class Preflight:
             return
         dataset = build_dataset(sample.arrays, section, "")
         self._sets[name] = _Rows(section, dataset, sample.whole)
+        self.notes += [f"data.{name}: {note}" for note in _list_table_notes(section, sample.arrays, dataset)]
         for key, array in dataset.inputs.items():
             if array.dtype.kind == "f" and (rows := int((~np.isfinite(array)).reshape(len(array), -1).any(1).sum())):
                 among = "" if sample.whole else "the first "
@@ -255,6 +257,17 @@ class Preflight:
         if new := sorted(set(np.unique(label).tolist()).difference(*known)):
             shown = ", ".join(map(str, new[:5])) + (", …" if len(new) > 5 else "")
             self.notes.append(f"data.{self.draft.scored}: label {shown} occurs in no set that the model is trained on")
+
+
+def _list_table_notes(section: DataSection, arrays: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
+    """Yield what a table's cells show that was hardly meant: a first line of values, texts in columns of numbers."""
+    if not isinstance(section, FileData) or any(array.shape[1:] != (1,) for array in arrays.values()):
+        return
+    if values := find_values_in_header(list(arrays)):
+        yield f"the first line of the file must name the columns; it holds {', '.join(values[:3])}"
+    for name, array in dataset.inputs.items():
+        if cell := describe_text_cell(array):
+            yield f"input {name} is text: {cell}"
 
 
 def _is_path(model: str) -> bool:

@@ -221,6 +221,7 @@ def _missing_packages(project: Project, plan: Plan) -> list[tuple[Stage, list[st
 
 def _list_packages(project: Project, stage: Stage) -> Iterator[str]:
     """Yield the distributions that a stage needs in this installation, missing ones included."""
+    from onnx_ops.adapters.data.tables import find_table_suffix
     from onnx_ops.app.handler import RELEASE, binding
     from onnx_ops.domain.pipeline import StageKind
     from onnx_ops.pipeline.stage_settings import get_pool
@@ -229,7 +230,7 @@ def _list_packages(project: Project, stage: Stage) -> Iterator[str]:
     yield from (name for name, version in stage.tools.items() if version == plugins.MISSING)
     if stage.kind is StageKind.DATA:
         section = settings["section"]
-        if str(section.get("file") or section.get("with", {}).get("path", "")).lower().endswith((".csv", ".parquet")):
+        if find_table_suffix(str(section.get("file") or section.get("with", {}).get("path", ""))):
             yield "pyarrow"
     compared = stage.kind is StageKind.BENCHMARK and settings["model"]
     if compared or stage.kind is StageKind.REGISTER or stage.kind in RELEASE:

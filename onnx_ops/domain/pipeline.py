@@ -67,9 +67,9 @@ class PlacedAttempts(Attempts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileData:
-    """Arrays from a `.npz` file, or columns of a `.csv` or `.parquet` table."""
+    """Arrays from a `.npz` file, or columns of a table: CSV (also tab-separated or gzip), Parquet or JSON Lines."""
 
-    file: Annotated[str, doc("Path of a .npz, .csv or .parquet file, relative to the project's root.")]
+    file: Annotated[str, doc("Path of a .npz, .csv, .parquet or .jsonl file, relative to the project's root.")]
     inputs: Annotated[Mapping[str, str], doc(INPUTS)] = field(default_factory=dict)
     label: Annotated[str | None, doc("Name of the array or column that holds the labels.")] = None
     group: Annotated[str | None, doc(GROUP)] = field(default=None, metadata=OMIT_DEFAULT)

@@ -33,6 +33,9 @@ HARDWARE = "hardware.json"
 RANGES = "ranges"
 """In the manifest of a calibration: ranges of activations, a file of the optimizer."""
 
+_TEXTS, _ENDS = "//texts/", "//ends/"
+"""Prefixes of the two arrays that hold texts of very different lengths."""
+
 PACKAGE = "package/"
 """Prefix of the target's own format of the model in its benchmark's manifest."""
 
@@ -56,20 +59,48 @@ def checkout_files(store: Store, manifest: Manifest, prefix: str, folder: Path) 
 
 
 def pack_arrays(arrays: Mapping[str, Any]) -> bytes:
-    """Return arrays as `.npz`, which keeps their order; the same arrays in the same order give the same bytes."""
+    """Return arrays as `.npz`, which keeps their order; the same arrays in the same order give the same bytes.
+
+    Texts that are Python objects are stored as UTF-8 and the end of each text.
+    """
     import numpy as np
 
+    stored: dict[str, Any] = {}
+    for name, array in arrays.items():
+        if array.dtype.kind != "O":
+            stored[name] = array
+            continue
+        texts = [str(text).encode() for text in array.ravel()]
+        ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
+        stored[_TEXTS + name] = np.frombuffer(b"".join(texts), dtype=np.uint8)
+        stored[_ENDS + name] = ends.reshape(array.shape)
     stream = io.BytesIO()
-    np.savez(stream, **arrays)
+    np.savez(stream, **stored)
     return stream.getvalue()
 
 
 def load_arrays(store: Store, digest: Digest) -> dict[str, Any]:
-    """Return the arrays of a stored `.npz`."""
+    """Return the arrays of a stored `.npz`, texts as `pack_arrays` got them."""
     import numpy as np
 
+    arrays: dict[str, Any] = {}
     with np.load(store.path(digest), allow_pickle=False) as archive:
-        return {name: archive[name] for name in archive.files}
+        for name in archive.files:
+            plain = name.removeprefix(_TEXTS)
+            if plain == name:
+                arrays[name] = archive[name]
+            else:
+                arrays[plain] = _split_texts(archive[name].tobytes(), archive[_ENDS + plain])
+    return {name: array for name, array in arrays.items() if not name.startswith(_ENDS)}
+
+
+def _split_texts(content: bytes, ends: Any) -> Any:
+    import numpy as np
+
+    stops = ends.ravel().tolist()
+    texts = np.empty(len(stops), dtype=object)
+    texts[:] = [content[start:stop].decode() for start, stop in zip([0, *stops], stops, strict=False)]
+    return texts.reshape(ends.shape)
 
 
 def put_dataset(store: Store, dataset: Dataset) -> Manifest:

@@ -61,8 +61,10 @@ def number_groups(array: Array) -> Array | None:
         return None
     if flat.dtype.kind in "Mm" and np.isnat(flat).any():
         return None
-    values = flat.astype(np.str_) if flat.dtype.kind == "O" else flat
-    return np.asarray(np.unique(values, return_inverse=True)[1], dtype=np.int64)
+    if flat.dtype.kind == "O":  # as an array of fixed width, one long text would widen all others
+        numbers = {value: number for number, value in enumerate(sorted({str(value) for value in flat}))}
+        return np.array([numbers[str(value)] for value in flat], dtype=np.int64)
+    return np.asarray(np.unique(flat, return_inverse=True)[1], dtype=np.int64)
 
 
 def find_group_columns(arrays: Mapping[str, Array]) -> dict[str, Array]:
@@ -148,8 +150,8 @@ def detect_grouping(
     signs = []
     flat = [np.ascontiguousarray(array[:rows]).reshape(rows, -1) for array in inputs.values()]
     # Rows of a few categories are naturally equal, and are not checked for copies.
-    if any((array.dtype.kind == "f" and (array % 1 != 0).any()) or array.dtype.kind in "US" for array in flat):
-        distinct = len({b"".join(array[row].tobytes() for array in flat) for row in range(rows)})
+    if any((array.dtype.kind == "f" and (array % 1 != 0).any()) or array.dtype.kind in "USO" for array in flat):
+        distinct = len({b"".join(_encode_row(array[row]) for array in flat) for row in range(rows)})
         if distinct < 0.9 * rows:
             signs.append(f"{1 - distinct / rows:.0%} of the rows repeat the inputs of another row")
     for name, numbers in columns.items():
@@ -169,6 +171,11 @@ def detect_grouping(
             f"neighbouring rows have similar inputs, and err together more often than usual (p = {chance:.2g})"
         )
     return tuple(signs)
+
+
+def _encode_row(row: Array) -> bytes:
+    """Return bytes that only equal rows share; those of objects are addresses."""
+    return repr(row.tolist()).encode() if row.dtype.kind == "O" else row.tobytes()
 
 
 def _centre_by_class(signal: Array, label: Array | None) -> Array:

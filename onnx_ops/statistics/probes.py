@@ -224,10 +224,10 @@ def make_probe_groups(samples: Tensors, domains: Mapping[str, InputDomain], *, e
         groups["missing"] = ProbeGroup(inputs=_insert_values(samples, rows, (np.nan,), places), inside=has_missing)
         infinite = _insert_values(samples, rows, (np.inf, -np.inf), everywhere)
         groups["infinite"] = ProbeGroup(inputs=infinite, inside=False)
-    if "U" in kinds:
+    if kinds & set("UO"):
         inputs = {name: array[rows] for name, array in samples.items()}
         for name, chosen in inputs.items():  # an empty, an unseen and the real text in turn
-            if chosen.dtype.kind == "U" and domains[name].categories is None:
+            if chosen.dtype.kind in "UO" and domains[name].categories is None:
                 row = np.arange(len(chosen)).reshape(-1, *(1,) * (chosen.ndim - 1))
                 inputs[name] = np.where(row % 3 == 0, "", np.where(row % 3 == 1, "unseen", chosen))
         groups["beyond_range:texts"] = ProbeGroup(inputs=inputs, inside=False)

@@ -116,8 +116,8 @@ def _read_array(
     if not _has_shape(spec, array, axis):
         what = f"array {spec.name!r} has shape {array.shape}, the model takes {format_shape(spec)}"
         raise UserError(what, where=where)
-    if kind.kind == "U" and array.dtype.kind in "US":
-        kind = np.dtype(np.str_)
+    if kind.kind == "U" and array.dtype.kind in "USO":
+        kind = array.dtype if array.dtype.kind == "O" else np.dtype(np.str_)
     elif kind.kind == "U" or not np.can_cast(array.dtype, kind, casting="same_kind"):
         what = f"array {spec.name!r} is of type {array.dtype}, the model takes {spec.dtype}"
         raise UserError(what, where=where)
@@ -174,7 +174,7 @@ def _find_array_problems(spec: TensorSpec, array: Any, axis: int) -> Iterator[tu
         text = f"{spec.name!r} is of shape {shape}, the model takes {format_shape(spec)}"
         yield spec.name, text if spec.shape else f"{text}. Give its one value under `values:`"
         return
-    has_type = array.dtype.kind in "US" if spec.dtype == "string" else array.dtype == read_dtype(spec)
+    has_type = array.dtype.kind in "USO" if spec.dtype == "string" else array.dtype == read_dtype(spec)
     if has_type:
         return
     text = f"{spec.name!r} is of type {array.dtype}, the model takes {spec.dtype}"

@@ -170,4 +170,6 @@ class TestSigns:
         signal = rng.random(400)
         measured, few = rng.random((100, 3))[np.arange(400) // 4], rng.integers(0, 3, (400, 2)).astype(np.float32)
         assert "repeat" in detect_grouping({"x": measured}, {}, [signal], None, 0)[0]
+        texts = np.array([f"text {value}" for value in measured[:, 0]], dtype=object)[:, None]
+        assert "repeat" in detect_grouping({"x": texts}, {}, [signal], None, 0)[0]
         assert not detect_grouping({"x": few}, {}, [signal], None, 0)

@@ -66,7 +66,7 @@ def choose_layout(model: object, parts: list[object], request: ExportRequest) ->
 def _choose_matrix_layout(request: ExportRequest, names: list[str] | None, *, by_column: bool) -> InputLayout:
     """Choose the layout of a single input: the matrix itself, or its columns where the model selects them by name."""
     ((name, rows),) = request.samples.items()
-    if rows.ndim != 2 and rows.dtype.kind != "U":
+    if rows.ndim != 2 and _kind(rows) != "U":
         raise _no_matrix(name, rows)
     columns = rows.shape[1] if rows.ndim == 2 else 1
     if names is not None and columns != len(names):
@@ -152,10 +152,9 @@ def build_rows(model: object, inputs: Tensors, precision: Precision) -> Any:
     if names is None:
         if len(arrays) == 1:
             return next(iter(arrays.values()))
-        kinds = {array.dtype.kind for array in arrays.values()}
-        return np.hstack(
-            [array.astype(object) if "U" in kinds and len(kinds) > 1 else array for array in arrays.values()]
-        )
+        kinds = {_kind(array) for array in arrays.values()}
+        is_mixed = "U" in kinds and len(kinds) > 1
+        return np.hstack([array.astype(object) if is_mixed else array for array in arrays.values()])
     if len(arrays) == 1:
         (matrix,) = arrays.values()
         columns = matrix.reshape(len(matrix), -1)
@@ -239,7 +238,6 @@ def _get_element_types() -> dict[str, int]:
 
     return {
         "b": TensorProto.BOOL,
-        "f": TensorProto.FLOAT,
         "f4": TensorProto.FLOAT,
         "f8": TensorProto.DOUBLE,
         "i": TensorProto.INT64,
@@ -249,13 +247,12 @@ def _get_element_types() -> dict[str, int]:
 
 def _declare_inputs(samples: Tensors) -> dict[str, Any]:
     """Return a declaration for each input of the data, with a free number of rows."""
-    import numpy as np
     from onnx import helper
 
     element_types = _get_element_types()
     declared = {}
     for name, array in samples.items():
-        kind = "f8" if array.dtype == np.float64 else array.dtype.kind
+        kind = "b" if array.dtype.kind == "b" else _kind(array)
         shape = ["batch", *array.shape[1:]]
         declared[name] = helper.make_tensor_value_info(name, element_types[kind], shape)
     return declared

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import DataSection, FileData, PluginData, SklearnData, Stage
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.row_axes import count_common_rows
+from onnx_ops.domain.table_cells import find_text_among_numbers
 from onnx_ops.errors import ConflictError, UserError, suggest
 from onnx_ops.measure.files import put_dataset
 from onnx_ops.ports import Context, Dataset
@@ -220,12 +222,21 @@ def _find_matrix_problems(columns: Mapping[str, Any], section: DataSection, wher
             yield ("inputs", name), problem
 
 
+def describe_text_cell(column: Any) -> str:
+    """Return which cell makes a column of numbers one of texts; empty if none does."""
+    if column.dtype.kind not in "UO" or column.ndim != 2:
+        return ""
+    cell = find_text_among_numbers(column[:, 0].tolist())
+    return f"row {cell[0]} holds {textwrap.shorten(cell[1], 60)!r}, and most others hold numbers" if cell else ""
+
+
 def _find_matrix_problem(columns: Mapping[str, Any], where: str) -> UserError | None:
     for name, array in columns.items():
         if array.dtype.kind not in "fiub" or array.ndim > 2:
             return UserError(
                 f"column {name!r} does not fit into a matrix of numbers: it is {array.dtype} {tuple(array.shape)}",
                 where=where,
+                why=describe_text_cell(array),
                 remedy="Choose the columns (`columns: [age, income]`), or leave out `inputs`: one input per column.",
             )
     return None if columns else UserError("there is no column for the matrix", where=where)

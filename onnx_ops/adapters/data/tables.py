@@ -1,0 +1,414 @@
+"""Read the columns of tables: CSV in the dialects that spreadsheets write, Parquet, and JSON Lines."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+import importlib
+import io
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onnx_ops.errors import UserError, quoted
+from onnx_ops.plugins import require
+from onnx_ops.ports.data import Array
+
+SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet", ".jsonl", ".ndjson")
+"""Ends of the names of files that hold a table."""
+
+_MOST_COLUMNS = 4096
+
+_MOST_CSV_BYTES = 1 << 31
+"""pyarrow learns the types of the columns from one block, which is the whole file here."""
+
+_HEAD_BYTES = 1 << 20
+"""Part of a file from which its encoding, separator and decimal mark are read."""
+
+_HEAD_RECORDS = 50
+
+_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+
+_MISSING = (
+    *("", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "N/A", "NA"),
+    *("NULL", "NaN", "n/a", "nan", "null", "None", "none", "?", "-", "--", ".", " ", "  ", "   "),
+)
+"""Cells that stand for a missing value in a column of numbers; in a column of text they are texts."""
+
+_INDEX_NAMES = ("", "Unnamed: 0")
+"""Names of a first column that pandas and R write for the labels of the rows."""
+
+_CHUNK_ROWS = 1 << 16
+
+_WIDTH_RATIO = 6
+"""Texts are an array of fixed width while that takes at most so many times their own bytes, or 1 MiB."""
+
+_FOREIGN = {
+    b"PK\x03\x04": "a zip archive, as Excel writes it",
+    b"\xd0\xcf\x11\xe0": "an old Excel file",
+    b"PAR1": "a Parquet file",
+    b"\x1f\x8b\x08\x00": "compressed by gzip: its name must end in .gz",
+}
+"""First bytes of files that are often renamed to CSV."""
+
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+
+
+def find_table_suffix(name: str) -> str:
+    """Return which of `SUFFIXES` a file's name ends in; empty for none."""
+    return next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), "")
+
+
+def read_table(path: Path, suffix: str, *, where: str, most_bytes: int | None = None) -> Mapping[str, Array]:
+    """Read the columns of a table by name; `most_bytes` limits the rows.
+
+    Whole numbers are int64, fractions float32, booleans bool, everything else text: categories, dates, and identifiers,
+    which are whole numbers with a leading zero or beyond int64 (beyond 53 bits beside a missing one). A missing value
+    is NaN, which makes a column of numbers or booleans float32; in a column of text it is the empty text. Texts are
+    `np.str_`, or Python objects where a fixed width would waste memory.
+
+    Raises:
+        UserError: the file is not such a table, with the line or the column where it is known.
+    """
+    require("pyarrow", where=where)
+    arrow = importlib.import_module("pyarrow")
+    try:
+        if suffix == ".parquet":
+            table = _read_parquet(arrow, path, most_bytes)
+        elif suffix in (".jsonl", ".ndjson"):
+            table = _read_json(arrow, path, most_bytes)
+        else:
+            table = _read_csv(arrow, path, suffix, most_bytes)
+    except (arrow.ArrowException, OSError, EOFError, ValueError) as error:
+        raise UserError(
+            f"not a table in {suffix.removeprefix('.').partition('.')[0].upper()}",
+            where=where,
+            why=quoted(error),
+            remedy="" if suffix == ".parquet" else _describe_format(suffix),
+        ) from error
+    names = table.column_names
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"the table repeats the column {repeated[0]!r}", where=where)
+    if "" in names:
+        raise UserError(f"column {names.index('') + 1} of the table has no name", where=where)
+    if not table.num_rows:
+        raise UserError("the table has no rows", where=where)
+    columns = dict(zip(names, table.columns, strict=True))
+    del table  # each column is freed once it is an array
+    arrow.default_memory_pool().release_unused()  # of the file's text
+    return {name: _convert_column(arrow, columns.pop(name), f"{where}: column {name!r}") for name in names}
+
+
+def _describe_format(suffix: str) -> str:
+    if suffix in (".jsonl", ".ndjson"):
+        return "Each line is one JSON object with a value per column, in UTF-8."
+    return "The first line of a CSV file names the columns, every other has as many cells, in UTF-8."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Dialect:
+    """How a CSV file writes its cells."""
+
+    encoding: str
+    separator: str
+    decimal_mark: str
+
+
+def _read_csv(arrow: Any, path: Path, suffix: str, most_bytes: int | None) -> Any:
+    """Read a CSV file, and a second time as text the columns whose text pyarrow's types would lose."""
+    content = _read_compressed(path, most_bytes) if suffix.endswith(".gz") else None
+    size = path.stat().st_size if content is None else len(content)
+    if size >= _MOST_CSV_BYTES:
+        raise ValueError(f"it has {size / 1e9:.3g} GB; a CSV file may have 2 GB; write it as Parquet")
+    head = _read_head(path) if content is None else content[:_HEAD_BYTES]
+    dialect = _find_dialect(head)
+    source = str(path) if content is None else content
+    table = _parse_csv(arrow, source, size, dialect, most_bytes)
+    if any(arrow.types.is_binary(kind) for kind in table.schema.types):
+        raise ValueError(_describe_undecodable(source))
+    texts = _find_text_columns(arrow, table, source, dialect, most_bytes)
+    if texts:
+        table = _parse_csv(arrow, source, size, dialect, most_bytes, texts)
+    return _drop_unnamed(table)
+
+
+def _drop_unnamed(table: Any) -> Any:
+    """Return the table without a first column of row labels, and without the empty column of a separator at the end."""
+    names = table.column_names
+    if names[0] in _INDEX_NAMES and len(names) > 1:
+        table = table.remove_column(0)
+    last = table.num_columns - 1
+    if table.column_names[last] == "" and last and table.column(last).null_count == table.num_rows:
+        table = table.remove_column(last)
+    return table
+
+
+def _read_head(path: Path) -> bytes:
+    with path.open("rb") as stream:
+        return stream.read(_HEAD_BYTES)
+
+
+def _read_compressed(path: Path, most_bytes: int | None) -> bytes:
+    """Return the content of a gzip file, or its first lines; a small file can hold far more than memory does."""
+    most = _MOST_CSV_BYTES if most_bytes is None else most_bytes
+    with gzip.open(path, "rb") as stream:
+        content = stream.read(most)
+        if most_bytes is None or len(content) < most:
+            return content
+    return content[: content.rfind(b"\n") + 1] or content
+
+
+def _find_dialect(head: bytes) -> _Dialect:
+    """Return the encoding, the separator and the decimal mark of a file, from its first lines.
+
+    Raises:
+        ValueError: its names are not in UTF-8, or too many.
+    """
+    encoding = "utf-16" if head[:2] in _UTF16 else "utf-8-sig"
+    if head[:4] in _FOREIGN:
+        raise ValueError(f"it is {_FOREIGN[head[:4]]}; save the sheet or the table as CSV")
+    try:
+        text = head.decode(encoding, "strict" if len(head) < _HEAD_BYTES else "ignore")
+    except UnicodeDecodeError as error:
+        first_line_end = head.find(b"\n")
+        if encoding == "utf-16" or (0 <= first_line_end < error.start):
+            text = head.decode(encoding, "replace")  # pyarrow finds out whether that column is used as text
+        else:
+            raise ValueError(_describe_undecodable(head)) from error
+    records = {separator: _split_records(text, separator) for separator in _SEPARATORS}
+    separator = _find_separator(records)
+    names = next(iter(records[separator]), [])
+    if len(names) > _MOST_COLUMNS:
+        raise ValueError(f"its first line names {len(names)} columns; a table may have {_MOST_COLUMNS}")
+    return _Dialect(
+        encoding="utf16" if encoding == "utf-16" else "utf8",
+        separator=separator,
+        decimal_mark=_find_decimal_mark(records[separator][1:]),
+    )
+
+
+def _split_records(text: str, separator: str) -> list[list[str]]:
+    """Return the first complete records of a CSV text."""
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+    records: list[list[str]] = []
+    with contextlib.suppress(csv.Error):  # a cell of more than 128 KiB; the records before it are enough
+        records.extend(record for record in itertools.islice(reader, _HEAD_RECORDS) if record)
+    return records[:-1] if len(records) > 2 else records
+
+
+def _find_separator(records: Mapping[str, list[list[str]]]) -> str:
+    """Return the separator that gives every record as many cells as there are names, and most of them."""
+
+    def count_columns(separator: str) -> int:
+        lengths = {len(record) for record in records[separator]}
+        return lengths.pop() if len(lengths) == 1 else 0
+
+    best = max(_SEPARATORS, key=count_columns)
+    return best if count_columns(best) > 1 else ","
+
+
+def _find_decimal_mark(records: Sequence[Sequence[str]]) -> str:
+    """Return the comma if numbers are written with it, and none with a point."""
+    cells = [cell.strip() for record in records for cell in record]
+    with_comma = any(re.fullmatch(r"[+-]?\d+,\d+", cell) for cell in cells)
+    with_point = any(re.fullmatch(r"[+-]?\d*\.\d+", cell) for cell in cells)
+    thousands = any(re.fullmatch(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?", cell) for cell in cells)
+    others = any(re.fullmatch(r"[+-]?\d+,(\d{1,2}|\d{4,})", cell) for cell in cells)
+    return "," if with_comma and not with_point and (others or not thousands) else "."
+
+
+def _parse_csv(
+    arrow: Any, source: str | bytes, size: int, dialect: _Dialect, most_bytes: int | None, texts: Sequence[str] = ()
+) -> Any:
+    """Return the table of a CSV file with pyarrow's types; the columns `texts` stay text."""
+    arrow_csv = importlib.import_module("pyarrow.csv")
+    read = arrow_csv.read_csv if most_bytes is None else arrow_csv.open_csv
+    text_bytes = size + 1 if dialect.encoding == "utf8" else 2 * size  # a character of UTF-16 can take 3 bytes in UTF-8
+    block_bytes = max(min(text_bytes, most_bytes or text_bytes), 1 << 16)
+    result = read(
+        source if isinstance(source, str) else arrow.BufferReader(source),
+        read_options=arrow_csv.ReadOptions(
+            block_size=min(block_bytes, _MOST_CSV_BYTES - 1), use_threads=False, encoding=dialect.encoding
+        ),
+        parse_options=arrow_csv.ParseOptions(newlines_in_values=True, delimiter=dialect.separator),
+        convert_options=arrow_csv.ConvertOptions(
+            true_values=["true", "True", "TRUE"],
+            false_values=["false", "False", "FALSE"],
+            null_values=list(_MISSING),
+            decimal_point=dialect.decimal_mark,
+            column_types={name: arrow.string() for name in texts},
+        ),
+    )
+    if most_bytes is None:
+        return result
+    with result:
+        return arrow.Table.from_batches([result.read_next_batch()])
+
+
+def _find_text_columns(
+    arrow: Any, table: Any, source: str | bytes, dialect: _Dialect, most_bytes: int | None
+) -> list[str]:
+    """Return the columns that stay text though pyarrow converts them: dates, and whole numbers that are identifiers."""
+    kinds = arrow.types
+    fields = list(table.schema)
+    texts = [field.name for field in fields if kinds.is_temporal(field.type)]  # callers send the text
+    texts += [f.name for f in fields if kinds.is_floating(f.type) and _exceeds_int64(arrow, table.column(f.name))]
+    whole = [field.name for field in fields if kinds.is_integer(field.type)]
+    if whole and _has_leading_zero(source, dialect, most_bytes):
+        size = len(source) if isinstance(source, bytes) else Path(source).stat().st_size
+        written = _parse_csv(arrow, source, size, dialect, most_bytes, whole)
+        compute = importlib.import_module("pyarrow.compute")
+        pattern = r"^\s*[+-]?0[0-9]"
+        texts += [n for n in whole if compute.any(compute.match_substring_regex(written.column(n), pattern)).as_py()]
+    return texts
+
+
+def _exceeds_int64(arrow: Any, column: Any) -> bool:
+    """Return whether a column of float64 holds only whole numbers, some beyond int64: they are identifiers."""
+    compute = importlib.import_module("pyarrow.compute")
+    largest = compute.max(compute.abs(column)).as_py()
+    if largest is None or not 2.0**63 <= largest < 1e30:
+        return False
+    return bool(compute.all(compute.equal(column, compute.floor(column))).as_py())
+
+
+def _has_leading_zero(source: str | bytes, dialect: _Dialect, most_bytes: int | None) -> bool:
+    """Return whether a cell can begin with a zero and another digit; it may be another column's."""
+    if dialect.encoding != "utf8":
+        return True
+    mark = re.escape(dialect.separator.encode())
+    pattern = re.compile(rb"(?:^|[\n\r\"" + mark + rb"])[ ]*[+-]?0[0-9]")
+    content = source if isinstance(source, bytes) else _read_bytes(source, most_bytes)
+    return pattern.search(content) is not None
+
+
+def _read_bytes(path: str, most_bytes: int | None) -> bytes:
+    with Path(path).open("rb") as stream:
+        return stream.read() if most_bytes is None else stream.read(most_bytes)
+
+
+def _describe_undecodable(source: str | bytes) -> str:
+    """Return where a file is not UTF-8, and how to convert it."""
+    content = Path(source).read_bytes() if isinstance(source, str) else source
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        around = content[max(0, error.start - 12) : error.start + 12].decode("cp1252", "replace")
+        text = " ".join(around.split())
+        return (
+            f"line {line} holds the byte 0x{content[error.start]:02X}, which is not UTF-8; as Windows-1252 it reads "
+            f"{text!r}; convert the file: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
+        )
+    return "it holds bytes that are no text"
+
+
+def _read_json(arrow: Any, path: Path, most_bytes: int | None) -> Any:
+    """Read JSON Lines; dates stay text."""
+    arrow_json = importlib.import_module("pyarrow.json")
+    size = path.stat().st_size
+    if size >= _MOST_CSV_BYTES:
+        raise ValueError(f"it has {size / 1e9:.3g} GB; a JSON Lines file may have 2 GB; write it as Parquet")
+    with path.open("rb") as stream:
+        content = stream.read() if most_bytes is None else stream.read(most_bytes)
+    if len(content) < size:
+        content = content[: content.rfind(b"\n") + 1] or content
+
+    def read(schema: Any = None) -> Any:
+        return arrow_json.read_json(
+            arrow.BufferReader(content),
+            read_options=arrow_json.ReadOptions(block_size=max(len(content) + 1, 1 << 16), use_threads=False),
+            parse_options=arrow_json.ParseOptions(explicit_schema=schema, newlines_in_values=True),
+        )
+
+    table = read()
+    if table.num_columns > _MOST_COLUMNS:
+        raise ValueError(f"it has {table.num_columns} columns; a table may have {_MOST_COLUMNS}")
+    dates = [field.name for field in table.schema if arrow.types.is_temporal(field.type)]
+    return read(arrow.schema([(name, arrow.string()) for name in dates])).select(table.column_names) if dates else table
+
+
+def _read_parquet(arrow: Any, path: Path, most_bytes: int | None) -> Any:
+    parquet = importlib.import_module("pyarrow.parquet")
+    with parquet.ParquetFile(path) as file:
+        if len(file.schema_arrow.names) > _MOST_COLUMNS:
+            raise ValueError(f"it has {len(file.schema_arrow.names)} columns; a table may have {_MOST_COLUMNS}")
+        if most_bytes is None or not file.metadata.num_rows:
+            table = file.read()
+        else:
+            row_bytes = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
+            rows = max(1, most_bytes * file.metadata.num_rows // max(1, row_bytes))
+            table = arrow.Table.from_batches([next(file.iter_batches(batch_size=rows))])
+    return table.drop_columns([name for name in table.column_names if name.startswith("__index_level_")])
+
+
+def _convert_column(arrow: Any, column: Any, where: str) -> Array:
+    """Return a column as an array of shape (rows, 1)."""
+    import numpy as np
+
+    kinds = arrow.types
+    if kinds.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    kind = column.type
+    if kinds.is_temporal(kind) and not kinds.is_duration(kind):
+        column, kind = column.cast(arrow.string()), arrow.string()
+    if kinds.is_integer(kind) and _has_identifiers(column):
+        column, kind = column.cast(arrow.string()), arrow.string()
+    if kinds.is_string(kind) or kinds.is_large_string(kind) or kinds.is_string_view(kind):
+        return _convert_texts(arrow, column, where)
+    if kinds.is_decimal(kind):
+        column, kind = column.cast(arrow.float64()), arrow.float64()
+    has_gaps = column.null_count and (kinds.is_integer(kind) or kinds.is_boolean(kind))
+    if kinds.is_floating(kind) or kinds.is_null(kind) or has_gaps:
+        values = column.cast(arrow.float64() if not kinds.is_boolean(kind) else arrow.int8())
+        return _convert_fractions(np.asarray(values.cast(arrow.float64()).to_numpy()), where)[:, None]
+    if kinds.is_boolean(kind):
+        return np.asarray(column.to_numpy(), dtype=np.bool_)[:, None]
+    if kinds.is_integer(kind):
+        return np.asarray(column.cast(arrow.int64()).to_numpy(), dtype=np.int64)[:, None]
+    remedy = "Columns hold numbers, booleans, texts, categories or dates; leave this one out of the file."
+    raise UserError(f"the column is of type {kind}", where=where, remedy=remedy)
+
+
+def _has_identifiers(column: Any) -> bool:
+    """Return whether whole numbers exceed int64, or float64 where a missing one makes the column a float."""
+    most = 1 << 53 if column.null_count else 1 << 63
+    limits = importlib.import_module("pyarrow.compute").min_max(column).as_py()
+    return limits["max"] is not None and bool(limits["max"] >= most or limits["min"] < -most)
+
+
+def _convert_fractions(numbers: Any, where: str) -> Array:
+    """Return numbers as float32, which has no infinity in place of a larger number."""
+    import numpy as np
+
+    too_large = np.isfinite(numbers) & (np.abs(numbers) > float(np.finfo(np.float32).max))
+    if too_large.any():
+        row = int(too_large.argmax())
+        remedy = "Scale the column, or leave it out: columns are read as float32."
+        raise UserError(f"row {row + 1} holds {numbers[row]:g}, which float32 cannot", where=where, remedy=remedy)
+    return np.asarray(numbers, dtype=np.float32)
+
+
+def _convert_texts(arrow: Any, column: Any, where: str) -> Array:
+    """Return texts of fixed width, or as objects if one long text would widen all others."""
+    import numpy as np
+
+    compute = importlib.import_module("pyarrow.compute")
+    column = column.cast(arrow.large_string()) if arrow.types.is_string_view(column.type) else column
+    column = column.fill_null("") if column.null_count else column
+    if compute.any(compute.match_substring(column, "\0")).as_py():
+        raise UserError("a text holds a zero byte", where=where)
+    longest = compute.max(compute.utf8_length(column)).as_py()
+    fixed_bytes = 4 * max(1, longest) * len(column)
+    if fixed_bytes > max(1 << 20, _WIDTH_RATIO * compute.sum(compute.binary_length(column)).as_py()):
+        encoded = column.cast(arrow.large_string()).combine_chunks().dictionary_encode()  # equal texts are one object
+        texts = np.array([*encoded.dictionary.to_pylist()], dtype=object)
+        return np.asarray(texts[encoded.indices.to_numpy()])[:, None]
+    array = np.empty((len(column), 1), dtype=f"U{max(1, longest)}")
+    for start in range(0, len(column), _CHUNK_ROWS):  # as Python objects, all texts at once take 57 bytes each
+        array[start : start + _CHUNK_ROWS, 0] = column.slice(start, _CHUNK_ROWS).to_pylist()
+    return array
