@@ -19,13 +19,30 @@ from typing import Any
 
 import numpy as np
 import orjson
-from sklearn import ensemble, linear_model, naive_bayes, neighbors, neural_network, svm, tree
-from sklearn.compose import ColumnTransformer
+from sklearn import (
+    calibration,
+    cluster,
+    decomposition,
+    ensemble,
+    linear_model,
+    mixture,
+    model_selection,
+    naive_bayes,
+    neighbors,
+    neural_network,
+    svm,
+    tree,
+)
+from sklearn.compose import ColumnTransformer, TransformedTargetRegressor
+from sklearn.covariance import EllipticEnvelope
 from sklearn.decomposition import PCA, TruncatedSVD
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.feature_extraction.text import CountVectorizer, TfidfVectorizer
-from sklearn.feature_selection import SelectKBest, VarianceThreshold
+from sklearn.feature_selection import RFE, SelectKBest, VarianceThreshold
+from sklearn.gaussian_process import GaussianProcessClassifier
 from sklearn.impute import SimpleImputer
+from sklearn.kernel_approximation import Nystroem, RBFSampler
+from sklearn.multiclass import OneVsRestClassifier
 from sklearn.multioutput import MultiOutputRegressor
 from sklearn.pipeline import FeatureUnion, Pipeline, make_pipeline
 from sklearn.preprocessing import (
@@ -41,14 +58,18 @@ from sklearn.preprocessing import (
     PowerTransformer,
     QuantileTransformer,
     RobustScaler,
+    SplineTransformer,
     StandardScaler,
     TargetEncoder,
 )
+from sklearn.random_projection import GaussianRandomProjection
+from sklearn.semi_supervised import SelfTrainingClassifier
 
 from benchmarks.sklearn_estimators import estimators
 from onnx_ops.adapters.data.file import FileSource
 from onnx_ops.adapters.exporters.boosted import LightgbmExporter, XgboostExporter
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.adapters.exporters.sklearn_wrappers import unwrap_search
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import MODEL_FILE, Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import Deployment
@@ -204,7 +225,72 @@ def cases() -> list[Case]:
         ("SGD, modified Huber, three classes", mixed(linear_model.SGDClassifier(loss="modified_huber", random_state=0)), MIXED, "three"),
         *boosted(),
     ]  # fmt: skip
-    return [*found, *others({name for name, *_ in found})]
+    return [*found, *wrappers(), *others({name for name, *_ in found})]
+
+
+def wrappers() -> Iterator[Case]:
+    """Wrappers around whole pipelines, search objects, clusterings, detectors of outliers, and transformers."""
+    logistic, ridge = linear_model.LogisticRegression(max_iter=500), linear_model.Ridge()
+    forest = ensemble.RandomForestClassifier(10, random_state=0)
+    calibrated = calibration.CalibratedClassifierCV
+    target = TransformedTargetRegressor
+    around: list[tuple[str, Any, str]] = [
+        ("grid search", model_selection.GridSearchCV(mixed(logistic), {"model__C": [0.1, 1]}, cv=3), "class"),
+        ("random search", model_selection.RandomizedSearchCV(mixed(logistic), {"model__C": [0.1, 1]}, n_iter=2, cv=3), "class"),
+        ("grid search of a regressor", model_selection.GridSearchCV(mixed(ridge), {"model__alpha": [0.1, 1]}, cv=3), "amount"),
+        ("grid search of a calibration", model_selection.GridSearchCV(calibrated(mixed(logistic), cv=3), {"method": ["sigmoid", "isotonic"]}, cv=3), "class"),
+        ("calibration", calibrated(mixed(logistic), cv=3), "class"),
+        ("calibration, isotonic", calibrated(mixed(forest), cv=3, method="isotonic"), "class"),
+        ("calibration, one model", calibrated(mixed(logistic), cv=3, ensemble=False), "class"),
+        ("calibration, three classes", calibrated(mixed(logistic), cv=3), "three"),
+        ("calibration of a LinearSVC", calibrated(mixed(svm.LinearSVC()), cv=3), "class"),
+        ("target as it is", target(mixed(ridge)), "amount"),
+        ("target, scaled", target(mixed(ridge), transformer=StandardScaler()), "amount"),
+        ("target, logarithm of 1 + y", target(mixed(ridge), func=np.log1p, inverse_func=np.expm1), "amount"),
+        ("target, logarithm", target(mixed(ridge), func=np.log, inverse_func=np.exp), "amount"),
+        ("target, quantiles", target(mixed(ridge), transformer=QuantileTransformer(n_quantiles=50)), "amount"),
+        ("voting, soft", ensemble.VotingClassifier([("a", mixed(logistic)), ("b", mixed(forest))], voting="soft"), "class"),
+        ("voting, hard", ensemble.VotingClassifier([("a", mixed(logistic)), ("b", mixed(forest)), ("c", mixed(tree.DecisionTreeClassifier(max_depth=3)))]), "class"),
+        ("voting, regression", ensemble.VotingRegressor([("a", mixed(ridge)), ("b", mixed(ensemble.RandomForestRegressor(10, random_state=0)))]), "amount"),
+        ("stacking", ensemble.StackingClassifier([("a", mixed(logistic)), ("b", mixed(forest))], cv=3), "class"),
+        ("stacking, regression", ensemble.StackingRegressor([("a", mixed(ridge)), ("b", mixed(tree.DecisionTreeRegressor(max_depth=3)))], cv=3), "amount"),
+        ("one against the rest", OneVsRestClassifier(mixed(logistic)), "three"),
+        ("several targets", MultiOutputRegressor(mixed(ridge)), "amounts"),
+        ("threshold", model_selection.FixedThresholdClassifier(mixed(logistic), threshold=0.3), "class"),
+    ]  # fmt: skip
+    yield from ((f"around a mixed pipeline, {name}", model, MIXED, kind) for name, model, kind in around)
+
+    def numbers(*steps: Any) -> Any:
+        return make_pipeline(SimpleImputer(), StandardScaler(), *steps)
+
+    yield "around numbers with missing ones, calibration", calibrated(numbers(logistic), cv=3), NUMBERS, "class"
+    yield "around numbers with missing ones, self-training", SelfTrainingClassifier(numbers(logistic)), NUMBERS, "class"
+    yield "around numbers, elimination of features", RFE(ridge, n_features_to_select=2), NUMBERS, "amount"
+    yield "around numbers with missing ones, bagging", ensemble.BaggingClassifier(numbers(logistic), random_state=0), NUMBERS, "class"  # fmt: skip
+    last = (
+        cluster.KMeans(3, random_state=0, n_init=1), cluster.MiniBatchKMeans(3, random_state=0, n_init=1), cluster.MeanShift(),
+        cluster.AffinityPropagation(random_state=0), cluster.Birch(n_clusters=3), cluster.BisectingKMeans(3, random_state=0),
+        mixture.GaussianMixture(3, random_state=0), mixture.GaussianMixture(3, random_state=0, covariance_type="tied"),
+        mixture.GaussianMixture(3, random_state=0, covariance_type="diag"), mixture.BayesianGaussianMixture(n_components=3, random_state=0),
+        ensemble.IsolationForest(n_estimators=20, random_state=0), neighbors.LocalOutlierFactor(novelty=True),
+        svm.OneClassSVM(), linear_model.SGDOneClassSVM(random_state=0), EllipticEnvelope(random_state=0),
+        PCA(2), decomposition.IncrementalPCA(2), TruncatedSVD(2), decomposition.FactorAnalysis(2), decomposition.FastICA(2, random_state=0),
+        decomposition.KernelPCA(2), decomposition.SparsePCA(2, random_state=0), GaussianRandomProjection(2, random_state=0),
+        RBFSampler(n_components=5, random_state=0), Nystroem(n_components=5, random_state=0), PolynomialFeatures(2), PowerTransformer(),
+        QuantileTransformer(n_quantiles=20), Normalizer(), SplineTransformer(), SelectKBest(k=2),
+    )  # fmt: skip
+    for step in last:
+        yield f"numbers with missing ones, {step} as the last step", numbers(step), NUMBERS, "class"
+    columns = mixed(cluster.KMeans(3, random_state=0, n_init=1), encoder=OneHotEncoder(sparse_output=False))
+    yield "mixed, KMeans as the last step", columns, MIXED, "class"
+    yield (
+        "mixed, IsolationForest as the last step",
+        mixed(ensemble.IsolationForest(n_estimators=20, random_state=0)),
+        MIXED,
+        "class",
+    )
+    yield "mixed, the columns alone", Pipeline(columns.steps[:1]), MIXED, "class"
+    yield "numbers with missing ones, GaussianProcessClassifier", numbers(GaussianProcessClassifier()), NUMBERS, "class"
 
 
 def others(named: set[str]) -> Iterator[Case]:
@@ -359,6 +445,7 @@ def outcome(case: Case, folder: Path, endpoint: Endpoint) -> str:
     else:
         y = label(kind, arrays, arrays["target"][:, 0])
         model.fit(rows, y, **({"group": [30] * (ROWS // 30)} if kind == "rank" else more))
+    model = unwrap_search(model)
     place = Path(tempfile.mkdtemp(dir=folder))
     path = place / MODEL_FILE
     section = Export(framework=exporter.tools[0].replace("scikit-learn", "sklearn"))

@@ -27,8 +27,8 @@ REQUIREMENTS = "requirements"
 
 REVISIONS: Mapping[StageKind, int] = {
     **dict.fromkeys(StageKind, 1),
-    StageKind.DATA: 3,
-    StageKind.EXPORT: 9,
+    StageKind.DATA: 4,
+    StageKind.EXPORT: 10,
     StageKind.VALIDATE: 8,
     StageKind.SEARCH: 7,
     StageKind.CALIBRATE: 3,

@@ -213,9 +213,9 @@ def test_what_does_not_fit_is_refused_with_a_remedy(tmp_path: Path) -> None:
     estimator = sk("linear_model.LogisticRegression", max_iter=500).fit(rows, labels)
     words = np.array([["good film"], ["bad food"]] * 75)
     texts = piped(sk("feature_extraction.text.TfidfVectorizer"), sk("svm.LinearSVC")).fit(words[:, 0], labels > 0)
-    newer, neither = replace(SECTION, opset=28), "neither a classifier nor a regressor"
+    newer, neither = replace(SECTION, opset=28), "neither `predict` nor `transform`"
     for model, samples, section, message in (
-        (sk("preprocessing.StandardScaler").fit(rows), {"x": rows}, SECTION, neither),
+        (sk("cluster.DBSCAN").fit(rows), {"x": rows}, SECTION, neither),
         (object(), {"x": rows}, SECTION, neither),
         (None, {"x": rows}, SECTION, neither),
         (estimator, {"x": rows, "y": rows}, SECTION, "one input"),

@@ -8,7 +8,8 @@ import warnings
 from typing import Any
 
 from onnx_ops.adapters.exporters.signature import Precision
-from onnx_ops.adapters.exporters.sklearn import SklearnExporter, list_estimators
+from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.adapters.exporters.sklearn_wrappers import list_estimators
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.export import ExportRequest

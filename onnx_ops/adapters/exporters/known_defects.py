@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from onnx_ops.errors import UserError
@@ -11,16 +11,27 @@ from onnx_ops.errors import UserError
 ConversionDefect = tuple[str, str, str]
 """What cannot be converted, the reason, and an alternative."""
 
+_SPARSE = "ONNX has no sparse tensors"
+
 _DIFFERS = "the converted model gives other answers than `predict` (measured)"
 
+
+_WRONG_AS_STEP = ("KMeans", "MiniBatchKMeans")
+"""Estimators whose `predict` is converted correctly, and whose `transform` is not."""
 
 LOST_IN_FLOAT32 = 1e-6
 """Relative to the largest eigenvalue. Rounding of a kernel's entries adds about 6e-8 of the largest to each."""
 
 
-def check_convertible(parts: list[object]) -> None:
-    """Refuse estimators and steps that the converters get wrong."""
+def check_convertible(parts: list[object], *, last: object) -> None:
+    """Refuse estimators and steps that the converters get wrong.
+
+    Args:
+        last: the part that gives the answers.
+    """
     for part in parts:
+        if part is last and type(part).__name__ in _WRONG_AS_STEP:
+            continue
         package = type(part).__module__.partition(".")[0]
         faults = {"xgboost": _xgboost, "lightgbm": _lightgbm, "sklearn": _sklearn}.get(package)
         for what, why, remedy in () if faults is None else faults(part):
@@ -87,59 +98,118 @@ def _lightgbm(part: Any) -> Iterator[ConversionDefect]:
 
 
 def _sklearn(part: Any) -> Iterator[ConversionDefect]:
+    find = _SKLEARN.get(type(part).__name__)
+    return find(part) if find else iter(())
+
+
+def _histogram_boosting(part: Any) -> Iterator[ConversionDefect]:
     name = type(part).__name__
-    if name.startswith("HistGradientBoosting"):
-        if getattr(part, "is_categorical_", None) is not None and part.is_categorical_.any():
-            remedy = "Encode the column in a ColumnTransformer, and set categorical_features=None."
-            yield f"{name} with categorical_features", _DIFFERS, remedy
-        if getattr(part, "loss", "") in ("poisson", "gamma"):
-            remedy = "Train with squared_error on the logarithm of the target."
-            yield f"{name} with loss {part.loss}", _DIFFERS, remedy
-    if (
-        name.startswith("KNeighbors")
-        and part.weights == "distance"
-        and part.effective_metric_ in ("manhattan", "cityblock", "l1")
-    ):
-        yield f"{name} with weights='distance' and p = 1", _DIFFERS, "Use p=2, or weights='uniform'."
-    if name == "SGDClassifier" and part.loss == "modified_huber" and len(part.classes_) > 2:
-        yield f"{name} with loss {part.loss} and {len(part.classes_)} classes", _DIFFERS, "Use loss='log_loss'."
-    if name == "SimpleImputer" and part.add_indicator:
-        yield f"{name} with add_indicator", "skl2onnx leaves the indicators out", "Leave out add_indicator."
-    if name == "OneHotEncoder" and part.handle_unknown not in ("error", "ignore"):
+    if getattr(part, "is_categorical_", None) is not None and part.is_categorical_.any():
+        remedy = "Encode the column in a ColumnTransformer, and set categorical_features=None."
+        yield f"{name} with categorical_features", _DIFFERS, remedy
+    if getattr(part, "loss", "") in ("poisson", "gamma"):
+        yield f"{name} with loss {part.loss}", _DIFFERS, "Train with squared_error on the logarithm of the target."
+
+
+def _neighbors(part: Any) -> Iterator[ConversionDefect]:
+    if part.weights == "distance" and part.effective_metric_ in ("manhattan", "cityblock", "l1"):
+        what = f"{type(part).__name__} with weights='distance' and p = 1"
+        yield what, _DIFFERS, "Use p=2, or weights='uniform'."
+
+
+def _neighbors_in_radius(part: Any) -> Iterator[ConversionDefect]:
+    name = type(part).__name__
+    reason = "the converted model fails on rows that have no neighbour, or not as many as others (measured)"
+    yield name, reason, f"Use K{name.removeprefix('Radius')}."
+
+
+def _stochastic_gradient(part: Any) -> Iterator[ConversionDefect]:
+    if part.loss == "modified_huber" and len(part.classes_) > 2:
+        what = f"{type(part).__name__} with loss {part.loss} and {len(part.classes_)} classes"
+        yield what, _DIFFERS, "Use loss='log_loss'."
+
+
+def _imputer(part: Any) -> Iterator[ConversionDefect]:
+    if part.add_indicator:
+        yield "SimpleImputer with add_indicator", "skl2onnx leaves the indicators out", "Leave out add_indicator."
+
+
+def _one_hot(part: Any) -> Iterator[ConversionDefect]:
+    if part.handle_unknown not in ("error", "ignore"):
         yield (
-            f"{name} with handle_unknown={part.handle_unknown!r}",
+            f"OneHotEncoder with handle_unknown={part.handle_unknown!r}",
             "the converted model fails on a category that did not occur in training (measured)",
             "Use handle_unknown='ignore'.",
         )
-    if name == "KBinsDiscretizer" and part.encode == "onehot":
+
+
+def _bins(part: Any) -> Iterator[ConversionDefect]:
+    if part.encode == "onehot":
         remedy = "Use encode='onehot-dense': the same numbers."
-        yield f"{name} with encode='onehot'", "ONNX has no sparse tensors", remedy
-    if name == "RandomTreesEmbedding" and part.sparse_output:
-        yield f"{name} with sparse output", "ONNX has no sparse tensors", "Use sparse_output=False: the same numbers."
-    if name in ("KMeans", "MiniBatchKMeans"):
+        yield "KBinsDiscretizer with encode='onehot'", _SPARSE, remedy
+
+
+def _tree_embedding(part: Any) -> Iterator[ConversionDefect]:
+    if part.sparse_output:
+        yield "RandomTreesEmbedding with sparse output", _SPARSE, "Use sparse_output=False: the same numbers."
+
+
+def _cluster_step(part: Any) -> Iterator[ConversionDefect]:
+    yield (
+        f"{type(part).__name__} as a step",
+        "skl2onnx passes on the number of the cluster instead of the distances",
+        "Leave it out, or use another transformer, such as KBinsDiscretizer or GaussianRandomProjection.",
+    )
+
+
+def _gaussian_process(_: Any) -> Iterator[ConversionDefect]:
+    reason = "its export needs an operator, Solve, that ONNX Runtime lacks"
+    yield "GaussianProcessClassifier", reason, "Use SVC(probability=True), or another classifier."
+
+
+def _threshold(part: Any) -> Iterator[ConversionDefect]:
+    name = type(part).__name__
+    threshold = "`best_threshold_`" if name.startswith("Tuned") else "the threshold"
+    remedy = f"Return its `estimator_`, and compare the probability with {threshold} where you use the answer."
+    yield name, "skl2onnx leaves out the threshold", remedy
+
+
+def _kernel_components(part: Any) -> Iterator[ConversionDefect]:
+    if part.eigenvalues_[-1] < LOST_IN_FLOAT32 * part.eigenvalues_[0]:
         yield (
-            f"{name} as a step",
-            "skl2onnx passes on the number of the cluster instead of the distances",
-            "Leave it out, or use another transformer, such as KBinsDiscretizer or GaussianRandomProjection.",
-        )
-    if name.startswith("RadiusNeighbors"):
-        reason = "the converted model fails on rows that have no neighbour, or not as many as others (measured)"
-        yield name, reason, f"Use K{name.removeprefix('Radius')}."
-    if name == "TunedThresholdClassifierCV":
-        yield (
-            name,
-            "skl2onnx leaves out the threshold",
-            "Return its `estimator_`, and compare the probability with `best_threshold_` where you use the answer.",
-        )
-    if name == "KernelPCA" and part.eigenvalues_[-1] < LOST_IN_FLOAT32 * part.eigenvalues_[0]:
-        yield (
-            f"{name} with components that are {part.eigenvalues_[-1] / part.eigenvalues_[0]:.0e} of the largest",
+            f"KernelPCA with components that are {part.eigenvalues_[-1] / part.eigenvalues_[0]:.0e} of the largest",
             "float32 cannot hold components that small beside the others",
             "Set n_components, or scale the columns before it.",
         )
-    if name == "FunctionTransformer" and part.func is not None:
+
+
+def _function(part: Any) -> Iterator[ConversionDefect]:
+    if part.func is not None:
         yield (
-            f"{name} with a function",
+            "FunctionTransformer with a function",
             "Python code has no counterpart in ONNX",
             "Compute the column before the pipeline, or use a transformer of scikit-learn.",
         )
+
+
+_SKLEARN: Mapping[str, Callable[[Any], Iterator[ConversionDefect]]] = {
+    "HistGradientBoostingClassifier": _histogram_boosting,
+    "HistGradientBoostingRegressor": _histogram_boosting,
+    "KNeighborsClassifier": _neighbors,
+    "KNeighborsRegressor": _neighbors,
+    "RadiusNeighborsClassifier": _neighbors_in_radius,
+    "RadiusNeighborsRegressor": _neighbors_in_radius,
+    "SGDClassifier": _stochastic_gradient,
+    "SimpleImputer": _imputer,
+    "OneHotEncoder": _one_hot,
+    "KBinsDiscretizer": _bins,
+    "RandomTreesEmbedding": _tree_embedding,
+    "KMeans": _cluster_step,
+    "MiniBatchKMeans": _cluster_step,
+    "GaussianProcessClassifier": _gaussian_process,
+    "TunedThresholdClassifierCV": _threshold,
+    "FixedThresholdClassifier": _threshold,
+    "KernelPCA": _kernel_components,
+    "FunctionTransformer": _function,
+}
+"""By class, what of it is converted wrongly."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.exporters.known_defects import check_convertible
-from onnx_ops.adapters.exporters.signature import Precision, check_section, convert_failures, find_file
+from onnx_ops.adapters.exporters.signature import (
+    Precision,
+    check_section,
+    convert_failures,
+    find_file,
+    rename_values,
+)
+from onnx_ops.adapters.exporters.skl2onnx_repairs import repair_converters
 from onnx_ops.adapters.exporters.sklearn_signature import (
     InputLayout,
     build_rows,
@@ -20,6 +25,7 @@ from onnx_ops.adapters.exporters.sklearn_signature import (
     get_last_step,
     tidy_outputs,
 )
+from onnx_ops.adapters.exporters.sklearn_wrappers import Step, list_estimators, rewrite_model, unwrap_search
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.files import write_model
 from onnx_ops.onnx_graph.rewrites import renumber_names
@@ -28,15 +34,16 @@ from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest, Tree
 
 FILE = "model.joblib"
-LABEL, PROBABILITIES, VARIABLE = "label", "probabilities", "variable"
-"""Names of the outputs: of a classifier the first two, of a regressor the third. A classifier that has no
-probabilities gives its label only: what skl2onnx gives beside it has other shapes than scikit-learn's scores."""
+LABEL, PROBABILITIES, SCORES, VARIABLE = "label", "probabilities", "scores", "variable"
+"""Names of the outputs: see `list_outputs`."""
 
 RANKERS = ("XGBRanker", "LGBMRanker")
 """They answer as regressors do, and do not call themselves so."""
 
 _GENERATED = r"(?:UU|pdistsqe_|cflat_|cdistd_|cdistdf_)(\d+)"
 """Names that skl2onnx numbers through all conversions of a process."""
+
+_REMEDY = "Use another estimator or step; https://onnx.ai/sklearn-onnx/supported.html lists what can be converted."
 
 _PATTERN = r"(?u)\b\w\w+\b"
 _WORD = r"[\p{L}\p{N}_][\p{L}\p{N}_]+"
@@ -46,7 +53,7 @@ _WORD = r"[\p{L}\p{N}_][\p{L}\p{N}_]+"
 class SklearnExporter(TreeExporter):
     """Exports scikit-learn estimators and pipelines with skl2onnx.
 
-    Inputs are a matrix, a vector of texts, or columns of a table; outputs are label and probabilities, or a variable.
+    Inputs are a matrix, a vector of texts, or columns of a table; outputs are those of `list_outputs`.
     """
 
     tools: tuple[str, ...] = ("scikit-learn", "scipy", "numpy")
@@ -102,19 +109,24 @@ class SklearnExporter(TreeExporter):
         """Convert the estimator with skl2onnx and tidy the inputs and outputs of the file."""
         _check_estimator(model)
         section, samples = request.section, request.samples
-        check_convertible(list_estimators(model))
-        layout = choose_layout(model, list_estimators(model), request)
+        rewritten, steps = rewrite_model(model)
+        parts = list_estimators(rewritten)
+        check_convertible(parts, last=get_last_step(rewritten))
+        layout = choose_layout(model, parts, request)
         import onnx
 
         from onnx_ops.adapters.exporters.sklearn_trees import route_missing_values
 
         check_section(section, samples)
-        converted, layout = self._convert_loadable(model, layout, section.opset)
+        converted, layout = self._convert_loadable(rewritten, layout, section.opset)
         converted.ir_version = section.ir_version
         converted.producer_version = ""
-        if not _is_regressor(model) and not hasattr(model, "predict_proba"):
-            del converted.graph.output[1:]
-        tidy_outputs(converted, model, label=LABEL, variable=VARIABLE, regressor=_is_regressor(model))
+        outputs = list_outputs(model)
+        if LABEL not in outputs and len(converted.graph.output) > 1:
+            del converted.graph.output[0]
+        del converted.graph.output[len(outputs) :]
+        tidy_outputs(converted, rewritten, outputs)
+        _append_steps(converted.graph, VARIABLE, steps)
         for node in converted.graph.node:
             if node.op_type == "StringNormalizer" and not any(a.name == "locale" for a in node.attribute):
                 # Lower case of all letters, on every Linux; en_US, the default, is not installed in slim images.
@@ -130,7 +142,7 @@ class SklearnExporter(TreeExporter):
             dimensions = value.type.tensor_type.shape.dim
             if value.name == VARIABLE and len(dimensions) == 2:  # converters of ensembles always declare one target
                 dimensions[1].dim_value = _answers(model, rows)[VARIABLE].shape[1]
-        route_missing_values(converted, model)
+        route_missing_values(converted, rewritten)
         renumber_names(converted, _GENERATED)
         write_model(converted, request.path)
 
@@ -160,34 +172,83 @@ class SklearnExporter(TreeExporter):
         return read_source_trees(model)
 
 
+def list_outputs(model: object) -> tuple[str, ...]:
+    """Return the names of a model's outputs.
+
+    They are the variable of a regressor, ranker or transformer, the label and probabilities of a classifier or mixture,
+    the label (1 or -1) and scores of a detector of outliers, and the label of a clustering. A classifier that has no
+    probabilities gives its label only: skl2onnx gives scores of other shapes than scikit-learn. OneClassSVM gives its
+    scores only: its support vectors have a score of 0, where rounding decides on the label.
+    """
+    from sklearn.base import is_outlier_detector, is_regressor
+
+    is_ranker = type(get_last_step(model)).__name__ in RANKERS
+    if is_regressor(model) or is_ranker or not hasattr(model, "predict"):
+        return (VARIABLE,)
+    if is_outlier_detector(model):
+        return (SCORES,) if type(get_last_step(model)).__name__ == "OneClassSVM" else (LABEL, SCORES)
+    return (LABEL, PROBABILITIES) if hasattr(model, "predict_proba") else (LABEL,)
+
+
 def _answers(estimator: Any, rows: Any) -> dict[str, Array]:
+    """Return what an estimator answers, by the names of `list_outputs`."""
+    import numpy as np
+
+    outputs = list_outputs(estimator)
+    if not hasattr(estimator, "predict"):
+        transformed = estimator.transform(rows)
+        dense = transformed.toarray() if hasattr(transformed, "toarray") else transformed
+        return {VARIABLE: np.asarray(dense).reshape(len(rows), -1)}
     predicted = estimator.predict(rows)
     if predicted.dtype.kind == "O":
         predicted = predicted.astype(str)
-    if _is_regressor(estimator):
+    if VARIABLE in outputs:
         return {VARIABLE: predicted.reshape(len(rows), -1)}
-    if not hasattr(estimator, "predict_proba"):
-        return {LABEL: predicted}
-    return {LABEL: predicted, PROBABILITIES: estimator.predict_proba(rows)}
+    answers = {LABEL: predicted} if LABEL in outputs else {}
+    if PROBABILITIES in outputs:
+        answers[PROBABILITIES] = estimator.predict_proba(rows)
+    if SCORES in outputs:
+        answers[SCORES] = estimator.decision_function(rows).reshape(len(rows), -1)
+    return answers
 
 
 def _check_estimator(model: object) -> None:
+    """Refuse what answers no new rows, or with several labels.
+
+    Raises:
+        UserError: see above.
+    """
     from sklearn.base import is_classifier
 
-    name = type(model).__name__
-    if not (hasattr(model, "predict") and (is_classifier(model) or _is_regressor(model))):
-        remedy = "`train.run` must return a fitted classifier, regressor, or pipeline that ends in one."
-        what = f"{name} is neither a classifier nor a regressor of scikit-learn"
+    name = type(get_last_step(model)).__name__
+    if not hasattr(model, "predict") and not hasattr(model, "transform"):
+        what = f"{name} has neither `predict` nor `transform`, so that it gives no answer for new rows"
+        remedy = "Set novelty=True." if name == "LocalOutlierFactor" else "Return a fitted estimator that has one."
         raise UserError(what, where="export", remedy=remedy)
     if is_classifier(model) and isinstance(getattr(model, "classes_", None), list):
         remedy = "Make a pipeline for each label."
         raise UserError(f"{name} gives several labels at once", where="export", remedy=remedy)
 
 
-def _is_regressor(model: object) -> bool:
-    from sklearn.base import is_regressor
+def _append_steps(graph: Any, output: str, steps: Sequence[Step]) -> None:
+    """Append operators to one output of a graph, which keeps its name."""
+    import numpy as np
+    from onnx import TensorProto, helper, numpy_helper
 
-    return bool(is_regressor(model)) or type(get_last_step(model)).__name__ in RANKERS
+    if not steps:
+        return
+    value = f"{output}_transformed"
+    rename_values(graph, {output: value})
+    declared = next(entry for entry in graph.output if entry.name == output)
+    is_double = declared.type.tensor_type.elem_type == TensorProto.DOUBLE
+    for place, (operator, array) in enumerate(steps):
+        inputs = [value]
+        if array is not None:
+            inputs.append(f"{output}_constant{place}")
+            constant = np.asarray(array, dtype=np.float64 if is_double else np.float32)
+            graph.initializer.append(numpy_helper.from_array(constant, inputs[1]))
+        value = output if place == len(steps) - 1 else f"{output}_step{place}"
+        graph.node.append(helper.make_node(operator, inputs, [value], name=f"{output}_{place}_{operator}"))
 
 
 def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
@@ -206,16 +267,16 @@ def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
         for part in list_estimators(model)
         if "RF" not in type(part).__name__
     }
-    remedy = "See https://onnx.ai/sklearn-onnx/supported.html for what it converts."
+    remedy = _REMEDY
+    if layout.is_table and getattr(model, "steps", None) is None:
+        remedy = f"Put the columns first: make_pipeline(columns, {type(model).__name__}(estimator)), around one matrix."
     if others := [package for package in packages if package in ("xgboost", "lightgbm") and package != own]:
         remedy = f"Set export.framework: {others[0]}, which converts pipelines with its estimators too."
     what = f"skl2onnx cannot convert {type(model).__name__}"
     with (
         convert_failures(what, remedy),
         warnings.catch_warnings(),
-        _whole_numbers(),
-        _not_flattened(model),
-        _imputers_of_mixed_columns(),
+        repair_converters(list_estimators(model)),
     ):
         warnings.simplefilter("ignore", FutureWarning)  # skl2onnx reads attributes that scikit-learn deprecates
         warnings.simplefilter("ignore", RuntimeWarning)  # and casts NaN, which an imputer of integers looks for
@@ -240,65 +301,6 @@ def _loads(converted: Any) -> bool:
     except Exception:  # it raises several types, without a common one
         return False
     return True
-
-
-@contextmanager
-def _imputers_of_mixed_columns() -> Iterator[None]:
-    """Give an imputer's output the type of its input.
-
-    skl2onnx declares it before it joins the columns, with the type of the first one, and refuses integers that stand
-    before fractions.
-    """
-    registry: Any = importlib.import_module("skl2onnx.common._registration")
-    name = "SklearnSimpleImputer"
-    compute_shapes = registry.get_shape_calculator(name)
-
-    def compute(operator: Any) -> None:
-        (output,) = operator.outputs
-        if len({type(value.type) for value in operator.inputs}) == 1:
-            output.type = type(operator.inputs[0].type)(output.type.shape)
-        compute_shapes(operator)
-
-    registry.register_shape_calculator(name, compute, overwrite=True)
-    try:
-        yield
-    finally:
-        registry.register_shape_calculator(name, compute_shapes, overwrite=True)
-
-
-@contextmanager
-def _whole_numbers() -> Iterator[None]:
-    """Write booleans as integers while converters run: some pass booleans, which protobuf 7 refuses."""
-    container: Any = importlib.import_module("skl2onnx.common._container")
-    make_node = container.make_node
-
-    def make(*arguments: Any, **attributes: Any) -> Any:
-        plain = {
-            name: [int(v) if type(v).__name__ in ("bool", "bool_") else v for v in value]
-            if isinstance(value, list)
-            else value
-            for name, value in attributes.items()
-        }
-        return make_node(*arguments, **plain)
-
-    container.make_node = make
-    try:
-        yield
-    finally:
-        container.make_node = make_node
-
-
-@contextmanager
-def _not_flattened(model: object) -> Iterator[None]:
-    """Let skl2onnx take voting classifiers: it refuses a default that concerns their `transform` only."""
-    voting: list[Any] = [part for part in list_estimators(model) if getattr(part, "flatten_transform", False)]
-    for part in voting:
-        part.flatten_transform = False
-    try:
-        yield
-    finally:
-        for part in voting:
-            part.flatten_transform = True
 
 
 def _options(model: object) -> dict[Any, Any]:
@@ -338,33 +340,6 @@ def _check_analyzer(part: Any) -> None:
             why="the export splits texts into words of letters, digits and underscores, and supports no other way",
             remedy=f"Leave out {own[0]}, or prepare the texts before the pipeline.",
         )
-
-
-def unwrap_search(model: object) -> object:
-    """Return what a search object (`GridSearchCV`, `RandomizedSearchCV`, …) answers with: its refitted estimator.
-
-    Raises:
-        UserError: the search has not refitted one.
-    """
-    while hasattr(model, "best_params_"):
-        if not hasattr(model, "best_estimator_"):
-            what = f"{type(model).__name__} holds no estimator, since `refit` is off"
-            raise UserError(what, where="export", remedy="Leave out `refit=False`, or return a fitted estimator.")
-        model = model.best_estimator_
-    return model
-
-
-def list_estimators(model: object) -> list[object]:
-    """Return the estimator and all steps and estimators within it."""
-    estimators = [model]
-    for attribute in ("steps", "transformer_list", "transformers_", "estimators_"):
-        listed = getattr(model, attribute, None)
-        for entry in () if listed is None else listed:
-            parts = entry if isinstance(entry, tuple | list) else (entry,)
-            for part in parts:
-                if hasattr(part, "get_params"):
-                    estimators += list_estimators(part)
-    return estimators
 
 
 def _round_in_place(thing: Any, visited: set[int]) -> Any:

@@ -34,6 +34,11 @@ class InputLayout:
     joined: bool = False
     split: bool = False
 
+    @property
+    def is_table(self) -> bool:
+        """Whether the converter gets more than one input."""
+        return len(self.types) > 1
+
     def as_float32(self, *kinds: str) -> InputLayout:
         """Return the layout in which inputs of these kinds are cast to float32 before the converter's graph."""
         types = tuple((name, "f4" if kind in kinds else kind, columns) for name, kind, columns in self.types)
@@ -346,25 +351,42 @@ def _as_precision(array: Any, precision: str) -> Any:
 
 
 _LABELS_AS_MATRIX = ("OneVsOneClassifier", "QuadraticDiscriminantAnalysis")
+"""Estimators whose label is a matrix, though the converter declares a vector."""
 
 
-def tidy_outputs(converted: Any, model: object, *, label: str, variable: str, regressor: bool) -> None:
-    """Make the output `label` of a classifier a vector; name the one output of a regressor `variable`."""
+def tidy_outputs(converted: Any, model: object, names: Sequence[str]) -> None:
+    """Give the outputs their names and shapes."""
+    graph = converted.graph
+    is_declared_wrongly = type(get_last_step(model)).__name__ in _LABELS_AS_MATRIX
+    for name, output in zip(names, graph.output, strict=True):
+        if output.name != name:
+            # skl2onnx may have given the new name to a value inside.
+            rename_values(graph, {output.name: name, name: f"{name}_inside"})
+            output.name = name
+    for output in graph.output:
+        wanted, rank = _SHAPES.get(output.name), len(output.type.tensor_type.shape.dim)
+        if wanted and (rank != len(wanted) or is_declared_wrongly):
+            _reshape_output(graph, output, wanted)
+
+
+_SHAPES: Mapping[str, tuple[int, ...]] = {"label": (-1,), "scores": (-1, 1)}
+"""Shapes of outputs that some converters give another rank; -1 is the batch."""
+
+
+def _reshape_output(graph: Any, output: Any, wanted: tuple[int, ...]) -> None:
     from onnx import TensorProto, helper
 
-    graph = converted.graph
-    if regressor and graph.output[0].name != variable:
-        # skl2onnx may have given the new name to a value inside.
-        rename_values(graph, {graph.output[0].name: variable, variable: f"{variable}_inside"})
-        graph.output[0].name = variable
-    elif not regressor and type(get_last_step(model)).__name__ in _LABELS_AS_MATRIX:
-        inner, shape = f"{label}_rows", f"{label}_shape"
-        rename_values(graph, {label: inner})
-        graph.initializer.append(helper.make_tensor(shape, TensorProto.INT64, [1], [-1]))
-        graph.node.append(helper.make_node("Reshape", [inner, shape], [label], name=label))
-        declared = next(value for value in graph.output if value.name == label).type.tensor_type.shape
-        del declared.dim[:]
-        declared.dim.add()
+    name = output.name
+    inner, shape = f"{name}_rows", f"{name}_shape"
+    rename_values(graph, {name: inner})
+    graph.initializer.append(helper.make_tensor(shape, TensorProto.INT64, [len(wanted)], wanted))
+    graph.node.append(helper.make_node("Reshape", [inner, shape], [name], name=name))
+    declared = output.type.tensor_type.shape
+    del declared.dim[:]
+    for size in wanted:
+        dimension = declared.dim.add()
+        if size > 0:
+            dimension.dim_value = size
 
 
 def get_last_step(model: object) -> Any:

@@ -1,0 +1,285 @@
+"""Estimators that skl2onnx cannot convert, rewritten as equal ones that it can.
+
+It converts most wrappers only around an estimator of one matrix, and lacks clusterings and linear transformers that are
+special cases of others. The parity gate compares the export with the model that training returned.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from onnx_ops.errors import UserError
+
+Step = tuple[str, Any]
+"""An ONNX operator, and its second input: an array, or None."""
+
+
+def rewrite_model(model: object) -> tuple[object, tuple[Step, ...]]:
+    """Return an equal model that the converter takes, and the steps that follow its answers.
+
+    Raises:
+        UserError: the wrapper changes answers in a way that ONNX cannot express.
+    """
+    model = unwrap_search(model)
+    rewrite = _REWRITES.get(type(model).__name__)
+    return (model, ()) if rewrite is None else rewrite(model)
+
+
+def list_estimators(model: object) -> list[object]:
+    """Return the estimator and all steps and estimators within it."""
+    estimators = [model]
+    for attribute in ("steps", "transformer_list", "transformers_", "estimators_"):
+        listed = getattr(model, attribute, None)
+        for entry in () if listed is None else listed:
+            parts = entry if isinstance(entry, tuple | list) else (entry,)
+            for part in parts:
+                if hasattr(part, "get_params"):
+                    estimators += list_estimators(part)
+    return estimators
+
+
+def unwrap_search(model: object) -> object:
+    """Return what a search object (`GridSearchCV`, `RandomizedSearchCV`, …) answers with: its refitted estimator.
+
+    Raises:
+        UserError: the search has not refitted one.
+    """
+    while hasattr(model, "best_params_"):
+        if not hasattr(model, "best_estimator_"):
+            what = f"{type(model).__name__} holds no estimator, since `refit` is off"
+            raise UserError(what, where="export", remedy="Leave out `refit=False`, or return a fitted estimator.")
+        model = model.best_estimator_
+    return model
+
+
+def _rewrite_pipeline(model: Any) -> tuple[object, tuple[Step, ...]]:
+    name, last = model.steps[-1]
+    rewritten, steps = rewrite_model(last)
+    return (model, ()) if rewritten is last else (_make_pipeline([*model.steps[:-1], (name, rewritten)]), steps)
+
+
+def _rewrite_selection(model: Any) -> tuple[object, tuple[Step, ...]]:
+    """Return a selection of features, which converters take for a transformer, and the estimator that it fitted."""
+    rewritten, steps = rewrite_model(model.estimator_)
+    return _make_pipeline([("selection", model), ("model", rewritten)]), steps
+
+
+def _rewrite_target(model: Any) -> tuple[object, tuple[Step, ...]]:
+    rewritten, steps = rewrite_model(model.regressor_)
+    return rewritten, (*steps, *_invert(model.transformer_))
+
+
+def _rewrite_calibration(model: Any) -> tuple[object, tuple[Step, ...]]:
+    """Return the mean of pipelines whose last steps are calibrated, for calibrated pipelines.
+
+    Raises:
+        UserError: a step follows the answers of an estimator within it.
+    """
+    pipelines = []
+    for calibrated in model.calibrated_classifiers_:
+        inner, steps = rewrite_model(calibrated.estimator)
+        if steps or not hasattr(inner, "steps"):
+            return model, ()
+        flat = _flatten(inner)
+        single, entry = copy.copy(model), copy.copy(calibrated)
+        entry.estimator = flat[-1][1]
+        single.calibrated_classifiers_, single.estimator = [entry], entry.estimator
+        pipelines.append(_make_pipeline([*flat[:-1], ("calibrated", single)]))
+    return (pipelines[0] if len(pipelines) == 1 else _average(pipelines, model.classes_)), ()
+
+
+def _rewrite_ensemble(model: Any) -> tuple[object, tuple[Step, ...]]:
+    """Return the first steps that all pipelines of an ensemble share, and the ensemble of their last steps."""
+    import joblib
+
+    flat = [_flatten(inner) for inner in model.estimators_ if hasattr(inner, "steps")]
+    prefixes = {joblib.hash([step for _, step in steps[:-1]]) for steps in flat}
+    if len(flat) != len(model.estimators_) or len(prefixes) != 1:
+        return model, ()
+    ensemble = copy.copy(model)
+    ensemble.estimators_ = [steps[-1][1] for steps in flat]
+    return _make_pipeline([*flat[0][:-1], ("ensemble", ensemble)]), ()
+
+
+def _flatten(pipeline: Any) -> list[tuple[str, Any]]:
+    """Return the steps of a pipeline, in place of a last step that is a pipeline its own steps."""
+    *steps, (name, last) = pipeline.steps
+    return [*steps, *(_flatten(last) if hasattr(last, "steps") else [(name, last)])]
+
+
+def _average(models: list[object], classes: Any) -> object:
+    """Return a classifier of the mean of the probabilities of several."""
+    from sklearn.ensemble import VotingClassifier
+    from sklearn.preprocessing import LabelEncoder
+
+    voting = VotingClassifier([(f"fold{place}", model) for place, model in enumerate(models)], voting="soft")
+    voting.estimators_ = models
+    voting.le_ = LabelEncoder().fit(classes)
+    voting.classes_ = classes
+    return voting
+
+
+def _rewrite_isotonic(model: Any) -> tuple[object, tuple[Step, ...]]:
+    """Return the input itself, and the interpolation between the steps of a monotonic function."""
+    from sklearn.preprocessing import FunctionTransformer
+
+    if model.out_of_bounds != "clip":
+        raise UserError(
+            f"IsotonicRegression with out_of_bounds={model.out_of_bounds!r} cannot be converted faithfully",
+            where="export",
+            why="the export answers outside the range of training with the ends of the range",
+            remedy="Set out_of_bounds='clip'.",
+        )
+    return FunctionTransformer(), interpolate(model.X_thresholds_, model.y_thresholds_)
+
+
+def interpolate(places: Any, values: Any) -> tuple[Step, ...]:
+    """Return the steps from a column to the linear interpolation between values at increasing places.
+
+    The answer is values[0] + Σ clip((x - places[i]) / (places[i+1] - places[i]), 0, 1) (values[i+1] - values[i]).
+    """
+    import numpy as np
+
+    places, values = (np.asarray(array, dtype=np.float64) for array in (places, values))
+    if len(places) == 1:
+        places, values = np.array([places[0], places[0] + 1]), np.repeat(values, 2)
+    return (
+        ("Sub", places[None, :-1]),
+        ("Div", np.diff(places)[None]),
+        ("Max", np.zeros(1)),
+        ("Min", np.ones(1)),
+        ("MatMul", np.diff(values)[:, None]),
+        ("Add", values[:1]),
+    )
+
+
+def _rewrite_centers(model: Any) -> tuple[object, tuple[Step, ...]]:
+    """Return k-means with the centers of a clustering that answers with the number of the nearest one."""
+    from sklearn.cluster import KMeans
+
+    centers = model.cluster_centers_
+    rewritten = KMeans(len(centers))
+    rewritten.cluster_centers_, rewritten.n_features_in_ = centers, centers.shape[1]
+    return rewritten, ()
+
+
+def _rewrite_subclusters(model: Any) -> tuple[object, tuple[Step, ...]]:
+    """Return the nearest neighbor among the centers of a clustering that labels each of them."""
+    from sklearn.neighbors import KNeighborsClassifier
+
+    return KNeighborsClassifier(1).fit(model.subcluster_centers_, model.subcluster_labels_), ()
+
+
+def _rewrite_projection(model: Any) -> tuple[object, tuple[Step, ...]]:
+    """Return principal components with the matrix of a linear transformer, whose columns are answers to unit rows."""
+    import numpy as np
+    from sklearn.decomposition import PCA
+
+    mean = model.mean_
+    with_units = model.transform(np.vstack([mean, mean + np.eye(len(mean))]))
+    rewritten = PCA(with_units.shape[1])
+    # The transform of the mean is 0 in theory; what rounding leaves of it belongs to no direction.
+    rewritten.components_ = (with_units[1:] - with_units[0]).T
+    rewritten.mean_, rewritten.n_features_in_ = mean, len(mean)
+    rewritten.explained_variance_ = np.ones(with_units.shape[1])
+    rewritten.n_components_ = with_units.shape[1]
+    return rewritten, ()
+
+
+def _rewrite_fourier(model: Any) -> tuple[object, tuple[Step, ...]]:
+    """Return the input itself, and the random Fourier features of it: √(2/n) cos(x W + b)."""
+    from sklearn.preprocessing import FunctionTransformer
+
+    scale = (2.0 / model.random_weights_.shape[1]) ** 0.5
+    steps = (("MatMul", model.random_weights_), ("Add", model.random_offset_), ("Cos", None), ("Mul", scale))
+    return FunctionTransformer(), steps
+
+
+def _make_pipeline(steps: list[tuple[str, Any]]) -> object:
+    """Return a pipeline of fitted steps."""
+    from sklearn.pipeline import Pipeline
+
+    names = {name for name, _ in steps}
+    return Pipeline(steps if len(names) == len(steps) else [(f"{at}-{name}", s) for at, (name, s) in enumerate(steps)])
+
+
+def _invert(transformer: Any) -> tuple[Step, ...]:
+    """Return the steps from a transformed target back to the target.
+
+    Raises:
+        UserError: there are none.
+    """
+    name = type(transformer).__name__
+    if name == "FunctionTransformer":
+        function = transformer.inverse_func
+        steps = _FUNCTIONS.get(getattr(function, "__name__", "") if _is_from_numpy(function) else str(function))
+        if steps is not None:
+            return steps
+        name = f"the inverse function {getattr(function, '__name__', function)}"
+    elif name == "Pipeline":
+        return tuple(step for _, part in reversed(transformer.steps) for step in _invert(part))
+    elif name in _SCALERS:
+        return _SCALERS[name](transformer)
+    raise UserError(
+        f"TransformedTargetRegressor with {name} cannot be converted faithfully",
+        where="export",
+        why="its answers are transformed back by Python code",
+        remedy=f"Use one of {', '.join((*_SCALERS, *list(_FUNCTIONS)[1:]))}, or transform the answers in the "
+        "application.",
+    )
+
+
+def _is_from_numpy(function: object) -> bool:
+    return type(function).__name__ == "ufunc"
+
+
+_FUNCTIONS: Mapping[str, tuple[Step, ...]] = {
+    "None": (),
+    "exp": (("Exp", None),),
+    "expm1": (("Exp", None), ("Sub", 1.0)),
+    "exp2": (("Mul", 0.6931471805599453), ("Exp", None)),
+    "log": (("Log", None),),
+    "log1p": (("Add", 1.0), ("Log", None)),
+    "sqrt": (("Sqrt", None),),
+    "square": (("Pow", 2.0),),
+    "negative": (("Neg", None),),
+    "absolute": (("Abs", None),),
+    "reciprocal": (("Reciprocal", None),),
+    "tanh": (("Tanh", None),),
+    "expit": (("Sigmoid", None),),
+}
+"""Inverse functions of NumPy and SciPy by name; `None` is no function."""
+
+
+def _list_affine(scale: Any, offset: Any) -> tuple[Step, ...]:
+    steps = (("Mul", scale), ("Add", offset))
+    return tuple((operator, array) for operator, array in steps if array is not None)
+
+
+_SCALERS: Mapping[str, Callable[[Any], tuple[Step, ...]]] = {
+    "StandardScaler": lambda scaler: _list_affine(scaler.scale_, scaler.mean_),
+    "RobustScaler": lambda scaler: _list_affine(
+        scaler.scale_ if scaler.with_scaling else None, scaler.center_ if scaler.with_centering else None
+    ),
+    "MaxAbsScaler": lambda scaler: _list_affine(scaler.scale_, None),
+    "MinMaxScaler": lambda scaler: (("Sub", scaler.min_), ("Div", scaler.scale_)),
+}
+
+_REWRITES: Mapping[str, Callable[[Any], tuple[object, tuple[Step, ...]]]] = {
+    **dict.fromkeys(("RFE", "RFECV"), _rewrite_selection),
+    "Pipeline": _rewrite_pipeline,
+    "FrozenEstimator": lambda model: rewrite_model(model.estimator),
+    "SelfTrainingClassifier": lambda model: rewrite_model(model.estimator_),
+    "TransformedTargetRegressor": _rewrite_target,
+    "CalibratedClassifierCV": _rewrite_calibration,
+    **dict.fromkeys(("MeanShift", "AffinityPropagation"), _rewrite_centers),
+    **dict.fromkeys(
+        ("MultiOutputRegressor", "OneVsRestClassifier", "StackingClassifier", "StackingRegressor"), _rewrite_ensemble
+    ),
+    "IsotonicRegression": _rewrite_isotonic,
+    "RBFSampler": _rewrite_fourier,
+    "Birch": _rewrite_subclusters,
+    **dict.fromkeys(("FastICA", "FactorAnalysis", "SparsePCA", "MiniBatchSparsePCA"), _rewrite_projection),
+}
