@@ -8,10 +8,9 @@ from pathlib import Path, PurePosixPath
 
 from onnx_ops.app.context import Project, ask_git, resolve_commit
 from onnx_ops.app.project import check
+from onnx_ops.config.folders import TARGETS, find_config_folder, find_pipelines
 from onnx_ops.config.settings import FILE
 from onnx_ops.config.substitution import PARAMETERS_FILE
-from onnx_ops.config.targets import FOLDER
-from onnx_ops.config.yaml_reader import PIPELINES
 from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.pipeline import FileData, Pipeline
 from onnx_ops.domain.quantization import AUTO
@@ -36,12 +35,12 @@ def affected(project: Project, changed: Collection[str]) -> tuple[Affected, ...]
     """Return the pipelines that depend on a changed path.
 
     Args:
-        project: its pipelines are those in `configs/pipelines`.
+        project: its pipelines are those of `find_pipelines`.
         changed: paths relative to the project's root; they need not exist any more.
     """
     root = project.settings.root
     pipelines = []
-    for path in sorted((root / PIPELINES).glob("*.yaml")):
+    for path in find_pipelines(root):
         name, problem = path.relative_to(root).as_posix(), ""
         try:
             rests_on = frozenset(_list_sources(project, name, check(project, path, static=True).pipeline))
@@ -83,7 +82,8 @@ def _list_sources(project: Project, name: str, pipeline: Pipeline) -> Iterator[s
     """
     root = project.settings.root
     yield from (name, FILE)
-    yield from ((FOLDER / f"{target}.yaml").as_posix() for target in pipeline.benchmark.targets)
+    targets = find_config_folder(root) / TARGETS
+    yield from ((targets / f"{target}.yaml").as_posix() for target in pipeline.benchmark.targets)
     for target in pipeline.benchmark.targets:
         if (file := project.targets.path(target)) is not None:
             yield _inside(str(file), root)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
@@ -24,6 +25,7 @@ from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.runtimes.hardware import read_conditions
 from onnx_ops.adapters.store import ContentStore, ModelFolders
 from onnx_ops.attestation import TrustedKeys
+from onnx_ops.config.folders import list_source_folders
 from onnx_ops.config.settings import Settings, load_settings
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.execution import Environment
@@ -114,7 +116,11 @@ def _make_running() -> RunningStages:
 
 
 def build_context(settings: Settings) -> Context:
-    """Return the adapters that the settings describe. Nothing is opened before it is used."""
+    """Return the adapters that the settings describe. Nothing is opened before it is used.
+
+    The project's source folders become importable, as an editable installation would make them.
+    """
+    sys.path += [str(folder) for folder in list_source_folders(settings.root)[1:] if str(folder) not in sys.path]
     provider: Callable[[str], EndpointProvider] = functools.cache(
         lambda name: plugins.load("endpoints", name, settings.endpoints, settings.trusted_keys)
     )

@@ -241,6 +241,15 @@ def _list_packages(project: Project, stage: Stage) -> Iterator[str]:
         yield from plugins.EXTRAS["prefect"]
 
 
+def _ignore_state(project: Project) -> None:
+    """Keep a state folder within the repository out of it, without a change to the repository's own `.gitignore`."""
+    settings = project.settings
+    file = settings.state / ".gitignore"
+    if settings.state.is_relative_to(settings.root) and not file.exists():
+        settings.state.mkdir(parents=True, exist_ok=True)
+        file.write_text("*\n", encoding="utf-8")
+
+
 def execute(
     project: Project,
     prepared: PreparedPipeline,
@@ -276,6 +285,7 @@ def execute(
     from onnx_ops.release.promote import abandon_dropped, require_no_orphans
 
     require_packages(project, prepared.plan)
+    _ignore_state(project)
     name, stages = prepared.plan.pipeline, prepared.plan.stages
     releases = any(stage.kind is StageKind.REGISTER for stage in stages)
     deploys = [stage for stage in stages if stage.kind is StageKind.DEPLOY]

@@ -26,12 +26,17 @@ from onnx_ops.errors import UserError
 PACKAGE = Path(__file__).parents[1]
 TEMPLATES = PACKAGE / "templates"
 
-TemplateName = Literal["sklearn", "torch", "onnx"]
+TemplateName = Literal["sklearn", "table", "torch", "onnx"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """The starting point of a project. `renamed` maps words of the pipeline file to their replacements."""
+    """The starting point of a project.
+
+    Attributes:
+        renamed: Words of the pipeline file and their replacements.
+        data: Files of the examples that its pipeline reads, and their places.
+    """
 
     pipeline: str
     model: str
@@ -40,6 +45,7 @@ class Template:
     description: str
     change: str
     renamed: Mapping[str, str] = field(default_factory=dict)
+    data: Mapping[str, str] = field(default_factory=dict)
 
 
 _DEPLOYED = """promote: auto
@@ -68,6 +74,21 @@ PROJECTS: Mapping[TemplateName, Template] = {
             "steps: [10%, 50%, 100%], guardrails: [errors, latency_p50, latency_p99], min_requests: [300, 1000], "
             "epoch: 5 s": "steps: [100%], scale_down_delay: 24h",
         },
+    ),
+    "table": Template(
+        pipeline="churn-table.yaml",
+        model="churn_table.py",
+        place="models/train.py",
+        extras="demo,tables",
+        description="the training function; its data is in `data/`",
+        change=" --set train.with.strength=0.5",
+        renamed={
+            "churn-table": "{name}",
+            "examples.churn_table": "models.train",
+            "examples/data/churn-": "data/",
+            "endpoint: churn\n": "endpoint: {name}\n",
+        },
+        data={"data/churn-train.csv": "data/train.csv", "data/churn-test.csv": "data/test.csv"},
     ),
     "torch": Template(
         pipeline="digits-cnn.yaml",
@@ -173,7 +194,8 @@ def write_wheel(installed: Distribution, folder: Path) -> Path:
 
 def _sources(chosen: Template) -> Iterator[tuple[Path, str]]:
     """Yield files that are copied unchanged, and their places."""
-    yield TEMPLATES / "examples" / chosen.model, chosen.place
+    for source, place in {chosen.model: chosen.place, **chosen.data}.items():
+        yield TEMPLATES / "examples" / source, place
     for folder, pattern, place in _COPIED:
         for path in sorted((TEMPLATES / folder).glob(pattern)):
             yield path, (Path(place) / path.relative_to(TEMPLATES / folder)).as_posix()

@@ -18,7 +18,7 @@ from onnx_ops.app.context import Project
 from onnx_ops.app.project import check
 from onnx_ops.attestation import KeyRole, TrustedKeys
 from onnx_ops.cli.endpoints import describe_pending
-from onnx_ops.config.yaml_reader import PIPELINES
+from onnx_ops.config.folders import PIPELINES, find_config_folder, find_pipelines
 from onnx_ops.domain.artifact import Digest, short_digest
 from onnx_ops.domain.target import Diagnosis
 from onnx_ops.errors import ConfigError, NotFoundError, OnnxOpsError, ServiceUnavailableError, UserError
@@ -299,11 +299,13 @@ def _without_file(project: Project) -> Iterator[Diagnosis]:
     """Report endpoints whose pipeline no file describes, as after a rename of pipeline and endpoint together."""
     states = [read_readable_state(project.context, name) for name in list_bound_endpoints(project.context)]
     bound = [state.config for state in states if state.config is not None]
-    files = (project.settings.root / PIPELINES).glob("*.yaml") if bound else ()
+    root = project.settings.root
+    files = find_pipelines(root) if bound else ()
     described = {check(project, path, static=True).pipeline.pipeline for path in files}
     for config in bound:
         if config.pipeline not in described:
-            found = f"{config.pipeline} is in no file of {PIPELINES}; not needed? onnx-ops delete {config.endpoint}"
+            folder = find_config_folder(root) / PIPELINES
+            found = f"{config.pipeline} is in no file of {folder}; not needed? onnx-ops delete {config.endpoint}"
             yield _finding(f"pipeline of {config.endpoint}", found)
 
 

@@ -264,27 +264,83 @@ class TemplateChoice(StrEnum):
     """The starting point of a project."""
 
     SKLEARN = "sklearn"
+    TABLE = "table"
     TORCH = "torch"
     ONNX = "onnx"
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New or empty folder.", show_default=False)],
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="New or empty folder.", show_default=False)
+    ] = None,
     template: Annotated[
-        TemplateChoice, typer.Option(help="scikit-learn, PyTorch, or an ONNX file of yours.")
+        TemplateChoice, typer.Option(help="scikit-learn, a CSV table, PyTorch, or an ONNX file of yours.")
     ] = TemplateChoice.SKLEARN,
     name: Annotated[
         str | None,
-        typer.Option(help="Name of pipeline, model and endpoint. Default: that of the folder.", show_default=False),
+        typer.Option(help="Name of pipeline, model and endpoint. Default: of folder or package.", show_default=False),
     ] = None,
+    into: Annotated[
+        Path | None,
+        typer.Option("--into", metavar="DIR", help="Existing repository to add a pipeline to.", show_default=False),
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="SOURCE",
+            help="With --into: an ONNX file of the repository, or its training function, package.module:function.",
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            metavar="SET=FILE",
+            help="With --into: rows of a data set, such as test=data/test.csv; repeat for several.",
+            show_default=False,
+        ),
+    ] = None,
+    label: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="With --into: the label of the rows.", show_default=False)
+    ] = None,
+    parameters: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with",
+            metavar="NAME=VALUE",
+            help="With --into: a parameter of the training function; repeat for several.",
+            show_default=False,
+        ),
+    ] = None,
+    framework: Annotated[
+        str,
+        typer.Option(help="With --into: the exporter. Default: by the imports of the function.", show_default=False),
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Create a working project: pipeline, model, flows, workflows, infrastructure, tests.
+    """Create a working project, or add a pipeline to an existing repository.
 
-    Its demo and tests run immediately, on data included in scikit-learn. Existing files are not overwritten.
+    A new project has a pipeline, a model, flows, workflows, infrastructure and tests. Its demo and tests run
+    immediately, on data included in scikit-learn.
+
+    Into a repository, only missing files are written: below onnx-ops/, onnx-ops.toml, and workflows if it has .github/.
+    Existing files are not changed.
 
     Example: onnx-ops init fraud --template sklearn
+
+    Example: onnx-ops init --into . --from fraud.training:train --data test=data/test.csv
     """
+    if into is not None:
+        if source is None or folder is not None:
+            remedy = "For example: onnx-ops init --into . --from models/model.onnx."
+            raise UserError("--into needs --from, and no DIR", where="init", remedy=remedy)
+        _add_to_repository(into, name, source, data or [], label, parameters or [], framework, as_json=as_json)
+        return
+    if folder is None or source is not None:
+        remedy = "Name the folder of a new project (onnx-ops init fraud), or a repository: --into DIR --from SOURCE."
+        raise UserError("there is no folder", where="init", remedy=remedy)
     from onnx_ops.app.scaffold import scaffold
 
     chosen = name or folder.resolve().name
@@ -299,6 +355,46 @@ def init(
         "  make test\n"
         "  . .venv/bin/activate         # puts onnx-ops on the path\n"
         "\nSee README.md for the project layout."
+    )
+
+
+def _add_to_repository(
+    root: Path,
+    name: str | None,
+    source: str,
+    data: list[str],
+    label: str | None,
+    parameters: list[str],
+    framework: str,
+    *,
+    as_json: bool,
+) -> None:
+    """Add a pipeline to a repository, and list what was written and what was there."""
+    from onnx_ops.app.repository_setup import RepositorySource, add_to_repository, choose_name
+    from onnx_ops.cli.tools import parse_values
+
+    sets = dict(text.partition("=")[::2] for text in data)
+    if bad := [text for text in data if not all(text.partition("=")[::2])]:
+        raise UserError(f"{bad[0]!r} is not SET=FILE", where="--data", remedy="For example: --data test=data/test.csv.")
+    given = RepositorySource(
+        source=source,
+        data=sets,
+        label=label,
+        framework=framework,
+        parameters=parse_values(parameters, "--with"),
+    )
+    setup = add_to_repository(root, name or choose_name(root), given)
+    if as_json:
+        print_json({"pipeline": setup.pipeline, "written": list(setup.written), "kept": list(setup.kept)})
+        return
+    for title, files in (("Written", setup.written), ("There already, unchanged", setup.kept)):
+        if files:
+            typer.echo(f"{title}:\n" + "\n".join(f"  {file}" for file in files))
+    prefix = "" if root.resolve() == Path.cwd() else f"  cd {shlex.quote(str(root))}\n"
+    typer.echo(
+        f"\n{prefix}"
+        f"  onnx-ops check {setup.pipeline}\n"
+        f"  onnx-ops run {setup.pipeline} --until gate    # measures, registers nothing"
     )
 
 

@@ -170,7 +170,7 @@ def parse_sizes(dims: list[str]) -> dict[str, int]:
     return sizes
 
 
-def parse_values(texts: list[str]) -> dict[str, Any]:
+def parse_values(texts: list[str], option: str = "--fix") -> dict[str, Any]:
     """Return values of inputs by name, from `NAME=VALUE` texts; a value is a number, a boolean, a text or a list."""
     import yaml
 
@@ -180,9 +180,9 @@ def parse_values(texts: list[str]) -> dict[str, Any]:
         try:
             values[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise UserError(f"{text!r} is not NAME=VALUE", where="--fix", why=str(error)) from error
+            raise UserError(f"{text!r} is not NAME=VALUE", where=option, why=str(error)) from error
         if not (name and separator) or values[name] is None or isinstance(values[name], dict):
-            raise UserError(f"{text!r} is not NAME=VALUE", where="--fix", remedy="For example: --fix sr=16000.")
+            raise UserError(f"{text!r} is not NAME=VALUE", where=option, remedy=f"For example: {option} sr=16000.")
     return values
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from onnx_ops.config.folders import list_source_folders
 from onnx_ops.config.messages import did_you_mean, quote_names, shorten
 from onnx_ops.config.yaml_reader import MAX_BYTES, format_path
 
@@ -57,6 +58,8 @@ def explain_missing_function(reference: str, root: Path) -> str | None:
 def check_arguments(reference: str, given: Iterable[str], root: Path) -> list[tuple[str, str]]:
     """Return why the function cannot be called with its data and the given parameters.
 
+    The data sets are its first positional parameter; a function without one loads its own data.
+
     Decorators can change a function's parameters: a decorated function is not checked.
 
     Returns:
@@ -69,8 +72,6 @@ def check_arguments(reference: str, given: Iterable[str], root: Path) -> list[tu
     takes = function.args
     positional = [*takes.posonlyargs, *takes.args]
     place = f"{function.name}() in {format_path(path)}, line {function.lineno},"
-    if not positional and takes.vararg is None:
-        return [("", f"{place} takes no data: its first parameter receives the data sets")]
     known = [argument.arg for argument in [*takes.args[0 if takes.posonlyargs else 1 :], *takes.kwonlyargs]]
     problems = []
     for name in given:
@@ -181,7 +182,8 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def _source(module: str, root: Path) -> Path | None:
-    files = (find_module_file(module, base) for base in (root, *map(Path, sys.path)))
+    folders = (*list_source_folders(root), *map(Path, sys.path))
+    files = (find_module_file(module, base) for base in folders)
     return next((file for file in files if file is not None), None)
 
 

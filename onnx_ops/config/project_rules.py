@@ -12,11 +12,12 @@ from typing import Any
 
 from onnx_ops.config.binding import SettingsError
 from onnx_ops.config.document import Issue, Loc
+from onnx_ops.config.folders import find_pipelines
 from onnx_ops.config.functions import check_arguments, explain_missing_function
 from onnx_ops.config.messages import did_you_mean, quote_names
 from onnx_ops.config.rules import Draft
-from onnx_ops.config.targets import FOLDER, TargetFiles, profile_names
-from onnx_ops.config.yaml_reader import PIPELINES, format_path, read_file
+from onnx_ops.config.targets import TargetFiles, profile_names
+from onnx_ops.config.yaml_reader import format_path, read_file
 from onnx_ops.domain.pipeline import TRANSLATIONS, PluginData
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.quantization import AUTO
@@ -80,7 +81,7 @@ def _check_target(draft: Draft, name: str, target: Target) -> Iterator[Issue]:
         if (value := getattr(export, key)) > limit:
             yield Issue(("export", key), f"target '{name}' accepts {key} <= {limit}, not {value}; set export.{key}")
     if draft.objective.on(name) == "cost" and target.price_per_hour is None:
-        remedy = f"set price_per_hour, e.g. 0.096, in {FOLDER}/{name}.yaml"
+        remedy = f"set price_per_hour, e.g. 0.096, in the file {name}.yaml of targets"
         yield Issue(("objective",), f"objective: cost needs the price of '{name}': {remedy}")
 
 
@@ -140,7 +141,7 @@ def check_plugin_settings(loc: Loc, read: Callable[[], object]) -> Iterator[Issu
 def check_other_files(draft: Draft, path: Path, root: Path) -> Iterator[Issue]:
     """Yield endpoints that another pipeline file of the project also declares."""
     taken: dict[str, Path] = {}
-    for other in sorted((root / PIPELINES).glob("*.yaml")) if draft.deploy else ():
+    for other in find_pipelines(root) if draft.deploy else ():
         with contextlib.suppress(OSError):  # deleted in the meantime
             status = other.stat()
             state = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)

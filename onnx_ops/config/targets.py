@@ -11,6 +11,7 @@ from typing import Any
 
 from onnx_ops.config.binding import bind_document
 from onnx_ops.config.document import Issue
+from onnx_ops.config.folders import TARGETS, find_config_folder
 from onnx_ops.config.messages import did_you_mean
 from onnx_ops.config.rules import check_gates
 from onnx_ops.config.substitution import read_document
@@ -19,7 +20,6 @@ from onnx_ops.domain.quantities import NAME_PATTERN
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import ConfigError, NotFoundError, UserError
 
-FOLDER = Path("configs") / "targets"
 PROFILES = Path(__file__).parent / "profiles"
 BUILTIN = ("cpu-1t", "cpu-all")
 """Profiles that every machine can run."""
@@ -56,7 +56,7 @@ class TargetFiles:
             return "shipped"
         return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else str(path)
 
-    def load(self, name: str, *, where: str = str(FOLDER)) -> Target:
+    def load(self, name: str, *, where: str = "configs/targets") -> Target:
         """Return a target, or the profile of that name, with absolute paths of its libraries.
 
         Raises:
@@ -89,12 +89,13 @@ class TargetFiles:
 
     @property
     def _folders(self) -> tuple[Path, ...]:
+        own = self.root / find_config_folder(self.root) / TARGETS
         if self.shared is None:
-            return (self.root / FOLDER,)
+            return (own,)
         if not self.shared.is_dir():
             remedy = "Correct `targets` in onnx-ops.toml, or ONNX_OPS_TARGETS."
             raise UserError("the folder of shared targets does not exist", where=str(self.shared), remedy=remedy)
-        return (self.root / FOLDER, self.shared)
+        return (own, self.shared)
 
 
 def profile_names() -> tuple[str, ...]:

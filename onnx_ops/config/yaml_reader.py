@@ -20,6 +20,7 @@ from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
 from onnx_ops.config.document import BROKEN, Document, Issue, Loc, Place
+from onnx_ops.config.folders import PIPELINES, find_config_folder
 from onnx_ops.config.messages import describe, shorten
 from onnx_ops.errors import ConfigError, NotFoundError, Problem, UserError
 
@@ -36,8 +37,6 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _MOST_DIGITS = 32
 
-PIPELINES = Path("configs") / "pipelines"
-"""Folder of a project's pipeline files."""
 _CLOSE_NAME = 0.65
 _LISTED = 3
 """Pipeline files that are listed if none resembles the requested one."""
@@ -71,7 +70,8 @@ def read_file(path: Path) -> Document:
 
 def _near(path: Path) -> str:
     """Return which file was meant: one with a like name there or among the pipelines, else the pipelines there are."""
-    folders = dict.fromkeys((path.parent, PIPELINES, path.parent / PIPELINES))
+    usual = find_config_folder(Path()) / PIPELINES
+    folders = dict.fromkeys((path.parent, usual, path.parent / usual))
     candidates = [str(other) for folder in folders for other in sorted(folder.glob("*.y*ml"))]
     names: dict[str, str] = {}
     for place in candidates:
@@ -79,7 +79,7 @@ def _near(path: Path) -> str:
     close = difflib.get_close_matches(path.stem, names, n=1, cutoff=_CLOSE_NAME)
     if close:
         return f"Did you mean {names[close[0]]}?"
-    pipelines = [place for place in candidates if PIPELINES.name in Path(place).parts]
+    pipelines = [place for place in candidates if PIPELINES in Path(place).parts]
     listed = ", ".join((*pipelines[:_LISTED], *["…"] * (len(pipelines) > _LISTED)))
     return f"Pipeline files here: {listed}" if pipelines else ""
 

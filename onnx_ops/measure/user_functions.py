@@ -63,15 +63,16 @@ def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[s
         InfrastructureError: it raises an error of the machine or of a service, such as OSError.
     """
     function = load_function(reference, "train.run")
+    data_sets = [data] if _takes_data(function) else []
     try:
-        inspect.signature(function).bind(data, **parameters)
+        inspect.signature(function).bind(*data_sets, **parameters)
     except TypeError as error:
         remedy = "Give its parameters in `train.with`."
         raise UserError(f"{reference} cannot be called: {error}", where="train.with", remedy=remedy) from error
     except ValueError:  # a function in C has no signature
         pass
     try:
-        model: object = function(data, **parameters)
+        model: object = function(*data_sets, **parameters)
     except (OnnxOpsError, MemoryError):  # the caller knows its limits
         raise
     except Exception as error:
@@ -79,6 +80,18 @@ def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[s
     if model is None:
         raise UserError(f"{reference} returned nothing", where="train.run", remedy="Make it return the trained model.")
     return model
+
+
+def _takes_data(function: Callable[..., Any]) -> bool:
+    """Return whether a training function has a positional parameter; one without loads its own data."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a function in C has no signature
+        return True
+    return any(
+        parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD, parameter.VAR_POSITIONAL)
+        for parameter in parameters
+    )
 
 
 def _failed(what: str, error: Exception) -> OnnxOpsError:

@@ -354,7 +354,6 @@ CODES = (
         line=7,
         change=coded("import numpy", "from models.net import Net"),
     ),
-    Mistake("training without data", "train.run", line=7, change=coded("data, epochs, rate=0.1", "*, epochs")),
     Mistake(
         "a dependency that is missing",
         "train.depends[0]",

@@ -1,0 +1,29 @@
+"""Where a project has its pipelines and targets: `configs/`, or `onnx-ops/` within another project."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+OWN = Path("configs")
+"""In a project that onnx-ops created."""
+
+WITHIN = Path("onnx-ops")
+"""In a repository that it was added to. Its name is no identifier, so that build tools do not take it for a package."""
+
+PIPELINES, TARGETS = "pipelines", "targets"
+
+
+def find_config_folder(root: Path) -> Path:
+    """Return the folder of pipelines and targets, relative to the project's root."""
+    return WITHIN if (root / WITHIN / PIPELINES).is_dir() else OWN
+
+
+def find_pipelines(root: Path) -> list[Path]:
+    """Return the project's pipeline files, sorted."""
+    return sorted((root / find_config_folder(root) / PIPELINES).glob("*.yaml"))
+
+
+def list_source_folders(root: Path) -> list[Path]:
+    """Return the folders that the project's modules are below: the root, and `src/` unless it is a package itself."""
+    src = root / "src"
+    return [root, src] if src.is_dir() and not (src / "__init__.py").is_file() else [root]

@@ -1,0 +1,35 @@
+"""Calls of a project's training function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.errors import UserError
+from onnx_ops.measure.user_functions import call_training, importable
+
+CODE = """
+def on_data(data, depth): return ["on_data", *data, depth]
+def on_all(*data): return ["on_all", *map(sorted, data)]
+def own_data(*, depth=2): return ["own_data", depth]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "model"),
+    [
+        ("on_data", {"depth": 3}, ["on_data", "train", 3]),
+        ("on_all", {}, ["on_all", ["train"]]),
+        ("own_data", {}, ["own_data", 2]),
+        ("own_data", {"depth": 5}, ["own_data", 5]),
+    ],
+)
+def test_call_training_gives_the_data_to_a_function_that_takes_it(
+    tmp_path: Path, name: str, parameters: dict[str, int], model: list[object]
+) -> None:
+    (tmp_path / "called_training.py").write_text(CODE)
+    with importable(tmp_path):
+        assert call_training(f"called_training:{name}", {"train": 1}, parameters) == model
+        with pytest.raises(UserError, match="cannot be called"):
+            call_training(f"called_training:{name}", {"train": 1}, {"width": 1})
