@@ -27,7 +27,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from onnx_ops import codec
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.errors import ConfigError, InternalError, MissingPackageError, OnnxOpsError, UserError, quoted
+from onnx_ops.errors import ConfigError, InternalError, MissingPackageError, OnnxOpsError, UserError, quoted, suggest
 from onnx_ops.plugins import has_extra, imported, missing_package
 from onnx_ops.scratch import storage_errors
 
@@ -222,6 +222,16 @@ class _Argument(TyperArgument):
 
 
 class _Option(TyperOption):
+    def process_value(self, ctx: Any, value: Any) -> Any:
+        """Return the converted value; the error of a misspelt choice suggests the one that was meant."""
+        try:
+            return super().process_value(ctx, value)
+        except typer.BadParameter as error:
+            given, *choices = re.findall(r"'([^']*)'", error.message) or [""]
+            hint = suggest(given, choices, "") if choices else ""
+            error.message = f"{error.message.removeprefix('Value error, ')} {hint}".rstrip()
+            raise
+
     def display_type_rich(self, ctx: Any) -> str | None:
         if self.metavar is not None:
             return self.metavar

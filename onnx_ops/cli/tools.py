@@ -191,7 +191,14 @@ def show_progress(command: str, *places: object, quiet: bool) -> Iterator[Report
     """Show the running steps on standard error: one line that is redrawn on a terminal, else one line per step."""
     console = error_console()
     if quiet or not console.is_terminal:
-        yield lambda text: None if quiet else console.print(markup("{}", text), soft_wrap=True)
+        shown: list[str] = []
+
+        def report(text: str) -> None:
+            if not quiet and text not in shown[-1:]:  # a log has no line to redraw
+                shown.append(text)
+                console.print(markup("{}", text), soft_wrap=True)
+
+        yield report
         return
     with working(" ".join((command, *map(str, places))), command) as progress:
         yield progress.show_detail

@@ -178,7 +178,8 @@ def _check_inputs(draft: Draft) -> Iterator[Issue]:
     for loc, name in draft.used_sets:
         if name not in draft.sets:
             known = f"; data has {quote_names(sorted(draft.sets))}" if draft.sets else "; declare it under 'data'"
-            yield Issue(loc, f"no data set is called '{name}'{did_you_mean(name, draft.sets) or known}")
+            default = "" if loc[0] in draft.keys else ", which `validate: {samples: {data: test}}` names by default"
+            yield Issue(loc, f"no data set is called '{name}'{default}{did_you_mean(name, draft.sets) or known}")
     scored = draft.data.get(draft.scored)
     columns = () if scored is None else tuple(scored.inputs)  # empty: the columns of the data are the inputs
     for name, values in draft.inputs.items():

@@ -186,7 +186,10 @@ def to_environ(settings: Settings) -> dict[str, str]:
 def _read_file(path: Path, chosen: str | None) -> tuple[dict[str, Any], str]:
     """Return the values of a settings file and its profile."""
     if not path.is_file():
-        return {}, chosen or "default"
+        if chosen and chosen != "default":
+            remedy = f"Write {path.name} with a table [profiles.{chosen}], or unset ONNX_OPS_PROFILE."
+            raise UserError(f"there is no profile {chosen!r}, and no settings file", where=str(path), remedy=remedy)
+        return {}, "default"
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -56,6 +56,9 @@ def read_file(path: Path) -> Document:
         raise UserError("the file cannot be read", where=source, why=error.strerror or str(error)) from error
     if len(data) > MAX_BYTES:
         raise _refusal(Place(source=source), f"the file is larger than {MAX_BYTES >> 20} MiB")
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        remedy = f"Save it as UTF-8: iconv -f UTF-16 -t UTF-8 {source} > NEW.yaml"
+        raise UserError("the file is in UTF-16", where=source, why="pipeline files are in UTF-8", remedy=remedy)
     if b"\0" in data:
         raise UserError("not a text, but a binary file", where=source, remedy=_near(path.with_suffix(".yaml")))
     try:
@@ -72,7 +75,7 @@ def _near(path: Path) -> str:
     """Return which file was meant: one with a like name there or among the pipelines, else the pipelines there are."""
     usual = find_config_folder(Path()) / PIPELINES
     folders = dict.fromkeys((path.parent, usual, path.parent / usual))
-    candidates = [str(other) for folder in folders for other in sorted(folder.glob("*.y*ml"))]
+    candidates = [str(other) for folder in folders for other in sorted(folder.glob("*.y*ml")) if other != path]
     names: dict[str, str] = {}
     for place in candidates:
         names.setdefault(Path(place).stem, place)

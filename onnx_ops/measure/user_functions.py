@@ -63,7 +63,7 @@ def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[s
         InfrastructureError: it raises an error of the machine or of a service, such as OSError.
     """
     function = load_function(reference, "train.run")
-    data_sets = [data] if _takes_data(function) else []
+    data_sets = [_DataSets(data)] if _takes_data(function) else []
     try:
         inspect.signature(function).bind(*data_sets, **parameters)
     except TypeError as error:
@@ -80,6 +80,18 @@ def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[s
     if model is None:
         raise UserError(f"{reference} returned nothing", where="train.run", remedy="Make it return the trained model.")
     return model
+
+
+class _DataSets(dict[str, Any]):
+    """The data sets that training gets."""
+
+    def __missing__(self, name: str) -> Any:
+        raise UserError(
+            f"training asked for the data set {name!r}, which it does not get",
+            where="train.run",
+            why="the set that validate.samples scores is withheld: a model trained on it would pass too easily",
+            remedy=f"It gets {', '.join(map(repr, self)) or 'none'}. Declare a set of other rows under `data`.",
+        )
 
 
 def _takes_data(function: Callable[..., Any]) -> bool:

@@ -33,6 +33,9 @@ _OTHERS = {
 }
 """First bytes of files that are not ONNX."""
 
+_POINTER = b"version https://git-lfs"
+"""Start of the pointer file that Git LFS leaves in place of a file; small weights would fit into its 130 bytes."""
+
 EXTERNAL_LIMIT = 1 << 30
 """Bytes of weights above which they go into a file beside the model; a protobuf ends at 2 GiB."""
 
@@ -322,6 +325,9 @@ def resolve_external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, 
         if not os.path.isfile(path):  # unlike Path.is_file, it takes a name that is too long
             remedy = f"Put {name} there: it holds the model's weights, and belongs to the model."
             raise NotFoundError(f"its external data {name!r} is missing", where=str(folder), remedy=remedy)
+        if path not in files and _is_pointer(path):
+            what = f"its external data {name!r} is a pointer of Git LFS, not the weights"
+            raise RefusedError(what, where=str(folder), remedy="Fetch the file: git lfs pull")
         files[path] = None
         places.append(_locate(tensor, entries, path))
     last: TensorLocation | None = None
@@ -333,6 +339,11 @@ def resolve_external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, 
             raise RefusedError(what, where=f"tensor {place.tensor}", remedy=_AGAIN)
         last = place
     return tuple(files)
+
+
+def _is_pointer(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(len(_POINTER)) == _POINTER
 
 
 def _locate(tensor: onnx.TensorProto, entries: dict[str, str], path: Path) -> TensorLocation:

@@ -42,6 +42,8 @@ def build():
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python " + sys.argv[0] + " MODEL.onnx")
     Path(sys.argv[1]).write_bytes(build().SerializeToString(deterministic=True))
 '''
 

@@ -211,6 +211,10 @@ def collect_inputs(stage: Stage, outcomes: Mapping[str, StageOutcome]) -> dict[s
     return {name: manifest for name, manifest in manifests.items() if manifest is not None}
 
 
+_ENDED = {StageStatus.FAILED: "failed"}
+"""How a stage ended; of the others, how it was: skipped."""
+
+
 def _find_outcome(
     stage: Stage, outcomes: Mapping[str, StageOutcome], handler: Handler, no_cache: Collection[StageKind]
 ) -> StageOutcome | None:
@@ -218,8 +222,8 @@ def _find_outcome(
     missing = [name for name in stage.needs if name not in outcomes or outcomes[name].manifest is None]
     if missing:
         first = outcomes.get(missing[0])
-        verb = first.status.value if first else "not planned"
-        return StageOutcome(stage=stage.id, status=StageStatus.SKIPPED, reason=f"needs {missing[0]}, which was {verb}")
+        ended = "was not planned" if first is None else _ENDED.get(first.status, f"was {first.status.value}")
+        return StageOutcome(stage=stage.id, status=StageStatus.SKIPPED, reason=f"needs {missing[0]}, which {ended}")
     inputs = collect_inputs(stage, outcomes)
     if reason := handler.refusal(stage, inputs):
         return StageOutcome(stage=stage.id, status=StageStatus.SKIPPED, reason=reason)

@@ -128,6 +128,26 @@ def test_what_cannot_be_exported_says_why(modules: Any, tmp_path: Path) -> None:
         TorchExporter().reference(modules.Convolution(), {"image": np.zeros((2, 3, 3), np.float32)}, "float32")
 
 
+@pytest.mark.parametrize("form", ["plain", "causal", "masked"])
+def test_export_attention_without_heads_answers_as_it_does(modules: Any, tmp_path: Path, form: str) -> None:
+    module = modules.MaskedAttention() if form == "masked" else modules.Attention(causal=form == "causal")
+    rows = {"x": np.random.default_rng(0).normal(size=(5, 6, 4)).astype(np.float32)}
+    answers = export(module, rows, tmp_path / "m.onnx", replace(SECTION, dynamic={"x": {0: "batch"}}))
+    (expected,) = reference(TorchExporter(), module, rows).values()
+    np.testing.assert_allclose(next(iter(answers.values())), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_export_module_that_takes_all_rows_together_says_so(modules: Any, tmp_path: Path) -> None:
+    rows = {"x": np.ones((6, 4), np.float32), "edges": np.array([[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]])}
+    request = ExportRequest(
+        section=replace(SECTION, dynamic={}), samples=rows, path=tmp_path / "m.onnx", axes={"edges": None}
+    )
+    with pytest.raises(UserError, match="takes all rows of the samples together") as caught:
+        TorchExporter().export(modules.GraphNodes(), request)
+    assert "out of bounds" in caught.value.why
+    assert "one row of what belongs together" in caught.value.remedy
+
+
 def test_loading_what_is_not_a_module_is_told(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         TorchExporter().load(tmp_path)

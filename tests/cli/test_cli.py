@@ -238,3 +238,13 @@ def test_unexpected_exception_is_a_message_and_never_the_code_of_a_failed_gate(
     assert (document["error"], document["where"]) == ("InternalError", "onnx-ops judge")
     assert type(error).__name__ in document["why"]
     assert "test_cli.py" in document["why"]
+
+
+@pytest.mark.parametrize(("given", "meant"), [("prmote", "promote"), ("Gate", "gate"), ("zzz", "")])
+def test_misspelt_choice_suggests_the_one_that_was_meant(project: Path, given: str, meant: str) -> None:
+    done = run_command("run", "configs/pipelines/digits-mlp.yaml", "--until", given, cwd=project)
+    text = " ".join(done.stderr.replace("│", " ").split())
+    assert done.code == 2
+    assert f"'{given}' is not one of 'data'" in text
+    assert (f"Did you mean '{meant}'?" in text) == bool(meant)
+    assert "Value error" not in text

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from onnx_ops.cli.progress import RunProgress, StepProgress, read_durations, working
+from onnx_ops.cli.tools import show_progress
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
 
 
@@ -132,3 +133,10 @@ def test_stages_side_by_side_without_a_terminal_are_lines(clock: list[float], tm
         "✓ gate 5.0 s",
     ]
     assert not list(tmp_path.iterdir())
+
+
+def test_show_progress_off_a_terminal_writes_a_step_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with show_progress("judge", "a.onnx", quiet=False) as report:
+        for text in ("reading", "reading", "timing", "reading"):
+            report(text)
+    assert capsys.readouterr().err.splitlines() == ["reading", "timing", "reading"]

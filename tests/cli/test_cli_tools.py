@@ -100,6 +100,10 @@ class TestInspect:
         assert "source.py.weights" in done.stdout
         subprocess.run([sys.executable, "source.py", "again.onnx"], cwd=folder, check=True, timeout=60)
         assert onnx.load(folder / "again.onnx") == onnx.load(folder / "good.onnx")
+        alone = subprocess.run(
+            [sys.executable, "source.py"], cwd=folder, check=False, timeout=60, capture_output=True, text=True
+        )
+        assert (alone.returncode, alone.stderr) == (1, "usage: python source.py MODEL.onnx\n")
 
     def test_a_folder_and_a_url_lead_to_their_model(self, folder: Path) -> None:
         (folder / "one").mkdir()

@@ -118,3 +118,10 @@ def test_a_child_process_gets_the_same_settings(tmp_path: Path) -> None:
     assert load_settings(elsewhere, to_environ(settings)) == settings
     plain = load_settings(elsewhere, {})
     assert load_settings(tmp_path, to_environ(plain)) == plain
+
+
+@pytest.mark.parametrize("name", ["production", "prodction"])
+def test_load_settings_with_a_profile_and_no_file_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match=f"no profile '{name}', and no settings file"):
+        load(tmp_path, ONNX_OPS_PROFILE=name)
+    assert load(tmp_path, ONNX_OPS_PROFILE="default").profile == "default"

@@ -131,6 +131,20 @@ def test_a_file_that_is_not_utf_8_is_refused_with_its_position(tmp_path: Path) -
         read_file(path)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_read_file_in_utf_16_names_its_encoding_and_no_other_file(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_bytes((b"\xfe\xff" if encoding == "utf-16-be" else b"") + "a: 1\n".encode(encoding))
+    with pytest.raises(UserError) as caught:
+        read_file(path)
+    assert caught.value.what == "the file is in UTF-16"
+    assert "iconv -f UTF-16" in caught.value.remedy
+    path.write_bytes(b"\0")
+    with pytest.raises(UserError) as binary:
+        read_file(path)
+    assert "x.yaml" not in binary.value.remedy
+
+
 def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(b"\xef\xbb\xbfa: 1\n")

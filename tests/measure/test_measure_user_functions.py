@@ -16,6 +16,15 @@ def own_data(*, depth=2): return ["own_data", depth]
 """
 
 
+def test_call_training_that_asks_for_a_withheld_set_says_why(tmp_path: Path) -> None:
+    (tmp_path / "asking_training.py").write_text("def train(data): return data['test']")
+    with importable(tmp_path), pytest.raises(UserError) as caught:
+        call_training("asking_training:train", {"train": 1, "extra": 2}, {})
+    assert "'test', which it does not get" in caught.value.what
+    assert "validate.samples scores" in caught.value.why
+    assert "'train', 'extra'" in caught.value.remedy
+
+
 @pytest.mark.parametrize(
     ("name", "parameters", "model"),
     [

@@ -256,3 +256,11 @@ def test_nodes_that_compute_from_shapes_alone_are_told_from_those_of_data() -> N
     for node in model.graph.node:
         node.name = node.output[0]
     assert list_shape_nodes(model) == {"shape", "first", "sizes"}
+
+
+def test_read_model_whose_weights_are_a_pointer_of_git_lfs_is_refused(tmp_path: Path) -> None:
+    write_external(tmp_path / "m.onnx", "weights.bin")
+    (tmp_path / "weights.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 9\n" * 99)
+    with pytest.raises(RefusedError, match=r"'weights\.bin' is a pointer of Git LFS") as caught:
+        read_model(tmp_path / "m.onnx")
+    assert caught.value.remedy == "Fetch the file: git lfs pull"

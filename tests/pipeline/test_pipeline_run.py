@@ -121,7 +121,9 @@ def test_what_was_tolerated_is_an_input_once_it_succeeds() -> None:
 def test_a_failed_source_skips_everything_behind_it() -> None:
     result = go(CountingHandler(errors={"train": [UserError("wrong")]}))
     assert set(result.executed()) == {"data/train", "data/test", "data/extra", "train"}
+    assert result.outcomes["export"].reason == "needs train, which failed"
     assert result.outcomes["deploy/digits"].status is StageStatus.SKIPPED
+    assert result.outcomes["deploy/digits"].reason == "needs register, which was skipped"
 
 
 def test_a_stage_with_nothing_to_do_is_skipped_with_its_reason() -> None:

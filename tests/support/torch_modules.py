@@ -196,3 +196,41 @@ def twice_in_onnx(x: Any) -> Any:
 
 TRANSLATIONS = {torch.ops.onnx_ops_tests.twice.default: twice_in_onnx}
 NO_TRANSLATIONS = [twice_in_onnx]
+
+
+class Attention(nn.Module):
+    """Attention without an axis of heads."""
+
+    def __init__(self, *, causal: bool = False) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(4, 4) for _ in range(3))
+        self.causal = causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = nn.functional.scaled_dot_product_attention(
+            self.query(x), self.key(x), value=self.value(x), is_causal=self.causal
+        )
+        return answer
+
+
+class MaskedAttention(Attention):
+    """Attention whose mask has one matrix for each row."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = (x[:, :, :1] > x[:, None, :, 0]).float()
+        answer: torch.Tensor = nn.functional.scaled_dot_product_attention(
+            self.query(x), self.key(x), self.value(x), mask
+        )
+        return answer
+
+
+class GraphNodes(nn.Module):
+    """Nodes of one graph, whose edges are numbers of nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = self.layer(x + x[edges[1]][: x.shape[0]])
+        return answer

@@ -153,15 +153,15 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
     check_section(section, request.samples, (TRANSLATIONS,))
     table = _load_translations(section)
     module: Any = model.eval()
-    rows = {name: _tensor(torch, array, None) for name, array in request.take(2).items()}
-    binding = _bind(module, rows)
+    binding = _bind(module, request.samples)
+    rows, outputs = _choose_rows(torch, module, binding, request)
     positional, keyword = binding.pack(rows)
-    outputs = _try_out(torch, module, positional, keyword)
     # Names, not torch.export.Dim: with those, torch.onnx fixes what it cannot keep free, without a warning.
     free = {name: dict(get_free_axes(section, name)) for name in binding.names}
     recurrent = importlib.import_module("onnx_ops.adapters.exporters.torch_recurrent")
+    attention = importlib.import_module("onnx_ops.adapters.exporters.torch_attention")
     try:
-        with _quiet(), recurrent.RecurrentOperators():
+        with _quiet(), recurrent.RecurrentOperators(), attention.AttentionOperators():
             return torch.onnx.export(
                 module,
                 positional,
@@ -177,6 +177,29 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
     except Exception as error:  # the exporter raises many types of exceptions
         with _quiet(), recurrent.RecurrentOperators():
             raise _explain_failure(error, module, binding, rows, free) from error
+
+
+def _choose_rows(torch: Any, module: Any, binding: CallBinding, request: ExportRequest) -> tuple[Any, list[str]]:
+    """Return the rows to trace with, and the names of the module's outputs: two rows, which are the fastest.
+
+    Raises:
+        UserError: the module refuses them, or takes all rows together only.
+    """
+    few = {name: _tensor(torch, array, None) for name, array in request.take(2).items()}
+    try:
+        return few, _try_out(torch, module, *binding.pack(few))
+    except UserError as error:
+        whole = {name: _tensor(torch, array, None) for name, array in request.samples.items()}
+        try:
+            _try_out(torch, module, *binding.pack(whole))
+        except UserError:
+            raise error from None
+        raise UserError(
+            "the module takes all rows of the samples together, and not the first two of them",
+            where="export",
+            why=f"{error.why}; an endpoint answers any number of rows, each for itself",
+            remedy="Make one row of what belongs together: give a graph's nodes and edges a leading axis of graphs.",
+        ) from error
 
 
 def _explain_failure(

@@ -25,6 +25,9 @@ from onnx_ops.ports.data import Array, Tensors
 Names = Annotated[tuple[str, ...], MinLen(1)]
 
 
+CALIBRATION_REMEDY = "Give rows: `calibrate: {data: train, samples: 256}` in a pipeline, --data FILE in a command."
+
+
 def read_options(section: Quantize, kind: type) -> Mapping[str, Any]:
     """Return the given options, as the optimizer's dataclass declares them."""
     where = f"variant {section.name}, options"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from onnx_ops.adapters.optimizers.library import (
+    CALIBRATION_REMEDY,
     BatchReader,
     Names,
     build_no_effect_error,
@@ -60,8 +61,7 @@ class WeightOnlyQuantizer(Optimizer):
         algorithm = str(options.get("algorithm", "rtn"))
         where = f"variant {request.section.name}"
         if algorithm == "gptq" and request.calibration is None:
-            remedy = "Add calibrate: {data: train, samples: 256}."
-            raise UserError("gptq needs calibration rows", where=where, remedy=remedy)
+            raise UserError("gptq needs calibration rows", where=where, remedy=CALIBRATION_REMEDY)
         if algorithm != "rtn" and options.get("bits", 4) != 4:
             raise UserError(
                 f"{algorithm} has 4 bits only",

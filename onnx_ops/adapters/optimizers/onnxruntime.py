@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from onnx_ops.adapters.optimizers.calibration import exact_histograms, join_ranges
 from onnx_ops.adapters.optimizers.library import (
+    CALIBRATION_REMEDY,
     BatchReader,
     Names,
     build_no_effect_error,
@@ -155,7 +156,7 @@ class StaticQuantizer(Optimizer):
         """Return the options of a quantization, and why they were chosen."""
         if request.section.calibrate is None or not request.calibration:
             what = f"variant {request.section.name} needs calibration rows"
-            raise UserError(what, where="quantize.calibrate", remedy="Add calibrate: {data: train, samples: 256}.")
+            raise UserError(what, where="quantize.calibrate", remedy=CALIBRATION_REMEDY)
         options = read_options(request.section, self.options)
         recipe = choose_static_recipe(options, request.machines)
         opsets, where = read_model_info(request.source).opsets, f"variant {request.section.name}"

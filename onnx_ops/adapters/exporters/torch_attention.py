@@ -1,0 +1,35 @@
+"""Attention without an axis of heads, which torch.onnx.export has no translation of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_HEADS = 1
+"""Axis of the heads, behind the batch."""
+
+_MATRIX_RANK = 3
+
+
+class AttentionOperators(TorchFunctionMode):
+    """Context in which attention of rank 3 (batch, steps, features) is computed with one head."""
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Add an axis of heads to the arguments, and take it from the answer."""
+        given = dict(kwargs or {})
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **given)
+        named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | given
+        if named["query"].dim() != _MATRIX_RANK:
+            return func(*args, **given)
+        tensors = {
+            name: named[name].unsqueeze(_HEADS)
+            for name in ("query", "key", "value", "attn_mask")
+            if named.get(name) is not None and named[name].dim() == _MATRIX_RANK
+        }
+        return func(**{**named, **tensors}).squeeze(_HEADS)
