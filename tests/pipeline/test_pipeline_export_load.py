@@ -1,9 +1,10 @@
-"""An export that the runtime cannot load ends in its own stage, with the node's name."""
+"""A file that the runtime cannot load ends in the stage that wrote it, with the node's name."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -12,11 +13,15 @@ from onnx import TensorProto, helper
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.runtimes.placement import guard_runtime
+from onnx_ops.domain.artifact import Manifest, digest_bytes
 from onnx_ops.domain.pipeline import Stage
 from onnx_ops.errors import MeasurementError
+from onnx_ops.measure.files import MODEL, put_document, put_folder
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.pipeline.planning import plan
+from onnx_ops.pipeline.stages import quantize
 from onnx_ops.pipeline.stages.export import require_loadable
-from onnx_ops.ports import Context
+from onnx_ops.ports import Context, OptimizeRequest
 from onnx_ops.testing.fakes import FakeWorld
 from onnx_ops.testing.models import write_perceptron
 from tests.pipeline.plan_parts import PIPELINE, TARGETS, TableProbe
@@ -55,3 +60,42 @@ def test_require_loadable_file_that_does_not_load_names_the_node(tmp_path: Path,
         require_loadable(tmp_path / "model.onnx", stage, open_context(tmp_path))
     assert "column_3" in caught.value.why or "Tenure__months_" in caught.value.why
     assert caught.value.where == "export"
+
+
+class BrokenOptimizer:
+    """Writes a variant with a node whose input does not exist."""
+
+    def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        model = onnx.load(request.source)
+        model.graph.node[0].input[0] = "lost"
+        onnx.save(model, str(request.path))
+        return ()
+
+
+def quantize_with_a_lost_input(tmp_path: Path, family: str) -> Manifest:
+    """Run the stage of a variant for one kind of machine, whose optimizer writes what does not load."""
+    context = replace(open_context(tmp_path), optimizer=lambda *_: cast("Any", BrokenOptimizer()))
+    (tmp_path / "onnx").mkdir()
+    write_perceptron(tmp_path / "onnx" / "model.onnx")
+    export = Manifest(
+        files={
+            **put_folder(context.store, tmp_path / "onnx", MODEL),
+            "info.json": put_document(context.store, read_model_info(tmp_path / "onnx" / "model.onnx")),
+        }
+    )
+    stages = plan(PIPELINE, TARGETS, TableProbe()).stages
+    stage = next(stage for stage in stages if stage.id == "quantize/int8-static")
+    written = cast("dict[str, Any]", stage.settings["section"])
+    settings = {**stage.settings, "section": {**written, "calibrate": None}, "machines": [{"family": family}]}
+    return quantize.execute(replace(stage, settings=settings), digest_bytes(b"key"), {"export": export}, context)
+
+
+def test_quantize_variant_that_does_not_load_names_the_node(tmp_path: Path) -> None:
+    with pytest.raises(MeasurementError, match="cannot load the quantized file") as caught:
+        quantize_with_a_lost_input(tmp_path, "x86")
+    assert "lost" in caught.value.why
+    assert "exclude: [NAME]" in caught.value.remedy
+
+
+def test_quantize_variant_for_an_accelerator_is_loaded_where_it_is_measured(tmp_path: Path) -> None:
+    assert f"{MODEL}model.onnx" in quantize_with_a_lost_input(tmp_path, "accelerator").files

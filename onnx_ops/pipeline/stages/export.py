@@ -108,8 +108,18 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
         )
 
 
-def require_loadable(path: Path, stage: Stage, context: Context) -> None:
+def require_loadable(
+    path: Path,
+    stage: Stage,
+    context: Context,
+    *,
+    written: str = "exported",
+    remedy: str = "Look for the layer or column that the reason names; another opset may help, too.",
+) -> None:
     """Load the file as validation will, in a process that may crash.
+
+    Args:
+        written: how the file was written, for the message.
 
     Raises:
         MeasurementError: the runtime cannot load it; the reason names the node.
@@ -119,10 +129,10 @@ def require_loadable(path: Path, stage: Stage, context: Context) -> None:
         context.runtime(target.runtime).facts(path, target)
     except MeasurementError as error:
         raise MeasurementError(
-            f"{target.runtime} cannot load the exported file",
+            f"{target.runtime} cannot load the {written} file",
             where=stage.id,
             why=str(error),
-            remedy="Look for the layer or column that the reason names; another opset may help, too.",
+            remedy=remedy,
         ) from error
 
 

@@ -17,6 +17,7 @@ from onnx_ops.measure.search import describe_recipe
 from onnx_ops.onnx_graph.compatibility import copy_libraries
 from onnx_ops.onnx_graph.model_info import read_model_info, write_lineage
 from onnx_ops.pipeline.stage_settings import read_environment, read_operators
+from onnx_ops.pipeline.stages.export import require_loadable
 from onnx_ops.ports import Context, Dataset, OptimizeRequest, Tensors
 from onnx_ops.scratch import Scratch
 
@@ -43,6 +44,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
             recipe = context.optimizer(section.method, read_environment(stage)).optimize(request)
         write_lineage(path, {"onnx-ops.variant": stage.variant or section.name})
         copy_libraries(path, read_operators(stage))
+        if _runs_on_cpu(settings):
+            require_loadable(path, stage, context, written="quantized", remedy=_LOAD_REMEDY)
         files = put_folder(context.store, path.parent, MODEL)
         layout = get_layout(context.store, inputs["export"], dataset.values if dataset else None)
         runtime = arrange_runtime(context.runtime(AS_WRITTEN.runtime), layout)
@@ -59,6 +62,15 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
                 "recipe.json": put_document(context.store, recipe),
             }
         )
+
+
+_LOAD_REMEDY = "Exclude the layer that the reason names (`exclude: [NAME]`), or use another method."
+
+
+def _runs_on_cpu(settings: Mapping[str, Any]) -> bool:
+    """Return whether a target of the variant is a CPU; what only accelerators load is loaded where it is measured."""
+    machines = settings.get("machines", ())
+    return not machines or any(machine["family"] != "accelerator" for machine in machines)
 
 
 def _calibrate(stage: Stage, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
