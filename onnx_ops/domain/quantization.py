@@ -278,13 +278,12 @@ def find_type_conflict(options: Mapping[str, Any]) -> str:
 def list_search_recipes(machines: Sequence[Arithmetic], *, calibrated: bool, small: bool) -> tuple[Recipe, ...]:
     """Return the recipes that a search tries on all machines, the cheapest to build first.
 
-    Dynamic quantization includes embedding tables here: one that costs the metric stays in float like any other node.
     Types within each recipe follow the machines (`choose_static_recipe`, `choose_reduce_range`).
 
     Args:
         small: whether small files are wanted, not only fast ones.
     """
-    recipes = [Recipe(name="dynamic", method="dynamic", options={"op_types": ["Gather", "Gemm", "MatMul"]})]
+    recipes = [Recipe(name="dynamic", method="dynamic")]
     if machines and all(one.fp16 for one in machines):
         recipes.append(Recipe(name="fp16", method="fp16"))
     if calibrated:

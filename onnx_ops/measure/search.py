@@ -56,6 +56,7 @@ from onnx_ops.statistics.search import (
     assign_roles,
     choose_next_step,
     compute_pareto_front,
+    find_closest_trial,
     list_node_contributions,
 )
 
@@ -78,10 +79,14 @@ _RUNS_P99 = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The record of a search, and the model and trial of each role that it filled."""
+    """The record of a search, and the model and trial of each role that it filled.
+
+    `closest` are those that come closest to the budget if no role was filled.
+    """
 
     record: SearchRecord
     models: Mapping[Role, tuple[Path, Trial]]
+    closest: tuple[Path, Trial] | None = None
 
 
 def search(context: SearchContext, journal: StageJournal, report: Reporter) -> SearchResult:
@@ -133,8 +138,10 @@ def search(context: SearchContext, journal: StageJournal, report: Reporter) -> S
             )
         models[slot.role] = (path, trial)
         report(f"{name}-{slot.role}: {describe_trial(trial, context.metric.label)}")
+    place = None if models else find_closest_trial(state)
+    closest = None if place is None else (runner.make(state.trials[place])[0], state.trials[place])
     journal.append(_END)
-    return SearchResult(record=record, models=models)
+    return SearchResult(record=record, models=models, closest=closest)
 
 
 def _add_entry(state: SearchState, entry: SearchLogEntry) -> SearchState:

@@ -23,6 +23,7 @@ from onnx_ops.onnx_graph.files import (
     read_model,
     read_structure,
 )
+from onnx_ops.onnx_graph.model_summary import RECURRENT
 from onnx_ops.onnx_graph.saturation import find_saturating_weights
 
 if TYPE_CHECKING:
@@ -50,8 +51,9 @@ _KINDS = {
     "FusedMatMul": "MatMul",
     "NhwcFusedConv": "Conv",
     "TransposeMatMul": "MatMul",
+    **{name: name for name in RECURRENT},
 }
-"""The float forms of matrix products and convolutions, and the operators that they stand for."""
+"""The float forms of matrix products, convolutions and recurrent layers, and the operators that they stand for."""
 
 _AFFIXES = re.compile(r"^fused |(?:_token_\d+|_nchwc|_quant|_MatMul|/\w+Fusion)$")
 """Affixes that the quantizers and the runtime add to a node's name when they rewrite it."""
@@ -66,6 +68,9 @@ _SLOW_SETTINGS = {
     "session.qdqisint8allowed": "3.7 times the time: activations become int8, which kernels of x86 do not take",
 }
 _DYNAMIC = ("ConvInteger", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulIntegerToFloat")
+
+
+_RECURRENT_REASON = "recurrent layers stay in float: an error of 8 bits in their state adds up from step to step"
 
 
 def quantizes_activations(model: onnx.ModelProto) -> bool:
@@ -116,7 +121,7 @@ def measure_int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str]
     floats: list[FloatOperator] = []
     for node in graph.nodes:
         name = _find_name(node, names)
-        if node.op_type in INT8_OPERATORS:
+        if node.op_type in INT8_OPERATORS or node.op_type == "DynamicQuantizeLSTM":
             int8.append(name)
         elif kind := _KINDS.get(node.op_type):
             reason, setting = ("excluded", "") if name in excluded_names else _explain_float(node, graph)
@@ -167,6 +172,8 @@ def _explain_unreached(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str] |
     """Return why no quantizer reaches the node, and the setting that fixes it; None if one does."""
     if node.op_type in _WITHOUT_KERNEL:
         return f"the runtime has no int8 kernel for {node.op_type}", ""
+    if node.op_type in RECURRENT:
+        return _RECURRENT_REASON, ""
     if node.output[0] in graph.inner:
         return "it stands in a subgraph of If, Loop or Scan, which quantizers do not rewrite", ""
     if graph.dynamic and _KINDS[node.op_type] == "Conv":

@@ -127,8 +127,8 @@ _PRODUCTS = frozenset({"MatMul", "MatMulInteger", "QLinearMatMul"})
 _CONVOLUTIONS = {"Conv": 1, "ConvInteger": 1, "QLinearConv": 3}
 """The index of each operator's weight among its inputs."""
 
-_RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
-_COUNTED = _PRODUCTS | set(_CONVOLUTIONS) | _RECURRENT | {"ConvTranspose", "Gemm"}
+RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
+_COUNTED = _PRODUCTS | set(_CONVOLUTIONS) | RECURRENT | {"ConvTranspose", "Gemm"}
 _UNCOUNTED = frozenset({"Attention", "DeformConv", "Einsum", "If", "LinearAttention", "Loop", "Scan"})
 """Operators that can multiply much, in a way that is not counted here."""
 
@@ -252,7 +252,7 @@ def _list_inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
 def _count(node: onnx.NodeProto, shapes: Mapping[str, Shape]) -> int:
     """Return the multiply-accumulates of a node; 0 for one without elements."""
     first = shapes[node.input[0]]
-    if node.op_type in _RECURRENT:
+    if node.op_type in RECURRENT:
         weights = math.prod(shapes[node.input[1]]) + math.prod(shapes[node.input[2]])
         return first[0] * first[1] * weights
     if node.op_type == "ConvTranspose":

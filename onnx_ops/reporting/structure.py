@@ -48,7 +48,7 @@ def coverage_lines(coverage: Int8Coverage | None) -> list[str]:
     if coverage is None or not (coverage.int8 or coverage.floats):
         return []
     total = len(coverage.int8) + len(coverage.floats)
-    lines = [f"{len(coverage.int8)} of {total} MatMul/Conv/Gemm run in int8"]
+    lines = [f"{len(coverage.int8)} of {total} matrix operators run in int8"]
     lines += [f"in float: {one.name} ({one.op_type}): {one.reason}" for one in coverage.floats]
     return lines + [f"excluded, but in int8: {name}" for name in coverage.unheeded]
 

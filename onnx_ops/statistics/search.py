@@ -304,6 +304,17 @@ def assign_roles(
     return tuple(slots)
 
 
+def find_closest_trial(state: SearchState) -> int | None:
+    """Return the trial that loses the least of the metric, the faster of equal ones; None if none was measured."""
+    measured = [n for n, trial in enumerate(state.trials) if not trial.failure and trial.drop is not None]
+
+    def rank(place: int) -> tuple[float, float]:
+        trial = state.trials[place]
+        return max(0.0, trial.drop or 0.0), compute_time_ratio(trial)
+
+    return min(measured, key=rank, default=None)
+
+
 def _find_trial(
     state: SearchState, role: Role, places: Sequence[int], fast: int, *, rival: bool
 ) -> tuple[int | None, str]:
@@ -339,8 +350,8 @@ def _explain_empty_front(state: SearchState) -> str:
         return f"nothing could be built: {why}"
     keeping = [t for t in measured if keeps_metric(t, state.budget)]
     if not keeping:
-        least = min(t.drop or 0.0 for t in measured)
-        return f"no model keeps the task metric: the smallest loss is {100 * least:.2g} points"
+        least = min(measured, key=lambda t: t.drop or 0.0)
+        return f"no model keeps the task metric: {least.label} loses the least, {100 * (least.drop or 0.0):.2g} points"
     if not any(is_eligible(t, state.budget) for t in keeping):
         return (
             "every model that keeps the task metric is larger, or slower at its 99th percentile, than the budget allows"

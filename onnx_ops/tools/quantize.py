@@ -20,9 +20,18 @@ from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, Budget, detect_arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
+from onnx_ops.measure.answer_distance import describe_far_answers
 from onnx_ops.measure.execution import ExecutionReport, inspect_execution, require_versions
+from onnx_ops.measure.quantization import ROWS_AT_ONCE, SIMPLIFIED
 from onnx_ops.measure.row_layout import arrange_context, arrange_runtime, read_layout
-from onnx_ops.measure.search import Reporter, SearchContext, describe_recipe, search
+from onnx_ops.measure.search import (
+    Reporter,
+    SearchContext,
+    SearchResult,
+    describe_recipe,
+    describe_trial,
+    search,
+)
 from onnx_ops.measure.timing import compute_log_ratios
 from onnx_ops.onnx_graph.compatibility import check_model
 from onnx_ops.onnx_graph.files import copy_model, iterate_tensors, parse_model, refuse_ort
@@ -114,11 +123,24 @@ def quantize_file(
                 values=calibration.fixed if calibration else {},
             )
         )
+        far = _describe_far_answers(context, source, temporary, calibration)
         effects = {
             t.name: estimate_speedup(context.runtime(t.runtime), t, source, temporary) for t in targets if not quantized
         }
+        recipe = (*recipe, *filter(None, [far]))
         result = deliver(context, temporary, source, path, targets=targets, recipe=recipe, excluded=section.exclude)
         return replace(result, effects=effects)
+
+
+def _describe_far_answers(context: Context, source: Path, variant: Path, given: SampleRows | None) -> str:
+    """Return how far the variant's answers are from the source's on the user's rows, or on generated ones."""
+    runtime = context.runtime(SIMPLIFIED.runtime)
+    try:
+        inputs, bounds = shared_inputs(source, variant), read_input_bounds(source)
+        rows = given or generate_samples(inputs, count=ROWS_AT_ONCE, dims={}, bounds=bounds)
+        return describe_far_answers(arrange_runtime(runtime, rows.read_layout(source)), source, variant, rows.rows)
+    except (MeasurementError, UserError):
+        return ""  # `judge` and the benchmark of a pipeline report what does not run
 
 
 def check_paths(source: Path, path: Path) -> None:
@@ -225,6 +247,7 @@ def search_variant(
         record_path = path.with_name(f"{path.name}.{SEARCH_FILE}")
         record_path.write_bytes(codec.dumps(result.record))
         if not result.models:
+            kept = _keep_closest(result, path)
             raise UserError(
                 "nothing keeps the budget",
                 where=path.name,
@@ -234,7 +257,7 @@ def search_variant(
                     if result.record.timed_out
                     else "Allow more with `--budget metric_drop=…`, or keep the float model"
                 )
-                + f"; {record_path.name} contains all trials.",
+                + f"; {record_path.name} contains all trials{kept}.",
             )
         ((made, trial),) = result.models.values()
         return deliver(
@@ -246,3 +269,13 @@ def search_variant(
             recipe=tuple(describe_recipe(result.record, trial)),
             excluded=trial.excluded,
         )
+
+
+def _keep_closest(result: SearchResult, path: Path) -> str:
+    """Write the model that comes closest to the budget beside the path that it may not have; return where it is."""
+    if result.closest is None:
+        return ""
+    made, trial = result.closest
+    place = path.with_name(f"{path.stem}.closest{path.suffix}")
+    copy_model(made, place)
+    return f", and {place.name} is the closest: {describe_trial(trial, result.record.metric)}"

@@ -14,6 +14,7 @@ from onnx_ops import codec
 from onnx_ops.cli.main import app
 from onnx_ops.domain.quantization import Budget, SearchRecord
 from onnx_ops.domain.target import Target
+from onnx_ops.onnx_graph.files import read_model
 from onnx_ops.plugins import load
 from onnx_ops.testing.models import rows, write_perceptron
 
@@ -54,8 +55,9 @@ def test_a_variant_is_found_and_everything_tried_is_kept(folder: Path, capfd: py
 def test_nothing_within_the_budget_is_told_with_what_was_tried(folder: Path) -> None:
     said = run("--method", "auto", "--tuning-data", "tune.npz", "--budget", "size=1B", code=2)
     assert "nothing keeps the budget" in said
-    assert [path.name for path in folder.glob("best*")] == ["best.onnx.search.json"]
-    assert "best.onnx.search.json contains all trials" in said
+    assert sorted(path.name for path in folder.glob("best*")) == ["best.closest.onnx", "best.onnx.search.json"]
+    assert "best.onnx.search.json contains all trials, and best.closest.onnx is the closest: " in said
+    read_model(folder / "best.closest.onnx")
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from onnx_ops.scratch import Scratch
 
 TOOLS = ("onnxruntime", "onnx", "numpy")
 
-DYNAMIC_OPERATORS = ("MatMul", "Gemm")
+DYNAMIC_OPERATORS = ("Gather", "Gemm", "MatMul")
 """Operators that are faster without calibration: a convolution as MatMulInteger is many times slower than in float."""
 
 FLOAT_OPERATORS = frozenset({"Softmax", "ArgMax"})

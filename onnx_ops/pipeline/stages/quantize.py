@@ -10,6 +10,7 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.pipeline import Quantize, Stage
 from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, SearchRecord, Trial
+from onnx_ops.measure.answer_distance import describe_far_answers
 from onnx_ops.measure.files import MODEL, RANGES, checkout_files, get_dataset, put_document, put_folder
 from onnx_ops.measure.quantization import ACTIVATION_ROWS, AS_WRITTEN, measure_activations, measure_weights
 from onnx_ops.measure.row_layout import arrange_runtime, get_layout
@@ -51,6 +52,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
         runtime = arrange_runtime(context.runtime(AS_WRITTEN.runtime), layout)
         unseen = _select_unseen(dataset, calibrate.samples) if dataset and calibrate else None
         activations = measure_activations(runtime, source, path, unseen) if unseen else ()
+        if unseen and _runs_on_cpu(settings) and (far := describe_far_answers(runtime, source, path, unseen)):
+            recipe = (*recipe, far)
         return Manifest(
             files={
                 **files,

@@ -300,7 +300,7 @@ def judge_coverage(evidence: Evidence) -> Iterator[GateResult]:
     if coverage is None or not (coverage.int8 or coverage.floats):
         return
     total = len(coverage.int8) + len(coverage.floats)
-    text = f"{len(coverage.int8)} of {total} MatMul/Conv/Gemm run in int8"
+    text = f"{len(coverage.int8)} of {total} matrix operators run in int8"
     if coverage.floats:
         ranked = sorted(coverage.floats, key=lambda node: node.reason == "excluded")
         named = ", ".join(f"{node.name} ({node.reason})" for node in ranked[:_NAMED])

@@ -1,0 +1,52 @@
+"""How far a new variant's answers are from its source's, on the rows at hand: a warning before anything is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from onnx_ops.measure.answers import split_batches
+from onnx_ops.measure.quantization import ROWS_AT_ONCE, SIMPLIFIED
+from onnx_ops.ports import Runtime, Tensors
+from onnx_ops.ports.data import Array
+from onnx_ops.statistics.metrics import cosine_rows
+
+_ROWS = 32
+
+_CLOSE = 0.9
+"""Least median cosine of a variant that is worth measuring; int8 has .98 to 1, and guesses have about 0."""
+
+_AGREEMENT = 0.8
+"""Least share of rows with the same largest column."""
+
+
+def describe_far_answers(runtime: Runtime, source: Path, variant: Path, rows: Tensors) -> str:
+    """Return which output of the variant is far from the source's, and how far; empty if none is.
+
+    Raises:
+        MeasurementError: one of the two does not run on the rows.
+    """
+    first = {name: array[:_ROWS] for name, array in rows.items()}
+    feeds = tuple(feed for feed, _ in split_batches(source, first, ROWS_AT_ONCE))
+    expected, given = (runtime.run(path, SIMPLIFIED, feeds) for path in (source, variant))
+    for name, array in expected[0].items():
+        pairs = [(one[name], other[name]) for one, other in zip(expected, given, strict=True) if name in other]
+        if array.dtype.kind == "f" and array.ndim > 1 and (distance := _describe_distance(pairs)):
+            count = sum(len(one) for one, _ in pairs)
+            return f"output {name} is far from the source's: {distance} on {count} rows; it can hardly pass a metric"
+    return ""
+
+
+def _describe_distance(pairs: list[tuple[Array, Array]]) -> str:
+    """Return by what the rows of two answers differ; empty if they are close enough."""
+    one, other = (np.concatenate([pair[side].reshape(len(pair[side]), -1) for pair in pairs]) for side in (0, 1))
+    cosine = float(np.median(cosine_rows(one, other)))
+    if not cosine >= _CLOSE:
+        return f"median cosine {cosine:.2f}"
+    if pairs[0][0].ndim == 2 and one.shape[1] > 1:
+        agreement = float((one.argmax(axis=1) == other.argmax(axis=1)).mean())
+        is_class = np.median(np.abs(one.sum(axis=1) - 1)) < 1e-3
+        if is_class and agreement < _AGREEMENT:
+            return f"{agreement:.0%} of the classes agree"
+    return ""

@@ -1,0 +1,42 @@
+"""A new variant whose answers are far from its source's says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.measure.answer_distance import describe_far_answers
+from tests.support.graphs import parse_graph
+
+_DRAW = np.random.default_rng(5)
+_SOFTMAX = "(float[n, 8] x) => (float[n, 4] y) { z = MatMul(x, w) y = Softmax(z) }"
+_PLAIN = "(float[n, 8] x) => (float[n, 4] y) { y = MatMul(x, w) }"
+
+
+def write(path: Path, text: str, weights: Any) -> Path:
+    onnx.save(parse_graph(text, w=weights), str(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "noise", "distance"),
+    [
+        (_PLAIN, 0.01, ""),
+        (_PLAIN, 10.0, "median cosine"),
+        (_SOFTMAX, 0.01, ""),
+        (_SOFTMAX, 10.0, "of the classes agree"),
+    ],
+)
+def test_describe_far_answers_of_a_variant(tmp_path: Path, text: str, noise: float, distance: str) -> None:
+    weights = _DRAW.normal(size=(8, 4)).astype(np.float32) * (0.02 if "Softmax" in text else 1)
+    other = weights + noise * weights.std() * _DRAW.normal(size=weights.shape).astype(np.float32)
+    source, variant = write(tmp_path / "a.onnx", text, weights), write(tmp_path / "b.onnx", text, other)
+    rows = {"x": _DRAW.normal(size=(40, 8)).astype(np.float32)}
+    said = describe_far_answers(OnnxRuntime(), source, variant, rows)
+    assert distance in said
+    assert bool(said) == bool(distance)
