@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -85,11 +85,20 @@ def _sweep(place: Path) -> None:
 
 
 @contextlib.contextmanager
-def hold_lock(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Hold a lock (flock) on a file, which is created if missing. The system releases it when the process ends."""
+def hold_lock(path: Path, kind: int = fcntl.LOCK_EX, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
+    """Hold a lock (flock) on a file, which is created if missing. The system releases it when the process ends.
+
+    Args:
+        on_wait: is called if another process holds the lock.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as stream:
-        fcntl.flock(stream, kind)
+        try:
+            fcntl.flock(stream, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if on_wait is not None:
+                on_wait()
+            fcntl.flock(stream, kind)
         yield
 
 

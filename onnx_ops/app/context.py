@@ -84,14 +84,14 @@ class Project:
         from onnx_ops.app.execution import StageExecutor
         from onnx_ops.app.handler import StageHandler
 
-        report_progress, durations = (observer or Observer()).progressed, durations or Durations()
+        durations = durations or Durations()
         return StageHandler(
             context=self.context,
             perform=StageExecutor(
                 settings=self.settings,
                 context=self.context,
                 no_cache=no_cache,
-                report_progress=report_progress,
+                observer=observer or Observer(),
                 running=self.running(),
                 durations=durations,
             ),

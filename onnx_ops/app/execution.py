@@ -9,6 +9,7 @@ import os
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,13 +26,13 @@ from onnx_ops.errors import StageError, describe_exit, from_document
 from onnx_ops.pipeline.stage_settings import get_pool
 from onnx_ops.pipeline.stages import execute
 from onnx_ops.pipeline.stages.champion import attach_champion
-from onnx_ops.ports import Context, Pools
+from onnx_ops.ports import Context, Observer, Pools
 from onnx_ops.scratch import Durations, Scratch, hold_lock
 
 
-def machine_lock() -> contextlib.AbstractContextManager[None]:
+def machine_lock(on_wait: Callable[[], None] | None = None) -> contextlib.AbstractContextManager[None]:
     """Hold the lock under which one process of this machine measures times. It is released with its holder."""
-    return hold_lock(Path(tempfile.gettempdir()) / f"onnx-ops-benchmark-{os.getuid()}.lock")
+    return hold_lock(Path(tempfile.gettempdir()) / f"onnx-ops-benchmark-{os.getuid()}.lock", on_wait=on_wait)
 
 
 class MeasurementLock:
@@ -49,13 +50,21 @@ class MeasurementLock:
         self._measuring = False
 
     @contextlib.contextmanager
-    def hold(self, *, alone: bool) -> Iterator[None]:
-        """Hold the lock: alone for work whose results are times, else beside other work."""
+    def hold(self, *, alone: bool, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
+        """Hold the lock: alone for work whose results are times, else beside other work.
+
+        Args:
+            on_wait: is called if the lock is not free.
+        """
         with self._changed:
             ticket, self._tickets = self._tickets, self._tickets + 1
-            self._changed.wait_for(
-                lambda: self._admitted == ticket and not self._measuring and not (alone and self._working)
-            )
+
+            def is_free() -> bool:
+                return self._admitted == ticket and not self._measuring and not (alone and self._working)
+
+            if on_wait is not None and not is_free():
+                on_wait()
+            self._changed.wait_for(is_free)
             self._admitted += 1
             self._measuring = alone
             self._working += not alone
@@ -135,16 +144,56 @@ def hold_key_lock(folder: Path, key: Digest) -> Iterator[None]:
 PROGRESS = b"\x1eprogress "
 """Prefix of a line of a child's output that reports the progress of its stage."""
 
-ReportProgress = Callable[[Stage, str], None]
-
 ExecuteStage = Callable[[Stage, Digest, Mapping[str, Manifest]], Manifest]
 
 _TIMED = (StageKind.SEARCH, StageKind.BENCHMARK)
 """Stages that measure times: one of them at once."""
 
 
-def _silent(stage: Stage, line: str) -> None:
-    pass
+_WAIT = "waiting for other work on this machine"
+
+_MOST_OUTPUT_BYTES = 64 << 20
+"""Of one stage, in its file."""
+
+_MOST_OUTPUT_FILES = 200
+
+
+class StageOutput:
+    """The file that keeps what the code of a stage prints, created with its first line.
+
+    Args:
+        file: its path; an earlier execution's is replaced.
+        observer: gets each last line.
+    """
+
+    def __init__(self, file: Path, stage: Stage, observer: Observer) -> None:
+        self.file, self._stage, self._observer = file, stage, observer
+        self._written = 0
+
+    def write(self, output: bytes) -> None:
+        """Append output, and show its last line."""
+        with contextlib.suppress(OSError):  # a full disk ends the stage itself, with its own message
+            if not self._written:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+            if self._written < _MOST_OUTPUT_BYTES:
+                with self.file.open("ab" if self._written else "wb") as stream:
+                    stream.write(output)
+            self._written += len(output)
+        lines = output.decode("utf-8", errors="replace").replace("\r", "\n").split("\n")
+        if line := next((line.strip() for line in reversed(lines) if line.strip()), ""):
+            self._observer.printed(self._stage, line, self.file)
+
+    @property
+    def place(self) -> str:
+        """The file as a message names it; empty if nothing was printed."""
+        return f" Its output is in {self.file}." if self._written else ""
+
+    def remove_old(self) -> None:
+        """Remove the oldest files beside this one."""
+        with contextlib.suppress(OSError):
+            files = sorted(self.file.parent.glob("*.log"), key=lambda path: path.stat().st_mtime)
+            for old in files[:-_MOST_OUTPUT_FILES]:
+                old.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -158,7 +207,7 @@ class StageExecutor:
     context: Context
     no_cache: Collection[StageKind] = ()
     """Kinds of stages whose result is computed anew, even if a pool's worker has it."""
-    report_progress: ReportProgress = _silent
+    observer: Observer = field(default_factory=Observer)
     running: RunningStages = field(default_factory=RunningStages)
     durations: Durations = field(default_factory=Durations)
 
@@ -167,18 +216,41 @@ class StageExecutor:
         if self.running.ended:
             raise StageError("its run was cancelled", where=stage.id, remedy="Run the pipeline again.")
         if get_pool(stage):
-            renew = stage.kind in self.no_cache
-            took, place = partial(self.durations.record, stage.id), self.settings.store
+            renew, place = stage.kind in self.no_cache, self.settings.store
+            self.observer.progressed(stage, f"waiting for a worker of pool {get_pool(stage)}")
+            took = partial(self._record, stage)
             return ask(self.running.pools, self.context, stage, key, inputs, place=place, renew=renew, took=took)
         if not stage.own_process and stage.timeout is None:
-            with self.durations.measure(stage.id):
+            with self._measure(stage):
                 return execute(stage, key, inputs, self.context)
+        wait = partial(self.observer.progressed, stage, _WAIT)
         if stage.kind not in _TIMED:
-            with self.running.lock.hold(alone=False), self.durations.measure(stage.id):
-                return run_in_subprocess(self.settings, stage, key, inputs, self.report_progress, self.running)
+            with self.running.lock.hold(alone=False, on_wait=wait), self._measure(stage):
+                return run_in_subprocess(self.settings, stage, key, inputs, self.observer, self.running)
         prepared = attach_champion(stage, self.context) if stage.kind is StageKind.BENCHMARK else stage
-        with self.running.lock.hold(alone=True), machine_lock(), self.durations.measure(stage.id):
-            return run_in_subprocess(self.settings, prepared, key, inputs, self.report_progress, self.running)
+        with self.running.lock.hold(alone=True, on_wait=wait), machine_lock(wait), self._measure(stage):
+            return run_in_subprocess(self.settings, prepared, key, inputs, self.observer, self.running)
+
+    @contextlib.contextmanager
+    def _measure(self, stage: Stage) -> Iterator[None]:
+        """Measure the work of a stage, without what it waited before."""
+        begun = time.monotonic()
+        try:
+            with self.durations.measure(stage.id):
+                yield
+        finally:
+            self.observer.worked(stage, time.monotonic() - begun)
+
+    def _record(self, stage: Stage, seconds: float) -> None:
+        """Record the time that a worker of a pool spent."""
+        self.durations.record(stage.id, seconds)
+        self.observer.worked(stage, seconds)
+
+
+def _find_output_file(settings: Settings, stage: Stage, key: Digest) -> Path:
+    """Return the path of a stage's output, of which each execution of the same work has one."""
+    name = stage.id.replace("/", "-").replace("@", "-").replace("#", "-")
+    return settings.state / "output" / f"{name}-{hex_digits(key)[:8]}.log"
 
 
 def run_in_subprocess(
@@ -186,7 +258,7 @@ def run_in_subprocess(
     stage: Stage,
     key: Digest,
     inputs: Mapping[str, Manifest],
-    report_progress: ReportProgress = _silent,
+    observer: Observer | None = None,
     running: RunningStages | None = None,
 ) -> Manifest:
     """Execute a stage in a child process. Raise its error; StageError if it crashed, was killed or timed out.
@@ -202,7 +274,9 @@ def run_in_subprocess(
         process = FORK_SERVER.fork(environ, settings.root)
         processes = set() if running is None else running.processes
         processes.add(process)
-        tail = OutputTail(process.stdout, PROGRESS, lambda line: report_progress(stage, line))
+        observer = observer or Observer()
+        output = StageOutput(_find_output_file(settings, stage, key), stage, observer)
+        tail = OutputTail(process.stdout, PROGRESS, partial(observer.progressed, stage), output.write)
         try:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(json.dumps(request).encode("utf-8") + b"\n")
@@ -214,19 +288,22 @@ def run_in_subprocess(
                 f"it ran longer than its time-out of {stage.timeout:g} s and was stopped",
                 where=stage.id,
                 why=tail.summary(),
-                remedy="Raise `timeout` in the pipeline file if the stage needs that long.",
+                remedy=f"Raise `timeout` in the pipeline file if the stage needs that long.{output.place}",
             ) from None
         finally:
             processes.discard(process)
             process.kill()
+            tail.join()
+            output.remove_old()
         if not result.exists():
             raise StageError(
                 f"its process ended with {describe_exit(code)}",
                 where=stage.id,
                 why=tail.summary() or "it printed nothing",
-                remedy="Run the stage again; if it crashes again, the lines above are its last output.",
+                remedy="Run the stage again; if it crashes again, the lines above are its last output." + output.place,
             )
         document = json.loads(result.read_text(encoding="utf-8"))
     if "error" in document:
-        raise from_document(document["error"])
+        failed = document["error"]
+        raise from_document({**failed, "remedy": f"{failed.get('remedy') or ''}{output.place}".strip()})
     return Manifest(files=document["files"])

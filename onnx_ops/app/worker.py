@@ -11,10 +11,11 @@ import signal
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.adapters.isolation.process import read_memory_bytes
+from onnx_ops.adapters.isolation.process import IsolatedProcess, read_memory_bytes
 from onnx_ops.app.context import build_context
 from onnx_ops.app.execution import PROGRESS
 from onnx_ops.app.fork_server import serve
@@ -27,6 +28,8 @@ from onnx_ops.scratch import storage_errors, write_durably
 
 def main() -> None:
     """Read one request, execute its stage, write one result."""
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what user code prints is shown at once
+    IsolatedProcess.copy_output = partial(os.write, sys.stdout.fileno())
     request = json.loads(sys.stdin.readline())
     threading.Thread(target=_die_with_parent, args=(Path(request["scratch"]),), daemon=True).start()
     document = _answer(request)

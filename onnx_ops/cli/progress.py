@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from onnx_ops.cli.common import error_console, markup
-from onnx_ops.domain.pipeline import Plan, Stage, StageOutcome, StageStatus
+from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.ports import Observer
 from onnx_ops.scratch import Durations
 
@@ -28,6 +28,9 @@ _LINES = {
     StageStatus.FAILED: "{}[red]✗ {}[/red]",
     StageStatus.SKIPPED: "{}[yellow]- {}[/yellow]",
 }
+
+_WAIT_S = 1.0
+"""Shorter waiting is not reported."""
 
 _SLOW_AFTER_S = 2.0
 """Longer steps are shown, also without a terminal."""
@@ -194,6 +197,8 @@ class RunProgress(Observer):
         self._durations = read_durations(console)
         self._progress = StepProgress(console, self._durations, "")
         self._prefix, self._name, self._width = "", " ", 0
+        self._files: dict[str, Path] = {}
+        self._worked: dict[str, float] = {}
 
     def planned(self, plan: Plan) -> None:
         """Add the stages. Parallel durations include waiting, so they are recorded separately."""
@@ -222,6 +227,29 @@ class RunProgress(Observer):
             prefix = f"{stage.id}: " if self._jobs > 1 else ""
             self._console.print(Text(f"   {prefix}{line}"), soft_wrap=True)
 
+    def printed(self, stage: Stage, line: str, file: Path) -> None:
+        """Show the last line that a stage's code printed, on a terminal; its file has all of them."""
+        self._files[stage.id] = file
+        if self._console.is_terminal and not self._is_one_of_several:
+            self._progress.show_detail(line)
+
+    def _describe_output(self, stage: Stage) -> str:
+        """Return where the output of training is; other stages print what their libraries report."""
+        file = self._files.get(stage.id)
+        if file is None or stage.kind is not StageKind.TRAIN:
+            return ""
+        return f", output in {file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}"
+
+    def worked(self, stage: Stage, seconds: float) -> None:
+        """Keep the time that a stage worked, for its line."""
+        self._worked[stage.id] = seconds
+
+    def _describe_time(self, stage: Stage, outcome: StageOutcome) -> str:
+        """Return how long a stage took, and how much of it was waiting."""
+        worked = self._worked.get(stage.id, outcome.seconds)
+        waited = outcome.seconds - worked
+        return f"{worked:.1f} s after {waited:.1f} s of waiting" if waited >= _WAIT_S else f"{outcome.seconds:.1f} s"
+
     def finished(self, stage: Stage, outcome: StageOutcome) -> None:
         """Show the outcome of a stage."""
         self._progress.finish(stage.id)
@@ -230,8 +258,8 @@ class RunProgress(Observer):
         if not self._is_one_of_several or outcome.status is not StageStatus.CACHED:
             text = {
                 StageStatus.CACHED: "unchanged",
-                StageStatus.DONE: f"{outcome.seconds:.1f} s",
-                StageStatus.FAILED: f"failed after {outcome.seconds:.1f} s",  # the report has the reason
+                StageStatus.DONE: self._describe_time(stage, outcome) + self._describe_output(stage),
+                StageStatus.FAILED: f"failed after {self._describe_time(stage, outcome)}",  # the report has the reason
                 StageStatus.SKIPPED: f"skipped: {outcome.reason}",
             }[outcome.status]
             line = markup(_LINES[outcome.status], self._name, f"{stage.id:<{self._width}} {text}")

@@ -63,6 +63,12 @@ class Observer:
     def progressed(self, stage: Stage, line: str) -> None:
         """Report the progress of a long stage."""
 
+    def printed(self, stage: Stage, line: str, file: Path) -> None:
+        """Report a line that the stage's code printed, and the file that holds all of them."""
+
+    def worked(self, stage: Stage, seconds: float) -> None:
+        """Report how long a stage worked; the rest of its time it waited for a machine."""
+
     def finished(self, stage: Stage, outcome: StageOutcome) -> None:
         """Report that a stage ended."""
 

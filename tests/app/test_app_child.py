@@ -29,7 +29,7 @@ from onnx_ops.domain.pipeline import FileData, Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import NotFoundError, RefusedError, StageError, StorageError, UserError, from_document
 from onnx_ops.pipeline.stages import execute
-from onnx_ops.ports import Context, Pools
+from onnx_ops.ports import Context, Observer, Pools
 from tests.support.processes import is_alive, until
 
 KEY = digest_bytes(b"key")
@@ -278,8 +278,65 @@ def test_lines_that_tell_of_progress_are_passed_on_and_are_no_last_words(project
     )
     settings: dict[str, Json] = {"run": "telling:train", "with_": {}, "framework": "sklearn"}
     telling = Stage(id="train", kind=StageKind.TRAIN, settings=settings, own_process=True)
-    heard: list[tuple[str, str]] = []
+    observer = RecordingObserver()
     with pytest.raises(StageError) as caught:
-        run_in_subprocess(project, telling, KEY, {}, lambda stage, line: heard.append((stage.id, line)))
-    assert heard == [("train", f"step {number}") for number in range(3)]
+        run_in_subprocess(project, telling, KEY, {}, observer)
+    assert observer.progress == [f"step {number}" for number in range(3)]
+    assert observer.lines == ["last words"]
     assert caught.value.why == "last words"
+    (file,) = observer.files
+    assert file.read_text() == "last words\n"
+    assert caught.value.remedy.endswith(f"Its output is in {file}.")
+
+
+def test_output_of_training_is_kept_and_its_last_line_is_shown_while_it_runs(project: Settings) -> None:
+    (project.root / "printing.py").write_text(
+        "import os, subprocess, sys, time\n"
+        "def train(data):\n"
+        "    print('epoch 1')\n"
+        "    while not os.path.exists('seen'): time.sleep(0.01)\n"
+        "    print('epoch 2', file=sys.stderr)\n"
+        "    subprocess.run(['echo', 'of a child'], check=True)\n"
+        "    raise ValueError('diverged')\n"
+    )
+    settings: dict[str, Json] = {"run": "printing:train", "with_": {}, "framework": "sklearn"}
+    stage = Stage(id="train", kind=StageKind.TRAIN, settings=settings, own_process=True)
+
+    class FirstLineObserver(RecordingObserver):
+        def printed(self, stage: Stage, line: str, file: Path) -> None:
+            super().printed(stage, line, file)
+            (project.root / "seen").touch()
+
+    observer = FirstLineObserver()
+    with pytest.raises(UserError, match="diverged") as caught:
+        run_in_subprocess(project, stage, KEY, {}, observer)
+    (file,) = observer.files
+    assert file.parent == project.state / "output"
+    assert file.read_text().splitlines() == ["epoch 1", "epoch 2", "of a child"]
+    assert observer.lines[0] == "epoch 1"
+    assert f"Its output is in {file}." in caught.value.remedy
+
+
+def test_output_of_a_later_execution_replaces_that_of_the_earlier(project: Settings) -> None:
+    (project.root / "counting.py").write_text("def train(data, n):\n    print('run', n)\n    raise ValueError\n")
+    for number in (1, 2):
+        settings: dict[str, Json] = {"run": "counting:train", "with_": {"n": number}, "framework": "sklearn"}
+        stage = Stage(id="train", kind=StageKind.TRAIN, settings=settings, own_process=True)
+        with pytest.raises(UserError):
+            run_in_subprocess(project, stage, KEY, {})
+    (file,) = (project.state / "output").glob("*.log")
+    assert file.read_text() == "run 2\n"
+
+
+class RecordingObserver(Observer):
+    def __init__(self) -> None:
+        self.progress: list[str] = []
+        self.lines: list[str] = []
+        self.files: set[Path] = set()
+
+    def progressed(self, stage: Stage, line: str) -> None:
+        self.progress.append(line)
+
+    def printed(self, stage: Stage, line: str, file: Path) -> None:
+        self.lines.append(line)
+        self.files.add(file)

@@ -41,6 +41,7 @@ ROOMS = {
     "onnx_ops.serving": plugins.EXTRAS["serve"],
     "onnx_ops.serving.grpc": plugins.EXTRAS["grpc"],
     "onnx_ops.adapters.exporters.torch_fixed_axes": plugins.EXTRAS["torch"],
+    "onnx_ops.adapters.exporters.torch_attention": plugins.EXTRAS["torch"],
     "onnx_ops.adapters.exporters.torch_recurrent": plugins.EXTRAS["torch"],
     "onnx_ops.adapters.webhooks.receiver": plugins.EXTRAS["mlflow"],
     "onnx_ops.orchestration": plugins.EXTRAS["prefect"],

@@ -148,7 +148,7 @@ def test_task_runs_say_kind_variant_and_target(seen: FlowRunRecord) -> None:
             "benchmark int8 @ cpu-1t",
             "COMPLETED",
             "Skipped",
-            "benchmark int8 @ cpu-1t: needs quantize/int8, which was failed",
+            "benchmark int8 @ cpu-1t: needs quantize/int8, which failed",
         ),
         ("gate fp32 @ cpu-1t", "FAILED", "GateFailed", f"fp32 @ cpu-1t: latency: {REASON}"),
         ("gate int8 @ cpu-1t", "COMPLETED", "Skipped", "needs benchmark/int8@cpu-1t, which was skipped"),

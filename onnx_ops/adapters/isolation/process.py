@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, ClassVar, NoReturn
 
 from onnx_ops.adapters.isolation.worker_main import dump, load
 from onnx_ops.adapters.retry import wait_until
@@ -63,6 +63,9 @@ class IsolatedProcess:
     target that errors name.
     """
 
+    copy_output: ClassVar[Callable[[bytes], object] | None] = None
+    """In the process of a stage: gets what all isolated processes print."""
+
     def __init__(self, command: Command, limits: ProcessLimits, where: str) -> None:
         self._where = where
         self._memory = limits.memory or read_memory_bytes()
@@ -80,7 +83,7 @@ class IsolatedProcess:
         )
         os.close(inner)
         self._answers = os.fdopen(answers, "rb", buffering=0)
-        self._tail = OutputTail(self._process.stdout)  # type: ignore[arg-type]
+        self._tail = OutputTail(self._process.stdout, on_output=type(self).copy_output)  # type: ignore[arg-type]
         self._end = weakref.finalize(self, _end, self._process, self._answers, self._scratch)
 
     @property
@@ -229,21 +232,32 @@ _UNREAD_S = 2.0
 class OutputTail:
     """Reads a stream to its end in a separate thread and keeps its last 64 KiB.
 
-    Lines that begin with `mark` are passed to `on_progress` instead, without the mark.
+    Lines that begin with `mark` are passed to `on_progress` instead, without the mark; the others to `on_output`.
     """
 
-    def __init__(self, stream: IO[bytes], mark: bytes = b"", on_progress: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        stream: IO[bytes],
+        mark: bytes = b"",
+        on_progress: Callable[[str], None] | None = None,
+        on_output: Callable[[bytes], None] | None = None,
+    ) -> None:
         self._total = 0
         self._kept = b""
         self._mark = mark
         self._on_progress = on_progress
+        self._on_output = on_output
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._drain, args=(stream,), daemon=True)
         self._thread.start()
 
+    def join(self) -> None:
+        """Wait until the stream has been read to its end; a process that outlives its parent can keep it open."""
+        self._thread.join(_UNREAD_S)
+
     def summary(self) -> str:
         """Return the last lines, and the amount of output if it was large."""
-        self._thread.join(_UNREAD_S)
+        self.join()
         with self._lock:
             text, total = select_last_lines(self._kept), self._total
         return f"{text}\n({total / 1e6:.0f} MB of output in all)" if total > _MUCH else text
@@ -265,6 +279,8 @@ class OutputTail:
         self._keep(rest)
 
     def _keep(self, output: bytes) -> None:
+        if output and self._on_output is not None:
+            self._on_output(output)
         with self._lock:
             self._total += len(output)
             self._kept = (self._kept + output)[-KEPT_BYTES:]
