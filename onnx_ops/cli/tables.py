@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from onnx_ops.app.results import Summary
     from onnx_ops.domain.evidence import Evidence
     from onnx_ops.domain.release import Choice, Registration
-    from onnx_ops.reporting.comparison import ModelComparison
+    from onnx_ops.reporting.comparison import ModelComparison, VariantRow
 
 _REASONS = 2
 """Failed gates of a variant that the short report explains."""
@@ -133,7 +133,8 @@ def summary_report(
 
 def _target_report(choice: Choice, decisions: Sequence[Decision], evidence: Mapping[tuple[str, str], Evidence]) -> int:
     """Print the choice of a target, the key metrics of each variant and what failed; return the number of results."""
-    from onnx_ops.reporting.metrics import headline, median_latency, sampled_rows, task_metric
+    from onnx_ops.reporting.comparison import variant_rows
+    from onnx_ops.reporting.metrics import headline, sampled_rows
 
     decisions = [decision for decision in decisions if decision.target == choice.target]
     _print_choice(choice, decisions)
@@ -144,20 +145,10 @@ def _target_report(choice: Choice, decisions: Sequence[Decision], evidence: Mapp
     names = {name for metric, name in ratios.items() if name != metric}
     against = "champion" if "champion" in names else min(names, default="")
     metric = headline(decisions, measured)
-    rows = []
-    for decision in decisions:
-        record = evidence.get((decision.variant, decision.target))
-        figures = [None, None] if record is None else [task_metric(record, metric), median_latency(record.latency)]
-        ratio = next((r for r in decision.results if r.gate == "latency" and r.metric == f"ratio vs {against}"), None)
-        rows.append(
-            [
-                f"  {decision.variant}",
-                verdict_markup(decision.verdict),
-                *("" if each is None else _interval(each.estimate, each.low, each.high, each.unit) for each in figures),
-                "" if ratio is None else _interval(ratio.estimate, ratio.low, ratio.high, "x"),
-                "" if record is None else format_figure(record.size_bytes, "B").replace(" ", KEEP),
-            ]
-        )
+    rows = [
+        _describe_row(row, decision, metric, against)
+        for row, decision in zip(variant_rows(decisions, measured), decisions, strict=False)
+    ]
     heads = ["  variant", "verdict", metric, "median latency", f"latency vs {against}" if against else "", "size"]
     used = [n for n, head in enumerate(heads) if n < 2 or (head and any(row[n] for row in rows))]
     console().print()
@@ -173,6 +164,19 @@ def _target_report(choice: Choice, decisions: Sequence[Decision], evidence: Mapp
     if is_explained:
         console().print()
     return sum(len(decision.results) for decision in decisions)
+
+
+def _describe_row(row: VariantRow, decision: Decision, metric: str, against: str) -> list[str]:
+    """Return the cells of a variant: its metric, median latency, ratio against another model, and size."""
+    ratio = next((r for r in decision.results if r.gate == "latency" and r.metric == f"ratio vs {against}"), None)
+    figures = (row.metrics.get(metric), row.latency)
+    return [
+        f"  {row.variant}",
+        verdict_markup(decision.verdict),
+        *("" if each is None else _interval(each.estimate, each.low, each.high, each.unit) for each in figures),
+        "" if ratio is None else _interval(ratio.estimate, ratio.low, ratio.high, "x"),
+        "" if row.size_bytes is None else format_figure(row.size_bytes, "B").replace(" ", KEEP),
+    ]
 
 
 def _is_unmeasured(decisions: Sequence[Decision]) -> bool:

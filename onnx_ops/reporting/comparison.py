@@ -55,6 +55,9 @@ class ModelComparison:
 class VariantRow:
     """The measurements of one variant on one target.
 
+    `latency` is the median of the variant that others are timed beside, and for those this median times their paired
+    ratio: medians of different minutes contradict the ratios between them.
+
     The champion has a separate row, with its version and without a verdict. Without evidence, `size_bytes` is None.
     """
 
@@ -83,12 +86,35 @@ def variant_rows(decisions: Sequence[Decision], evidence: Sequence[Evidence]) ->
                 ratios=tuple((c.against, ratio) for c in one.comparisons if (ratio := measured_ratio(c)) is not None),
             )
         rows.append(row)
+    rows = _pair_medians(rows)
     for target, one in sorted({e.target: e for e in reversed(evidence) if e.baseline == CHAMPION}.items()):
         row = VariantRow(variant=CHAMPION, target=target, verdict=None, metrics=champion_values(one), size_bytes=0)
         if one.champion is not None:
             row = replace(row, version=one.champion.version, size_bytes=one.champion.size_bytes)
         rows.append(row)
     return tuple(rows)
+
+
+def _pair_medians(rows: Sequence[VariantRow]) -> list[VariantRow]:
+    """Return the rows with the medians of variants that are timed beside another derived from that one's."""
+    medians = {(row.variant, row.target): row.latency for row in rows}
+    paired = []
+    for row in rows:
+        beside = ((medians.get((against, row.target)), ratio) for against, ratio in row.ratios)
+        median, ratio = next(((median, ratio) for median, ratio in beside if median is not None), (None, None))
+        if median is None or ratio is None:
+            paired.append(row)
+            continue
+        latency = replace(
+            median,
+            estimate=median.estimate * ratio.estimate,
+            low=median.estimate * ratio.low,
+            high=median.estimate * ratio.high,
+            n=ratio.n,
+            of=ratio.of,
+        )
+        paired.append(replace(row, latency=latency))
+    return paired
 
 
 def figures_of(evidence: Evidence) -> str:

@@ -134,6 +134,22 @@ def test_every_variant_and_the_champion_tell_their_own_metrics() -> None:
     assert figures["champion", "3"] == {"accuracy": "97.5% [96.8, 98]%", "rmse": "60.1"}
 
 
+def test_variant_rows_beside_another_variant_have_its_median_times_their_ratio() -> None:
+    """The machine was twice as slow while the variant's own runs were timed."""
+    source, quantized = evidence_of(), evidence_of("int8-static")
+    assert quantized.latency is not None
+    slow = tuple(4 * ns for ns in quantized.latency.sorted_ns)
+    quantized = replace(quantized, latency=replace(quantized.latency, sorted_ns=slow))
+    rows = variant_rows([judge(GATES, one) for one in (source, quantized)], [source, quantized])
+    own, beside = (row.latency for row in rows)
+    ((_, ratio),) = rows[1].ratios
+    assert own is not None
+    assert beside is not None
+    assert beside.estimate == pytest.approx(own.estimate * ratio.estimate)
+    assert beside.low == pytest.approx(own.estimate * ratio.low)
+    assert beside.estimate < own.estimate
+
+
 def test_the_figures_of_a_version_are_one_sentence(golden: Golden) -> None:
     golden("tables", figures_of(MINE))
     text = version_description(
