@@ -100,6 +100,7 @@ def _machine_findings(
 ) -> list[Issue]:
     """Return missing packages and credentials that a whole run needs, except those reported already."""
     from onnx_ops.app.handler import binding
+    from onnx_ops.app.target_status import find_unmeasurable
     from onnx_ops.config.document import Issue
     from onnx_ops.domain.pipeline import StageKind
     from onnx_ops.pipeline import plan
@@ -115,6 +116,11 @@ def _machine_findings(
         if new := [name for name in names if name not in reported]:
             text = f"needs {', '.join(new)}, not installed. {plugins.install_hint(*new)}"
             findings.append(Issue(_location(pipeline, stage), text, environment=True))
+    benchmarked = pipeline.benchmark.targets
+    for name, why in find_unmeasurable(project.context, [targets[name] for name in benchmarked]).items():
+        remedy = f"Measure it on another machine (`pool` in the file of target {name}), or leave it out."
+        loc = ("benchmark", "targets", benchmarked.index(name))
+        findings.append(Issue(loc, f"this machine cannot measure {name}: {why}. {remedy}", environment=True))
     seen: set[str] = set()
     for stage in planned.stages:
         if stage.kind is not StageKind.DEPLOY:

@@ -6,9 +6,9 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -18,15 +18,9 @@ from onnx_ops.cli.progress import working
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.config.server_options import format_flags, list_options
 from onnx_ops.domain.pipeline import PLACEABLE, StageKind
-from onnx_ops.errors import ConfigError, OnnxOpsError, UserError
+from onnx_ops.errors import UserError
 from onnx_ops.plugins import EXTRAS, require
 from onnx_ops.protocol.server_process import ServerOptions
-from onnx_ops.scratch import Scratch
-
-if TYPE_CHECKING:
-    from onnx_ops.app.context import Project
-    from onnx_ops.domain.target import Target
-    from onnx_ops.ports import Runtime
 
 
 def doctor(
@@ -70,9 +64,10 @@ def targets(as_json: AsJson = False) -> None:
 
     Example: onnx-ops targets --json
     """
+    from onnx_ops.app.target_status import list_target_statuses
 
     with working("targets", "building a session for each target", quiet=as_json):
-        statuses = _list_target_statuses(open_project())
+        statuses = list_target_statuses(open_project())
     if as_json:
         print_json([asdict(status) for status in statuses])
         return
@@ -138,67 +133,3 @@ def serve(
     ports = ["--port", str(port), "--admin-port", str(admin_port)]
     # The server replaces this process, so that nothing of the command line stays in its memory.
     os.execv(sys.executable, [*command, *ports, *format_flags(bind_settings(options, ServerOptions))])  # noqa: S606 (a list, no shell)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetStatus:
-    """The status of one target. `why` and `remedy` explain it.
-
-    `here` is None if its file is wrong, another machine measures it, or its build is not checked.
-    """
-
-    name: str
-    source: str
-    provider: str = ""
-    here: bool | None = None
-    why: str = ""
-    remedy: str = ""
-
-
-def _list_target_statuses(project: Project) -> list[TargetStatus]:
-    """Return the project's targets, then the shipped profiles that it does not replace; each by name."""
-    from onnx import TensorProto, helper
-
-    from onnx_ops.config.targets import profile_names
-
-    a, b, c = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, 4]) for name in "abc")
-    graph = helper.make_graph([helper.make_node("MatMul", ["a", "b"], ["c"])], "probe", [a, b], [c])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    with Scratch() as folder:
-        probe = folder / "probe.onnx"
-        probe.write_bytes(model.SerializeToString())
-        names = dict.fromkeys((*project.targets.names(), *profile_names()))
-        return [_read_status(project, name, probe) for name in names]
-
-
-def _read_status(project: Project, name: str, probe: Path) -> TargetStatus:
-    status = TargetStatus(name=name, source=project.targets.source(name))
-    try:
-        target = project.targets.load(name)
-        status = replace(status, provider=target.providers[0].name)
-        if target.pool:
-            return replace(status, why=f"workers of pool {target.pool} measure it")
-        if target.env is not None:
-            build = ", ".join(target.env.requirements)
-            why = f"its build ({build}) is installed into a separate environment by the first run"
-            return replace(status, why=why)
-        status = replace(status, here=False)
-        why = _find_obstacle(project.context.runtime(target.runtime), target, probe)
-    except OnnxOpsError as error:
-        what = str(error) if isinstance(error, ConfigError) else error.what
-        return replace(status, why=f"{what} ({error.why})" if error.why else what, remedy=error.remedy)
-    return replace(status, here=not why, why=why)
-
-
-def _find_obstacle(runtime: Runtime, target: Target, probe: Path) -> str:
-    """Return why measurements on this machine would not be the target's.
-
-    A provider can be in the build although its hardware is absent.
-    """
-    from onnx_ops.measure.execution import require_hardware
-
-    require_hardware(runtime, target)
-    facts = runtime.facts(probe, target)
-    wanted = target.providers[0].name
-    ran = wanted in facts.used and (not facts.nodes or wanted in facts.nodes)
-    return "" if ran else f"{wanted} was requested, {', '.join(facts.nodes or facts.used)} ran instead"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from onnx_ops.app.context import open_project
 from onnx_ops.cli.diagnosis import diagnose
 from onnx_ops.config.targets import profile_names
 from tests.support.command import run_command
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -64,3 +67,25 @@ def test_the_doctor_names_the_devices(tmp_path: Path) -> None:
     found = {finding.check: finding for finding in diagnose(open_project(tmp_path))}
     assert found["devices"].ok
     assert "CPUExecutionProvider on CPU (" in found["devices"].found
+
+
+def test_check_names_a_target_that_this_machine_cannot_measure(project: Path) -> None:
+    shutil.copyfile(ROOT / "examples" / "models" / "iris.onnx", project / "iris.onnx")
+    text = (ROOT / "configs" / "pipelines" / "iris-onnx.yaml").read_text().replace("examples/models/", "")
+    (project / "p.yaml").write_text(text.replace("[cpu-1t]", "[cpu-1t, boards, coreml]"))
+    done = run_command("check", "p.yaml", cwd=project)
+    assert done.code == 4
+    (line,) = done.stderr.splitlines()
+    assert "benchmark.targets[2]: this machine cannot measure coreml" in line
+    assert "CoreMLExecutionProvider is not in this build" in line
+    assert run_command("check", "p.yaml", "--static", cwd=project).code == 0
+
+
+def test_check_names_a_target_of_other_hardware(project: Path) -> None:
+    (project / "configs" / "targets" / "arm.yaml").write_text("name: arm\nrequires: {cpu: Neoverse}\n")
+    shutil.copyfile(ROOT / "examples" / "models" / "iris.onnx", project / "iris.onnx")
+    text = (ROOT / "configs" / "pipelines" / "iris-onnx.yaml").read_text().replace("examples/models/", "")
+    (project / "p.yaml").write_text(text.replace("[cpu-1t]", "[arm]"))
+    done = run_command("check", "p.yaml", cwd=project)
+    assert done.code == 4
+    assert "this machine cannot measure arm" in done.stderr

@@ -17,7 +17,7 @@ import orjson
 from onnx_ops import codec
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError
 from onnx_ops.serving.http.openapi import build_openapi
-from onnx_ops.serving.http.pages import build_docs_page, build_start_page
+from onnx_ops.serving.http.pages import build_docs_page, build_start_page, list_served
 from onnx_ops.serving.http.triton_extensions import EXTENSIONS, PLATFORM, build_config, build_statistics, list_models
 from onnx_ops.serving.inference.deployments import InferenceRoute, PendingRequest
 from onnx_ops.serving.inference.models import RUNTIME
@@ -173,9 +173,10 @@ class PublicApp(HttpApp):
         return read_by(lambda head, _: get(model, number, head))
 
     async def get_start_page(self, _head: RequestHead, _body: bytes) -> RawResponse:
-        """Return the page with links to the other ones."""
+        """Return the page with what the endpoint serves, and links to the other ones."""
         snapshot = self._deployments.get_published()
-        return await asyncio.to_thread(build_start_page, None if snapshot is None else snapshot.model)
+        served = [] if snapshot is None else list_served(snapshot, self._deployments.shared.sum_slot)
+        return await asyncio.to_thread(build_start_page, snapshot, served)
 
     async def get_docs_page(self, head: RequestHead, _body: bytes) -> RawResponse:
         """Return the page that describes the API, rendered on a thread to keep the event loop free."""

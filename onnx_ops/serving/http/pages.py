@@ -11,7 +11,9 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -20,9 +22,12 @@ from onnx_ops.serving.http.openapi import build_openapi
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead
 from onnx_ops.serving.inference.signature import ModelSignature
 from onnx_ops.serving.inference.tensors import DATATYPE_OF, describe_tensor
+from onnx_ops.serving.metrics import OTHER_STATUS, STATUSES, get_column
 
 if TYPE_CHECKING:
     from jinja2 import Template
+
+    from onnx_ops.serving.inference.deployments import TableSnapshot
 
 _PAGE_LINES = (
     b"content-type: text/html; charset=utf-8\r\n"
@@ -83,6 +88,19 @@ th,td{padding:.3rem .5rem .3rem 0;text-align:left;vertical-align:top;border-bott
 <li><a href="{{ path }}">{{ label }}</a>
 {% endfor %}
 </ul>
+{% if served %}
+<h2>Traffic</h2>
+<p>{{ rollout }} Generation {{ generation }} of the routing table, served here since {{ since }}. Counts
+are those of this server since it started.</p>
+<div class="scroll"><table><thead><tr><th>version<th>variant<th>share<th>requests<th>errors<th>rejected<th>state</thead>
+<tbody>
+{% for row in served %}
+<tr><td><code>{{ row.version }}</code><td>{{ row.variant }}<td>{{ row.share }}<td>{{ row.requests }}<td>{{ row.errors }}
+<td>{{ row.rejected }}<td>{{ row.state }}
+{% endfor %}
+</tbody></table></div>
+<p>Errors are answers of the statuses 500 to 599; rejected requests have the statuses 400 to 499.</p>
+{% endif %}
 {% if document %}
 <h2>Call the model</h2>
 {% if command %}
@@ -140,8 +158,64 @@ th,td{padding:.3rem .5rem .3rem 0;text-align:left;vertical-align:top;border-bott
 """
 
 
-def build_start_page(model: str | None) -> RawResponse:
-    """Return the page with links to what the server offers; `model` is None before the first publication."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedVersion:
+    """A row of the start page: a version of the routing table, and the requests that it has answered."""
+
+    version: str
+    variant: str
+    share: str
+    requests: int = 0
+    errors: int = 0
+    rejected: int = 0
+    state: str = "ready"
+
+
+def list_served(snapshot: TableSnapshot, read_counts: Callable[[int], Sequence[int]]) -> list[ServedVersion]:
+    """Return the versions of a routing table, the one with the most traffic first.
+
+    Args:
+        read_counts: returns the numbers of a slot of the shared metrics.
+    """
+    split, served = snapshot.table.state.split, []
+    by_weight = sorted(snapshot.table.state.deployments, key=lambda d: -split.weights.get(d.name, 0))
+    for deployment in by_weight:
+        loaded = snapshot.deployments.get(deployment.name)
+        counts = None if loaded is None else read_counts(loaded.slot)
+        shadow = split.shadow.get(deployment.name, 0)
+        share = f"{split.weights.get(deployment.name, 0)} %" + (f", {shadow} % mirrored" if shadow else "")
+        served.append(
+            ServedVersion(
+                version=deployment.version,
+                variant=deployment.variant,
+                share=share,
+                requests=0 if counts is None else sum(counts[: OTHER_STATUS + 1]),
+                errors=0 if counts is None else _count_statuses(counts, 500),
+                rejected=0 if counts is None else _count_statuses(counts, 400),
+                state="ready" if loaded else f"not loaded: {snapshot.failed.get(deployment.name, '')}",
+            )
+        )
+    return served
+
+
+def _count_statuses(counts: Sequence[int], first: int) -> int:
+    """Return the number of answers with the statuses from `first` on, of one hundred."""
+    return sum(counts[get_column(status)] for status in STATUSES if first <= status < first + 100)
+
+
+def _describe_rollout(snapshot: TableSnapshot) -> str:
+    """Return the step of the rollout as the shares show it; the ledger has its number and its verdict."""
+    newest, _ = snapshot.table.get_experiment()
+    share = snapshot.table.state.split.weights.get(newest, 0)
+    version = next(d.version for d in snapshot.table.state.deployments if d.name == newest)
+    if share == 100:
+        return f"Version {version} has all traffic."
+    return f"A rollout is at {share} %: version {version} has {share} % of the traffic."
+
+
+def build_start_page(snapshot: TableSnapshot | None, served: Sequence[ServedVersion] = ()) -> RawResponse:
+    """Return the page with what the endpoint serves, and links; `snapshot` is None before the first publication."""
+    model = None if snapshot is None else snapshot.model
     links = [
         ("v2/health/ready", "Readiness"),
         ("metrics", "Metrics"),
@@ -150,7 +224,17 @@ def build_start_page(model: str | None) -> RawResponse:
         ("docs", "Description of the API"),
         ("openapi.json", "OpenAPI document"),
     ]
-    return _render(title="Nothing is published yet" if model is None else f"Endpoint of {model}", links=links)
+    if snapshot is None:
+        return _render(title="Nothing is published yet", links=links)
+    since = datetime.fromtimestamp(snapshot.loaded_at, UTC)
+    return _render(
+        title=f"Endpoint of {model}",
+        links=links,
+        served=served,
+        rollout=_describe_rollout(snapshot),
+        generation=snapshot.table.state.generation,
+        since=f"{since:%Y-%m-%d %H:%M:%S} UTC",
+    )
 
 
 def build_docs_page(signatures: Sequence[ModelSignature], head: RequestHead) -> RawResponse:
@@ -197,7 +281,7 @@ def build_example(signature: ModelSignature, host: bytes) -> tuple[str, str]:
 
 
 def _render(**values: Any) -> RawResponse:
-    defaults: Mapping[str, object] = {"document": None, "version": version("onnx-ops")}
+    defaults: Mapping[str, object] = {"document": None, "served": (), "version": version("onnx-ops")}
     return RawResponse(200, _PAGE_LINES, _load_template().render({**defaults, **values}).encode())
 
 

@@ -181,6 +181,7 @@ class TableSnapshot:
         failed: deployments that could not be loaded after a restart, with the reason.
         routes: paths of inference as bytes.
         shadow: deployments with the percentage of requests that are mirrored to them.
+        loaded_at: Unix time of the moment when this worker had loaded the table.
     """
 
     revision: int
@@ -192,6 +193,7 @@ class TableSnapshot:
     routes: Mapping[bytes, InferenceRoute]
     shadow: Sequence[tuple[LoadedDeployment, int]]
     control: ControlReplica | None
+    loaded_at: float = field(default_factory=time.time)  # noqa: TID251 (for people)
 
     def list_loaded(self) -> tuple[LoadedDeployment, ...]:
         """Return all deployments and replicas that the snapshot keeps loaded."""

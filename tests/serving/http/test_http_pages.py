@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
+from types import SimpleNamespace
+from typing import cast
 from urllib.parse import urlsplit
 
 import pytest
@@ -15,10 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.serving.http.pages import build_docs_page, build_example, build_start_page
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
+from onnx_ops.protocol.routing_table import RoutingTable
+from onnx_ops.serving.http.pages import ServedVersion, build_docs_page, build_example, build_start_page, list_served
+from onnx_ops.serving.inference.deployments import TableSnapshot
 from onnx_ops.serving.inference.requests import read_infer
-from onnx_ops.serving.metrics import REVISION
+from onnx_ops.serving.metrics import OTHER_STATUS, REVISION, get_column
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.inference.tensor_cases import signature, spec
 from tests.serving.serving_worker import Worker, post
@@ -163,12 +169,55 @@ def test_pages_before_the_first_publication(worker: Worker) -> None:
     assert json.loads(body)["error"]
 
 
+def make_snapshot(name: str) -> tuple[TableSnapshot, list[ServedVersion]]:
+    """Return a table whose model has this name, and which is at 10 % of a rollout, and the rows of its page."""
+    old, new = (make_deployment(version, name) for version in ("1", "2"))
+    state = EndpointState(
+        deployments=(old, new), split=TrafficSplit(weights={old.name: 90, new.name: 10}, shadow={}), generation=7
+    )
+    loaded = {new.name: SimpleNamespace(slot=1)}
+    table = RoutingTable(state=state, layout=(new.name, old.name))
+    parts = {"table": table, "model": name, "deployments": loaded, "failed": {old.name: f"no {name}"}, "loaded_at": 0.0}
+    snapshot = cast("TableSnapshot", SimpleNamespace(**parts))
+    counts = [0] * (OTHER_STATUS + 1)
+    counts[get_column(200)], counts[get_column(503)], counts[get_column(422)] = 40, 2, 3
+    return snapshot, list_served(snapshot, lambda slot: counts if slot == 1 else [])
+
+
+def make_deployment(version: str, model: str) -> Deployment:
+    digest = digest_bytes(version.encode())
+    return Deployment(name=f"v{version}", model=model, version=version, variant="fp32", release=digest, manifest=digest)
+
+
+def test_start_page_shows_versions_with_shares_requests_and_errors() -> None:
+    snapshot, served = make_snapshot("m")
+    assert served == [
+        ServedVersion(version="1", variant="fp32", share="90 %", state="not loaded: no m"),
+        ServedVersion(version="2", variant="fp32", share="10 %", requests=45, errors=2, rejected=3),
+    ]
+    words = Page(build_start_page(snapshot, served).body.decode()).words
+    assert "A rollout is at 10 %: version 2 has 10 % of the traffic." in words
+    assert "Generation 7 of the routing table, served here since 1970-01-01 00:00:00 UTC" in words
+
+
+def test_start_page_counts_the_requests_of_the_worker(worker: Worker) -> None:
+    def count_rejected() -> int:
+        _, body = get(worker, "/")
+        rows = re.findall(r"<tr><td><code>.*?<td>ready", body.decode(), re.DOTALL)
+        assert rows
+        return sum(int(row.split("<td>")[6]) for row in rows)
+
+    before = count_rejected()
+    assert worker.send(post("/v2/models/m/infer", b"{")).startswith(b"HTTP/1.1 4")
+    assert count_rejected() == before + 1
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_pages_show_hostile_names_as_text(name: str) -> None:
     names = [spec(name, "float32", "batch", 2), spec(f"{name}2", "string", name)]
     model = signature(names, [spec(name, "float16", name)])
     model.model = name
-    responses = build_start_page(name), build_docs_page([model], {b"host": b"x"})
+    responses = build_start_page(*make_snapshot(name)), build_docs_page([model], {b"host": b"x"})
     start, docs = (Page(response.body.decode()) for response in responses)
     for page in (start, docs):
         assert page.tags <= TAGS
