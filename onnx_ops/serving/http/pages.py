@@ -109,7 +109,7 @@ are those of this server since it started.</p>
 <p>An input is BF16, which JSON cannot represent. Send it in the binary form.</p>
 {% endif %}
 {% if request %}
-<p>The file <code>request.json</code>, with all values in <code>data</code>:</p>
+<p>Write <code>request.json</code> first; put your values in place of those in <code>data</code>:</p>
 <pre>{{ request }}</pre>
 {% endif %}
 <p>A request can leave out optional inputs. -1 is a dimension of any size.</p>
@@ -253,7 +253,7 @@ def build_docs_page(signatures: Sequence[ModelSignature], head: RequestHead) -> 
 
 
 def build_example(signature: ModelSignature, host: bytes) -> tuple[str, str]:
-    """Return a curl command that calls the model, and the file that it sends if the inputs are large.
+    """Return a curl command that calls the model, and the one that writes the file that it sends for large inputs.
 
     Both are empty if JSON cannot represent an input.
     """
@@ -265,9 +265,9 @@ def build_example(signature: ModelSignature, host: bytes) -> tuple[str, str]:
     inputs = []
     for spec, shape in zip(specs, shapes, strict=True):
         value: object = {"string": "text", "bool": False}.get(spec.dtype, 0)
-        data = [value, "…"] if is_large and math.prod(shape) > 1 else [value] * math.prod(shape)
+        data = [value] if is_large else [value] * math.prod(shape)
         inputs.append({"name": spec.name, "datatype": DATATYPE_OF[spec.dtype], "shape": shape, "data": data})
-    document: dict[str, object] = {"inputs": inputs}
+    document: dict[str, Any] = {"inputs": inputs}
     if signature.binary_only:
         document["parameters"] = {"binary_data_output": True}
     place = host if _HOST.fullmatch(host) else _DEFAULT_HOST
@@ -277,7 +277,14 @@ def build_example(signature: ModelSignature, host: bytes) -> tuple[str, str]:
     if signature.binary_only:
         options.append("--output response.bin")
     command = " \\\n  ".join((f"curl {shlex.quote(url)}", *options))
-    return command, _format_json(document) if is_large else ""
+    return command, _write_request(document) if is_large else ""
+
+
+def _write_request(document: Mapping[str, Any]) -> str:
+    """Return a command that writes a request whose inputs repeat the one value that they have here."""
+    code = f"import json; r = {dict(document)!a}\n"
+    code += "for t in r['inputs']: t['data'] *= __import__('math').prod(t['shape'])\nprint(json.dumps(r))"
+    return f"python3 -c {shlex.quote(code)} > request.json"
 
 
 def _render(**values: Any) -> RawResponse:

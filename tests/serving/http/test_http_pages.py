@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 from urllib.parse import urlsplit
@@ -258,11 +259,14 @@ def test_example_of_every_type_is_a_valid_request() -> None:
     assert set(read_infer(body.encode(), None, model).feed) == set(model.inputs)
 
 
-def test_example_of_a_large_input_sends_a_file() -> None:
-    command, request = build_example(signature([spec("image", "float32", "batch", 3, 224, 224)]), b"x")
+@pytest.mark.parametrize("name", ["image", *HOSTILE])
+def test_example_of_a_large_input_sends_a_file_that_the_page_writes(tmp_path: Path, name: str) -> None:
+    command, request = build_example(signature([spec(name, "float32", "batch", 3, 224, 224)]), b"x")
     assert split_by_shell(command)[-1] == "@request.json"
-    assert json.loads(request)["inputs"][0]["shape"] == [1, 3, 224, 224]
     assert len(request) < 1000
+    subprocess.run(["sh", "-c", request], cwd=tmp_path, check=True)
+    (tensor,) = json.loads((tmp_path / "request.json").read_text())["inputs"]
+    assert (tensor["name"], tensor["shape"], len(tensor["data"])) == (name, [1, 3, 224, 224], 3 * 224 * 224)
 
 
 def test_example_of_bfloat16_is_binary_or_none() -> None:
