@@ -9,6 +9,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from importlib import metadata
 from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError, entry_points
+from pathlib import Path
 from typing import Any
 
 from onnx_ops.domain.execution import Environment
@@ -152,7 +153,26 @@ def version(name: str) -> str:
 
 def find_distributions(package: str) -> Mapping[str, str]:
     """Return the distributions that provide an importable package, with their versions."""
-    return {name: version(name) for name in sorted(set(_packages().get(package, ())))}
+    named = _find_namesake(package)
+    return {name: version(name) for name in ([named] if named else sorted(set(_packages().get(package, ()))))}
+
+
+_NAMESAKES = {"sklearn": "scikit-learn", "yaml": "PyYAML"}
+"""Packages that many projects import, and the only distribution of each."""
+
+
+@functools.cache
+def _find_namesake(package: str) -> str:
+    """Return the distribution that is called as its regular package is; empty without one.
+
+    The table of all packages reads the files of every distribution, which takes half a second.
+    """
+    try:
+        found = metadata.distribution(_NAMESAKES.get(package, package))
+    except (PackageNotFoundError, ValueError):  # the latter: an empty name
+        return ""
+    has_package = Path(str(found.locate_file(package)), "__init__.py").is_file()
+    return str(found.metadata["Name"]) if has_package else ""
 
 
 def load_cuda(ort: Any, providers: Collection[str]) -> None:

@@ -20,6 +20,7 @@ from onnx_ops.adapters.registries.mlflow_connection import (
     read_pages,
     suppress_codes,
 )
+from onnx_ops.adapters.registries.mlflow_listing import VersionTags, list_version_tags
 from onnx_ops.adapters.registries.mlflow_publication import ReleasePublisher
 from onnx_ops.adapters.registries.mlflow_relocation import relocate_artifacts
 from onnx_ops.adapters.registries.mlflow_tags import (
@@ -146,24 +147,32 @@ class MlflowRegistry:
 
     def versions(self, model: str) -> tuple[ListedVersion, ...]:
         """Return all versions that onnx-ops registered, oldest first."""
-        wanted = f"name = '{_valid_name(model)}'"
+        name = _valid_name(model)
+        entries = list_version_tags(self._mlflow.uri, self._mlflow.sqlite_path(), name)
+        if entries is None:
+            entries = self._list_by_mlflow(name)
+        return tuple(
+            ListedVersion(
+                version=version,
+                release=Digest(tags[RELEASE]),
+                variant=tags[VARIANT],
+                manifest=Digest(tags[DIGEST]),
+                created_at=created_ms / 1000,
+                evidence=Digest(tags[EVIDENCE_DIGEST]) if EVIDENCE_DIGEST in tags else None,
+            )
+            for version, created_ms, tags in entries
+            if {RELEASE, VARIANT, DIGEST} <= set(tags)
+        )
+
+    def _list_by_mlflow(self, model: str) -> list[VersionTags]:
+        """Return the versions of a model with their tags, oldest first."""
+        wanted = f"name = '{model}'"
         with self._mlflow.session(f"model {model}") as client:
-            entries = list(
+            found = list(
                 read_pages(lambda token: client.search_model_versions(wanted, max_results=_PAGE, page_token=token))
             )
-        listed = [
-            ListedVersion(
-                version=str(entry.version),
-                release=Digest(entry.tags[RELEASE]),
-                variant=entry.tags[VARIANT],
-                manifest=Digest(entry.tags[DIGEST]),
-                created_at=entry.creation_timestamp / 1000,
-                evidence=Digest(entry.tags[EVIDENCE_DIGEST]) if EVIDENCE_DIGEST in entry.tags else None,
-            )
-            for entry in entries
-            if {RELEASE, VARIANT, DIGEST} <= set(entry.tags)
-        ]
-        return tuple(sorted(listed, key=lambda entry: int(entry.version)))
+        entries = [(str(entry.version), int(entry.creation_timestamp), dict(entry.tags)) for entry in found]
+        return sorted(entries, key=lambda entry: int(entry[0]))
 
     def delete_version(self, model: str, version: str) -> None:
         """Delete a version, its LoggedModel and its run; `mlflow gc` deletes the files."""
