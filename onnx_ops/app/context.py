@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from onnx_ops.app.execution import RunningStages
     from onnx_ops.app.handler import StageHandler
     from onnx_ops.config.targets import TargetFiles
-    from onnx_ops.domain.pipeline import StageKind
+    from onnx_ops.domain.pipeline import Plan, StageKind
 
 T = TypeVar("T")
 
@@ -71,6 +71,7 @@ class Project:
         abandon: str = "",
         no_cache: Collection[StageKind] = (),
         durations: Durations | None = None,
+        plan: Plan | None = None,
     ) -> StageHandler:
         """Return the stage handler of this project.
 
@@ -80,6 +81,7 @@ class Project:
             abandon: the reason why endpoints may be left behind.
             no_cache: kinds of stages whose cached results are ignored.
             durations: gets the duration of each stage.
+            plan: of the run, whose imports begin with its first stage that is executed.
         """
         from onnx_ops.app.execution import StageExecutor
         from onnx_ops.app.handler import StageHandler
@@ -92,6 +94,7 @@ class Project:
                 context=self.context,
                 no_cache=no_cache,
                 observer=observer or Observer(),
+                plan=plan,
                 running=self.running(),
                 durations=durations,
             ),

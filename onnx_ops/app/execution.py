@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import json
 import os
 import subprocess
@@ -21,7 +22,7 @@ from onnx_ops.app.fork_server import FORK_SERVER, ForkedProcess
 from onnx_ops.app.placement import ask, build_request
 from onnx_ops.config.settings import Settings, to_environ
 from onnx_ops.domain.artifact import Digest, Manifest, hex_digits
-from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.domain.pipeline import Plan, Stage, StageKind
 from onnx_ops.errors import StageError, describe_exit, from_document
 from onnx_ops.pipeline.stage_settings import get_pool
 from onnx_ops.pipeline.stages import execute
@@ -86,6 +87,18 @@ class RunningStages:
         self.processes: set[ForkedProcess] = set()
         self.ended = False
         self._pools: Pools | None = None
+        self._preparation: threading.Thread | None = None
+
+    def import_registry(self) -> None:
+        """Import MLflow, which takes two seconds, while stages run in other processes; only the first call does."""
+        if self._preparation is None:
+            self._preparation = threading.Thread(target=_import_registry, daemon=True)
+            self._preparation.start()
+
+    def wait_until_prepared(self) -> None:
+        """Wait for the imports, which would disturb a measurement of times."""
+        if self._preparation is not None:
+            self._preparation.join()
 
     @property
     def pools(self) -> Pools:
@@ -115,6 +128,11 @@ class RunningStages:
             process.kill()
         if self._pools is not None:
             self._pools.cancel()
+
+
+def _import_registry() -> None:
+    with contextlib.suppress(ImportError):  # the stage that needs it reports it
+        importlib.import_module("onnx_ops.adapters.registries.mlflow_connection").import_mlflow()
 
 
 @contextlib.contextmanager
@@ -196,6 +214,10 @@ class StageOutput:
                 old.unlink(missing_ok=True)
 
 
+_PRELOADED = {"scikit-learn": "sklearn", "skl2onnx": "skl2onnx"}
+"""Distributions whose packages the fork server imports for the stages that need them: they start no threads."""
+
+
 @dataclass(frozen=True)
 class StageExecutor:
     """Executes stages: here, in a child if the stage requests it or has a time-out, or by a pool's worker.
@@ -208,6 +230,7 @@ class StageExecutor:
     no_cache: Collection[StageKind] = ()
     """Kinds of stages whose result is computed anew, even if a pool's worker has it."""
     observer: Observer = field(default_factory=Observer)
+    plan: Plan | None = None
     running: RunningStages = field(default_factory=RunningStages)
     durations: Durations = field(default_factory=Durations)
 
@@ -215,6 +238,7 @@ class StageExecutor:
         """Execute a stage, on a worker of its pool if it has one."""
         if self.running.ended:
             raise StageError("its run was cancelled", where=stage.id, remedy="Run the pipeline again.")
+        self._prepare(stage)
         if get_pool(stage):
             renew, place = stage.kind in self.no_cache, self.settings.store
             self.observer.progressed(stage, f"waiting for a worker of pool {get_pool(stage)}")
@@ -227,9 +251,20 @@ class StageExecutor:
         if stage.kind not in _TIMED:
             with self.running.lock.hold(alone=False, on_wait=wait), self._measure(stage):
                 return run_in_subprocess(self.settings, stage, key, inputs, self.observer, self.running)
+        self.running.wait_until_prepared()
         prepared = attach_champion(stage, self.context) if stage.kind is StageKind.BENCHMARK else stage
         with self.running.lock.hold(alone=True, on_wait=wait), machine_lock(wait), self._measure(stage):
             return run_in_subprocess(self.settings, prepared, key, inputs, self.observer, self.running)
+
+    def _prepare(self, stage: Stage) -> None:
+        """Begin the imports of the plan's later stages side by side with this one."""
+        if self.plan is None:
+            return
+        here = [one for one in self.plan.stages if one.own_process and not get_pool(one)]
+        tools = {tool for one in here for tool in one.tools}
+        FORK_SERVER.start([package for tool, package in _PRELOADED.items() if tool in tools])
+        if stage.own_process and any(one.kind is StageKind.REGISTER for one in self.plan.stages):
+            self.running.import_registry()
 
     @contextlib.contextmanager
     def _measure(self, stage: Stage) -> Iterator[None]:

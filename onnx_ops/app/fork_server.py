@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import mmap
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -34,6 +35,8 @@ _NUMBER = 4
 _SHIFTS: list[object] = []
 """Memory that shifts what is allocated after it, and is never written."""
 _STAGES = "onnx_ops.pipeline.stages"
+_PACKAGES = "_ONNX_OPS_FORK_SERVER_PACKAGES"
+"""Variable of the server process."""
 
 
 class ForkedProcess:
@@ -104,10 +107,16 @@ class ForkServer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
+        self._packages: tuple[str, ...] = ()
 
-    def start(self) -> None:
-        """Start the server process, unless there is one. It does not wait for its imports."""
+    def start(self, packages: Collection[str] = ()) -> None:
+        """Start the server process, unless there is one. It does not wait for its imports.
+
+        Args:
+            packages: further ones that the server imports, so that no stage has to.
+        """
         with self._lock:
+            self._packages = tuple(packages)
             self._connect()
 
     def fork(self, environ: Mapping[str, str], folder: Path) -> ForkedProcess:
@@ -155,7 +164,7 @@ class ForkServer:
                 os.posix_spawn(
                     sys.executable,
                     [sys.executable, "-m", "onnx_ops.app.worker"],
-                    os.environ,
+                    {**os.environ, _PACKAGES: ",".join(self._packages)},
                     file_actions=[
                         (os.POSIX_SPAWN_DUP2, server.fileno(), 0),
                         (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
@@ -172,6 +181,7 @@ def serve() -> None:
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = [entry for entry in sys.path[1:] if entry not in given]
     _import_packages()
+    gc.freeze()  # a collection in a forked process would copy the pages of all imported modules
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps monitors
     control = socket.socket(fileno=0)
     while True:
@@ -188,8 +198,8 @@ def serve() -> None:
 
 
 def _import_packages() -> None:
-    """Import what most stages need, as far as it is installed."""
-    for name in ("onnx", "onnxruntime"):
+    """Import what most stages need, and what this run's do, as far as it is installed."""
+    for name in ("onnx", "onnxruntime", *filter(None, os.environ.pop(_PACKAGES, "").split(","))):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     for module in pkgutil.iter_modules(importlib.import_module(_STAGES).__path__):

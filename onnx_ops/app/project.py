@@ -313,7 +313,7 @@ def execute(
         threading.Thread(target=project.running().pools.prepare, daemon=True).start()
     result = run(
         planned,
-        handler=project.handler(actor, observer, abandon, no_cache, project.durations(name)),
+        handler=project.handler(actor, observer, abandon, no_cache, project.durations(name), planned),
         executor=executor or InlineExecutor(),
         observer=observer or Observer(),
         clock=project.context.clock,

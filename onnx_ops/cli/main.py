@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -79,4 +81,6 @@ for panel, command in _COMMANDS:
 
 def main() -> None:
     """Run the command line."""
+    # The collections at the end of the process look at every object of MLflow's modules: 1.1 s for nothing.
+    atexit.register(gc.freeze)
     app()

@@ -5,6 +5,7 @@ Importing MLflow takes seconds, so that happens when the first call is made.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import re
@@ -53,6 +54,8 @@ _ENVIRONMENT: Mapping[str, str] = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
 }
 """Variables that MLflow reads on use; values set by the user stay. MLflow's defaults wait minutes for a dead server."""
+
+_MODULES = ("mlflow", "mlflow.store.tracking.sqlalchemy_store", "mlflow.store.model_registry.sqlalchemy_store")
 
 _default_uri_lock = threading.Lock()
 
@@ -151,8 +154,7 @@ class MlflowConnection:
         return MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
 
     def _import(self) -> None:
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        import_mlflow()
         import mlflow
 
         # Every error reaches us as an exception; MLflow would print its traceback as well.
@@ -204,6 +206,14 @@ class MlflowConnection:
             text = text.replace(secret, "***")
         lines = text.strip().splitlines()
         return quoted(lines[0]) if lines else ""
+
+
+def import_mlflow() -> None:
+    """Import what a session needs, with the settings that MLflow reads on import."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    for name in _MODULES:
+        importlib.import_module(name)
 
 
 def read_pages(read: Callable[[str | None], Any]) -> Iterator[Any]:
