@@ -98,8 +98,10 @@ def judge(
 
     Example: onnx-ops judge fp32.onnx int8.onnx --data test.npz --labels y --max-drop 1%
     """
+    from onnx_ops.cli.tools import guard_context, prepare_guard, show_progress
+
+    prepare_guard()
     from onnx_ops.cli.inspect import local_model
-    from onnx_ops.cli.tools import guard_context, show_progress
     from onnx_ops.onnx_graph.model_kind import read_candidate_kind
     from onnx_ops.tools.compare import REFERENCE
     from onnx_ops.tools.judge import judge_candidate
