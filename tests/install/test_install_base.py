@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -161,9 +163,47 @@ def test_constraints_hold_a_version_of_everything_in_the_base() -> None:
     assert base_distributions() - held == set()
 
 
+def test_page_gives_the_number_of_packages_of_the_base() -> None:
+    found = re.search(r"has (\d+) further packages", (ROOT / "docs" / "install.md").read_text(encoding="utf-8"))
+    assert found is not None
+    assert int(found[1]) == len(base_distributions())
+
+
+def test_readme_names_the_commands_without_json() -> None:
+    found = re.search(r"all but (.*) have `--json`", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert found is not None
+    lacking = [name for name, command in list_commands(typer.main.get_command(app)) if not has_json(command)]
+    assert re.findall(r"`([^`]+)`", found[1]) == lacking
+
+
+def list_commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield every command of a group, with the words that call it."""
+    subcommands = getattr(command, "commands", None)
+    if subcommands is None:
+        yield " ".join(path), command
+        return
+    for name, subcommand in subcommands.items():
+        yield from list_commands(subcommand, (*path, name))
+
+
+def has_json(command: Any) -> bool:
+    return any("--json" in getattr(parameter, "opts", ()) for parameter in command.params)
+
+
 @pytest.mark.nightly
 def test_the_wheel_brings_the_base_and_nothing_else(installed: Path) -> None:
     assert installed_in(installed) - {"onnx-ops"} == ALLOWED
+
+
+@pytest.mark.nightly
+def test_page_gives_the_size_of_the_base(installed: Path) -> None:
+    found = re.search(r"about (\d+) MB on Linux", (ROOT / "docs" / "install.md").read_text(encoding="utf-8"))
+    assert found is not None
+    (packages,) = installed.parents[1].glob("lib/python*/site-packages")
+    files = [path for path in packages.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    own = [path for path in files if path.relative_to(packages).parts[0].partition("-")[0] in ("onnx_ops", "pip")]
+    size_mb = (sum(path.stat().st_size for path in files) - sum(path.stat().st_size for path in own)) / 1e6
+    assert abs(size_mb / int(found[1]) - 1) < 0.15
 
 
 @pytest.mark.nightly
