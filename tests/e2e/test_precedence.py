@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
+import yaml
 
 from tests.e2e.e2e_project import ONLY_FP32, SECOND, Project
 
+ROOT = Path(__file__).parents[2]
 THIRD = "train.with.seed=9"
 TARGET = "cpu-1t"
 
@@ -20,6 +28,33 @@ def promote_by_command(project: Project) -> None:
 
 def promote_by_alias(project: Project) -> None:
     project.registry.set_alias("digits-mlp", f"challenger-{TARGET}", "1")
+
+
+def promote_by_workflow(project: Project) -> None:
+    """Run the step of the workflow `promote` in a shell, with the variables that GitHub gives it."""
+    workflow = yaml.safe_load((ROOT / "onnx_ops" / "templates" / "workflows" / "promote.yml").read_text())
+    (step,) = [s for s in workflow["jobs"]["promote"]["steps"] if "onnx-ops promote" in s.get("run", "")]
+    given = {"MODEL": "digits-mlp", "VERSION": "1", "TARGET": TARGET, "REASON": "better on zeros"}
+    given |= {"GITHUB_ACTOR": "ada", "GITHUB_RUN_ID": "1", "GITHUB_STEP_SUMMARY": "/dev/null"}
+    environ = project.environment({**{name: given.get(name, "") for name in step["env"]}, **given})
+    path = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
+    subprocess.run(["bash", "-euc", step["run"]], cwd=project.root, env={**environ, "PATH": path}, check=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("by_hand", [promote_by_command, promote_by_alias, promote_by_workflow])
+def test_night_of_fifty_unchanged_runs_after_a_promotion_by_hand_moves_no_traffic(
+    twice: Project, by_hand: Callable[[Project], None]
+) -> None:
+    by_hand(twice)
+    assert twice.command("reconcile", "digits").code == 0
+    assert traffic(twice) == {"v1": 100}
+    before = twice.command("history", "digits", "--traffic").stdout
+    for _ in range(50):
+        done = twice.run(ONLY_FP32, SECOND)
+        assert [(one["version"], one["left"]) for one in done["left"]] == [("2", "1")]
+        assert traffic(twice) == {"v1": 100}
+    assert twice.command("history", "digits", "--traffic").stdout == before
 
 
 @pytest.mark.parametrize("by_hand", [promote_by_command, promote_by_alias])
