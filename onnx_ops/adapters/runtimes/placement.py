@@ -14,6 +14,7 @@ from onnx_ops.adapters.isolation.crash_guard import DEFAULT_TIMEOUT_S, ProcessCr
 from onnx_ops.adapters.runtimes.hardware import read_hardware
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.runtimes.ort_format import prepare_model_file
+from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, UserError
@@ -123,10 +124,17 @@ class GuardedRuntime(OnnxRuntime):
         prepare(OnnxRuntime.__module__)
         self._timeout = timeout
         self._ran: set[tuple[Path, str]] = set()
+        self._facts: dict[tuple[str, int, Digest], RuntimeFacts] = {}
 
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
-        """Report the providers of a session in a forked process, and which nodes they run."""
-        return self._guard(OnnxRuntime().facts, model, target)
+        """Report the providers of a session in a forked process, and which nodes they run.
+
+        The facts of an unchanged file are kept: a verdict asks for them several times.
+        """
+        key = (str(model.resolve()), model.stat().st_mtime_ns, target.digest())
+        if key not in self._facts:
+            self._facts[key] = self._guard(OnnxRuntime().facts, model, target)
+        return self._facts[key]
 
     def rewritten(self, model: Path, target: Target, copy: Path) -> None:
         """Write the optimized graph in a forked process."""
