@@ -20,8 +20,9 @@ NAMES = (
     "merged_columns", "variable", "Monthly Charges", "Tenure (months)",
     "pH-value", "a.b", "%fat", "fat%", "a/b", "a\\b", "1st", "42", "[z]", "{z}",
     "a,b", "a:b", "a;b", "a=b", "a&b", "a|b", "a<b", "a>b", "a?", "a!", "a#1", "a@b", "a$", "a^b", "a~b", "a`b", "a'b",
-    'a"b', "a*b", "a+b", " lead", "trail ", "two  spaces", "tab\there", "ünïcode", "年齢", "🙂", "_", "__", "x" * 200,
-    "input_0_inside", "input", "float_input", "variable_inside", "Column_0", "f0", "scores", "batch", "kernel", "shape",
+    'a"b', "a*b", "a+b", " lead", "trail ", "two  spaces", "tab\there", "bell\x07", "ünïcode", "年齢", "🙂", "_", "__",
+    "x" * 200, "input_0_inside", "input", "float_input", "variable_inside", "Column_0", "f0", "scores", "batch",
+    "kernel", "shape",
 )  # fmt: skip
 PAIRS = (("a b", "a_b"), ("a-b", "a_b"), ("x.1", "x_1"), ("A", "a"), ("a b", "a  b"), ("1a", "_1a"))
 """Names that are the same once a converter has replaced characters."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 from onnx_ops.adapters.exporters.signature import Precision
@@ -88,5 +90,18 @@ class LightgbmExporter(_BoostedExporter):
     tools = ("lightgbm", *SklearnExporter.tools)
     _package = "lightgbm"
     _native = "an LGBMClassifier or LGBMRegressor"
+
     _converter = ("lightgbm.operator_converters.LightGbm", "convert_lightgbm")
     _estimators = (("LGBMClassifier", True), ("LGBMRegressor", False), ("LGBMRanker", False))
+
+    def export(self, model: object, request: ExportRequest) -> None:
+        """Convert the estimator. LightGBM writes control characters in names of columns into its JSON as they are."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # see above
+            converter: Any = importlib.import_module(f"onnxmltools.convert.{self._converter[0]}")
+        strict = converter.json
+        converter.json = SimpleNamespace(**{**vars(strict), "loads": functools.partial(strict.loads, strict=False)})
+        try:
+            super().export(model, request)
+        finally:
+            converter.json = strict
