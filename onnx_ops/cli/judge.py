@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -103,11 +104,14 @@ def judge(
     prepare_guard()
     from onnx_ops.cli.inspect import local_model
     from onnx_ops.onnx_graph.model_kind import read_candidate_kind
+    from onnx_ops.statistics.latency import load_functions
     from onnx_ops.tools.compare import REFERENCE
     from onnx_ops.tools.judge import judge_candidate
     from onnx_ops.tools.judgement import JudgeRequest
     from onnx_ops.tools.model_inputs import find_fixed_sizes, shared_inputs
 
+    # While other processes run the models.
+    threading.Thread(target=load_functions, daemon=True).start()
     batches = _parse_options(only, batch, {"--markdown": page, "--html": str(html or "")})
     regression, drop = _share(max_regression, "--max-regression"), _share(max_drop, "--max-drop")
     _check_metric(metric, lower_is_better=lower_is_better)

@@ -20,7 +20,7 @@ from onnx_ops.domain.target import Target
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import PairedBenchmarkSamples, PairedBenchmarkSchedule, Runtime, Tensors
 from onnx_ops.ports.data import Array
-from onnx_ops.statistics.latency import LOOKS, compute_block_logs, get_next_look, should_continue
+from onnx_ops.statistics.latency import LOOKS, compute_block_logs, get_next_look, load_functions, should_continue
 
 RUNS_ALONE = 800
 """Enough for a 99th percentile to pass with up to three runs above its limit."""
@@ -167,6 +167,7 @@ def measure_until_decided(
     unknown ones, which do not extend the measurement; `tolerances` are the limits of each, in that order. `noun` names
     the pairs in progress messages.
     """
+    load_functions()  # not between two measurements
     samples: list[S] = []
     measured, begun = 0, time.monotonic()
     looks = ", ".join(map(str, LOOKS))

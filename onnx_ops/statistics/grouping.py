@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from scipy import special
+import scipy
 
 from onnx_ops.statistics.intervals import CONFIDENCE
 
@@ -120,7 +120,7 @@ def compute_effect_of_sums(sums: Array, sizes: Array, squares: Array) -> Array:
     carrying = total**2 / np.maximum(np.square(apart).sum(axis=-1), 1e-300)
     degrees = np.clip(np.maximum(carrying, _FEWEST_CARRYING), 1, np.maximum(rows / size - 1, 1))
     level = (1 + CONFIDENCE) / 2
-    few = special.stdtrit(degrees, level) / special.ndtri(level)
+    few = scipy.special.stdtrit(degrees, level) / scipy.special.ndtri(level)
     return np.asarray(np.maximum(1.0, between / within) * few**2)
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from scipy import special
+import scipy
 
 from onnx_ops.domain.evidence import Interval, PairedCounts
 
@@ -76,7 +76,7 @@ def change_p_value(counts: PairedCounts, bound: float) -> float:
     if counts.equal:
         return 0.0 if bound < 0 else 1.0
     n, lost, won = _count_independent(counts)
-    return float(special.ndtr(-_tango_score(n, lost, won, bound)))
+    return float(scipy.special.ndtr(-_tango_score(n, lost, won, bound)))
 
 
 def value_interval(counts: PairedCounts) -> Interval:
@@ -89,7 +89,7 @@ def value_interval(counts: PairedCounts) -> Interval:
 def value_p_value(counts: PairedCounts, bound: float) -> float:
     """Return the p-value of "the true share is at most `bound`"."""
     right, n = _count_independent_right(counts)
-    return float(special.betainc(right, n - right + 1, bound)) if right > 0 else 1.0
+    return float(scipy.special.betainc(right, n - right + 1, bound)) if right > 0 else 1.0
 
 
 def _count_independent_right(counts: PairedCounts) -> tuple[float, float]:
@@ -123,7 +123,7 @@ def tango_interval(
     if min(only_baseline, only_candidate) < 0 or only_baseline + only_candidate > n or n < 1:
         raise ValueError(f"counts {only_baseline} and {only_candidate} do not fit {n} rows")
     estimate = (only_candidate - only_baseline) / n
-    z = float(special.ndtri((1 + confidence) / 2))
+    z = float(scipy.special.ndtri((1 + confidence) / 2))
 
     def score(difference: float, level: float) -> float:
         return _tango_score(n, only_baseline, only_candidate, difference) - level
@@ -158,8 +158,8 @@ def clopper_pearson(successes: float, n: float, confidence: float = CONFIDENCE) 
     if not 0 <= successes <= n or n < 1:
         raise ValueError(f"{successes} of {n} is not a proportion")
     tail = (1 - confidence) / 2
-    low = float(special.betaincinv(successes, n - successes + 1, tail)) if successes else 0.0
-    high = float(special.betaincinv(successes + 1, n - successes, 1 - tail)) if successes < n else 1.0
+    low = float(scipy.special.betaincinv(successes, n - successes + 1, tail)) if successes else 0.0
+    high = float(scipy.special.betaincinv(successes + 1, n - successes, 1 - tail)) if successes < n else 1.0
     return successes / n, low, high
 
 
@@ -242,16 +242,16 @@ def bca_interval(replicates: Replicates) -> Interval | None:
     if values.size < (1 - _UNDEFINED_SHARE) * replicates.resampled.size or not np.isfinite(replicates.observed):
         return None
     below = np.mean(values < replicates.observed) + np.mean(values == replicates.observed) / 2
-    bias = special.ndtri(np.clip(below, 1 / (values.size + 1), values.size / (values.size + 1)))
+    bias = scipy.special.ndtri(np.clip(below, 1 / (values.size + 1), values.size / (values.size + 1)))
     left_out = replicates.left_out[np.isfinite(replicates.left_out)]
     influences = left_out.mean() - left_out if left_out.size else left_out
     fourth, size = float(np.sum(influences**4)), float(influences.size)
     degrees = max(1.0, float(np.sum(influences**2)) ** 2 / fourth - 1 if fourth > 0 else size)
-    far = special.stdtrit(degrees, 1 - _TAIL * (1 - CONFIDENCE) / 2)
+    far = scipy.special.stdtrit(degrees, 1 - _TAIL * (1 - CONFIDENCE) / 2)
     levels = bias + np.array([-far, far])
     squares = float(np.sum(influences**2))
     acceleration = float(np.sum(influences**3)) / (6 * squares**1.5) if squares > 0 else 0.0
-    levels = special.ndtr(bias + levels / np.maximum(1 - acceleration * levels, 0.1))
+    levels = scipy.special.ndtr(bias + levels / np.maximum(1 - acceleration * levels, 0.1))
     low, high = np.quantile(values, levels, method="weibull")
     return Interval(
         estimate=replicates.observed,
@@ -284,7 +284,7 @@ def ratio_interval(mine: Losses, theirs: Losses, unseen: float) -> Interval:
         unseen: rows of the worst kind that may be missing by chance.
     """
     estimate = float(mine.sum() / theirs.sum())
-    quantile = float(special.stdtrit(len(mine) - 1, (1 + CONFIDENCE) / 2))
+    quantile = float(scipy.special.stdtrit(len(mine) - 1, (1 + CONFIDENCE) / 2))
     cut = int(_CUT * (len(mine) - 1))
 
     def beyond(side: int, distance: float) -> bool:

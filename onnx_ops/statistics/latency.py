@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy import special
+import scipy
 
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import Interval
@@ -85,6 +85,11 @@ class QuantileComparison(Interval):
     needed: int
 
 
+def load_functions() -> None:
+    """Import SciPy's special functions, which takes .15 s and happens at their first use otherwise."""
+    scipy.special.ndtri(0.5)
+
+
 def hodges_lehmann(x: npt.ArrayLike, alpha_one_sided: float) -> tuple[float, float, float]:
     """Return the Hodges-Lehmann centre with a bound on each side.
 
@@ -114,7 +119,7 @@ def _signed_rank_quantile(n: int, alpha: float) -> int:
     """Return the largest c with P(T < c) <= alpha for Wilcoxon's signed-rank statistic T."""
     if n > _EXACT_UP_TO:
         mean, variance = n * (n + 1) / 4, n * (n + 1) * (2 * n + 1) / 24
-        return max(0, math.floor(mean + 0.5 + float(special.ndtri(alpha)) * math.sqrt(variance)))
+        return max(0, math.floor(mean + 0.5 + float(scipy.special.ndtri(alpha)) * math.sqrt(variance)))
     density = np.ones(1)
     for rank in range(1, n + 1):
         without, along = np.pad(density, (0, rank)), np.pad(density, (rank, 0))
@@ -140,7 +145,7 @@ def session_interval(log_ratios: Sequence[Sequence[float]], alpha_one_sided: flo
     if _signed_rank_quantile(len(values), alpha_one_sided):
         return hodges_lehmann(values, alpha_one_sided)
     centre = float(values.mean())
-    quantile = -float(special.stdtrit(len(values) - 1, alpha_one_sided))
+    quantile = -float(scipy.special.stdtrit(len(values) - 1, alpha_one_sided))
     half = quantile * float(values.std(ddof=1)) / math.sqrt(len(values))
     return centre, centre - half, centre + half
 
@@ -176,7 +181,7 @@ def _compute_widening(values: Floats, alpha: float) -> float:
     assumed *= max(0.0, 1 - n / FULL_RUN)
     r = max((n * float(centred[1:] @ centred[:-1]) / squares + 1) / (n - 3), 0.0)
     r = min(r + _ERRORS * r * math.sqrt(max(0.0, 1 - r * r) / n), LARGEST_CORRELATION)
-    few, all_of_them = special.stdtrit([max(n * (1 - r) / (1 + r) - 1, 1.0), n - 1], alpha)
+    few, all_of_them = scipy.special.stdtrit([max(n * (1 - r) / (1 + r) - 1, 1.0), n - 1], alpha)
     r = max(r, assumed)
     return math.sqrt((1 + r) / (1 - r)) * float(few / all_of_them)
 
@@ -196,7 +201,7 @@ def find_trend(log_ratios: Sequence[Sequence[float]]) -> float | None:
     residuals = values - values.mean() - slope * time
     widening = _compute_widening(residuals, _TREND_ALPHA / 2)
     error = math.sqrt(float(residuals @ residuals) / (n - 2) / float(time @ time)) * widening
-    is_significant = abs(slope) > -float(special.stdtrit(n - 2, _TREND_ALPHA / 2)) * error
+    is_significant = abs(slope) > -float(scipy.special.stdtrit(n - 2, _TREND_ALPHA / 2)) * error
     return slope * (n - 1) if is_significant and slope else None
 
 
@@ -326,7 +331,7 @@ def compare_quantile(samples: npt.ArrayLike, q: float, limit: float, *, confiden
     values = np.sort(np.asarray(samples, dtype=np.float64))
     runs = len(values)
     exceeding = int((values > limit).sum())
-    below = special.bdtr(np.arange(runs), runs, q) if runs else np.empty(0)
+    below = scipy.special.bdtr(np.arange(runs), runs, q) if runs else np.empty(0)
     upper = int(np.searchsorted(below, confidence))
     lower = int(np.searchsorted(below, 1 - confidence, side="right"))
     high = float(values[upper]) if upper < runs else math.inf
@@ -347,7 +352,7 @@ def compare_quantile(samples: npt.ArrayLike, q: float, limit: float, *, confiden
 
 def compute_samples_needed(q: float, *, exceeding: int = 0, confidence: float = 0.95) -> int:
     """Return the fewest runs that pass with `exceeding` of them too slow."""
-    return find_least(lambda runs: bool(special.bdtr(exceeding, runs, 1 - q) <= 1 - confidence), above=exceeding)
+    return find_least(lambda runs: bool(scipy.special.bdtr(exceeding, runs, 1 - q) <= 1 - confidence), above=exceeding)
 
 
 def _exp(value: float) -> float:

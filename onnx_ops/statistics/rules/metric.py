@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from scipy import special
+import scipy
 
 from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.evidence import Evidence, Interval, PairedCounts, ScoreComparison
@@ -241,7 +241,7 @@ def _p_value(limit: MetricLimit, entry: _Entry, interval: Interval) -> float:
     end = interval.high - interval.estimate if limit.from_above else interval.estimate - interval.low
     if end <= 0:
         return 0.0 if safe > 0 else 1.0
-    return float(special.ndtr(-special.ndtri((1 + CONFIDENCE) / 2) * safe / end))
+    return float(scipy.special.ndtr(-scipy.special.ndtri((1 + CONFIDENCE) / 2) * safe / end))
 
 
 def _find_interval(limit: MetricLimit, entry: _Entry) -> Interval | None:
