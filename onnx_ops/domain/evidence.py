@@ -108,6 +108,13 @@ class Int8Coverage:
     floats: tuple[FloatOperator, ...] = ()
     unheeded: tuple[str, ...] = ()
 
+    @property
+    def summary(self) -> str:
+        """How many of the operators run in int8; recurrent layers are named where there are any."""
+        recurrent = sorted({one.op_type for one in self.floats} & {"GRU", "LSTM", "RNN"})
+        kinds = "/".join(("MatMul/Conv/Gemm", *recurrent))
+        return f"{len(self.int8)} of {len(self.int8) + len(self.floats)} {kinds} run in int8"
+
 
 EVIDENCE_SCHEMA = 4
 

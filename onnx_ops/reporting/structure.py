@@ -47,8 +47,7 @@ def coverage_lines(coverage: Int8Coverage | None) -> list[str]:
     """Return how much runs in int8, and each operator that does not, with its reason."""
     if coverage is None or not (coverage.int8 or coverage.floats):
         return []
-    total = len(coverage.int8) + len(coverage.floats)
-    lines = [f"{len(coverage.int8)} of {total} matrix operators run in int8"]
+    lines = [coverage.summary]
     lines += [f"in float: {one.name} ({one.op_type}): {one.reason}" for one in coverage.floats]
     return lines + [f"excluded, but in int8: {name}" for name in coverage.unheeded]
 

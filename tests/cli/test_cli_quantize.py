@@ -39,7 +39,7 @@ def test_a_variant_is_written_and_explained(folder: Path) -> None:
     assert read_model_info(folder / "int8.onnx").inputs == read_model_info(folder / "model.onnx").inputs
     assert "times the size" in said
     assert "recipe: activations uint8" in said
-    assert "cpu-1t: 3 of 3 matrix operators run in int8" in said
+    assert "cpu-1t: 3 of 3 MatMul/Conv/Gemm run in int8" in said
     assert "advice" not in said
     assert sorted(path.name for path in folder.iterdir()) == ["int8.onnx", "model.onnx", "rows.npz"]
 

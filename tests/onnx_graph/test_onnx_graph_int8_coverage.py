@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from onnx_ops.adapters.optimizers.low_precision import WeightOnlyQuantizer
@@ -22,7 +23,7 @@ from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.onnx_graph.int8_coverage import FUSE, advise, measure_int8_coverage
 from onnx_ops.ports import Optimizer, OptimizeRequest
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
-from tests.support.graphs import write_graph
+from tests.support.graphs import parse_graph, write_graph
 
 TARGET = Target(name="cpu")
 
@@ -277,3 +278,19 @@ def test_products_in_branches_are_counted(tmp_path: Path) -> None:
     found = covered(write_graph(tmp_path / "m.onnx", text, **stored), "dynamic", None)
     assert (len(found.int8), len(found.floats)) == (1, 2)
     assert {one.setting for one in found.floats} == {""}
+
+
+def test_measure_int8_coverage_counts_a_recurrent_layer_in_float(tmp_path: Path) -> None:
+    text = """(float[2,1,4] x) => (float[2,1,1,3] y, float[1,3] z) {
+        [rnn] y, h = LSTM<hidden_size = 3>(x, w, r)
+        s = Squeeze(h)
+        u = Unsqueeze(s, axis)
+        [head] z = MatMul(u, k)
+    }"""
+    draw = np.random.default_rng(0)
+    weights: dict[str, Any] = {name: draw.normal(size=shape).astype(np.float32) for name, shape in
+               {"w": (1, 12, 4), "r": (1, 12, 3), "k": (3, 3)}.items()}  # fmt: skip
+    onnx.save(parse_graph(text, **weights, axis=np.array([0])), str(tmp_path / "lstm.onnx"))
+    coverage = measure_int8_coverage(tmp_path / "lstm.onnx", tmp_path / "lstm.onnx")
+    assert coverage.summary == "0 of 2 MatMul/Conv/Gemm/LSTM run in int8"
+    assert ["recurrent layers stay in float" in one.reason for one in coverage.floats] == [True, False]

@@ -18,8 +18,8 @@ from tests.support.pairs import derive
 @pytest.mark.parametrize(
     ("method", "options", "precision", "why"),
     [
-        ("static", {}, "int8", "static, QuantizeLinear pairs: 3 of 3 matrix operators in int8"),
-        ("dynamic", {}, "int8", "dynamic: 3 of 3 matrix operators in int8"),
+        ("static", {}, "int8", "static, QuantizeLinear pairs: 3 of 3 MatMul/Conv/Gemm in int8"),
+        ("dynamic", {}, "int8", "dynamic: 3 of 3 MatMul/Conv/Gemm in int8"),
         ("fp16", {}, "float16", "467 of 467 float weights are float16"),
         ("weight-only", {"bits": 4, "block": 16}, "weight-only", "3 of 3 matrix products have 4-bit weights"),
     ],
@@ -50,8 +50,8 @@ def test_kind_of_another_opset_and_graph_lists_both(perceptron: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("operator", "more", "why"),
     [
-        ("DynamicQuantizeMatMul", "", "dynamic: 1 of 2 matrix operators in int8"),
-        ("MatMulIntegerToFloat", "s, ", "static, integer operators: 1 of 2 matrix operators in int8"),
+        ("DynamicQuantizeMatMul", "", "dynamic: 1 of 2 MatMul/Conv/Gemm in int8"),
+        ("MatMulIntegerToFloat", "s, ", "static, integer operators: 1 of 2 MatMul/Conv/Gemm in int8"),
     ],
 )
 def test_matrix_products_that_the_runtime_fused_count_as_int8(

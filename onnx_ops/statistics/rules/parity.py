@@ -299,8 +299,7 @@ def judge_coverage(evidence: Evidence) -> Iterator[GateResult]:
     coverage = evidence.coverage
     if coverage is None or not (coverage.int8 or coverage.floats):
         return
-    total = len(coverage.int8) + len(coverage.floats)
-    text = f"{len(coverage.int8)} of {total} matrix operators run in int8"
+    total, text = len(coverage.int8) + len(coverage.floats), coverage.summary
     if coverage.floats:
         ranked = sorted(coverage.floats, key=lambda node: node.reason == "excluded")
         named = ", ".join(f"{node.name} ({node.reason})" for node in ranked[:_NAMED])
