@@ -110,8 +110,6 @@ def judge(
     from onnx_ops.tools.judgement import JudgeRequest
     from onnx_ops.tools.model_inputs import find_fixed_sizes, shared_inputs
 
-    # While other processes run the models.
-    threading.Thread(target=load_functions, daemon=True).start()
     batches = _parse_options(only, batch, {"--markdown": page, "--html": str(html or "")})
     regression, drop = _share(max_regression, "--max-regression"), _share(max_drop, "--max-drop")
     _check_metric(metric, lower_is_better=lower_is_better)
@@ -149,6 +147,7 @@ def judge(
             seed=seed,
         )
         with show_progress("judge", baseline, candidate, quiet=quiet or as_json) as show_detail:
+            threading.Thread(target=load_functions, daemon=True).start()  # while other processes run the models
             judgement = judge_candidate(replace(request, report=show_detail))
         judgement = _restore_given_files(judgement, given, casts)
     origin = _describe_origin(supplied, settings[0].samples, data, labels, seed)

@@ -11,7 +11,7 @@ from onnx_ops.domain.quantization import detect_arithmetic
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.onnx_graph.compatibility import explain_version_limits
-from onnx_ops.onnx_graph.files import read_model, read_structure
+from onnx_ops.onnx_graph.files import read_model, share_structure
 from onnx_ops.onnx_graph.int8_coverage import advise, measure_int8_coverage, quantizes_activations
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.ort_format import is_ort_format
@@ -63,7 +63,7 @@ def inspect_execution(
             runtime.rewritten(variant, target, copy)
         except MeasurementError as error:
             return ExecutionReport(why=str(error))
-        is_quantized = quantizes_activations(read_structure(variant))
+        is_quantized = quantizes_activations(share_structure(variant))
         coverage = measure_int8_coverage(source, copy, excluded) if is_quantized else None
         machine = detect_arithmetic(runtime.fingerprint(target), target)
         return ExecutionReport(coverage=coverage, advice=advise(variant, copy, target, machine, coverage))

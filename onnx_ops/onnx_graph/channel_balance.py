@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.errors import MeasurementError
-from onnx_ops.onnx_graph.files import iterate_graphs, map_readers, read_model, read_structure, write_model
+from onnx_ops.onnx_graph.files import iterate_graphs, map_readers, read_model, share_structure, write_model
 
 if TYPE_CHECKING:
     import onnx
@@ -85,7 +85,7 @@ def write_balanced(source: Path, path: Path) -> bool:
 
 def write_balanced_like(source: Path, derived: Path, path: Path) -> bool:
     """Write `source` with the exponents that `derived` records; return False, and write nothing, if it records none."""
-    recorded = {entry.key: entry.value for entry in read_structure(derived).metadata_props}.get(PROPERTY)
+    recorded = {entry.key: entry.value for entry in share_structure(derived).metadata_props}.get(PROPERTY)
     if recorded is None:
         return False
     model = read_model(source)

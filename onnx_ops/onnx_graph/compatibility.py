@@ -12,7 +12,7 @@ from onnx_ops.domain.execution import CPU
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.errors import DigestMismatchError, NotFoundError, RefusedError, UserError, quoted
-from onnx_ops.onnx_graph.files import DEFAULT_DOMAINS, find_model_file, iterate_nodes, read_structure
+from onnx_ops.onnx_graph.files import DEFAULT_DOMAINS, find_model_file, iterate_nodes, read_structure, share_structure
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.ort_format import is_ort_format
 
@@ -131,7 +131,7 @@ def explain_unsupported_blocks(unsupported: Mapping[str, str], target: Target) -
 
 def explain_incompatibility(path: Path, target: Target) -> str:
     """Return why a target cannot run a file; empty if nothing in the file prevents it."""
-    model = read_structure(path)
+    model = share_structure(path)
     return (
         explain_version_limits(read_model_info(path), target)
         or explain_missing_operators(find_custom_operators(model), target)
@@ -141,7 +141,7 @@ def explain_incompatibility(path: Path, target: Target) -> str:
 
 def is_unsafe_without_rows(path: Path) -> bool:
     """Return whether an empty batch would make ONNX Runtime abort the process."""
-    return any(node.op_type in _ABORT_WITHOUT_ROWS for node in iterate_nodes(read_structure(path)))
+    return any(node.op_type in _ABORT_WITHOUT_ROWS for node in iterate_nodes(share_structure(path)))
 
 
 def check_libraries(libraries: Iterable[CustomOps], where: str) -> None:
@@ -175,7 +175,7 @@ def copy_libraries(model: Path, libraries: Mapping[str, tuple[CustomOps, ...]]) 
             where=model.name,
             remedy="Export the model with its weights beside it.",
         )
-    used = {node.domain for node in iterate_nodes(read_structure(model))}
+    used = {node.domain for node in iterate_nodes(share_structure(model))}
     for target, offered in libraries.items():
         needed = [library for library in offered if used.intersection(library.domains)]
         check_libraries(needed, f"target {target}")
@@ -246,7 +246,7 @@ def _zipmaps(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
 
 def explain_non_tensors(path: Path) -> str:
     """Return which inputs and outputs cannot become tensors; empty if none."""
-    model = read_structure(path)
+    model = share_structure(path)
     graph, zipped = model.graph, _zipmaps(model)
     values = [*graph.input, *(value for value in graph.output if value.name not in zipped)]
     kinds = {value.name: value.type.WhichOneof("value") for value in values}
@@ -265,7 +265,7 @@ def list_user_model_notes(place: Path) -> list[str]:
     path = find_model_file(place)
     notes = [
         f"{name} is a sequence of maps (ZipMap), and becomes a matrix with a column for each key"
-        for name in sorted(_zipmaps(read_structure(path)))
+        for name in sorted(_zipmaps(share_structure(path)))
     ]
     if batch := read_model_info(path).fixed_batch:
         notes.append(f"it takes batches of {batch} only: each run has {batch} rows, and no other batch is tried")
@@ -276,7 +276,7 @@ def list_user_model_problems(place: Path, section: Export, targets: Iterable[Tar
     """List why a file cannot be used, and why targets refuse it."""
     path = find_model_file(place)
     model_info = read_model_info(path)
-    operators = find_custom_operators(read_structure(path))
+    operators = find_custom_operators(share_structure(path))
     converted = section.options.get(CONVERT) is True
     too_new = "" if converted else explain_newer_version(model_info, section)
     problems = [f"{too_new}. {suggest_versions(model_info)}"] if too_new else []

@@ -9,9 +9,11 @@ either library could be misled by it. The same model always gives the same bytes
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -42,6 +44,12 @@ EXTERNAL_LIMIT = 1 << 30
 PROTOBUF_LIMIT = (1 << 31) - 1
 """Bytes of the largest protobuf."""
 
+_SHARED_LIMIT = 1 << 26
+"""Bytes of the largest file whose structure is kept; reading a larger one takes a small part of running it."""
+
+_SETTLED_NS = 100_000_000
+"""Age of a change from which on another one has another time: file systems count it in ticks."""
+
 DEFAULT_DOMAINS = ("", "ai.onnx")
 
 _BESIDE = "Save the model with its weights in a file beside it."
@@ -57,7 +65,25 @@ def read_structure(path: Path) -> onnx.ModelProto:
         UserError: it is not ONNX, or too large to be.
         RefusedError: its external data is outside the permitted locations, see `resolve_external_files`.
     """
-    model = parse_model(path)
+    return _check_weights(parse_model(path), path)
+
+
+def share_structure(path: Path) -> onnx.ModelProto:
+    """Return what `read_structure` does, for callers that do not change it: an unchanged file is parsed once."""
+    found = path.stat() if path.is_file() else None
+    if found is None or found.st_size > _SHARED_LIMIT or time.time_ns() - found.st_ctime_ns < _SETTLED_NS:
+        return read_structure(path)
+    changes = found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return _check_weights(_parse_unchanged(path.resolve(), changes), path)
+
+
+@functools.lru_cache(maxsize=4)
+def _parse_unchanged(path: Path, _changes: tuple[int, ...]) -> onnx.ModelProto:
+    return parse_model(path)
+
+
+def _check_weights(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
+    """Return the model. Raise as `read_structure` does, if its external data is not where it may be."""
     real = path.resolve()
     if any(file.resolve() == real for file in resolve_external_files(model, path.parent)):
         raise RefusedError("its external data refers to the model file itself", where=str(path), remedy=_BESIDE)

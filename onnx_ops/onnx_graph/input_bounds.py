@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onnx_ops.onnx_graph.files import collect_graph_constants, iterate_graphs, read_structure
+from onnx_ops.onnx_graph.files import collect_graph_constants, iterate_graphs, share_structure
 
 if TYPE_CHECKING:
     import onnx
@@ -80,7 +80,7 @@ def read_input_bounds(path: Path) -> dict[str, InputBounds]:
 
     An input that is transformed before it becomes an index has none.
     """
-    model = read_structure(path)
+    model = share_structure(path)
     stored: dict[str, onnx.TensorProto] = {}
     users: dict[str, list[tuple[onnx.NodeProto, int]]] = defaultdict(list)
     for graph in iterate_graphs(model):
@@ -174,14 +174,16 @@ def _infer_shapes(model: onnx.ModelProto) -> dict[str, list[int | str]]:
 
     Free dimensions of inputs get names, which the inference passes on.
     """
-    from onnx import shape_inference
+    import onnx
 
-    for value in model.graph.input:
+    named = onnx.ModelProto()
+    named.CopyFrom(model)
+    for value in named.graph.input:
         for axis, size in enumerate(value.type.tensor_type.shape.dim):
             if not size.HasField("dim_value") and not size.dim_param:
                 size.dim_param = f"{value.name}[{axis}]"  # as `list_named_axes` calls it
     try:
-        graph = shape_inference.infer_shapes(model).graph
+        graph = onnx.shape_inference.infer_shapes(named).graph
     except Exception:  # it raises various types; a wrong shape is not a problem of the bounds
         return {}
     return {

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.onnx_graph.files import collect_constants, get_opset, read_model, read_structure, write_model
+from onnx_ops.onnx_graph.files import (
+    collect_constants,
+    get_opset,
+    read_model,
+    read_structure,
+    share_structure,
+    write_model,
+)
 
 if TYPE_CHECKING:
     import onnx
@@ -39,7 +46,7 @@ class ComputedValue:
 def list_computed_values(path: Path) -> tuple[ComputedValue, ...]:
     """List the values that nodes of the main graph compute, in topological order."""
     values = []
-    for node in read_structure(path).graph.node:
+    for node in share_structure(path).graph.node:
         modules = _QUOTED.findall({p.key: p.value for p in node.metadata_props}.get(NAME_SCOPES, ""))
         scope = modules[-2] if len(modules) > 1 else ""
         values += [

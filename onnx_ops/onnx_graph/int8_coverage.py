@@ -22,6 +22,7 @@ from onnx_ops.onnx_graph.files import (
     map_readers,
     read_model,
     read_structure,
+    share_structure,
 )
 from onnx_ops.onnx_graph.model_summary import RECURRENT
 from onnx_ops.onnx_graph.saturation import find_saturating_weights
@@ -133,7 +134,7 @@ def measure_int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str]
 def _list_names(source: Path) -> dict[str, str]:
     """Return the name of each node by its name and by its outputs; that of a node without one is its first output."""
     names: dict[str, str] = {}
-    for node in iterate_nodes(read_structure(source)):
+    for node in iterate_nodes(share_structure(source)):
         called = node.name or node.output[0]
         names |= dict.fromkeys((called, *node.output), called)
     return names

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 
 from onnx_ops.domain.artifact import ModelInfo, TensorSpec
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.files import get_element_type, iterate_nodes, read_structure, resolve_external_files
+from onnx_ops.onnx_graph.files import (
+    get_element_type,
+    iterate_nodes,
+    read_structure,
+    resolve_external_files,
+    share_structure,
+)
 
 if TYPE_CHECKING:
     import onnx
@@ -19,7 +25,7 @@ if TYPE_CHECKING:
 
 def read_model_info(path: Path) -> ModelInfo:
     """Read versions, inputs, outputs and size, without loading weights."""
-    model = read_structure(path)
+    model = share_structure(path)
     constants = {tensor.name for tensor in model.graph.initializer}
     return ModelInfo(
         ir_version=model.ir_version,
@@ -94,7 +100,7 @@ def write_lineage(path: Path, properties: Mapping[str, str]) -> None:
 
 def read_lineage(path: Path) -> dict[str, str]:
     """Return all properties of a model file."""
-    return {prop.key: prop.value for prop in read_structure(path).metadata_props}
+    return {prop.key: prop.value for prop in share_structure(path).metadata_props}
 
 
 def write_copy(path: Path, output: Path, values: Mapping[str, str]) -> None:

@@ -17,7 +17,7 @@ from onnx_ops.onnx_graph.files import (
     get_element_type,
     get_opset,
     iterate_nodes,
-    read_structure,
+    share_structure,
 )
 from onnx_ops.onnx_graph.int8_coverage import INT8_OPERATORS, quantizes_activations
 from onnx_ops.onnx_graph.ort_format import is_ort_format
@@ -65,7 +65,7 @@ class CandidateKind:
 
 def read_candidate_kind(baseline: Path, candidate: Path) -> CandidateKind:
     """Return the kind of the candidate from both files."""
-    before, after = read_structure(baseline), read_structure(candidate)
+    before, after = share_structure(baseline), share_structure(candidate)
     kind = CandidateKind(baseline=_read_kind(before), candidate=_read_kind(after), changes=("the same file",))
     if digest_file(baseline) == digest_file(candidate):
         return kind

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from onnx_ops.errors import MeasurementError
-from onnx_ops.onnx_graph.files import collect_constants, get_opset, map_readers, read_model, read_structure
+from onnx_ops.onnx_graph.files import collect_constants, get_opset, map_readers, read_model, share_structure
 
 if TYPE_CHECKING:
     import onnx
@@ -238,7 +238,7 @@ def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
 
 def find_folded_values(path: Path) -> dict[str, str]:
     """Return the output of each ReLU or Clip by its input, if only it reads that: a range can replace it."""
-    graph = read_structure(path).graph
+    graph = share_structure(path).graph
     outputs = {value.name for value in graph.output}
     return {
         name: nodes[0].output[0]
@@ -249,7 +249,7 @@ def find_folded_values(path: Path) -> dict[str, str]:
 
 def find_bounded_values(path: Path) -> frozenset[str]:
     """Return the outputs of functions with a fixed range, such as Softmax, which quantizers use for any rows."""
-    return frozenset(node.output[0] for node in read_structure(path).graph.node if node.op_type in _BOUNDED)
+    return frozenset(node.output[0] for node in share_structure(path).graph.node if node.op_type in _BOUNDED)
 
 
 def read_levels(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> tuple[float, float, float] | None:

@@ -16,7 +16,7 @@ from onnx_ops.onnx_graph.files import (
     iterate_graphs,
     iterate_nodes,
     read_model,
-    read_structure,
+    share_structure,
     write_model,
 )
 
@@ -172,7 +172,7 @@ def read_boundary_types(model: Path) -> dict[str, int]:
 
     bfloat16, which NumPy lacks, is reported as float32.
     """
-    ends = _ends(read_structure(model))
+    ends = _ends(share_structure(model))
     types = {value.name: value.type.tensor_type.elem_type for value in ends}
     return {name: _FLOAT if kind == _BFLOAT else kind for name, kind in types.items()}
 
@@ -185,7 +185,7 @@ def write_with_boundary_casts(model: Path, wanted: Mapping[str, int], path: Path
     Returns:
         A description of the casts; empty, and nothing is written, where no float input differs.
     """
-    structure = read_structure(model)
+    structure = share_structure(model)
     types = {value.name: value.type.tensor_type.elem_type for value in _ends(structure)}
     types = {
         name: kind

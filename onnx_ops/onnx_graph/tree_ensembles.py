@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.files import collect_constants, iterate_nodes, read_model, read_structure
+from onnx_ops.onnx_graph.files import collect_constants, iterate_nodes, read_model, share_structure
 from onnx_ops.ports import Tree
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class _Growing:
 
 def has_trees(path: Path) -> bool:
     """Return whether a file holds a tree ensemble; raises as `read_structure` does."""
-    return any(node.op_type in ENSEMBLES for node in iterate_nodes(read_structure(path)))
+    return any(node.op_type in ENSEMBLES for node in iterate_nodes(share_structure(path)))
 
 
 def read_trees(path: Path) -> tuple[Tree, ...]:

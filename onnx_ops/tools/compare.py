@@ -31,7 +31,7 @@ from onnx_ops.onnx_graph.compatibility import (
     find_custom_operators,
     is_unsafe_without_rows,
 )
-from onnx_ops.onnx_graph.files import read_structure
+from onnx_ops.onnx_graph.files import share_structure
 from onnx_ops.onnx_graph.input_bounds import read_input_bounds
 from onnx_ops.onnx_graph.ort_format import is_ort_format
 from onnx_ops.onnx_graph.tree_ensembles import build_split_probes, has_trees, read_trees
@@ -190,7 +190,7 @@ def _require_operators(model: Path, place: Target, target: Target) -> None:
         UserError: the target lacks operators of the model.
     """
     require_versions(model, place)
-    if reason := explain_missing_operators(find_custom_operators(read_structure(model)), target):
+    if reason := explain_missing_operators(find_custom_operators(share_structure(model)), target):
         raise UserError(reason, where=model.name, remedy="Give the target its library of them: custom_ops.")
 
 

@@ -115,9 +115,9 @@ def test_scaffold_from_a_wheel_writes_the_files_of_a_checkout(tmp_path: Path) ->
         archive.extractall(tmp_path / "site")
     for template in PROJECTS:
         from_checkout = scaffold(tmp_path / "checkout" / template, "fraud", template)
-        call = f"from onnx_ops.app.scaffold import scaffold; print(*scaffold(Path('{template}'), 'fraud', '{template}'))"
+        call = f"print(*scaffold(Path('{template}'), 'fraud', '{template}'))"
         done = subprocess.run(
-            [sys.executable, "-c", f"from pathlib import Path; {call}"],
+            [sys.executable, "-c", f"from pathlib import Path; from onnx_ops.app.scaffold import scaffold; {call}"],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
             capture_output=True,

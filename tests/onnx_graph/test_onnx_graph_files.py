@@ -19,14 +19,38 @@ from onnx_ops.domain.artifact import TensorSpec, digest_file
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFoundError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.onnx_graph import files
-from onnx_ops.onnx_graph.compatibility import check_model, explain_version_limits
-from onnx_ops.onnx_graph.files import list_shape_nodes, read_model, read_structure, resolve_external_files, write_model
-from onnx_ops.onnx_graph.instrumentation import write_with_outputs
+from onnx_ops.onnx_graph.compatibility import (
+    check_model,
+    explain_incompatibility,
+    explain_non_tensors,
+    explain_version_limits,
+    is_unsafe_without_rows,
+    list_user_model_notes,
+)
+from onnx_ops.onnx_graph.files import (
+    list_shape_nodes,
+    read_model,
+    read_structure,
+    resolve_external_files,
+    share_structure,
+    write_model,
+)
+from onnx_ops.onnx_graph.input_bounds import read_input_bounds
+from onnx_ops.onnx_graph.instrumentation import list_computed_values, write_with_outputs
 from onnx_ops.onnx_graph.model_info import count_operators, read_lineage, read_model_info, write_lineage
-from onnx_ops.onnx_graph.rewrites import flatten_biases, renumber_names, restore_metadata
+from onnx_ops.onnx_graph.model_kind import read_candidate_kind
+from onnx_ops.onnx_graph.quantized_activations import find_bounded_values, find_folded_values
+from onnx_ops.onnx_graph.rewrites import (
+    flatten_biases,
+    read_boundary_types,
+    renumber_names,
+    restore_metadata,
+    write_with_boundary_casts,
+)
+from onnx_ops.onnx_graph.tree_ensembles import has_trees
 from onnx_ops.testing.models import CLASSES, FEATURES, write_perceptron
 from tests.support.external import write_external
-from tests.support.graphs import parse_graph
+from tests.support.graphs import parse_graph, write_graph
 
 
 def test_a_file_says_what_it_is(perceptron: Path) -> None:
@@ -67,6 +91,62 @@ def test_weights_outside_the_folder_are_refused(tmp_path: Path, location: str) -
             read(path)
     with pytest.raises(RefusedError, match="outside its folder"):
         write_with_outputs(path, ["y"], path.with_name("copy.onnx"))
+
+
+def test_share_structure_after_a_change_parses_the_file_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_SETTLED_NS", 0)
+    path = tmp_path / "model.onnx"
+    write_external(path, "weights.bin")
+    first = share_structure(path)
+    assert share_structure(path) is first
+    write_lineage(path, {"seed": "7"})
+    assert {prop.key: prop.value for prop in share_structure(path).metadata_props} == {"seed": "7"}
+    (tmp_path / "weights.bin").unlink()
+    with pytest.raises(NotFoundError, match=r"weights\.bin"):
+        share_structure(path)
+
+
+def test_share_structure_of_a_file_just_written_parses_it_each_time(perceptron: Path) -> None:
+    write_lineage(perceptron, {"seed": "7"})  # a second change might have the same time
+    assert share_structure(perceptron) is not share_structure(perceptron)
+
+
+SHARING: tuple[Callable[[Path], object], ...] = (
+    explain_non_tensors,
+    find_bounded_values,
+    find_folded_values,
+    has_trees,
+    is_unsafe_without_rows,
+    list_computed_values,
+    list_user_model_notes,
+    read_boundary_types,
+    read_input_bounds,
+    read_lineage,
+    read_model_info,
+    lambda path: count_operators(share_structure(path)),
+    lambda path: explain_incompatibility(path, Target(name="cpu", providers=())),
+    lambda path: list_shape_nodes(share_structure(path)),
+    lambda path: read_candidate_kind(path, path),
+    lambda path: write_with_boundary_casts(path, {"x": onnx.TensorProto.FLOAT16}, path.with_name("cast.onnx")),
+)
+
+
+@pytest.mark.parametrize("read", SHARING)
+def test_a_shared_structure_stays_as_it_was_parsed(
+    read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_SETTLED_NS", 0)
+    path = write_graph(
+        tmp_path / "model.onnx",
+        "(float[?, 4] x, int64[?] i) => (float[?, 4] y)"
+        "{ r = Relu(x) t = Abs(table) e = Gather(t, i) s = Shape(x) f = Expand(r, s) y = Add(f, e) }",
+        table=np.ones((3, 4), dtype=np.float32),
+    )
+    shared = share_structure(path)
+    before = shared.SerializeToString(deterministic=True)
+    read(path)
+    assert share_structure(path) is shared
+    assert shared.SerializeToString(deterministic=True) == before
 
 
 def test_missing_files_are_told_apart_from_wrong_ones(tmp_path: Path) -> None:

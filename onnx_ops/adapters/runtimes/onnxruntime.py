@@ -20,7 +20,7 @@ from onnx_ops.adapters.runtimes.ort_format import write_package
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError
-from onnx_ops.onnx_graph.files import list_shape_nodes, read_structure
+from onnx_ops.onnx_graph.files import list_shape_nodes, share_structure
 from onnx_ops.onnx_graph.ort_format import is_ort_format
 from onnx_ops.ports import Runtime
 from onnx_ops.ports.data import Array, Tensors
@@ -56,7 +56,7 @@ class OnnxRuntime(Runtime):
         """Build a session and report its providers and which nodes they run."""
         ort = importlib.import_module("onnxruntime")
         session = build_session(model, target, record_assignment=True)
-        of_shapes = frozenset[str]() if is_ort_format(model) else list_shape_nodes(read_structure(model))
+        of_shapes = frozenset[str]() if is_ort_format(model) else list_shape_nodes(share_structure(model))
         nodes: Counter[str] = Counter()
         shape_nodes: Counter[str] = Counter()
         for part in session.get_provider_graph_assignment_info():

@@ -46,7 +46,7 @@ from onnx_ops.measure.scoring import (
 from onnx_ops.measure.speed import measure_scheduling, measure_speed
 from onnx_ops.measure.timing import build_feed
 from onnx_ops.measure.user_functions import importable, load_function
-from onnx_ops.onnx_graph.files import read_structure
+from onnx_ops.onnx_graph.files import share_structure
 from onnx_ops.onnx_graph.model_info import count_operators, read_model_info
 from onnx_ops.pipeline.stages.champion import Champion, read_champion
 from onnx_ops.pipeline.stages.score import check_compatibility, read_shards
@@ -143,7 +143,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
             scored_on=scored_on,
             sampled=sampled if sampled.used < sampled.total else None,
             opsets=read_model_info(candidate).opsets,
-            operators=count_operators(read_structure(candidate)),
+            operators=count_operators(share_structure(candidate)),
             comparisons=speed.comparisons,
             latency=speed.latency,
             throughput=speed.throughput,
