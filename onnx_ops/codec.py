@@ -68,6 +68,8 @@ def from_json(value: object, kind: TypeForm[T], *, where: str = "") -> T:
     """
     if is_dataclass(kind) and not isinstance(value, dict):  # cattrs takes [] for an object without keys
         raise CorruptStateError(f"not a {getattr(kind, '__name__', kind)}", where=where, why="it is not a JSON object")
+    if get_origin(kind) is tuple and not isinstance(value, list | tuple):  # cattrs takes the keys of an object
+        raise CorruptStateError(f"not a {kind}", where=where, why="it is not a JSON array")
     try:
         return _converter().structure(value, cast("type[T]", kind))
     except (BaseValidationError, ValueError, TypeError, KeyError, AttributeError) as error:

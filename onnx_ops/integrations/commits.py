@@ -1,9 +1,10 @@
-"""The effect of a commit on the models of a repository, judged here and reported by each CI service's step."""
+"""The effect of a commit on the models of a repository, judged here and reported by the steps of a CI service."""
 
 from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -25,14 +26,17 @@ from onnx_ops.app.results import (
 from onnx_ops.config.settings import Settings
 from onnx_ops.domain.decision import Verdict, combine_verdicts
 from onnx_ops.domain.pipeline import Pipeline, StageKind
-from onnx_ops.errors import InfrastructureError, OnnxOpsError, RefusedError, UserError
+from onnx_ops.errors import CorruptStateError, InfrastructureError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.measure.paired_rows import compare_rows
 from onnx_ops.reporting.comparison import base_comparisons, champion_comparisons, variant_rows
 from onnx_ops.reporting.description import made_by
 from onnx_ops.reporting.html import release_report
-from onnx_ops.reporting.pull_request import Checked, title
+from onnx_ops.reporting.pull_request import Checked, find_contradiction, title
 
 RESULTS = "results.json"
+
+_LARGEST = 16 << 20
+"""Bytes of results; a pipeline has some thousand per variant and target."""
 
 _COMMIT = re.compile(r"[0-9a-f]{7,64}")
 
@@ -183,9 +187,28 @@ def _local(place: str) -> Path | None:
             return None
 
 
-def results(folder: Path) -> tuple[Checked, ...]:
-    """Return the results of `judge_change`; raise UserError if it has not run."""
+def read_results(folder: Path) -> tuple[Checked, ...]:
+    """Read the results of `judge_change`, which code of a pull request may have written in its place.
+
+    Raises:
+        UserError: there are none.
+        CorruptStateError: they are no plain file, too large, not of their schema, or contradict themselves.
+    """
+    where = str(folder / RESULTS)
     try:
-        return codec.loads((folder / RESULTS).read_bytes(), tuple[Checked, ...])
+        file = os.open(folder / RESULTS, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError as error:
         raise UserError("there are no results", where=str(folder), remedy="The step `run` comes first.") from error
+    except OSError as error:  # of a symbolic link
+        raise CorruptStateError("not a plain file", where=where, why=error.strerror or str(error)) from error
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise CorruptStateError("not a plain file", where=where)
+    with os.fdopen(file, "rb") as stream:
+        data = stream.read(_LARGEST + 1)
+    if len(data) > _LARGEST:
+        raise CorruptStateError(f"larger than {_LARGEST >> 20} MiB", where=where)
+    checked = codec.loads(data, tuple[Checked, ...], where=where)
+    if wrong := next(filter(None, map(find_contradiction, checked)), ""):
+        raise CorruptStateError("the results contradict themselves", where=where, why=wrong)
+    return checked

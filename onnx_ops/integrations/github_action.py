@@ -1,8 +1,9 @@
 """The GitHub action: run the pipelines that a commit affects, and report the outcome on the commit.
 
-Two steps, so that the reports can be uploaded in between: `run` leaves its results and reports in a folder, `publish`
-writes the job summary, one comment on the pull request, and a check whose conclusion is the verdict. Names in the
-event (branches, titles, people) are data and never reach a shell.
+Two steps in two jobs. `run` runs code of the repository without a token, and leaves its results and reports in a
+folder. `publish` runs none of it: it reads the results as data, and writes the job summary, one comment on the pull
+request, and a check whose conclusion is the verdict. Commit and pull request are those of its own event, never those
+that the results name. Names in the event (branches, titles, people) are data and never reach a shell.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from onnx_ops.app.context import open_project, resolve_commit
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
-from onnx_ops.integrations.commits import judge_change, parse_commit, results
+from onnx_ops.integrations.commits import judge_change, parse_commit, read_results
 from onnx_ops.reporting.formatting import markdown
 from onnx_ops.reporting.pull_request import overall, page, title
 
@@ -67,17 +69,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, required=True, help="where results and reports lie")
     parser.add_argument("--since", default="", help="the commit before; that of the event if left out")
     parser.add_argument("--figures", type=Path, help="folder with the measurements of earlier commits")
-    parser.add_argument("--reports", default="", help="address of the uploaded reports")
     options = parser.parse_args(arguments)
     try:
         event = read_event(os.environ)
         if options.step == "run":
             return run(event, options.folder, since=options.since, figures=options.figures)
-        return publish(event, options.folder, os.environ, reports=options.reports)
+        return publish(event, options.folder, os.environ)
     except OnnxOpsError as error:
         _print_line(f"::error title=onnx-ops::{_command_data(str(error))}")
-        quoted = "\n".join(f"> {markdown(line)}  " for line in str(error).splitlines())
-        _append(os.environ, "GITHUB_STEP_SUMMARY", f"## onnx-ops: the commit could not be judged\n\n{quoted}\n")
+        _append(os.environ, "GITHUB_STEP_SUMMARY", _describe_failure(error))
         return error.exit_code
 
 
@@ -107,8 +107,14 @@ def run(event: Event, folder: Path, *, since: str = "", figures: Path | None = N
     root = open_project().settings.root
     # A force push leaves a commit that the checkout does not have, and a first push has none before it.
     base = since or next((name for name in (event.base, "HEAD~1") if name and resolve_commit(root, name)), "")
-    for line in judge_change(folder, base, event.until, hosted=is_hosted(os.environ), figures=figures):
-        _print_line(line)
+    # What code of the repository prints is no command of the runner; it does not know the word that ends this.
+    word = secrets.token_hex(16)
+    _print_line(f"::stop-commands::{word}")
+    try:
+        for line in judge_change(folder, base, event.until, hosted=is_hosted(os.environ), figures=figures):
+            _print_line(line)
+    finally:
+        _print_line(f"::{word}::")
     return 0
 
 
@@ -119,33 +125,65 @@ def is_hosted(environ: Mapping[str, str]) -> bool | None:
     return environ.get("RUNNER_ENVIRONMENT") != "self-hosted"
 
 
-def publish(event: Event, folder: Path, environ: Mapping[str, str], *, reports: str = "") -> int:
-    """Write summary, comment and check. The summary lists the parts that GitHub does not permit this run to write."""
-    checked = results(folder)
-    text = page(checked, commit=event.commit, reports=reports)
-    verdict, notes = overall(checked), []
+def publish(event: Event, folder: Path, environ: Mapping[str, str]) -> int:
+    """Write summary, comment and check. The summary lists the parts that GitHub does not permit this run to write.
+
+    Results that are missing or wrong are published as a commit that could not be judged: a required check must not wait
+    for a job that failed.
+    """
+    verdict: Verdict | None = Verdict.ERROR
+    try:
+        checked = read_results(folder)
+    except OnnxOpsError as error:
+        _print_line(f"::error title=onnx-ops::{_command_data(str(error))}")
+        heading, text = "the commit could not be judged", _describe_failure(error)
+    else:
+        verdict, heading = overall(checked), title(checked)
+        reports, unreviewed = get_run_address(environ), event.pull_request is not None
+        text = page(checked, commit=event.commit, reports=reports, unreviewed=unreviewed)
+    notes = _write_to_github(event, environ, verdict, heading, text)
+    _append(environ, "GITHUB_STEP_SUMMARY", "\n\n".join([text, *notes]))
+    for note in notes:
+        _print_line(f"::warning title=onnx-ops::{_command_data(note)}")
+    _print_line(_command_data(heading))
+    _append(environ, "GITHUB_OUTPUT", f"verdict={'none' if verdict is None else verdict.value}\n")
+    return 1 if verdict in (Verdict.FAIL, Verdict.ERROR) else 0
+
+
+def _write_to_github(
+    event: Event, environ: Mapping[str, str], verdict: Verdict | None, heading: str, text: str
+) -> list[str]:
+    """Write check and comment; return a note on each that could not be written."""
+    notes = []
     check = {
         "name": CHECK,
         "head_sha": event.commit,
         "status": "completed",
         "conclusion": _CONCLUSIONS[verdict],
-        "output": {"title": title(checked), "summary": text},
+        "output": {"title": heading, "summary": text},
     }
     for what in ("check",) if event.pull_request is None else ("check", "comment"):
         try:
             repository = _open_repository(environ)
             if event.pull_request is not None and what == "comment":
-                _write_comment(repository, event.pull_request, text, wanted=bool(checked))
+                _write_comment(repository, event.pull_request, text, wanted=verdict is not None)
             else:
                 repository.request("POST", "check-runs", check)
         except (RefusedError, ServiceUnavailableError, UserError) as error:  # a fork's token can only read
             notes.append(f"The {what} could not be written: {error}")
-    _append(environ, "GITHUB_STEP_SUMMARY", "\n\n".join([text, *notes]))
-    for note in notes:
-        _print_line(f"::warning title=onnx-ops::{_command_data(note)}")
-    _print_line(title(checked))
-    _append(environ, "GITHUB_OUTPUT", f"verdict={'none' if verdict is None else verdict.value}\n")
-    return 1 if verdict in (Verdict.FAIL, Verdict.ERROR) else 0
+    return notes
+
+
+def get_run_address(environ: Mapping[str, str]) -> str:
+    """Return the address of the workflow's run, which lists the reports; empty if it is unknown."""
+    server, run = environ.get("GITHUB_SERVER_URL", ""), environ.get("GITHUB_RUN_ID", "")
+    repository = environ.get("GITHUB_REPOSITORY", "")
+    return f"{server}/{repository}/actions/runs/{run}#artifacts" if server and repository and run else ""
+
+
+def _describe_failure(error: OnnxOpsError) -> str:
+    quoted = "\n".join(f"> {markdown(line)}  " for line in str(error).splitlines())
+    return f"## onnx-ops: the commit could not be judged\n\n{quoted}\n"
 
 
 def _write_comment(repository: GitHubRepository, number: int, text: str, *, wanted: bool) -> None:
@@ -177,7 +215,9 @@ def _append(environ: Mapping[str, str], variable: str, text: str) -> None:
 
 
 def _print_line(line: str) -> None:
+    """Print at once: what child processes print must not come before."""
     sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def _command_data(text: str) -> str:

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from onnx_ops.domain.decision import GateResult
+from onnx_ops.domain.printable import show_controls
 
 NOTHING = "–"
 
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _ESCAPES = str.maketrans(
-    {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;", "\n": " ", "\r": " "}
-    | {sign: f"\\{sign}" for sign in "\\|`*_[]"}
+    {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;", "\n": " "} | {sign: f"\\{sign}" for sign in "\\|`*_[]"}
 )
 _SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
@@ -101,7 +101,7 @@ def number(value: float) -> str:
 
 def markdown(text: str) -> str:
     """Return text that Markdown and HTML render literally, and that mentions no user."""
-    return text.translate(_ESCAPES)
+    return show_controls(text).translate(_ESCAPES)
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -14,6 +14,13 @@ from onnx_ops.reporting.formatting import NOTHING, format_figure, markdown, mark
 LIMIT = 60_000
 """Characters; GitHub accepts 65,536 in a comment, and as many in a check."""
 
+_LONGEST = 300
+"""Characters of author and time."""
+
+_UNREVIEWED = (
+    "Reported by this pull request's own code, in a job without credentials. It is judged again when it is merged."
+)
+
 SIGNS = {Verdict.PASS: "✅", Verdict.INCONCLUSIVE: "⚪", Verdict.ERROR: "⚠️", Verdict.FAIL: "❌"}
 _VARIANT_HEADS = ("variant", "target", "verdict", "task metrics", "median latency", "size")
 _RESULT_HEADS = ("variant", "target", "gate", "limit", "figure", "verdict", "reason")
@@ -46,6 +53,19 @@ def overall(checked: Sequence[Checked]) -> Verdict | None:
     return combine_verdicts(one.verdict for one in checked) if checked else None
 
 
+def find_contradiction(one: Checked) -> str:
+    """Return why a pipeline's verdict is better than its own choices and decisions; empty if it is not."""
+    worst = combine_verdicts(choice.verdict for choice in one.choices) if one.choices else one.verdict
+    if one.verdict.rank < worst.rank or (one.verdict is Verdict.PASS and not one.choices):
+        return f"{one.file} is called {one.verdict.value}, and its choices are not"
+    decided = {(decision.variant, decision.target): decision.verdict for decision in one.decisions}
+    for choice in one.choices:
+        verdict = decided.get((choice.variant or "", choice.target), Verdict.INCONCLUSIVE)
+        if choice.verdict is Verdict.PASS and verdict is not Verdict.PASS:
+            return f"{one.file} chooses {choice.variant or 'nothing'} for {choice.target}, which its gates did not pass"
+    return ""
+
+
 def title(checked: Sequence[Checked]) -> str:
     """Return one line that counts pipelines that passed, failed, were inconclusive or could not be measured."""
     if not checked:
@@ -60,15 +80,17 @@ def title(checked: Sequence[Checked]) -> str:
     return ", ".join(f"{count} {words[verdict]}" for verdict, count in counts.items() if count)
 
 
-def page(checked: Sequence[Checked], *, commit: str, reports: str = "") -> str:
+def page(checked: Sequence[Checked], *, commit: str, reports: str = "", unreviewed: bool = False) -> str:
     """Return Markdown on the pipelines that a commit affects, the worst first, never longer than `LIMIT`.
 
-    `reports` is the address of the whole reports; empty if there is none.
+    `reports` is the address of the whole reports; empty if there is none. Results of `unreviewed` code are marked.
     """
-    made = next((one.made_by for one in checked if one.made_by), f"commit {commit[:12]}")
+    made = next((one.made_by for one in checked if one.made_by), f"commit {commit[:12]}")[:_LONGEST]
     head = f"## onnx-ops: {title(checked)}\n\n{markdown(made)}"
     if reports:
         head += f" · [whole reports, with plots]({reports})"
+    if unreviewed and checked:
+        head += f"\n\n<sub>{_UNREVIEWED}</sub>"
     parts, room = [head], LIMIT - len(head) - 200
     for one in sorted(checked, key=lambda one: -one.verdict.rank):
         part = _describe_pipeline(one)

@@ -75,6 +75,7 @@ def _runs(condition: str, event: str) -> bool:
     """What the jobs' conditions say of an event."""
     known = {
         "": True,
+        "${{ !cancelled() }}": True,
         "github.event_name == 'pull_request'": event == "pull_request",
         "github.event_name != 'pull_request'": event != "pull_request",
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,10 +16,10 @@ from typing import Any
 import psutil
 import yaml
 
-FOREIGN = {"actions/checkout", "actions/setup-python", "actions/cache/restore", "actions/cache/save"}
-"""Actions whose work is done before a job begins, or makes no difference here: the checkout lies there, `python` is on
-the path, and the first job of a repository finds an empty cache."""
-UPLOAD = "actions/upload-artifact"
+FOREIGN = {"actions/setup-python", "actions/cache/restore", "actions/cache/save"}
+"""Actions whose work is done before a job begins, or makes no difference here: `python` is on the path, and the first
+job of a repository finds an empty cache."""
+CHECKOUT, UPLOAD, DOWNLOAD = "actions/checkout", "actions/upload-artifact", "actions/download-artifact"
 _TOKEN = re.compile(r"'[^']*'|[a-z]+(?:\.[\w-]+)+|&&|\|\||[=!]=|\s+")
 _PYTHON = {"&&": "and", "||": "or", "==": "==", "!=": "!="}
 
@@ -40,9 +41,15 @@ class Done:
 
 @dataclass
 class Runner:
-    """The machine of a job: `contexts` is what expressions read, `environ` what steps inherit."""
+    """The machine of a job: `contexts` is what expressions read, `environ` what steps inherit.
 
+    `origin` is the repository; `checkout` the workspace, with the commit of the event unless a job checks out another;
+    `artifacts` holds what the jobs of a run leave.
+    """
+
+    origin: Path
     checkout: Path
+    artifacts: Path
     temp: Path
     contexts: dict[str, Any]
     environ: dict[str, str]
@@ -55,8 +62,10 @@ class Runner:
 
     def run_job(self, workflow: str, job: str) -> int:
         """Run a job until a step fails; return that step's code, else 0."""
-        document = load(self.checkout / ".github" / "workflows" / workflow)["jobs"][job]
-        assert not document.get("if") or self.value(str(document["if"])), f"{job} does not run for this event"
+        document = load(self.origin / ".github" / "workflows" / workflow)["jobs"][job]
+        condition = str(document.get("if", "")).removeprefix("${{").removesuffix("}}").strip()
+        wanted = condition in ("", "!cancelled()") or self.value(condition)
+        assert wanted, f"{job} does not run for this event"
         self.temp.mkdir(parents=True, exist_ok=True)
         (self.temp / "summary").unlink(missing_ok=True)
         environ = {**self._texts(document.get("env", {})), "RUNNER_TRACKING_ID": str(self.temp)}
@@ -107,9 +116,8 @@ class Runner:
             name = str(step.get("uses", "")).partition("@")[0]
             if name.startswith("./"):
                 code = self._run_action(name, own, self._texts(step.get("with", {}), contexts))
-            elif name == UPLOAD:
-                assert any(Path(self.text(step["with"]["path"], contexts)).iterdir())
-                contexts["steps"][step["id"]] = {"outputs": {"artifact-url": "https://example.org/reports"}}
+            elif name in (CHECKOUT, UPLOAD, DOWNLOAD):
+                self._move_files(name, self._texts(step["with"], contexts), optional="continue-on-error" in step)
                 continue
             elif name:
                 assert name in FOREIGN, f"{name} is beyond this runner"
@@ -120,6 +128,22 @@ class Runner:
             if code:
                 return code
         return 0
+
+    def _move_files(self, action: str, given: Mapping[str, str], *, optional: bool) -> None:
+        """Do what the actions of checkouts and artifacts do; the commit of the event is there before a job begins."""
+        if action == CHECKOUT and "path" in given:
+            assert given["persist-credentials"] == "False"
+            folder = str(self.checkout / given["path"])
+            subprocess.run(["git", "clone", "--quiet", str(self.origin), folder], check=True)
+            subprocess.run(["git", "-C", folder, "checkout", "--quiet", given["ref"]], check=True)
+        elif action == UPLOAD:
+            assert any(Path(given["path"]).iterdir())
+            shutil.copytree(given["path"], self.artifacts / given["name"], symlinks=True)
+        elif action == DOWNLOAD:
+            found = self.artifacts / given["name"]
+            assert optional or found.exists()
+            if found.exists():
+                shutil.copytree(found, given["path"], symlinks=True)
 
     def _run_action(self, name: str, environ: Mapping[str, str], given: Mapping[str, str]) -> int:
         action = load(self.checkout / name / "action.yml")
@@ -136,7 +160,7 @@ class Runner:
         options = ["--noprofile", "--norc", "-eo", "pipefail"] if step.get("shell") == "bash" else ["-e"]
         done = subprocess.run(
             ["bash", *options, "-c", step["run"]],
-            cwd=self.checkout,
+            cwd=self.checkout / self.text(step.get("working-directory", "")),
             env={
                 **self.environ,
                 **environ,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -18,7 +19,8 @@ import yaml
 
 from onnx_ops import codec
 from onnx_ops.app.affected import changed_since
-from onnx_ops.domain.decision import Verdict
+from onnx_ops.domain.decision import Decision, GateResult, Verdict
+from onnx_ops.domain.release import Choice
 from onnx_ops.errors import UserError
 from onnx_ops.integrations.commits import RESULTS
 from onnx_ops.integrations.github_action import MARK, main, read_event
@@ -99,12 +101,12 @@ class Runner:
         head, base = {"sha": self.commit()}, {"sha": os.environ["GITHUB_SHA"]}
         self.event({"pull_request": {"number": 7, "head": head, "base": base}})
 
-    def step(self, name: str, *arguments: str) -> int:
-        return main([name, "--folder", str(self.root.parent / "out"), *arguments])
+    def step(self, name: str) -> int:
+        return main([name, "--folder", str(self.root.parent / "out")])
 
-    def judge(self, *arguments: str) -> tuple[int, int]:
+    def judge(self) -> tuple[int, int]:
         """Exit codes of both steps."""
-        return self.step("run"), self.step("publish", *arguments)
+        return self.step("run"), self.step("publish")
 
     def results(self) -> tuple[Checked, ...]:
         return codec.loads((self.root.parent / "out" / RESULTS).read_bytes(), tuple[Checked, ...])
@@ -144,7 +146,7 @@ def runner(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 def test_code_that_a_pipeline_reaches_is_judged_and_told_once(runner: Runner) -> None:
     runner.propose({"code/rounds.py": "ROUNDS = 300\n"})
-    assert runner.judge("--reports", "https://example.org/r") == (0, 0)
+    assert runner.judge() == (0, 0)
     (check,) = runner.github.checks
     assert (check["conclusion"], check["output"]["title"]) == ("success", "1 passed")
     assert (runner.root.parent / "out" / "iris.html").read_text(encoding="utf-8").startswith("<!doctype html>")
@@ -275,23 +277,113 @@ def test_a_folder_without_history_is_told_as_that(tmp_path: Path, runner: Runner
         changed_since(runner.root, "nope")
 
 
+def test_run_prints_what_code_prints_where_the_runner_takes_no_commands(
+    runner: Runner, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runner.propose({"code/rounds.py": "ROUNDS = 300\nprint('::add-path::/tmp/evil')\n"})
+    assert runner.step("run") == 0
+    first, *lines, last = capfd.readouterr().out.splitlines()
+    word = first.removeprefix("::stop-commands::")
+    assert re.fullmatch("[0-9a-f]{32}", word)
+    assert last == f"::{word}::"
+    assert lines
+    assert word not in "".join(lines)
+
+
 def test_results_that_are_missing_are_said(runner: Runner, capsys: pytest.CaptureFixture[str]) -> None:
     runner.event({"before": "0" * 40})
-    assert runner.step("publish") == 2
+    assert runner.step("publish") == 1
     assert "::error title=onnx-ops::" in capsys.readouterr().out
     assert "could not be judged" in runner.summary()
+    assert [check["conclusion"] for check in runner.github.checks] == ["action_required"]
+
+
+def _passed(**changes: Any) -> dict[str, Any]:
+    """The JSON of one pipeline whose only variant passed."""
+    result = GateResult(gate="size", metric="size", limit="≤ 1 MB", verdict=Verdict.PASS, reason="small")
+    decision = Decision(variant="fp32", target="cpu-1t", results=(result,))
+    choice = Choice(target="cpu-1t", variant="fp32", verdict=Verdict.PASS, reason="the only one")
+    one = Checked(file="p.yaml", because=(), verdict=Verdict.PASS, choices=(choice,), decisions=(decision,))
+    return {**codec.to_json(one), **changes}
+
+
+FORGED: dict[str, bytes] = {
+    "empty": b"",
+    "another type": b"{}",
+    "an unknown key": json.dumps([_passed(check="success")]).encode(),
+    "deep": b"[" * 100_000,
+    "deep in a value": b'[{"choices": ' + b"[" * 50_000 + b"]" * 50_000 + b"}]",
+    "too large": b" " * (16 << 20) + b"[]",
+    "a number of a million digits": b"[" + b"9" * 1_000_000 + b"]",
+    "not UTF-8": b'["\xff"]',
+    "not a number": json.dumps([_passed(decisions=[{"latency_ratio": float("nan")}])]).encode(),
+    "an unknown verdict": json.dumps([_passed(verdict="passed")]).encode(),
+    "a pass without a choice": json.dumps([_passed(choices=[])]).encode(),
+    "a pass without a decision": json.dumps([_passed(decisions=[])]).encode(),
+    "a pass of another variant": json.dumps(
+        [_passed(decisions=[{**_passed()["decisions"][0], "variant": "int8"}])]
+    ).encode(),
+    "a pass beside a choice that failed": json.dumps(
+        [_passed(choices=[{**_passed()["choices"][0], "verdict": "fail"}])]
+    ).encode(),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_publish_of_results_that_are_not_ours_says_that_the_commit_could_not_be_judged(
+    runner: Runner, forged: str
+) -> None:
+    runner.propose({})
+    (runner.root.parent / "out").mkdir()
+    (runner.root.parent / "out" / RESULTS).write_bytes(FORGED[forged])
+    assert runner.step("publish") == 1
+    assert [check["conclusion"] for check in runner.github.checks] == ["action_required"]
+    assert len(runner.github.comments[0]["body"]) < 10_000
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe", "link in a loop"])
+def test_publish_of_a_result_that_is_no_plain_file_opens_nothing_else(runner: Runner, kind: str) -> None:
+    runner.propose({})
+    place, secret = runner.root.parent / "out" / RESULTS, runner.root.parent / "secret"
+    place.parent.mkdir()
+    secret.write_text(json.dumps([_passed()]))
+    match kind:
+        case "link":
+            place.symlink_to(secret)
+        case "folder":
+            place.mkdir()
+        case "pipe":
+            os.mkfifo(place)
+        case _:
+            place.symlink_to(place)
+    assert runner.step("publish") == 1
+    assert [check["conclusion"] for check in runner.github.checks] == ["action_required"]
+
+
+def test_publish_takes_commit_and_pull_request_from_its_own_event(runner: Runner) -> None:
+    runner.propose({})
+    head = json.loads(Path(os.environ["GITHUB_EVENT_PATH"]).read_text())["pull_request"]["head"]["sha"]
+    (runner.root.parent / "out").mkdir()
+    text = "](https://evil.example) <img src=x> @admin `${{ secrets.KEY }}` ::error::x\r\n::add-mask::y\x1b[2J"
+    forged = _passed(file=f"{text}.yaml", made_by=text * 10_000, because=[text] * 50, error="", withheld=text * 20_000)
+    (runner.root.parent / "out" / RESULTS).write_bytes(json.dumps([forged]).encode())
+    assert runner.step("publish") == 0
+    (check,), (comment,) = runner.github.checks, runner.github.comments
+    assert check["head_sha"] == head
+    assert len(comment["body"]) < 65_536
+    assert "own code" in comment["body"]
+    assert not re.search(r"(?<!\\)\]\(https://evil|<img|@admin|(?<!\\)`|[\x1b\r]", comment["body"])
 
 
 def test_the_action_calls_this_script(runner: Runner, tmp_path: Path) -> None:
     """The composite action's own lines, run by the shell that it names."""
     action = yaml.safe_load((ROOT / ".github/actions/onnx-ops/action.yml").read_text(encoding="utf-8"))
-    steps = [step["run"] for step in action["runs"]["steps"] if "run" in step]
+    (step,) = [step["run"] for step in action["runs"]["steps"] if "run" in step]
     runner.event({"before": "0" * 40})
     runner.commit()
     folders = {"FOLDER": str(tmp_path / "out"), "FIGURES": str(tmp_path / "figures")}
-    environ = {**os.environ, **folders, "SINCE": "", "REPORTS": ""}
-    path = f"{Path(sys.executable).parent}:{environ['PATH']}"
-    for step in steps:
-        done = subprocess.run(["bash", "-ec", step], env={**environ, "PATH": path}, check=False)
-        assert done.returncode == 0
-    assert [check["conclusion"] for check in runner.github.checks] == ["skipped"]
+    environ = {**os.environ, **folders, "SINCE": "", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-ec", step], env=environ, check=False)
+    assert done.returncode == 0
+    assert (tmp_path / "out" / RESULTS).is_file()
+    assert not runner.github.checks

@@ -1,0 +1,33 @@
+"""No text of others is a command of a terminal, a runner or a browser."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnx_ops.domain.printable import disarm, show_controls
+
+
+@given(st.text())
+def test_show_controls_leaves_no_control_character(text: str) -> None:
+    shown = show_controls(text)
+    assert not [c for c in shown if unicodedata.category(c) == "Cc" and c not in "\t\n"]
+    assert not re.search("[\u2028-\u202e\u2066-\u2069]", shown)
+
+
+@given(st.text(st.sampled_from("::#[vso \n\r\tax\x1b\u2028")))
+def test_disarm_leaves_no_command(text: str) -> None:
+    shown = disarm(text)
+    assert "##[" not in shown
+    assert "##vso" not in shown
+    assert not any(line.lstrip().startswith("::") for line in shown.splitlines())
+    assert disarm(shown) == shown
+
+
+@pytest.mark.parametrize("text", ["plain", "Zürich ≤ 5 % 模型", "a::b", "## title", "tab\tline\nnext", "👩‍🔬"])
+def test_disarm_of_plain_text_is_the_text(text: str) -> None:
+    assert disarm(text) == text
