@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +192,34 @@ def test_containers_of_docker_have_no_rights_on_a_root_that_cannot_be_written() 
     assert closed["user"] == "10001:10001"
     assert closed["pids_limit"] > 0
     assert template("docker")["variables"]["properties"]["mem_limit"]["default"]
+
+
+def _list_images(value: object) -> list[str]:
+    if isinstance(value, dict):
+        own = [value["image"]] if isinstance(value.get("image"), str) else []
+        return own + [image for item in value.values() for image in _list_images(item)]
+    return [image for item in value for image in _list_images(item)] if isinstance(value, list) else []
+
+
+def test_every_image_is_named_by_its_digest() -> None:
+    compose = yaml.safe_load((INFRA / "compose" / "compose.yaml").read_text(encoding="utf-8"))
+    of_jobs = template("kubernetes")["variables"]["properties"]["image"]["default"]
+    images = {of_jobs, *_list_images(manifests()), *_list_images(compose)}
+    built_here = {image for image in images if image.startswith("${")}
+    by_tag = {image for image in images - built_here if not re.fullmatch(r"[^@]+@sha256:[0-9a-f]{64}", image)}
+    assert by_tag == {"prefecthq/prefect:3.8.8-python3.11-kubernetes"}
+
+
+def test_pods_reach_no_private_address_but_their_own_namespace() -> None:
+    rules = {one["metadata"]["name"]: one["spec"] for one in manifests() if one["kind"] == "NetworkPolicy"}
+    outside = rules["out"]
+    assert (outside["podSelector"], outside["policyTypes"]) == ({}, ["Egress"])
+    blocks = [to["ipBlock"] for rule in outside["egress"] for to in rule["to"] if "ipBlock" in to]
+    assert [block["cidr"] for block in blocks] == ["0.0.0.0/0"]
+    for address in ("169.254.169.254", "10.0.0.1", "172.20.0.1", "192.168.1.1", "100.100.100.200"):
+        assert any(ip_address(address) in ip_network(network) for network in blocks[0]["except"])
+    namespaces = [
+        to["namespaceSelector"] for rule in outside["egress"] for to in rule["to"] if "namespaceSelector" in to
+    ]
+    assert namespaces == [{"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}]
+    assert rules["api"]["podSelector"] == {"matchLabels": {"app.kubernetes.io/name": "worker"}}
