@@ -184,6 +184,13 @@ def _state(project: Project) -> Iterator[Diagnosis]:
     found = str(state) if state.exists() else f"{state} (created by the first run)"
     remedy = f"Make {parent} writable, or set ONNX_OPS_STATE."
     yield _finding("state folder", found, ok=os.access(parent, os.W_OK), remedy=remedy)
+    if "://" in project.settings.ledger:  # whether a service accepts writes is known by a write alone
+        return
+    ledger = Path(project.settings.ledger)
+    for folder in (ledger, *sorted(ledger.glob("*/"))) if ledger.is_dir() else ():
+        if not os.access(folder, os.W_OK):
+            remedy = "Make it writable, or see `onnx-ops docs runbooks/ledger-read-only`."
+            yield _finding("ledger", f"{folder} cannot be written", ok=False, remedy=remedy)
 
 
 @_named("keys")

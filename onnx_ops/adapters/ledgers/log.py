@@ -37,7 +37,7 @@ from onnx_ops.domain.ledger import (
     fold,
 )
 from onnx_ops.domain.ledger_authority import explain_grant
-from onnx_ops.errors import CorruptStateError, LedgerConflictError, OnnxOpsError
+from onnx_ops.errors import CorruptStateError, LedgerConflictError, OnnxOpsError, StorageError
 from onnx_ops.ports import Ledger
 
 _log = logging.getLogger(__name__)
@@ -153,7 +153,12 @@ class ObjectLedger(Ledger):
         entry, signed = chained.entry, encode(chained)
         name = format_name(entry.endpoint, entry.sequence)
         signatures = self._keys.sign(signed, grant, f"ledger {name}", before.keys)
-        if not self._objects.create(name, encode(chained, signatures)):
+        try:
+            is_created = self._objects.create(name, encode(chained, signatures))
+        except StorageError as error:
+            remedy = f"{error.remedy} To roll back meanwhile, see `onnx-ops docs runbooks/ledger-read-only`."
+            raise StorageError(error.what, where=f"ledger {name}", why=error.why, remedy=remedy) from error
+        if not is_created:
             raise _build_conflict(entry)
         self._set_head(entry.endpoint, Head(apply_entry(before, entry), digest_bytes(signed)))
         return bool(signatures)
