@@ -33,6 +33,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from onnx_ops.printable import show
+
 
 class OnnxOpsError(Exception):
     """Base class of all errors that onnx-ops raises on purpose.
@@ -58,7 +60,7 @@ class OnnxOpsError(Exception):
         if self.why:
             text += f" ({self.why})"
         end = "" if text.endswith((".", "?", "!")) else "."
-        return f"{text}{end} {self.remedy}" if self.remedy else text
+        return show(f"{text}{end} {self.remedy}" if self.remedy else text)
 
     def without_place(self) -> str:
         """Return the text without `where`."""
@@ -98,7 +100,7 @@ class Problem:
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}:{self.column}: " if self.line else f"{self.file}: "
-        return f"{place}{self.path}: {self.message}" if self.path else f"{place}{self.message}"
+        return show(f"{place}{self.path}: {self.message}" if self.path else f"{place}{self.message}")
 
 
 class ConfigError(UserError):

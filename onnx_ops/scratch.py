@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import shutil
+import stat
 import tempfile
 import threading
 import time
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-from onnx_ops.errors import StorageError
+from onnx_ops.errors import CorruptStateError, StorageError
 
 PREFIX = "onnx-ops-scratch-"
 TEMPORARY = ".tmp-"
@@ -137,6 +138,30 @@ def write_durably(path: Path, data: bytes, mode: int = PRIVATE) -> None:
     """Replace a file atomically, even in case of a power failure. An OSError leaves the old content."""
     with durable_file(path, mode) as temporary:
         temporary.write_bytes(data)
+
+
+def read_plain_file(path: Path, *, most: int) -> bytes:
+    """Return the content of a plain file that others may have written.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CorruptStateError: it is a link, a folder, a pipe or a device, or larger than `most` bytes.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
+    except OSError as error:  # of a symbolic link
+        raise CorruptStateError("not a plain file", where=str(path), why=error.strerror or str(error)) from error
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, handle)
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise CorruptStateError("not a plain file", where=str(path))
+        with os.fdopen(handle, "rb", closefd=False) as stream:
+            data = stream.read(most + 1)
+    if len(data) > most:
+        raise CorruptStateError(f"larger than {most >> 20} MiB", where=str(path))
+    return data
 
 
 def create_file(path: Path, data: bytes, mode: int = PRIVATE) -> bool:

@@ -22,7 +22,7 @@ Every key of `configs/pipelines/*.yaml`. This page is generated from the schema 
 `onnx-ops check` validates it. The examples are taken from tested files.
 
 Percentages, times and sizes have units: `5%`, `5 ms`, `24h`, `2 MB`. Paths and names may contain `${env:NAME}`, which
-is replaced by the environment variable.
+is replaced by the environment variable, if the [settings](../settings.md#what-a-pipeline-file-may-reach) allow it.
 """
 TARGET_HEAD = """# The target file
 

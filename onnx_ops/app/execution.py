@@ -28,6 +28,7 @@ from onnx_ops.pipeline.stage_settings import get_pool
 from onnx_ops.pipeline.stages import execute
 from onnx_ops.pipeline.stages.champion import attach_champion
 from onnx_ops.ports import Context, Observer, Pools
+from onnx_ops.printable import show
 from onnx_ops.scratch import Durations, Scratch, hold_lock
 
 
@@ -199,7 +200,7 @@ class StageOutput:
             self._written += len(output)
         lines = output.decode("utf-8", errors="replace").replace("\r", "\n").split("\n")
         if line := next((line.strip() for line in reversed(lines) if line.strip()), ""):
-            self._observer.printed(self._stage, line, self.file)
+            self._observer.printed(self._stage, show(line), self.file)
 
     @property
     def place(self) -> str:

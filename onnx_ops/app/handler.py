@@ -95,7 +95,7 @@ class StageHandler:
             return next(vacant, "")
         if stage.kind not in RELEASE:
             return ""
-        registration, choice, _ = _read_choice(self.context, stage, inputs)
+        registration, choice, _ = read_choice(self.context, stage, inputs)
         if choice.variant is None:
             return f"no variant of {registration.model} passed on {choice.target}: {choice.reason}"
         # A bound endpoint gets its settings and policy even if nothing is promoted.
@@ -111,7 +111,7 @@ class StageHandler:
         timed = self.durations.measure(stage.id) if stage.kind in RELEASE else contextlib.nullcontext()
         with self.releasing if released else contextlib.nullcontext(), timed:
             if stage.kind is StageKind.PROMOTE:
-                registration, choice, version = _read_choice(context, stage, inputs)
+                registration, choice, version = read_choice(context, stage, inputs)
                 settings: Mapping[str, Any] = stage.settings
                 done = promote_release(
                     context,
@@ -159,27 +159,18 @@ class StageHandler:
         return {"modules": modules, "files": dict(code.files), "packages": packages}
 
     def _needs_new_comparison(self, stage: Stage, manifest: Manifest) -> bool:
-        """Return whether a release that would be promoted was compared with another champion than that of now.
-
-        A release that was promoted before is not compared again: it serves, or is left.
-        """
+        """Return whether a release that would be promoted was compared with another champion than that of now."""
         settings: Mapping[str, Any] = stage.settings
         if not stage.hints.get("promotes") or not settings["model"]:
             return False
+        evidence = codec.loads(self.context.store.read(manifest["evidence.json"]), Evidence)
         try:
-            states = list_sibling_states(self.context, settings["model"], str(stage.target))
+            return not was_compared(self.context, settings["model"], evidence)
         except InfrastructureError:  # one variant must not lose its measurement by that; the promotion meets it again
             return False
-        serving = {state.roles.stable.manifest for state in states if state.roles.stable is not None}
-        if not serving:
-            return False
-        evidence = codec.loads(self.context.store.read(manifest["evidence.json"]), Evidence)
-        present = (d for s in states for d in (*s.known.values(), s.roles.stable, s.roles.candidate) if d is not None)
-        compared = None if evidence.champion is None else evidence.champion.manifest
-        return compared not in serving and evidence.release not in {d.release for d in present}
 
     def _is_released(self, stage: Stage, inputs: Mapping[str, Manifest]) -> bool:
-        registration, choice, version = _read_choice(self.context, stage, inputs)
+        registration, choice, version = read_choice(self.context, stage, inputs)
         state_of = self.context.ledger.state
         settings: Mapping[str, Any] = stage.settings
         if stage.kind is StageKind.DEPLOY:
@@ -191,6 +182,27 @@ class StageHandler:
             return all(_serves(state_of(name), version) for name in settings["endpoints"])
         aliases = state_of(format_stream_name(registration.model, choice.target)).aliases
         return aliases.get(format_alias("champion", choice.target)) == version
+
+
+def was_compared(context: Context, model: str, evidence: Evidence) -> bool:
+    """Return whether a release was compared with what serves its target now, or needs no comparison.
+
+    A release that was promoted at an endpoint before is not compared again: it serves, or is left. Without an endpoint,
+    the champion of the registry counts.
+
+    Raises:
+        InfrastructureError: the ledger or the registry does not answer.
+    """
+    compared = None if evidence.champion is None else evidence.champion.manifest
+    if states := list_sibling_states(context, model, evidence.target):
+        serving = {state.roles.stable.manifest for state in states if state.roles.stable is not None}
+        present = (d for s in states for d in (*s.known.values(), s.roles.stable, s.roles.candidate) if d is not None)
+        return not serving or compared in serving or evidence.release in {d.release for d in present}
+    version = context.registry().aliases(model).get(format_alias("champion", evidence.target))
+    if version is None:
+        return True
+    champion = next((one for one in context.registry().versions(model) if one.version == version), None)
+    return champion is None or champion.release == evidence.release or champion.manifest == compared
 
 
 def _is_current(context: Context, registration: Registration) -> bool:
@@ -212,7 +224,7 @@ def _is_current(context: Context, registration: Registration) -> bool:
     )
 
 
-def _read_choice(context: Context, stage: Stage, inputs: Mapping[str, Manifest]) -> tuple[Registration, Choice, str]:
+def read_choice(context: Context, stage: Stage, inputs: Mapping[str, Manifest]) -> tuple[Registration, Choice, str]:
     """Return the registration, the choice for the stage's target, and its version; empty if none was chosen."""
     registration = codec.loads(context.store.read(inputs["register"]["registration.json"]), Registration)
     choice = next(c for c in registration.choices if c.target == stage.target)

@@ -22,6 +22,7 @@ from onnx_ops.domain.pipeline import FileData, PluginData
 from onnx_ops.domain.quantization import find_type_conflict
 from onnx_ops.domain.table_cells import find_values_in_header
 from onnx_ops.errors import MissingPackageError, OnnxOpsError
+from onnx_ops.pipeline.probe import is_remote
 from onnx_ops.pipeline.stages.data import build_dataset, describe_text_cell, find_data_problems, get_source_name
 from onnx_ops.ports import Context, Dataset
 
@@ -113,7 +114,7 @@ class Preflight:
         for index, name in enumerate(draft.train.depends if draft.train else ()):
             if not (root / name).is_file():
                 yield Issue(("train", "depends", index), f"no file {name!r} below the project's root")
-        if draft.model and _is_path(draft.model) and not (root / draft.model).exists():
+        if draft.model and not is_remote(draft.model) and not (root / draft.model).exists():
             folder = (root / draft.model).parent
             beside = [path.name for path in folder.iterdir()] if folder.is_dir() else []
             hint = did_you_mean(Path(draft.model).name, beside) or "; the path is relative to the project's root"
@@ -154,7 +155,7 @@ class Preflight:
         from onnx_ops.onnx_graph.model_info import read_model_info
 
         export, place = self.draft.export, self.context.root / (self.draft.model or "")
-        is_file = self.draft.model and _is_path(self.draft.model) and place.exists()
+        is_file = self.draft.model and not is_remote(self.draft.model) and place.exists()
         if not is_file or export is None or export.framework != "onnx":
             return None, []
         try:
@@ -268,11 +269,6 @@ def _list_table_notes(section: DataSection, arrays: Mapping[str, Any], dataset: 
     for name, array in dataset.inputs.items():
         if cell := describe_text_cell(array):
             yield f"input {name} is text: {cell}"
-
-
-def _is_path(model: str) -> bool:
-    """Return whether `model:` is a path of the project."""
-    return "://" not in model and not model.startswith("models:/")
 
 
 def _build_zeros(model: ModelInfo, rows: int) -> Mapping[str, Any] | None:

@@ -16,24 +16,31 @@ from onnx_ops.errors import MissingPackageError, OnnxOpsError, UserError
 from onnx_ops.ports import Executor, Observer
 
 if TYPE_CHECKING:
+    from onnx_ops.app.hand_over import Evaluation
+    from onnx_ops.app.handler import StageHandler
     from onnx_ops.app.results import Summary
     from onnx_ops.config.document import Issue
     from onnx_ops.config.rules import Draft
     from onnx_ops.domain.pipeline import Deploy, Pipeline, Plan, Stage, StageKind
     from onnx_ops.domain.release import BaseRelease
     from onnx_ops.domain.target import Target
-    from onnx_ops.pipeline import RunResult
+    from onnx_ops.pipeline import Handler, RunResult
 
 
 @dataclass(frozen=True)
 class PreparedPipeline:
-    """A checked pipeline, its targets and its plan. `overridden`: values differ from the file's."""
+    """A checked pipeline, its targets and its plan.
+
+    `overridden`: values differ from the file's. `evaluation` holds the results of the stages before the gates if they
+    were run elsewhere.
+    """
 
     pipeline: Pipeline
     targets: Mapping[str, Target]
     plan: Plan
     notes: tuple[str, ...] = ()
     overridden: bool = False
+    evaluation: Evaluation | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,7 @@ def check(
         shared=project.settings.shared_targets,
         overrides=tuple(overrides),
         environ=os.environ,
+        reach=project.settings.reach,
     )
     return CheckedFile(pipeline=pipeline, notes=tuple(notes))
 
@@ -188,22 +196,74 @@ def describe_rollouts(project: Project, pipeline: Pipeline) -> list[str]:
 
 
 def prepare(
-    project: Project, file: Path, *, overrides: Sequence[str] = (), until: StageKind | None = None
+    project: Project,
+    file: Path,
+    *,
+    overrides: Sequence[str] = (),
+    until: StageKind | None = None,
+    offline: bool = False,
 ) -> PreparedPipeline:
-    """Check a file and plan it."""
+    """Check a file and plan it.
+
+    Args:
+        offline: only show the plan; a model at another place is not asked for, and counts as changed.
+    """
     from onnx_ops.pipeline import plan
-    from onnx_ops.pipeline.probe import ProjectProbe
+    from onnx_ops.pipeline.probe import OfflineProbe, ProjectProbe, is_remote
     from onnx_ops.pipeline.stage_settings import apply_default_pools
 
     checked = check(project, file, overrides)
     pipeline = checked.pipeline
     files = project.targets
     targets = {name: files.load(name) for name in pipeline.benchmark.targets}
-    planned = plan(pipeline, targets, ProjectProbe(project.context), until=until)
+    probe = OfflineProbe(project.context) if offline else ProjectProbe(project.context)
+    planned = plan(pipeline, targets, probe, until=until)
     planned = apply_default_pools(planned, project.settings.default_pools)
+    notes = checked.notes
+    if offline and pipeline.model and is_remote(pipeline.model):
+        notes += (f"a run asks whether {pipeline.model} has changed; here it counts as changed",)
+    return PreparedPipeline(pipeline=pipeline, targets=targets, plan=planned, notes=notes, overridden=bool(overrides))
+
+
+def prepare_release(
+    project: Project, file: Path, folder: Path, *, overrides: Sequence[str] = (), until: StageKind | None = None
+) -> PreparedPipeline:
+    """Plan the gates and the release of a pipeline that was evaluated elsewhere, from the folder that it left.
+
+    No code of the user is imported, and no data is read.
+
+    Raises:
+        ConfigError: the file has problems.
+        RefusedError: the evaluation is of another commit or file.
+    """
+    from onnx_ops.app.context import resolve_commit
+    from onnx_ops.app.hand_over import adopt, read_evaluation
+    from onnx_ops.pipeline import plan
+    from onnx_ops.pipeline.probe import ReleaseProbe
+
+    checked = check(project, file, overrides, static=True)
+    pipeline, store = checked.pipeline, project.context.store
+    evaluation = read_evaluation(folder, resolve_commit(project.settings.root, "HEAD"), store)
+    targets = {name: project.targets.load(name) for name in pipeline.benchmark.targets}
+    planned = plan(pipeline, targets, ReleaseProbe(project.context, signing=project.settings.signing), until=until)
     return PreparedPipeline(
-        pipeline=pipeline, targets=targets, plan=planned, notes=checked.notes, overridden=bool(overrides)
+        pipeline=pipeline,
+        targets=targets,
+        plan=adopt(evaluation, pipeline, planned, store),
+        notes=checked.notes,
+        overridden=bool(overrides),
+        evaluation=evaluation,
     )
+
+
+def write_evaluation(project: Project, prepared: PreparedPipeline, result: RunResult, folder: Path) -> None:
+    """Write the stages of a run before its gates, for `prepare_release` on another machine."""
+    from onnx_ops.app import hand_over
+    from onnx_ops.app.context import resolve_commit
+
+    settings = project.settings
+    commit, shared = resolve_commit(settings.root, "HEAD"), "://" in settings.store
+    hand_over.write_evaluation(folder, prepared.pipeline, result, commit, project.context.store, shared=shared)
 
 
 def require_packages(project: Project, plan: Plan) -> None:
@@ -290,7 +350,9 @@ def execute(
     from onnx_ops.pipeline.stages.register import BASE, PROVENANCE
     from onnx_ops.release.promote import abandon_dropped, require_no_orphans
 
-    require_packages(project, prepared.plan)
+    done = frozenset[str]() if prepared.evaluation is None else {stage.id for stage in prepared.evaluation.stages}
+    own = tuple(stage for stage in prepared.plan.stages if stage.id not in done)
+    require_packages(project, replace(prepared.plan, stages=own))
     _ignore_state(project)
     name, stages = prepared.plan.pipeline, prepared.plan.stages
     releases = any(stage.kind is StageKind.REGISTER for stage in stages)
@@ -309,11 +371,12 @@ def execute(
             for stage in stages
         )
         planned = replace(planned, stages=tuple(hinted))
-    if any(map(get_pool, planned.stages)):  # while the stages before them run here
+    if any(map(get_pool, own)):  # while the stages before them run here
         threading.Thread(target=project.running().pools.prepare, daemon=True).start()
+    handler = project.handler(actor, observer, abandon, no_cache, project.durations(name), planned)
     result = run(
         planned,
-        handler=project.handler(actor, observer, abandon, no_cache, project.durations(name), planned),
+        handler=_choose_handler(prepared, handler),
         executor=executor or InlineExecutor(),
         observer=observer or Observer(),
         clock=project.context.clock,
@@ -328,6 +391,15 @@ def execute(
         with suppress(OnnxOpsError, OSError):
             record_commit(project.settings.root, project.context.store, summary)
     return result
+
+
+def _choose_handler(prepared: PreparedPipeline, handler: StageHandler) -> Handler:
+    """Return the handler of a plan, whose stages before the gates may have been run elsewhere."""
+    if prepared.evaluation is None:
+        return handler
+    from onnx_ops.app.hand_over import ReleaseHandler
+
+    return ReleaseHandler(handler, prepared.evaluation)
 
 
 _WORST_FIRST = (2, 5, 1, 4, 3)

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 import json
+import os
 import re
 import sys
 import traceback
@@ -20,8 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
+from rich.segment import Segment
 from rich.text import Text
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
@@ -29,6 +31,7 @@ from onnx_ops import codec
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import ConfigError, InternalError, MissingPackageError, OnnxOpsError, UserError, quoted, suggest
 from onnx_ops.plugins import has_extra, imported, missing_package
+from onnx_ops.printable import disarm, show, show_json
 from onnx_ops.scratch import storage_errors
 
 if TYPE_CHECKING:
@@ -56,6 +59,9 @@ _GROUPS = ("drift", "keys", "rollout", "webhooks")
 _COLOURS = {Verdict.PASS: "green", Verdict.INCONCLUSIVE: "yellow", Verdict.ERROR: "magenta", Verdict.FAIL: "red"}
 _UNWRAPPED = 100_000
 """Columns that no line of output reaches."""
+_CI = ("GITHUB_ACTIONS", "TF_BUILD")
+"""Variables of CI services that carry out lines of the output."""
+
 _GAP = 2
 """Columns between the columns of a table."""
 
@@ -272,7 +278,7 @@ def print_errors(errors: Mapping[str, OnnxOpsError]) -> None:
 def print_json(document: Any) -> None:
     """Print one document on standard output."""
     output = sys.__stdout__ or sys.stdout
-    output.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    output.write(show_json(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)) + "\n")
 
 
 def print_result(document: Callable[[], Any], report: Callable[[], None] | str, *, as_json: bool) -> None:
@@ -332,17 +338,40 @@ def markup(template: str, *values: object) -> Markup:
     return Markup(template.format(*(value if isinstance(value, Markup) else escape(str(value)) for value in values)))
 
 
+class SafeConsole(Console):
+    """A console on which no text of others is a command: of the terminal, or of a CI service that reads the lines."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Yield the segments of a renderable, without control characters in their texts."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(show(segment.text), segment.style)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print as a console does; on a CI service, lines that its runner would carry out are broken."""
+        if self.is_terminal or not any(name in os.environ for name in _CI):
+            super().print(*objects, **options)
+            return
+        with self.capture() as written:
+            super().print(*objects, **options)
+        self.file.write(disarm(written.get()))
+
+
 def console() -> Console:
     """Return standard output; `_UNWRAPPED` columns where it is no terminal, as programs read whole lines."""
     coloured = True if collected_output.get() is not None else None
-    return Console(
+    return SafeConsole(
         width=None if sys.stdout.isatty() else _UNWRAPPED, force_terminal=coloured, highlight=False, emoji=False
     )
 
 
 def error_console() -> Console:
     """Return a console on standard error."""
-    return Console(stderr=True, width=None if sys.stderr.isatty() else _UNWRAPPED, highlight=False, emoji=False)
+    return SafeConsole(stderr=True, width=None if sys.stderr.isatty() else _UNWRAPPED, highlight=False, emoji=False)
+
+
+def print_line(text: str, *, err: bool = False) -> None:
+    """Print one line as it is, of any length."""
+    typer.echo(disarm(text), err=err)
 
 
 def verdict_markup(verdict: Verdict, *, advisory: bool = False, text: str = "") -> Markup:

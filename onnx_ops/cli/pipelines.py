@@ -64,6 +64,24 @@ Base = Annotated[
         show_default=False,
     ),
 ]
+HandOver = Annotated[
+    Path | None,
+    typer.Option(
+        "--hand-over",
+        metavar="FOLDER",
+        help="Write the results before the gates to a new folder, for --take-over in a job that holds the key.",
+        show_default=False,
+    ),
+]
+TakeOver = Annotated[
+    Path | None,
+    typer.Option(
+        "--take-over",
+        metavar="FOLDER",
+        help="Sign, register and deploy the results of --hand-over, without running any stage before the gates.",
+        show_default=False,
+    ),
+]
 Jobs = Annotated[
     int,
     typer.Option(
@@ -134,7 +152,7 @@ def plan(
     from onnx_ops.pipeline.stage_settings import get_pool
 
     project = open_project()
-    prepared = projects.prepare(project, file, overrides=overrides or (), until=until)
+    prepared = projects.prepare(project, file, overrides=overrides or (), until=until, offline=True)
     handler = replace(project.handler(), confirms=False)
     outcomes = preview(prepared.plan, handler=handler, no_cache=no_cache or ())
     last, rows = project.durations(prepared.plan.pipeline).last, []
@@ -154,6 +172,9 @@ def plan(
                 price=None if seconds is None or hourly is None else seconds / 3600 * hourly,
             )
         )
+    if not as_json:
+        for note in prepared.notes:
+            say(note, err=True)
     name, report = prepared.plan.pipeline, partial(plan_table, prepared.plan.pipeline, rows)
     print_result(lambda: {"pipeline": name, "stages": codec.to_json(rows)}, report, as_json=as_json)
 
@@ -167,6 +188,8 @@ def run(
     abandon: Abandon = "",
     details: Annotated[bool, typer.Option("--details", help="Print every gate result.")] = False,
     base: Base = "",
+    hand_over: HandOver = None,
+    take_over: TakeOver = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -175,18 +198,24 @@ def run(
     Stored results are reused. With --jobs, several pipelines, or the stages of one, run in parallel; a measurement has
     the machine to itself.
 
+    Training code can read what this command can, its key included. To keep the key from it, run twice, on two machines
+    or as two users: with --until gate and --hand-over without a key, then with --take-over.
+
     Exit code: 0 every target has a release, 1 a gate failed, 2 a file is wrong, 3 inconclusive, 4 the environment
     failed, 5 refused; of several files, the worst.
 
     Example: onnx-ops run configs/pipelines/digits-mlp.yaml --until gate
     """
     from onnx_ops.app import project as projects
+    from onnx_ops.app.hand_over import require_new_folder
     from onnx_ops.app.project import run_files
     from onnx_ops.cli.tables import comparison_report, summary_report
     from onnx_ops.reporting.comparison import ModelComparison, base_comparisons, champion_comparisons
 
     project = open_project()
     if len(files) > 1:
+        if hand_over or take_over:
+            raise UserError("--hand-over and --take-over are for one file", remedy="Run each file with its own folder.")
         results = run_files(
             project,
             files,
@@ -201,7 +230,14 @@ def run(
         with project.running().ended_on_error():
             code = _print_results(results, as_json=as_json)
         raise typer.Exit(code)
-    prepared = projects.prepare(project, files[0], overrides=overrides or (), until=until)
+    if hand_over is not None:
+        require_new_folder(hand_over)
+    if take_over is not None and no_cache:
+        raise UserError("--take-over runs no stage before the gates", where="--no-cache", remedy="Evaluate again.")
+    if take_over is None:
+        prepared = projects.prepare(project, files[0], overrides=overrides or (), until=until)
+    else:
+        prepared = projects.prepare_release(project, files[0], take_over, overrides=overrides or (), until=until)
     if not (as_json or quiet):
         for note in prepared.notes:
             say(note, err=True)
@@ -216,6 +252,8 @@ def run(
             project, prepared, no_cache=no_cache or (), observer=observer, abandon=abandon, jobs=jobs, base=against
         )
     summary = summarize(prepared.pipeline, result, project.context)
+    if hand_over is not None:
+        projects.write_evaluation(project, prepared, result, hand_over)
     evidence = tuple(evidence_of(summary, store).values()) if against is not None or not as_json else ()
     compared: tuple[ModelComparison, ...] = ()
     if against is not None:

@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from functools import partial
 from types import FrameType
 
-import typer
-
 from onnx_ops import codec
 from onnx_ops.app.context import Project
-from onnx_ops.cli.common import parse_duration
+from onnx_ops.cli.common import parse_duration, print_line
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.plugins import require
 from onnx_ops.release.journal import Journal, list_bound_endpoints
@@ -173,7 +171,7 @@ def _print_text(report: WatchEvent) -> None:
     )
     parts = (report.endpoint, "" if report.kind in plain else report.kind.value, report.did)
     text = "".join(f"{part}: " for part in parts if part) + report.why
-    typer.echo(f"{report.at} {text}", err=report.kind in wrong)
+    print_line(f"{report.at} {text}", err=report.kind in wrong)
 
 
 def _print_line(report: WatchEvent) -> None:

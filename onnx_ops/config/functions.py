@@ -39,7 +39,7 @@ def explain_missing_function(reference: str, root: Path) -> str | None:
     if match is None:
         return f"'{shorten(reference)}' is not of the form package.module:function"
     module, function = match.groups()
-    path = _source(module, root)
+    path = find_source(module, root)
     if path is None:
         hint = did_you_mean(module, list_siblings(module, root))
         return f"no module '{module}' in the project or on sys.path{hint}"
@@ -101,7 +101,7 @@ def find_missing_imports(reference: str, root: Path) -> list[tuple[str, str]]:
     pending, seen = [reference.partition(":")[0]], set[Path]()
     while pending:
         name = pending.pop()
-        path = _source(name, root)
+        path = find_source(name, root)
         if path is None or path in seen or not path.is_relative_to(root):
             continue
         if {"site-packages", "dist-packages"}.intersection(path.parts):  # an environment below the root
@@ -143,7 +143,7 @@ def _is_importable(module: str, root: Path) -> bool:
     if (root / first).is_dir() and not (root / f"{first}.py").is_file() and any((root / first).glob("*.py")):
         relative = root.joinpath(*module.split("."))
         return relative.is_dir() or relative.with_suffix(".py").is_file()
-    if _source(first, root) is not None or first in sys.builtin_module_names or first in sys.stdlib_module_names:
+    if find_source(first, root) is not None or first in sys.builtin_module_names or first in sys.stdlib_module_names:
         return True
     try:
         return first in sys.modules or importlib.util.find_spec(first) is not None
@@ -156,7 +156,7 @@ def _definition(
 ) -> tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef] | None:
     """Return where a function is defined, in the module named or in one that it is imported from."""
     module, _, function = reference.partition(":")
-    path = _source(module, root)
+    path = find_source(module, root)
     if path is None or not deep:
         return None
     try:
@@ -181,7 +181,8 @@ def _parsed(path: Path) -> ast.Module:
         return parse_python(stream.read(MAX_BYTES))
 
 
-def _source(module: str, root: Path) -> Path | None:
+def find_source(module: str, root: Path) -> Path | None:
+    """Return the source of a module of the project, or else of one on `sys.path`; None if there is none."""
     folders = (*list_source_folders(root), *map(Path, sys.path))
     files = (find_module_file(module, base) for base in folders)
     return next((file for file in files if file is not None), None)

@@ -15,8 +15,10 @@ from onnx_ops.config.project_rules import (
     check_other_files,
     check_plugins,
     check_project,
+    check_reach,
     load_targets,
 )
+from onnx_ops.config.reach import PROJECT_ONLY, Reach
 from onnx_ops.config.rollout_rules import ABILITIES, Capabilities, Unservable, check_providers, check_rollouts
 from onnx_ops.config.rules import Draft, build_draft, check_file
 from onnx_ops.config.substitution import read_document, substitute_parameters
@@ -48,6 +50,7 @@ def load_pipeline(
     root: Path,
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
+    reach: Reach = PROJECT_ONLY,
     shared: Path | None = None,
     plugins: Mapping[str, Sequence[str]] | None = None,
     settings: SettingsCheck = lambda *_: None,
@@ -66,6 +69,7 @@ def load_pipeline(
         root: The project's root; targets and user code are looked for below it.
         overrides: `path=value`, each value read as YAML, such as `train.with.epochs=3`.
         environ: What `${env:NAME}` refers to; the process's environment by default.
+        reach: What the file may name beyond the project.
         shared: Folder of targets that several projects share.
         plugins: Installed names by kind (`onnx_ops.plugins.KINDS`). With it, plugins and the endpoints of other
             pipeline files are checked, too; a kind that it does not have is not.
@@ -77,13 +81,15 @@ def load_pipeline(
         NotFoundError: There is no such file.
         ConfigError: The file, or the `params.yaml` that it refers to, has problems.
     """
-    document = read_document(path, overrides=overrides, environ=os.environ if environ is None else environ)
+    known = os.environ if environ is None else environ
+    document = read_document(path, overrides=overrides, environ=known, reach=reach)
     parameters = substitute_parameters(document, root)
     binding = bind_document(document, Pipeline)
     pipeline: Pipeline | None = binding.value
     draft, files = build_draft(document, binding), TargetFiles(root, shared)
     targets, target_problems = load_targets(draft, files)
-    issues = [*check_file(draft), *check_rollouts(draft), *check_project(draft, files, targets)]
+    beyond = list(check_reach(draft, targets, reach, root))
+    issues = [*check_file(draft), *check_rollouts(draft), *check_project(draft, files, targets), *beyond]
     if plugins is not None:
         issues += [
             *check_plugins(draft, targets, plugins),
@@ -92,7 +98,8 @@ def load_pipeline(
             *check_other_files(draft, path, root),
         ]
     problems = document.problems()
-    issues += preflight(draft, targets, None if problems or target_problems or issues else pipeline)
+    if not beyond:  # else it would read them
+        issues += preflight(draft, targets, None if problems or target_problems or issues else pipeline)
     for issue in issues:
         loc = document.written(issue.loc)
         # An issue that merely follows from a wrong value at the same place, or next to it, is not reported.

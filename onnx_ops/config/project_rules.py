@@ -12,13 +12,14 @@ from typing import Any
 
 from onnx_ops.config.binding import SettingsError
 from onnx_ops.config.document import Issue, Loc
-from onnx_ops.config.folders import find_pipelines
-from onnx_ops.config.functions import check_arguments, explain_missing_function
+from onnx_ops.config.folders import find_pipelines, list_source_folders
+from onnx_ops.config.functions import check_arguments, explain_missing_function, find_module_file, find_source
 from onnx_ops.config.messages import did_you_mean, quote_names
+from onnx_ops.config.reach import Reach
 from onnx_ops.config.rules import Draft
 from onnx_ops.config.targets import TargetFiles, profile_names
 from onnx_ops.config.yaml_reader import format_path, read_file
-from onnx_ops.domain.pipeline import TRANSLATIONS, PluginData
+from onnx_ops.domain.pipeline import TRANSLATIONS, FileData, PluginData
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.quantization import AUTO
 from onnx_ops.domain.target import Target
@@ -55,15 +56,54 @@ def check_project(draft: Draft, files: TargetFiles, targets: Mapping[str, Target
         if entry.target in targets and targets[entry.target].ort_format is not None:
             message = f"'{entry.target}' runs .ort files, but endpoints serve ONNX: take the file from the registry"
             yield Issue((*loc, "target"), message)
-    references: list[tuple[Loc, str]] = [((*loc, "use"), gate.use) for loc, gate in draft.metric_gates]
-    references.append((("train", "run"), draft.train.run if draft.train else ""))
-    references.append((("export", "options", TRANSLATIONS), draft.export.translations if draft.export else ""))
-    for loc, reference in references:
-        if reference and (problem := explain_missing_function(reference, files.root)):
+    for loc, reference in _list_functions(draft):
+        if problem := explain_missing_function(reference, files.root):
             yield Issue(loc, problem)
     if draft.train:
         for name, problem in check_arguments(draft.train.run, draft.train.with_, files.root):
             yield Issue(("train", "with", name) if name else ("train", "run"), problem, on_key=bool(name))
+
+
+_PLUGIN_PATHS = {"dvc": "repo"}
+"""Settings of shipped data sources that are paths, by source."""
+
+
+def check_reach(draft: Draft, targets: Mapping[str, Target], reach: Reach, root: Path) -> Iterator[Issue]:
+    """Yield files and functions that are neither in the project nor allowed by its settings."""
+    for loc, text in _list_paths(draft, targets):
+        if why := reach.explain_path(text, root):
+            yield Issue(loc, why)
+    for loc, reference in _list_functions(draft):
+        module = reference.partition(":")[0]
+        is_own = any(find_module_file(module, folder) for folder in list_source_folders(root))
+        if is_own or find_source(module, root) is None:  # another check reports a module that does not exist
+            continue
+        if why := reach.explain_package(module):
+            yield Issue(loc, why)
+
+
+def _list_paths(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple[Loc, str]]:
+    for name, section in draft.data.items():
+        if isinstance(section, FileData):
+            yield ("data", name, "file"), section.file
+        elif isinstance(section, PluginData) and (key := _PLUGIN_PATHS.get(section.use)) in section.with_:
+            yield ("data", name, "with", str(key)), str(section.with_[str(key)])
+    for at, name in enumerate(draft.train.depends if draft.train else ()):
+        yield ("train", "depends", at), name
+    if draft.model:
+        yield ("model",), draft.model
+    for at, name in enumerate(draft.targets):
+        for library in targets[name].custom_ops if name in targets else ():
+            yield ("benchmark", "targets", at), library.path
+
+
+def _list_functions(draft: Draft) -> Iterator[tuple[Loc, str]]:
+    """Yield `package.module:function` with its place."""
+    yield from (((*loc, "use"), gate.use) for loc, gate in draft.metric_gates if gate.use)
+    if draft.train and draft.train.run:
+        yield ("train", "run"), draft.train.run
+    if draft.export and draft.export.translations:
+        yield ("export", "options", TRANSLATIONS), draft.export.translations
 
 
 def _check_target_names(draft: Draft, files: TargetFiles) -> Iterator[Issue]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onnx_ops.config.binding import bind_settings
+from onnx_ops.config.reach import Reach
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.domain.quantities import Bytes
 from onnx_ops.errors import UserError
@@ -34,6 +35,9 @@ class FileSettings:
     trusted_keys: str = ""
     notify: str = ""
     pools: str = ""
+    allowed_variables: str = ""
+    allowed_paths: str = ""
+    allowed_packages: str = ""
     cache_size: Bytes = 50 * 10**9
 
 
@@ -52,6 +56,9 @@ class Settings:
         trusted_keys: Folder of public keys; the signer's own is always trusted where signing is on.
         notify: Notification targets, separated by commas: `webhook, github:owner/repository, prefect:TYPE/NAME`.
         pools: Work pools of stages that name none, by kind: `train=gpu, quantize=gpu`.
+        allowed_variables: Environment variables that `${env:NAME}` in pipeline files may read: `AWS_ROLE, BUCKET_*`.
+        allowed_paths: Folders and URLs outside the project that pipeline files may name: `/data, s3://bucket/models`.
+        allowed_packages: Packages outside the project that functions of pipeline files may be in.
         cache_size: Maximum size of the local cache of a remote store, unless more is in use.
     """
 
@@ -70,6 +77,9 @@ class Settings:
     trusted_keys: Path
     notify: str
     pools: str
+    allowed_variables: str
+    allowed_paths: str
+    allowed_packages: str
     cache_size: Bytes
 
     @property
@@ -79,9 +89,18 @@ class Settings:
         return {StageKind(kind.strip()): pool.strip() for kind, _, pool in entries}
 
     @property
+    def reach(self) -> Reach:
+        """What pipeline files may reach beyond the project."""
+        return Reach(
+            variables=split_list(self.allowed_variables),
+            paths=split_list(self.allowed_paths),
+            packages=split_list(self.allowed_packages),
+        )
+
+    @property
     def notifiers(self) -> tuple[str, ...]:
         """Names of the notification targets."""
-        return tuple(dict.fromkeys(part for part in map(str.strip, self.notify.split(",")) if part))
+        return split_list(self.notify)
 
     @property
     def endpoints(self) -> Path:
@@ -124,6 +143,11 @@ class Settings:
         return Path(self.targets) if self.targets else None
 
 
+def split_list(text: str) -> tuple[str, ...]:
+    """Return the distinct entries of a list with commas."""
+    return tuple(dict.fromkeys(part for part in map(str.strip, text.split(",")) if part))
+
+
 def find_root(start: Path) -> Path:
     """Return the nearest folder from `start` upwards with `onnx-ops.toml`, else with `configs/`, else `start`."""
     folders, markers = (start.resolve(), *start.resolve().parents), (FILE, "configs/targets")
@@ -161,6 +185,9 @@ def load_settings(start: Path | None = None, environ: Mapping[str, str] | None =
         trusted_keys=root / given.trusted_keys if given.trusted_keys else key.parent,
         notify=given.notify,
         pools=given.pools,
+        allowed_variables=given.allowed_variables,
+        allowed_paths=given.allowed_paths,
+        allowed_packages=given.allowed_packages,
         cache_size=given.cache_size,
     )
 

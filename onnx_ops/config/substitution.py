@@ -14,9 +14,11 @@ from typing import Any
 
 from onnx_ops.config.document import BROKEN, Document, Issue, Loc, Place, path_text
 from onnx_ops.config.messages import describe, did_you_mean, shorten
+from onnx_ops.config.reach import PROJECT_ONLY, Reach
 from onnx_ops.config.yaml_reader import read_file, read_text
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import ConfigError, NotFoundError, Problem
+from onnx_ops.printable import hide
 
 NEWEST_SCHEMA = 1
 """The newest version of the file formats that this release reads; a file without `schema` has version 1."""
@@ -42,10 +44,16 @@ _PARAMETER = re.compile(r"\$\{params:([^}]*)\}?")
 _PARAMETER_PATH = re.compile(r"\$\{params:([^{}]+)\}")
 
 
-def read_document(path: Path, *, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Document:
-    """Read a file and apply overrides and environment variables.
+def read_document(
+    path: Path,
+    *,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    reach: Reach = PROJECT_ONLY,
+) -> Document:
+    """Read a file and apply overrides and environment variables, whose values are hidden in every message from now on.
 
-    Without `environ` no variable is known, so every `${env:NAME}` is a problem.
+    Without `environ` no variable is known, so every `${env:NAME}` is a problem, as is one beyond the `reach`.
     """
     document = read_file(path)
     if document.value is None:
@@ -57,9 +65,11 @@ def read_document(path: Path, *, overrides: Sequence[str] = (), environ: Mapping
         message = f"this file needs a newer onnx-ops: it has schema {version}, this release reads up to {NEWEST_SCHEMA}"
         raise ConfigError((document.problem(Issue(("schema",), message)),))
     for loc, is_key, text in list(_texts_with(_ENVIRONMENT_MARK, document.value, ())):
-        if issue := next(_check_environment(loc, is_key, text, environ or {}), None):
+        if issue := next(_check_environment(loc, is_key, text, environ or {}, reach), None):
             document.issues.append(issue)
         else:
+            for name in _ENVIRONMENT_NAME.findall(text):
+                hide((environ or {})[name], f"${{env:{name}}}")
             document.at(loc[:-1])[loc[-1]] = _ENVIRONMENT_NAME.sub(lambda match: (environ or {})[match[1]], text)
     return document
 
@@ -142,7 +152,7 @@ def _texts_with(mark: str, value: Any, loc: Loc) -> Iterator[tuple[Loc, bool, st
         yield from _texts_with(mark, item, (*loc, part))
 
 
-def _check_environment(loc: Loc, is_key: bool, text: str, environ: Mapping[str, str]) -> Iterator[Issue]:
+def _check_environment(loc: Loc, is_key: bool, text: str, environ: Mapping[str, str], reach: Reach) -> Iterator[Issue]:
     keys = [part for part in loc if isinstance(part, str)]
     is_allowed = any(
         len(keys) == len(pattern) and all(want in ("*", key) for want, key in zip(pattern, keys, strict=True))
@@ -154,6 +164,8 @@ def _check_environment(loc: Loc, is_key: bool, text: str, environ: Mapping[str, 
     for match in _ENVIRONMENT.finditer(text):
         if not _ENVIRONMENT_NAME.fullmatch(match[0]):
             yield Issue(loc, f"'{shorten(match[0])}' is not of the form ${{env:NAME}}")
+        elif why := reach.explain_variable(match[1]):
+            yield Issue(loc, why)
         elif match[1] not in environ:
             yield Issue(loc, f"environment variable {match[1]} is not set")
 

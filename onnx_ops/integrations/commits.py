@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 from onnx_ops import codec
 from onnx_ops.app.affected import Affected, affected, changed_since
 from onnx_ops.app.context import Project, open_project
-from onnx_ops.app.project import execute, prepare
+from onnx_ops.app.project import PreparedPipeline, execute, prepare, prepare_release, write_evaluation
 from onnx_ops.app.results import (
     evidence_of,
     export_commit,
@@ -28,12 +28,16 @@ from onnx_ops.domain.decision import Verdict, combine_verdicts
 from onnx_ops.domain.pipeline import Pipeline, StageKind
 from onnx_ops.errors import CorruptStateError, InfrastructureError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.measure.paired_rows import compare_rows
+from onnx_ops.pipeline import RunResult
 from onnx_ops.reporting.comparison import base_comparisons, champion_comparisons, variant_rows
 from onnx_ops.reporting.description import made_by
 from onnx_ops.reporting.html import release_report
 from onnx_ops.reporting.pull_request import Checked, find_contradiction, title
+from onnx_ops.scratch import read_plain_file
 
 RESULTS = "results.json"
+
+Lines = Iterator[str]
 
 _LARGEST = 16 << 20
 """Bytes of results; a pipeline has some thousand per variant and target."""
@@ -51,59 +55,125 @@ def parse_commit(text: object, where: str, *, remedy: str = "") -> str:
     raise UserError(f"{str(text)[:80]!r} is not a commit", where=where, remedy=remedy)
 
 
-def judge_change(
-    folder: Path, base: str, until: StageKind | None, *, hosted: bool | None = None, figures: Path | None = None
-) -> Iterator[str]:
-    """Run every pipeline that the change since `base` affects; yield lines that report the outcome.
+def evaluate_change(folder: Path, base: str, *, hand_over: Path | None = None, figures: Path | None = None) -> Lines:
+    """Run every pipeline that the change since `base` affects up to its gates; yield lines that report the outcome.
 
     The results for the step that publishes them are in `folder` afterwards, with a report of each pipeline.
 
     Args:
         base: the commit before; empty where there is none, so that every file counts as changed.
-        hosted: whether the CI service hosts the machine, which then ends with the job; None outside a job.
-        figures: folder that shares the records of earlier commits between jobs without the project's store: a job that
-            stops early reads it, the others write it.
+        hand_over: folder for what `release_change` continues from.
+        figures: folder with the records of earlier commits, for comparisons without the project's store.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    project = open_project()
+    if figures is not None:
+        import_commits(project.settings.root, project.context.store, figures)
+    touched = affected(project, changed_since(project.settings.root, base))
+    yield from _report(folder, [evaluate(project, one, folder, base, hand_over) for one in touched])
+
+
+def release_change(
+    folder: Path, base: str, evaluated: Path, *, hosted: bool | None = None, figures: Path | None = None
+) -> Lines:
+    """Sign, register and deploy what `evaluate_change` has evaluated; yield lines that report the outcome.
+
+    No code of the pipelines runs. Which pipelines are affected is found again, not taken from the evaluation.
+
+    Args:
+        folder: as of `evaluate_change`.
+        evaluated: folder with the results of `evaluate_change`, and with what it handed over.
+        hosted: whether the CI service hosts the machine, which then ends with the job; None outside a job.
+        figures: folder that gets the records of this commit, for comparisons without the project's store.
+    """
     project = open_project()
     root, store = project.settings.root, project.context.store
-    if figures is not None and until is not None:
+    if figures is not None:
         import_commits(root, store, figures)
+    found = {one.file: one for one in read_results(evaluated)}
     touched = affected(project, changed_since(root, base))
-    checked = [judged(project, one, until, folder, base, hosted=hosted) for one in touched]
+    checked = [release(project, one, found.get(one.file), folder, base, evaluated, hosted=hosted) for one in touched]
+    yield from _report(folder, checked)
+    if figures is not None:
+        yield from _share_figures(project, sorted({one.pipeline for one in checked if one.pipeline}), figures)
+
+
+def _share_figures(project: Project, pipelines: Iterable[str], figures: Path) -> Lines:
+    """Export the records of this commit; yield a line for each pipeline whose record could not be."""
+    for name in pipelines:
+        try:
+            export_commit(project.settings.root, project.context.store, name, figures)
+        except (OnnxOpsError, OSError) as error:
+            yield f"  pull requests will not have the measurements of {name}: {error}"
+
+
+def _report(folder: Path, checked: Sequence[Checked]) -> Lines:
+    """Write results, and yield lines that report them."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / RESULTS).write_bytes(codec.dumps(checked))
-    if figures is not None and until is None:
-        for name in sorted({one.pipeline for one in checked if one.pipeline}):
-            try:
-                export_commit(root, store, name, figures)
-            except (OnnxOpsError, OSError) as error:
-                yield f"  pull requests will not have the measurements of {name}: {error}"
     for one in checked:
         yield f"{one.verdict.value.upper()} {one.file}"
         yield from (f"  {line}" for line in (*one.error.splitlines(), *one.withheld.splitlines()))
     yield title(checked)
 
 
-def judged(
-    project: Project, one: Affected, until: StageKind | None, folder: Path, since: str, *, hosted: bool | None = None
-) -> Checked:
-    """Run one pipeline as far as the event and the runner allow; write its report beside the results."""
+def evaluate(project: Project, one: Affected, folder: Path, since: str, hand_over: Path | None = None) -> Checked:
+    """Run one pipeline up to its gates; write its report beside the results."""
     if one.problem:
-        return Checked(file=one.file, because=one.because, verdict=Verdict.ERROR, error=one.problem)
-    withheld = ""
+        return _describe_error(one, one.problem)
     try:
-        prepared = prepare(project, project.settings.root / one.file, until=until)
-        if until is None and hosted is not None:
-            withheld = lost_with_job(project.settings, prepared.pipeline, hosted=hosted)
-        if withheld:
-            prepared = prepare(project, project.settings.root / one.file, until=StageKind.GATE)
-        root, name = project.settings.root, prepared.pipeline.pipeline
-        branch = read_base_branch(os.environ) or "the commit before"
-        base = find_base(root, project.context.store, name, since, branch) if since else None
-        result = execute(project, prepared, base=base)
-        summary = summarize(prepared.pipeline, result, project.context)
+        prepared = prepare(project, project.settings.root / one.file, until=StageKind.GATE)
+        checked, result = _execute(project, one, prepared, folder, since)
+        if hand_over is not None:
+            write_evaluation(project, prepared, result, hand_over / _name(one.file))
     except OnnxOpsError as error:
-        return Checked(file=one.file, because=one.because, verdict=Verdict.ERROR, error=str(error))
+        return _describe_error(one, str(error))
+    return checked
+
+
+def release(
+    project: Project,
+    one: Affected,
+    found: Checked | None,
+    folder: Path,
+    since: str,
+    evaluated: Path,
+    *,
+    hosted: bool | None = None,
+) -> Checked:
+    """Release one pipeline as far as the runner allows, if it was evaluated; write its report beside the results."""
+    place = evaluated / _name(one.file)
+    if one.problem or not place.is_dir():
+        return _describe_error(one, one.problem or (found.error if found else "") or "It was not evaluated.")
+    try:
+        release_of = partial(prepare_release, project, project.settings.root / one.file, place)
+        prepared = release_of()
+        withheld = "" if hosted is None else lost_with_job(project.settings, prepared.pipeline, hosted=hosted)
+        if withheld:
+            prepared = release_of(until=StageKind.GATE)
+        checked, _ = _execute(project, one, prepared, folder, since)
+    except OnnxOpsError as error:
+        return _describe_error(one, str(error))
+    return replace(checked, withheld=withheld)
+
+
+def _name(file: str) -> str:
+    """Return the name of a pipeline's report, and of the folder with its evaluation."""
+    return Path(file).stem
+
+
+def _describe_error(one: Affected, error: str) -> Checked:
+    return Checked(file=one.file, because=one.because, verdict=Verdict.ERROR, error=error)
+
+
+def _execute(
+    project: Project, one: Affected, prepared: PreparedPipeline, folder: Path, since: str
+) -> tuple[Checked, RunResult]:
+    """Run a plan, and write its report beside the results."""
+    root, name = project.settings.root, prepared.pipeline.pipeline
+    branch = read_base_branch(os.environ) or "the commit before"
+    base = find_base(root, project.context.store, name, since, branch) if since else None
+    result = execute(project, prepared, base=base)
+    summary = summarize(prepared.pipeline, result, project.context)
     evidence, pairs = evidence_of(summary, project.context.store), partial(compare_rows, project.context.store)
     measured, made = tuple(evidence.values()), read_provenance(root, project.context.clock.now(), os.environ)
     report = release_report(
@@ -117,12 +187,13 @@ def judged(
         base=base,
         pairs=pairs,
     )
-    (folder / f"{Path(one.file).stem}.html").write_text(report, encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{_name(one.file)}.html").write_text(report, encoding="utf-8")
     errors = [f"{stage}: {error}" for stage, error in result.errors.items()]
     verdicts = [choice.verdict for choice in summary.choices]
     if summary.exit_code in _FAILURES:
         verdicts.append(Verdict.ERROR)
-    return Checked(
+    checked = Checked(
         file=one.file,
         because=one.because,
         pipeline=summary.pipeline,
@@ -136,8 +207,8 @@ def judged(
         variants=variant_rows(summary.decisions, measured),
         made_by=made_by(made),
         error="\n".join(errors),
-        withheld=withheld,
     )
+    return checked, result
 
 
 def lost_with_job(settings: Settings, pipeline: Pipeline, *, hosted: bool) -> str:
@@ -188,7 +259,7 @@ def _local(place: str) -> Path | None:
 
 
 def read_results(folder: Path) -> tuple[Checked, ...]:
-    """Read the results of `judge_change`, which code of a pull request may have written in its place.
+    """Read the results of the other functions, which code of a pull request may have written in their place.
 
     Raises:
         UserError: there are none.
@@ -196,18 +267,9 @@ def read_results(folder: Path) -> tuple[Checked, ...]:
     """
     where = str(folder / RESULTS)
     try:
-        file = os.open(folder / RESULTS, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        data = read_plain_file(folder / RESULTS, most=_LARGEST)
     except FileNotFoundError as error:
         raise UserError("there are no results", where=str(folder), remedy="The step `run` comes first.") from error
-    except OSError as error:  # of a symbolic link
-        raise CorruptStateError("not a plain file", where=where, why=error.strerror or str(error)) from error
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise CorruptStateError("not a plain file", where=where)
-    with os.fdopen(file, "rb") as stream:
-        data = stream.read(_LARGEST + 1)
-    if len(data) > _LARGEST:
-        raise CorruptStateError(f"larger than {_LARGEST >> 20} MiB", where=where)
     checked = codec.loads(data, tuple[Checked, ...], where=where)
     if wrong := next(filter(None, map(find_contradiction, checked)), ""):
         raise CorruptStateError("the results contradict themselves", where=where, why=wrong)

@@ -1,9 +1,10 @@
 """The GitHub action: run the pipelines that a commit affects, and report the outcome on the commit.
 
-Two steps in two jobs. `run` runs code of the repository without a token, and leaves its results and reports in a
-folder. `publish` runs none of it: it reads the results as data, and writes the job summary, one comment on the pull
-request, and a check whose conclusion is the verdict. Commit and pull request are those of its own event, never those
-that the results name. Names in the event (branches, titles, people) are data and never reach a shell.
+Each step is a job of its own. `evaluate` runs code of the repository without a token and without a key, and leaves its
+results and reports in a folder. `release` and `publish` run none of it: they read that folder as data. `release` signs,
+registers and deploys. `publish` writes the job summary, one comment on the pull request, and a check whose conclusion
+is the verdict. Commit and pull request are those of its own event, never those that the results name. Names in the
+event (branches, titles, people) are data and never reach a shell.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from typing import Any
 from onnx_ops.adapters.github import REPOSITORY, GitHubRepository, validate_token
 from onnx_ops.app.context import open_project, resolve_commit
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
-from onnx_ops.integrations.commits import judge_change, parse_commit, read_results
+from onnx_ops.integrations.commits import evaluate_change, parse_commit, read_results, release_change
+from onnx_ops.printable import show
 from onnx_ops.reporting.formatting import markdown
 from onnx_ops.reporting.pull_request import overall, page, title
 
@@ -53,28 +54,24 @@ class Event:
     base: str
     pull_request: int | None
 
-    @property
-    def until(self) -> StageKind | None:
-        """The last stage of a pull request, its gates: only merged commits are registered."""
-        return None if self.pull_request is None else StageKind.GATE
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Execute a step and return its exit code.
 
-    `run` returns 0 unless it could not start; `publish` returns 1 for FAIL and ERROR.
+    `evaluate` and `release` return 0 unless they could not start; `publish` returns 1 for FAIL and ERROR.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("step", choices=("run", "publish"))
+    parser.add_argument("step", choices=("evaluate", "release", "publish"))
     parser.add_argument("--folder", type=Path, required=True, help="where results and reports lie")
     parser.add_argument("--since", default="", help="the commit before; that of the event if left out")
     parser.add_argument("--figures", type=Path, help="folder with the measurements of earlier commits")
+    parser.add_argument("--evaluated", type=Path, help="folder of the step `evaluate`, for `release`")
     options = parser.parse_args(arguments)
     try:
         event = read_event(os.environ)
-        if options.step == "run":
-            return run(event, options.folder, since=options.since, figures=options.figures)
-        return publish(event, options.folder, os.environ)
+        if options.step == "publish":
+            return publish(event, options.folder, os.environ)
+        return run(event, options.folder, options.evaluated, since=options.since, figures=options.figures)
     except OnnxOpsError as error:
         _print_line(f"::error title=onnx-ops::{_command_data(str(error))}")
         _append(os.environ, "GITHUB_STEP_SUMMARY", _describe_failure(error))
@@ -102,16 +99,21 @@ def read_event(environ: Mapping[str, str]) -> Event:
     return Event(commit=parse_commit(commit, variable), base=base, pull_request=None)
 
 
-def run(event: Event, folder: Path, *, since: str = "", figures: Path | None = None) -> int:
-    """Run every pipeline that the change affects; the results are in `folder` afterwards."""
+def run(event: Event, folder: Path, evaluated: Path | None, *, since: str = "", figures: Path | None = None) -> int:
+    """Evaluate every pipeline that the change affects, or release what was `evaluated`; the results are in `folder`."""
     root = open_project().settings.root
     # A force push leaves a commit that the checkout does not have, and a first push has none before it.
     base = since or next((name for name in (event.base, "HEAD~1") if name and resolve_commit(root, name)), "")
+    if evaluated is not None:
+        lines = release_change(folder, base, evaluated, hosted=is_hosted(os.environ), figures=figures)
+    else:  # a pull request is never released
+        hand_over = folder if event.pull_request is None else None
+        lines = evaluate_change(folder, base, hand_over=hand_over, figures=figures)
     # What code of the repository prints is no command of the runner; it does not know the word that ends this.
     word = secrets.token_hex(16)
     _print_line(f"::stop-commands::{word}")
     try:
-        for line in judge_change(folder, base, event.until, hosted=is_hosted(os.environ), figures=figures):
+        for line in lines:
             _print_line(line)
     finally:
         _print_line(f"::{word}::")
@@ -222,7 +224,7 @@ def _print_line(line: str) -> None:
 
 def _command_data(text: str) -> str:
     """Return text that cannot end the runner's command that contains it."""
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return show(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 if __name__ == "__main__":

@@ -85,6 +85,15 @@ class ProjectProbe:
 
 
 @dataclass(frozen=True)
+class OfflineProbe(ProjectProbe):
+    """A `ProjectProbe` for a plan that is shown: nothing that the pipeline file names is asked over a network."""
+
+    def model(self, path: str) -> Digest:
+        """Return the digest of an existing model; of a remote one, that of its address, which no result has."""
+        return digest_json(["not asked", path]) if is_remote(path) else super().model(path)
+
+
+@dataclass(frozen=True)
 class OutlineProbe(ProjectProbe):
     """A `ProjectProbe` for a plan that only lists stages and their needs, and is never run.
 
@@ -110,6 +119,28 @@ class OutlineProbe(ProjectProbe):
         if self.signing in ("off", "auto"):
             return None if self.signing == "off" else digest_json(self.signing)
         return super().signer()
+
+
+@dataclass(frozen=True)
+class ReleaseProbe(OutlineProbe):
+    """An `OutlineProbe` for a plan whose gates and release are run: it knows the key that signs, and no machine."""
+
+    def hardware(self, target: Target) -> Digest:
+        """Return the digest of the machine that measures a target."""
+        return digest_json(target.name)
+
+    def arithmetic(self, target: Target) -> Arithmetic:
+        """Return the low-precision arithmetic of a target's machine."""
+        return Arithmetic(family="other")
+
+    def signer(self) -> Digest | None:
+        """Return the key that signs; None if nothing is signed."""
+        return ProjectProbe.signer(self)
+
+
+def is_remote(model: str) -> bool:
+    """Return whether `model:` names something that is not a file of this machine."""
+    return "://" in model or model.startswith("models:/")
 
 
 def _versions(distributions: Iterable[str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from onnx_ops.domain.decision import GateResult
-from onnx_ops.domain.printable import show_controls
+from onnx_ops.printable import show
 
 NOTHING = "–"
 
@@ -101,7 +101,7 @@ def number(value: float) -> str:
 
 def markdown(text: str) -> str:
     """Return text that Markdown and HTML render literally, and that mentions no user."""
-    return show_controls(text).translate(_ESCAPES)
+    return show(text).translate(_ESCAPES)
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

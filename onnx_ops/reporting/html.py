@@ -14,6 +14,7 @@ from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.quantization import SearchRecord
 from onnx_ops.domain.release import BaseRelease, Choice, Lineage, Provenance, flatten_origins
+from onnx_ops.printable import show
 from onnx_ops.reporting.comparison import Pairs, base_comparisons, champion_comparisons, variant_rows
 from onnx_ops.reporting.description import made_by
 from onnx_ops.reporting.formatting import NOTHING, format_figure, number, result_figure, result_interval
@@ -69,7 +70,7 @@ def _load_environment() -> Environment:
 
 def render(template: str, **values: Any) -> str:
     """Return a page; the same values always give the same text, and the page loads nothing from a network."""
-    return _load_environment().get_template(template).render(values)
+    return show(_load_environment().get_template(template).render(values))
 
 
 def release_report(

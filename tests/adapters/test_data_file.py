@@ -54,17 +54,6 @@ def test_a_file_is_known_by_its_content(root: Path) -> None:
     assert FileSource().fingerprint(FILE, root) != before
 
 
-@pytest.mark.parametrize("file", ["../outside.npz", "data/../../outside.npz", "link.npz"])
-def test_a_path_outside_the_project_is_refused(root: Path, file: str) -> None:
-    np.savez(root.parent / "outside.npz", rows=np.zeros(1))
-    (root / "link.npz").symlink_to(root.parent / "outside.npz")
-    for section in (replace(FILE, file=file), replace(FILE, file=str(root.parent / "outside.npz"))):
-        with pytest.raises(RefusedError):
-            FileSource().load(section, root)
-        with pytest.raises(RefusedError):
-            FileSource().fingerprint(section, root)
-
-
 def test_a_missing_file_is_told(root: Path) -> None:
     for file in ("data/none.npz", "data"):
         with pytest.raises(NotFoundError):

@@ -22,6 +22,7 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.adapters.endpoints.local import LocalEndpoints, LocalServer
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
+from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import (
     ConflictError,
     DigestMismatchError,
@@ -285,13 +286,18 @@ def test_a_port_must_be_one(site: Site, port: int | str | bool) -> None:
         site.apply(1, replace(CONFIG, settings={"port": port}), blue=100)
 
 
+OUTSIDE = ("/etc/cron.d/x.log", "../x.log", "a/../../x.sock", "server.log", "token", "x", ".log", "-", "a\n.log")
+
+
 def test_settings_of_the_server_reach_it_and_others_are_refused(site: Site) -> None:
-    site.provider.validate_settings({"port": 8080, "workers": 2})
-    for settings, message in (
+    site.provider.validate_settings({"workers": 2, "access_log": "access.log", "admin_socket": "admin.sock"})
+    wrong: list[tuple[dict[str, Json], str]] = [
         ({"worker": 2}, "unknown key .worker."),
         ({"workers": 0}, "at least 1"),
         ({"port": 0}, "port: "),
-    ):
+    ]
+    wrong += [({key: name}, "in the endpoint's folder") for key in ("access_log", "admin_socket") for name in OUTSIDE]
+    for settings, message in wrong:
         with pytest.raises(UserError, match=message):
             site.provider.validate_settings(settings)
     state = site.state(blue=100)

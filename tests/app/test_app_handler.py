@@ -10,14 +10,15 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.app.context import Project
-from onnx_ops.app.handler import StageHandler, binding
+from onnx_ops.app.handler import StageHandler, binding, was_compared
 from onnx_ops.app.project import PreparedPipeline, execute
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, short_digest
 from onnx_ops.domain.decision import Verdict
+from onnx_ops.domain.evidence import ChampionFacts
 from onnx_ops.domain.pipeline import Benchmark, Deploy, Export, Pipeline, Plan, Stage, StageKind
 from onnx_ops.domain.release import Choice, Lineage, Publication, Registration, VariantRecord
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, build_split_state
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, build_split_state, format_alias
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import RefusedError, ServiceUnavailableError
 from onnx_ops.ports import Context
@@ -25,6 +26,7 @@ from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.testing.fakes import FakeWorld
 from tests.support.endpoints import fileless_deployment
+from tests.support.evidence import make_evidence
 
 KEY = digest_bytes(b"key")
 REGISTER = Stage(id="register", kind=StageKind.REGISTER, settings={})
@@ -116,6 +118,30 @@ def test_a_registration_is_known_until_another_one_of_its_release_follows(tmp_pa
         manifest = handler.execute(stage, key, {})
         assert handler.cached(stage, key, {}) == manifest
         assert handler.cached(stage, other, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("champion", "release", "compared", "expected"),
+    [
+        (False, b"other", b"", True),
+        (True, b"other", b"", False),
+        (True, b"other", b"older", False),
+        (True, b"other", b"model", True),
+        (True, b"release", b"", True),
+    ],
+    ids=["no champion", "no comparison", "another champion", "this champion", "itself the champion"],
+)
+def test_was_compared_without_an_endpoint_asks_the_registry_for_its_champion(
+    tmp_path: Path, champion: bool, release: bytes, compared: bytes, expected: bool
+) -> None:
+    context = FakeWorld().context(root=tmp_path)
+    registered(context, KEY)  # of the release b"release"
+    if champion:
+        context.registry().set_alias("m", format_alias("champion", "cpu"), "1")
+    champion_manifest = Manifest(files={"model.onnx": digest_bytes(compared)}).digest()
+    facts = ChampionFacts(version="1", manifest=champion_manifest, size_bytes=1) if compared else None
+    evidence = make_evidence(target="cpu", release=digest_bytes(release), champion=facts)
+    assert was_compared(context, "m", evidence) is expected
 
 
 def test_registration_of_another_registry_is_unknown(tmp_path: Path) -> None:

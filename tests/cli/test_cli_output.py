@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from onnx_ops.cli import common
-from onnx_ops.cli.common import KEEP, print_table, print_text
+from onnx_ops.cli.common import KEEP, SafeConsole, print_table, print_text, render_error
 from onnx_ops.cli.rollouts import _render
 from onnx_ops.cli.tables import gate_report
 from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.rollout import AnalysisResult, GuardrailResult
 from onnx_ops.domain.rollout_policy import PlannedStep
+from onnx_ops.errors import UserError
 from onnx_ops.release.status import RolloutView
 from onnx_ops.reporting.description import result_table
 
@@ -97,3 +99,39 @@ def test_rollouts_reason_is_printed_once(capsys: pytest.CaptureFixture[str]) -> 
     common.console().print(_render(view))
     output = capsys.readouterr().out
     assert (output.count(guard.summary), output.count("slow:"), len(output.splitlines())) == (1, 1, 3)
+
+
+HOSTILE = "ok\x1b]0;owned\x07\x1b[2Jx\u202e\x9b31m\r\n::error::y\n  ::add-path::/e\n##[group]z"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("service", ["", "GITHUB_ACTIONS", "TF_BUILD"])
+def test_console_shows_texts_of_others_without_commands(
+    terminal: bool, service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GITHUB_ACTIONS", "TF_BUILD"):
+        monkeypatch.delenv(name, raising=False)
+    if service:
+        monkeypatch.setenv(service, "true")
+    sink = io.StringIO()
+    out = SafeConsole(file=sink, width=60, force_terminal=terminal, color_system=None, emoji=False)
+    print_table(("name", HOSTILE), [[HOSTILE, "reason"]], out=out)
+    print_text("{}: {}", "reason", HOSTILE, out=out)
+    render_error(out, UserError(HOSTILE, where=HOSTILE, why=HOSTILE, remedy=HOSTILE))
+    out.print(HOSTILE)
+    found = sink.getvalue()
+    assert not set("\x07\x1b\x9b\u202e\r") & set(found)
+    assert "\\x1b" in found
+    if service and not terminal:
+        assert not any(line.lstrip().startswith("::") for line in found.splitlines())
+        assert "##[" not in found
+
+
+def test_print_json_escapes_control_characters_and_keeps_the_document() -> None:
+    sink = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.__stdout__", sink)
+        common.print_json({"reason": HOSTILE, "name": "模型"})
+    assert json.loads(sink.getvalue()) == {"reason": HOSTILE, "name": "模型"}
+    assert not set("\x07\x1b\x9b\u202e\r") & set(sink.getvalue())
+    assert "模型" in sink.getvalue()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from onnx_ops.config.loader import load_pipeline
+from onnx_ops.config.reach import Reach
 from onnx_ops.domain.pipeline import Pipeline
 from onnx_ops.errors import ConfigError, Problem
 
@@ -58,11 +59,12 @@ def pipeline_text() -> str:
 
 @pytest.fixture
 def load(project: Path) -> Callable[..., Pipeline]:
-    """Load a text as the pipeline file, with further arguments of `load_pipeline`."""
+    """Load a text as the pipeline file, with further arguments of `load_pipeline`; variables and paths are allowed."""
+    reach = Reach(variables=("*",), paths=("/",))
 
     def load(text: str = PIPELINE, **options: Any) -> Pipeline:
         (project / "toy.yaml").write_text(text, encoding="utf-8")
-        return load_pipeline(project / "toy.yaml", root=project, **{"environ": {}, **options})
+        return load_pipeline(project / "toy.yaml", root=project, **{"environ": {}, "reach": reach, **options})
 
     return load
 

@@ -14,6 +14,7 @@ import yaml
 from cli_page import commands, flags
 
 from onnx_ops.config.loader import load_pipeline, load_policy
+from onnx_ops.config.reach import Reach
 from onnx_ops.config.schema import pipeline_schema, target_schema
 from onnx_ops.config.targets import TargetFiles
 from onnx_ops.config.yaml_reader import read_text
@@ -133,7 +134,7 @@ def check_pipeline_part(block: Block, value: dict[str, Any], project: Path, fold
         written["data"] = {**whole["data"], **written.get("data", {})}
         measured = {"benchmark": {"targets": ["cpu-1t", "browser-wasm"]}}
         file.write_text(yaml.safe_dump({**whole, **measured, **written}, sort_keys=False), encoding="utf-8")
-    load_pipeline(file, root=project)
+    load_pipeline(file, root=project, reach=Reach(paths=(str(ROOT),)))  # which the project's files are links to
 
 
 @pytest.mark.parametrize("block", shaped("json"))

@@ -138,7 +138,7 @@ class Runner:
             subprocess.run(["git", "-C", folder, "checkout", "--quiet", given["ref"]], check=True)
         elif action == UPLOAD:
             assert any(Path(given["path"]).iterdir())
-            shutil.copytree(given["path"], self.artifacts / given["name"], symlinks=True)
+            shutil.copytree(given["path"], self.artifacts / given["name"], symlinks=True, ignore=_list_pipes)
         elif action == DOWNLOAD:
             found = self.artifacts / given["name"]
             assert optional or found.exists()
@@ -180,6 +180,11 @@ class Runner:
             self.environ["PATH"] = f"{line}:{self.environ['PATH']}"
         self.environ |= dict(_pairs(files["GITHUB_ENV"]))
         return done.returncode, dict(_pairs(files["GITHUB_OUTPUT"]))
+
+
+def _list_pipes(folder: str, names: list[str]) -> list[str]:
+    """Return the pipes among the files of a folder, which no archive holds."""
+    return [name for name in names if (Path(folder) / name).is_fifo()]
 
 
 def _pairs(file: Path) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -9,12 +11,12 @@ from typing import NoReturn
 import pytest
 
 from onnx_ops import codec
-from onnx_ops.app.affected import Affected
+from onnx_ops.app.context import Project
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import Benchmark, Deploy, Export, Pipeline, Register
 from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
-from onnx_ops.integrations.commits import RESULTS, judge_change, judged, lost_with_job
+from onnx_ops.integrations.commits import RESULTS, evaluate_change, lost_with_job, release_change
 from onnx_ops.reporting.pull_request import Checked
 from tests.release import effect_operations
 from tests.release.disk_scenes import on_disk
@@ -35,41 +37,57 @@ RELEASES = {
 SHARED = {"tracking_uri": "https://mlflow.example.org", "ledger": "s3://models/ledger"}
 
 
-@pytest.mark.parametrize(
-    "error", [ServiceUnavailableError("no answer"), RefusedError("not ours"), UserError("no such model")]
-)
-def test_a_release_that_fails_is_an_error(error: OnnxOpsError, tmp_path: Path) -> None:
-    def registry() -> NoReturn:
-        raise error
-
-    with on_disk(tmp_path / "project"), effect_operations.synthetic():
-        scene = effect_operations.judged()
-        project = effect_operations.project_of(scene)
-        project = replace(project, context=replace(project.context, registry=registry))
-        (file,) = (project.settings.root / "configs" / "pipelines").glob("*.yaml")
-        affected = Affected(file=str(file.relative_to(project.settings.root)), because=("synthetic_job.py",))
-        checked = judged(project, affected, None, tmp_path, "main")
-    assert [choice.verdict for choice in checked.choices] == [Verdict.PASS]
-    assert checked.verdict is Verdict.ERROR
-    assert error.what in checked.error
-
-
-def test_results_are_written_where_the_figures_cannot_be_shared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
+    """A project of whose only commit the results lie in `evaluated`."""
     with on_disk(tmp_path / "project"), effect_operations.synthetic():
         project = effect_operations.project_of(effect_operations.judged())
         root = project.settings.root
         (root / ".gitignore").write_text(f"{project.settings.state.relative_to(root)}/\n")
         commit_all(root)
         monkeypatch.setattr("onnx_ops.integrations.commits.open_project", lambda: project)
-        not_a_folder = tmp_path / "figures"
-        not_a_folder.write_text("")
-        lines = list(judge_change(tmp_path / "results", "", None, figures=not_a_folder))
-    (checked,) = codec.loads((tmp_path / "results" / RESULTS).read_bytes(), tuple[Checked, ...])
-    assert checked.verdict is Verdict.PASS
+        folder = tmp_path / "evaluated"
+        assert list(evaluate_change(folder, "", hand_over=folder))[-1] == "1 passed"
+        yield project
+
+
+def _read_only(folder: Path) -> Checked:
+    (checked,) = codec.loads((folder / RESULTS).read_bytes(), tuple[Checked, ...])
+    return checked
+
+
+@pytest.mark.parametrize(
+    "error", [ServiceUnavailableError("no answer"), RefusedError("not ours"), UserError("no such model")]
+)
+def test_release_change_that_fails_is_an_error(
+    error: OnnxOpsError, evaluated: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def registry() -> NoReturn:
+        raise error
+
+    broken = replace(evaluated, context=replace(evaluated.context, registry=registry))
+    monkeypatch.setattr("onnx_ops.integrations.commits.open_project", lambda: broken)
+    list(release_change(tmp_path / "results", "", tmp_path / "evaluated"))
+    checked = _read_only(tmp_path / "results")
+    assert [choice.verdict for choice in checked.choices] == [Verdict.PASS]
+    assert checked.verdict is Verdict.ERROR
+    assert error.what in checked.error
+
+
+def test_release_change_whose_figures_cannot_be_shared_writes_its_results(evaluated: Project, tmp_path: Path) -> None:
+    not_a_folder = tmp_path / "figures"
+    not_a_folder.write_text("")
+    lines = list(release_change(tmp_path / "results", "", tmp_path / "evaluated", figures=not_a_folder))
+    assert _read_only(tmp_path / "results").verdict is Verdict.PASS
     assert any("pull requests will not have the measurements" in line and "figures" in line for line in lines)
     assert any(line.startswith("PASS ") for line in lines)
+
+
+def test_release_change_of_a_pipeline_that_was_not_evaluated_is_an_error(evaluated: Project, tmp_path: Path) -> None:
+    shutil.rmtree(next(path for path in (tmp_path / "evaluated").iterdir() if path.is_dir()))
+    list(release_change(tmp_path / "results", "", tmp_path / "evaluated"))
+    checked = _read_only(tmp_path / "results")
+    assert (checked.verdict, checked.error) == (Verdict.ERROR, "It was not evaluated.")
 
 
 @pytest.mark.parametrize(

@@ -101,12 +101,18 @@ class Runner:
         head, base = {"sha": self.commit()}, {"sha": os.environ["GITHUB_SHA"]}
         self.event({"pull_request": {"number": 7, "head": head, "base": base}})
 
-    def step(self, name: str) -> int:
-        return main([name, "--folder", str(self.root.parent / "out")])
+    def step(self, name: str, *arguments: str, folder: str = "out") -> int:
+        return main([name, "--folder", str(self.root.parent / folder), *arguments])
 
     def judge(self) -> tuple[int, int]:
         """Exit codes of both steps."""
-        return self.step("run"), self.step("publish")
+        return self.step("evaluate"), self.step("publish")
+
+    def release(self) -> tuple[int, int, int]:
+        """Exit codes of the steps of a push, which are jobs of their own."""
+        evaluated = self.root.parent / "evaluated"
+        codes = self.step("evaluate", folder="evaluated"), self.step("release", "--evaluated", str(evaluated))
+        return *codes, self.step("publish")
 
     def results(self) -> tuple[Checked, ...]:
         return codec.loads((self.root.parent / "out" / RESULTS).read_bytes(), tuple[Checked, ...])
@@ -183,7 +189,7 @@ def test_what_cannot_be_measured_has_not_failed(runner: Runner) -> None:
 
 def test_a_file_that_is_wrong_is_told_with_its_place(runner: Runner) -> None:
     runner.propose({"configs/pipelines/iris.yaml": "pipelin: iris\n"})
-    assert runner.step("run") == 0
+    assert runner.step("evaluate") == 0
     (one,) = runner.results()
     assert (one.verdict, "iris.yaml:1:1" in one.error) == (Verdict.ERROR, True)
 
@@ -225,7 +231,7 @@ def test_a_push_is_compared_with_the_commit_before(runner: Runner) -> None:
 @pytest.mark.parametrize("before", ["0" * 40, "f" * 40], ids=["first push", "force push"])
 def test_a_push_without_a_known_commit_before_touches_every_pipeline(runner: Runner, before: str) -> None:
     runner.event({"before": before})
-    assert runner.step("run") == 0
+    assert runner.step("evaluate") == 0
     assert [one.file for one in runner.results()] == ["configs/pipelines/iris.yaml"]
 
 
@@ -239,7 +245,7 @@ def test_a_push_that_would_release_onto_the_job_s_disk_stops_at_the_gates(
     runner.write("configs/pipelines/iris.yaml", f"{pipeline_text(TRAIN)}{RELEASED}")
     runner.event({"before": os.environ["GITHUB_SHA"]})
     os.environ["GITHUB_SHA"] = runner.commit()
-    assert runner.judge() == (0, 0)
+    assert runner.release() == (0, 0, 0)
     (one,) = runner.results()
     assert (one.verdict, bool(one.choices), bool(one.withheld)) == (Verdict.PASS, True, True)
     assert one.withheld.splitlines()[0] in capsys.readouterr().out
@@ -281,7 +287,7 @@ def test_run_prints_what_code_prints_where_the_runner_takes_no_commands(
     runner: Runner, capfd: pytest.CaptureFixture[str]
 ) -> None:
     runner.propose({"code/rounds.py": "ROUNDS = 300\nprint('::add-path::/tmp/evil')\n"})
-    assert runner.step("run") == 0
+    assert runner.step("evaluate") == 0
     first, *lines, last = capfd.readouterr().out.splitlines()
     word = first.removeprefix("::stop-commands::")
     assert re.fullmatch("[0-9a-f]{32}", word)
@@ -378,12 +384,14 @@ def test_publish_takes_commit_and_pull_request_from_its_own_event(runner: Runner
 def test_the_action_calls_this_script(runner: Runner, tmp_path: Path) -> None:
     """The composite action's own lines, run by the shell that it names."""
     action = yaml.safe_load((ROOT / ".github/actions/onnx-ops/action.yml").read_text(encoding="utf-8"))
-    (step,) = [step["run"] for step in action["runs"]["steps"] if "run" in step]
+    steps = [step["run"] for step in action["runs"]["steps"] if "run" in step]
     runner.event({"before": "0" * 40})
     runner.commit()
-    folders = {"FOLDER": str(tmp_path / "out"), "FIGURES": str(tmp_path / "figures")}
-    environ = {**os.environ, **folders, "SINCE": "", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-ec", step], env=environ, check=False)
-    assert done.returncode == 0
-    assert (tmp_path / "out" / RESULTS).is_file()
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environ = {**os.environ, "FIGURES": str(tmp_path / "figures"), "SINCE": "", "PATH": path}
+    for folder, step in zip(("evaluated", "out"), steps, strict=True):
+        own = {**environ, "FOLDER": str(tmp_path / folder), "EVALUATED": str(tmp_path / "evaluated")}
+        done = subprocess.run(["bash", "-ec", step], env=own, check=False)
+        assert done.returncode == 0
+        assert (tmp_path / folder / RESULTS).is_file()
     assert not runner.github.checks

@@ -36,6 +36,7 @@ from onnx_ops.domain.gate import (
     ThroughputGate,
 )
 from onnx_ops.domain.release import Choice, Lineage
+from onnx_ops.printable import show
 from onnx_ops.reporting.html import release_report
 from onnx_ops.statistics.choice import choose
 from onnx_ops.statistics.judge import judge
@@ -229,7 +230,7 @@ def test_the_page_needs_no_network_and_runs_no_script() -> None:
 
 
 def test_text_from_data_is_escaped() -> None:
-    evil = "</svg><script>alert('x')</script>\"&"
+    evil = "</svg><script>alert('x')</script>\"&\x1b[2J\u202e"
     one = evidence_of(
         evil,
         evil,
@@ -247,10 +248,11 @@ def test_text_from_data_is_escaped() -> None:
     decisions = [judge(GATES, one), Decision(variant=evil, target=evil, results=(result,))]
     page = release_report(decisions, [one], [choice], lineage, {evil: evil})
     assert "<script" not in page
+    assert not set("\x1b\u202e") & set(page)
     assert "alert('x')" not in page
     parsed = Page(page)
     assert parsed.open == []
-    assert evil in parsed.text
+    assert show(evil) in parsed.text
 
 
 def test_one_release_gives_the_same_bytes_and_well_formed_markup() -> None:

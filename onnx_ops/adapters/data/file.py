@@ -12,7 +12,7 @@ from typing import IO, Any
 from onnx_ops.adapters.data.tables import SUFFIXES, find_table_suffix, read_table
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import DataSection, FileData
-from onnx_ops.errors import NotFoundError, RefusedError, UserError, describe_error
+from onnx_ops.errors import NotFoundError, UserError, describe_error
 from onnx_ops.ports import DataSource
 from onnx_ops.ports.data import Array, Sample
 
@@ -157,8 +157,6 @@ def _path(section: DataSection, root: Path) -> Path:
         path = (root / section.file).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a circle of links, a zero byte
         raise NotFoundError("no such file", where=section.file, why=str(error)) from error
-    if not path.is_relative_to(root.resolve()):
-        raise RefusedError("data must lie below the project's root", where=section.file)
     if os.path.isdir(path):
         raise NotFoundError("a folder, not a file", where=str(path), remedy="Name one .npz file or table.")
     if os.path.isfile(path):  # unlike Path.is_file, it takes a name that is too long

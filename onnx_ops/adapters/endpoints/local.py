@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,6 +58,7 @@ LOOPBACK = "127.0.0.1"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 _PORT_FILE = "port"
 _KEPT_FILES = frozenset({AUDIT_FILE, LOG_FILE, _PORT_FILE, APPLY_LOCK})
+_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
 _FIRST_PORT = 18_000
 """Chosen ports lie below those that systems give to outgoing connections, so that a restart finds its port free."""
 _PORTS = 10_000
@@ -85,8 +86,12 @@ class LocalSettings(ContainerOptions):
 
     port: Annotated[int | None, Ge(1), Le(65_535), doc("Port that clients call.")] = None
     grpc_port: Annotated[int, Ge(0), Le(65_535), doc("Port that gRPC clients call; 0: none.")] = 0
-    access_log: Annotated[str, doc("File that gets one JSON line per inference.")] = ""
-    admin_socket: Annotated[str, doc("Unix socket of a second admin listener.")] = ""
+    access_log: Annotated[
+        str, doc("File in the endpoint's folder that gets one JSON line per inference, such as access.log.")
+    ] = ""
+    admin_socket: Annotated[
+        str, doc("Unix socket of a second admin listener in the endpoint's folder, such as admin.sock.")
+    ] = ""
     endpoint: Annotated[str, doc("Name of the endpoint in metrics.")] = ""
 
 
@@ -305,7 +310,15 @@ def _port_taken(port: int, config: EndpointConfig, server: LocalServer) -> Servi
 
 def _read_settings(values: Mapping[str, Json], where: str = "") -> LocalSettings:
     remedy = "Set ONNX_OPS_TRUSTED_KEYS for the project." if "trusted_keys" in values else ""
-    return bind_settings(values, LocalSettings, where=where, remedy=remedy)
+    return bind_settings(values, LocalSettings, where=where, remedy=remedy, rules=_check_files)
+
+
+def _check_files(settings: LocalSettings) -> Iterator[tuple[str, str]]:
+    """Yield files that are not in the endpoint's folder, or could be one of the server's own."""
+    for key, ending in (("access_log", ".log"), ("admin_socket", ".sock")):
+        name = getattr(settings, key)
+        if name and (not _FILE.fullmatch(name) or not name.endswith(ending) or name == LOG_FILE):
+            yield key, f"'{name[:80]}' must be a name in the endpoint's folder that ends with {ending}"
 
 
 def _server_options(config: EndpointConfig) -> ServerOptions:

@@ -57,6 +57,7 @@ from onnx_ops.domain.ledger import (
 )
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
 from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError, RefusedError, UserError, suggest
+from onnx_ops.printable import show_controls
 from onnx_ops.reporting.description import KEPT
 from onnx_ops.scratch import Scratch
 
@@ -221,7 +222,7 @@ class MlflowRegistry:
         with self._mlflow.session(f"{model} version {version}") as client:
             for key, value in sorted(tags.items()):
                 if entry.tags.get(key) != value:
-                    client.set_model_version_tag(model, version, key, value)
+                    client.set_model_version_tag(model, version, key, show_controls(value))
 
     def fetch(self, record: VersionRecord, folder: Path) -> Manifest:
         """Download the version's model files into an empty folder; return their manifest.
@@ -364,7 +365,7 @@ def _show_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, model
             experiment,
             start_time=at,
             run_name=f"{entry.sequence:05d} {title}",
-            tags={key: value[:_RUN_TAG_LIMIT] for key, value in tags.items() if value},
+            tags={key: show_controls(value)[:_RUN_TAG_LIMIT] for key, value in tags.items() if value},
         )
     )
     if isinstance(body, Intent):

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from onnx_ops.printable import show_controls
 from onnx_ops.serving.http.openapi import build_openapi
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead
 from onnx_ops.serving.inference.signature import ModelSignature
@@ -289,7 +290,8 @@ def _write_request(document: Mapping[str, Any]) -> str:
 
 def _render(**values: Any) -> RawResponse:
     defaults: Mapping[str, object] = {"document": None, "served": (), "version": version("onnx-ops")}
-    return RawResponse(200, _PAGE_LINES, _load_template().render({**defaults, **values}).encode())
+    page = show_controls(_load_template().render({**defaults, **values}))
+    return RawResponse(200, _PAGE_LINES, page.encode())
 
 
 @functools.cache

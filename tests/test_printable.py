@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.domain.printable import disarm, show_controls
+from onnx_ops.printable import disarm, show_controls
 
 
 @given(st.text())

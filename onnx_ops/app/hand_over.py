@@ -1,0 +1,213 @@
+"""Evaluation and release in separate jobs: what the first hands over, so that the second runs no code of the user.
+
+The first job trains, exports and measures without a key. The second one reads its results from a folder, checks that
+they belong to its own pipeline file, and signs, registers and deploys. A key of the second is out of reach of the code
+that ran in the first.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from onnx_ops import codec
+from onnx_ops.app.champions import save_benchmark
+from onnx_ops.app.handler import StageHandler, read_choice, was_compared
+from onnx_ops.domain.artifact import Digest, Manifest, digest_json, hex_digits, is_digest
+from onnx_ops.domain.decision import Decision
+from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.pipeline import PLACEABLE, Pipeline, Plan, Stage, StageKind, StageOutcome
+from onnx_ops.errors import CorruptStateError, RefusedError, StageError, UserError
+from onnx_ops.measure.files import MODEL
+from onnx_ops.pipeline import RunResult
+from onnx_ops.pipeline.stage_settings import variant_id
+from onnx_ops.ports import Store
+from onnx_ops.scratch import read_plain_file
+
+EVALUATION = (StageKind.DATA, *PLACEABLE)
+"""Stages that read data or run code of the user, or whose tools do."""
+
+_FILE, _CONTENT = "evaluation.json", "content"
+_LARGEST = 64 << 20
+"""Bytes of the description; a pipeline has some thousand for each variant and target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The stages of a pipeline before its gates, as they ended at a commit; empty outside of a repository.
+
+    `file` is the digest of what the pipeline file declares, without its endpoints, whose settings name the machine.
+    """
+
+    file: Digest
+    commit: str
+    stages: tuple[Stage, ...]
+    outcomes: tuple[StageOutcome, ...]
+
+
+def require_new_folder(folder: Path) -> None:
+    """Raise UserError if a folder, to which an evaluation shall be written, has content."""
+    if folder.is_file() or (folder.exists() and any(folder.iterdir())):
+        raise UserError("it is not a new folder", where=str(folder), remedy="Name a new folder for the evaluation.")
+
+
+def digest_file(pipeline: Pipeline) -> Digest:
+    """Return the digest of what a pipeline file declares, with overrides and without its endpoints."""
+    return digest_json(codec.to_json(replace(pipeline, deploy=())))
+
+
+def write_evaluation(
+    folder: Path, pipeline: Pipeline, result: RunResult, commit: str, store: Store, *, shared: bool
+) -> None:
+    """Write a run's stages before its gates, with the content of their results unless the store is `shared`.
+
+    Raises:
+        UserError: the folder has content.
+    """
+    require_new_folder(folder)
+    stages = tuple(stage for stage in result.plan.stages if stage.kind in EVALUATION)
+    outcomes = tuple(result.outcomes[stage.id] for stage in stages)
+    evaluation = Evaluation(file=digest_file(pipeline), commit=commit, stages=stages, outcomes=outcomes)
+    (folder / _CONTENT).mkdir(parents=True)
+    for digest in () if shared else _list_content(evaluation):
+        shutil.copyfile(store.path(digest), folder / _CONTENT / hex_digits(digest))
+    (folder / _FILE).write_bytes(codec.dumps(evaluation))
+
+
+def _list_content(evaluation: Evaluation) -> Iterator[Digest]:
+    """Yield the content that a release reads: rows only where a benchmark is repeated on them."""
+    measured = {name for stage in evaluation.stages if stage.kind is StageKind.BENCHMARK for name in stage.needs}
+    kept = {stage.id for stage in evaluation.stages if stage.kind is not StageKind.DATA or stage.id in measured}
+    manifests = [one.manifest for one in evaluation.outcomes if one.stage in kept and one.manifest is not None]
+    yield from dict.fromkeys(digest for manifest in manifests for digest in manifest.files.values())
+
+
+def read_evaluation(folder: Path, commit: str, store: Store) -> Evaluation:
+    """Read what `write_evaluation` has written, and put its content into the store. Every file is untrusted.
+
+    Raises:
+        UserError: there is no evaluation.
+        CorruptStateError: a file is not plain, too large, not of its schema, or not of its digest.
+        RefusedError: it is of another commit.
+    """
+    where = str(folder / _FILE)
+    try:
+        data = read_plain_file(folder / _FILE, most=_LARGEST)
+    except FileNotFoundError as error:
+        remedy = "Write one with `onnx-ops run FILE --until gate --hand-over FOLDER`."
+        raise UserError("there is no evaluation", where=str(folder), remedy=remedy) from error
+    evaluation = codec.loads(data, Evaluation, where=where)
+    if evaluation.commit != commit:
+        why = f"It is of commit {evaluation.commit[:12] or 'none'}, and this is {commit[:12] or 'no repository'}."
+        raise RefusedError("the evaluation is of another commit", where=where, why=why)
+    names = [stage.id for stage in evaluation.stages]
+    if names != [outcome.stage for outcome in evaluation.outcomes] or len(set(names)) < len(names):
+        raise CorruptStateError("its stages and outcomes do not belong together", where=where)
+    manifests = [outcome.manifest for outcome in evaluation.outcomes if outcome.manifest is not None]
+    if not all(is_digest(digest) for manifest in manifests for digest in manifest.files.values()):
+        raise CorruptStateError("a result names something that is no digest", where=where)
+    with suppress(FileNotFoundError), os.scandir(folder / _CONTENT) as entries:
+        for entry in entries:
+            if entry.is_file(follow_symlinks=False) and hex_digits(store.put_file(Path(entry.path))) != entry.name:
+                raise CorruptStateError("not of its digest", where=entry.path)
+    return evaluation
+
+
+def adopt(evaluation: Evaluation, pipeline: Pipeline, planned: Plan, store: Store) -> Plan:
+    """Return the plan of a release, whose stages before the gates are those of the evaluation.
+
+    Args:
+        planned: the plan of the pipeline file, by a `ReleaseProbe`.
+
+    Raises:
+        RefusedError: the evaluation is of another pipeline file, or its measurements are of something else.
+    """
+    own = {stage.id: stage for stage in planned.stages if stage.kind in EVALUATION}
+    given = {stage.id: stage for stage in evaluation.stages}
+    changed = sorted(
+        own.keys() ^ given.keys()
+        or {name for name, stage in own.items() if _describe_place(stage) != _describe_place(given[name])}
+    )
+    if changed or evaluation.file != digest_file(pipeline):
+        why = f"They differ in {', '.join(changed[:5])}." if changed else ""
+        remedy = "Evaluate and release the same files, with the same --set."
+        raise RefusedError("the evaluation is of another pipeline file", where=planned.pipeline, why=why, remedy=remedy)
+    manifests = {one.stage: one.manifest for one in evaluation.outcomes if one.manifest is not None}
+    for stage in evaluation.stages:
+        if stage.kind is StageKind.BENCHMARK and stage.id in manifests:
+            _require_own_evidence(stage, planned.pipeline, manifests, store)
+    released = [stage for stage in planned.stages if stage.kind not in EVALUATION]
+    return Plan(pipeline=planned.pipeline, stages=(*evaluation.stages, *released))
+
+
+def _describe_place(stage: Stage) -> tuple[object, ...]:
+    """Return what is known of a stage without its data: its place in the plan, and the target that it measures."""
+    return stage.kind, stage.variant, stage.target, stage.needs, stage.tolerates, stage.settings.get("target")
+
+
+def _require_own_evidence(stage: Stage, pipeline: str, manifests: Mapping[str, Manifest], store: Store) -> None:
+    """Require that a benchmark's evidence is of its own variant, files and target."""
+    evidence = codec.loads(store.read(manifests[stage.id]["evidence.json"]), Evidence, where=stage.id)
+    variant = stage.variant or ""
+    model = manifests.get(variant_id(variant), Manifest(files={})).subset(MODEL)
+    wanted = (pipeline, variant, stage.target, stage.settings["target"], model.digest())
+    if (evidence.pipeline, evidence.variant, evidence.target, evidence.target_digest, evidence.manifest) != wanted:
+        raise RefusedError("its evidence is of something else", where=stage.id)
+
+
+@dataclass(frozen=True)
+class ReleaseHandler:
+    """Runs the stages of a release. Those before its gates are never executed: their outcomes are the evaluation's."""
+
+    handler: StageHandler
+    evaluation: Evaluation
+
+    def cached(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest | None:
+        """Return the result of a stage."""
+        if stage.kind not in EVALUATION:
+            return self.handler.cached(stage, key, inputs)
+        manifest = self._get_outcome(stage.id).manifest
+        if manifest is not None and stage.kind is StageKind.BENCHMARK:
+            save_benchmark(self.handler.context.store, stage, key, inputs, manifest["evidence.json"])
+        return manifest
+
+    def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
+        """Return why a stage is skipped; empty if it is not."""
+        return self.handler.refusal(stage, inputs)
+
+    def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
+        """Return the lock for running a stage with this key."""
+        return self.handler.claim(stage, key)
+
+    def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
+        """Execute a stage of the release.
+
+        Raises:
+            StageError: it is a stage before the gates, which failed in the evaluation.
+            RefusedError: it promotes what was not compared with what serves now.
+        """
+        if stage.kind in EVALUATION:
+            raise StageError("it failed in the evaluation", where=stage.id, why=self._get_outcome(stage.id).reason)
+        if stage.kind is StageKind.PROMOTE:
+            self._require_comparison(stage, inputs)
+        return self.handler.execute(stage, key, inputs)
+
+    def decision(self, manifest: Manifest) -> Decision | None:
+        """Return the decision in the result of a gate stage."""
+        return self.handler.decision(manifest)
+
+    def _get_outcome(self, stage: str) -> StageOutcome:
+        return next(outcome for outcome in self.evaluation.outcomes if outcome.stage == stage)
+
+    def _require_comparison(self, stage: Stage, inputs: Mapping[str, Manifest]) -> None:
+        context = self.handler.context
+        registration, choice, _ = read_choice(context, stage, inputs)
+        manifest = self._get_outcome(f"benchmark/{choice.variant}@{choice.target}").manifest
+        evidence = None if manifest is None else codec.loads(context.store.read(manifest["evidence.json"]), Evidence)
+        if evidence is None or not was_compared(context, registration.model, evidence):
+            remedy = "Evaluate the commit again, with read access to the ledger and the registry."
+            raise RefusedError("it was not compared with the release that serves now", where=stage.id, remedy=remedy)

@@ -1,0 +1,60 @@
+"""What a pipeline file may reach beyond its project: what the settings allow of variables, paths and packages."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from onnx_ops.config.messages import shorten
+
+_REGISTERED = "models:/"
+_SETTINGS = "onnx-ops.toml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """Allowed names of environment variables (`AWS_ROLE`, `BUCKET_*`), folders and URLs, and packages of functions."""
+
+    variables: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+
+    def explain_variable(self, name: str) -> str:
+        """Return why `${env:NAME}` may not read a variable; empty if it may."""
+        if any(fnmatchcase(name, pattern) for pattern in self.variables):
+            return ""
+        return f"pipeline files may not read {name}; add it to allowed_variables in {_SETTINGS}"
+
+    def explain_path(self, text: str, root: Path) -> str:
+        """Return why a file may not be read; empty if it may. Links count as the places that they lead to."""
+        if text.startswith(_REGISTERED):
+            return ""
+        remedy = f"add its folder to allowed_paths in {_SETTINGS}"
+        if "://" in text:
+            prefixes = (prefix.rstrip("/") for prefix in self.paths if "://" in prefix)
+            if any(text == prefix or text.startswith(f"{prefix}/") for prefix in prefixes) and ".." not in text:
+                return ""
+            return f"'{shorten(text)}' is not in the project; {remedy}"
+        try:
+            place = os.path.realpath(root / text)
+        except ValueError:  # a zero byte, of which the data source tells
+            return ""
+        folders = (root, *(root / folder for folder in self.paths if "://" not in folder))
+        if any(Path(place).is_relative_to(os.path.realpath(folder)) for folder in folders):
+            return ""
+        is_linked = os.path.normpath(root / text).startswith(f"{os.path.normpath(root)}{os.sep}")
+        what = "leads out of the project" if is_linked else "is not below the project's root"
+        return f"'{shorten(text)}' {what}; {remedy}, or move it there"
+
+    def explain_package(self, module: str) -> str:
+        """Return why functions of a module outside the project may not be called; empty if they may."""
+        parts = module.split(".")
+        if any(".".join(parts[: end + 1]) in self.packages for end in range(len(parts))):
+            return ""
+        remedy = f"add {parts[0]} to allowed_packages in {_SETTINGS}, or call it from a module of the project"
+        return f"module '{shorten(module)}' is not in the project; {remedy}"
+
+
+PROJECT_ONLY = Reach()

@@ -1,0 +1,52 @@
+"""Texts of others, shown so that no terminal, runner or browser takes a part of them for a command."""
+
+from __future__ import annotations
+
+import re
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Control characters but tab and line feed, and those that reorder a line or end it."""
+
+_COMMAND = re.compile(r"^(\s*:)(?=:)|(#)(?=#(?:\[|vso))", re.MULTILINE)
+"""Where a runner of GitHub Actions, or an agent of Azure Pipelines, begins to read a command."""
+
+
+_SHORTEST = 6
+"""Characters of a text that is hidden: a shorter one stands in other texts by chance."""
+
+_hidden: dict[str, str] = {}
+
+
+def hide(text: str, name: str) -> None:
+    """Show a text by its name from now on, such as a variable's value by `${env:NAME}`, unless it is very short."""
+    if len(text) >= _SHORTEST:
+        _hidden[text] = name
+
+
+def show_controls(text: str) -> str:
+    """Return text whose control characters are visible, such as `\\x1b`; tabs and ends of lines stay."""
+    return _CONTROL.sub(_name, text.replace("\r\n", "\n"))
+
+
+def show(text: str) -> str:
+    """Return text as `show_controls` does, with the names of what is hidden."""
+    for value, name in _hidden.items():
+        text = text.replace(value, name)
+    return show_controls(text)
+
+
+def disarm(text: str) -> str:
+    """Return text as `show` does, without commands of CI services, whose signs get a space between them."""
+    return _COMMAND.sub(lambda found: f"{found[0]} ", show(text))
+
+
+def show_json(text: str) -> str:
+    """Return a JSON text without what is hidden, and with escapes for the control characters in its strings."""
+    for value, name in _hidden.items():
+        text = text.replace(value, name)
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _name(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
