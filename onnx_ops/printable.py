@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Control characters but tab and line feed, and those that reorder a line or end it."""
@@ -21,6 +23,20 @@ def hide(text: str, name: str) -> None:
     """Show a text by its name from now on, such as a variable's value by `${env:NAME}`, unless it is very short."""
     if len(text) >= _SHORTEST:
         _hidden[text] = name
+
+
+def hide_secrets_of(url: str) -> None:
+    """Show a URL without its password, and without the values of its query, from now on."""
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        user, _, password = parts.netloc.rpartition("@")[0].partition(":")
+        if password:
+            _hidden[f"{user}:{password}@"] = f"{user}:***@"
+            hide(password, "***")
+            hide(unquote(password), "***")
+        for _, value in parse_qsl(parts.query):
+            hide(value, "***")
+            hide(quote(value, safe=""), "***")
 
 
 def show_controls(text: str) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.printable import disarm, show_controls
+from onnx_ops.printable import disarm, hide_secrets_of, show, show_controls
 
 
 @given(st.text())
@@ -26,6 +27,21 @@ def test_disarm_leaves_no_command(text: str) -> None:
     assert "##vso" not in shown
     assert not any(line.lstrip().startswith("::") for line in shown.splitlines())
     assert disarm(shown) == shown
+
+
+@pytest.mark.parametrize(
+    ("url", "secrets"),
+    [
+        ("postgresql+psycopg2://user:pw@host/db", (":pw@",)),
+        ("https://user:p%40ssw0rd-1@host/x.onnx?sig=abcdefgh%2F&v=2", ("p%40ssw0rd-1", "p@ssw0rd-1", "abcdefgh")),
+        ("s3://key:very-secret@bucket/prefix", ("very-secret",)),
+    ],
+)
+def test_show_after_hide_secrets_of_a_url_keeps_its_place_only(url: str, secrets: tuple[str, ...]) -> None:
+    hide_secrets_of(url)
+    shown = show(f"{url} does not answer: {unquote(url)}")
+    assert not [secret for secret in secrets if secret in shown]
+    assert str(urlsplit(url).hostname) in shown
 
 
 @pytest.mark.parametrize("text", ["plain", "Zürich ≤ 5 % 模型", "a::b", "## title", "tab\tline\nnext", "👩‍🔬"])

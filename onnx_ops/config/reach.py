@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from onnx_ops.config.messages import shorten
+from onnx_ops.printable import hide_secrets_of, show
 
 _REGISTERED = "models:/"
 _SETTINGS = "onnx-ops.toml"
@@ -33,10 +34,11 @@ class Reach:
             return ""
         remedy = f"add its folder to allowed_paths in {_SETTINGS}"
         if "://" in text:
+            hide_secrets_of(text)
             prefixes = (prefix.rstrip("/") for prefix in self.paths if "://" in prefix)
             if any(text == prefix or text.startswith(f"{prefix}/") for prefix in prefixes) and ".." not in text:
                 return ""
-            return f"'{shorten(text)}' is not in the project; {remedy}"
+            return f"'{shorten(show(text))}' is not in the project; {remedy}"
         try:
             place = os.path.realpath(root / text)
         except ValueError:  # a zero byte, of which the data source tells

@@ -14,6 +14,7 @@ from onnx_ops.config.reach import Reach
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.domain.quantities import Bytes
 from onnx_ops.errors import UserError
+from onnx_ops.printable import hide_secrets_of
 
 FILE = "onnx-ops.toml"
 
@@ -167,6 +168,8 @@ def load_settings(start: Path | None = None, environ: Mapping[str, str] | None =
     def place(text: str, default: Path) -> str:
         return text if "://" in text else str(root / text) if text else str(default)
 
+    for url in (given.store, given.ledger, given.tracking_uri, given.mlflow_url):
+        hide_secrets_of(url)
     state = root / given.state
     key = root / given.signing_key if given.signing_key else state / "keys" / "signing.pem"
     return Settings(
