@@ -1,82 +1,82 @@
-"""The command line. A command imports only what it runs."""
+"""The command line. A command imports only what it runs, the modules of other commands included."""
 
 from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import Callable
+import sys
+from importlib import import_module
 from typing import Any
 
 import typer
 
-from onnx_ops.cli import (
-    endpoints,
-    inspect,
-    judge,
-    keys,
-    ledgers,
-    machine,
-    messages,
-    pages,
-    pipelines,
-    quantize,
-    releases,
-    rollouts,
-    tools,
-)
 from onnx_ops.cli.common import Command, CommandGroup, handle_errors, program
-
-app = typer.Typer(
-    name="onnx-ops",
-    cls=CommandGroup,
-    callback=program,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Release engineering for ONNX models: one file from training to rollback.",
-    epilog="Start with: onnx-ops check FILE, onnx-ops plan FILE, onnx-ops run FILE.",
-)
 
 PIPELINES, RELEASES, TOOLS, MACHINE = "Pipelines", "Releases", "Tools", "Machine"
 
-_COMMANDS: list[tuple[str, Callable[..., Any] | typer.Typer]] = [
-    (PIPELINES, pipelines.init),
-    (PIPELINES, pipelines.check),
-    (PIPELINES, pipelines.plan),
-    (PIPELINES, pipelines.run),
-    (PIPELINES, pipelines.affected),
-    (RELEASES, releases.explain),
-    (RELEASES, releases.report),
-    (RELEASES, releases.export_dvc),
-    (RELEASES, releases.drift),
-    (RELEASES, releases.promote),
-    (RELEASES, rollouts.rollout),
-    (RELEASES, rollouts.rollback),
-    (RELEASES, releases.reconcile),
-    (RELEASES, messages.webhooks),
-    (RELEASES, messages.notify),
-    (RELEASES, endpoints.status),
-    (RELEASES, endpoints.history),
-    (RELEASES, endpoints.prune),
-    (RELEASES, endpoints.delete),
-    (TOOLS, inspect.inspect),
-    (TOOLS, judge.judge),
-    (TOOLS, tools.bench),
-    (TOOLS, quantize.quantize),
-    (MACHINE, machine.serve),
-    (MACHINE, machine.doctor),
-    (MACHINE, pages.docs),
-    (MACHINE, machine.targets),
-    (MACHINE, machine.work),
-    (MACHINE, keys.keys),
-    (MACHINE, ledgers.ledger),
-]
+_COMMANDS = {
+    "init": (PIPELINES, "pipelines"),
+    "check": (PIPELINES, "pipelines"),
+    "plan": (PIPELINES, "pipelines"),
+    "run": (PIPELINES, "pipelines"),
+    "affected": (PIPELINES, "pipelines"),
+    "explain": (RELEASES, "releases"),
+    "report": (RELEASES, "releases"),
+    "export-dvc": (RELEASES, "releases"),
+    "drift": (RELEASES, "releases"),
+    "promote": (RELEASES, "releases"),
+    "rollout": (RELEASES, "rollouts"),
+    "rollback": (RELEASES, "rollouts"),
+    "reconcile": (RELEASES, "releases"),
+    "webhooks": (RELEASES, "messages"),
+    "notify": (RELEASES, "messages"),
+    "status": (RELEASES, "endpoints"),
+    "history": (RELEASES, "endpoints"),
+    "prune": (RELEASES, "endpoints"),
+    "delete": (RELEASES, "endpoints"),
+    "inspect": (TOOLS, "inspect"),
+    "judge": (TOOLS, "judge"),
+    "bench": (TOOLS, "tools"),
+    "quantize": (TOOLS, "quantize"),
+    "serve": (MACHINE, "machine"),
+    "doctor": (MACHINE, "machine"),
+    "docs": (MACHINE, "pages"),
+    "targets": (MACHINE, "machine"),
+    "work": (MACHINE, "machine"),
+    "keys": (MACHINE, "keys"),
+    "ledger": (MACHINE, "ledgers"),
+}
+"""Panel and module of each command, in the order of the help. The function has the command's name."""
 
-for panel, command in _COMMANDS:
-    if isinstance(command, typer.Typer):
-        app.add_typer(command, rich_help_panel=panel)
-    else:
-        app.command(rich_help_panel=panel, cls=Command)(handle_errors(command))
+
+def build_app(command: str = "") -> typer.Typer:
+    """Return the command line with all commands, or with one of them."""
+    app = typer.Typer(
+        name="onnx-ops",
+        cls=CommandGroup,
+        callback=program,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        help="Release engineering for ONNX models: one file from training to rollback.",
+        epilog="Start with: onnx-ops check FILE, onnx-ops plan FILE, onnx-ops run FILE.",
+    )
+    for name in [command] if command in _COMMANDS else _COMMANDS:
+        panel, module = _COMMANDS[name]
+        function = getattr(import_module(f"onnx_ops.cli.{module}"), name.replace("-", "_"))
+        if isinstance(function, typer.Typer):
+            app.add_typer(function, rich_help_panel=panel)
+        else:
+            app.command(rich_help_panel=panel, cls=Command)(handle_errors(function))
+    return app
+
+
+def __getattr__(name: str) -> Any:
+    """Return the whole command line as `app`, built at its first use."""
+    if name != "app":
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    globals()["app"] = app = build_app()
+    return app
 
 
 def main() -> None:
@@ -84,4 +84,4 @@ def main() -> None:
     gc.set_threshold(50_000, 20, 20)  # imports make many objects and no garbage: a tenth of their time
     # The collections at the end of the process look at every object of MLflow's modules: 1.1 s for nothing.
     atexit.register(gc.freeze)
-    app()
+    build_app(sys.argv[1] if len(sys.argv) > 1 else "")()

@@ -217,7 +217,6 @@ def _timed(session: Any, feed: Tensors) -> Timed:
 def _undisturbed() -> Iterator[None]:
     """Prevent garbage collection and reporting of warnings during a timed run."""
     enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
