@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import orjson
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
 
-from onnx_ops.errors import UserError
+from onnx_ops.errors import TooLargeError, UserError
 from onnx_ops.serving.inference.responses import RawResponse, read_header_length
-from onnx_ops.serving.inference.tensors import join_text, shorten
+from onnx_ops.serving.inference.tensors import MAX_KEYS, join_text, shorten
 
 SERVICE = "inference.GRPCInferenceService"
 STREAM = "ModelStreamInfer"
@@ -128,6 +129,8 @@ _CONTENTS: Mapping[str, tuple[str, str]] = {
 """Field of the typed contents, and numpy's type, by datatype."""
 _WIDE: Mapping[str, str] = {"int_contents": "int32", "uint_contents": "uint32"}
 """Numpy's type of the fields that smaller types share."""
+_MAX_TEXTS = 1 << 16
+"""Elements of typed contents of BYTES: they are read one by one, on the event loop."""
 
 
 def _build_file() -> descriptor_pb2.FileDescriptorProto:
@@ -182,7 +185,64 @@ def get_message_class(name: str) -> Any:
     return message_factory.GetMessageClass(POOL.FindMessageTypeByName(f"inference.{name}"))
 
 
+_ModelInferRequest = get_message_class("ModelInferRequest")
 _ModelInferResponse = get_message_class("ModelInferResponse")
+_INPUTS = _ModelInferRequest.DESCRIPTOR.fields_by_name["inputs"].number
+_MAX_VARINT_BYTES = 10
+
+
+def decode_request(data: bytes) -> Any:
+    """Return a ModelInferRequest. Raises UserError.
+
+    A field of two bytes becomes an object of a hundred, so the fields of the message and of its inputs are counted
+    before they are parsed. The elements of typed contents are not: there are at most as many as bytes.
+    """
+    try:
+        fields = _list_fields(data, 0, len(data), MAX_KEYS)
+        count = len(fields)
+        for number, start, end in fields:
+            if number == _INPUTS:
+                count += len(_list_fields(data, start, end, MAX_KEYS - count))
+        return _ModelInferRequest.FromString(data)
+    except (DecodeError, IndexError) as error:
+        raise UserError("the message is not a ModelInferRequest", why=str(error)) from error
+
+
+def _list_fields(data: bytes, place: int, end: int, limit: int) -> list[tuple[int, int, int]]:
+    """Return number, start and end of each field between two places. Raises DecodeError or IndexError.
+
+    https://protobuf.dev/programming-guides/encoding has the wire types.
+    """
+    fields = []
+    while place < end:
+        tag, place = _read_varint(data, place)
+        start = place
+        match tag & 7:
+            case 0:
+                _, place = _read_varint(data, place)
+            case 1:
+                place += 8
+            case 2:
+                length, start = _read_varint(data, place)
+                place = start + length
+            case 5:
+                place += 4
+            case kind:
+                raise DecodeError(f"a field has wire type {kind}")
+        fields.append((tag >> 3, start, place))
+        if len(fields) > limit:
+            raise TooLargeError(f"the message and its inputs have more than {MAX_KEYS} fields")
+    return fields
+
+
+def _read_varint(data: bytes, place: int) -> tuple[int, int]:
+    """Return a number and the place behind it."""
+    value = 0
+    for position in range(_MAX_VARINT_BYTES):
+        value |= (data[place + position] & 0x7F) << 7 * position
+        if data[place + position] < 0x80:
+            return value, place + position + 1
+    raise DecodeError("a number has more than 64 bits")
 
 
 def encode_request(message: Any) -> tuple[bytes, int]:
@@ -245,6 +305,11 @@ def _encode_contents(tensor: Any) -> bytes:
         )
     values: Sequence[Any] = getattr(tensor.contents, field)
     if dtype == "object":
+        if len(values) > _MAX_TEXTS:
+            raise TooLargeError(
+                f"tensor {shorten(tensor.name)} has more than {_MAX_TEXTS} elements in {field}",
+                remedy="Send raw_input_contents.",
+            )
         return join_text(values)
     sent = np.array(values, _WIDE.get(field, dtype))
     array = sent.astype(dtype)

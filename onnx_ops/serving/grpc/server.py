@@ -24,6 +24,7 @@ from onnx_ops.serving.grpc.open_inference import (
     POOL,
     SERVICE,
     STREAM,
+    decode_request,
     decode_response,
     encode_request,
     get_message_class,
@@ -137,12 +138,16 @@ class InferenceServicer:
         models = await self._read_json(lambda *_: self._app.get_repository_index(only_ready=only_ready), context)
         return self._responses["RepositoryIndex"](models=models)
 
-    async def infer(self, message: Any, context: Any) -> Any:
+    async def infer(self, data: bytes, context: Any) -> Any:
         """Answer an inference request."""
         head = _read_head(context)
-        return decode_response(await _check(await self._answer(message, head), head, context))
+        try:
+            response = await self._answer(decode_request(data), head)
+        except UserError as error:
+            response = self._reject(error)
+        return decode_response(await _check(response, head, context))
 
-    async def stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+    async def stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
         """Answer a stream of inference requests in their order, many at the same time.
 
         A failed request does not end its stream.
@@ -150,10 +155,10 @@ class InferenceServicer:
         tasks: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue(_MAX_STREAMED)
 
         async def read() -> None:
-            async for message in requests:
+            async for data in requests:
                 if self._limits.draining:
                     break
-                await tasks.put(self._loop.create_task(self._answer_streamed(message, _read_head(context))))
+                await tasks.put(self._loop.create_task(self._answer_streamed(data, _read_head(context))))
             await tasks.put(None)
 
         reader = self._loop.create_task(read())
@@ -168,7 +173,11 @@ class InferenceServicer:
                 if (task := tasks.get_nowait()) is not None:
                     task.cancel()
 
-    async def _answer_streamed(self, message: Any, head: dict[bytes, bytes]) -> Any:
+    async def _answer_streamed(self, data: bytes, head: dict[bytes, bytes]) -> Any:
+        try:
+            message = decode_request(data)
+        except UserError as error:
+            return self._responses[STREAM](error_message=_get_message(self._reject(error)))
         response = await self._answer(message, head)
         if response.status != 200:
             return self._responses[STREAM](error_message=_get_message(response), infer_response={"id": message.id})
@@ -182,8 +191,7 @@ class InferenceServicer:
         try:
             body, length = encode_request(message)
         except UserError as error:
-            service.count_rejected(400)
-            return build_error_from(error)
+            return self._reject(error)
         if limits.body_bytes + len(body) > limits.max_body_bytes:
             service.count_rejected(503)
             return build_error(503, "the server is receiving too many bytes at the same time")
@@ -204,14 +212,25 @@ class InferenceServicer:
             limits.body_bytes -= len(body)
             self.in_progress -= 1
 
+    def _reject(self, error: UserError) -> RawResponse:
+        """Return the response to a message that is not a request, and count it."""
+        response = build_error_from(error)
+        self._app.count_rejected(response.status)
+        return response
+
     async def _read_json(self, handler: Callable[[RequestHead, bytes], RawResponse], context: Any) -> Any:
         head = _read_head(context)
         return orjson.loads((await _check(self._app.call(handler, head, b""), head, context)).body)
 
 
 def _get_codec(method: str) -> Mapping[str, Any]:
+    """Return the codec of a method. An inference request stays bytes: see `decode_request`."""
     request, response = map(get_message_class, METHODS[method])
-    return {"request_deserializer": request.FromString, "response_serializer": response.SerializeToString}
+    is_inference = METHODS[method][0] == "ModelInferRequest"
+    return {
+        "request_deserializer": None if is_inference else request.FromString,
+        "response_serializer": response.SerializeToString,
+    }
 
 
 def is_ready(app: PublicApp) -> bool:

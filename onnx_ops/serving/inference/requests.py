@@ -279,7 +279,7 @@ def _collect_columns(rows: Sequence[Any], form: str) -> dict[str, list[Any]]:
     first = rows[0]
     names = list(first) if type(first) is dict else []
     for row in rows:
-        if type(row) is not dict or row.keys() != set(names):
+        if type(row) is not dict or row.keys() != first.keys():
             raise UserError(f"every item of {form} must be an object with the same names")
     return {name: [to_plain(row[name]) for row in rows] for name in names}
 

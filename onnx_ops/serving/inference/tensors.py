@@ -51,6 +51,8 @@ MAX_VALUES = 1 << 22
 """Values in a JSON body. A value of two bytes can take over a hundred bytes of memory."""
 MAX_CONTAINERS = 1 << 20
 """Lists and objects in a JSON body."""
+MAX_KEYS = 1 << 12
+"""Keys of one JSON object: columns of a record, or parameters. A body below `LARGE_BODY_BYTES` has no room for more."""
 LARGE_BODY_BYTES = 8192
 """Bytes from which simdjson is faster (benchmarks/wire.py)."""
 _UNCHECKED_BYTES = 1 << 20
@@ -62,6 +64,8 @@ _PIECE_BYTES = 1 << 18
 """Text that is parsed in a millisecond."""
 _LOOKED_AT = 64
 """Arrays of a body that are looked at."""
+_LOOKED_UP = 64
+"""Keys of an object that are looked up, which leaves arrays unparsed. Each lookup passes all keys before it."""
 _NOT_OF_NUMBERS = (b"{", b'"', b"l", b"r")
 """null, true and false have one of the letters."""
 _WITHOUT_BRACKETS = bytes.maketrans(b"[]", b"  ")
@@ -144,7 +148,7 @@ class LargeArray(LazyArray):
             for piece in self._divide():
                 buffer: Any = parser.parse(piece).as_buffer(of_type=_LAZY_CODES[kind])  # type: ignore[union-attr]
                 numbers.append(np.frombuffer(buffer, f"{kind}8"))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):  # simdjson: an integer of more than 64 bits is a RuntimeError
             return None
         flat = np.concatenate(numbers)
         return flat if flat.size == math.prod(self.shape) else None
@@ -235,9 +239,33 @@ def parse_document(body: bytes) -> tuple[Any, bool]:
         if document is not None:
             return document, literals
     try:
-        return orjson.loads(body), literals
+        document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise UserError("the body is not JSON", why=str(error)) from error
+    if len(body) >= LARGE_BODY_BYTES:
+        _check_objects(document)
+    return document, literals
+
+
+def _check_objects(document: Any) -> None:
+    """Check the number of keys of every object of a document."""
+    pending = [document]
+    while pending:
+        value = pending.pop()
+        if type(value) is dict:
+            _check_keys(len(value))
+            value = value.values()
+        elif type(value) is not list:
+            continue
+        pending += [item for item in value if type(item) in (dict, list)]
+
+
+def _check_keys(count: int) -> None:
+    if count > MAX_KEYS:
+        raise TooLargeError(
+            f"the body has an object with {count} keys, and the limit is {MAX_KEYS}",
+            remedy="Send a wide table in the binary form, or as dataframe_split.",
+        )
 
 
 def may_contain_literals(text: bytes) -> bool:
@@ -284,9 +312,14 @@ class _LazyWalk:
 
     def convert(self, value: Any, key: str) -> Any:
         if type(value) is simdjson.Object:
+            _check_keys(len(value))
             keys = list(value)
             if len(set(keys)) != len(keys) or any("\0" in name for name in keys):
                 raise ValueError("simdjson takes the first of a repeated key, orjson the last; its keys end at NUL")
+            if len(keys) > _LOOKED_UP:
+                document = value.as_dict()
+                self.brackets += _count_lists(document)
+                return document
             return {name: self.convert(value[name], name) for name in keys}
         if type(value) is not simdjson.Array:
             return self.taken.pop(value, value) if self.taken and type(value) is str else value
@@ -322,7 +355,9 @@ class _LazyWalk:
 
 
 def _count_lists(value: Any) -> int:
+    """Count the lists in a value, and check the number of keys of its objects."""
     if isinstance(value, dict):
+        _check_keys(len(value))
         return sum(map(_count_lists, value.values()))
     return 1 + sum(map(_count_lists, value)) if isinstance(value, list) else 0
 
@@ -449,6 +484,8 @@ class TensorReader:
         """Return `count` elements of BYTES: length in four bytes, then UTF-8."""
         if count * _TEXT_LENGTH.size > size:
             raise self.error(f": {count} elements of BYTES need more than {size} bytes")
+        if count > MAX_VALUES:
+            raise TooLargeError(f"tensor {self.name!r} has more than {MAX_VALUES} elements of BYTES")
         end = start + size
         elements: list[str] = []
         for _ in range(count):
@@ -508,10 +545,10 @@ class TensorReader:
             raise self.error(f" of {self.datatype} holds {shorten(text)} in row {row}") from error
 
     def fill_missing(self, data: Any) -> Any:
-        """Replace null in a table by NaN, where the input takes fractions."""
+        """Replace null in the rows of a table by NaN, where the input takes fractions."""
         if self.dtype.kind != "f" or type(data) is not list:
             return data
-        return [math.nan if item is None else self.fill_missing(item) if type(item) is list else item for item in data]
+        return [_fill_row(item) if type(item) is list else math.nan if item is None else item for item in data]
 
     def check_column(self, data: Any) -> None:
         """Raise UserError with the row of the first value of a wrong type."""
@@ -522,6 +559,10 @@ class TensorReader:
             if type(value) is not list and type(value) not in self.elements:
                 name = _JSON_NAMES.get(type(value), "another type")
                 raise self.error(f" of {self.datatype} holds {name} in row {row}")
+
+
+def _fill_row(row: list[Any]) -> list[Any]:
+    return [math.nan if cell is None else cell for cell in row]
 
 
 def join_text(values: Iterable[bytes]) -> bytes:

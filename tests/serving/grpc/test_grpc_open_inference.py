@@ -8,8 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnx_ops.errors import UserError
-from onnx_ops.serving.grpc.open_inference import METHODS, POOL, SERVICE, encode_request, get_message_class
+from onnx_ops.errors import TooLargeError, UserError
+from onnx_ops.serving.grpc.open_inference import (
+    METHODS,
+    POOL,
+    SERVICE,
+    decode_request,
+    encode_request,
+    get_message_class,
+)
+from onnx_ops.serving.inference.tensors import MAX_KEYS
 
 Message = get_message_class("ModelInferRequest")
 
@@ -123,3 +131,41 @@ def test_parameters_and_outputs_are_passed_on() -> None:
         "inputs": [{**tensor, "parameters": {"shared_memory_region": "a", "binary_data_size": 0}}],
         "outputs": [{"name": "y", "parameters": {"classification": 3, "binary_data": True}}],
     }
+
+
+def test_decode_request_returns_the_message_that_was_sent() -> None:
+    message = request("FP32", [2], fp32_contents=[1.5, 2])
+    message.parameters["a"].int64_param = -1
+    message.parameters["b"].double_param = 0.5
+    assert decode_request(message.SerializeToString()) == message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"\x2a\x00" * (MAX_KEYS + 1), id="inputs"),
+        pytest.param(b"\x3a\x00" * (MAX_KEYS + 1), id="raw contents"),
+        pytest.param(Message(inputs=[{"shape": [1]}] * (MAX_KEYS // 2 + 1)).SerializeToString(), id="two each"),
+        pytest.param(
+            Message(inputs=[{"parameters": {str(k): {} for k in range(MAX_KEYS)}}]).SerializeToString(),
+            id="parameters of an input",
+        ),
+    ],
+)
+def test_decode_request_with_too_many_fields_is_refused(data: bytes) -> None:
+    with pytest.raises(TooLargeError, match="4096 fields"):
+        decode_request(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\x2a", b"\x2a\xff\xff\xff\x7f", b"\x0a\x05ab", b"\xff" * 20, b"\x0c", b"\x2b\x2c", b"\x09\x00", b"\x0d\x00"],
+)
+def test_decode_request_of_malformed_bytes_is_refused(data: bytes) -> None:
+    with pytest.raises(UserError, match="not a ModelInferRequest"):
+        decode_request(data)
+
+
+def test_encode_request_with_too_many_texts_is_refused() -> None:
+    with pytest.raises(TooLargeError, match="raw_input_contents"):
+        encode_request(request("BYTES", [65537], bytes_contents=[b""] * 65537))

@@ -15,7 +15,7 @@ import pytest
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.serving import metrics
-from onnx_ops.serving.grpc.open_inference import STREAM, encode_request, get_message_class
+from onnx_ops.serving.grpc.open_inference import SERVICE, STREAM, encode_request, get_message_class
 from onnx_ops.serving.metrics import REVISION
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.grpc.conftest import Connect
@@ -107,6 +107,22 @@ def test_an_error_has_the_code_and_the_message_of_http(
         client.call("ModelInfer", **{**INPUT, **changes})
     assert (caught.value.code(), message in caught.value.details()) == (code, True), caught.value.details()
     assert count(worker, status) == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "status"),
+    [(b"\x2a\x00" * 5000, Code.RESOURCE_EXHAUSTED, 413), (b"\x2a", Code.INVALID_ARGUMENT, 400)],
+)
+def test_a_message_that_is_not_parsed_has_a_code_in_calls_and_streams(
+    worker: Worker, connect: Connect, data: bytes, code: Any, status: int
+) -> None:
+    channel = connect(worker.grpc_port).channel
+    with pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary(f"/{SERVICE}/ModelInfer")(data, timeout=30)
+    assert caught.value.code() is code
+    (answer,) = channel.stream_stream(f"/{SERVICE}/{STREAM}")(iter([data]), timeout=30)
+    assert get_message_class("ModelStreamInferResponse").FromString(answer).error_message == caught.value.details()
+    assert count(worker, status) == 2
 
 
 def test_a_pin_to_an_unknown_deployment_is_not_found(worker: Worker, connect: Connect) -> None:

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from onnx_ops.errors import UserError
+from onnx_ops.errors import TooLargeError, UserError
 from onnx_ops.serving.inference.requests import parse_header_length, read_infer
 from onnx_ops.serving.inference.responses import encode_outputs
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
-from onnx_ops.serving.inference.tensors import DATATYPE_OF
+from onnx_ops.serving.inference.tensors import DATATYPE_OF, MAX_VALUES
 from tests.serving.inference.tensor_cases import binary, encode, headers_of, signature, spec, split_answer, text_bytes
 
 pytestmark = pytest.mark.usefixtures("small_is_large")
@@ -351,6 +351,14 @@ def test_wrong_text_says_what_is_wrong(tail: bytes, message: str, count: int) ->
     expected = message if count == 2 else "need more than"
     with pytest.raises(UserError, match=f"'s'.*({expected})"):
         read_infer(json_part + tail, len(json_part), signature([spec("s", "string", "n")]))
+
+
+def test_read_infer_with_too_many_texts_is_refused() -> None:
+    count = MAX_VALUES + 1
+    tensor = {"name": "s", "datatype": "BYTES", "shape": [count], "parameters": {"binary_data_size": 4 * count}}
+    json_part = encode({"inputs": [tensor]})
+    with pytest.raises(TooLargeError, match="4194304 elements"):
+        read_infer(json_part + bytes(4 * count), len(json_part), signature([spec("s", "string", "n")]))
 
 
 def test_bool_bytes_are_0_or_1() -> None:

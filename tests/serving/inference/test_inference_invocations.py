@@ -245,6 +245,13 @@ def test_missing_values_of_a_table_are_nan(body: object) -> None:
     assert feed["city"].tolist() == [[""], ["Oslo"]]
 
 
+def test_read_invocation_with_deep_lists_beside_null_is_refused() -> None:
+    deep = "[" * 900 + "]" * 900
+    model = signature([spec("x", "float32", "batch", 2)])
+    with pytest.raises(UserError, match="holds a list"):
+        read_invocation(f'{{"instances": [[1, null], [1, {deep}]]}}'.encode(), "application/json", None, model)
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [

@@ -194,6 +194,46 @@ def test_bodies_of_too_many_values_are_refused_before_they_are_parsed(
         parse_document(body)
 
 
+@pytest.mark.parametrize("inner", ['"a": [1, [2], 3]', '"a": 1'])
+def test_parse_document_with_too_many_keys_is_refused_on_both_paths(inner: str) -> None:
+    keys = ", ".join(f'"{number}": 1' for number in range(tensors.MAX_KEYS))
+    for body in (f'{{"parameters": {{{keys}, {inner}}}}}', f'[[{{"b": [{{{keys}, {inner}}}]}}], [[]]]'):
+        with pytest.raises(TooLargeError, match="4097 keys"):
+            parse_document(body.encode())
+    document, _ = parse_document(f'{{"parameters": {{{keys}}}, {inner}}}'.encode())
+    assert len(document["parameters"]) == tensors.MAX_KEYS
+
+
+def test_parse_document_with_a_wide_object_looks_up_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lookup of simdjson passes all keys before it: quadratic work."""
+    looked_up: list[str] = []
+    convert = tensors._LazyWalk.convert
+
+    def record(walk: Any, value: Any, key: str) -> Any:
+        looked_up.append(key)
+        return convert(walk, value, key)
+
+    monkeypatch.setattr(tensors._LazyWalk, "convert", record)
+    columns = {f"c{number}": [number] for number in range(1000)}
+    document, _ = parse_document(encode({"inputs": columns, "data": [[1] * 9] * 99}))
+    assert document["inputs"] == columns
+    assert isinstance(document["data"], LazyArray)
+    assert looked_up == ["", "inputs", "data"]
+
+
+def test_a_small_body_has_no_room_for_too_many_keys() -> None:
+    assert len('"0":1,') * tensors.MAX_KEYS > 1 << 13
+
+
+@pytest.mark.parametrize("number", ["1" * 5000, "-" + "9" * 400, "1" + "0" * 400 + ".5", "1e999999999", "-1e400"])
+def test_a_number_out_of_range_is_refused_in_large_arrays(number: str) -> None:
+    for dtype in ("float32", "int64"):
+        with pytest.raises(UserError):
+            TensorReader(spec("x", dtype, "n")).read_json(
+                (101,), 101, parse_document(f'{{"data": [{"1," * 100}{number}]}}'.encode())[0]["data"], literals=False
+            )
+
+
 def test_metadata_shows_free_dimensions_and_optional_inputs() -> None:
     spec = TensorSpec(name="x", dtype="float32", shape=("batch", 2))
     assert describe_tensor(spec) == {"name": "x", "datatype": "FP32", "shape": [-1, 2]}
