@@ -25,7 +25,7 @@ REQUEST_ID_HEADER = "x-request-id"
 TRACE_PARENT_HEADER = "traceparent"
 """W3C trace context, copied to the response."""
 TIMEOUT_HEADER = "x-request-timeout-ms"
-"""A request that has been queued for this many milliseconds gets a 504 instead of being run."""
+"""After this many milliseconds, a request that is queued or runs gets a 504."""
 PIN_HEADERS = ("x-amzn-sagemaker-target-variant", "azureml-model-deployment")
 """Headers that select a deployment by name, regardless of its traffic weight."""
 DEPLOYMENT_HEADER = "x-onnx-ops-deployment"

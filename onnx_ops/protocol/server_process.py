@@ -63,6 +63,13 @@ class ContainerOptions:
         Le(3600),
         doc("Longest time in the queue, unless x-request-timeout-ms is shorter; then 504."),
     ] = 30.0
+    run_timeout: Annotated[
+        float,
+        Unit("s"),
+        Ge(0.001),
+        Le(3600),
+        doc("Longest run of a model, which is ended then; the request gets a 504."),
+    ] = 30.0
     max_body: Annotated[
         int, Unit("B"), Ge(1), Le(2 << 30), doc("Size of the largest request body; a larger one gets a 413.")
     ] = 32 << 20

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 from onnx import TensorProto, helper
 
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
@@ -110,6 +111,36 @@ def mirrored(serving: Deployment, *shadows: Deployment, **split: Any) -> Endpoin
     return EndpointState(
         deployments=(serving, *shadows), split=TrafficSplit(weights={serving.name: 100}, shadow=shadow, **split)
     )
+
+
+def deploy_loop(folder: Path, *, name: str = "blue", version: str = "1", factor: int = 1) -> Deployment:
+    """The deployment of a model that adds one to `x`, `n` times `factor`."""
+    text = f"""<ir_version: 10, opset_import: ["" : 18]>
+    m (int64[1] n, float[b, 2] x) => (float[b, 2] y) {{
+      zero = Constant<value = int64[1] {{0}}>()
+      factor = Constant<value = int64 {{{factor}}}>()
+      once = Squeeze(n, zero)
+      trips = Mul(once, factor)
+      goes = Constant<value = bool {{1}}>()
+      y = Loop(trips, goes, x) <body = b (int64 i, bool c, float[b, 2] v) => (bool d, float[b, 2] w) {{
+        d = Identity(c)
+        one = Constant<value = float {{1.0}}>()
+        w = Add(v, one)
+      }}>
+    }}"""
+    folder.mkdir()
+    onnx.save_model(onnx.parser.parse_model(text), folder / "model.onnx")
+    return deploy(folder, name=name, version=version)
+
+
+def loop_body(n: int) -> bytes:
+    """A v2 request for a row of ones and `n` passes."""
+    trips = {"name": "n", "datatype": "INT64", "shape": [1], "data": [n]}
+    return json.dumps({"inputs": [trips, {**X, "data": [1, 1]}]}).encode()
+
+
+FOREVER = 1 << 40
+"""Passes of a loop that take days."""
 
 
 def infer_body(*rows: Sequence[object]) -> bytes:

@@ -45,11 +45,11 @@ class Gate:
     rows: list[int] = field(default_factory=list)
 
     def wrap(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def held(outputs: Sequence[str], feed: Mapping[str, Any]) -> Any:
+        def held(outputs: Sequence[str], feed: Mapping[str, Any], *options: Any) -> Any:
             self.rows.append(len(feed["x"]))
             self.entered.release()
             assert self.open.wait(30)
-            return run(outputs, feed)
+            return run(outputs, feed, *options)
 
         return held
 
@@ -63,6 +63,7 @@ class Worker:
         wrap: replaces the models' run functions.
         slow: whether requests are queued.
         queue, threads, deadline: of the queues.
+        run_timeout: of runs, those on the event loop included.
         bounds: arguments of `Connections` other than the usual ones.
         hosts: which Host and Origin headers are answered.
         grpc_port: of gRPC; 0: none.
@@ -75,6 +76,7 @@ class Worker:
     queue: int = 64
     threads: int = 1
     deadline: float = 30.0
+    run_timeout: float = 30.0
     bounds: Mapping[str, Any] = field(default_factory=dict)
     hosts: HostPolicy = field(default_factory=HostPolicy)
     grpc_port: int = 0
@@ -148,7 +150,10 @@ class Worker:
         self.deployments = LoadedDeployments(self.shared, 0, self._load, endpoint="e")
         self.shadow = ShadowQueue(self._connect_shadow, limit=self.shadow_queue)
         self.worker_threads = WorkerThreads(self.threads, self.loop.call_soon)
-        self.inference = InferenceService(self.deployments, self.shadow, deadline_s=self.deadline)
+        self.inference = InferenceService(
+            self.deployments, self.shadow, deadline_s=self.deadline, run_timeout_s=self.run_timeout
+        )
+        self.inference.monitor.watch_inline()
         self.publish(self.state)
         usual = {"max_connections": 1000, "max_body": MAX_BODY, "read_timeout_s": 60.0, "keep_alive_s": 60.0}
         self.connections = ConnectionLimits(**{**usual, **self.bounds}, row=self.shared.get_row(0, 0))
@@ -188,6 +193,9 @@ class Worker:
             deployment=deployment,
             signature=model.signature,
             run=self.wrap(model.run) if self.wrap else model.run,
+            options=model.options,
+            is_unbounded=model.is_unbounded,
+            must_queue=model.is_unbounded,
             bound_runs=None if self.wrap else BoundRuns(model.signature, model.bind),
             row=row,
             queue=queue,

@@ -35,7 +35,8 @@ _MAX_INLINE_BODY = 1 << 20
 _MAX_REPLICA_BYTES = 64 << 20
 """Larger models are out of the processor's caches at any share of the traffic, and memory may be short."""
 
-Run = Callable[[Sequence[str], Mapping[str, Array]], Sequence[Array]]
+Run = Callable[..., Sequence[Array]]
+"""Returns outputs by name for a feed. Runs on a thread pass the options of a `RunMonitor`."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -83,6 +84,9 @@ class LoadedDeployment(DeployedModel):
         row: where its counters are kept, in slot `slot`.
         queue: of requests that do not run inline.
         latency: estimate of the duration of `run`.
+        options: of runs on the event loop.
+        is_unbounded: the inputs decide how often a part of the model runs.
+        must_queue: no request runs on the event loop.
         size_bytes: of the model's files.
         warm_up: next requests whose latency is not compared.
     """
@@ -91,13 +95,16 @@ class LoadedDeployment(DeployedModel):
     queue: RequestQueue[Any]
     latency: LatencyEstimator
     size_bytes: int
+    options: Any = None
+    is_unbounded: bool = False
+    must_queue: bool = False
     slot: int = 0
     warm_up: int = WARM_UP_REQUESTS
     bound_runs: BoundRuns | None = None
 
     def should_run_inline(self, leader: LatencyEstimator, head: RequestHead, body: RequestBody) -> bool:
         """Return whether a request should run on the event loop."""
-        if not self.latency.should_run_inline(leader):
+        if self.must_queue or not self.latency.should_run_inline(leader):
             return False
         if len(body) <= _MAX_INLINE_TEXT:
             return True
@@ -106,10 +113,10 @@ class LoadedDeployment(DeployedModel):
             return False
         return int(length) <= _MAX_INLINE_TEXT and not self.signature.has_text_input
 
-    def answer(self, request: InferenceRequest) -> RawResponse:
+    def answer(self, request: InferenceRequest, *options: Any) -> RawResponse:
         """Run one request. Raises OnnxOpsError (see `LoadedModel.run`)."""
         started_at = time.perf_counter()
-        arrays = self.run(request.outputs, request.feed)
+        arrays = self.run(request.outputs, request.feed, *options)
         self.latency.observe(time.perf_counter() - started_at)
         return self.encode(request, arrays)
 
@@ -230,6 +237,15 @@ class TableSnapshot:
         names = sorted(serving, key=self.table.layout.index, reverse=True)
         return serving[max(names, key=weights.__getitem__)] if names else previous
 
+    def queue_unbounded(self) -> None:
+        """Run no request on the event loop if any deployment with traffic must not: all of them run alike."""
+        serving = [
+            loaded for loaded in self.list_loaded() if self.table.state.split.weights.get(loaded.deployment.name)
+        ]
+        must_queue = any(loaded.is_unbounded for loaded in serving)
+        for loaded in self.list_loaded():
+            loaded.must_queue = loaded.is_unbounded or must_queue
+
     def is_warm(self) -> bool:
         """Return whether the latency of every deployment with traffic is compared from now on."""
         serving = [self.deployments[name] for name in set(self.router.slots) if name in self.deployments]
@@ -245,7 +261,8 @@ class PendingRequest:
     """An inference request that is queued.
 
     Attributes:
-        started_at, deadline: on the clock of `time.perf_counter`.
+        started_at, deadline, expires_at: on the clock of `time.perf_counter`. It does not begin to run after
+            `deadline`, and does not run any longer after `expires_at`.
         draw: the assignment of users by which the deployment was chosen; None if the client has chosen it.
         cell: the user's cell, or `KEYLESS_CELL`.
         place: where the request is counted as in progress, if it is counted by user.
@@ -265,6 +282,7 @@ class PendingRequest:
     draw: CellDraw | None
     cell: int
     deadline: float
+    expires_at: float
     comparable: bool
     place: CellPlace | None = None
     queue_seconds: float = 0.0
@@ -313,6 +331,7 @@ class LoadedDeployments:
             snapshot = self._prepared[revision]
             self.routes = snapshot.routes
             self.leader = snapshot.get_leader(self.leader)
+            snapshot.queue_unbounded()
             for number in sorted(n for n in self._prepared if n <= revision):  # some may have been published unnoticed
                 if self._previous is not None:
                     self._retired.append(self._previous)

@@ -31,7 +31,7 @@ from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.scratch import sync_path
 from onnx_ops.serving.inference.bound_runs import BoundRun
 from onnx_ops.serving.inference.integrity import ModelCopies
-from onnx_ops.serving.inference.responses import InputsRejectedError
+from onnx_ops.serving.inference.responses import InputsRejectedError, RunTimeoutError
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
 from onnx_ops.serving.inference.tensors import DTYPE_OF_ONNX, get_numpy_dtype
 
@@ -69,7 +69,19 @@ _ENTRY_FORMAT = 1
 _MIN_WEIGHT_BYTES = 1024
 _MAX_ENTRIES = 8
 _LOOP_OPERATORS = (b'"\x04Loop', b'"\x04Scan')
-"""The type of a node in a file: field 4, its length, its name."""
+"""The type of a node in a file: field 4, its length, its name.
+
+The bodies of loops allocate memory in every pass, and two threads that run such a model at once spend most of their
+time on the lock of the session's arena: runs of 380 µs took 800."""
+_UNBOUNDED_OPERATORS = (
+    *_LOOP_OPERATORS,
+    b'"\x0bSequenceMap',
+    b'"\nBeamSearch',
+    b'"\x11WhisperBeamSearch',
+    b'"\x0cGreedySearch',
+    b'"\x08Sampling',
+)
+"""Operators that run graphs as often as their inputs say; those behind the loops become loops in the runtime."""
 _WARM_UP_RUNS = 3
 _SEED = 20_240_229
 _BFLOAT16 = 16
@@ -112,7 +124,7 @@ def open_session(
     options.intra_op_num_threads = settings.intra_op_threads
     options.inter_op_num_threads = settings.inter_op_threads
     options.graph_optimization_level = _LEVELS[settings.graph_level if optimize else "disabled"]
-    options.enable_cpu_mem_arena = not _may_loop(path)
+    options.enable_cpu_mem_arena = not _has_operator(path, _LOOP_OPERATORS)  # see there
     options.log_severity_level = 4  # errors are raised anyway; clients must not be able to fill the log
     for kind in ("intra_op", "inter_op"):
         options.add_session_config_entry(f"session.{kind}.allow_spinning", "1" if settings.spinning else "0")
@@ -141,16 +153,12 @@ def _build_provider_error(wanted: Sequence[str], why: str) -> InfrastructureErro
     )
 
 
-def _may_loop(path: Path) -> bool:
-    """Return whether a model can have loops.
-
-    Their bodies allocate memory in every pass, and two threads that run such a model at once spend most of their time
-    on the lock of the session's arena: runs of 380 µs took 800.
-    """
+def _has_operator(path: Path, operators: Sequence[bytes]) -> bool:
+    """Return whether a model can have one of these operators, in any of its graphs and functions."""
     if not path.stat().st_size:
         return False
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as model:
-        return any(model.find(operator) >= 0 for operator in _LOOP_OPERATORS)
+        return any(model.find(operator) >= 0 for operator in operators)
 
 
 def measure_folder(folder: Path) -> int:
@@ -301,8 +309,9 @@ class LoadedModel:
     """A loaded model. `run` is thread-safe.
 
     `native` is the runtime's function behind `session.run`, which also checks for missing inputs and fallback
-    providers; these checks take a sixth of the time of a small model. A run only reads `options`; creating them would
-    take as long again. `seconds` is the time of a run on one row; 0 if unknown. `size_bytes` are those of all files.
+    providers; these checks take a sixth of the time of a small model. `options` are those of runs on the event loop.
+    `seconds` is the time of a run on one row; 0 if unknown. `size_bytes` are those of all files. `is_unbounded` is
+    whether the inputs decide how often a part of the model runs.
     """
 
     deployment: Deployment
@@ -312,14 +321,21 @@ class LoadedModel:
     size_bytes: int
     options: Any = field(default_factory=ort.RunOptions)
     seconds: float = 0.0
+    is_unbounded: bool = False
 
-    def run(self, outputs: Sequence[str], feed: Tensors) -> Sequence[Array]:
-        """Return the named outputs; raises InputsRejectedError or InfrastructureError."""
+    def run(self, outputs: Sequence[str], feed: Tensors, options: Any = None) -> Sequence[Array]:
+        """Return the named outputs; raises InputsRejectedError, RunTimeoutError or InfrastructureError.
+
+        `options` are those of a run on a thread (see `RunMonitor`).
+        """
+        options = options or self.options
         try:
             if self.signature.has_bfloat16:
-                return self._run_bfloat16(outputs, feed)
-            arrays: Sequence[Array] = self.native(outputs, feed, self.options)
+                return self._run_bfloat16(outputs, feed, options)
+            arrays: Sequence[Array] = self.native(outputs, feed, options)
         except RUNTIME_ERRORS as error:
+            if options.terminate:
+                raise RunTimeoutError("the run of the model was ended, as it took too long") from error
             if isinstance(error, ort_errors.InvalidArgument) or _UNKNOWN_CATEGORY in str(error):
                 raise InputsRejectedError("the model rejects these inputs", why=get_first_line(error)) from error
             raise InfrastructureError("the model failed on these inputs", why=get_first_line(error)) from error
@@ -347,7 +363,7 @@ class LoadedModel:
         same = all(own.tobytes() == array.tobytes() for own, array in zip(outputs, arrays, strict=True))
         return bound if same else None
 
-    def _run_bfloat16(self, outputs: Sequence[str], feed: Tensors) -> list[Array]:
+    def _run_bfloat16(self, outputs: Sequence[str], feed: Tensors, options: Any) -> list[Array]:
         """Run a model with bfloat16 tensors, which numpy holds as uint16."""
         values = {
             name: ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _BFLOAT16)
@@ -356,7 +372,8 @@ class LoadedModel:
             for name, array in feed.items()
         }
         arrays: list[Array] = []
-        for name, value in zip(outputs, self.session.run_with_ort_values(list(outputs), values), strict=True):
+        found = self.session.run_with_ort_values(list(outputs), values, options)
+        for name, value in zip(outputs, found, strict=True):
             if self.signature.outputs[name].dtype == "bfloat16":
                 shape = tuple(value.shape())
                 size = int(np.prod(shape)) * 2
@@ -428,6 +445,7 @@ def load_model(deployment: Deployment, copies: ModelCopies, cache: PackedModelCa
         session=session,
         native=native,
         size_bytes=measure_folder(folder),
+        is_unbounded=_has_operator(path, _UNBOUNDED_OPERATORS),
     )
     return replace(model, seconds=model.warm_up())
 

@@ -57,6 +57,10 @@ class DeadlineExceededError(ServiceUnavailableError):
     """A request that was queued past its deadline (504)."""
 
 
+class RunTimeoutError(DeadlineExceededError):
+    """A run of a model that was ended, as it took too long (504)."""
+
+
 _STATUSES: tuple[tuple[type[OnnxOpsError], int], ...] = (
     (NotFoundError, 404),
     (TooLargeError, 413),

@@ -7,10 +7,12 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any
 
 import numpy as np
 
-from onnx_ops.errors import OnnxOpsError, UserError
+from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.ports.data import Array
 from onnx_ops.protocol import messages
 from onnx_ops.serving.cell_counts import CellCounter
@@ -23,7 +25,8 @@ from onnx_ops.serving.inference.deployments import (
     PendingRequest,
     TableSnapshot,
 )
-from onnx_ops.serving.inference.responses import DeadlineExceededError, RawResponse, RequestHead
+from onnx_ops.serving.inference.responses import DeadlineExceededError, RawResponse, RequestHead, RunTimeoutError
+from onnx_ops.serving.inference.run_monitor import INLINE_LIMIT_S, RunMonitor
 from onnx_ops.serving.inference.shadow import ShadowQueue
 from onnx_ops.serving.inference.signature import InferenceRequest
 from onnx_ops.serving.inference.tensors import RequestBody
@@ -48,14 +51,20 @@ _TRACE_PARENT = messages.TRACE_PARENT_HEADER.encode()
 _CLIENT_GONE = 499
 MAX_BATCH_ROWS = 1024
 """Rows of one batch, so that a request never waits for a run that is much longer than its own."""
+_REST_S = 10.0
+"""Time after a run that took too long on the event loop, in which its deployment is not run there."""
+_NEVER = float("inf")
 
 Result = RawResponse | OnnxOpsError
+LimitRuns = Callable[[Sequence[PendingRequest]], AbstractContextManager[Any]]
+"""Limits runs of some requests, with the options that it yields."""
 
 
 class InferenceService:
     """Answers inference requests. All methods but `run_batch` need its event loop.
 
-    Requests that reach no deployment are counted in `unrouted`. `deadline_s` is the longest time in a queue.
+    Requests that reach no deployment are counted in `unrouted`. `deadline_s` is the longest time in a queue, and
+    `run_timeout_s` that of a run.
     """
 
     def __init__(
@@ -64,11 +73,15 @@ class InferenceService:
         shadow: ShadowQueue,
         *,
         deadline_s: float,
+        run_timeout_s: float = _NEVER,
         request_log: RequestLog | None = None,
+        monitor: RunMonitor | None = None,
     ) -> None:
         self.deployments = deployments
         self._unrouted = deployments.shared.get_row(deployments.worker, 0)
         self._deadline_s = deadline_s
+        self._run_timeout_s = run_timeout_s
+        self.monitor = monitor or RunMonitor()
         self._shadow = shadow
         self._header = deployments.shared.header
         self._cells = CellCounter(deployments.shared, deployments.worker)
@@ -107,17 +120,32 @@ class InferenceService:
                 loaded = snapshot.deployments.get(name) or snapshot.get_deployment(name)
                 if comparable and control is not None and loaded is control.loaded:
                     loaded = control.replica
-            if route.coding or not loaded.should_run_inline(self.deployments.leader, head, body):
+            if not route.coding and loaded.should_run_inline(self.deployments.leader, head, body):
+                response = self._answer_inline(loaded, route, head, body)
+            else:
+                response = None
+            if response is None:
                 is_inline = False
-                deadline = started_at + self._read_timeout_s(head)
+                timeout_s = self._read_timeout_s(head)
+                deadline, expires_at = started_at + min(timeout_s, self._deadline_s), started_at + timeout_s
                 request = PendingRequest(
-                    route, head, body, respond, started_at, snapshot, loaded, draw, cell, deadline, comparable
+                    route,
+                    head,
+                    body,
+                    respond,
+                    started_at,
+                    snapshot,
+                    loaded,
+                    draw,
+                    cell,
+                    deadline,
+                    expires_at,
+                    comparable,
                 )
                 loaded.queue.put(request)
                 if draw is not None and self._cells.is_watching:
                     request.place = self._cells.begin(draw, loaded.slot, cell)
                 return request
-            response = loaded.answer_inline(route, head, body)
             loaded.row[RUNS] += 1
         except OnnxOpsError as error:
             lines = b"" if loaded is None else loaded.header_lines
@@ -133,14 +161,38 @@ class InferenceService:
         self._finish(snapshot, loaded, route, head, body, draw, cell, response, seconds)
         return response
 
+    def _answer_inline(
+        self, loaded: LoadedDeployment, route: InferenceRoute, head: RequestHead, body: RequestBody
+    ) -> RawResponse | None:
+        """Return the response of a run on the event loop; None if it was ended, and the request must be queued."""
+        monitor = self.monitor
+        started_at = monitor.inline_since = time.perf_counter()
+        monitor.inline_options = loaded.options
+        try:
+            return loaded.answer_inline(route, head, body)
+        except RunTimeoutError:
+            _log.warning("a run of %s took more than %g s on the event loop", loaded.deployment.name, INLINE_LIMIT_S)
+            loaded.must_queue = True
+            self._loop.call_later(_REST_S, self._end_rest, loaded)
+            return None
+        finally:
+            monitor.inline_options = None
+            if time.perf_counter() - started_at > INLINE_LIMIT_S:
+                monitor.reset(loaded.options)
+
+    def _end_rest(self, loaded: LoadedDeployment) -> None:
+        """Let a deployment run on the event loop again, if the published table allows it."""
+        loaded.must_queue = loaded.is_unbounded
+        with suppress(ServiceUnavailableError):
+            self.deployments.get_current().queue_unbounded()
+
     def _read_timeout_s(self, head: RequestHead) -> float:
-        """Return the longest time in the queue."""
-        timeout_s = self._deadline_s
-        if (value := head.get(_TIMEOUT)) is not None:
-            if not value.isdigit() or len(value) > 9:
-                raise UserError(f"{messages.TIMEOUT_HEADER} must be a whole number of milliseconds")
-            timeout_s = min(int(value) / 1e3, timeout_s)
-        return timeout_s
+        """Return the time after which the client does not need the response."""
+        if (value := head.get(_TIMEOUT)) is None:
+            return _NEVER
+        if not value.isdigit() or len(value) > 9:
+            raise UserError(f"{messages.TIMEOUT_HEADER} must be a whole number of milliseconds")
+        return int(value) / 1e3
 
     def choose(self, model: str, version: str | None, head: RequestHead) -> LoadedDeployment:
         """Return the deployment that would answer a request; raises NotFoundError or ServiceUnavailableError."""
@@ -178,7 +230,7 @@ class InferenceService:
         runs: Sequence[tuple[float, int]] = ()
         try:
             if due:
-                batch, runs = run_requests(due[0].loaded, due)
+                batch, runs = run_requests(due[0].loaded, due, self._limit_runs)
                 results += zip(due, batch, strict=True)
                 if len(requests) == 1:
                     due[0].service_seconds = time.perf_counter() - started_at
@@ -189,6 +241,12 @@ class InferenceService:
             self._loop.call_soon_threadsafe(self._deliver, results, runs)
         except RuntimeError:  # the loop is closed: the drain was too short for these
             _log.warning("%d responses were too late to be sent", len(results))
+
+    def _limit_runs(self, requests: Sequence[PendingRequest]) -> AbstractContextManager[Any]:
+        """Limit runs of requests on this thread: see `RunMonitor.limit`."""
+        deadline = min(time.perf_counter() + self._run_timeout_s, max(r.expires_at for r in requests))
+        is_drawn = all(request.draw is not None for request in requests)
+        return self.monitor.limit(deadline, requests[0].loaded.slot, is_drawn=is_drawn)
 
     def _deliver(self, results: Sequence[tuple[PendingRequest, Result]], runs: Sequence[tuple[float, int]]) -> None:
         loaded = results[0][0].loaded
@@ -278,9 +336,9 @@ class InferenceService:
 
 
 def run_requests(
-    loaded: LoadedDeployment, requests: Sequence[PendingRequest]
+    loaded: LoadedDeployment, requests: Sequence[PendingRequest], limit: LimitRuns
 ) -> tuple[list[Result], list[tuple[float, int]]]:
-    """Run requests, in batches where the model allows it.
+    """Run requests within their limits, in batches where the model allows it.
 
     Return the result of each request, and of each run of the model its seconds and the number of its requests.
     """
@@ -288,28 +346,36 @@ def run_requests(
     decoded: dict[int, InferenceRequest] = {}
     runs: list[tuple[float, int]] = []
 
-    def run_alone(member: InferenceRequest) -> RawResponse:
-        started_at = time.perf_counter()
-        response = loaded.answer(member)
-        runs.append((time.perf_counter() - started_at, 1))
+    def run_alone(position: int, member: InferenceRequest) -> RawResponse:
+        with limit([requests[position]]) as options:
+            started_at = time.perf_counter()
+            response = loaded.answer(member, options)
+            runs.append((time.perf_counter() - started_at, 1))
         return response
 
     for position, request in enumerate(requests):
         try:
             member = loaded.decode(request.route, request.head, request.body)
             if request.route.coding:  # the inflated bodies of a batch could fill the memory
-                results[position] = run_alone(member)
+                results[position] = run_alone(position, member)
             else:
                 decoded[position] = member
         except OnnxOpsError as error:
             results[position] = error
     for group in group_requests(decoded, batchable=loaded.deployment.batchable):
         batch = [decoded[position] for position in group]
-        together = _run_together(loaded, batch, runs) if len(batch) > 1 else None
+        together = None
+        if len(batch) > 1:
+            try:
+                with limit([requests[position] for position in group]) as options:
+                    together = _run_together(loaded, batch, runs, options)
+            except RunTimeoutError as error:
+                results |= dict.fromkeys(group, error)
+                continue
         outputs: Sequence[tuple[Array, ...] | None] = [None] * len(batch) if together is None else together
         for position, member, arrays in zip(group, batch, outputs, strict=True):
             try:
-                results[position] = run_alone(member) if arrays is None else loaded.encode(member, arrays)
+                results[position] = run_alone(position, member) if arrays is None else loaded.encode(member, arrays)
             except OnnxOpsError as error:
                 results[position] = error
     return [results[position] for position in range(len(requests))], runs
@@ -334,13 +400,15 @@ def group_requests(requests: Mapping[int, InferenceRequest], *, batchable: bool)
 
 
 def _run_together(
-    loaded: LoadedDeployment, requests: Sequence[InferenceRequest], runs: list[tuple[float, int]]
+    loaded: LoadedDeployment, requests: Sequence[InferenceRequest], runs: list[tuple[float, int]], options: Any
 ) -> list[tuple[Array, ...]] | None:
-    """Return outputs by request; None if the run fails or rows do not match."""
+    """Return outputs by request; None if the run fails or rows do not match. Raises RunTimeoutError."""
     feed = {name: np.concatenate([request.feed[name] for request in requests]) for name in requests[0].feed}
     started_at = time.perf_counter()
     try:
-        arrays = loaded.run(requests[0].outputs, feed)
+        arrays = loaded.run(requests[0].outputs, feed, options)
+    except RunTimeoutError:
+        raise
     except OnnxOpsError:
         return None
     seconds = time.perf_counter() - started_at

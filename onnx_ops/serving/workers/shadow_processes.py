@@ -17,7 +17,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,8 +25,10 @@ from typing import Any, TypeVar
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import OnnxOpsError, describe_exit
+from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.protocol.server_process import ServerOptions
 from onnx_ops.serving.inference.deployments import DeployedModel, TableRevision
+from onnx_ops.serving.inference.run_monitor import RunMonitor
 from onnx_ops.serving.inference.shadow import run_mirrored_request, take_requests
 from onnx_ops.serving.metrics import IN_PROGRESS, SHADOW_FAILED, SHADOW_RESTARTS, MetricsRow, SharedMetrics, count_load
 from onnx_ops.serving.workers.listeners import SHADOW_SOCKETS, get_shadow_path, listen_unix
@@ -74,7 +76,13 @@ def run_shadow_process(
         return
     _lower_priority()
     control.sendall(encode_message(WorkerReady()))
-    model = DeployedModel(deployment=deployment, signature=loaded.signature, run=loaded.run, max_body=options.max_body)
+    monitor = RunMonitor()
+
+    def run(outputs: Sequence[str], feed: Tensors) -> Sequence[Array]:
+        with monitor.limit(time.perf_counter() + options.run_timeout) as run_options:
+            return loaded.run(outputs, feed, run_options)
+
+    model = DeployedModel(deployment=deployment, signature=loaded.signature, run=run, max_body=options.max_body)
     answer_mirrored_requests(model, row, listener, control)
 
 

@@ -180,7 +180,14 @@ class Worker:
         shadow = ShadowQueue(
             lambda slot: connect_unix(get_shadow_path(self.folder, self.shared.origin, slot), timeout_s=0)
         )
-        self._service = InferenceService(deployments, shadow, deadline_s=options.deadline, request_log=request_log)
+        self._service = InferenceService(
+            deployments,
+            shadow,
+            deadline_s=options.deadline,
+            run_timeout_s=options.run_timeout,
+            request_log=request_log,
+        )
+        self._service.monitor.watch_inline()
         limits = ConnectionLimits(
             max_connections=max(1, options.max_connections // options.workers),
             max_body=options.max_body,
@@ -271,6 +278,9 @@ class Worker:
             signature=model.signature,
             run=model.run,
             size_bytes=model.size_bytes,
+            options=model.options,
+            is_unbounded=model.is_unbounded,
+            must_queue=model.is_unbounded,
             bound_runs=BoundRuns(model.signature, model.bind),
             row=row,
             queue=queue,

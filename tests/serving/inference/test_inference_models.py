@@ -21,7 +21,7 @@ from onnx_ops.errors import DigestMismatchError, InfrastructureError, NotFoundEr
 from onnx_ops.serving.inference import models
 from onnx_ops.serving.inference.models import PackedModelCache
 from onnx_ops.serving.inference.responses import InputsRejectedError
-from tests.serving.serving_process import deploy, load_once, save_graph
+from tests.serving.serving_process import deploy, deploy_loop, load_once, save_graph
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
 
@@ -266,6 +266,29 @@ def test_models_with_loops_take_their_memory_without_the_arenas_lock(
     times = [numpy_helper.from_array(np.array(3, np.int64), "n")] if node.op_type == "Loop" else []
     path = save_graph(tmp_path, [node], [("x", FLOAT, shape)], [("y", FLOAT, shape)], times)
     assert models.open_session(path).get_session_options().enable_cpu_mem_arena is arena
+
+
+@pytest.mark.parametrize("operator", ["Loop", "Scan", "SequenceMap", "BeamSearch", "GreedySearch", "Sampling"])
+@pytest.mark.parametrize("place", ["graph", "branch", "function"])
+def test_a_model_is_unbounded_wherever_its_loop_is(tmp_path: Path, operator: str, place: str) -> None:
+    node = helper.make_node(operator, ["x"], ["y"])
+    branch = helper.make_graph([node], "branch", [], [])
+    function = helper.make_function("local", "f", ["x"], ["y"], [node], [helper.make_opsetid("", 18)])
+    used = {
+        "graph": node,
+        "branch": helper.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch),
+        "function": helper.make_node("f", ["x"], ["y"], domain="local"),
+    }[place]
+    graph = helper.make_graph([used], "m", [], [])
+    model = helper.make_model(graph, functions=[function] if place == "function" else [])
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    assert models._has_operator(path, models._UNBOUNDED_OPERATORS)
+
+
+def test_a_model_without_loops_is_bounded(blue: Deployment, tmp_path: Path) -> None:
+    assert not load_once(blue).is_unbounded
+    assert load_once(deploy_loop(tmp_path / "loop")).is_unbounded
 
 
 def entries(tmp_path: Path) -> list[Path]:

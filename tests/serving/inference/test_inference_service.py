@@ -20,6 +20,7 @@ from onnx import TensorProto, helper
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol.messages import CELL_LATENCIES, CELL_REQUESTS, UserCountsRequest, decode_cells
 from onnx_ops.serving import metrics, rollout_counts
+from onnx_ops.serving.inference import models
 from onnx_ops.serving.inference.deployments import TableRevision
 from onnx_ops.serving.inference.request_queue import LatencyEstimator
 from onnx_ops.serving.inference.service import group_requests
@@ -28,7 +29,16 @@ from onnx_ops.serving.inference.traffic_router import TrafficRouter
 from onnx_ops.serving.metrics import WARM_UP_REQUESTS
 from onnx_ops.serving.rollout_counts import RolloutCounts
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
-from tests.serving.serving_process import INFER, ODD, infer_body, mirrored, wait_until
+from tests.serving.serving_process import (
+    FOREVER,
+    INFER,
+    ODD,
+    deploy_loop,
+    infer_body,
+    loop_body,
+    mirrored,
+    wait_until,
+)
 from tests.serving.serving_worker import Gate, Worker, post
 from tests.support.must import must
 from tests.support.server import received
@@ -195,6 +205,57 @@ def test_a_known_request_that_the_model_refuses_is_refused(build: Callable[..., 
             answer = worker.send(post(INFER, json.dumps({"inputs": [tensor]}).encode()))
             assert status(answer) == code
             assert code != 200 or data_of(answer) == [7.0 + place]
+
+
+def test_a_run_past_its_time_is_ended_and_the_next_one_answers(tmp_path: Path) -> None:
+    with Worker(state_of(deploy_loop(tmp_path / "loop"), blue=100), run_timeout=0.2).running() as worker:
+        answer = worker.send(post(INFER, loop_body(FOREVER)))
+        assert status(answer) == 504
+        assert b"was ended after 0.2" in answer
+        assert b"x-onnx-ops-deployment: blue" in answer
+        assert data_of(worker.send(post(INFER, loop_body(5)))) == [6.0, 6.0]
+        totals = worker.shared.sum_slot(1)
+    assert (totals[metrics.get_column(504)], totals[metrics.get_column(200)]) == (1, 1)
+
+
+def test_a_run_is_ended_when_its_client_does_not_need_it_any_more(tmp_path: Path) -> None:
+    with Worker(state_of(deploy_loop(tmp_path / "loop"), blue=100)).running() as worker:
+        assert status(worker.send(post(INFER, loop_body(FOREVER), {"x-request-timeout-ms": "100"}))) == 504
+
+
+def test_a_batch_past_its_time_is_ended(gate: Gate, tmp_path: Path) -> None:
+    deployment = replace(deploy_loop(tmp_path / "loop"), batchable=True)
+    with behind(gate, deployment, run_timeout=0.2) as worker:
+        clients = queue_up(worker, gate, *[post(INFER, loop_body(FOREVER))] * 3)
+        assert [status(answer) for answer in answers_to(gate, clients)] == [504] * 3
+
+
+def test_a_long_run_on_the_event_loop_moves_to_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_UNBOUNDED_OPERATORS", ())
+    with Worker(state_of(deploy_loop(tmp_path / "loop"), blue=100), run_timeout=0.2).running() as worker:
+        for _ in range(3):  # the third one is bound to its memory
+            assert status(worker.send(post(INFER, loop_body(2)))) == 200
+        assert worker.shared.sum_slot(1)[metrics.RUN_NANOSECONDS] == 0  # no run on a thread
+        assert status(worker.send(post(INFER, loop_body(FOREVER)))) == 504
+        for _ in range(3):
+            assert data_of(worker.send(post(INFER, loop_body(3)))) == [4.0, 4.0]
+        assert worker.shared.sum_slot(1)[metrics.RUN_NANOSECONDS] > 0
+
+
+def test_a_model_with_loops_and_the_versions_beside_it_are_queued(tmp_path: Path) -> None:
+    loop, plain = (
+        deploy_loop(tmp_path / "loop"),
+        scaling_deployment(tmp_path / "plain", name="green", version="2", scale=2.0, model="m"),
+    )
+    with Worker(state_of(loop, plain, blue=50, green=50)).running() as worker:
+        snapshot = worker.deployments.get_current()
+        assert [loaded.must_queue for loaded in snapshot.list_loaded()] == [True, True]
+        worker.publish(state_of(loop, plain, blue=0, green=100))
+        snapshot = worker.deployments.get_current()
+        assert {name: loaded.must_queue for name, loaded in snapshot.deployments.items()} == {
+            "blue": True,
+            "green": False,
+        }
 
 
 def only(name: str, wrap: Callable[..., Any]) -> Callable[..., Any]:

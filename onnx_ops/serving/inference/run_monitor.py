@@ -1,0 +1,146 @@
+"""Ends runs of models that take too long.
+
+ONNX Runtime checks the flag `terminate` of a run's options before each node, inside of loops too. A run that does not
+end then is in a single node for long: it cannot be ended, so its process is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import onnxruntime as ort
+
+from onnx_ops.serving.inference.responses import RunTimeoutError
+
+_log = logging.getLogger(__name__)
+
+INLINE_LIMIT_S = 0.25
+"""Time of a run on the event loop, which answers no other request meanwhile. Then it is run again on a thread."""
+GRACE_S = 5.0
+"""Time for a run to end."""
+_TICK_S = 0.1
+_NEVER = float("inf")
+
+GiveUp = Callable[[int, bool], None]
+"""Called for a run that does not end, with its slot and whether the split has chosen its deployment."""
+
+
+@dataclass(slots=True, eq=False)
+class _LimitedRun:
+    """A run on a thread; `deadline` is on the clock of `time.perf_counter`."""
+
+    deadline: float
+    options: Any
+    slot: int
+    is_drawn: bool
+    is_ended: bool = False
+
+
+class RunMonitor:
+    """Ends the runs of one process at their deadlines, by a thread.
+
+    Attributes:
+        inline_since, inline_options: start and options of the run on the event loop; no options: there is none. They
+            are plain attributes because a request sets them in 0.1 µs, and a lock would cost more.
+    """
+
+    def __init__(self, give_up: GiveUp | None = None, *, grace_s: float = GRACE_S) -> None:
+        self.inline_since = 0.0
+        self.inline_options: Any = None
+        self._give_up = give_up or end_process
+        self._grace_s = grace_s
+        self._changed = threading.Condition(threading.Lock())
+        self._runs: list[_LimitedRun] = []
+        self._wakes_at = _NEVER
+        self._watches_inline = False
+        self._thread: threading.Thread | None = None
+
+    def watch_inline(self) -> None:
+        """End runs on the event loop too, from now on."""
+        self._watches_inline = True
+        with self._changed:
+            self._wake()
+
+    @contextmanager
+    def limit(self, deadline: float, slot: int = 0, *, is_drawn: bool = False) -> Iterator[Any]:
+        """Yield the options of runs on this thread, which are ended at a deadline. Raises RunTimeoutError.
+
+        Args:
+            deadline: on the clock of `time.perf_counter`.
+            slot, is_drawn: of the deployment, if its process must be ended.
+        """
+        started_at = time.perf_counter()
+        run = _LimitedRun(deadline, ort.RunOptions(), slot, is_drawn)
+        with self._changed:
+            self._runs.append(run)
+            if self._thread is None or deadline < self._wakes_at:  # waking it for each run would take 20 µs
+                self._wake()
+        try:
+            yield run.options
+        except RunTimeoutError as error:
+            seconds = time.perf_counter() - started_at
+            raise RunTimeoutError(f"the run of the model was ended after {seconds:.3g} s, at its deadline") from error
+        finally:
+            with self._changed:
+                self._runs.remove(run)
+
+    def reset(self, options: Any) -> None:
+        """Allow runs with the options of an inline run that may have been ended."""
+        with self._changed:
+            if options is not None:
+                options.terminate = False
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="run-monitor", daemon=True)
+            self._thread.start()
+        self._changed.notify()
+
+    def _watch(self) -> None:
+        with self._changed:
+            while True:
+                now = time.perf_counter()
+                if self._watches_inline:
+                    self._end_inline(now)
+                due = [self._end(run, now) for run in self._runs]
+                if self._watches_inline:
+                    due.append(now + _TICK_S)
+                self._wakes_at = min(due, default=_NEVER)
+                rest_s = self._wakes_at - time.perf_counter()
+                self._changed.wait(max(0.0, rest_s) if rest_s < _NEVER else None)
+
+    def _end_inline(self, now: float) -> None:
+        """End the run on the event loop if it takes too long.
+
+        `now` was read before the run. So a run that ends meanwhile has taken longer than the limit as well, and its
+        request resets the options, once this thread has released the lock.
+        """
+        options = self.inline_options
+        if options is not None and now - self.inline_since > INLINE_LIMIT_S:
+            options.terminate = True
+
+    def _end(self, run: _LimitedRun, now: float) -> float:
+        """End a run at its deadline; return when to look at it again."""
+        if now < run.deadline:
+            return run.deadline
+        if not run.is_ended:
+            run.is_ended = run.options.terminate = True
+            run.deadline = now + self._grace_s
+        elif run.deadline < _NEVER:
+            run.deadline = _NEVER
+            self._give_up(run.slot, run.is_drawn)
+        return run.deadline
+
+
+def end_process(_slot: int, _is_drawn: bool) -> None:
+    """End this process, whose supervisor replaces it: a thread in native code cannot be ended alone."""
+    _log.error("a run did not end within %.0f s after its deadline; process %d ends", GRACE_S, os.getpid())
+    os.kill(os.getpid(), signal.SIGKILL)

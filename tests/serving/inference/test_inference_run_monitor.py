@@ -1,0 +1,70 @@
+"""The end of runs that take too long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onnx_ops.serving.inference.responses import RunTimeoutError
+from onnx_ops.serving.inference.run_monitor import RunMonitor
+from tests.serving.serving_process import FOREVER, deploy_loop, load_once
+
+NEVER = float("inf")
+
+
+def test_limit_ends_only_the_run_that_is_past_its_deadline(tmp_path: Path) -> None:
+    model = load_once(deploy_loop(tmp_path / "loop"))
+    monitor = RunMonitor()
+    x = np.ones((1, 2), np.float32)
+    ended: list[str] = []
+
+    def run_forever() -> None:
+        with pytest.raises(RunTimeoutError, match="at its deadline"), monitor.limit(time.perf_counter()) as options:
+            model.run(("y",), {"n": np.array([FOREVER]), "x": x}, options)
+        ended.append("run")
+
+    with monitor.limit(NEVER) as options:
+        thread = threading.Thread(target=run_forever)
+        thread.start()
+        thread.join(30)
+        assert ended == ["run"]
+        (y,) = model.run(("y",), {"n": np.array([2]), "x": x}, options)
+    assert y.tolist() == [[3.0, 3.0]]
+
+
+def test_limit_of_a_run_that_does_not_end_gives_up_once_with_its_deployment() -> None:
+    given_up: list[tuple[int, bool]] = []
+    gave_up = threading.Event()
+
+    def give_up(slot: int, is_drawn: bool) -> None:
+        given_up.append((slot, is_drawn))
+        gave_up.set()
+
+    monitor = RunMonitor(give_up, grace_s=0.0)
+    with monitor.limit(time.perf_counter(), 7, is_drawn=True) as options:
+        assert gave_up.wait(30)  # as a run in a single long node would
+        assert options.terminate
+        gave_up.clear()
+        with monitor.limit(time.perf_counter(), 8):
+            assert gave_up.wait(30)
+    assert given_up == [(7, True), (8, False)]
+
+
+def test_watch_inline_ends_the_run_on_the_event_loop_until_it_is_reset(tmp_path: Path) -> None:
+    model = load_once(deploy_loop(tmp_path / "loop"))
+    monitor = RunMonitor()
+    monitor.watch_inline()
+    feed = {"n": np.array([FOREVER]), "x": np.ones((1, 2), np.float32)}
+    for _ in range(2):
+        monitor.inline_since = time.perf_counter()
+        monitor.inline_options = model.options
+        with pytest.raises(RunTimeoutError, match="took too long"):
+            model.run(("y",), feed)
+        monitor.inline_options = None
+        monitor.reset(model.options)
+    (y,) = model.run(("y",), {**feed, "n": np.array([1])})
+    assert y.tolist() == [[2.0, 2.0]]
