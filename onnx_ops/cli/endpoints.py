@@ -218,6 +218,7 @@ def status_document(status: EndpointStatus) -> dict[str, Any]:
         "roles": codec.to_json(state.roles),
         "traffic": dict(status.actual.split.weights) if status.actual is not None else None,
         "drift": list(status.actual.drift) if status.actual is not None else [],
+        "out_of_service": list(status.actual.out_of_service) if status.actual is not None else [],
         "open_intent": state.open_intent.action.why if state.open_intent is not None else None,
         "pending_rollback": None
         if pending is None
@@ -255,6 +256,8 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
             weights = status.actual.split.weights.items()
             split = ", ".join(f"{name} {weight} %" for name, weight in weights if weight or name == waits)
             say(f"answers at {address}: {split or 'no traffic'}", indent=2)
+            for deployment in status.actual.out_of_service:
+                print_text("[red]out of service[/red]: {}", deployment, indent=2)
             for drift in status.actual.drift:
                 print_text("[yellow]differs from its settings[/yellow]: {}", drift, indent=2)
         elif status.unsupervised:

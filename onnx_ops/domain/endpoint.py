@@ -80,13 +80,15 @@ class EndpointState:
     """The deployments of an endpoint and the traffic each receives.
 
     `drift` describes how the observed endpoint differs from its settings: instances, image, autoscaling. Applying any
-    state restores the settings. A desired state has no drift.
+    state restores the settings. `out_of_service` are deployments to which the endpoint gives no requests, with the
+    reason. A desired state has neither.
     """
 
     deployments: tuple[Deployment, ...]
     split: TrafficSplit
     generation: int = 0
     drift: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    out_of_service: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         names = [d.name for d in self.deployments]

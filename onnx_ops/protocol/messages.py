@@ -61,12 +61,14 @@ _CELL_BYTES = 2 + 4 * CELL_FIELDS
 class AdminState:
     """Response to GET and PUT of the state; None before the first publication.
 
-    `failed` are deployments that could not be loaded again, with the reason. `counting_failure` is why a rollout gets
-    no evidence at present; empty if nothing failed.
+    `failed` are deployments that could not be loaded again, with the reason. Those `out_of_service` ended workers, and
+    get no requests until the next publication. `counting_failure` is why a rollout gets no evidence at present; empty
+    if nothing failed.
     """
 
     state: EndpointState | None
     failed: Mapping[str, str] = field(default_factory=dict)
+    out_of_service: Mapping[str, str] = field(default_factory=dict)
     counting_failure: str = ""
 
 

@@ -34,8 +34,11 @@ from onnx_ops.serving.metrics import (
     BLOCKS,
     BOUNDS_S,
     CELL_NUMBERS,
+    LOST_RUN,
     OTHER_STATUS,
     RING,
+    RUN_CELL,
+    RUN_SLOT,
     WATCH,
     CellBlock,
     SharedMetrics,
@@ -81,6 +84,9 @@ class CellCounter:
         self._block: _OpenBlock | None = None
         for memory in self._memory:
             _take_over(memory)
+        state = shared.get_process_state(worker)
+        self._count_lost(state[LOST_RUN + RUN_SLOT], state[LOST_RUN + RUN_CELL])
+        state[LOST_RUN + RUN_SLOT] = 0
 
     @property
     def is_watching(self) -> bool:
@@ -131,6 +137,16 @@ class CellCounter:
                 _list_cell(block.memory, at)
             counts[at + CELL_FEEDBACK] += 1
             counts[at + CELL_SUCCESSES] += success
+
+    def _count_lost(self, slot: int, cell: int) -> None:
+        """Count the request that the worker before this one ran on its event loop when it died: as an error."""
+        side = _read_sides(self._header).get(slot)
+        blocks = [
+            memory for memory in self._memory if memory.tag[_GENERATION] and memory.tag[_WATCH] == self._header[WATCH]
+        ]
+        if side is not None and cell and blocks:
+            last = max(blocks, key=lambda memory: (memory.tag[_GENERATION], memory.tag[_EPOCH]))
+            _count(last, (side[0] + cell - 1) * CELL_NUMBERS, side[1], 500, 0.0)
 
     def _open_block(self, draw: CellDraw) -> _OpenBlock:
         """Make the block of a draw the present one. Its counts continue if a worker before this one has begun them."""

@@ -4,6 +4,7 @@ The memory is anonymous and made before the first fork, so that it needs no file
 has 8 bytes, is aligned, and has exactly one writer; a reader sees the old value or the new one.
 
     header:      published revision; its epoch; the watch of a rollout (see `cell_counts`); spare
+    processes:   one per worker, `PROCESS_NUMBERS` each: its heartbeat, and what it runs (see `worker_health`)
     labels:      one text per slot, written by the supervisor
     rows:        one per worker and slot, and one per slot for its shadow process, `COLUMNS` numbers each
     request ids: which deployment answered a request id, `REQUEST_IDS` per worker (see `feedback`)
@@ -43,6 +44,16 @@ EPOCH = 1
 WATCH = 2
 """Place of the watch number in the header. Behind it, for each of two deployments: its slot, and its thresholds as
 places in `BOUNDS_S`."""
+OUT_OF_SERVICE = 60
+"""Place in the header of the slots that get no requests, one bit each (see `worker_health`)."""
+PROCESS_NUMBERS = 16
+HEARTBEAT = 0
+"""Place of the last heartbeat of a worker's event loop, in nanoseconds of `time.monotonic`."""
+INLINE_RUN, THREAD_RUN, HUNG_RUN, LOST_RUN = 2, 4, 6, 8
+"""Places of runs of a worker: on its event loop; on its threads, if all are of one deployment; the one that did not
+end; and the one on the event loop of the worker that died before it."""
+RUN_SLOT, RUN_CELL = 0, 1
+"""Numbers of a run: its slot, and the user's cell from 1 on. No cell: a client has selected the deployment."""
 RING = 3
 """Epochs that are counted at once: the present one, and those of requests that still run."""
 BLOCKS = RING + 1
@@ -87,7 +98,8 @@ SHADOW_DIFFERING, FEEDBACK, SUCCESSES, UNKNOWN_FEEDBACK = (LOG_DROPPED + k for k
 FAILED_NANOSECONDS = UNKNOWN_FEEDBACK + 1  # the part of INLINE_NANOSECONDS and QUEUED_NANOSECONDS without status 200
 SHADOW_RESTARTS = FAILED_NANOSECONDS + 1
 EPOCH_FAILURES = SHADOW_RESTARTS + 1
-COLUMNS = EPOCH_FAILURES + 1
+WORKER_DEATHS = EPOCH_FAILURES + 1
+COLUMNS = WORKER_DEATHS + 1
 _GAUGES = (QUEUED, IN_PROGRESS, CONNECTIONS)
 
 _SHOWN_STEPS = STEPS // 2
@@ -170,7 +182,8 @@ class SharedMetrics:
         self.workers = workers
         self.origin = secrets.token_hex(8)
         """Identifies this memory: another value means that all counters were reset."""
-        labels = _HEADER * _NUMBER_BYTES
+        processes = _HEADER * _NUMBER_BYTES
+        labels = processes + workers * PROCESS_NUMBERS * _NUMBER_BYTES
         rows = labels + SLOTS * _LABEL_BYTES
         ids = rows + (workers + 1) * SLOTS * COLUMNS * _NUMBER_BYTES
         answers = ids + workers * REQUEST_IDS * _NUMBER_BYTES
@@ -180,7 +193,8 @@ class SharedMetrics:
         counts += -counts % mmap.PAGESIZE
         listed = counts + workers * BLOCKS * BLOCK_CELLS * CELL_NUMBERS * _COUNT_BYTES
         memory = memoryview(mmap.mmap(-1, listed + workers * BLOCKS * BLOCK_CELLS * _COUNT_BYTES))
-        self.header = memory[:labels].cast("Q")
+        self.header = memory[:processes].cast("Q")
+        self._processes = memory[processes:labels].cast("Q")
         self._labels = memory[labels:rows]
         self._rows = memory[rows:ids].cast("Q")
         self._request_ids = memory[ids:answers].cast("Q")
@@ -194,6 +208,10 @@ class SharedMetrics:
         """Return the numbers of a worker and a slot."""
         start = (worker * SLOTS + slot) * COLUMNS
         return self._rows[start : start + COLUMNS]
+
+    def get_process_state(self, worker: int) -> MetricsRow:
+        """Return the heartbeat of a worker, and what it runs."""
+        return self._processes[worker * PROCESS_NUMBERS : (worker + 1) * PROCESS_NUMBERS]
 
     def get_shadow_row(self, slot: int) -> MetricsRow:
         """Return the numbers of the shadow process of a slot. Those of slot 0 are the supervisor's."""
@@ -369,6 +387,7 @@ _FAMILIES = (
     ("feedback_successes_total", "Entries of feedback that report a success.", "counter", SUCCESSES),
     ("model_loads_total", "Loads of the model, one for each worker or shadow process.", "counter", LOADS),
     ("model_load_failures_total", "Loads of the model that failed.", "counter", LOAD_FAILURES),
+    ("worker_deaths_total", "Workers that died or stood still while they ran the model.", "counter", WORKER_DEATHS),
     ("requests_queued", "Requests in the queue of the model.", "gauge", QUEUED),
     ("requests_in_progress", "Requests that the model is running, off the event loop.", "gauge", IN_PROGRESS),
 )
@@ -434,6 +453,9 @@ class MetricsPage:
             lines += _render_histogram(name, text, [(labels, get_latency(row)) for labels, row in rows], exemplars)
         for name, text, kind, column in _FAMILIES:
             lines += _render_family(name, text, kind, [(labels, row[column]) for labels, row in rows])
+        mask = self._shared.header[OUT_OF_SERVICE]
+        out = [(labels, mask >> slot & 1) for slot, labels in slots.items()]
+        lines += _render_family("out_of_service", "Whether the deployment gets no requests.", "gauge", out)
         loads = [(labels, row[LOAD_NANOSECONDS] / 1e9) for labels, row in rows]
         lines += _render_family("model_load_seconds_total", "Time to load, verify and warm up.", "counter", loads)
         server = self._format_labels({})

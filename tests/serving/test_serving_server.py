@@ -51,7 +51,7 @@ def test_an_empty_server_lives_but_is_not_ready(server: Server) -> None:
     answer = server.infer([1, 2])
     assert answer.status == 503
     assert "no deployment is published" in answer.json()["error"]
-    assert server.admin("GET").json() == {"state": None, "failed": {}, "counting_failure": ""}
+    assert server.admin("GET").json() == {"state": None, "failed": {}, "out_of_service": {}, "counting_failure": ""}
 
 
 def test_metadata_and_readiness(steady: Server) -> None:

@@ -171,7 +171,8 @@ class LocalEndpoints(EndpointProvider):
             if name != "trusted_keys"
         ]
         drift = [f"{name}: {value}, not {desired}" for name, value, desired in values if value != desired]
-        return replace(answer.state, drift=tuple(drift))
+        out_of_service = tuple(f"{name}: {why}" for name, why in answer.out_of_service.items())
+        return replace(answer.state, drift=tuple(drift), out_of_service=out_of_service)
 
     def is_unsupervised(self, config: EndpointConfig) -> bool:
         """Return whether workers answer whose supervisor died."""

@@ -31,7 +31,7 @@ from onnx_ops.serving.inference.responses import (
 from onnx_ops.serving.inference.service import InferenceService
 from onnx_ops.serving.inference.signature import ModelSignature
 from onnx_ops.serving.inference.tensors import RequestBody, describe_tensor
-from onnx_ops.serving.metrics import CONTENT_TYPE, OPEN_METRICS_TYPE, MetricsPage
+from onnx_ops.serving.metrics import CONTENT_TYPE, OPEN_METRICS_TYPE, OUT_OF_SERVICE, MetricsPage
 
 _log = logging.getLogger(__name__)
 
@@ -174,8 +174,8 @@ class PublicApp(HttpApp):
 
     async def get_start_page(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return the page with what the endpoint serves, and links to the other ones."""
-        snapshot = self._deployments.get_published()
-        served = [] if snapshot is None else list_served(snapshot, self._deployments.shared.sum_slot)
+        snapshot, shared = self._deployments.get_published(), self._deployments.shared
+        served = [] if snapshot is None else list_served(snapshot, shared.sum_slot, shared.header[OUT_OF_SERVICE])
         return await asyncio.to_thread(build_start_page, snapshot, served)
 
     async def get_docs_page(self, head: RequestHead, _body: bytes) -> RawResponse:
@@ -210,7 +210,9 @@ class PublicApp(HttpApp):
 
     def get_model_readiness(self, model: str, number: str | None, head: RequestHead) -> RawResponse:
         """Return whether the model is loaded."""
-        return _build_json({"name": self.service.choose(model, number, head).deployment.model, "ready": True})
+        loaded = self.service.choose(model, number, head)
+        self.service.check_in_service(loaded)
+        return _build_json({"name": loaded.deployment.model, "ready": True})
 
     def get_model_config(self, model: str, number: str | None, head: RequestHead) -> RawResponse:
         """Return the model's configuration, as Triton describes it."""
@@ -247,7 +249,8 @@ class PublicApp(HttpApp):
     def get_repository_index(self, *, only_ready: bool) -> RawResponse:
         """Return the state of each version."""
         snapshot = self._deployments.get_published()
-        return _build_json([] if snapshot is None else list_models(snapshot, only_ready=only_ready))
+        out_of_service = self._deployments.shared.header[OUT_OF_SERVICE]
+        return _build_json([] if snapshot is None else list_models(snapshot, out_of_service, only_ready=only_ready))
 
     def post_feedback(self, head: RequestHead, body: bytes) -> RawResponse:
         """Count feedback; return the number of `counted` and of `unknown` entries.

@@ -28,7 +28,7 @@ from onnx_ops.serving.metrics import OTHER_STATUS, STATUSES, get_column
 if TYPE_CHECKING:
     from jinja2 import Template
 
-    from onnx_ops.serving.inference.deployments import TableSnapshot
+    from onnx_ops.serving.inference.deployments import LoadedDeployment, TableSnapshot
 
 _PAGE_LINES = (
     b"content-type: text/html; charset=utf-8\r\n"
@@ -172,11 +172,14 @@ class ServedVersion:
     state: str = "ready"
 
 
-def list_served(snapshot: TableSnapshot, read_counts: Callable[[int], Sequence[int]]) -> list[ServedVersion]:
+def list_served(
+    snapshot: TableSnapshot, read_counts: Callable[[int], Sequence[int]], out_of_service: int = 0
+) -> list[ServedVersion]:
     """Return the versions of a routing table, the one with the most traffic first.
 
     Args:
         read_counts: returns the numbers of a slot of the shared metrics.
+        out_of_service: a bit for each slot without requests.
     """
     split, served = snapshot.table.state.split, []
     by_weight = sorted(snapshot.table.state.deployments, key=lambda d: -split.weights.get(d.name, 0))
@@ -193,10 +196,18 @@ def list_served(snapshot: TableSnapshot, read_counts: Callable[[int], Sequence[i
                 requests=0 if counts is None else sum(counts[: OTHER_STATUS + 1]),
                 errors=0 if counts is None else _count_statuses(counts, 500),
                 rejected=0 if counts is None else _count_statuses(counts, 400),
-                state="ready" if loaded else f"not loaded: {snapshot.failed.get(deployment.name, '')}",
+                state=_describe_state(loaded, snapshot.failed.get(deployment.name, ""), out_of_service),
             )
         )
     return served
+
+
+def _describe_state(loaded: LoadedDeployment | None, failure: str, out_of_service: int) -> str:
+    if loaded is None:
+        return f"not loaded: {failure}"
+    if out_of_service >> loaded.slot & 1:
+        return "out of service: workers died or stood still while they ran it"
+    return "ready"
 
 
 def _count_statuses(counts: Sequence[int], first: int) -> int:

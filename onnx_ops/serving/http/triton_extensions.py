@@ -64,14 +64,19 @@ def build_statistics(model: str, version: str, rows: Iterable[Sequence[int]]) ->
     }
 
 
-def list_models(snapshot: TableSnapshot, *, only_ready: bool) -> Sequence[Mapping[str, str]]:
-    """Return the name, version and state of each version that a table lists."""
+def list_models(snapshot: TableSnapshot, out_of_service: int = 0, *, only_ready: bool) -> Sequence[Mapping[str, str]]:
+    """Return the name, version and state of each version that a table lists.
+
+    `out_of_service` has a bit for each slot without requests.
+    """
     models: dict[str, Mapping[str, str]] = {}
     for deployment in snapshot.table.state.deployments:
         index = {"name": deployment.model, "version": deployment.version}
-        if deployment.name in snapshot.deployments:
+        loaded = snapshot.deployments.get(deployment.name)
+        is_out = loaded is not None and out_of_service >> loaded.slot & 1
+        if loaded is not None and not is_out:
             models.setdefault(deployment.version, {**index, "state": "READY"})
         elif not only_ready:
-            reason = snapshot.failed.get(deployment.name, "")
+            reason = "it is out of service" if is_out else snapshot.failed.get(deployment.name, "")
             models.setdefault(deployment.version, {**index, "state": "UNAVAILABLE", "reason": reason})
     return [models[version] for version in sorted(models)]

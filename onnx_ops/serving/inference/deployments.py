@@ -281,9 +281,9 @@ class PendingRequest:
     loaded: LoadedDeployment
     draw: CellDraw | None
     cell: int
-    deadline: float
-    expires_at: float
     comparable: bool
+    deadline: float = 0.0
+    expires_at: float = 0.0
     place: CellPlace | None = None
     queue_seconds: float = 0.0
     service_seconds: float = 0.0

@@ -29,8 +29,8 @@ GRACE_S = 5.0
 _TICK_S = 0.1
 _NEVER = float("inf")
 
-GiveUp = Callable[[int, bool], None]
-"""Called for a run that does not end, with its slot and whether the split has chosen its deployment."""
+RecordRun = Callable[[int, int], None]
+"""Records the slot of a run, and its user's cell from 1 on (see `RUN_CELL`); 0: none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,21 +40,28 @@ class _LimitedRun:
     deadline: float
     options: Any
     slot: int
-    is_drawn: bool
+    cell: int
     is_ended: bool = False
 
 
 class RunMonitor:
     """Ends the runs of one process at their deadlines, by a thread.
 
+    Args:
+        record: called with the run on the threads, if all are of one deployment.
+        give_up: called for a run that does not end.
+
     Attributes:
         inline_since, inline_options: start and options of the run on the event loop; no options: there is none. They
             are plain attributes because a request sets them in 0.1 µs, and a lock would cost more.
     """
 
-    def __init__(self, give_up: GiveUp | None = None, *, grace_s: float = GRACE_S) -> None:
+    def __init__(
+        self, record: RecordRun = lambda *_: None, give_up: RecordRun | None = None, *, grace_s: float = GRACE_S
+    ) -> None:
         self.inline_since = 0.0
         self.inline_options: Any = None
+        self._record = record
         self._give_up = give_up or end_process
         self._grace_s = grace_s
         self._changed = threading.Condition(threading.Lock())
@@ -70,17 +77,18 @@ class RunMonitor:
             self._wake()
 
     @contextmanager
-    def limit(self, deadline: float, slot: int = 0, *, is_drawn: bool = False) -> Iterator[Any]:
+    def limit(self, deadline: float, slot: int = 0, cell: int = 0) -> Iterator[Any]:
         """Yield the options of runs on this thread, which are ended at a deadline. Raises RunTimeoutError.
 
         Args:
             deadline: on the clock of `time.perf_counter`.
-            slot, is_drawn: of the deployment, if its process must be ended.
+            slot, cell: to be recorded.
         """
         started_at = time.perf_counter()
-        run = _LimitedRun(deadline, ort.RunOptions(), slot, is_drawn)
+        run = _LimitedRun(deadline, ort.RunOptions(), slot, cell)
         with self._changed:
             self._runs.append(run)
+            self._record_runs()
             if self._thread is None or deadline < self._wakes_at:  # waking it for each run would take 20 µs
                 self._wake()
         try:
@@ -91,6 +99,12 @@ class RunMonitor:
         finally:
             with self._changed:
                 self._runs.remove(run)
+                self._record_runs()
+
+    def _record_runs(self) -> None:
+        """Record the run on the threads before it begins: the process could die of it."""
+        slots = {run.slot for run in self._runs}
+        self._record(slots.pop() if len(slots) == 1 else 0, min((run.cell for run in self._runs), default=0))
 
     def reset(self, options: Any) -> None:
         """Allow runs with the options of an inline run that may have been ended."""
@@ -136,11 +150,11 @@ class RunMonitor:
             run.deadline = now + self._grace_s
         elif run.deadline < _NEVER:
             run.deadline = _NEVER
-            self._give_up(run.slot, run.is_drawn)
+            self._give_up(run.slot, run.cell)
         return run.deadline
 
 
-def end_process(_slot: int, _is_drawn: bool) -> None:
+def end_process(_slot: int, _cell: int) -> None:
     """End this process, whose supervisor replaces it: a thread in native code cannot be ended alone."""
     _log.error("a run did not end within %.0f s after its deadline; process %d ends", GRACE_S, os.getpid())
     os.kill(os.getpid(), signal.SIGKILL)

@@ -34,6 +34,9 @@ from onnx_ops.serving.inference.traffic_router import CellDraw
 from onnx_ops.serving.metrics import (
     BATCHED,
     EPOCH,
+    INLINE_RUN,
+    OUT_OF_SERVICE,
+    RUN_CELL,
     RUN_NANOSECONDS,
     RUNS,
     count_queued_request,
@@ -82,6 +85,7 @@ class InferenceService:
         self._deadline_s = deadline_s
         self._run_timeout_s = run_timeout_s
         self.monitor = monitor or RunMonitor()
+        self._process = deployments.shared.get_process_state(deployments.worker)
         self._shadow = shadow
         self._header = deployments.shared.header
         self._cells = CellCounter(deployments.shared, deployments.worker)
@@ -103,6 +107,8 @@ class InferenceService:
         loaded: LoadedDeployment | None = None
         draw: CellDraw | None = None
         cell = messages.KEYLESS_CELL
+        drawn_cell = 0
+        response: RawResponse | None = None
         is_inline = comparable = True
         try:
             snapshot = self.deployments.get_current()
@@ -118,34 +124,18 @@ class InferenceService:
                 slot = int(self._draw() * 100) if key is None else draw.slots[cell]
                 name, comparable = router.slots[slot], router.comparable[slot]
                 loaded = snapshot.deployments.get(name) or snapshot.get_deployment(name)
+                drawn_cell = cell + 1
                 if comparable and control is not None and loaded is control.loaded:
                     loaded = control.replica
+            if self._header[OUT_OF_SERVICE]:
+                self.check_in_service(loaded)
             if not route.coding and loaded.should_run_inline(self.deployments.leader, head, body):
-                response = self._answer_inline(loaded, route, head, body)
-            else:
-                response = None
+                response = self._answer_inline(loaded, route, head, body, drawn_cell)
             if response is None:
                 is_inline = False
-                timeout_s = self._read_timeout_s(head)
-                deadline, expires_at = started_at + min(timeout_s, self._deadline_s), started_at + timeout_s
-                request = PendingRequest(
-                    route,
-                    head,
-                    body,
-                    respond,
-                    started_at,
-                    snapshot,
-                    loaded,
-                    draw,
-                    cell,
-                    deadline,
-                    expires_at,
-                    comparable,
+                return self._enqueue(
+                    PendingRequest(route, head, body, respond, started_at, snapshot, loaded, draw, cell, comparable)
                 )
-                loaded.queue.put(request)
-                if draw is not None and self._cells.is_watching:
-                    request.place = self._cells.begin(draw, loaded.slot, cell)
-                return request
             loaded.row[RUNS] += 1
         except OnnxOpsError as error:
             lines = b"" if loaded is None else loaded.header_lines
@@ -161,11 +151,35 @@ class InferenceService:
         self._finish(snapshot, loaded, route, head, body, draw, cell, response, seconds)
         return response
 
+    def _enqueue(self, request: PendingRequest) -> PendingRequest:
+        """Queue a request for the threads."""
+        timeout_s = self._read_timeout_s(request.head)
+        request.deadline = request.started_at + min(timeout_s, self._deadline_s)
+        request.expires_at = request.started_at + timeout_s
+        request.loaded.queue.put(request)
+        if request.draw is not None and self._cells.is_watching:
+            request.place = self._cells.begin(request.draw, request.loaded.slot, request.cell)
+        return request
+
+    def check_in_service(self, loaded: LoadedDeployment) -> None:
+        """Raise ServiceUnavailableError if a deployment is out of service (see `worker_health`)."""
+        if self._header[OUT_OF_SERVICE] >> loaded.slot & 1:
+            raise ServiceUnavailableError(
+                f"deployment {loaded.deployment.name!r} is out of service",
+                why="workers died or stood still while they ran it",
+                remedy="Roll it back, or publish another state.",
+            )
+
     def _answer_inline(
-        self, loaded: LoadedDeployment, route: InferenceRoute, head: RequestHead, body: RequestBody
+        self, loaded: LoadedDeployment, route: InferenceRoute, head: RequestHead, body: RequestBody, drawn_cell: int
     ) -> RawResponse | None:
-        """Return the response of a run on the event loop; None if it was ended, and the request must be queued."""
-        monitor = self.monitor
+        """Return the response of a run on the event loop; None if it was ended, and the request must be queued.
+
+        What is run is recorded before: 0.2 µs for a request (`benchmarks.serving.path`).
+        """
+        process, monitor = self._process, self.monitor
+        process[INLINE_RUN + RUN_CELL] = drawn_cell
+        process[INLINE_RUN] = loaded.slot  # RUN_SLOT
         started_at = monitor.inline_since = time.perf_counter()
         monitor.inline_options = loaded.options
         try:
@@ -176,6 +190,7 @@ class InferenceService:
             self._loop.call_later(_REST_S, self._end_rest, loaded)
             return None
         finally:
+            process[INLINE_RUN] = 0
             monitor.inline_options = None
             if time.perf_counter() - started_at > INLINE_LIMIT_S:
                 monitor.reset(loaded.options)
@@ -245,8 +260,8 @@ class InferenceService:
     def _limit_runs(self, requests: Sequence[PendingRequest]) -> AbstractContextManager[Any]:
         """Limit runs of requests on this thread: see `RunMonitor.limit`."""
         deadline = min(time.perf_counter() + self._run_timeout_s, max(r.expires_at for r in requests))
-        is_drawn = all(request.draw is not None for request in requests)
-        return self.monitor.limit(deadline, requests[0].loaded.slot, is_drawn=is_drawn)
+        cell = min(0 if request.draw is None else request.cell + 1 for request in requests)
+        return self.monitor.limit(deadline, requests[0].loaded.slot, cell)
 
     def _deliver(self, results: Sequence[tuple[PendingRequest, Result]], runs: Sequence[tuple[float, int]]) -> None:
         loaded = results[0][0].loaded

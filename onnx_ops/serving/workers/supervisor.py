@@ -48,6 +48,7 @@ from onnx_ops.serving.workers.listeners import LOOPBACK, ListenerSockets, listen
 from onnx_ops.serving.workers.shadow_processes import ShadowProcesses
 from onnx_ops.serving.workers.trial_load import run_trial_load
 from onnx_ops.serving.workers.worker import Worker
+from onnx_ops.serving.workers.worker_health import WorkerHealth
 from onnx_ops.serving.workers.worker_pool import WorkerPool
 
 _log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class TablePublisher:
         self._slots = SlotAllocator(shared)
         self._last = 0
         self.counts = RolloutCounts(shared)
+        self.health = WorkerHealth(shared)
         self.current: TableRevision | None = None
 
     @property
@@ -133,6 +135,7 @@ class TablePublisher:
 
     def _set_current(self, revision: TableRevision) -> None:
         self.counts.start_table(revision, time.time())  # noqa: TID251 (epochs are those of the clock)
+        self.health.start_table(revision)
         self.current = revision
         self._shared.header[REVISION] = revision.number
 
@@ -158,7 +161,7 @@ class Supervisor:
         self._audit = AuditTrail(folder)
         self._copies = ModelCopies(folder / COPIES_FOLDER)
         keep = listeners.public.fileno(), listeners.handover.fileno()
-        self._pool = WorkerPool(options.workers, self._run_worker, keep=keep)
+        self._pool = WorkerPool(options.workers, self._run_worker, keep=keep, health=publisher.health)
         self._shadows = ShadowProcesses(folder, options, shared)
         self._publishing = asyncio.Lock()
         self._orphans_ended = asyncio.Event()
@@ -180,6 +183,7 @@ class Supervisor:
         return AdminState(
             state=current,
             failed={name: why for name, why in failed.items() if name in names},
+            out_of_service=self._publisher.health.get_out_of_service(),
             counting_failure=self._describe_failures(),
         )
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Awaitable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -34,9 +35,20 @@ from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeplo
 from onnx_ops.serving.inference.integrity import COPIES_FOLDER, ModelCopies, TrustPolicy
 from onnx_ops.serving.inference.models import LoadedModel, PackedModelCache, load_model
 from onnx_ops.serving.inference.request_queue import MAX_BATCH, LatencyEstimator, RequestQueue, WorkerThreads
+from onnx_ops.serving.inference.run_monitor import RunMonitor, end_process
 from onnx_ops.serving.inference.service import InferenceService
 from onnx_ops.serving.inference.shadow import ShadowQueue
-from onnx_ops.serving.metrics import MIN_WARM_UP_REQUESTS, WARM_UP_REQUESTS, MetricsRow, SharedMetrics
+from onnx_ops.serving.metrics import (
+    HEARTBEAT,
+    HUNG_RUN,
+    MIN_WARM_UP_REQUESTS,
+    RUN_CELL,
+    RUN_SLOT,
+    THREAD_RUN,
+    WARM_UP_REQUESTS,
+    MetricsRow,
+    SharedMetrics,
+)
 from onnx_ops.serving.request_log import RequestLog, SpanWriter, Writer, find_collector, open_access_log
 from onnx_ops.serving.workers.listeners import ListenerSockets, connect_unix, get_shadow_path, send_sockets
 
@@ -47,6 +59,7 @@ CONTROL_PACKED_FOLDER = "control-prepacked"
 """Processes that map a file share its pages: those of a control replica must not be warmed by the first copy."""
 
 _LENGTH = struct.Struct("!I")
+_BEAT_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +164,7 @@ class Worker:
     def __post_init__(self) -> None:
         options, endpoint = self.options, self.options.endpoint or self.folder.name
         self._unrouted = self.shared.get_row(self.number, 0)
+        self._state = self.shared.get_process_state(self.number)
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load")
         self._thread_count = options.threads or max(1, len(os.sched_getaffinity(0)) // options.workers)
         self._threads = WorkerThreads(self._thread_count)
@@ -186,6 +200,7 @@ class Worker:
             deadline_s=options.deadline,
             run_timeout_s=options.run_timeout,
             request_log=request_log,
+            monitor=RunMonitor(partial(self._record_run, THREAD_RUN), self._give_up),
         )
         self._service.monitor.watch_inline()
         limits = ConnectionLimits(
@@ -211,15 +226,31 @@ class Worker:
             await grpc_server.start()
             serving.append(grpc_server.serve(stop))
         control = loop.create_task(self._follow(channel, failed))
+        heart = loop.create_task(self._beat())
         build = partial(HttpProtocol, app, limits, hosts)
         serving.append(serve_connections(build, self.listeners.public, limits, stop, drain_s=options.drain))
         await asyncio.gather(*serving)
         control.cancel()
+        heart.cancel()
         shadow.close()
         if request_log is not None:
             request_log.close()
         if spans is not None:
             spans.close()
+
+    async def _beat(self) -> None:
+        """Show the supervisor that the event loop runs, forever."""
+        while True:
+            self._state[HEARTBEAT] = time.monotonic_ns()
+            await asyncio.sleep(_BEAT_S)
+
+    def _record_run(self, place: int, slot: int, cell: int) -> None:
+        self._state[place + RUN_SLOT], self._state[place + RUN_CELL] = slot, cell
+
+    def _give_up(self, slot: int, cell: int) -> None:
+        """End this process because of a run that does not end; the supervisor replaces it."""
+        self._record_run(HUNG_RUN, slot, cell)
+        end_process(slot, cell)
 
     async def _follow(self, channel: ControlChannel, failed: Mapping[str, str]) -> None:
         """Follow the supervisor; if it dies, wait for the next one."""

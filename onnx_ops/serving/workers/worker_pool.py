@@ -8,7 +8,8 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,12 +25,19 @@ from onnx_ops.serving.workers.worker import (
     RevisionPrepared,
     WorkerReady,
 )
+from onnx_ops.serving.workers.worker_health import WorkerHealth
 
 _log = logging.getLogger(__name__)
 
 _MAX_PAUSE_S = 5.0
 _FIRST_PAUSE_S = 0.1
 _ATTEMPTS_PER_REVISION = 2
+_HANG_S = 4.0
+"""Silence of an event loop after which its worker is killed. A body of the largest size is parsed in one second."""
+_CHECK_S = 0.5
+_STABLE_S = 60.0
+"""A worker that died of a run is replaced at once if it lived longer, else after a pause."""
+_MAX_RUN_PAUSE_S = 2.0
 
 MAX_LOAD_FAILURES = 5
 """A worker that died so often before it was ready is replaced by one that does not load the published table. It answers
@@ -53,6 +61,7 @@ class WorkerProcess:
     exited: asyncio.Future[None]
     channel: ControlChannel | None = None
     failed: Mapping[str, str] = field(default_factory=dict)
+    started_at: float = field(default_factory=time.monotonic)
     responses: dict[int, asyncio.Future[OnnxOpsError | None]] = field(default_factory=dict)
 
 
@@ -62,12 +71,14 @@ class WorkerPool:
     Each worker process calls `run`, and inherits the files to `keep`.
     """
 
-    def __init__(self, size: int, run: RunWorker, *, keep: Collection[int]) -> None:
+    def __init__(self, size: int, run: RunWorker, *, keep: Collection[int], health: WorkerHealth) -> None:
+        self._health = health
         self._run = run
         self._keep = keep
         self._numbers = range(size)
         self._workers: dict[int, WorkerProcess] = {}
         self._load_failures = dict.fromkeys(self._numbers, 0)
+        self._run_deaths = dict.fromkeys(self._numbers, 0)
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
         self._changed = asyncio.Condition()
@@ -85,6 +96,7 @@ class WorkerPool:
         """Fork all workers and wait until each accepts connections."""
         for number in self._numbers:
             self._fork(number)
+        self._add_task(self._watch_heartbeats())
         async with self._changed:
             await self._changed.wait_for(
                 lambda: len(self._workers) == len(self._numbers) and all(w.ready.done() for w in self._workers.values())
@@ -178,9 +190,25 @@ class WorkerPool:
         theirs.close()
         worker = WorkerProcess(number, pid, ours, loop.create_future(), loop.create_future())
         self._workers[number] = worker
-        task = loop.create_task(self._listen(worker))
+        self._add_task(self._listen(worker))
+
+    def _add_task(self, run: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(run)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _watch_heartbeats(self) -> None:
+        """Kill workers whose event loop stands still: they answer no request, and would for ever."""
+        while not self._stopping:
+            started_at = time.monotonic()
+            await asyncio.sleep(_CHECK_S)
+            if time.monotonic() - started_at > 2 * _CHECK_S:
+                continue  # the whole machine was paused or is overloaded: the workers may not have had their turn
+            for worker in self._workers.values():
+                silence_s = self._health.get_silence_s(worker.number)
+                if worker.ready.done() and silence_s > _HANG_S:
+                    _log.error("worker %d has not answered for %.1f s and is killed", worker.pid, silence_s)
+                    kill_process(worker.pid, signal.SIGKILL)
 
     async def _receive(self, worker: WorkerProcess, channel: ControlChannel) -> None:
         """Act on the messages of a worker until it closes its socket."""
@@ -212,14 +240,23 @@ class WorkerPool:
         worker.exited.set_result(None)
         if self._stopping:
             return
-        _log.error("worker %d ended (%s) and is replaced", worker.pid, describe_exit(os.waitstatus_to_exitcode(status)))
-        failures = self._load_failures[worker.number] = 0 if was_ready else self._load_failures[worker.number] + 1
-        if failures:
-            await asyncio.sleep(compute_restart_pause_s(failures))
+        running = self._health.record_death(worker.number)
+        how = describe_exit(os.waitstatus_to_exitcode(status)) + (f", while it ran {running}" if running else "")
+        _log.error("worker %d ended (%s) and is replaced", worker.pid, how)
+        if pause_s := self._compute_pause_s(worker, was_ready=was_ready, was_running=bool(running)):
+            await asyncio.sleep(pause_s)
         if not self._stopping:
             self._fork(worker.number)
             async with self._changed:
                 self._changed.notify_all()
+
+    def _compute_pause_s(self, worker: WorkerProcess, *, was_ready: bool, was_running: bool) -> float:
+        """Return the pause before a worker that died is replaced, in seconds."""
+        number = worker.number
+        failures = self._load_failures[number] = 0 if was_ready else self._load_failures[number] + 1
+        is_early = time.monotonic() - worker.started_at < _STABLE_S
+        deaths = self._run_deaths[number] = (self._run_deaths[number] if is_early else 0) + was_running
+        return max(compute_restart_pause_s(failures), min(_MAX_RUN_PAUSE_S, compute_restart_pause_s(deaths)))
 
 
 def fork_child(run: Callable[[], None], *, keep: Collection[int]) -> int:

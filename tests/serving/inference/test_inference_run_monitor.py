@@ -37,21 +37,23 @@ def test_limit_ends_only_the_run_that_is_past_its_deadline(tmp_path: Path) -> No
 
 
 def test_limit_of_a_run_that_does_not_end_gives_up_once_with_its_deployment() -> None:
-    given_up: list[tuple[int, bool]] = []
+    given_up: list[tuple[int, int]] = []
+    running: list[tuple[int, int]] = []
     gave_up = threading.Event()
 
-    def give_up(slot: int, is_drawn: bool) -> None:
-        given_up.append((slot, is_drawn))
+    def give_up(slot: int, cell: int) -> None:
+        given_up.append((slot, cell))
         gave_up.set()
 
-    monitor = RunMonitor(give_up, grace_s=0.0)
-    with monitor.limit(time.perf_counter(), 7, is_drawn=True) as options:
+    monitor = RunMonitor(lambda *run: running.append(run), give_up, grace_s=0.0)
+    with monitor.limit(time.perf_counter(), 7, 3) as options:
         assert gave_up.wait(30)  # as a run in a single long node would
         assert options.terminate
         gave_up.clear()
         with monitor.limit(time.perf_counter(), 8):
             assert gave_up.wait(30)
-    assert given_up == [(7, True), (8, False)]
+    assert given_up == [(7, 3), (8, 0)]
+    assert running == [(7, 3), (0, 0), (7, 3), (0, 0)]
 
 
 def test_watch_inline_ends_the_run_on_the_event_loop_until_it_is_reset(tmp_path: Path) -> None:
