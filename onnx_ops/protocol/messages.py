@@ -77,7 +77,10 @@ class DeploymentCounts:
     """Counts of one deployment, summed over all workers.
 
     Attributes:
-        statuses: requests by HTTP status; `other` for any status that is not listed. Shadow requests are excluded.
+        statuses: requests by HTTP status by which the deployment can be judged; `other` for any status that is not
+            listed. Shadow requests are excluded.
+        unjudged: all other requests by status: a client has selected the deployment, or every version with traffic
+            refuses the request.
         latency: histogram of the time from the last byte of a request to its response.
         service: the same without queueing, for requests that ran alone. Both have one bucket more than
             `Counts.bounds_s`.
@@ -88,6 +91,7 @@ class DeploymentCounts:
     statuses: Mapping[str, int]
     latency: tuple[int, ...]
     service: tuple[int, ...]
+    unjudged: Mapping[str, int] = field(default_factory=dict)
     shadow_answered: int = 0
     shadow_differing: int = 0
     shadow_failed: int = 0
@@ -103,7 +107,7 @@ class TableCounts:
         split: equal for servers that draw the same deployment for each user.
         deployments: counts by name of deployment.
         cells: counts by cell of users and deployment (see `decode_cells`), if they were requested and the split is
-            sticky. Requests that a client directs to a deployment are excluded: no split has assigned them.
+            sticky. Unjudged requests are excluded.
     """
 
     generation: int

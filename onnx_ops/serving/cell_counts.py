@@ -124,6 +124,11 @@ class CellCounter:
             block.memory.counts[place.at + _IN_PROGRESS] -= 1
             _count(block.memory, place.at, place.limits_s, status, seconds)
 
+    def cancel(self, place: CellPlace) -> None:
+        """Count a request that was in progress as none, unless its epoch was closed long ago."""
+        if self._ring[_find_place(place.block.draw.epoch)] is place.block:
+            place.block.memory.counts[place.at + _IN_PROGRESS] -= 1
+
     def count_feedback(self, draw: CellDraw, slot: int, cell: int, success: bool) -> None:
         """Count an entry of feedback. Of a split with epochs, it may come too late for the epoch of the answer."""
         block = self._block

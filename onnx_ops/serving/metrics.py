@@ -84,6 +84,7 @@ MIN_WARM_UP_REQUESTS = 16
 # in the QUEUED columns, and of these the comparable ones in the SERVICE columns without their time in the queue.
 _COLUMN_OF = {status: column for column, status in enumerate(STATUSES)}
 OTHER_STATUS = len(STATUSES)
+_STATUS_COLUMNS: Sequence[tuple[int | str, int]] = (*_COLUMN_OF.items(), ("other", OTHER_STATUS))
 INLINE_BUCKETS = OTHER_STATUS + 1
 QUEUED_BUCKETS = INLINE_BUCKETS + len(BOUNDS_S) + 1
 SERVICE_BUCKETS = QUEUED_BUCKETS + len(BOUNDS_S) + 1
@@ -99,7 +100,8 @@ FAILED_NANOSECONDS = UNKNOWN_FEEDBACK + 1  # the part of INLINE_NANOSECONDS and 
 SHADOW_RESTARTS = FAILED_NANOSECONDS + 1
 EPOCH_FAILURES = SHADOW_RESTARTS + 1
 WORKER_DEATHS = EPOCH_FAILURES + 1
-COLUMNS = WORKER_DEATHS + 1
+UNJUDGED = WORKER_DEATHS + 1  # by status, the requests that say nothing about a version: also in the columns by status
+COLUMNS = UNJUDGED + OTHER_STATUS + 1
 _GAUGES = (QUEUED, IN_PROGRESS, CONNECTIONS)
 
 _SHOWN_STEPS = STEPS // 2
@@ -124,6 +126,16 @@ def make_row() -> MetricsRow:
 def find_bound(latency_s: float) -> int:
     """Return the place of a latency in `BOUNDS_S`, or of the next larger bound."""
     return bisect_left(BOUNDS_S, latency_s * (1 - _ROUNDING))
+
+
+def count_judged(row: Sequence[int]) -> Mapping[int | str, int]:
+    """Return by status the requests of a slot by which its version can be judged."""
+    return {status: row[column] - row[UNJUDGED + column] for status, column in _STATUS_COLUMNS}
+
+
+def count_unjudged(row: Sequence[int]) -> Mapping[int | str, int]:
+    """Return by status the other requests: clients selected the version, or every version refuses them."""
+    return {status: row[UNJUDGED + column] for status, column in _STATUS_COLUMNS}
 
 
 def get_column(status: int) -> int:
@@ -433,9 +445,17 @@ class MetricsPage:
         used = ((slot, self._shared.get_labels(slot)) for slot in range(1, SLOTS))
         slots = {slot: self._format_labels(ls) for slot, ls in used if ls is not None}
         rows = [(labels, self._shared.sum_slot(slot)) for slot, labels in slots.items()]
-        columns = [*_COLUMN_OF.items(), ("other", OTHER_STATUS)]
         requests = [
-            (f'{ls},status="{status}"', row[c]) for ls, row in (unrouted, *rows) for status, c in columns if row[c]
+            (f'{ls},status="{status}"', count)
+            for ls, row in (unrouted, *rows)
+            for status, count in count_judged(row).items()
+            if count
+        ]
+        requests += [
+            (f'{ls},status="{status}",judged="false"', count)
+            for ls, row in rows
+            for status, count in count_unjudged(row).items()
+            if count
         ]
         lines = _render_family("requests_total", "Inference requests by HTTP status.", "counter", requests)
         errors = [

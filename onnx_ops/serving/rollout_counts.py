@@ -29,13 +29,10 @@ from onnx_ops.serving.inference.deployments import TableRevision
 from onnx_ops.serving.metrics import (
     BOUNDS_S,
     EPOCH,
-    OTHER_STATUS,
     RING,
-    STATUSES,
     WATCH,
     SharedMetrics,
     find_bound,
-    get_column,
 )
 
 _NO_BOUND = len(BOUNDS_S)
@@ -235,9 +232,9 @@ class RolloutCounts:
 
 
 def _count_deployment(row: Sequence[int]) -> DeploymentCounts:
-    statuses = {str(s): row[get_column(s)] for s in STATUSES} | {"other": row[OTHER_STATUS]}
     return DeploymentCounts(
-        statuses={status: count for status, count in statuses.items() if count},
+        statuses={str(status): count for status, count in metrics.count_judged(row).items() if count},
+        unjudged={str(status): count for status, count in metrics.count_unjudged(row).items() if count},
         latency=tuple(metrics.get_request_latency(row).buckets),
         service=tuple(metrics.get_service_latency(row).buckets),
         shadow_answered=row[metrics.SHADOW_DONE],

@@ -84,7 +84,8 @@ def test_columns_do_not_overlap() -> None:
     others = ("SLOTS", "COLUMNS", "_LABEL_BYTES", "STEPS", "REQUEST_IDS", "USER_CELLS", "CELLS", "BLOCK_CELLS")
     after = [v for name, v in vars(metrics).items() if name.isupper() and isinstance(v, int) and name not in others]
     singles = [value for value in after if value >= metrics.INLINE_NANOSECONDS]
-    assert sorted(singles) == list(range(metrics.INLINE_NANOSECONDS, metrics.COLUMNS))
+    assert sorted(singles) == list(range(metrics.INLINE_NANOSECONDS, metrics.UNJUDGED + 1))
+    assert len(STATUSES) + 1 == metrics.COLUMNS - metrics.UNJUDGED
     assert len(STATUSES) == metrics.OTHER_STATUS
     ends = (metrics.INLINE_BUCKETS, metrics.QUEUED_BUCKETS, metrics.SERVICE_BUCKETS, metrics.INLINE_NANOSECONDS)
     assert [b - a for a, b in pairwise(ends)] == [len(BOUNDS_S) + 1] * 3

@@ -145,7 +145,7 @@ class PrometheusMetrics(MetricsSource):
                 page.scraped_at = min(page.scraped_at, value)
             elif metric == names.origin:
                 page.origins.append(f"{sorted(labels.items())} {value!r}")
-            elif not deployment:
+            elif not deployment or labels.get("judged") == "false":
                 continue
             elif metric == names.requests:
                 page.statuses[deployment][labels.get(names.status_label, "")] += int(value)

@@ -266,6 +266,7 @@ class PendingRequest:
         draw: the assignment of users by which the deployment was chosen; None if the client has chosen it.
         cell: the user's cell, or `KEYLESS_CELL`.
         place: where the request is counted as in progress, if it is counted by user.
+        is_judged: whether its result counts for or against its version.
         comparable: whether its latency may be compared with other deployments (see `TrafficRouter`).
         queue_seconds: time in the queue.
         service_seconds: run time, if the request ran alone.
@@ -285,6 +286,7 @@ class PendingRequest:
     deadline: float = 0.0
     expires_at: float = 0.0
     place: CellPlace | None = None
+    is_judged: bool = False
     queue_seconds: float = 0.0
     service_seconds: float = 0.0
     abandoned: bool = False

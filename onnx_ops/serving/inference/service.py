@@ -25,7 +25,13 @@ from onnx_ops.serving.inference.deployments import (
     PendingRequest,
     TableSnapshot,
 )
-from onnx_ops.serving.inference.responses import DeadlineExceededError, RawResponse, RequestHead, RunTimeoutError
+from onnx_ops.serving.inference.responses import (
+    DeadlineExceededError,
+    InputsRejectedError,
+    RawResponse,
+    RequestHead,
+    RunTimeoutError,
+)
 from onnx_ops.serving.inference.run_monitor import INLINE_LIMIT_S, RunMonitor
 from onnx_ops.serving.inference.shadow import ShadowQueue
 from onnx_ops.serving.inference.signature import InferenceRequest
@@ -39,6 +45,7 @@ from onnx_ops.serving.metrics import (
     RUN_CELL,
     RUN_NANOSECONDS,
     RUNS,
+    UNJUDGED,
     count_queued_request,
     count_request,
     get_column,
@@ -109,15 +116,12 @@ class InferenceService:
         cell = messages.KEYLESS_CELL
         drawn_cell = 0
         response: RawResponse | None = None
-        is_inline = comparable = True
+        is_inline = comparable = is_judged = True
         try:
             snapshot = self.deployments.get_current()
             loaded = self._find_requested(snapshot, route, head)
-            control = snapshot.control
-            if loaded is not None:
-                comparable = control is None or loaded is not control.loaded
-            else:
-                router = snapshot.router
+            if loaded is None:
+                control, router = snapshot.control, snapshot.router
                 draw = self._get_draw(snapshot)
                 if (key := head.get(_USER_KEY)) is not None:
                     cell = router.get_cell(key)
@@ -140,13 +144,15 @@ class InferenceService:
         except OnnxOpsError as error:
             lines = b"" if loaded is None else loaded.header_lines
             response = responses.build_error_from(error, lines, invocation=route.invocation)
+            is_judged = draw is not None and self._is_judged(error, snapshot, loaded, route, head, body)
         except Exception:
             _log.exception("a request failed unexpectedly")
             response = responses.build_internal_error(b"" if loaded is None else loaded.header_lines)
         seconds = time.perf_counter() - started_at
         service_s = seconds if comparable and is_inline else 0.0
-        service_s = self._count(loaded, response.status, seconds, service_s)
-        if loaded is not None and draw is not None and self._cells.is_watching:
+        is_judged = is_judged and draw is not None
+        service_s = self._count(loaded, response.status, seconds, service_s, is_judged)
+        if loaded is not None and draw is not None and is_judged and self._cells.is_watching:
             self._cells.count(draw, loaded.slot, cell, response.status, service_s if draw.is_timed else 0.0)
         self._finish(snapshot, loaded, route, head, body, draw, cell, response, seconds)
         return response
@@ -157,9 +163,42 @@ class InferenceService:
         request.deadline = request.started_at + min(timeout_s, self._deadline_s)
         request.expires_at = request.started_at + timeout_s
         request.loaded.queue.put(request)
+        request.is_judged = request.draw is not None
         if request.draw is not None and self._cells.is_watching:
             request.place = self._cells.begin(request.draw, request.loaded.slot, request.cell)
         return request
+
+    def _is_judged(
+        self,
+        error: OnnxOpsError,
+        snapshot: TableSnapshot | None,
+        loaded: LoadedDeployment | None,
+        route: InferenceRoute,
+        head: RequestHead,
+        body: RequestBody,
+    ) -> bool:
+        """Return whether the error of a request that the split has routed counts against its version.
+
+        A request that every version with traffic refuses is the fault of its client, who could decide a rollout by
+        sending many to one version. So the others read it, too.
+        """
+        is_refusal = isinstance(error, UserError) and not isinstance(error, InputsRejectedError)
+        if not is_refusal or snapshot is None or loaded is None:
+            return True
+        weights = snapshot.table.state.split.weights
+        others = [
+            other
+            for name, other in snapshot.deployments.items()
+            if weights.get(name) and other.deployment is not loaded.deployment
+        ]
+        for other in others:
+            try:
+                self._read_timeout_s(head)
+                other.decode(route, head, body)
+            except OnnxOpsError:
+                continue
+            return True
+        return not others
 
     def check_in_service(self, loaded: LoadedDeployment) -> None:
         """Raise ServiceUnavailableError if a deployment is out of service (see `worker_health`)."""
@@ -252,6 +291,10 @@ class InferenceService:
         except Exception:
             _log.exception("requests failed unexpectedly")
             results += [(r, responses.build_internal_error(r.loaded.header_lines)) for r in due]
+        for request, result in results:
+            if request.is_judged and isinstance(result, OnnxOpsError):
+                source = request.snapshot, request.loaded, request.route, request.head, request.body
+                request.is_judged = self._is_judged(result, *source)
         try:
             self._loop.call_soon_threadsafe(self._deliver, results, runs)
         except RuntimeError:  # the loop is closed: the drain was too short for these
@@ -279,8 +322,10 @@ class InferenceService:
             if request.abandoned:
                 response = RawResponse(_CLIENT_GONE, b"", b"")
             service_s = request.service_seconds if request.comparable else 0.0
-            service_s = self._count(loaded, response.status, seconds, service_s)
-            if request.place is not None:
+            service_s = self._count(loaded, response.status, seconds, service_s, request.is_judged)
+            if request.place is not None and not request.is_judged:
+                self._cells.cancel(request.place)
+            elif request.place is not None:
                 is_timed = request.draw is not None and request.draw.is_timed
                 self._cells.finish(request.place, response.status, service_s if is_timed else 0.0)
             self._finish(
@@ -289,17 +334,23 @@ class InferenceService:
             )
             request.respond(response)
 
-    def _count(self, loaded: LoadedDeployment | None, status: int, seconds: float, service_s: float) -> float:
+    def _count(
+        self, loaded: LoadedDeployment | None, status: int, seconds: float, service_s: float, is_judged: bool
+    ) -> float:
         """Count a request whose response is ready; return its comparable latency.
 
         It is counted before it is sent: what a client has seen is counted, even if this process is killed then.
 
         Args:
             service_s: 0 if its latency is not comparable.
+            is_judged: whether it counts for or against its version.
         """
         if loaded is None:
             count_request(self._unrouted, status, seconds)
             return 0.0
+        if not is_judged:
+            loaded.row[UNJUDGED + get_column(status)] += 1
+            service_s = 0.0
         if loaded.warm_up:
             loaded.warm_up -= 1
             service_s = 0.0
@@ -327,9 +378,10 @@ class InferenceService:
         if loaded is not None and snapshot is not None:
             if draw is not None and draw.epoch and cell != messages.KEYLESS_CELL:
                 self.feedback.remember_answer(loaded.slot, draw.epoch, cell)
-            if (request_id := head.get(_REQUEST_ID)) is not None:
+            # Requests for which a client has selected the deployment decide neither an A/B test nor about a shadow.
+            if (request_id := head.get(_REQUEST_ID)) is not None and draw is not None:
                 self.feedback.remember(request_id, loaded.slot, draw, cell)
-            for shadow, percent in snapshot.shadow if status == 200 else ():
+            for shadow, percent in snapshot.shadow if status == 200 and draw is not None else ():
                 if shadow is not loaded and self._draw() * 100 < percent:
                     tolerance = snapshot.table.state.split.shadow_tolerance
                     self._shadow.put(shadow, route, head, body, response, tolerance)

@@ -18,13 +18,14 @@ from onnx_ops.serving.metrics import (
     HUNG_RUN,
     INLINE_RUN,
     LOST_RUN,
-    OTHER_STATUS,
     OUT_OF_SERVICE,
     RUN_CELL,
     RUN_SLOT,
     THREAD_RUN,
+    UNJUDGED,
     WORKER_DEATHS,
     SharedMetrics,
+    count_judged,
     get_column,
 )
 
@@ -77,6 +78,7 @@ class WorkerHealth:
             row = self._shared.get_shadow_row(slot)
             row[WORKER_DEATHS] += 1
             row[get_column(500)] += 1
+            row[UNJUDGED + get_column(500)] += not cell
         if name and cell:  # the split has routed it
             self._deaths[slot] += 1
             self._take_out(slot, name)
@@ -103,4 +105,4 @@ class WorkerHealth:
             )
 
     def _count_requests(self, slot: int) -> int:
-        return sum(self._shared.sum_slot(slot)[: OTHER_STATUS + 1])
+        return sum(count_judged(self._shared.sum_slot(slot)).values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.protocol.messages import CELL_LATENCIES, CELL_REQUESTS, UserCountsRequest, decode_cells
+from onnx_ops.protocol.messages import (
+    CELL_ERRORS,
+    CELL_LATENCIES,
+    CELL_REFUSED,
+    CELL_REQUESTS,
+    UserCountsRequest,
+    decode_cells,
+)
 from onnx_ops.serving import metrics, rollout_counts
 from onnx_ops.serving.inference import models
 from onnx_ops.serving.inference.deployments import TableRevision
@@ -33,10 +40,12 @@ from tests.serving.serving_process import (
     FOREVER,
     INFER,
     ODD,
+    deploy,
     deploy_loop,
     infer_body,
     loop_body,
     mirrored,
+    save_graph,
     wait_until,
 )
 from tests.serving.serving_worker import Gate, Worker, post
@@ -45,6 +54,7 @@ from tests.support.server import received
 
 BODY = infer_body([1, 1])
 REQUEST = post(INFER, BODY)
+JSON_TYPE = {"content-type": "application/json"}
 
 
 def status(answer: bytes) -> int:
@@ -205,6 +215,85 @@ def test_a_known_request_that_the_model_refuses_is_refused(build: Callable[..., 
             answer = worker.send(post(INFER, json.dumps({"inputs": [tensor]}).encode()))
             assert status(answer) == code
             assert code != 200 or data_of(answer) == [7.0 + place]
+
+
+def read_judged(worker: Worker, slot: int) -> dict[object, int]:
+    """Return the judged requests of a slot by status."""
+    return {status: count for status, count in metrics.count_judged(worker.shared.sum_slot(slot)).items() if count}
+
+
+def count_cells(worker: Worker, counts: RolloutCounts) -> dict[str, tuple[int, int, int]]:
+    """Return requests, errors and refusals by deployment, as counted by user."""
+    fields = {
+        name: decode_cells(text)[1][:, [CELL_REQUESTS, CELL_ERRORS, CELL_REFUSED]].sum(0).tolist()
+        for name, text in counts.collect(WATCHED).tables[-1].cells.items()
+    }
+    return {name: (requests, errors, refused) for name, (requests, errors, refused) in fields.items()}
+
+
+WATCHED = UserCountsRequest(limits_s={"blue": (), "green": ()})
+
+
+@pytest.fixture(params=[False, True], ids=["inline", "queued"])
+def judged(request: pytest.FixtureRequest, tmp_path: Path, blue: Deployment) -> Iterator[tuple[Worker, RolloutCounts]]:
+    """A worker whose candidate takes fewer inputs than blue, which keeps all of a user's requests on one version."""
+    node = helper.make_node("Mul", ["x", "x"], ["y"])
+    fields = ("x", TensorProto.FLOAT, [1, 2]), ("y", TensorProto.FLOAT, [1, 2])
+    path = save_graph(tmp_path / "narrow", [node], [fields[0]], [fields[1]])
+    green = deploy(path.parent, name="green", version="2")
+    state = state_of(blue, green, blue=50, green=50)
+    with Worker(state, slow=request.param).running() as worker:
+        counts = RolloutCounts(worker.shared)
+        counts.start_table(TableRevision(number=1, table=must(worker.table), slots={"blue": 1, "green": 2}), 0.0)
+        counts.collect(WATCHED)
+        yield worker, counts
+
+
+def find_user(worker: Worker, name: str) -> dict[str, str]:
+    """Return the header of a user of a deployment."""
+    router = TrafficRouter.from_table(must(worker.table))
+    users = (str(number) for number in range(1000))
+    return {"x-user-key": next(u for u in users if router.route_cell(router.draw, router.get_cell(u.encode())) == name)}
+
+
+@pytest.mark.parametrize("body", [b"{", infer_body([1, 1]), infer_body([1, "a"])])
+def test_requests_that_select_a_version_are_no_evidence(judged: tuple[Worker, RolloutCounts], body: bytes) -> None:
+    worker, counts = judged
+    pins = {"azureml-model-deployment": "green", "x-request-id": "r-1"}
+    for path, headers in ((INFER, pins), (INFER.replace("/infer", "/versions/2/infer"), {})):
+        worker.send(post(path, body, headers))
+    assert read_judged(worker, 2) == {}
+    assert sum(metrics.count_unjudged(worker.shared.sum_slot(2)).values()) == 2
+    assert sum(metrics.get_service_latency(worker.shared.sum_slot(2)).buckets) == 0
+    assert count_cells(worker, counts) == {"blue": (0, 0, 0), "green": (0, 0, 0)}
+    feedback = worker.send(post("/feedback", b'{"request_id": "r-1", "success": true}', JSON_TYPE))
+    assert feedback.endswith(b'{"counted":0,"unknown":1}')
+
+
+def test_a_request_that_every_version_refuses_is_no_evidence(judged: tuple[Worker, RolloutCounts]) -> None:
+    worker, counts = judged
+    for name in ("blue", "green"):
+        for body in (b"{", infer_body([1, "a"])):
+            assert status(worker.send(post(INFER, body, find_user(worker, name)))) == 400
+    assert [read_judged(worker, slot) for slot in (1, 2)] == [{}, {}]
+    assert [metrics.count_unjudged(worker.shared.sum_slot(slot))[400] for slot in (1, 2)] == [2, 2]
+    assert count_cells(worker, counts) == {"blue": (0, 0, 0), "green": (0, 0, 0)}
+
+
+def test_a_request_that_the_other_version_accepts_counts_as_refused(judged: tuple[Worker, RolloutCounts]) -> None:
+    worker, counts = judged
+    two_rows = post(INFER, infer_body([1, 1], [2, 2]), find_user(worker, "green"))
+    assert status(worker.send(two_rows)) == 400
+    assert read_judged(worker, 2) == {400: 1}
+    assert count_cells(worker, counts) == {"blue": (0, 0, 0), "green": (1, 0, 1)}
+
+
+def test_a_request_that_selects_a_version_is_not_mirrored(blue: Deployment, green: Deployment) -> None:
+    with Worker(mirrored(blue, green)).running() as worker:
+        for headers in ({"azureml-model-deployment": "blue"}, {}):
+            assert status(worker.send(post(INFER, BODY, headers))) == 200
+        wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_DONE] == 1)
+        assert worker.shared.sum_slot(2)[metrics.SHADOW_SENT] == 1
 
 
 def test_a_run_past_its_time_is_ended_and_the_next_one_answers(tmp_path: Path) -> None:
@@ -368,7 +457,7 @@ def test_counts_are_right_whatever_the_way(blue: Deployment, green: Deployment) 
     blue_labels = 'endpoint="e",deployment="blue",version="1",variant="fp32"'
     assert f'onnx_ops_request_duration_seconds_bucket{{{blue_labels},le="+Inf"}} 20\n' in text
     assert f"onnx_ops_model_runs_total{{{blue_labels}}} 16\n" in text
-    assert f'onnx_ops_requests_total{{{blue_labels},status="200"}} 16\n' in text
+    assert f'onnx_ops_requests_total{{{blue_labels},status="200",judged="false"}} 16\n' in text
     assert f'onnx_ops_errors_total{{{blue_labels},reason="input"}} 4\n' in text
     assert 'onnx_ops_requests_total{endpoint="e",deployment="",version="",variant="",status="404"} 1\n' in text
     assert 'onnx_ops_generation{endpoint="e"} 0\n' in text
