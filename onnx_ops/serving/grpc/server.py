@@ -192,7 +192,7 @@ class InferenceServicer:
             body, length = encode_request(message)
         except UserError as error:
             return self._reject(error)
-        if limits.body_bytes + len(body) > limits.max_body_bytes:
+        if limits.body_bytes + limits.inflated.bytes + len(body) > limits.max_body_bytes:
             service.count_rejected(503)
             return build_error(503, "the server is receiving too many bytes at the same time")
         head[_BINARY_LENGTH] = b"%d" % length

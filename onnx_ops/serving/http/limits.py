@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from onnx_ops.errors import RefusedError
 from onnx_ops.protocol.server_process import ServerOptions
+from onnx_ops.serving.inference.content_coding import InflateBudget
 from onnx_ops.serving.inference.responses import RequestHead
 from onnx_ops.serving.metrics import CONNECTIONS, CONNECTIONS_REFUSED, MetricsRow
 
@@ -109,7 +110,8 @@ class ConnectionLimits:
     Attributes:
         now: a clock that advances a few times a second: reading the system's clock for every request costs more.
         open: the connections that were admitted.
-        body_bytes, max_body_bytes: size of all request bodies in memory.
+        body_bytes, max_body_bytes: size of all request bodies in memory, as they are received.
+        inflated: the budget of those that are inflated.
         date_line: the header line of all responses.
     """
 
@@ -123,15 +125,22 @@ class ConnectionLimits:
     open: set[HttpProtocol] = field(default_factory=set)
     body_bytes: int = 0
     max_body_bytes: int = field(init=False)
+    inflated: InflateBudget = field(init=False)
     _full_at: float = 0.0
     date_line: bytes = field(init=False)
 
     def __post_init__(self) -> None:
         self.max_body_bytes = self.max_body * _MAX_BODIES
+        self.inflated = InflateBudget(self.max_body_bytes)
         self._set_date()
 
     def _set_date(self) -> None:
         self.date_line = f"date: {formatdate(usegmt=True)}\r\n".encode()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the bodies in memory, received and inflated, are within their budget."""
+        return self.body_bytes + self.inflated.bytes <= self.max_body_bytes
 
     def admit(self, connection: HttpProtocol) -> bool:
         """Return whether there is room; if necessary, close an idle or slow connection."""

@@ -221,7 +221,7 @@ class HttpProtocol(asyncio.Protocol):
         limits = self._limits
         limits.body_bytes += size - self._held_bytes
         self._held_bytes = size
-        return limits.body_bytes <= limits.max_body_bytes
+        return limits.has_room
 
     # Callbacks of the parser
 

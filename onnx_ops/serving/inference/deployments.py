@@ -15,7 +15,7 @@ from onnx_ops.protocol.messages import BINARY_LENGTH_HEADER
 from onnx_ops.protocol.routing_table import RoutingTable
 from onnx_ops.serving.cell_counts import CellPlace
 from onnx_ops.serving.inference.bound_runs import BoundRuns
-from onnx_ops.serving.inference.content_coding import inflate
+from onnx_ops.serving.inference.content_coding import Charge, inflate
 from onnx_ops.serving.inference.models import BOUND_ERRORS
 from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQueue
 from onnx_ops.serving.inference.requests import parse_header_length, read_infer, read_invocation
@@ -58,10 +58,15 @@ class DeployedModel:
     def __post_init__(self) -> None:
         self.header_lines = format_deployment_headers(self.deployment.name)
 
-    def decode(self, route: InferenceRoute, head: RequestHead, body: RequestBody) -> InferenceRequest:
-        """Decode a request. Raises UserError if it does not fit the model."""
+    def decode(
+        self, route: InferenceRoute, head: RequestHead, body: RequestBody, charge: Charge = lambda _: None
+    ) -> InferenceRequest:
+        """Decode a request. Raises UserError if it does not fit the model.
+
+        An inflated body is charged.
+        """
         if route.coding:
-            body = inflate(body, route.coding, self.max_body)
+            body = inflate(body, route.coding, self.max_body, charge)
         value = head.get(_BINARY_LENGTH)
         length = None if value is None else parse_header_length(value)
         if not route.invocation:
@@ -87,6 +92,7 @@ class LoadedDeployment(DeployedModel):
         options: of runs on the event loop.
         is_unbounded: the inputs decide how often a part of the model runs.
         must_queue: no request runs on the event loop.
+        release_memory: returns memory that large requests have needed.
         size_bytes: of the model's files.
         warm_up: next requests whose latency is not compared.
     """
@@ -98,6 +104,7 @@ class LoadedDeployment(DeployedModel):
     options: Any = None
     is_unbounded: bool = False
     must_queue: bool = False
+    release_memory: Callable[[], None] = lambda: None
     slot: int = 0
     warm_up: int = WARM_UP_REQUESTS
     bound_runs: BoundRuns | None = None
@@ -339,6 +346,11 @@ class LoadedDeployments:
                     self._retired.append(self._previous)
                 self._snapshot, self._previous = self._prepared.pop(number), self._snapshot
         return snapshot
+
+    @property
+    def last(self) -> TableSnapshot | None:
+        """The snapshot that answered last, for other threads than the event loop's."""
+        return self._snapshot
 
     def get_published(self) -> TableSnapshot | None:
         """Return the current snapshot; None before the first publication."""

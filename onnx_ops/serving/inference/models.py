@@ -389,7 +389,7 @@ class LoadedModel:
         They are 0 if the model does not run on such sizes or categories. If only the batch size and numbers were
         assumed, it must run.
         """
-        feed = {name: _build_sample(self.signature.inputs[name]) for name in self.signature.required}
+        feed = self._build_least_feed()
         started_at = 0.0
         try:
             for _ in range(_WARM_UP_RUNS):
@@ -408,6 +408,18 @@ class LoadedModel:
             _log.warning("%s is not warm: it fails on zeros, empty texts and sizes of 1", self.deployment.name)
             return 0.0
         return time.perf_counter() - started_at
+
+    def _build_least_feed(self) -> Tensors:
+        """Return zeros, with size 1 for every free dimension."""
+        return {name: _build_sample(self.signature.inputs[name]) for name in self.signature.required}
+
+    def release_memory(self) -> None:
+        """Return unused memory of the session's arena to the system, which it does only at the end of a run."""
+        if self.session.get_session_options().enable_cpu_mem_arena:
+            options = ort.RunOptions()
+            options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+            with contextlib.suppress(InputsRejectedError, InfrastructureError):
+                self.run(tuple(self.signature.outputs), self._build_least_feed(), options)
 
     def run_random(self) -> None:
         """Run the model once on random numbers, which it may reject."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -18,6 +19,7 @@ from onnx_ops.protocol import messages
 from onnx_ops.serving.cell_counts import CellCounter
 from onnx_ops.serving.feedback import FeedbackCounter
 from onnx_ops.serving.inference import responses
+from onnx_ops.serving.inference.content_coding import InflateBudget
 from onnx_ops.serving.inference.deployments import (
     InferenceRoute,
     LoadedDeployment,
@@ -86,12 +88,14 @@ class InferenceService:
         run_timeout_s: float = _NEVER,
         request_log: RequestLog | None = None,
         monitor: RunMonitor | None = None,
+        inflated: InflateBudget | None = None,
     ) -> None:
         self.deployments = deployments
         self._unrouted = deployments.shared.get_row(deployments.worker, 0)
         self._deadline_s = deadline_s
         self._run_timeout_s = run_timeout_s
         self.monitor = monitor or RunMonitor()
+        self._inflated = inflated or InflateBudget(sys.maxsize)
         self._process = deployments.shared.get_process_state(deployments.worker)
         self._shadow = shadow
         self._header = deployments.shared.header
@@ -284,7 +288,7 @@ class InferenceService:
         runs: Sequence[tuple[float, int]] = ()
         try:
             if due:
-                batch, runs = run_requests(due[0].loaded, due, self._limit_runs)
+                batch, runs = run_requests(due[0].loaded, due, self._limit_runs, self._inflated)
                 results += zip(due, batch, strict=True)
                 if len(requests) == 1:
                     due[0].service_seconds = time.perf_counter() - started_at
@@ -403,7 +407,7 @@ class InferenceService:
 
 
 def run_requests(
-    loaded: LoadedDeployment, requests: Sequence[PendingRequest], limit: LimitRuns
+    loaded: LoadedDeployment, requests: Sequence[PendingRequest], limit: LimitRuns, inflated: InflateBudget
 ) -> tuple[list[Result], list[tuple[float, int]]]:
     """Run requests within their limits, in batches where the model allows it.
 
@@ -421,14 +425,15 @@ def run_requests(
         return response
 
     for position, request in enumerate(requests):
+        source = request.route, request.head, request.body
         try:
-            member = loaded.decode(request.route, request.head, request.body)
             if request.route.coding:  # the inflated bodies of a batch could fill the memory
-                results[position] = run_alone(position, member)
+                with inflated.reserve() as charge:
+                    results[position] = run_alone(position, loaded.decode(*source, charge))
             else:
-                decoded[position] = member
+                decoded[position] = loaded.decode(*source)
         except OnnxOpsError as error:
-            results[position] = error
+            results[position] = _forget_frames(error)
     for group in group_requests(decoded, batchable=loaded.deployment.batchable):
         batch = [decoded[position] for position in group]
         together = None
@@ -444,8 +449,14 @@ def run_requests(
             try:
                 results[position] = run_alone(position, member) if arrays is None else loaded.encode(member, arrays)
             except OnnxOpsError as error:
-                results[position] = error
+                results[position] = _forget_frames(error)
     return [results[position] for position in range(len(requests))], runs
+
+
+def _forget_frames(error: OnnxOpsError) -> OnnxOpsError:
+    """Return an error without the frames that raised it: they keep inflated bodies, and tensors."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    return error
 
 
 def group_requests(requests: Mapping[int, InferenceRequest], *, batchable: bool) -> list[list[int]]:

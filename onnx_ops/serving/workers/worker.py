@@ -13,7 +13,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,6 +51,7 @@ from onnx_ops.serving.metrics import (
 )
 from onnx_ops.serving.request_log import RequestLog, SpanWriter, Writer, find_collector, open_access_log
 from onnx_ops.serving.workers.listeners import ListenerSockets, connect_unix, get_shadow_path, send_sockets
+from onnx_ops.serving.workers.worker_memory import CHECK_S, MemoryTrimmer
 
 _log = logging.getLogger(__name__)
 
@@ -194,15 +195,6 @@ class Worker:
         shadow = ShadowQueue(
             lambda slot: connect_unix(get_shadow_path(self.folder, self.shared.origin, slot), timeout_s=0)
         )
-        self._service = InferenceService(
-            deployments,
-            shadow,
-            deadline_s=options.deadline,
-            run_timeout_s=options.run_timeout,
-            request_log=request_log,
-            monitor=RunMonitor(partial(self._record_run, THREAD_RUN), self._give_up),
-        )
-        self._service.monitor.watch_inline()
         limits = ConnectionLimits(
             max_connections=max(1, options.max_connections // options.workers),
             max_body=options.max_body,
@@ -210,6 +202,16 @@ class Worker:
             keep_alive_s=options.keep_alive,
             row=self._unrouted,
         )
+        self._service = InferenceService(
+            deployments,
+            shadow,
+            deadline_s=options.deadline,
+            run_timeout_s=options.run_timeout,
+            request_log=request_log,
+            monitor=RunMonitor(partial(self._record_run, THREAD_RUN), self._give_up),
+            inflated=limits.inflated,
+        )
+        self._service.monitor.watch_inline()
         app = PublicApp(self._service)
         address, port, *_ = self.listeners.public.getsockname()
         hosts = HostPolicy.from_options(address, port, options)
@@ -226,12 +228,13 @@ class Worker:
             await grpc_server.start()
             serving.append(grpc_server.serve(stop))
         control = loop.create_task(self._follow(channel, failed))
-        heart = loop.create_task(self._beat())
+        heart, trimming = loop.create_task(self._beat()), loop.create_task(self._trim_memory())
         build = partial(HttpProtocol, app, limits, hosts)
         serving.append(serve_connections(build, self.listeners.public, limits, stop, drain_s=options.drain))
         await asyncio.gather(*serving)
         control.cancel()
         heart.cancel()
+        trimming.cancel()
         shadow.close()
         if request_log is not None:
             request_log.close()
@@ -243,6 +246,20 @@ class Worker:
         while True:
             self._state[HEARTBEAT] = time.monotonic_ns()
             await asyncio.sleep(_BEAT_S)
+
+    async def _trim_memory(self) -> None:
+        """Give memory back after large requests, forever."""
+        loop, trimmer = asyncio.get_running_loop(), MemoryTrimmer(self._list_loaded)
+        while True:
+            await asyncio.sleep(CHECK_S)
+            try:
+                await loop.run_in_executor(self._loader, trimmer.check)
+            except Exception:  # else memory would grow from now on
+                _log.exception("the memory could not be trimmed")
+
+    def _list_loaded(self) -> Sequence[LoadedDeployment]:
+        snapshot = self._deployments.last
+        return () if snapshot is None else snapshot.list_loaded()
 
     def _record_run(self, place: int, slot: int, cell: int) -> None:
         self._state[place + RUN_SLOT], self._state[place + RUN_CELL] = slot, cell
@@ -312,6 +329,7 @@ class Worker:
             options=model.options,
             is_unbounded=model.is_unbounded,
             must_queue=model.is_unbounded,
+            release_memory=model.release_memory,
             bound_runs=BoundRuns(model.signature, model.bind),
             row=row,
             queue=queue,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import traceback
 import zlib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.errors import TooLargeError, UserError
-from onnx_ops.serving.inference.content_coding import CODINGS, choose_coding, compress, inflate
+from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, TooLargeError, UserError
+from onnx_ops.serving.inference.content_coding import CODINGS, InflateBudget, choose_coding, compress, inflate
 
 BODY = b'{"inputs": []}' * 40
 BARE = zlib.compressobj(wbits=-zlib.MAX_WBITS)
@@ -53,6 +54,26 @@ def test_inflate_broken_body_is_refused(body: bytes, coding: bytes) -> None:
     with pytest.raises(UserError) as caught:
         inflate(body, coding, 1000)
     assert not isinstance(caught.value, TooLargeError)
+
+
+def test_inflate_charges_what_it_inflates_until_the_budget_is_exhausted() -> None:
+    budget = InflateBudget(3 << 20)
+    large = compress(bytes(2 << 20), b"gzip")
+    with budget.reserve() as charge:
+        assert len(inflate(large, b"gzip", 1 << 30, charge)) == budget.bytes == 2 << 20
+        with pytest.raises(ServiceUnavailableError), budget.reserve() as other:
+            inflate(large, b"gzip", 1 << 30, other)
+        assert budget.bytes == 2 << 20
+    assert budget.bytes == 0
+
+
+def test_inflate_error_keeps_no_inflated_bytes() -> None:
+    bomb = compress(bytes(1 << 24), b"gzip")
+    for max_bytes, budget_bytes in ((1 << 22, 1 << 30), (1 << 30, 1 << 22)):
+        with pytest.raises(OnnxOpsError) as caught, InflateBudget(budget_bytes).reserve() as charge:
+            inflate(bomb, b"gzip", max_bytes, charge)
+        frames = [frame.f_locals for frame, _ in traceback.walk_tb(caught.tb)]
+        assert [frame["pieces"] for frame in frames if "pieces" in frame] == [[]]
 
 
 @pytest.mark.parametrize("coding", sorted(CODINGS))
