@@ -7,16 +7,19 @@ import os
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from onnx_ops.adapters.webhooks import connections
 from onnx_ops.adapters.webhooks.receiver import VARIABLE, WebhookReceiver, make_secret, read_secret
 from onnx_ops.errors import NotFoundError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.protocol.webhooks import ID_HEADER, MAX_BODY_BYTES, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign_delivery
 from onnx_ops.testing.fakes import FakeClock
 from tests.support.golden import Golden
+from tests.support.must import must
 
 SECRET = "a secret of some length"  # noqa: S105 (of a test)
 
@@ -143,6 +146,51 @@ def test_a_sender_that_hangs_up_or_says_nothing_stops_nobody(listening: Listenin
     assert listening.send() == 204
     silent.close()
     assert listening.woken == ["digits"]
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(b"POST /webhooks/mlflow HTTP/1.1\r\nHost:", id="part of a head"),
+        pytest.param(b"POST /webhooks/mlflow HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n", id="no body"),
+    ],
+)
+def test_two_hundred_half_open_connections_keep_no_delivery_out(listening: Listening, start: bytes) -> None:
+    import httpx
+
+    url = httpx.URL(listening.url)
+    with ExitStack() as stack:
+        for number in range(200):
+            client = stack.enter_context(socket.create_connection((url.host, must(url.port)), timeout=30))
+            client.sendall(start)
+            if number % 50 == 49:
+                assert listening.send(delivery=f"d-{number}") == 204
+                assert httpx.get(url.copy_with(path="/metrics"), timeout=30).status_code == 200
+    assert listening.woken == ["digits"] * 4
+
+
+def test_a_connection_without_a_head_is_closed(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
+    import httpx
+
+    monkeypatch.setattr(connections, "HEAD_S", 0.05)
+    url = httpx.URL(listening.url)
+    with socket.create_connection((url.host, must(url.port)), timeout=30) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\nGET")  # the second request never ends
+        received = b""
+        with suppress(ConnectionResetError):
+            while data := client.recv(4096):
+                received += data
+    assert received.startswith(b"HTTP/1.1 200 OK")
+
+
+def test_a_head_beyond_its_limit_is_refused(listening: Listening) -> None:
+    import httpx
+
+    url = httpx.URL(listening.url)
+    with socket.create_connection((url.host, must(url.port)), timeout=30) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nX-Long: " + b"y" * connections.MAX_HEAD_BYTES)
+        assert client.recv(4096).startswith(b"HTTP/1.1 400 ")
 
 
 def test_the_answer_says_nothing_of_the_secret(listening: Listening) -> None:

@@ -21,6 +21,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from onnx_ops.adapters.files import read_private
+from onnx_ops.adapters.webhooks.connections import MAX_HEAD_BYTES, BoundedProtocol
 from onnx_ops.errors import (
     InvalidSignatureError,
     NotFoundError,
@@ -76,14 +77,14 @@ class WebhookReceiver:
         deliveries = Route(PATH, self._receive, methods=["POST"])
         config = uvicorn.Config(
             Starlette(routes=[deliveries, Route("/metrics", self._show_metrics, methods=["GET"])]),
-            http="h11",
+            http=BoundedProtocol,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             ws="none",
             loop="asyncio",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
-            limit_concurrency=64,
             timeout_keep_alive=5,
             timeout_graceful_shutdown=2,
         )

@@ -1,0 +1,61 @@
+"""Bounds on the connections of the webhook receiver.
+
+Clients that connect and send nothing, or a part of a request, must keep no delivery out. uvicorn only refuses further
+connections beyond `limit_concurrency`, and waits for the head of a first request without a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MAX_CONNECTIONS = 64
+MAX_FROM_SOURCE = 32
+"""Connections from one address. Beyond either number, the oldest one that waits for its client is closed."""
+HEAD_S = 5.0
+"""Time to send the head of a request, from the start of the connection or the last response."""
+MAX_HEAD_BYTES = 1 << 14
+
+
+class BoundedProtocol(H11Protocol):
+    """A connection of uvicorn within these bounds."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start a connection, and close the one that has waited longest if there are too many."""
+        super().connection_made(transport)
+        self.opened_at = self.loop.time()
+        self._head_timer = self.loop.call_later(HEAD_S, self._end_idle)
+        everyone = [each for each in self.connections if isinstance(each, BoundedProtocol)]
+        source = [each for each in everyone if each.host == self.host]
+        for group, limit in ((source, MAX_FROM_SOURCE), (everyone, MAX_CONNECTIONS)):
+            if sum(not each.transport.is_closing() for each in group) > limit:
+                waiting = [each for each in group if each.is_waiting and each is not self]
+                min(waiting, key=lambda each: each.opened_at, default=self).transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End a connection."""
+        self._head_timer.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """Wait for the head of the next request."""
+        self._head_timer.cancel()
+        self._head_timer = self.loop.call_later(HEAD_S, self._end_idle)
+        super().on_response_complete()
+
+    @property
+    def host(self) -> Any:
+        """Return the address of the client."""
+        return self.client and self.client[0]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the client has not sent all of a request."""
+        return not self.transport.is_closing() and self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+
+    def _end_idle(self) -> None:
+        if self.conn.their_state is h11.IDLE:
+            self.transport.abort()
