@@ -36,7 +36,9 @@ from onnx_ops.protocol.server_process import LOCK_FILE, SERVER_FILE, TOKEN_FILE,
 from onnx_ops.serving.inference.integrity import COPIES_FOLDER
 from onnx_ops.testing.endpoints import EndpointProviderSuite, state_of
 from tests.adapters.endpoint_site import EndpointSite, make_config, make_models
+from tests.support.load import LoadPlan, LoadProcess, Payload
 from tests.support.ports import free_port
+from tests.support.processes import until
 
 CONFIG = make_config("digits")
 
@@ -310,6 +312,22 @@ def test_settings_of_the_server_reach_it_and_others_are_refused(site: Site) -> N
     second = site.record()
     site.provider.apply(replace(CONFIG, settings={"workers": 2}), state, generation=3)
     assert site.record() == second
+
+
+def test_a_change_of_the_workers_drops_no_request(site: Site) -> None:
+    state = site.state(blue=100)
+    site.provider.apply(CONFIG, state, generation=1)
+    body = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}'
+    url = f"{site.provider.address(CONFIG)}/v2/models/scale/infer"
+    with LoadProcess(LoadPlan(url=url, payloads=[Payload(body=body)], connections=4, seconds=300.0)) as load:
+        for generation, workers in ((2, 3), (3, 1), (4, 2)):
+            before = set(site.workers())
+            site.provider.apply(replace(CONFIG, settings={"workers": workers}), state, generation=generation)
+            until(lambda: not before & set(site.workers()), "the end of the old workers")  # noqa: B023
+            assert len(site.workers()) == workers
+        records = load.stop()
+    assert records.failures() == {}
+    assert len(records) > 100
 
 
 def test_workers_whose_supervisor_was_killed_answer_until_a_new_one_has_taken_over(site: Site) -> None:

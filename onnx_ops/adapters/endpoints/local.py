@@ -273,7 +273,9 @@ class LocalEndpoints(EndpointProvider):
         record = server.record()
         if record is not None and (record.port, record.options) == (port, options):
             return record
-        if not server.is_orphaned():
+        if record is not None and record.port == port:
+            server.kill_supervisor()  # the old workers answer until those of the next server are ready
+        elif not server.is_orphaned():
             server.stop()
         if not server.is_orphaned() and not _is_free(port):
             raise _port_taken(port, config, server)
@@ -409,12 +411,16 @@ class LocalServer:
         process.kill()
         raise self._failure(f"the endpoint server was not ready within {_START_S:.0f} s")
 
-    def kill(self, port: int | None) -> None:
-        """Kill the supervisor, if any, and its workers if the port does not answer."""
+    def kill_supervisor(self) -> None:
+        """Kill the supervisor, if any. Its workers answer by its last table, until another server takes over."""
         if (pid := self._pid()) is not None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             self.wait_until_stopped(_KILLED_S)
+
+    def kill(self, port: int | None) -> None:
+        """Kill the supervisor, if any, and its workers if the port does not answer."""
+        self.kill_supervisor()
         if list_workers(self.folder) and (port is None or self.is_ready(port, timeout_s=_KILLED_S) is None):
             self._signal_workers(signal.SIGKILL, _KILLED_S)
 
