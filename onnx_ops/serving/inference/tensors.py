@@ -70,7 +70,8 @@ _NOT_OF_NUMBERS = (b"{", b'"', b"l", b"r")
 """null, true and false have one of the letters."""
 _WITHOUT_BRACKETS = bytes.maketrans(b"[]", b"  ")
 _R, _L = b"rl"
-_threads = threading.local()
+_parsers: dict[int, simdjson.Parser] = {}
+"""A parser by thread, whose memory is warm."""
 _SMALL_LISTS = ("shape", "columns", "index", "parameters", "outputs")
 """Keys whose lists are always small."""
 _EMPTY_LIMIT = 1 << 16
@@ -279,6 +280,11 @@ def to_plain(data: Any) -> Any:
     return data.to_lists() if isinstance(data, LazyArray) else data
 
 
+def release_parsers() -> None:
+    """Free the memory of parsers that are not in use, of all threads."""
+    _parsers.clear()
+
+
 def _parse_lazily(body: bytes) -> Any:
     """Return None for a body that orjson must parse, as its arrays are irregular.
 
@@ -291,9 +297,8 @@ def _parse_lazily(body: bytes) -> Any:
     if len(body) > _CACHED_PARSER_BYTES:
         parser = simdjson.Parser()
     else:
-        if not hasattr(_threads, "parser"):
-            _threads.parser = simdjson.Parser()
-        parser = _threads.parser
+        thread = threading.get_ident()
+        parser = _parsers.get(thread) or _parsers.setdefault(thread, simdjson.Parser())
     try:
         walk = _LazyWalk(taken)
         document = walk.convert(parser.parse(body), "")

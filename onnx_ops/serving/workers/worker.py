@@ -220,6 +220,7 @@ class Worker:
         failed: Mapping[str, str] = {}
         if self.revision is not None:
             failed = await loop.run_in_executor(self._loader, deployments.restore, self.revision, self.refusal)
+        self._trimmer = MemoryTrimmer(self._list_loaded)
         serving: list[Awaitable[None]] = []
         if options.grpc_port:
             from onnx_ops.serving.grpc.server import GrpcServer
@@ -249,11 +250,11 @@ class Worker:
 
     async def _trim_memory(self) -> None:
         """Give memory back after large requests, forever."""
-        loop, trimmer = asyncio.get_running_loop(), MemoryTrimmer(self._list_loaded)
+        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(CHECK_S)
             try:
-                await loop.run_in_executor(self._loader, trimmer.check)
+                await loop.run_in_executor(self._loader, self._trimmer.check)
             except Exception:  # else memory would grow from now on
                 _log.exception("the memory could not be trimmed")
 
@@ -293,7 +294,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         await self._release()
         try:
-            await loop.run_in_executor(self._loader, self._deployments.prepare, revision)
+            await loop.run_in_executor(self._loader, self._load_revision, revision)
         except OnnxOpsError as error:
             return RevisionPrepared(number=revision.number, error=error_to_bytes(error).decode())
         except Exception as error:
@@ -301,6 +302,10 @@ class Worker:
             failure = InfrastructureError("a deployment could not be loaded", why=f"{type(error).__name__}: {error}")
             return RevisionPrepared(number=revision.number, error=error_to_bytes(failure).decode())
         return RevisionPrepared(number=revision.number)
+
+    def _load_revision(self, revision: TableRevision) -> None:
+        with self._trimmer.loading():
+            self._deployments.prepare(revision)
 
     async def _release(self) -> None:
         """Switch to the published revision, and free unneeded models."""

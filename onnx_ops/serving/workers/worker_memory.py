@@ -10,10 +10,12 @@ import ctypes
 import logging
 import mmap
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from onnx_ops.serving.inference.deployments import LoadedDeployment
+from onnx_ops.serving.inference.tensors import release_parsers
 
 _log = logging.getLogger(__name__)
 
@@ -22,6 +24,8 @@ TRIM_RATIO = 1.2
 CHECK_S = 2.0
 _REST_S = 10.0
 """Least time between two trims. Large requests that go on arriving pay the page faults of one in this time."""
+_MAX_REST_S = 160.0
+"""Each trim that does not return enough doubles the time until the next one, up to this."""
 
 
 class MemoryTrimmer:
@@ -32,12 +36,19 @@ class MemoryTrimmer:
 
     def __init__(self, list_loaded: Callable[[], Iterable[LoadedDeployment]], *, rest_s: float = _REST_S) -> None:
         self._list_loaded = list_loaded
-        self._rest_s = rest_s
+        self._rest_s = self._least_rest_s = rest_s
         self._trimmed_at = float("-inf")
         self._least_bytes = read_resident_bytes()
 
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Expect the memory of the models that are loaded in the block to stay."""
+        before = read_resident_bytes()
+        yield
+        self._least_bytes += max(0, read_resident_bytes() - before)
+
     def check(self) -> bool:
-        """Trim the memory if it has grown since the last time; return whether it was trimmed. Takes a thread."""
+        """Trim the memory if it has grown since the models were loaded; return whether it was. Takes a thread."""
         resident = read_resident_bytes()
         self._least_bytes = min(self._least_bytes, resident)
         now = time.monotonic()
@@ -45,9 +56,12 @@ class MemoryTrimmer:
             return False
         for loaded in self._list_loaded():
             loaded.release_memory()
+        release_parsers()
         ctypes.CDLL(None).malloc_trim(0)
-        self._trimmed_at, self._least_bytes = now, read_resident_bytes()
-        _log.info("trimmed the memory from %d to %d MiB", resident >> 20, self._least_bytes >> 20)
+        self._trimmed_at, after = now, read_resident_bytes()
+        is_enough = after <= TRIM_RATIO * self._least_bytes
+        self._rest_s = self._least_rest_s if is_enough else min(_MAX_REST_S, 2 * self._rest_s)
+        _log.info("trimmed the memory from %d to %d MiB", resident >> 20, after >> 20)
         return True
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import random
 import re
 import socket
+import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -17,6 +19,30 @@ BODY = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2],
 _ROWS = 20_000
 _LARGE = {"name": "x", "datatype": "FP32", "shape": [_ROWS, 2], "parameters": {"binary_data_size": 8 * _ROWS}}
 _LARGE_HEADER = json.dumps({"inputs": [_LARGE], "parameters": {"binary_data_output": True}}).encode()
+_KEYS = json.dumps(dict.fromkeys(map(str, range(5000)), 1)).encode()
+_GZIP = b"content-encoding: gzip"
+_ABUSES: tuple[tuple[bytes, tuple[bytes, ...]], ...] = (
+    (_KEYS, ()),
+    (BODY[:-1] + b', "parameters": ' + _KEYS + b"}", ()),
+    (BODY.replace(b"[1, 2]}", b"[1, %b]}" % (b"1" * 200_000)), ()),
+    (BODY.replace(b"[1, 2]}", b"[1, 1e%b]}" % (b"9" * 20_000)), ()),
+    (BODY.replace(b"[1, 2]}", b"[1, 0.%b]}" % (b"1" * 20_000)), ()),
+    (BODY.replace(b"[1, 2]", b"[%b, 2]" % (b"1" * 5000), 1), ()),
+    (b'{"inputs": {"x": [[1, null], [1, %b]]}}' % (b"[" * 900 + b"]" * 900), ()),
+    (b"[" * 100_000, ()),
+    (b'{"a":' * 2000, ()),
+    (b'{"inputs": [%b{}]}' % (b"{}, " * 50_000), ()),
+    (BODY[:-1] + b', "outputs": [%b{}]}' % (b'{"name": "y"}, ' * 5000), ()),
+    (_LARGE_HEADER + bytes(8), (b"inference-header-content-length: %d" % (1 << 40),)),
+    (_LARGE_HEADER + bytes(8), (b"inference-header-content-length: " + b"9" * 5000,)),
+    (gzip.compress(BODY), (_GZIP,)),
+    (gzip.compress(BODY)[:-9], (_GZIP,)),
+    (gzip.compress(b" " * (8 << 20)), (_GZIP,)),
+    (gzip.compress(b"") * 1000, (_GZIP,)),
+    (zlib.compress(BODY), (b"content-encoding: deflate",)),
+    (BODY, (b"x-request-timeout-ms: " + b"9" * 5000,)),
+)
+"""Bodies that ask for much, with their headers; `tests/support/abuse.py` has larger ones."""
 STATUSES = frozenset({200, 400, 403, 404, 405, 408, 411, 413, 414, 415, 417, 422, 429, 431, 501, 503, 505})
 """What may be answered: a 500 is a defect."""
 
@@ -81,6 +107,8 @@ def _build_request(draw: random.Random, number: int, *, is_nested: bool) -> byte
     elif size < 0.1 and not is_nested:
         body = _LARGE_HEADER + bytes(8 * _ROWS)
         header = [b"inference-header-content-length: %d" % len(_LARGE_HEADER)]
+    elif size < 0.2 and not is_nested:
+        body, (*header,) = draw.choice(_ABUSES)
     method = b"POST" if is_nested else draw.choice([b"POST"] * 6 + [b"GET", b"PUT", b"OPTIONS", b"CONNECT", b"PRI"])
     path = draw.choice(
         [INFER, INFER, b"/invocations", b"/v2/health/live", b"/docs", b"/v2/models/%6d/infer", b"*", b"//"]

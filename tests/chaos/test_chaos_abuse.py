@@ -1,0 +1,38 @@
+"""Forty kinds of abusive requests, three at a time, beside clients that behave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.testing.endpoints import state_of
+from tests.serving.serving_process import deploy
+from tests.support.abuse import (
+    KINDS,
+    MAX_PAUSE_S,
+    MEMORY_RATIO,
+    OPTIONS,
+    SPARE_BYTES,
+    run_abuses,
+    shuffle_kinds,
+    write_model,
+)
+from tests.support.server import ServerFamily
+
+
+def test_there_are_forty_kinds_of_abuse() -> None:
+    assert len(set(KINDS)) >= 40
+
+
+@pytest.mark.nightly
+def test_abusive_requests_cost_no_other_client_its_response(tmp_path: Path) -> None:
+    with ServerFamily(folder=tmp_path / "state", options=OPTIONS) as server:
+        assert server.publish(state_of(deploy(write_model(tmp_path / "model")), blue=100), 1).status == 200
+        result = run_abuses(server, shuffle_kinds(1))
+        assert set(result.kinds) == set(KINDS)
+        assert result.other_failures == 0, result.records.failures()
+        assert max(result.pauses_s, default=0.0) < MAX_PAUSE_S
+        assert result.memory_ratio <= MEMORY_RATIO or result.growth_bytes < SPARE_BYTES
+        assert "Traceback" not in server.log()
+        assert server.stop() == 0
