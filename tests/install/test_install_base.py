@@ -45,7 +45,7 @@ ROOMS = {
     "onnx_ops.adapters.exporters.torch_fixed_axes": plugins.EXTRAS["torch"],
     "onnx_ops.adapters.exporters.torch_attention": plugins.EXTRAS["torch"],
     "onnx_ops.adapters.exporters.torch_recurrent": plugins.EXTRAS["torch"],
-    "onnx_ops.adapters.webhooks.receiver": plugins.EXTRAS["mlflow"],
+    "onnx_ops.adapters.webhooks": plugins.EXTRAS["mlflow"],
     "onnx_ops.orchestration": plugins.EXTRAS["prefect"],
     "onnx_ops.integrations.mlflow_deployments": plugins.EXTRAS["mlflow"],
     "onnx_ops.testing": ("pytest",),
