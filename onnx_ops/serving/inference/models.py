@@ -7,7 +7,6 @@ import ctypes
 import fcntl
 import json
 import logging
-import mmap
 import os
 import shutil
 import time
@@ -82,6 +81,7 @@ _UNBOUNDED_OPERATORS = (
     b'"\x08Sampling',
 )
 """Operators that run graphs as often as their inputs say; those behind the loops become loops in the runtime."""
+_SEARCHED_BYTES = 1 << 20
 _WARM_UP_RUNS = 3
 _SEED = 20_240_229
 _BFLOAT16 = 16
@@ -155,10 +155,14 @@ def _build_provider_error(wanted: Sequence[str], why: str) -> InfrastructureErro
 
 def _has_operator(path: Path, operators: Sequence[bytes]) -> bool:
     """Return whether a model can have one of these operators, in any of its graphs and functions."""
-    if not path.stat().st_size:
-        return False
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as model:
-        return any(model.find(operator) >= 0 for operator in operators)
+    overlap, end = max(map(len, operators)), b""
+    with path.open("rb") as file:
+        while piece := file.read(_SEARCHED_BYTES):  # a search in 2 GB at once would block the interpreter for seconds
+            text = end + piece
+            if any(operator in text for operator in operators):
+                return True
+            end = text[-overlap:]
+    return False
 
 
 def measure_folder(folder: Path) -> int:

@@ -161,7 +161,9 @@ class Supervisor:
         self._audit = AuditTrail(folder)
         self._copies = ModelCopies(folder / COPIES_FOLDER)
         keep = listeners.public.fileno(), listeners.handover.fileno()
-        self._pool = WorkerPool(options.workers, self._run_worker, keep=keep, health=publisher.health)
+        self._pool = WorkerPool(
+            options.workers, self._run_worker, keep=keep, health=publisher.health, max_body=options.max_body
+        )
         self._shadows = ShadowProcesses(folder, options, shared)
         self._publishing = asyncio.Lock()
         self._orphans_ended = asyncio.Event()

@@ -33,7 +33,9 @@ _MAX_PAUSE_S = 5.0
 _FIRST_PAUSE_S = 0.1
 _ATTEMPTS_PER_REVISION = 2
 _HANG_S = 4.0
-"""Silence of an event loop after which its worker is killed. A body of the largest size is parsed in one second."""
+"""Silence of an event loop after which its worker is killed, besides the time in which the largest body is parsed."""
+_PARSED_BYTES_PER_S = 100e6
+"""The parser blocks the interpreter. It is several times as fast (`benchmarks/wire.py`)."""
 _CHECK_S = 0.5
 _STABLE_S = 60.0
 """A worker that died of a run is replaced at once if it lived longer, else after a pause."""
@@ -71,8 +73,11 @@ class WorkerPool:
     Each worker process calls `run`, and inherits the files to `keep`.
     """
 
-    def __init__(self, size: int, run: RunWorker, *, keep: Collection[int], health: WorkerHealth) -> None:
+    def __init__(
+        self, size: int, run: RunWorker, *, keep: Collection[int], health: WorkerHealth, max_body: int
+    ) -> None:
         self._health = health
+        self._hang_s = _HANG_S + max_body / _PARSED_BYTES_PER_S
         self._run = run
         self._keep = keep
         self._numbers = range(size)
@@ -206,7 +211,7 @@ class WorkerPool:
                 continue  # the whole machine was paused or is overloaded: the workers may not have had their turn
             for worker in self._workers.values():
                 silence_s = self._health.get_silence_s(worker.number)
-                if worker.ready.done() and silence_s > _HANG_S:
+                if worker.ready.done() and silence_s > self._hang_s:
                     _log.error("worker %d has not answered for %.1f s and is killed", worker.pid, silence_s)
                     kill_process(worker.pid, signal.SIGKILL)
 

@@ -286,6 +286,19 @@ def test_a_model_is_unbounded_wherever_its_loop_is(tmp_path: Path, operator: str
     assert models._has_operator(path, models._UNBOUNDED_OPERATORS)
 
 
+@pytest.mark.parametrize("piece_bytes", [1, 2, 3, 7])
+def test_an_operator_across_the_pieces_of_a_file_is_found(
+    tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "_SEARCHED_BYTES", piece_bytes)
+    path = tmp_path / "model.onnx"
+    for lead in range(8):
+        path.write_bytes(b"x" * lead + b'"\x04Loop')
+        assert models._has_operator(path, models._LOOP_OPERATORS)
+    path.write_bytes(b'"\x04Loo' * 9)
+    assert not models._has_operator(path, models._LOOP_OPERATORS)
+
+
 def test_a_model_without_loops_is_bounded(blue: Deployment, tmp_path: Path) -> None:
     assert not load_once(blue).is_unbounded
     assert load_once(deploy_loop(tmp_path / "loop")).is_unbounded

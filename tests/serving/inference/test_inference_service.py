@@ -320,7 +320,7 @@ def test_a_batch_past_its_time_is_ended(gate: Gate, tmp_path: Path) -> None:
 
 
 def test_a_long_run_on_the_event_loop_moves_to_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "_UNBOUNDED_OPERATORS", ())
+    monkeypatch.setattr(models, "_UNBOUNDED_OPERATORS", (b"no operator",))
     with Worker(state_of(deploy_loop(tmp_path / "loop"), blue=100), run_timeout=0.2).running() as worker:
         for _ in range(3):  # the third one is bound to its memory
             assert status(worker.send(post(INFER, loop_body(2)))) == 200

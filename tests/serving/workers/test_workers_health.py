@@ -149,6 +149,7 @@ import time
 from onnx_ops.serving.inference import deployments
 from onnx_ops.serving.workers import worker_pool
 worker_pool._HANG_S = 1.0
+deployments.LoadedDeployment.should_run_inline = lambda *_: True  # on a busy machine it could be queued
 answer = deployments.LoadedDeployment.answer_inline
 def hang(self, *arguments):
     if self.deployment.name == "green":
