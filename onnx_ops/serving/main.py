@@ -48,9 +48,11 @@ def main(arguments: list[str] | None = None) -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         from onnx_ops.serving.request_log import find_collector
         from onnx_ops.serving.workers.supervisor import serve
+        from onnx_ops.serving.workers.worker_memory import use_one_arena
 
         if variable := find_collector():
             require(*EXTRAS["otel"], where=variable)
+        use_one_arena()
         serve(folder, host, port, admin_port, options, must_load=must_load)
     except OnnxOpsError as error:
         sys.stderr.write(f"{error}\n")

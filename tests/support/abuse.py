@@ -28,7 +28,7 @@ OPTIONS = "--workers=2", "--allowed-hosts=x", "--run-timeout=1 s", "--read-timeo
 """Options of a server that is abused. A run that takes longer than a second is an abuse of this model."""
 ABUSERS = 3
 MEMORY_RATIO = 1.2
-SPARE_BYTES = 64 << 20
+SPARE_BYTES = 16 << 20
 """What a worker may keep beyond that: Python returns an arena only when no object is left in it."""
 MAX_PAUSE_S = 10.0
 _FOREVER = 1 << 40

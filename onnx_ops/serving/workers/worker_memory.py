@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from onnx_ops.serving.inference.deployments import LoadedDeployment
@@ -26,6 +27,21 @@ _REST_S = 10.0
 """Least time between two trims. Large requests that go on arriving pay the page faults of one in this time."""
 _MAX_REST_S = 160.0
 """Each trim that does not return enough doubles the time until the next one, up to this."""
+
+
+_M_ARENA_MAX = -8
+"""Parameter of mallopt(3)."""
+
+
+def use_one_arena() -> None:
+    """Let the threads of this process and of its forks share one arena of malloc; called before they start.
+
+    An arena returns memory only from its end. After large requests on several threads, workers kept up to .8 of their
+    size in arenas, against .2 in one. A request does not wait for another one's allocations measurably.
+    """
+    if "MALLOC_ARENA_MAX" not in os.environ:
+        with suppress(AttributeError):  # another C library
+            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 class MemoryTrimmer:
