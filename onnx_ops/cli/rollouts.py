@@ -259,7 +259,9 @@ def rollback(
                 say(f"{name}: {done.moved_from} -> {done.moved_to}, 100 % of traffic. Reason: {done.reason}")
         print_errors(errors)
     pending_names = [name for name in names if name in moved and moved[name].pending_aliases]
-    pending_names += [name for name, error in errors.items() if isinstance(error, StillPendingError)]
+    pending_names += [
+        name for name, error in errors.items() if isinstance(error, StillPendingError) and _is_here(project, name)
+    ]
     finish = partial(_finish, actor=actor) if wait else _hand_over
     pending = finish(project, pending_names, tuple(moved))
     results: list[dict[str, Any]] = [
@@ -276,6 +278,12 @@ def rollback(
     print_result(lambda: results[0] if endpoints and len(names) == 1 else results, report, as_json=as_json)
     if errors:
         raise typer.Exit(max(error.exit_code for error in errors.values()))
+
+
+def _is_here(project: Project, endpoint: str) -> bool:
+    """Return whether a reconciliation here reaches the endpoint's clients."""
+    config = project.context.ledger.state(endpoint).config
+    return config is None or not project.context.provider(config.provider).explain_elsewhere(config)
 
 
 def _finish(project: Project, pending_names: Sequence[str], moved: Sequence[str], actor: str) -> dict[str, str]:

@@ -240,6 +240,10 @@ class EndpointProvider(ABC):
         """
         return False
 
+    def explain_elsewhere(self, config: EndpointConfig) -> str:
+        """Return why a rollback from here would not reach the endpoint's clients; empty if it would."""
+        return ""
+
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterable[Diagnosis]:
         """Return diagnoses of packages, credentials, permissions and quotas.
 

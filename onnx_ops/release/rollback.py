@@ -264,6 +264,7 @@ def _carry_out(journal: Journal, result: RollbackResult) -> RollbackResult:
                     raise ServiceUnavailableError(f"{intent.holder} is changing it", where=result.endpoint)
                 time.sleep(_POLL_INTERVAL_S)
                 journal.state = journal.context.ledger.state(result.endpoint)
+            _require_here(journal)
             carry_out_pending(journal)
         except LedgerConflictError:
             journal.state = journal.context.ledger.state(result.endpoint)
@@ -274,6 +275,14 @@ def _carry_out(journal: Journal, result: RollbackResult) -> RollbackResult:
     except OnnxOpsError as error:
         raise _still_pending(result, str(error)) from error
     return replace(result, pending_aliases=tuple(sorted(journal.state.pending_aliases)))
+
+
+def _require_here(journal: Journal) -> None:
+    """Raise ServiceUnavailableError if the endpoint's server is one of another user or machine."""
+    config = journal.config
+    if why := journal.context.provider(config.provider).explain_elsewhere(config):
+        remedy = "Its own user carries it out, by `onnx-ops reconcile` or the watch."
+        raise ServiceUnavailableError(why, where=config.endpoint, remedy=remedy)
 
 
 def _still_pending(result: RollbackResult, why: str) -> StillPendingError:

@@ -69,6 +69,25 @@ def test_rollback_under_load_fails_no_request_and_the_old_version_answers(twice:
     assert line["at"].startswith("20")
 
 
+def test_rollback_from_another_state_folder_is_left_to_the_user_of_the_server(twice: Project) -> None:
+    old, new = names(twice)
+    state, other = twice.root / ".onnx-ops", twice.root / "other"
+    shared = {
+        "ONNX_OPS_STATE": str(other),
+        "ONNX_OPS_LEDGER": str(state / "ledger"),
+        "ONNX_OPS_STORE": str(state / "store"),
+        "ONNX_OPS_SIGNING_KEY": str(state / "keys" / "signing.pem"),
+        "ONNX_OPS_TRACKING_URI": f"sqlite:///{state / 'mlflow.db'}",
+    }
+    error = twice.document("rollback", "digits", "--reason", "from afar", code=4, environ=shared)
+    assert "accepted, still pending" in json.dumps(error)
+    assert "never started from this state folder" in json.dumps(error)
+    assert not (other / "endpoints" / "digits").exists(), "a second server was started"
+    assert twice.status()["traffic"] == {old: 0, new: 100}
+    assert twice.command("reconcile", "digits").code == 0
+    assert twice.status()["traffic"] == {old: 100}
+
+
 @pytest.mark.nightly
 def test_rollback_with_the_registry_stopped_and_the_aliases_follow(twice: Project) -> None:
     port = free_port()

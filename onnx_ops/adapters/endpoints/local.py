@@ -174,6 +174,11 @@ class LocalEndpoints(EndpointProvider):
         out_of_service = tuple(f"{name}: {why}" for name, why in answer.out_of_service.items())
         return replace(answer.state, drift=tuple(drift), out_of_service=out_of_service)
 
+    def explain_elsewhere(self, config: EndpointConfig) -> str:
+        """Return that the server runs from another state folder: one that is started here has none of its clients."""
+        folder = self._server(config).folder
+        return "" if folder.is_dir() else f"its server was never started from this state folder: there is no {folder}"
+
     def is_unsupervised(self, config: EndpointConfig) -> bool:
         """Return whether workers answer whose supervisor died."""
         server = self._server(config)
