@@ -1,0 +1,164 @@
+"""A model of replicas that follow numbered routing tables, and every state that a few steps of it can reach.
+
+It is checked before the code that it describes. The ledger holds intents, each with the number of its table: `PREPARE`
+(the candidate has weight 0), `WEIGHT` (it gets traffic) and `ABORT` (back to stable, for good). Any process may create
+the object of an intent, once, at any time afterwards: a reconciler that was delayed, or two of them. A hint, `head`,
+names an object; its writers can be delayed too, and set it back.
+
+A replica that lists the objects takes the highest one. It gives a candidate traffic only for `LEASE` ticks of its own
+clock after it has listed. A replica that is cut off, frozen or slow, and a store that is down, are replicas that take
+no step for a while: the model leaves that open at every moment.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+
+LEASE = 2
+PREPARE, WEIGHT, ABORT = 1, 2, 3
+_RESTARTS = 1
+_TICKS = 4
+"""One more than a lease lasts, and one for the abort."""
+
+
+class Replica(NamedTuple):
+    """One server. `adopted` is the table that it follows, 0 for none; `reported` the last one that its reports name.
+
+    `age` are the ticks since it renewed its lease.
+    """
+
+    adopted: int = 0
+    reported: int = 0
+    age: int = LEASE + 1
+
+    @property
+    def serves_candidate(self) -> bool:
+        return self.adopted == WEIGHT and self.age <= LEASE
+
+
+class World(NamedTuple):
+    """What all processes see together.
+
+    `since_abort` are the ticks since the object of the abort was created; -1 before. `paid`: whether a reconciler has
+    recorded that no replica serves the candidate any more.
+    """
+
+    intents: int = 0
+    objects: frozenset[int] = frozenset()
+    head: int = 0
+    replicas: tuple[Replica, ...] = (Replica(), Replica())
+    since_abort: int = -1
+    paid: bool = False
+    restarts: int = 0
+    ticks: int = 0
+
+    def with_replica(self, place: int, replica: Replica) -> World:
+        """Return the world with another replica; their order does not matter."""
+        others = self.replicas[:place] + self.replicas[place + 1 :]
+        return self._replace(replicas=tuple(sorted((*others, replica))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """The rules of the protocol, each of which a test breaks once."""
+
+    weight_waits_for_reports: bool = True
+    head_renews_lease: bool = False
+    debt_ticks: int = LEASE + 1
+    late_objects_count: bool = False
+    restart_keeps_lease: bool = False
+
+
+def list_steps(world: World, rules: Rules) -> Iterator[World]:
+    """Yield the worlds that one step of one process leads to."""
+    yield from _reconcile(world, rules)
+    for place, replica in enumerate(world.replicas):
+        yield from _follow(world, place, replica, rules)
+    if world.ticks < _TICKS:
+        aged = tuple(sorted(one._replace(age=min(one.age + 1, LEASE + 1)) for one in world.replicas))
+        since_abort = world.since_abort + (world.since_abort >= 0)
+        yield world._replace(ticks=world.ticks + 1, since_abort=since_abort, replicas=aged)
+
+
+def _reconcile(world: World, rules: Rules) -> Iterator[World]:
+    """Yield what reconcilers do: write an intent, create an object, write the hint, record that the debt is paid."""
+    is_ready = all(one.reported >= PREPARE for one in world.replicas) or not rules.weight_waits_for_reports
+    if world.intents < ABORT and (world.intents != PREPARE or is_ready):
+        yield world._replace(intents=world.intents + 1)
+    for number in range(1, world.intents + 1):
+        if number not in world.objects:
+            since_abort = 0 if number == ABORT else world.since_abort
+            yield world._replace(objects=world.objects | {number}, since_abort=since_abort)
+        elif number != world.head:
+            yield world._replace(head=number)
+    has_reports = all(one.reported >= ABORT for one in world.replicas)
+    if ABORT in world.objects and not world.paid and (has_reports or world.since_abort >= rules.debt_ticks):
+        yield world._replace(paid=True)
+
+
+def _follow(world: World, place: int, replica: Replica, rules: Rules) -> Iterator[World]:
+    """Yield what a replica does: list the objects, look at the hint, report, start again."""
+    for number in world.objects if rules.late_objects_count else [max(world.objects, default=0)]:
+        if number:
+            yield world.with_replica(place, replica._replace(adopted=number, age=0))
+    if world.head:
+        age = 0 if rules.head_renews_lease else replica.age
+        yield world.with_replica(place, replica._replace(adopted=max(replica.adopted, world.head), age=age))
+    if replica.adopted > replica.reported:
+        yield world.with_replica(place, replica._replace(reported=replica.adopted))
+    if world.restarts < _RESTARTS:  # what it followed is on its disk, its clock is not
+        adopted, age = (replica.adopted, 0) if rules.restart_keeps_lease else (0, LEASE + 1)
+        again = world.with_replica(place, Replica(adopted=adopted, age=age, reported=replica.reported))
+        yield again._replace(restarts=world.restarts + 1)
+
+
+def explain_fault(world: World) -> str:
+    """Return what must never be; empty if it is not."""
+    serves = any(one.serves_candidate for one in world.replicas)
+    if serves and world.since_abort > LEASE:
+        return "the candidate gets traffic longer than a lease after its abort"
+    if serves and world.paid:
+        return "the candidate gets traffic although its debt is paid"
+    if WEIGHT in world.objects and any(not one.reported for one in world.replicas):
+        return "the candidate has weight before all have loaded it"
+    return ""
+
+
+def find_fault(rules: Rules) -> tuple[str, int]:
+    """Return the first fault that can be reached in the fewest steps, and the number of worlds that were looked at."""
+    first = World()
+    seen, queue = {first}, deque([first])
+    while queue:
+        world = queue.popleft()
+        if fault := explain_fault(world):
+            return fault, len(seen)
+        for step in list_steps(world, rules):
+            if step not in seen:
+                seen.add(step)
+                queue.append(step)
+    return "", len(seen)
+
+
+def test_no_fault_can_be_reached_by_the_rules() -> None:
+    fault, worlds = find_fault(Rules())
+    assert fault == ""
+    assert worlds > 10_000, "too little was looked at"
+
+
+@pytest.mark.parametrize(
+    ("broken", "fault"),
+    [
+        (Rules(weight_waits_for_reports=False), "before all have loaded it"),
+        (Rules(head_renews_lease=True), "longer than a lease"),
+        (Rules(debt_ticks=LEASE), "although its debt is paid"),
+        (Rules(late_objects_count=True), "longer than a lease"),
+        (Rules(restart_keeps_lease=True), "longer than a lease"),
+    ],
+)
+def test_a_rule_that_is_broken_leads_to_a_fault(broken: Rules, fault: str) -> None:
+    assert fault in find_fault(broken)[0]
