@@ -133,6 +133,7 @@ def make_project(folder: Path) -> None:
     local = type(config)(**{**{name: getattr(config, name) for name in config.__slots__}, "provider": "local"})
     keys = folder / ".onnx-ops" / "keys"
     keys.mkdir(parents=True)
+    (folder / ".onnx-ops" / "endpoints" / "digits").mkdir(parents=True)  # of a server that has ended
     (keys / "signing.pub.pem").write_bytes(FakeSigner().public_pem())
     write_durably(keys / "signing.pem", FakeSigner().private_pem())
     with on_disk(folder), patch.object(release_parts, "config_of", lambda _: local):
