@@ -145,12 +145,12 @@ def adopt(evaluation: Evaluation, pipeline: Pipeline, planned: Plan, store: Stor
 
 
 def _describe_place(stage: Stage) -> tuple[object, ...]:
-    """Return what is known of a stage without its data: its place in the plan, and the target that it measures."""
+    """Return the properties of a stage that need no data: its place in the plan, and the target that it measures."""
     return stage.kind, stage.variant, stage.target, stage.needs, stage.tolerates, stage.settings.get("target")
 
 
 def _require_own_evidence(stage: Stage, pipeline: str, manifests: Mapping[str, Manifest], store: Store) -> None:
-    """Require that a benchmark's evidence is of its own variant, files and target."""
+    """Require that a benchmark's evidence describes the variant, files and target of its stage."""
     evidence = codec.loads(store.read(manifests[stage.id]["evidence.json"]), Evidence, where=stage.id)
     variant = stage.variant or ""
     model = manifests.get(variant_id(variant), Manifest(files={})).subset(MODEL)

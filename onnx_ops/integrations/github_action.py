@@ -1,9 +1,9 @@
 """The GitHub action: run the pipelines that a commit affects, and report the outcome on the commit.
 
-Each step is a job of its own. `evaluate` runs code of the repository without a token and without a key, and leaves its
+Each step is a separate job. `evaluate` runs code of the repository without a token and without a key, and leaves its
 results and reports in a folder. `release` and `publish` run none of it: they read that folder as data. `release` signs,
 registers and deploys. `publish` writes the job summary, one comment on the pull request, and a check whose conclusion
-is the verdict. Commit and pull request are those of its own event, never those that the results name. Names in the
+is the verdict. Commit and pull request come from the event of this job, never from the results. Names in the
 event (branches, titles, people) are data and never reach a shell.
 """
 
