@@ -99,10 +99,8 @@ def judge(
 
     Example: onnx-ops judge fp32.onnx int8.onnx --data test.npz --labels y --max-drop 1%
     """
-    from onnx_ops.cli.tools import guard_context, prepare_guard, show_progress
-
-    prepare_guard()
     from onnx_ops.cli.inspect import local_model
+    from onnx_ops.cli.tools import guard_context, show_progress
     from onnx_ops.onnx_graph.model_kind import read_candidate_kind
     from onnx_ops.statistics.latency import load_functions
     from onnx_ops.tools.compare import REFERENCE

@@ -6,11 +6,10 @@ import atexit
 import gc
 import sys
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from onnx_ops.cli.common import Command, CommandGroup, handle_errors, program
+if TYPE_CHECKING:
+    import typer
 
 PIPELINES, RELEASES, TOOLS, MACHINE = "Pipelines", "Releases", "Tools", "Machine"
 
@@ -48,9 +47,16 @@ _COMMANDS = {
 }
 """Panel and module of each command, in the order of the help. The function has the command's name."""
 
+_RUNNING_MODELS = ("judge", "bench", "quantize")
+"""Commands that run models in separate processes."""
+
 
 def build_app(command: str = "") -> typer.Typer:
     """Return the command line with all commands, or with one of them."""
+    import typer
+
+    from onnx_ops.cli.common import Command, CommandGroup, handle_errors, program
+
     app = typer.Typer(
         name="onnx-ops",
         cls=CommandGroup,
@@ -84,4 +90,10 @@ def main() -> None:
     gc.set_threshold(50_000, 20, 20)  # imports make many objects and no garbage: a tenth of their time
     # The collections at the end of the process look at every object of MLflow's modules: 1.1 s for nothing.
     atexit.register(gc.freeze)
-    build_app(sys.argv[1] if len(sys.argv) > 1 else "")()
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
+    if command in _RUNNING_MODELS and not {"--help", "-h"}.intersection(sys.argv):
+        # It imports ONNX Runtime while this process imports the rest.
+        from onnx_ops.adapters.isolation.crash_guard import prepare
+
+        prepare("onnx_ops.adapters.runtimes.onnxruntime")
+    build_app(command)()

@@ -138,13 +138,6 @@ def bench(
     print_result(lambda: document, lambda: _report(result, model, chosen.name), as_json=as_json)
 
 
-def prepare_guard() -> None:
-    """Start the process that runs models, which imports the runtime while this one imports the rest."""
-    from onnx_ops.adapters.isolation.crash_guard import prepare
-
-    prepare("onnx_ops.adapters.runtimes.onnxruntime")
-
-
 def guard_context(context: Context, timeout: float | None = None) -> Context:
     """Return the ports with runtimes that a model cannot crash; `timeout` is in seconds of one call."""
     from onnx_ops.adapters.runtimes.placement import guard_runtime

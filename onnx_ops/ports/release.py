@@ -5,17 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from onnx_ops.domain.artifact import Digest, Manifest, StoredObject
-from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, OrphanedResource
-from onnx_ops.domain.ledger import LedgerEntry, ReleaseState
-from onnx_ops.domain.notification import Notification
-from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
-from onnx_ops.domain.rollout_observations import LatencyThresholds, MetricsReading
-from onnx_ops.domain.target import Diagnosis, Target
 from onnx_ops.errors import OnnxOpsError
+
+if TYPE_CHECKING:  # a process that only runs models imports this module too
+    from onnx_ops.domain.artifact import Digest, Manifest, StoredObject
+    from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, OrphanedResource
+    from onnx_ops.domain.ledger import LedgerEntry, ReleaseState
+    from onnx_ops.domain.notification import Notification
+    from onnx_ops.domain.quantities import Json
+    from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
+    from onnx_ops.domain.rollout_observations import LatencyThresholds, MetricsReading
+    from onnx_ops.domain.target import Diagnosis, Target
 
 
 class Registry(Protocol):

@@ -217,7 +217,6 @@ def benchmark_pair(
         runtime=facts,
         comparisons=(comparison,),
         ratios=ratios,
-        advice=inspect_execution(runtime, a, b, target).advice,
     )
     decision = judge(gates, evidence)
     return ComparisonResult(

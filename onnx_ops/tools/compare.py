@@ -7,6 +7,7 @@ reference, and fixed tolerances replace the noise.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from onnx_ops.domain.evidence import Advice, Int8Coverage, ParityMeasurement, Tr
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
-from onnx_ops.measure.answers import explain_rejection, run_groups
-from onnx_ops.measure.execution import inspect_execution, require_hardware, require_versions
+from onnx_ops.measure.answers import GroupAnswers, explain_rejection, run_groups
+from onnx_ops.measure.execution import ExecutionReport, inspect_execution, require_hardware, require_versions
 from onnx_ops.measure.parity import make_mismatch
 from onnx_ops.measure.quantization import AS_WRITTEN
 from onnx_ops.measure.rounding import measure_roundings
@@ -147,17 +148,22 @@ def compare(
     _require_operators(b, target, target)
     groups = _make_groups(a, b, samples)
 
-    report(f"running {a.name} on {len(groups)} groups of inputs")
     layout = samples.read_layout(a)
     exact, runtime = arrange_runtime(exact or runtime, layout), arrange_runtime(runtime, layout)
-    expected = _run_groups(exact, reference, a, groups)
+    report(f"running {a.name} and {b.name} on {len(groups)} groups of inputs")
+
+    inputs = {group.name: group.runs for group in groups}
+
+    def run_candidate() -> tuple[JoinedAnswers, ExecutionReport]:
+        return _join_groups(_run_groups(runtime, target, b, groups)), inspect_execution(runtime, a, b, target)
+
+    with ThreadPoolExecutor(1) as pool:  # each model runs in a process of the runtime, not in this one
+        candidate = pool.submit(run_candidate)
+        expected = _run_reference(exact, reference, a, groups)
+        roundings = measure_roundings(exact, a, inputs, custom_ops=target.custom_ops)
+        answers, examined = candidate.result()
     rejected = [g.name for g in groups if g.assumed and isinstance(expected[g.name], MeasurementError)]
     groups = tuple(group for group in groups if group.name not in rejected)
-    report(f"running {b.name} on {len(groups)} groups of inputs")
-    answers = _run_groups(runtime, target, b, groups)
-    _check_repeats(exact, reference, a, groups[0])
-
-    roundings = measure_roundings(exact, a, {group.name: group.runs for group in groups}, custom_ops=target.custom_ops)
     measured, refused = _measure_groups(groups, expected, answers, roundings)
     fixed, trees, real = find_fixed_sizes(a, b), _compare_trees(a, b), _tensors(expected[REAL])
     measured += _find_structural_mismatches(fixed, sizes, trees)
@@ -171,7 +177,6 @@ def compare(
         *_note_outputs(real, answers),
         *_note_outside([difference for difference in outside if difference.verdict is not Verdict.PASS]),
     )
-    examined = inspect_execution(runtime, a, b, target)
     return ParityResult(
         a=digest_file(a),
         b=digest_file(b),
@@ -263,13 +268,29 @@ def _shorten(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _run_groups(runtime: Runtime, target: Target, model: Path, groups: Sequence[InputGroup]) -> JoinedAnswers:
+def _run_reference(runtime: Runtime, target: Target, a: Path, groups: Sequence[InputGroup]) -> JoinedAnswers:
+    """Run A on all groups, on the plain rows twice in one session: a fresh one would draw the same random numbers."""
+    first, *others = groups
+    repeated = replace(first, runs=(*first.runs, first.runs[0]))
+    answers = _run_groups(runtime, target, a, (repeated, *others))
+    doubled = answers[first.name]
+    if isinstance(doubled, MeasurementError):
+        raise doubled
+    *plain, again = doubled
+    _require_same(a, plain[0], again)
+    return _join_groups({**answers, first.name: tuple(plain)})
+
+
+def _run_groups(runtime: Runtime, target: Target, model: Path, groups: Sequence[InputGroup]) -> GroupAnswers:
     """Run all groups; one that the model rejects holds the error. Rejecting the plain rows is an error."""
     try:
-        answers = run_groups(runtime, target, model, {group.name: group.runs for group in groups})
+        return run_groups(runtime, target, model, {group.name: group.runs for group in groups})
     except MeasurementError:
         check_model(model)  # an invalid ONNX file is the user's to fix
         raise
+
+
+def _join_groups(answers: GroupAnswers) -> JoinedAnswers:
     return {name: a if isinstance(a, MeasurementError) else _join_runs(a) for name, a in answers.items()}
 
 
@@ -315,9 +336,8 @@ def _join_runs(raw: Sequence[Mapping[str, Any]]) -> Tensors:
     return {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
 
-def _check_repeats(runtime: Runtime, target: Target, a: Path, group: InputGroup) -> None:
-    """Run A twice in one session: a fresh session would draw the same random numbers again."""
-    first, second = map(_as_tensors, runtime.run(a, target, (group.runs[0], group.runs[0])))
+def _require_same(a: Path, one: Mapping[str, Any], again: Mapping[str, Any]) -> None:
+    first, second = _as_tensors(one), _as_tensors(again)
     for name, array in first.items():
         if name not in second or not _same(array, second[name]):
             raise MeasurementError(

@@ -101,7 +101,7 @@ def _judge_target(
 ) -> TargetJudgement:
     """Judge one target; a failed measurement is an error of that target only."""
     results, paired = list(rounding), list[ComparisonResult]()
-    advice: tuple[Advice, ...] = ()
+    advice: tuple[Advice, ...] | None = None
     try:
         runtime = request.runtime(target.runtime)
         read_runtime_facts(runtime, target, request.candidate)
@@ -127,9 +127,10 @@ def _judge_target(
                     metric = result.metric.removesuffix(f" vs {A}")
                     parts = (_METRIC_NAMES.get(metric, metric), setting.name)
                     results.append(replace(result, metric=", ".join(part for part in parts if part)))
-                advice = advice or comparison.evidence.advice
+        if advice is None:
+            advice = inspect_execution(runtime, request.baseline, request.candidate, target).advice
     except MeasurementError as error:
-        return replace(_make_unmeasured(request, target, results, error), paired=tuple(paired), advice=advice)
+        return replace(_make_unmeasured(request, target, results, error), paired=tuple(paired), advice=advice or ())
     decision = Decision(variant=request.candidate.name, target=target.name, results=tuple(results))
     return TargetJudgement(target=target.name, decision=decision, paired=tuple(paired), advice=advice)
 
@@ -175,10 +176,13 @@ def _with_fewer_optimizations(target: Target) -> Target | None:
 
 def _judge_answers(
     request: JudgeRequest, runtime: Runtime, target: Target, notes: dict[str, None]
-) -> tuple[list[GateResult], tuple[Advice, ...]]:
-    """Judge the candidate's answers on one target: at every shape of the sweep, and at the task."""
+) -> tuple[list[GateResult], tuple[Advice, ...] | None]:
+    """Judge the candidate's answers on one target: at every shape of the sweep, and at the task.
+
+    The advice is None if nothing looked at how the target runs the candidate.
+    """
     results: list[GateResult] = []
-    advice: tuple[Advice, ...] = ()
+    advice: tuple[Advice, ...] | None = None
     if request.kind.is_rounded:
         examined = inspect_execution(runtime, request.baseline, request.candidate, target)
         advice = examined.advice

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +81,18 @@ def test_what_it_returns_and_raises_comes_back() -> None:
     assert refused.value.remedy == "Ask otherwise."
     with pytest.raises(ProcessCrashError, match="KeyError: 'nothing there'"):
         run_guarded(stumble)
+
+
+def read_reason(_: int) -> str:
+    with pytest.raises(ProcessCrashError) as failure:
+        run_guarded(leave)
+    return failure.value.reason
+
+
+def test_each_of_many_crashes_at_once_has_its_exit_code() -> None:
+    with ThreadPoolExecutor(8) as pool:
+        reasons = set(pool.map(read_reason, range(60)))
+    assert reasons == {"its process ended with exit code 7"}
 
 
 @pytest.mark.parametrize(

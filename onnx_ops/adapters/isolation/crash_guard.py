@@ -67,7 +67,8 @@ def run_guarded(
     answers, theirs = context.Pipe(duplex=False)
     output, printed = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(theirs, printed, work, arguments, timeout, limit), daemon=True)
-    _start_without_main(process)
+    with _children:
+        _start_without_main(process)
     began = time.monotonic()
     theirs.close()
     printed.close()
@@ -76,11 +77,11 @@ def run_guarded(
     try:
         kind, value = answers.recv() if answers.poll(timeout + _GRACE_S) else ("late", None)
     except (EOFError, OSError):
-        process.join(_GRACE_S)
+        _join(process)
         kind, value = ("late" if time.monotonic() - began >= timeout else "crashed"), None
     finally:
         answers.close()
-        process.join(_GRACE_S)
+        _join(process)
         if process.exitcode is None:
             process.kill()
             process.join()
@@ -92,6 +93,9 @@ def run_guarded(
         _explain(kind, value, process.exitcode or 0, timeout, limit), tail.summary(), timed_out=kind == "late"
     )
 
+
+_children = threading.Lock()
+"""Held while a child is started or joined: both read the exit codes of ended children, each of which is sent once."""
 
 _starting = threading.local()
 _prepare_child = spawn.get_preparation_data
@@ -117,6 +121,11 @@ def _start_without_main(process: BaseProcess) -> None:
         process.start()
     finally:
         _starting.is_guarded = False
+
+
+def _join(process: BaseProcess) -> None:
+    with _children:
+        process.join(_GRACE_S)
 
 
 def _explain(kind: str, value: str | None, code: int, timeout: float, limit: int) -> str:
