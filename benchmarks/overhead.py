@@ -151,7 +151,7 @@ def answers(url: str) -> bool:
 
 
 def stop_servers(folder: Path) -> None:
-    from onnx_ops.adapters.endpoints.local import LocalServer
+    from onnx_ops.adapters.endpoints.local_server import LocalServer
 
     for endpoint in [*folder.glob("*/.onnx-ops/endpoints/*"), *folder.glob("*/endpoints/*")]:
         LocalServer(endpoint, sys.executable).stop()

@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 from benchmarks.debt.project import Place, config_of
 from onnx_ops import codec
 from onnx_ops.adapters.endpoints.azureml_plan import build_azure_name
-from onnx_ops.adapters.endpoints.local import LocalEndpoints, LocalServer
+from onnx_ops.adapters.endpoints.local import LocalEndpoints
+from onnx_ops.adapters.endpoints.local_server import LocalServer
 from onnx_ops.adapters.endpoints.sagemaker_layout import build_archive_key
 from onnx_ops.adapters.endpoints.sagemaker_settings import read_sagemaker_settings
 from onnx_ops.app.context import open_project

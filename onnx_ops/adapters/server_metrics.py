@@ -64,7 +64,8 @@ class ServerMetrics(MetricsSource):
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
         """Return the counts of all servers by generation, and the epochs that all of them have closed."""
         watched = _Watch.from_thresholds(deployments)
-        counts = self._counts(config, UserCountsRequest(limits_s=watched.list_limits()))
+        limits_s = {name: () if each is None else each.list_limits() for name, each in deployments.items()}
+        counts = self._counts(config, UserCountsRequest(limits_s=limits_s))
         names = set(deployments)
         try:
             return MetricsReading(
@@ -104,10 +105,6 @@ class _Watch:
     def from_thresholds(cls, thresholds: Mapping[str, LatencyThresholds | None]) -> Self:
         """Build it from the argument of `MetricsSource.read`."""
         return cls(limits_s={name: {} if each is None else each.by_guardrail() for name, each in thresholds.items()})
-
-    def list_limits(self) -> Mapping[str, tuple[float, ...]]:
-        """Return the ascending thresholds of each deployment."""
-        return {name: tuple(sorted(set(limits_s.values()))) for name, limits_s in self.limits_s.items()}
 
     def count_table(self, counts: Counts, table: TableCounts) -> GenerationCounts:
         """Return the counts of one server under one generation."""
@@ -169,7 +166,7 @@ class _Watch:
 
     def _list_grades(self, name: str) -> Mapping[str, int]:
         """Return for each place how many thresholds a request exceeds that is slow there."""
-        ascending = self.list_limits()[name]
+        ascending = sorted(set(self.limits_s[name].values()))
         return {place: ascending.index(limit_s) + 1 for place, limit_s in self.limits_s[name].items()}
 
 

@@ -124,10 +124,14 @@ def build_context(settings: Settings) -> Context:
     The project's source folders become importable, as an editable installation would make them.
     """
     sys.path += [str(folder) for folder in list_source_folders(settings.root)[1:] if str(folder) not in sys.path]
-    provider: Callable[[str], EndpointProvider] = functools.cache(
-        lambda name: plugins.load("endpoints", name, settings.endpoints, settings.trusted_keys)
-    )
     signer = _once(lambda: _signer(settings))
+
+    @functools.cache
+    def provider(name: str) -> EndpointProvider:
+        opened: EndpointProvider = plugins.load("endpoints", name, settings.endpoints, settings.trusted_keys)
+        opened.sign_with(signer)
+        return opened
+
     return Context(
         root=settings.root,
         open_store=_once(

@@ -81,7 +81,9 @@ class EndpointState:
 
     `drift` describes how the observed endpoint differs from its settings: instances, image, autoscaling. Applying any
     state restores the settings. `out_of_service` are deployments to which the endpoint gives no requests, with the
-    reason. A desired state has neither.
+    reason. `stragglers` are servers that may still serve an earlier state, with the reason. A desired state has none of
+    these. `limits_s` are the latencies in seconds above which the requests of deployments are counted while they are
+    compared, by name.
     """
 
     deployments: tuple[Deployment, ...]
@@ -89,6 +91,8 @@ class EndpointState:
     generation: int = 0
     drift: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
     out_of_service: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    stragglers: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    limits_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict, metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         names = [d.name for d in self.deployments]

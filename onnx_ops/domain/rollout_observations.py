@@ -36,6 +36,10 @@ class LatencyThresholds:
         known = {name: latency_s for name, latency_s in values.items() if latency_s is not None}
         return {**known, **dict(zip(LATENCY_PLACES, self.places_s, strict=False))}
 
+    def list_limits(self) -> tuple[float, ...]:
+        """Return the ascending thresholds in seconds that a server counts above."""
+        return tuple(sorted(set(self.by_guardrail().values())))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCounts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # a process that only runs models imports this module too
     from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
     from onnx_ops.domain.rollout_observations import LatencyThresholds, MetricsReading
     from onnx_ops.domain.target import Diagnosis, Target
+    from onnx_ops.ports.store import Signer
 
 
 class Registry(Protocol):
@@ -138,6 +139,9 @@ class Ledger(Protocol):
 
 class EndpointProvider(ABC):
     """Brings endpoints to their desired state."""
+
+    def sign_with(self, signer: Callable[[], Signer | None]) -> None:  # noqa: B027 (most servers are told by a call)
+        """Take the signer of the release key, for a provider whose servers believe signatures only."""
 
     @abstractmethod
     def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:

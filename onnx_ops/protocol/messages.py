@@ -37,6 +37,8 @@ BINARY_LENGTH_HEADER = "inference-header-content-length"
 
 STATE_PATH = "/admin/state"
 COUNTS_PATH = "/admin/counts"
+TABLE_PATH = "/admin/table"
+LEASE_PATH = "/admin/lease"
 
 FAILURE_STATUSES = frozenset({"422", "429", "500", "503", "504", "other"})
 """Statuses that count against the deployment: its model failed on inputs that fit its signature, was not loaded, or
@@ -70,6 +72,18 @@ class AdminState:
     failed: Mapping[str, str] = field(default_factory=dict)
     out_of_service: Mapping[str, str] = field(default_factory=dict)
     counting_failure: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """Body of a PUT of the lease, and of its response.
+
+    `until_ns` is its end in nanoseconds since boot (CLOCK_BOOTTIME), 0 to end it. `lapsed` counts the requests since
+    the start of the server that were answered by the fallback because there was no lease.
+    """
+
+    until_ns: int
+    lapsed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

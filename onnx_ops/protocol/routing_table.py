@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import canonical_json, digest_bytes, digest_json, short_digest
 from onnx_ops.domain.endpoint import EndpointState
+from onnx_ops.domain.quantities import OMIT_DEFAULT
 from onnx_ops.errors import CorruptStateError
 from onnx_ops.scratch import write_durably
 
@@ -29,14 +30,19 @@ class RoutingTable:
 
     `layout` holds the deployments' names, the newest first. It depends on when a deployment was added and never on
     weights. Therefore a change of weights moves as few users as possible to another deployment.
+
+    `fallback` is the deployment that answers all requests while the server has no lease; empty if it needs none.
     """
 
     state: EndpointState
     layout: tuple[str, ...]
+    fallback: str = field(default="", metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         if sorted(self.layout) != sorted(d.name for d in self.state.deployments):
             raise ValueError(f"the layout {list(self.layout)} does not name the deployments")
+        if self.fallback and self.fallback not in self.layout:
+            raise ValueError(f"{self.fallback!r} is none of the deployments")
 
     def list_slots(self) -> tuple[str, ...]:
         """Return 100 deployment names, one per percent of traffic, newest first."""

@@ -31,6 +31,9 @@ HANDOVER_SOCKET = "handover.sock"
 AUDIT_FILE = "audit.jsonl"
 """Audit trail: one line per requested change and one per result."""
 
+FINAL_COUNTS_FILE = "counts.json"
+"""The counts of a server that has stopped, its last requests included."""
+
 # Files and environment of a cloud container.
 DEPLOYMENT_FILE = "deployment.json"
 """The deployment, without a location."""

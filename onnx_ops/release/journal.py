@@ -165,7 +165,7 @@ class Journal:
                 if effect is not None:
                     effect(sequence)
                 else:
-                    state = self.locate(action.state, sequence)
+                    state = replace(self.locate(action.state, sequence), limits_s=self._list_limits(action))
                     self.context.provider(config.provider).apply(config, state, generation=sequence)
             except OnnxOpsError as error:
                 failure = error
@@ -176,9 +176,9 @@ class Journal:
                     why=str(error),
                     remedy="Free disk space, or restore access to the file that the reason names.",
                 )
-            if (failure is not None or action.is_rollback) and not self._is_applied(config, action, failure):
+            if (failure is not None or action.is_rollback) and (missing := self._find_missing(config, action, failure)):
                 failure = failure or ServiceUnavailableError(
-                    "the rollback was not observed at the endpoint yet", where=config.endpoint
+                    "the rollback was not observed at the endpoint yet", where=config.endpoint, why=missing
                 )
                 self._conclude(ActionOutcome(of=sequence, ok=False, detail=str(failure)))
                 raise failure
@@ -222,19 +222,33 @@ class Journal:
                 where = config.endpoint
                 raise RefusedError(f"{role.name} was rolled back here", where=where, why=why, remedy=REJECTED_REMEDY)
 
-    def _is_applied(self, config: EndpointConfig, action: Action, failure: OnnxOpsError | None) -> bool:
-        """Return whether the endpoint shows the action's state. After a conflict another process may have set it."""
+    def _list_limits(self, action: Action) -> Mapping[str, tuple[float, ...]]:
+        """Return the latencies above which the requests of both versions of a rollout are counted."""
+        stable, candidate, fixed = action.roles.stable, action.roles.candidate, self.state.thresholds
+        if stable is None or candidate is None or not self.state.policy.is_analyzed:
+            return {}
+        if fixed is None or fixed.candidate != candidate.manifest or fixed.thresholds is None:
+            return {candidate.name: (), stable.name: ()}
+        slower = fixed.slower or fixed.thresholds
+        return {candidate.name: slower.list_limits(), stable.name: fixed.thresholds.list_limits()}
+
+    def _find_missing(self, config: EndpointConfig, action: Action, failure: OnnxOpsError | None) -> str:
+        """Return why the endpoint does not show the action's state; empty if it does.
+
+        After a conflict another process may have set it.
+        """
         if isinstance(failure, ConflictError):
-            return False
+            return str(failure)
         try:
             observed = self.context.provider(config.provider).observe(config)
-        except OnnxOpsError:
-            return False
+        except OnnxOpsError as error:
+            return str(error)
         if observed is None:
-            return False
-        if action.is_rollback:
-            return serves_only(observed, action.state.leader())
-        return observed.is_equivalent(action.state)
+            return "it does not answer"
+        if action.is_rollback and serves_only(observed, action.state.leader()):
+            return "; ".join(observed.stragglers)
+        is_applied = not action.is_rollback and observed.is_equivalent(action.state)
+        return "" if is_applied else "it serves another state"
 
     def _conclude(self, outcome: ActionOutcome) -> None:
         """Append the outcome after any newer entries, unless the intent was replaced or concluded."""

@@ -26,7 +26,17 @@ from onnx_ops.errors import (
     ServiceUnavailableError,
     UserError,
 )
-from onnx_ops.protocol.messages import COUNTS_PATH, MAX_USER_THRESHOLDS, STATE_PATH, UserCountsRequest, error_to_bytes
+from onnx_ops.protocol.messages import (
+    COUNTS_PATH,
+    LEASE_PATH,
+    MAX_USER_THRESHOLDS,
+    STATE_PATH,
+    TABLE_PATH,
+    Lease,
+    UserCountsRequest,
+    error_to_bytes,
+)
+from onnx_ops.protocol.routing_table import RoutingTable
 from onnx_ops.protocol.server_process import AUDIT_FILE, TOKEN_FILE
 from onnx_ops.scratch import write_durably
 from onnx_ops.serving.http.app import Handler, HttpApp, PendingResponse, read_by
@@ -59,6 +69,8 @@ class AdminApp(HttpApp):
         super().__init__(
             {
                 STATE_PATH: {**read_by(self.get_state), b"PUT": self.put_state},
+                TABLE_PATH: {b"PUT": self.put_table},
+                LEASE_PATH: {b"PUT": self.put_lease},
                 COUNTS_PATH: {**read_by(self.get_counts), b"POST": self.post_counts},
             }
         )
@@ -99,13 +111,32 @@ class AdminApp(HttpApp):
             state = codec.loads(body, EndpointState)
         except CorruptStateError as error:
             return _build_response(error_to_bytes(error), 400)
+        return await self._publish(head, state)
+
+    async def put_table(self, head: RequestHead, body: bytes) -> RawResponse:
+        """Publish a routing table, whose layout all servers of an endpoint share; answers as `put_state`."""
         try:
-            await self._supervisor.publish(state, self._actor)
+            table = codec.loads(body, RoutingTable)
+        except CorruptStateError as error:
+            return _build_response(error_to_bytes(error), 400)
+        return await self._publish(head, table)
+
+    def put_lease(self, _head: RequestHead, body: bytes) -> RawResponse:
+        """Set the end of the lease of a table with a fallback."""
+        try:
+            lease = codec.loads(body, Lease)
+        except CorruptStateError as error:
+            return _build_response(error_to_bytes(error), 400)
+        return _build_response(codec.dumps(self._supervisor.set_lease(lease)))
+
+    async def _publish(self, head: RequestHead, desired: EndpointState | RoutingTable) -> RawResponse:
+        try:
+            await self._supervisor.publish(desired, self._actor)
         except OnnxOpsError as error:
             statuses = ((ConflictError, 409), (ServiceUnavailableError, 503))
             status = next((status for kind, status in statuses if isinstance(error, kind)), 422)
             return _build_response(error_to_bytes(error), status)
-        return self.get_state(head, body)
+        return self.get_state(head, b"")
 
 
 def _build_response(content: bytes, status: int = 200) -> RawResponse:

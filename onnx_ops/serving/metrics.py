@@ -46,9 +46,14 @@ WATCH = 2
 places in `BOUNDS_S`."""
 OUT_OF_SERVICE = 60
 """Place in the header of the slots that get no requests, one bit each (see `worker_health`)."""
+LEASE = 61
+"""Place in the header of the end of the lease that a table with a fallback needs, in nanoseconds since boot; 0: none.
+"""
 PROCESS_NUMBERS = 16
 HEARTBEAT = 0
 """Place of the last heartbeat of a worker's event loop, in nanoseconds of `time.monotonic`."""
+LAPSED = 1
+"""Place of the requests that a worker has given to the fallback, because the server had no lease."""
 INLINE_RUN, THREAD_RUN, HUNG_RUN, LOST_RUN = 2, 4, 6, 8
 """Places of runs of a worker: on its event loop; on its threads, if all are of one deployment; the one that did not
 end; and the one on the event loop of the worker that died before it."""

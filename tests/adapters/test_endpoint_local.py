@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 
 from onnx_ops import codec
-from onnx_ops.adapters.endpoints.local import LocalEndpoints, LocalServer
+from onnx_ops.adapters.endpoints.local import LocalEndpoints
+from onnx_ops.adapters.endpoints.local_server import LocalServer
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import (

@@ -36,7 +36,7 @@ _PAUSE_S = 0.002
 
 def stop_endpoints(folder: Path) -> None:
     """Stop the local endpoints whose folders are in this one, if there is any."""
-    from onnx_ops.adapters.endpoints.local import LocalServer
+    from onnx_ops.adapters.endpoints.local_server import LocalServer
 
     for endpoint in folder.iterdir() if folder.is_dir() else ():
         LocalServer(endpoint, sys.executable).stop()

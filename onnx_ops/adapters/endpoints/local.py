@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
-import http.client
 import os
 import re
-import secrets
 import shutil
-import signal
 import socket
-import subprocess
 import sys
-import threading
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -23,37 +16,26 @@ from typing import Annotated
 from annotated_types import Ge, Le, doc
 
 from onnx_ops import codec
-from onnx_ops.adapters.files import exclusive_lock, try_lock
-from onnx_ops.adapters.retry import attempts, wait_until
+from onnx_ops.adapters.endpoints.local_server import APPLY_LOCK, LOG_FILE, LOOPBACK, LocalServer
 from onnx_ops.adapters.server_metrics import ServerMetrics
 from onnx_ops.config.binding import bind_settings, file_fields
-from onnx_ops.config.server_options import format_flags
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, build_rollback_state, drop_idle_deployments
 from onnx_ops.domain.execution import CPU
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import CorruptStateError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
+from onnx_ops.errors import CorruptStateError, OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.plugins import EXTRAS, require
 from onnx_ops.ports import EndpointProvider
-from onnx_ops.protocol.messages import COUNTS_PATH, STATE_PATH, AdminState, Counts, UserCountsRequest, error_from_bytes
+from onnx_ops.protocol.messages import COUNTS_PATH, AdminState, Counts, UserCountsRequest, error_from_bytes
 from onnx_ops.protocol.routing_table import TableFile, build_next_table
 from onnx_ops.protocol.server_process import (
     AUDIT_FILE,
-    LOCK_FILE,
-    SERVER_FILE,
-    TOKEN_FILE,
     ContainerOptions,
     ServerOptions,
     ServerRecord,
     explain_unservable,
-    list_workers,
-    signal_worker,
 )
 from onnx_ops.scratch import write_durably
-
-LOG_FILE = "server.log"
-APPLY_LOCK = "apply.lock"
-LOOPBACK = "127.0.0.1"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 _PORT_FILE = "port"
@@ -69,12 +51,6 @@ _ROLLBACK_S = 2.0
 """A server that takes longer to change weights counts as not answering."""
 _APPLY_S = 300.0
 """Loading several large models takes this long at most."""
-_START_S = 60.0
-_STOP_S = 30.0
-_KILLED_S = 2.0
-_VARIABLES = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-_PREFIXES = ("LC_", "PYTHON", "CUDA_", "OMP_", "ORT_", "OTEL_")
-"""Prefixes of variables in the server's environment, which has no secrets of the process that starts it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,142 +320,3 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-class LocalServer:
-    """The server of one folder: a supervisor and its workers.
-
-    It runs while its lock is held, which the system releases when it dies: neither a stale record nor a reused process
-    id is ever trusted, or sent the token.
-    """
-
-    def __init__(self, folder: Path, python: str) -> None:
-        self.folder = folder
-        self._python = python
-
-    def lock(self, timeout_s: float = 120.0) -> AbstractContextManager[None]:
-        """Keep other processes from starting, stopping or changing this server."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.folder.chmod(0o700)
-        return exclusive_lock(self.folder / APPLY_LOCK, timeout_s, where=self.folder.name)
-
-    def record(self) -> ServerRecord | None:
-        """Return the server's ports and options; None if none runs, or it is not ready."""
-        pid = self._pid()
-        if pid is None:
-            return None
-        try:
-            record = codec.loads((self.folder / SERVER_FILE).read_bytes(), ServerRecord)
-        except (FileNotFoundError, CorruptStateError):
-            return None
-        return record if record.pid == pid else None
-
-    def is_orphaned(self) -> bool:
-        """Return whether workers serve whose supervisor died; a new server replaces them."""
-        return self._pid() is None and bool(list_workers(self.folder))
-
-    def is_ready(self, port: int, *, timeout_s: float) -> bool | None:
-        """Return whether the server on a port is ready; None if it does not answer."""
-        try:
-            with closing(http.client.HTTPConnection(LOOPBACK, port, timeout=timeout_s)) as connection:
-                connection.request("GET", "/v2/health/ready")
-                return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return None
-
-    def start(self, port: int, options: ServerOptions) -> ServerRecord:
-        """Start the server and wait until it is ready; an error holds the end of its log."""
-        token = self.folder / TOKEN_FILE
-        if not token.exists():
-            write_durably(token, secrets.token_urlsafe(32).encode())
-        if token.stat().st_mode & 0o077:
-            raise RefusedError("others may read the admin token", where=str(token), remedy=f"Run: chmod 600 {token}")
-        command = [self._python, "-P", "-m", "onnx_ops.serving.main", "--state-dir", "."]
-        with (self.folder / LOG_FILE).open("ab") as log:
-            process = subprocess.Popen(
-                [*command, "--host", LOOPBACK, "--port", str(port), *format_flags(options)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=self.folder,
-                env={k: v for k, v in os.environ.items() if k in _VARIABLES or k.startswith(_PREFIXES)},
-                start_new_session=True,
-            )
-        # Reaps the server should it die before this process does.
-        threading.Thread(target=process.wait, name="reap-server", daemon=True).start()
-        for _ in attempts(_START_S, 0.02):
-            record = self.record()
-            if record is not None and record.pid == process.pid:
-                return record
-            if process.poll() is not None:
-                raise self._failure(f"the endpoint server ended at once (exit code {process.returncode})")
-        process.kill()
-        raise self._failure(f"the endpoint server was not ready within {_START_S:.0f} s")
-
-    def kill_supervisor(self) -> None:
-        """Kill the supervisor, if any. Its workers answer by its last table, until another server takes over."""
-        if (pid := self._pid()) is not None:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            self.wait_until_stopped(_KILLED_S)
-
-    def kill(self, port: int | None) -> None:
-        """Kill the supervisor, if any, and its workers if the port does not answer."""
-        self.kill_supervisor()
-        if list_workers(self.folder) and (port is None or self.is_ready(port, timeout_s=_KILLED_S) is None):
-            self._signal_workers(signal.SIGKILL, _KILLED_S)
-
-    def stop(self) -> None:
-        """Stop the server and its workers, if any, by SIGTERM, then by SIGKILL."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if (pid := self._pid()) is not None:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
-                self.wait_until_stopped(_STOP_S)
-            self._signal_workers(number, _STOP_S)
-
-    def wait_until_stopped(self, timeout_s: float) -> bool:
-        """Return whether the server is stopped, or stops within the time limit."""
-        return wait_until(lambda: self._pid() is None, timeout_s)
-
-    def request(
-        self, record: ServerRecord, method: str, body: bytes | None = None, *, path: str = STATE_PATH, timeout_s: float
-    ) -> tuple[int, bytes]:
-        """Return status and body of the answer to an admin request."""
-        try:
-            token = (self.folder / TOKEN_FILE).read_text(encoding="utf-8").strip()
-            headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-            with closing(http.client.HTTPConnection(LOOPBACK, record.admin_port, timeout=timeout_s)) as connection:
-                connection.request(method, path, body, headers)
-                response = connection.getresponse()
-                return response.status, response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise ServiceUnavailableError(
-                "the endpoint server does not answer",
-                where=self.folder.name,
-                why=str(error) or type(error).__name__,
-                remedy=f"Its log is {self.folder / LOG_FILE}.",
-            ) from error
-
-    def _pid(self) -> int | None:
-        """Return the process that holds the server's lock."""
-        try:
-            with (self.folder / LOCK_FILE).open(encoding="utf-8") as stream:
-                if try_lock(stream.fileno(), fcntl.LOCK_SH):
-                    return None
-                text = stream.read()
-        except FileNotFoundError:
-            return None
-        return int(text) if text.isdecimal() else None
-
-    def _signal_workers(self, number: signal.Signals, timeout_s: float) -> None:
-        for worker in list_workers(self.folder):
-            signal_worker(worker, self.folder, number)
-        wait_until(lambda: not list_workers(self.folder), timeout_s)
-
-    def _failure(self, what: str) -> ServiceUnavailableError:
-        log = self.folder / LOG_FILE
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
-        return ServiceUnavailableError(
-            what, where=self.folder.name, why="its log ends: " + " | ".join(lines), remedy=f"The whole log is {log}."
-        )

@@ -43,6 +43,8 @@ from onnx_ops.serving.metrics import (
     BATCHED,
     EPOCH,
     INLINE_RUN,
+    LAPSED,
+    LEASE,
     OUT_OF_SERVICE,
     RUN_CELL,
     RUN_NANOSECONDS,
@@ -126,15 +128,18 @@ class InferenceService:
             loaded = self._find_requested(snapshot, route, head)
             if loaded is None:
                 control, router = snapshot.control, snapshot.router
-                draw = self._get_draw(snapshot)
-                if (key := head.get(_USER_KEY)) is not None:
-                    cell = router.get_cell(key)
-                slot = int(self._draw() * 100) if key is None else draw.slots[cell]
-                name, comparable = router.slots[slot], router.comparable[slot]
-                loaded = snapshot.deployments.get(name) or snapshot.get_deployment(name)
-                drawn_cell = cell + 1
-                if comparable and control is not None and loaded is control.loaded:
-                    loaded = control.replica
+                if router.fallback and not self._has_lease():
+                    loaded, comparable = self._fall_back(snapshot), False
+                else:
+                    draw = self._get_draw(snapshot)
+                    if (key := head.get(_USER_KEY)) is not None:
+                        cell = router.get_cell(key)
+                    slot = int(self._draw() * 100) if key is None else draw.slots[cell]
+                    name, comparable = router.slots[slot], router.comparable[slot]
+                    loaded = snapshot.deployments.get(name) or snapshot.get_deployment(name)
+                    drawn_cell = cell + 1
+                    if comparable and control is not None and loaded is control.loaded:
+                        loaded = control.replica
             if self._header[OUT_OF_SERVICE]:
                 self.check_in_service(loaded)
             if not route.coding and loaded.should_run_inline(self.deployments.leader, head, body):
@@ -160,6 +165,18 @@ class InferenceService:
             self._cells.count(draw, loaded.slot, cell, response.status, service_s if draw.is_timed else 0.0)
         self._finish(snapshot, loaded, route, head, body, draw, cell, response, seconds)
         return response
+
+    def _has_lease(self) -> bool:
+        """Return whether the server may give traffic to a candidate.
+
+        The clock is asked at each request: a process that was frozen has no other moment to notice it.
+        """
+        return time.clock_gettime_ns(time.CLOCK_BOOTTIME) < self._header[LEASE]
+
+    def _fall_back(self, snapshot: TableSnapshot) -> LoadedDeployment:
+        """Return the deployment that answers without a lease. Its request is no evidence: it is of no draw."""
+        self._process[LAPSED] += 1
+        return snapshot.get_deployment(snapshot.router.fallback)
 
     def _enqueue(self, request: PendingRequest) -> PendingRequest:
         """Queue a request for the threads."""
@@ -259,6 +276,8 @@ class InferenceService:
         if requested is not None:
             return requested
         router = snapshot.router
+        if router.fallback and not self._has_lease():
+            return snapshot.get_deployment(router.fallback)
         key = head.get(_USER_KEY)
         slot = int(self._draw() * 100) if key is None else self._get_draw(snapshot).slots[router.get_cell(key)]
         return snapshot.get_deployment(router.slots[slot])

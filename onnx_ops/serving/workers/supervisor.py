@@ -25,9 +25,10 @@ from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.domain.rollout_policy import COLD_START_SAMPLES
 from onnx_ops.errors import ConflictError, InfrastructureError, OnnxOpsError, ServiceUnavailableError, UserError
-from onnx_ops.protocol.messages import AdminState, Counts, UserCountsRequest
+from onnx_ops.protocol.messages import AdminState, Counts, Lease, UserCountsRequest
 from onnx_ops.protocol.routing_table import RoutingTable, TableFile, build_next_table
 from onnx_ops.protocol.server_process import (
+    FINAL_COUNTS_FILE,
     HANDOVER_SOCKET,
     LOCK_FILE,
     SERVER_FILE,
@@ -42,7 +43,7 @@ from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
 from onnx_ops.serving.http.protocol import HttpProtocol, serve_connections
 from onnx_ops.serving.inference.deployments import TableRevision
 from onnx_ops.serving.inference.integrity import COPIES_FOLDER, ModelCopies, TrustPolicy
-from onnx_ops.serving.metrics import EPOCH_FAILURES, REVISION, SharedMetrics, SlotAllocator, make_row
+from onnx_ops.serving.metrics import EPOCH_FAILURES, LAPSED, LEASE, REVISION, SharedMetrics, SlotAllocator, make_row
 from onnx_ops.serving.rollout_counts import RolloutCounts
 from onnx_ops.serving.workers.listeners import LOOPBACK, ListenerSockets, listen_tcp, listen_unix, receive_sockets
 from onnx_ops.serving.workers.shadow_processes import ShadowProcesses
@@ -89,11 +90,12 @@ class TablePublisher:
         if (table := self._tables.read()) is not None:
             self._set_current(self._build_revision(table))
 
-    def is_published(self, state: EndpointState) -> bool:
-        """Return whether exactly this state is published.
+    def is_published(self, desired: EndpointState | RoutingTable) -> bool:
+        """Return whether exactly this state, or table, is published.
 
         A generation that is older than the current one, or is the current one with another content, is a conflict.
         """
+        state = desired.state if isinstance(desired, RoutingTable) else desired
         if len({d.model for d in state.deployments}) != 1:
             raise UserError("an endpoint serves deployments of exactly one model")
         current = self.state
@@ -109,11 +111,13 @@ class TablePublisher:
             raise ConflictError(
                 f"generation {state.generation} is already published with another content", remedy=remedy
             )
-        return current == state
+        return self.current is not None and desired in (current, self.current.table)
 
-    def build_revision(self, state: EndpointState) -> TableRevision:
-        """Return the revision that publishes a state; only if `is_published` is false."""
-        return self._build_revision(build_next_table(None if self.current is None else self.current.table, state))
+    def build_revision(self, desired: EndpointState | RoutingTable) -> TableRevision:
+        """Return the revision that publishes a state or a table; only if `is_published` is false."""
+        if isinstance(desired, RoutingTable):
+            return self._build_revision(desired)
+        return self._build_revision(build_next_table(None if self.current is None else self.current.table, desired))
 
     def publish(self, revision: TableRevision) -> None:
         """Write a revision durably and publish it, as soon as every worker has prepared it.
@@ -174,6 +178,7 @@ class Supervisor:
         self._cold_starts: asyncio.Task[None] | None = None
         self._epochs: asyncio.Task[None] | None = None
         self._failures: dict[str, str] = {}
+        self._watched: UserCountsRequest | None = None
         self.not_loaded: Mapping[str, str] = {}
         """Deployments that must be loaded and could not, with the reason."""
 
@@ -189,6 +194,12 @@ class Supervisor:
             counting_failure=self._describe_failures(),
         )
 
+    def set_lease(self, lease: Lease) -> Lease:
+        """Set the end of the lease; return it with the requests that have met none."""
+        self._shared.header[LEASE] = lease.until_ns
+        lapsed = sum(self._shared.get_process_state(worker)[LAPSED] for worker in range(self._options.workers))
+        return Lease(until_ns=lease.until_ns, lapsed=lapsed)
+
     def _describe_failures(self) -> str:
         """Return why the counts of a rollout miss evidence; empty if nothing failed."""
         return "; ".join(f"{what}: {why}" for what, why in self._failures.items())
@@ -199,6 +210,7 @@ class Supervisor:
         If a watched deployment gets neither traffic nor mirrored requests, cold starts are measured in the background.
         """
         current = self._publisher.current
+        self._watched = request or self._watched
         if current is not None and request is not None:
             split, listed = current.table.state.split, current.table.state.deployments
             watched = [d for d in listed if d.name in request.limits_s]
@@ -258,19 +270,20 @@ class Supervisor:
             _log.error("%s", what, exc_info=error)
         self._failures[what] = reason
 
-    async def publish(self, state: EndpointState, actor: str) -> None:
-        """Serve a state: on return every response is by it or by a later one. An error changes nothing."""
+    async def publish(self, desired: EndpointState | RoutingTable, actor: str) -> None:
+        """Serve a state or a table: on return every response is by it or by a later one. An error changes nothing."""
+        state = desired.state if isinstance(desired, RoutingTable) else desired
         if self._cold_starts is not None:
             self._cold_starts.cancel()
         async with self._publishing:
             await self._orphans_ended.wait()
-            if self._publisher.is_published(state) and not self.get_state().failed:
+            if self._publisher.is_published(desired) and not self.get_state().failed:
                 return
             self._audit.record_request(actor, state)
             before = self._publisher.state
             revision: TableRevision | None = None
             try:
-                revision = self._publisher.build_revision(state)
+                revision = self._publisher.build_revision(desired)
                 started_at = time.monotonic()
                 failed = self.get_state().failed
                 loaded = {d for d in _list_deployments(before, self._previous) if d.name not in failed}
@@ -288,6 +301,7 @@ class Supervisor:
                     self._audit.record_result(actor, state, str(error))
                 raise
             self._previous = before
+            self._watched = None
             self._shadows.retain(revision)
             if (trust := TrustPolicy.from_options(self._folder, self._options)) is not None:
                 trust.bind(state)
@@ -310,7 +324,15 @@ class Supervisor:
             self._listeners.public.close()
             deadline = time.monotonic() + self._options.drain + _KILL_MARGIN_S
             await self._pool.stop(deadline - time.monotonic())
+            self._keep_counts()
             await self._shadows.stop(min(_SHADOW_DRAIN_S, max(0.0, deadline - time.monotonic())))
+
+    def _keep_counts(self) -> None:
+        """Write the counts of all requests, for whoever reads them after this process has ended."""
+        try:
+            write_durably(self._folder / FINAL_COUNTS_FILE, codec.dumps(self._publisher.counts.collect(self._watched)))
+        except OSError as error:
+            _log.error("the last counts could not be written: %s", error)
 
     async def _start(self, admin: list[tuple[socket.socket, str | None, str]], group: asyncio.TaskGroup) -> None:
         await self._pool.start()
@@ -429,6 +451,7 @@ def _lock_folder(folder: Path) -> Iterator[None]:
                 time.sleep(_LOCK_PAUSE_S)
         stream.truncate(0)
         (folder / SERVER_FILE).unlink(missing_ok=True)
+        (folder / FINAL_COUNTS_FILE).unlink(missing_ok=True)
         stream.write(str(os.getpid()))
         stream.flush()
         yield

@@ -1,0 +1,572 @@
+"""Endpoints whose servers run anywhere and follow signed routing tables in object storage.
+
+A step, a split and a rollback are each one created object; no control plane takes part. What the servers of an
+endpoint, its replicas, serve and count is read from their reports. Users start them with whatever they have.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from annotated_types import Ge, Le, Unit, doc
+
+from onnx_ops import codec
+from onnx_ops.adapters.endpoints.cloud import verify_files
+from onnx_ops.adapters.files import ListedObject, LocalObjects, ObjectStore, open_objects
+from onnx_ops.adapters.replica_files import upload_model
+from onnx_ops.adapters.retry import wait_until
+from onnx_ops.adapters.server_metrics import ServerMetrics
+from onnx_ops.attestation import TrustedKeys
+from onnx_ops.config.binding import bind_settings
+from onnx_ops.domain.artifact import Digest, digest_bytes
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, build_rollback_state, serves_only
+from onnx_ops.domain.quantities import Json
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import (
+    ConflictError,
+    CorruptStateError,
+    InfrastructureError,
+    MissingKeyError,
+    OnnxOpsError,
+    ServiceUnavailableError,
+)
+from onnx_ops.ports import EndpointProvider, Signer
+from onnx_ops.protocol.messages import Counts, EpochCounts, UserCountsRequest
+from onnx_ops.protocol.replica_reports import (
+    COUNTS_FOLDER,
+    EPOCHS_FOLDER,
+    MAX_REPORT_BYTES,
+    SILENT_S,
+    STATUS_FOLDER,
+    ReplicaStatus,
+    ReportSource,
+    parse_counts_name,
+    parse_epoch_name,
+)
+from onnx_ops.protocol.replica_tables import (
+    DEADLINE_S,
+    FOLDER,
+    HEAD,
+    LEASE_S,
+    Head,
+    ReplicaTable,
+    StoredTable,
+    TableNumber,
+    WayBack,
+    decode_table,
+    encode_table,
+    find_newest,
+    give_way,
+    plan_tables,
+)
+from onnx_ops.protocol.server_process import CONTAINER_PROVIDERS, explain_unservable
+
+_CLOCK = "clock"
+"""Folder of an object that is written to learn the store's time."""
+_READERS = 16
+_PREPARE_S = 300.0
+_ADOPT_S = 10.0
+_ROLLBACK_S = 2.6
+"""Time in which replicas that report have a rollback."""
+_LOOK_S, _LOCAL_LOOK_S = 1.3, 0.1
+"""Pauses between two looks at the reports: in a store that takes requests, and in a folder."""
+_KEPT_TABLES = 48
+_T = TypeVar("_T")
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSettings:
+    """Settings of an endpoint whose servers follow tables. URLs are those of fsspec, or paths."""
+
+    control: Annotated[str, doc("Location of tables and models, which replicas read: s3://bucket/prefix or a folder.")]
+    reports: Annotated[str, doc("Location of the reports, which replicas write; with rights of its own.")]
+    replicas: Annotated[int, Ge(1), Le(10_000), doc("Number of replicas that should run.")] = 1
+    address: Annotated[str, doc("Address that clients call, such as that of a load balancer.")] = ""
+    judge_timeout: Annotated[
+        float,
+        Unit("s"),
+        Ge(0),
+        Le(604_800),
+        doc("Time without a look at the rollout after which a candidate loses its traffic; 0 s: never."),
+    ] = 1800.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenReplica:
+    """A replica's last status, and its age in seconds by the store's clock."""
+
+    status: ReplicaStatus
+    age_s: float
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it reports."""
+        return not self.status.is_final and self.age_s < SILENT_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """One look at a place: its newest table, how old that is by the store's clock, and its replicas."""
+
+    newest: ReplicaTable | None
+    digest: Digest | None
+    age_s: float
+    numbers: tuple[TableNumber, ...]
+    skipped: Mapping[str, str]
+    replicas: tuple[SeenReplica, ...]
+
+
+class ReplicaEndpoints(EndpointProvider):
+    """Endpoints of replicas that others start, with `ReplicaSettings`; nothing is kept in `folder`.
+
+    Tables are signed with the release key of this process, and count if a key in the folder `trusted` has signed them.
+    """
+
+    tools = ()
+
+    def __init__(self, folder: Path | None = None, trusted: Path | None = None) -> None:
+        self._keys = None if trusted is None else TrustedKeys(trusted, role="release")
+        self._signer: Callable[[], Signer | None] = lambda: None
+        self._stores: dict[str, ObjectStore] = {}
+        self._tables: dict[tuple[str, TableNumber], bytes] = {}
+        self._epochs: dict[tuple[str, str], EpochCounts] = {}
+
+    def sign_with(self, signer: Callable[[], Signer | None]) -> None:
+        """Sign tables with what a function returns."""
+        self._signer = signer
+
+    def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
+        """Return `split`, `sticky`, `epochs` and the counts that the servers report."""
+        return frozenset({"split", "sticky", "epochs"}) | self.metrics().capabilities()
+
+    def metrics(self) -> ServerMetrics:
+        """Return the counts that the replicas report."""
+        return ServerMetrics(self._read_counts)
+
+    def validate_settings(self, settings: Mapping[str, Json]) -> None:
+        """Validate settings; raises UserError."""
+        _read_settings(settings)
+
+    def explain_unservable(self, target: Target) -> str:
+        """Return why the image cannot run models of the target; empty if it can."""
+        return explain_unservable(target, CONTAINER_PROVIDERS)
+
+    def place(self, config: EndpointConfig) -> str:
+        """Return the location of its tables."""
+        return f"the replicas that follow {self._control(config).place}"
+
+    def address(self, config: EndpointConfig) -> str | None:
+        """Return the address in the settings, or that of a replica that reports; None before the first table."""
+        if not self._control(config).list_names(FOLDER):
+            return None
+        if address := _read_settings(config.settings, config.endpoint).address:
+            return address
+        live = (one.status.address for one in self._look(config).replicas if one.is_live)
+        return next(filter(None, live), None)
+
+    def observe(self, config: EndpointConfig) -> EndpointState | None:
+        """Return what the newest table says, and which replicas may still serve another one."""
+        seen = self._look(config)
+        if seen.newest is None:
+            return None
+        out_of_service = {
+            f"{name} on replica {one.status.replica}: {why}": None
+            for one in seen.replicas
+            if one.is_live
+            for name, why in {**one.status.failed, **one.status.out_of_service}.items()
+        }
+        return replace(
+            seen.newest.table.state,
+            generation=seen.newest.number.sequence,
+            out_of_service=tuple(out_of_service),
+            stragglers=tuple(self._list_stragglers(config, seen)),
+            limits_s={},
+        )
+
+    def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        """Store the models, have them loaded everywhere, publish the state, and wait a moment until it is adopted."""
+        seen = self._look(config)
+        if not self._is_published(config, seen, replace(state, generation=generation)):
+            self._publish(config, seen, state, generation)
+            self._clean_up(config)
+        is_followed = any(one.is_live for one in seen.replicas)
+        self._wait_until_adopted(config, TableNumber(generation), _ADOPT_S if is_followed else 0.0)
+
+    def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        """Publish the table that leads back; without a key, one that names a signed table."""
+        seen = self._look(config, with_replicas=False)
+        current = None if seen.newest is None else seen.newest.table.state
+        desired = state if current is None else build_rollback_state(current, state)
+        if not self._is_published(config, seen, replace(desired, generation=generation)):
+            self._publish_way_back(config, seen, desired, generation)
+            time.sleep(self._get_pause_s(config))
+        self._wait_until_adopted(config, TableNumber(generation), _ROLLBACK_S)
+
+    def _publish(self, config: EndpointConfig, seen: _Place, state: EndpointState, generation: int) -> None:
+        """Create the table of a state, after that which has its new models loaded."""
+        settings = _read_settings(config.settings, config.endpoint)
+        self._upload(config, seen, state.deployments)
+        prepared, table = plan_tables(
+            config.endpoint,
+            state,
+            generation,
+            seen.newest,
+            digest=seen.digest,
+            limits_s=state.limits_s,
+            judge_timeout_s=settings.judge_timeout,
+        )
+        if prepared is not None:
+            self._create(config, prepared)
+            self._wait_until_loaded(config, prepared, settings.replicas)
+        self._create(config, table)
+
+    def _publish_way_back(self, config: EndpointConfig, seen: _Place, state: EndpointState, generation: int) -> None:
+        goal = state.leader()
+        self._upload(config, seen, (goal,))
+        _, table = plan_tables(config.endpoint, state, generation, seen.newest, digest=seen.digest, limits_s={})
+        try:
+            self._create(config, table)
+        except MissingKeyError:
+            known = self._find_way_back(config, seen, goal.manifest)
+            self._create(config, WayBack(endpoint=config.endpoint, number=table.number, to=known))
+
+    def _upload(self, config: EndpointConfig, seen: _Place, deployments: Iterable[Deployment]) -> None:
+        """Store the files of deployments that the newest table does not have."""
+        for deployment in deployments:
+            if seen.newest is None or seen.newest.table.state.find_deployment(deployment) is None:
+                verify_files(deployment)
+                upload_model(self._control(config), Path(deployment.location))
+
+    def list_replicas(self, config: EndpointConfig) -> Sequence[SeenReplica]:
+        """Return what the endpoint's replicas report."""
+        return self._read_replicas(config)[0]
+
+    def _list_stragglers(self, config: EndpointConfig, seen: _Place) -> Iterator[str]:
+        """Yield the replicas that may serve an earlier table than the newest, with the reason."""
+        newest = seen.newest
+        if newest is None:
+            return
+        for one in _list_registered(seen.replicas, _read_settings(config.settings, config.endpoint).replicas):
+            status = one.status
+            if (status.adopted or TableNumber(0)) >= newest.number or self._has_fallen_back(config, seen, one):
+                continue
+            what = "no table" if status.adopted is None else f"table {status.adopted}"
+            why = status.refused or f"last heard {one.age_s:.0f} s ago"
+            yield f"replica {status.replica} serves {what}, not {newest.number}: {why}"
+
+    def _has_fallen_back(self, config: EndpointConfig, seen: _Place, one: SeenReplica) -> bool:
+        """Return whether a silent replica gives all traffic to what the newest table does, since its lease is over."""
+        is_over = min(seen.age_s, one.age_s) > LEASE_S + DEADLINE_S
+        if one.is_live or not is_over or one.status.adopted is None or seen.newest is None:
+            return False
+        leader = seen.newest.table.state.leader()
+        with suppress(OnnxOpsError):
+            table = self._read_table(config, one.status.adopted)
+            if isinstance(table, ReplicaTable) and table.table.fallback:
+                goal = give_way(table.table).leader()
+                return goal.manifest == leader.manifest and serves_only(seen.newest.table.state, leader)
+        return False
+
+    def remove(self, config: EndpointConfig) -> None:
+        """Delete tables, models and reports. Replicas serve their last table until they are stopped."""
+        for objects in (self._control(config), self._reports(config)):
+            for entry in objects.list_objects(""):
+                objects.delete(entry.name)
+
+    def _control(self, config: EndpointConfig) -> ObjectStore:
+        return self._open(_read_settings(config.settings, config.endpoint).control)
+
+    def _reports(self, config: EndpointConfig) -> ObjectStore:
+        return self._open(_read_settings(config.settings, config.endpoint).reports)
+
+    def _get_pause_s(self, config: EndpointConfig) -> float:
+        return _LOCAL_LOOK_S if isinstance(self._reports(config), LocalObjects) else _LOOK_S
+
+    def _open(self, url: str) -> ObjectStore:
+        if url not in self._stores:
+            self._stores[url] = open_objects(url)
+        return self._stores[url]
+
+    def _read_table(self, config: EndpointConfig, number: TableNumber) -> StoredTable:
+        """Return the table with a number; its object never changes."""
+        control = self._control(config)
+        key = (control.place, number)
+        data = self._tables.get(key) or control.read(number.name)
+        if data is None:
+            raise CorruptStateError("it was deleted", where=number.name)
+        table = decode_table(data, number, config.endpoint, self._keys)
+        self._tables[key] = data
+        return table
+
+    def _look(self, config: EndpointConfig, *, with_replicas: bool = True) -> _Place:
+        """Read tables and reports, at the same time."""
+        control = self._control(config)
+        with ThreadPoolExecutor(_READERS) as pool:
+            listed = pool.submit(control.list_objects, FOLDER)
+            seen = pool.submit(self._read_replicas, config) if with_replicas else None
+            tables = {entry.name.rpartition("/")[2]: entry for entry in listed.result()}
+            newest, skipped = find_newest(tables, lambda number: self._read_table(config, number))
+            replicas, now = ((), 0.0) if seen is None else seen.result()
+        numbers = tuple(sorted(number for name in tables if (number := TableNumber.parse(name)) is not None))
+        digest, age_s = None, 0.0
+        if newest is not None:
+            digest = digest_bytes(self._tables[control.place, newest.number])
+            age_s = max(0.0, now - tables[newest.number.name.rpartition("/")[2]].at)
+        return _Place(
+            newest=newest, digest=digest, age_s=age_s, numbers=numbers, skipped=skipped, replicas=tuple(replicas)
+        )
+
+    def _read_replicas(self, config: EndpointConfig) -> tuple[list[SeenReplica], float]:
+        """Return the replicas by their last status, and the store's time.
+
+        Ages are those of objects, on the clock of the store: an object that is written now shows it.
+        """
+        reports = self._reports(config)
+        with suppress(OnnxOpsError):  # who may only read goes by the last report
+            reports.write(f"{_CLOCK}/now", b"")
+        entries = [*reports.list_objects(STATUS_FOLDER), *reports.list_objects(_CLOCK)]
+        now = max((entry.at for entry in entries), default=0.0)
+        listed = [entry for entry in entries if entry.name.startswith(f"{STATUS_FOLDER}/")]
+
+        found = _read_each(lambda entry: (entry, _read_report(reports, entry, ReplicaStatus)), listed)
+        return [
+            SeenReplica(status=status, age_s=now - entry.at)
+            for entry, status in found
+            if status is not None and status.endpoint == config.endpoint
+        ], now
+
+    def _is_published(self, config: EndpointConfig, seen: _Place, state: EndpointState) -> bool:
+        """Return whether the newest table is exactly this state. Raise ConflictError if it is a later one."""
+        newest = seen.newest
+        if newest is None:
+            return False
+        if newest.number.sequence > state.generation:
+            raise ConflictError(
+                f"table {newest.number} is newer than generation {state.generation}",
+                where=config.endpoint,
+                remedy="Observe the endpoint again and decide again.",
+            )
+        is_same = newest.number == TableNumber(state.generation) and newest.table.state.is_equivalent(state)
+        if is_same:
+            self._write_head(config, newest.number)
+        return is_same
+
+    def _create(self, config: EndpointConfig, table: StoredTable) -> None:
+        """Create the object of a table, and name it in the hint."""
+        control, signer = self._control(config), self._sign(config, table)
+        data = encode_table(table, signer)
+        if not control.create(table.number.name, data):
+            found = control.read(table.number.name) or b""
+            if found.partition(b"\n")[0] != data.partition(b"\n")[0]:
+                raise ConflictError(
+                    f"there is another object with the number of table {table.number}",
+                    where=f"{control.place}/{table.number.name}",
+                    remedy="Another process has published it, or what may write there has: look at it, and at who may.",
+                )
+        self._write_head(config, table.number)
+
+    def _sign(self, config: EndpointConfig, table: StoredTable) -> Signer | None:
+        if isinstance(table, WayBack):
+            return None
+        try:
+            signer = self._signer()
+        except OnnxOpsError as error:
+            raise MissingKeyError(error.what, where=config.endpoint, why=error.why, remedy=error.remedy) from error
+        if signer is None:
+            raise MissingKeyError(
+                "a table needs a signature, and signing is off",
+                where=config.endpoint,
+                remedy="Run it where a trusted release key is: `onnx-ops keys list` shows the keys.",
+            )
+        return signer
+
+    def _write_head(self, config: EndpointConfig, number: TableNumber) -> None:
+        """Name the newest table, and show that it is judged. The tables themselves count, so it may fail."""
+        with suppress(OnnxOpsError):
+            self._control(config).write(HEAD, codec.dumps(Head(number=number, beat=time.time_ns())))
+
+    def _find_way_back(self, config: EndpointConfig, seen: _Place, manifest: Digest) -> TableNumber:
+        for number in reversed(seen.numbers):
+            with suppress(OnnxOpsError):
+                table = self._read_table(config, number)
+                if isinstance(table, ReplicaTable) and give_way(table.table).leader().manifest == manifest:
+                    return number
+        raise MissingKeyError(
+            "no signed table leads back to that version, and no key here can sign one",
+            where=config.endpoint,
+            remedy="Run it where a trusted release key is: `onnx-ops keys list` shows the keys.",
+        )
+
+    def _wait_until_loaded(self, config: EndpointConfig, table: ReplicaTable, expected: int) -> None:
+        """Wait until every registered replica has loaded a table.
+
+        Raises:
+            InfrastructureError: a replica cannot load it.
+            ServiceUnavailableError: one does not report that it has.
+        """
+        missing: list[str] = []
+
+        def is_loaded() -> bool:
+            replicas, _ = self._read_replicas(config)
+            registered = _list_registered(replicas, expected)
+            for one in registered:
+                status = one.status
+                if status.refused.startswith(f"table {table.number}:") or (
+                    status.adopted == table.number and status.failed
+                ):
+                    why = status.refused or "; ".join(f"{name}: {text}" for name, text in status.failed.items())
+                    raise InfrastructureError(
+                        f"replica {status.replica} cannot load it", where=config.endpoint, why=why
+                    )
+            missing[:] = [
+                one.status.replica for one in registered if (one.status.adopted or TableNumber(0)) < table.number
+            ]
+            if not registered:
+                missing.append("no replica reports")
+            return not missing
+
+        if not wait_until(is_loaded, _PREPARE_S, self._get_pause_s(config)):
+            raise ServiceUnavailableError(
+                "the new version is not loaded everywhere",
+                where=config.endpoint,
+                why=f"without a report that it is: {', '.join(missing)}",
+                remedy="Start these replicas, or wait until they count as gone: see `onnx-ops status`.",
+            )
+
+    def _wait_until_adopted(self, config: EndpointConfig, number: TableNumber, timeout_s: float) -> None:
+        """Wait until the replicas that report serve a table. Those that do not are stragglers."""
+
+        def is_adopted() -> bool:
+            live = [one for one in self._read_replicas(config)[0] if one.is_live]
+            return bool(live) and all((one.status.adopted or TableNumber(0)) >= number for one in live)
+
+        wait_until(is_adopted, timeout_s, self._get_pause_s(config))
+
+    def _clean_up(self, config: EndpointConfig) -> None:
+        """Delete the oldest tables. No rollback leads back so far."""
+        control = self._control(config)
+        with suppress(OnnxOpsError):
+            numbers = sorted(filter(None, map(TableNumber.parse, control.list_names(FOLDER))))
+            for number in numbers[:-_KEPT_TABLES]:
+                control.delete(number.name)
+
+    def _read_counts(self, config: EndpointConfig, request: UserCountsRequest | None) -> Sequence[Counts]:
+        """Return the counts of every start of every replica, by the generations of the ledger."""
+        reports = self._reports(config)
+        seen = self._look(config)
+        if seen.newest is not None:
+            self._write_head(config, seen.newest.number)
+        live = {
+            ReportSource(one.status.replica, one.status.start)
+            for one in seen.replicas
+            if one.is_live and one.status.is_healthy
+        }
+        entries = {
+            source: entry
+            for entry in reports.list_objects(COUNTS_FOLDER)
+            if (source := parse_counts_name(entry.name.rpartition("/")[2])) is not None
+        }
+        found = _read_each(lambda source: (source, _read_report(reports, entries[source], Counts)), list(entries))
+        epochs = self._read_epochs(config)
+        now = time.time()  # noqa: TID251 (counts are until now, whatever the clocks of replicas say)
+        counts = [
+            _convert_counts(one, epochs.get(source, []), is_live=source in live, now=now)
+            for source, one in found
+            if one is not None
+        ]
+        if not counts:
+            raise ServiceUnavailableError("no replica has reported counts", where=config.endpoint)
+        left_out = [one.status for one in seen.replicas if not (one.is_live and one.status.is_healthy)]
+        why = "; ".join(f"replica {status.replica} is left out" for status in left_out if not status.is_final)
+        return [replace(one, failure="; ".join(filter(None, (one.failure, why)))) for one in counts]
+
+    def _read_epochs(self, config: EndpointConfig) -> Mapping[ReportSource, list[EpochCounts]]:
+        """Return the closed epochs that were reported, each read once."""
+        reports = self._reports(config)
+        wanted = [
+            (entry, parsed[2])
+            for entry in reports.list_objects(EPOCHS_FOLDER)
+            if (parsed := parse_epoch_name(entry.name.rpartition("/")[2])) is not None and parsed[0] % 2
+        ]
+        new = [entry for entry, _ in wanted if (reports.place, entry.name) not in self._epochs]
+        for entry, epoch in _read_each(lambda entry: (entry, _read_report(reports, entry, EpochCounts)), new):
+            if epoch is not None:
+                self._epochs[reports.place, entry.name] = epoch
+        found: dict[ReportSource, list[EpochCounts]] = {}
+        for entry, source in wanted:
+            if (known := self._epochs.get((reports.place, entry.name))) is not None:
+                found.setdefault(source, []).append(known)
+        return found
+
+
+def _read_settings(values: Mapping[str, Json], where: str = "") -> ReplicaSettings:
+    return bind_settings(values, ReplicaSettings, where=where, rules=_check_locations)
+
+
+def _check_locations(settings: ReplicaSettings) -> Iterator[tuple[str, str]]:
+    """Yield why replicas that may write reports could write tables."""
+    control, reports = settings.control.rstrip("/"), settings.reports.rstrip("/")
+    if control == reports or control.startswith(f"{reports}/") or reports.startswith(f"{control}/"):
+        yield "reports", "must not contain `control`, nor be in it: replicas write there, and must not write tables"
+
+
+def _list_registered(replicas: Sequence[SeenReplica], expected: int) -> list[SeenReplica]:
+    """Return the replicas that take part: those that report, and silent ones unless enough others report.
+
+    A silent one gives no candidate traffic after lease and deadline. Where as many report as should run, it is gone.
+    """
+    live = [one for one in replicas if one.is_live]
+    is_complete = len(live) >= expected
+    silent = [
+        one
+        for one in replicas
+        if not one.status.is_final and not one.is_live and not (is_complete and one.age_s > LEASE_S + DEADLINE_S)
+    ]
+    return [*live, *silent]
+
+
+def _convert_counts(counts: Counts, epochs: Sequence[EpochCounts], *, is_live: bool, now: float) -> Counts:
+    """Return a replica's counts by generations of the ledger, without those of tables that only had models loaded.
+
+    Epochs are waited for where a replica still reports.
+    """
+    open_epoch = counts.open_epoch
+    if open_epoch is not None and open_epoch.generation % 2:
+        open_epoch = replace(open_epoch, generation=open_epoch.generation // 2)
+    else:
+        open_epoch = None
+    return replace(
+        counts,
+        at=now,
+        tables=tuple(replace(one, generation=one.generation // 2) for one in counts.tables if one.generation % 2),
+        epochs=tuple(replace(one, generation=one.generation // 2) for one in epochs),
+        open_epoch=open_epoch if is_live else None,
+        closed_through=counts.closed_through if is_live else 0,
+        cold_s=counts.cold_s if is_live else {},
+        failure=counts.failure if is_live else "",
+    )
+
+
+def _read_report(reports: ObjectStore, entry: ListedObject, kind: type[_T]) -> _T | None:
+    """Return what an object reports; None if it is too large, damaged or gone."""
+    if entry.size_bytes > MAX_REPORT_BYTES:
+        return None
+    data = reports.read(entry.name)
+    with suppress(CorruptStateError):
+        return None if data is None else codec.loads(data, kind, where=entry.name)
+    return None
+
+
+def _read_each(read: Callable[[_Item], _T], items: Sequence[_Item]) -> list[_T]:
+    """Read several objects at the same time."""
+    if not items:
+        return []
+    with ThreadPoolExecutor(min(_READERS, len(items))) as pool:
+        return list(pool.map(read, items))

@@ -1,0 +1,481 @@
+"""The follower of a replica: a process beside the endpoint server that follows the place's tables, and reports.
+
+It alone has the client of the object store and its credentials. It starts the server without them, publishes each table
+to it through the admin API, renews its lease, and writes what it serves and counts. Each of these has a thread, so that
+a store that hangs delays neither the others nor the end of a lease, which the server's workers see on their own clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import platform
+import re
+import secrets
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from onnx_ops import codec
+from onnx_ops.adapters.endpoints.local_server import LocalServer
+from onnx_ops.adapters.files import LocalObjects, ObjectStore, open_objects
+from onnx_ops.adapters.replica_files import download_model
+from onnx_ops.adapters.store import ModelFolders
+from onnx_ops.attestation import TrustedKeys
+from onnx_ops.config.binding import bind_settings
+from onnx_ops.config.server_options import list_options
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.errors import CorruptStateError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
+from onnx_ops.ports import Verifier
+from onnx_ops.protocol.messages import (
+    COUNTS_PATH,
+    LEASE_PATH,
+    STATE_PATH,
+    TABLE_PATH,
+    AdminState,
+    Counts,
+    Lease,
+    UserCountsRequest,
+    error_from_bytes,
+)
+from onnx_ops.protocol.replica_reports import REPORT_S, ReplicaStatus, ReportSource, check_replica_name
+from onnx_ops.protocol.replica_tables import (
+    FOLDER,
+    HEAD,
+    LEASE_S,
+    Head,
+    ReplicaTable,
+    StoredTable,
+    TableNumber,
+    decode_table,
+    find_newest,
+    gives_candidate_traffic,
+    has_same_traffic,
+)
+from onnx_ops.protocol.server_process import FINAL_COUNTS_FILE, ServerOptions, ServerRecord
+from onnx_ops.scratch import write_durably
+
+_log = logging.getLogger(__name__)
+
+POLL_S, LOCAL_POLL_S = 2.0, 0.25
+"""Seconds between two looks at the hint: in a store that takes requests, and in a folder."""
+LIST_S, RENEW_S, LOCAL_LIST_S = 60.0, 8.0, 1.0
+"""Seconds between two lists of the tables: in general, while a lease is needed, and in a folder."""
+_RETRY_S = 10.0
+"""Rest before a table that was refused is tried again."""
+_CHECK_S = 0.2
+_SERVER_CHECK_S = 1.0
+_PUBLISH_S = 300.0
+_ADMIN_S = 5.0
+_NAME_FILE = "replica"
+_MODELS = "models"
+_PACKAGES = ("onnx-ops", "onnxruntime")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaOptions:
+    """How a replica runs: where it reads tables and writes reports, and what it calls itself."""
+
+    control: str
+    reports: str
+    endpoint: str
+    replica: str
+    address: str
+    image: str
+    port: int
+    server: ServerOptions
+
+
+class Following:
+    """What a replica knows of its place's tables, and for how long it may give a candidate traffic.
+
+    Times are seconds since boot: of one clock, which counts while the machine or the process is suspended.
+    """
+
+    def __init__(self, list_s: float = LIST_S) -> None:
+        self.newest: ReplicaTable | None = None
+        self.adopted: ReplicaTable | None = None
+        self.skipped: Mapping[str, str] = {}
+        self.listed_at = float("-inf")
+        self.reported_at = float("-inf")
+        self._list_s = list_s
+        self._beat = -1
+        self._beat_at = float("-inf")
+
+    def see(self, table: ReplicaTable | None) -> None:
+        """Take a table that counts; a lower one than the newest changes nothing."""
+        if table is not None and (self.newest is None or table.number > self.newest.number):
+            self.newest = table
+
+    def see_beat(self, beat: int, now: float) -> None:
+        """Take the count of the judge's looks."""
+        if beat != self._beat:
+            self._beat, self._beat_at = beat, now
+
+    def is_list_due(self, now: float) -> bool:
+        """Return whether the tables must be listed."""
+        needs_lease = self.adopted is not None and gives_candidate_traffic(self.adopted.table)
+        return now - self.listed_at >= (min(RENEW_S, self._list_s) if needs_lease else self._list_s)
+
+    def compute_lease_end(self, now: float) -> float:
+        """Return until when the adopted table's candidate may get traffic; 0 if it may not.
+
+        The replica must have listed the tables, and reported; a newer table that moves traffic ends the lease before it
+        is adopted.
+        """
+        adopted, newest = self.adopted, self.newest
+        if adopted is None or newest is None:
+            return 0.0
+        is_current = newest.number == adopted.number or has_same_traffic(newest.table, adopted.table)
+        timeout_s = adopted.judge_timeout_s
+        is_judged = not timeout_s or now - self._beat_at < timeout_s
+        return max(0.0, min(self.listed_at, self.reported_at) + LEASE_S) if is_current and is_judged else 0.0
+
+
+class Follower:
+    """One replica: see the module."""
+
+    def __init__(
+        self, options: ReplicaOptions, folder: Path, server: LocalServer, verifier: Verifier, *, start: str = ""
+    ) -> None:
+        self._options = options
+        self._server = server
+        self._verifier = verifier
+        self._control: ObjectStore = open_objects(options.control)
+        self._reports: ObjectStore = open_objects(options.reports)
+        self._models = ModelFolders(folder / _MODELS)
+        self._intact: set[str] = set()
+        self._source = ReportSource(options.replica, start or secrets.token_hex(6))
+        self._is_local = isinstance(self._control, LocalObjects)
+        self._following = Following(LOCAL_LIST_S if self._is_local else LIST_S)
+        self._lock = threading.Lock()
+        self._report_due = threading.Event()
+        self._stop = threading.Event()
+        self._refused: tuple[TableNumber, float, str] | None = None
+        self._lease = 0.0
+        self._lapsed = 0
+        self._beat = 0
+        self._epochs: set[tuple[int, int]] = set()
+        self._failures: dict[str, str] = {}
+
+    def run(self) -> None:
+        """Follow until `stop` is called."""
+        poll_s = LOCAL_POLL_S if self._is_local else POLL_S
+        loops = ((self.poll, poll_s), (self.publish, _CHECK_S), (self.report, REPORT_S))
+        threads = [
+            threading.Thread(target=self._repeat, args=loop, name=loop[0].__name__, daemon=True) for loop in loops
+        ]
+        self._attempt(self.keep_server)
+        for thread in threads:
+            thread.start()
+        while not self._stop.wait(_SERVER_CHECK_S):
+            self._attempt(self.keep_server)
+        self._end()
+
+    def stop(self) -> None:
+        """Let `run` stop the server, write the last report and return."""
+        self._stop.set()
+        self._report_due.set()
+
+    def poll(self) -> None:
+        """Look at the hint, list the tables if that is due, and renew the lease."""
+        now = read_boot_clock()
+        head = self._read_head()
+        if head is not None:
+            self._following.see_beat(head.beat, now)
+            newest = self._following.newest
+            if newest is None or head.number > newest.number:
+                self._following.see(find_newest([f"{head.number}.json"], self._read_table)[0])
+        if self._following.is_list_due(now):
+            names = self._control.list_names(FOLDER)
+            known = None if self._following.newest is None else self._following.newest.number
+            found, skipped = find_newest(names, self._read_table, known)
+            if skipped != self._following.skipped:
+                self._following.skipped = skipped
+                self._report_due.set()
+            self._following.see(found)
+            self._following.listed_at = now  # of the moment before it was asked
+        self.renew_lease()
+
+    def publish(self) -> None:
+        """Publish the newest table to the server, unless it serves it already."""
+        table, adopted = self._following.newest, self._following.adopted
+        if table is None or (adopted is not None and adopted.number >= table.number):
+            return
+        refused = self._refused
+        if refused is not None and refused[0] == table.number and read_boot_clock() < refused[1]:
+            return
+        try:
+            self._ask("PUT", TABLE_PATH, codec.dumps(self._locate(table)), timeout_s=_PUBLISH_S)
+            if table.limits_s:  # users are counted from the first request on that the candidate may get
+                self._ask("POST", COUNTS_PATH, codec.dumps(UserCountsRequest(limits_s=table.limits_s)))
+        except OnnxOpsError as error:
+            self._refused = (table.number, read_boot_clock() + _RETRY_S, str(error))
+            _log.error("table %s is not served: %s", table.number, error)
+        else:
+            self._refused = None
+            self._following.adopted = table
+            _log.info("table %s is served", table.number)
+        self._report_due.set()
+
+    def renew_lease(self) -> None:
+        """Tell the server until when a candidate may get traffic."""
+        end = self._following.compute_lease_end(read_boot_clock())
+        with self._lock:
+            answer = self._ask("PUT", LEASE_PATH, codec.dumps(Lease(until_ns=int(end * 1e9))))
+            self._lease, self._lapsed = end, codec.loads(answer, Lease).lapsed
+
+    def report(self) -> None:
+        """Write the status, the counts, and the epochs that were closed since."""
+        began = read_boot_clock()
+        self._write_status(self._build_status())
+        self._following.reported_at = began
+        self._attempt(self.renew_lease)
+        adopted = self._following.adopted
+        if adopted is None:
+            return
+        limits = adopted.limits_s
+        body = codec.dumps(UserCountsRequest(limits_s=limits)) if limits else None
+        self._write_counts(codec.loads(self._ask("POST" if limits else "GET", COUNTS_PATH, body), Counts))
+
+    def keep_server(self) -> None:
+        """Start the server, or start it again with other options, unless it runs with these."""
+        record = self._server.record()
+        if record is not None and (record.port, record.options) == (self._options.port, self._options.server):
+            return
+        if record is not None and record.port == self._options.port:
+            self._server.kill_supervisor()
+        elif not self._server.is_orphaned():
+            self._server.stop()
+        self._server.start(self._options.port, self._options.server)
+        self._following.adopted = None  # what it serves is what it is given again
+        self._report_due.set()
+
+    def _end(self) -> None:
+        """Stop the server, whose requests in flight are answered, and write the last report."""
+        self._server.stop()
+        try:
+            counts = codec.loads((self._server.folder / FINAL_COUNTS_FILE).read_bytes(), Counts)
+            self._write_counts(counts)
+            self._write_status(replace(self._build_status(), is_final=True))
+        except (OnnxOpsError, OSError) as error:
+            _log.error("the last report could not be written: %s", error)
+
+    def _repeat(self, work: Callable[[], None], pause_s: float) -> None:
+        """Repeat one of the loops until this process ends; an error is logged once, and tried again."""
+        while not self._stop.is_set():
+            self._attempt(work)
+            if work == self.report:
+                self._report_due.wait(pause_s)
+                self._report_due.clear()
+            else:
+                self._stop.wait(pause_s)
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        name = work.__name__
+        try:
+            work()
+        except Exception as error:  # a thread that ended would be a replica that is cut off for good
+            reason = str(error) if isinstance(error, OnnxOpsError) else f"{type(error).__name__}: {error}"
+            if self._failures.get(name) != reason:
+                _log.error("%s failed: %s", name, reason, exc_info=not isinstance(error, OnnxOpsError))
+            self._failures[name] = reason
+        else:
+            if self._failures.pop(name, None):
+                _log.info("%s works again", name)
+
+    def _read_head(self) -> Head | None:
+        data = self._control.read(HEAD)
+        try:
+            return None if data is None else codec.loads(data, Head, where=HEAD)
+        except CorruptStateError:
+            return None  # it is a hint
+
+    def _read_table(self, number: TableNumber) -> StoredTable:
+        data = self._control.read(number.name)
+        if data is None:
+            raise CorruptStateError("it was deleted", where=number.name)
+        return decode_table(data, number, self._options.endpoint, self._verifier)
+
+    def _locate(self, table: ReplicaTable) -> object:
+        """Return the routing table with the folders of its files on this machine, which are downloaded if missing."""
+        state = table.table.state
+        deployments = tuple(replace(d, location=self._fetch(d)) for d in state.deployments)
+        needed = {d.manifest for d in state.deployments}
+        for stored in self._models.list_folders():
+            if stored.digest is not None and stored.digest not in needed:
+                self._intact.discard(stored.digest)
+                self._models.forget(stored.digest)
+        return replace(table.table, state=replace(state, deployments=deployments))
+
+    def _fetch(self, deployment: Deployment) -> str:
+        digest = deployment.manifest
+        if digest in self._intact or self._models.location(digest) is not None:
+            self._intact.add(digest)
+            return self._models.place(digest)
+        self._models.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self._models.root.parent, prefix=".download-") as folder:
+            manifest = download_model(self._control, digest, Path(folder))
+            place = self._models.admit(Path(folder), manifest)
+        self._intact.add(digest)
+        return place
+
+    def _build_status(self) -> ReplicaStatus:
+        following, refused = self._following, self._refused
+        try:
+            state = codec.loads(self._ask("GET", STATE_PATH), AdminState)
+        except OnnxOpsError as error:
+            state = AdminState(state=None, failed={"server": str(error)} if not self._stop.is_set() else {})
+        deployments = () if state.state is None else state.state.deployments
+        self._beat += 1
+        return ReplicaStatus(
+            replica=self._source.replica,
+            start=self._source.start,
+            endpoint=self._options.endpoint,
+            adopted=None if following.adopted is None else following.adopted.number,
+            loaded=tuple(d.manifest for d in deployments if d.name not in state.failed),
+            failed=state.failed,
+            refused="" if refused is None else f"table {refused[0]}: {refused[2]}",
+            skipped=following.skipped,
+            out_of_service=state.out_of_service,
+            has_lease=self._lease > read_boot_clock(),
+            lapsed=self._lapsed,
+            beat=self._beat,
+            at=time.time(),  # noqa: TID251 (for people: clocks are not compared)
+            address=self._options.address,
+            versions=_read_versions(),
+            image=self._options.image,
+        )
+
+    def _write_status(self, status: ReplicaStatus) -> None:
+        self._reports.write(self._source.status_name, codec.dumps(status))
+
+    def _write_counts(self, counts: Counts) -> None:
+        for epoch in counts.epochs:
+            if (key := (epoch.generation, epoch.epoch)) not in self._epochs:
+                self._reports.create(self._source.name_epoch(*key), codec.dumps(epoch))
+                self._epochs.add(key)
+        self._reports.write(self._source.counts_name, codec.dumps(replace(counts, epochs=())))
+
+    def _ask(self, method: str, path: str, body: bytes | None = None, *, timeout_s: float = _ADMIN_S) -> bytes:
+        record = self._require_record()
+        status, answer = self._server.request(record, method, body, path=path, timeout_s=timeout_s)
+        if status != 200:
+            raise error_from_bytes(answer)
+        return answer
+
+    def _require_record(self) -> ServerRecord:
+        if (record := self._server.record()) is None:
+            raise ServiceUnavailableError("the server of this replica does not run")
+        return record
+
+
+def read_boot_clock() -> float:
+    """Return the seconds since boot, those in which the machine was suspended included."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _read_versions() -> Mapping[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def name_replica(folder: Path, given: str) -> str:
+    """Return the replica's name: the given one, or the host's with random digits, kept in its folder."""
+    if given:
+        return check_replica_name(given)
+    path = folder / _NAME_FILE
+    if not path.exists():
+        host = re.sub(r"[^A-Za-z0-9-]", "-", platform.node()).strip("-")[:40] or "replica"
+        write_durably(path, f"{host}-{secrets.token_hex(3)}".encode())
+    return check_replica_name(path.read_text(encoding="utf-8").strip())
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Follow until SIGTERM or SIGINT; return the exit code."""
+    parser = argparse.ArgumentParser(prog="onnx_ops.app.follower", description="Serve as a replica of one endpoint.")
+    parser.add_argument("--state-dir", type=Path, required=True, help="folder of the server, its log and its models")
+    parser.add_argument("--follow", required=True, help="control location of the place: tables and models")
+    parser.add_argument("--reports", required=True, help="location of the reports")
+    parser.add_argument("--replica", default="", help="name of the replica")
+    parser.add_argument("--address", default="", help="where clients reach it")
+    parser.add_argument("--image", default="", help="image of its container")
+    parser.add_argument("--host", default="127.0.0.1", help="address of the public listener")
+    parser.add_argument("--port", type=int, required=True, help="port of the public listener")
+    parser.add_argument("--log", type=Path, default=None, help="file of the server's log; default: in its folder")
+    for name, kind, default, text in list_options():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=text.replace("%", "%%"))
+    values = vars(parser.parse_args(arguments))
+    own = {name: values.pop(name) for name in ("follow", "reports", "replica", "address", "image", "port")}
+    folder, host, log = values.pop("state_dir"), values.pop("host"), values.pop("log")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s")
+    try:
+        options = bind_settings(values, ServerOptions)
+        check_options(own, options)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = folder.resolve()
+        if not Path(options.trusted_keys).is_absolute() and Path(options.trusted_keys).exists():
+            options = replace(options, trusted_keys=os.path.relpath(options.trusted_keys, folder))
+        replica = ReplicaOptions(
+            control=own["follow"],
+            reports=own["reports"],
+            endpoint=options.endpoint,
+            replica=name_replica(folder, own["replica"]),
+            address=own["address"],
+            image=own["image"],
+            port=own["port"],
+            server=options,
+        )
+        server = LocalServer(folder, sys.executable, host=host, log=log)
+        follower = Follower(replica, folder, server, read_release_keys(folder, options.trusted_keys))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: follower.stop())
+        follower.run()
+    except OnnxOpsError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
+
+
+def check_options(own: Mapping[str, str], options: ServerOptions) -> None:
+    """Raise UserError or RefusedError for options with which no table could be followed."""
+    if not options.endpoint:
+        raise UserError("a replica needs the name of its endpoint", where="--endpoint")
+    if not options.trusted_keys:
+        raise RefusedError(
+            "a replica follows signed tables only, and has no key to verify them",
+            where="--trusted-keys",
+            remedy="Name the folder of the public keys, or the keys in base64: `onnx-ops keys list` shows them.",
+        )
+    control, reports = (own[name].rstrip("/") for name in ("follow", "reports"))
+    if control == reports or control.startswith(f"{reports}/") or reports.startswith(f"{control}/"):
+        raise UserError(
+            "tables and reports are in one location",
+            where="--reports",
+            why="replicas write reports, and must not be able to write tables",
+            remedy="Give each a bucket, container or folder with rights of its own.",
+        )
+
+
+def read_release_keys(folder: Path, trusted: str) -> TrustedKeys:
+    """Return the release keys of a setting, whose path is relative to the server's folder."""
+    path = folder / trusted
+    return TrustedKeys(path, role="release") if path.exists() else TrustedKeys((), encoded=trusted, role="release")
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    logging.shutdown()
+    os._exit(code)  # a thread that waits for the store delays nothing

@@ -1,0 +1,130 @@
+"""What replicas report: their status, their counts, and each epoch that they have closed.
+
+Reports are claims of one process, read by whoever judges a rollout. They hold no authority: they cannot change what is
+served.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+from onnx_ops.domain.quantities import OMIT_DEFAULT
+from onnx_ops.errors import UserError
+from onnx_ops.protocol.replica_tables import TableNumber
+
+STATUS_FOLDER, COUNTS_FOLDER, EPOCHS_FOLDER = "status", "counts", "epochs"
+REPORT_S = 5.0
+"""Seconds between two reports of a replica."""
+SILENT_S = 20.0
+"""A replica without a report for this long is silent."""
+MAX_REPORT_BYTES = 8 << 20
+
+_REPLICA = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}")
+_START = re.compile(r"[0-9a-f]{12}")
+_SEPARATOR = "~"
+"""Between the parts of a report's name; no part contains it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStatus:
+    """What a replica serves.
+
+    Attributes:
+        replica: its name, the same after a restart on the same folder.
+        start: random number of this start.
+        endpoint: the endpoint whose tables it follows.
+        adopted: the table that it serves; None before the first.
+        loaded: deployments of that table that it has loaded.
+        failed: deployments that could not be loaded, with the reason.
+        refused: why a newer table than the adopted one is not served; empty if none is refused.
+        skipped: objects among the tables that do not count, with the reason.
+        out_of_service: deployments that get no requests, with the reason.
+        has_lease: whether it may give a candidate traffic.
+        lapsed: requests that the fallback answered because there was no lease.
+        beat: number of this report.
+        at: seconds since the epoch, on the replica's clock.
+        address: where clients reach it; empty if it does not know.
+        versions: by package, of what it runs.
+        image: of its container; empty if it does not know.
+        is_final: whether it has ended.
+    """
+
+    replica: str
+    start: str
+    endpoint: str
+    adopted: TableNumber | None
+    loaded: tuple[str, ...] = ()
+    failed: Mapping[str, str] = field(default_factory=dict)
+    refused: str = ""
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    out_of_service: Mapping[str, str] = field(default_factory=dict)
+    has_lease: bool = False
+    lapsed: int = 0
+    beat: int = 0
+    at: float = 0.0
+    address: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    image: str = ""
+    is_final: bool = field(default=False, metadata=OMIT_DEFAULT)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether it serves all deployments of its table."""
+        return not self.failed and not self.refused
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ReportSource:
+    """One start of one replica, of which counts only grow."""
+
+    replica: str
+    start: str
+
+    @property
+    def status_name(self) -> str:
+        """Name of the replica's status; a later start replaces it."""
+        return f"{STATUS_FOLDER}/{self.replica}.json"
+
+    @property
+    def counts_name(self) -> str:
+        """Name of the counts of this start."""
+        return f"{COUNTS_FOLDER}/{self.replica}{_SEPARATOR}{self.start}.json"
+
+    def name_epoch(self, generation: int, epoch: int) -> str:
+        """Return the name of the counts of a closed epoch, which never change."""
+        return f"{EPOCHS_FOLDER}/{generation:08d}-{epoch}{_SEPARATOR}{self.replica}{_SEPARATOR}{self.start}.json"
+
+    @classmethod
+    def parse(cls, parts: list[str]) -> Self | None:
+        """Return the source that the last two parts of a name are; None if they are none."""
+        if len(parts) < 2 or not _REPLICA.fullmatch(parts[-2]) or not _START.fullmatch(parts[-1]):
+            return None
+        return cls(parts[-2], parts[-1])
+
+
+def parse_counts_name(name: str) -> ReportSource | None:
+    """Return the source of an object in the folder of the counts; None if its name is none of a report."""
+    return ReportSource.parse(name.removesuffix(".json").split(_SEPARATOR))
+
+
+def parse_epoch_name(name: str) -> tuple[int, int, ReportSource] | None:
+    """Return generation, epoch and source of an object in the folder of the epochs; None if its name is none."""
+    parts = name.removesuffix(".json").split(_SEPARATOR)
+    generation, _, epoch = parts[0].partition("-")
+    source = ReportSource.parse(parts)
+    if source is None or not (generation.isdecimal() and epoch.isdecimal()):
+        return None
+    return int(generation), int(epoch), source
+
+
+def check_replica_name(name: str) -> str:
+    """Return the name of a replica. Raise UserError unless it can be part of a report's name."""
+    if not _REPLICA.fullmatch(name):
+        raise UserError(
+            f"{name[:80]!r} cannot be the name of a replica",
+            remedy="Use letters, digits and hyphens, at most 63.",
+        )
+    return name

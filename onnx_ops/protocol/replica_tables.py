@@ -1,0 +1,299 @@
+"""Routing tables that replicas follow: objects that are created once, numbered by the ledger, and signed.
+
+A replica follows the highest table that counts, and skips what is none. A table counts if a trusted release key has
+signed it for this endpoint and this number. A way back needs no signature: it names a table that one has signed, and
+gives all traffic to the version that answers there without a lease.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeAlias
+
+from onnx_ops import codec
+from onnx_ops.attestation import sign_bytes, verify_bytes
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.attestation import EnvelopeSignature
+from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
+from onnx_ops.domain.quantities import OMIT_DEFAULT
+from onnx_ops.errors import CorruptStateError, OnnxOpsError
+from onnx_ops.ports import Signer, Verifier
+from onnx_ops.protocol.routing_table import RoutingTable, build_next_table
+
+FOLDER = "table"
+"""Folder of the tables in the place's control location."""
+HEAD = "head.json"
+"""A hint beside it: the last `Head` that was written. Nothing rests on it but the time of its writing."""
+PAYLOAD_TYPE = "application/vnd.onnx-ops.replica-table+json"
+LEASE_S = 30.0
+"""How long a replica gives a candidate traffic after it has listed the tables."""
+DEADLINE_S = 5.0
+"""How long a request that began under the lease may last, and a replica may take to adopt a table."""
+MAX_TABLE_BYTES = 4 << 20
+
+_NAME = re.compile(r"(\d{8})-([01])\.json")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TableNumber:
+    """Number of a table: the sequence of the ledger's entry, and 0 for the table that only has its models loaded."""
+
+    sequence: int
+    phase: int = 1
+
+    @classmethod
+    def parse(cls, name: str) -> Self | None:
+        """Return the number in the name of an object; None if it is no table's."""
+        match = _NAME.fullmatch(name)
+        return None if match is None else cls(int(match[1]), int(match[2]))
+
+    @classmethod
+    def from_generation(cls, generation: int) -> Self:
+        """Return the number of the table that a server has published under this generation."""
+        return cls(*divmod(generation, 2))
+
+    @property
+    def generation(self) -> int:
+        """Generation of the table at servers, which grows with the number."""
+        return 2 * self.sequence + self.phase
+
+    @property
+    def name(self) -> str:
+        """Name of the object below the control location."""
+        return f"{FOLDER}/{self}.json"
+
+    def __str__(self) -> str:
+        return f"{self.sequence:08d}-{self.phase}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaTable:
+    """What all replicas of an endpoint serve from this number on.
+
+    Attributes:
+        table: deployments, without locations, with their layout; its fallback answers without a lease.
+        limits_s: latency thresholds of the deployments that are compared, as in a `UserCountsRequest`; empty: none are.
+        previous: digest of the bytes of the table that it follows; None if it is the first.
+        judge_timeout_s: seconds without a sign of whoever judges the candidate after which it loses its traffic; 0:
+            never.
+    """
+
+    endpoint: str
+    number: TableNumber
+    table: RoutingTable
+    previous: Digest | None
+    limits_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    judge_timeout_s: float = field(default=0.0, metadata=OMIT_DEFAULT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WayBack:
+    """All traffic goes to the fallback, or else the leader, of the table with number `to`."""
+
+    endpoint: str
+    number: TableNumber
+    to: TableNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """The last table, and a count of the times that its judge has looked at the endpoint."""
+
+    number: TableNumber
+    beat: int
+
+
+StoredTable: TypeAlias = ReplicaTable | WayBack
+
+
+def encode_table(table: StoredTable, signer: Signer | None) -> bytes:
+    """Return the object of a table: a line of JSON and, with a signer, a line of its DSSE signatures."""
+    kind = "table" if isinstance(table, ReplicaTable) else "way back"
+    line = codec.dumps({"kind": kind, "content": codec.to_json(table)})
+    if signer is None:
+        return line
+    return b"\n".join((line, codec.dumps(list(sign_bytes(PAYLOAD_TYPE, line, signer)))))
+
+
+def decode_table(data: bytes, number: TableNumber, endpoint: str, verifier: Verifier | None) -> StoredTable:
+    """Return the table of an object. Without a verifier, signatures do not count.
+
+    Raises:
+        CorruptStateError: it is not a table of this endpoint with this number.
+        InvalidSignatureError: no trusted key has signed it.
+    """
+    where = number.name
+    if len(data) > MAX_TABLE_BYTES:
+        raise CorruptStateError(f"it has {len(data)} bytes, more than a table", where=where)
+    line, _, rest = data.partition(b"\n")
+    document = codec.loads(line, dict[str, Any], where=where)
+    content = document.get("content")
+    table: StoredTable
+    if document.get("kind") == "table":
+        table = codec.from_json(content, ReplicaTable, where=where)
+    else:
+        table = codec.from_json(content, WayBack, where=where)
+    if table.number != number:
+        raise CorruptStateError(f"it is table {table.number}", where=where)
+    if table.endpoint != endpoint:
+        raise CorruptStateError(f"it is a table of endpoint '{table.endpoint[:80]}', not of {endpoint}", where=where)
+    if isinstance(table, WayBack):
+        if table.to >= number:
+            raise CorruptStateError("it leads to itself or forward", where=where)
+        return table
+    if table.table.state.generation != number.generation:
+        raise CorruptStateError("its state has another generation", where=where)
+    if verifier is not None:
+        signatures = codec.loads(rest, tuple[EnvelopeSignature, ...], where=where) if rest else ()
+        verify_bytes(PAYLOAD_TYPE, line, signatures, verifier)
+    return table
+
+
+def resolve(table: StoredTable, read: Callable[[TableNumber], ReplicaTable]) -> ReplicaTable:
+    """Return the table itself, or the one that a way back stands for.
+
+    Args:
+        read: returns the signed table with a number; raises an OnnxOpsError if there is none.
+
+    Raises:
+        OnnxOpsError: the way back leads to no signed table.
+    """
+    if isinstance(table, ReplicaTable):
+        return table
+    target = read(table.to)
+    state = give_way(target.table)
+    back = RoutingTable(state=replace(state, generation=table.number.generation), layout=target.table.layout)
+    return ReplicaTable(endpoint=table.endpoint, number=table.number, table=back, previous=target.previous)
+
+
+def give_way(table: RoutingTable) -> EndpointState:
+    """Return the state in which all traffic goes to the fallback of a table, or else to its leader."""
+    name = table.fallback or table.state.leader().name
+    weights = {**dict.fromkeys(table.layout, 0), name: 100}
+    return replace(table.state, split=TrafficSplit(weights=weights))
+
+
+def find_newest(
+    names: Iterable[str], read: Callable[[TableNumber], StoredTable], above: TableNumber | None = None
+) -> tuple[ReplicaTable | None, Mapping[str, str]]:
+    """Return the highest table that counts, and why higher objects do not, by name.
+
+    Args:
+        names: of the objects in the folder of the tables.
+        read: as `read_stored`; raises an OnnxOpsError for an object that does not count.
+        above: number of a table that is known: lower ones are not read.
+    """
+    skipped: dict[str, str] = {}
+    numbers: list[TableNumber] = []
+    for name in names:
+        number = TableNumber.parse(name)
+        if number is None:
+            skipped[name] = "its name is no number of a table"
+        elif above is None or number > above:
+            numbers.append(number)
+    for number in sorted(numbers, reverse=True):
+        try:
+            return resolve(read(number), lambda to: _require_table(read(to))), skipped
+        except OnnxOpsError as error:
+            skipped[number.name.removeprefix(f"{FOLDER}/")] = error.what
+    return None, skipped
+
+
+def _require_table(table: StoredTable) -> ReplicaTable:
+    if not isinstance(table, ReplicaTable):
+        raise CorruptStateError("a way back leads to another way back", where=table.number.name)
+    return table
+
+
+def gives_candidate_traffic(table: RoutingTable) -> bool:
+    """Return whether any deployment but the fallback gets requests or copies of them."""
+    split = table.state.split
+    others = [name for name in table.layout if name != table.fallback]
+    return bool(table.fallback) and any(split.weights.get(name) or split.shadow.get(name) for name in others)
+
+
+def has_same_traffic(one: RoutingTable, other: RoutingTable) -> bool:
+    """Return whether both tables give the same deployments the same requests and copies."""
+    first, second = (
+        (
+            {name: weight for name, weight in table.state.split.weights.items() if weight},
+            {name: share for name, share in table.state.split.shadow.items() if share},
+            {d.name: d.manifest for d in table.state.deployments if table.state.split.weights.get(d.name)},
+            table.fallback,
+        )
+        for table in (one, other)
+    )
+    return first == second
+
+
+def plan_tables(
+    endpoint: str,
+    state: EndpointState,
+    sequence: int,
+    before: ReplicaTable | None,
+    *,
+    digest: Digest | None,
+    limits_s: Mapping[str, tuple[float, ...]],
+    judge_timeout_s: float = 0.0,
+) -> tuple[ReplicaTable | None, ReplicaTable]:
+    """Return the table that has new models loaded, if that must be waited for, and the table of the state.
+
+    A model that gets traffic for the first time is loaded everywhere first, with the traffic as it was.
+
+    Args:
+        before: the newest table.
+        digest: of its bytes.
+    """
+    number, prepared_number = TableNumber(sequence, 1), TableNumber(sequence, 0)
+    bare = tuple(replace(d, location="") for d in state.deployments)
+    state = replace(state, deployments=bare, generation=number.generation, drift=(), out_of_service=())
+    known = [] if before is None else list(before.table.state.deployments)
+    weights = state.split.weights
+    fallback = _choose_fallback(state, None if before is None else give_way(before.table).leader().name)
+    following = build_next_table(None if before is None else before.table, state)
+    table = ReplicaTable(
+        endpoint=endpoint,
+        number=number,
+        table=replace(following, fallback=fallback),
+        previous=digest,
+        limits_s=limits_s,
+        judge_timeout_s=judge_timeout_s,
+    )
+    new = [d for d in bare if d not in known]
+    if before is None or not any(weights.get(d.name) or state.split.shadow.get(d.name) for d in new):
+        return None, table
+    names = {d.name for d in new}
+    kept = tuple(d for d in before.table.state.deployments if d.name not in names)
+    served = before.table.state.split
+    carrying = {name for name, weight in served.weights.items() if weight}
+    if not carrying <= {d.name for d in kept}:  # a name that serves gets other files: there is nothing to keep
+        return None, table
+    shares = {d.name: served.weights.get(d.name, 0) for d in kept}
+    shadow = {name: share for name, share in served.shadow.items() if name in shares}
+    split = replace(served, weights={**shares, **dict.fromkeys(names, 0)}, shadow=shadow)
+    waiting = EndpointState(deployments=(*new, *kept), split=split, generation=prepared_number.generation)
+    prepared = build_next_table(before.table, waiting)
+    return (
+        replace(
+            before,
+            number=prepared_number,
+            table=replace(prepared, fallback=before.table.fallback if before.table.fallback in prepared.layout else ""),
+            previous=digest,
+        ),
+        replace(table, table=replace(build_next_table(prepared, state), fallback=fallback)),
+    )
+
+
+def _choose_fallback(state: EndpointState, served: str | None) -> str:
+    """Return the deployment that needs no lease, if another one gets requests or copies too.
+
+    That is the one which needed none before, or else the last listed one with traffic.
+    """
+    split = state.split
+    serving = [d.name for d in state.deployments if split.weights.get(d.name)]
+    chosen = served if served in serving else serving[-1]
+    others = [d.name for d in state.deployments if d.name != chosen]
+    takes_part = any(split.weights.get(name) or split.shadow.get(name) for name in others)
+    return chosen if takes_part else ""

@@ -1,0 +1,156 @@
+"""A place of replicas: followers as real processes, over a folder or a store, with signed tables and models."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from onnx_ops import codec
+from onnx_ops.adapters.endpoints.local_server import LocalServer
+from onnx_ops.adapters.endpoints.replicas import ReplicaEndpoints
+from onnx_ops.adapters.files import ObjectStore, open_objects
+from onnx_ops.adapters.signers.ecdsa import create_key
+from onnx_ops.attestation import sign_record
+from onnx_ops.domain.attestation import OverrideRecord
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig
+from onnx_ops.ports import Signer
+from onnx_ops.protocol.replica_reports import ReplicaStatus
+from onnx_ops.protocol.replica_tables import ReplicaTable, TableNumber, decode_table
+from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
+from tests.adapters.endpoint_site import EndpointSite, make_config, make_models
+from tests.support.must import must
+from tests.support.ports import free_port
+
+TARGET = "cpu-1t"
+
+
+def approve(deployment: Deployment, signer: Signer) -> Deployment:
+    """The deployment with a signed override, so that a server with keys loads it."""
+    record = OverrideRecord(
+        model=deployment.model,
+        version=deployment.version,
+        variant=deployment.variant,
+        release=deployment.release,
+        manifest=deployment.manifest,
+        target=TARGET,
+        reason="a test",
+        by="tester",
+        at="2026-01-01T00:00:00Z",
+        execution=deployment.execution,
+    )
+    return replace(deployment, authority=sign_record(record, signer).envelope)
+
+
+@dataclass(kw_only=True)
+class ReplicaSite(EndpointSite):
+    """A provider and its replicas. `control` and `reports` are URLs; `environ` are variables of the followers."""
+
+    folder: Path
+    control_url: str
+    reports_url: str
+    environ: Mapping[str, str] = field(default_factory=dict)
+    replicas: int = 1
+    signer: Signer = field(init=False)
+    provider: ReplicaEndpoints = field(init=False)
+    processes: dict[str, subprocess.Popen[bytes]] = field(init=False, default_factory=dict)
+    ports: dict[str, int] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        keys = self.folder / "trusted"
+        keys.mkdir(parents=True)
+        self.signer = create_key(keys / "signing.pem")
+        self.blue, self.green = approve(self.blue, self.signer), approve(self.green, self.signer)
+        self.provider = ReplicaEndpoints(trusted=keys)
+        self.provider.sign_with(lambda: self.signer)
+        self.config: EndpointConfig = make_config(
+            "digits", "replicas", control=self.control_url, reports=self.reports_url, replicas=self.replicas
+        )
+
+    def address(self, name: str = "r1") -> str:
+        return f"http://127.0.0.1:{self.ports[name]}"
+
+    def start(self, name: str = "r1") -> None:
+        """Start a replica, again after an end on the same port and folder."""
+        port = self.ports.setdefault(name, free_port())
+        command = [
+            *(sys.executable, "-m", "onnx_ops.app.follower", "--state-dir", str(self.folder / name)),
+            *("--follow", self.control_url, "--reports", self.reports_url, "--endpoint", "digits", "--replica", name),
+            *("--trusted-keys", str(self.folder / "trusted"), "--port", str(port), "--address", self.address(name)),
+        ]
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                command, stdout=log, stderr=log, env={**os.environ, **self.environ}, stdin=subprocess.DEVNULL
+            )
+
+    def stop(self, name: str = "r1", number: signal.Signals = signal.SIGTERM) -> None:
+        """Stop a follower, which stops its server if it can."""
+        if (process := self.processes.pop(name, None)) is not None:
+            process.send_signal(number)
+            process.wait(60)
+
+    def stop_all(self) -> None:
+        """Stop all replicas, and the servers that followers left when they were killed."""
+        for name in list(self.processes):
+            self.stop(name)
+        for name in self.ports:
+            LocalServer(self.folder / name, sys.executable).stop()
+
+    @property
+    def control(self) -> ObjectStore:
+        return open_objects(self.control_url)
+
+    @property
+    def control_folder(self) -> Path:
+        return Path(self.control_url)
+
+    @property
+    def reports_folder(self) -> Path:
+        return Path(self.reports_url)
+
+    def status(self, name: str = "r1") -> ReplicaStatus:
+        data = open_objects(self.reports_url).read(f"status/{name}.json")
+        assert data is not None
+        return codec.loads(data, ReplicaStatus)
+
+    def adopted(self, name: str = "r1") -> TableNumber | None:
+        """The table that a replica reports; None before its first report."""
+        data = open_objects(self.reports_url).read(f"status/{name}.json")
+        return None if data is None else codec.loads(data, ReplicaStatus).adopted
+
+    def read_table(self, sequence: int, phase: int = 1) -> ReplicaTable:
+        number = TableNumber(sequence, phase)
+        table = decode_table(must(self.control.read(number.name)), number, "digits", None)
+        assert isinstance(table, ReplicaTable)
+        return table
+
+    def write_table(self, number: TableNumber, data: bytes) -> None:
+        assert self.control.create(number.name, data)
+
+    def read_record(self, name: str = "r1") -> ServerRecord | None:
+        path = self.folder / name / SERVER_FILE
+        return codec.loads(path.read_bytes(), ServerRecord) if path.is_file() else None
+
+    def age_reports(self, seconds: float) -> None:
+        """Make the statuses that much older, as if nothing had been reported since."""
+        for path in (self.reports_folder / "status").iterdir():
+            at = path.stat().st_mtime - seconds
+            os.utime(path, (at, at))
+
+
+def open_site(folder: Path, *, control: str = "", reports: str = "", replicas: int = 1, **more: str) -> ReplicaSite:
+    """A site without running replicas; by default over two folders."""
+    blue, green = make_models(folder / "models")
+    return ReplicaSite(
+        folder=folder / "site",
+        control_url=control or str(folder / "control"),
+        reports_url=reports or str(folder / "reports"),
+        replicas=replicas,
+        blue=blue,
+        green=green,
+        environ=more,
+    )

@@ -1,0 +1,321 @@
+"""The provider of replicas over real followers and servers, which follow signed tables in a folder."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from onnx_ops import codec
+from onnx_ops.adapters.endpoints import replicas
+from onnx_ops.adapters.endpoints.replicas import ReplicaEndpoints
+from onnx_ops.adapters.files import LocalObjects
+from onnx_ops.adapters.replica_files import upload_model
+from onnx_ops.domain.artifact import hex_digits
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig, TrafficSplit, serves_only
+from onnx_ops.errors import ConflictError, InfrastructureError, MissingKeyError, ServiceUnavailableError, UserError
+from onnx_ops.protocol.replica_tables import Head, TableNumber, WayBack, encode_table
+from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
+from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite, Killed
+from tests.adapters.replica_site import ReplicaSite, open_site
+from tests.support.processes import until
+
+SUITE = EndpointProviderSuite()
+_CALLS = ("read", "write", "create", "list_names", "list_objects", "upload")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[ReplicaSite]:
+    site = open_site(tmp_path)
+    yield site
+    site.stop_all()
+
+
+class SelfStartedReplicas(ReplicaEndpoints):
+    """Starts the replica that a user would start, and stops it when the endpoint is removed."""
+
+    site: ReplicaSite
+
+    def apply(self, *arguments: object, **named: object) -> None:
+        super().apply(*arguments, **named)  # type: ignore[arg-type]
+        if not self.site.processes:
+            self.site.start()
+            until(lambda: not self.site.observed().stragglers and self.list_replicas(self.site.config))
+
+    def remove(self, config: EndpointConfig) -> None:
+        self.site.stop_all()
+        super().remove(config)
+
+
+@contextmanager
+def disturbed_objects(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
+    """Disturb the calls of a folder's objects in this process from number `at` on; yield the calls made."""
+    calls: list[str] = []
+
+    def disturb(name: str) -> Callable[..., object]:
+        plain = getattr(LocalObjects, name)
+
+        @functools.wraps(plain)
+        def call(self: LocalObjects, *arguments: object) -> object:
+            number = len(calls)
+            calls.append(name)
+            if (fault == "error" and number >= at) or (fault != "none" and number > at):
+                raise ServiceUnavailableError("injected")
+            answer = plain(self, *arguments)
+            if fault != "none" and number == at:
+                if fault == "kill":
+                    raise Killed
+                raise ServiceUnavailableError("injected: the answer is lost")
+            return answer
+
+        return call
+
+    with ExitStack() as stack:
+        for name in _CALLS:
+            stack.enter_context(patch.object(LocalObjects, name, disturb(name)))
+        yield calls
+
+
+class TestReplicas(EndpointProviderSuite):
+    def disturbed(self, fault: Disturbance, at: int = 0) -> AbstractContextManager[Sized]:
+        return disturbed_objects(fault, at)
+
+    @pytest.fixture
+    def chosen(self) -> Callable[[Iterable[int]], Sequence[int]]:
+        return lambda requests: list(requests)[:7]  # what follows are looks at the reports
+
+    @pytest.fixture
+    def provider(self, site: ReplicaSite) -> ReplicaEndpoints:
+        provider = SelfStartedReplicas(trusted=site.folder / "trusted")
+        provider.site = site
+        provider.sign_with(lambda: site.signer)
+        return provider
+
+    @pytest.fixture
+    def config(self, site: ReplicaSite) -> EndpointConfig:
+        return site.config
+
+    @pytest.fixture
+    def deployments(self, site: ReplicaSite) -> tuple[Deployment, Deployment]:
+        return site.blue, site.green
+
+
+class TestWithoutAuthority:
+    """What may be done by who can write one of the two locations, and has no key."""
+
+    @pytest.fixture
+    def serving(self, site: ReplicaSite) -> ReplicaSite:
+        """A site that has served blue, then green to a tenth."""
+        site.start()
+        site.apply(1, blue=100)
+        until(lambda: site.adopted() == TableNumber(1))
+        site.apply(2, blue=90, green=10)
+        return site
+
+    def test_table_of_an_unknown_key_is_skipped_and_named(self, serving: ReplicaSite) -> None:
+        thief = open_site(serving.folder / "thief")
+        forged = serving.read_table(2)
+        number = TableNumber(9)
+        state = replace(forged.table.state, generation=number.generation, split=TrafficSplit(weights={"green": 100}))
+        table = replace(forged, number=number, table=replace(forged.table, state=state, fallback=""))
+        serving.write_table(number, encode_table(table, thief.signer))
+        serving.write_table(TableNumber(10), encode_table(table, None))
+        until(lambda: len(serving.status().skipped) == 2)
+        skipped = serving.status().skipped
+        assert "not trusted" in skipped["00000009-1.json"]
+        assert "it is table" in skipped["00000010-1.json"]
+        assert serving.adopted() == TableNumber(2)
+        assert serving.observed().generation == 2
+
+    def test_objects_that_are_no_tables_are_skipped(self, serving: ReplicaSite) -> None:
+        garbage = (b"", b"{}", b"[]", bytes(100), b'{"kind": "table", "content": {}}', b"9" * 5000, b"[" * 9999)
+        for number, data in enumerate(garbage, 9):
+            serving.write_table(TableNumber(number), data)
+        (serving.control_folder / "table" / "readme.txt").write_text("?")
+        until(lambda: len(serving.status().skipped) == len(garbage) + 1)
+        assert serving.adopted() == TableNumber(2)
+        assert serving.observed().generation == 2
+
+    def test_unsigned_way_back_gives_the_stable_version_all_traffic(self, serving: ReplicaSite) -> None:
+        back = WayBack(endpoint="digits", number=TableNumber(9), to=TableNumber(2))
+        serving.write_table(back.number, encode_table(back, None))
+        until(lambda: serving.adopted() == back.number)
+        assert {SUITE.scale(serving.address()) for _ in range(50)} == {2.0}
+        assert serves_only(serving.observed(), serving.blue)
+
+    def test_way_back_that_leads_forward_or_nowhere_is_skipped(self, serving: ReplicaSite) -> None:
+        for number, to in ((7, 8), (8, 4), (9, 9)):
+            back = WayBack(endpoint="digits", number=TableNumber(number), to=TableNumber(to))
+            serving.write_table(back.number, encode_table(back, None))
+        until(lambda: len(serving.status().skipped) == 3)
+        assert serving.adopted() == TableNumber(2)
+
+    def test_table_of_another_endpoint_is_skipped(self, serving: ReplicaSite) -> None:
+        table = replace(serving.read_table(2), endpoint="letters", number=TableNumber(9))
+        serving.write_table(TableNumber(9), encode_table(table, serving.signer))
+        assert "letters" in until(lambda: serving.status().skipped)["00000009-1.json"]
+
+    def test_files_that_were_changed_are_not_loaded(self, site: ReplicaSite) -> None:
+        site.start()
+        site.apply(1, blue=100)
+        until(lambda: site.adopted() == TableNumber(1))
+        upload_model(site.control, Path(site.green.location))
+        stored = next((site.control_folder / "models").glob(f"{hex_digits(site.green.manifest)}/files/*"))
+        stored.write_bytes(Path(site.blue.location, "model.onnx").read_bytes())
+        with pytest.raises(InfrastructureError, match="replica r1 cannot load it"):
+            site.apply(2, blue=90, green=10)
+        assert {SUITE.scale(site.address()) for _ in range(20)} == {2.0}
+        assert site.observed().split.weights["green"] == 0
+
+    def test_reports_of_another_process_change_nothing_that_is_served(self, serving: ReplicaSite) -> None:
+        reports = serving.reports_folder
+        forged = replace(serving.status(), replica="r2", start="0" * 12, adopted=TableNumber(99))
+        (reports / "status" / "r2.json").write_bytes(codec.dumps(forged))
+        (reports / "status" / "r3.json").write_bytes(b"{")
+        (reports / "counts" / f"r2~{'0' * 12}.json").write_bytes(b'{"origin": 1}')
+        (reports / "epochs").mkdir(exist_ok=True)
+        (reports / "epochs" / f"00000005-1~r2~{'0' * 12}.json").write_bytes(b"nothing")
+        assert serving.observed().generation == 2
+        serving.provider.roll_back(serving.config, serving.state(blue=100, green=0), generation=3)
+        assert {SUITE.scale(serving.address()) for _ in range(30)} == {2.0}
+
+
+class TestWithoutKey:
+    @pytest.fixture
+    def keyless(self, site: ReplicaSite) -> ReplicaSite:
+        site.start()
+        site.apply(1, blue=100)
+        until(lambda: site.adopted() == TableNumber(1))
+        site.apply(2, blue=90, green=10)
+        return site
+
+    def test_rollback_of_a_candidate_needs_no_key(self, keyless: ReplicaSite) -> None:
+        keyless.provider.sign_with(lambda: None)
+        keyless.provider.roll_back(keyless.config, keyless.state(blue=100, green=0), generation=3)
+        assert keyless.adopted() == TableNumber(3)
+        assert {SUITE.scale(keyless.address()) for _ in range(30)} == {2.0}
+        written = len(list((keyless.control_folder / "table").iterdir()))
+        keyless.provider.roll_back(keyless.config, keyless.state(blue=100, green=0), generation=3)
+        assert len(list((keyless.control_folder / "table").iterdir())) == written
+
+    def test_rollback_of_a_finished_release_needs_no_key(self, keyless: ReplicaSite) -> None:
+        keyless.apply(3, green=100, blue=0)
+        keyless.provider.sign_with(lambda: None)
+        keyless.provider.roll_back(keyless.config, keyless.state(blue=100, green=0), generation=4)
+        assert keyless.adopted() == TableNumber(4)
+        assert {SUITE.scale(keyless.address()) for _ in range(30)} == {2.0}
+
+    def test_any_other_state_needs_a_key(self, keyless: ReplicaSite) -> None:
+        keyless.provider.sign_with(lambda: None)
+        with pytest.raises(MissingKeyError, match="signing is off"):
+            keyless.apply(3, blue=50, green=50)
+        with pytest.raises(MissingKeyError, match="no signed table leads back"):
+            keyless.provider.roll_back(keyless.config, keyless.state(green=100, blue=0), generation=3)
+        assert keyless.adopted() == TableNumber(2)
+
+
+class TestFailures:
+    def test_number_that_is_taken_is_a_conflict_with_a_name(self, site: ReplicaSite) -> None:
+        site.apply(1, blue=100)
+        site.write_table(TableNumber(2), b"garbage")
+        with pytest.raises(ConflictError, match="another object with the number of table 00000002-1"):
+            site.apply(2, blue=100)
+        site.apply(3, blue=100)
+
+    def test_candidate_waits_for_each_replica_and_says_which(
+        self, site: ReplicaSite, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(replicas, "_PREPARE_S", 2.0)
+        site.apply(1, blue=100)
+        with pytest.raises(ServiceUnavailableError, match="no replica reports"):
+            site.apply(2, blue=90, green=10)
+        site.start()
+        until(lambda: site.adopted() == TableNumber(2, 0))
+        site.apply(3, blue=90, green=10)
+        site.stop(number=signal.SIGKILL)
+        site.age_reports(25)
+        site.apply(4, blue=100)
+        with pytest.raises(ServiceUnavailableError, match="without a report that it is: r1"):
+            site.apply(5, blue=90, green=10)
+
+    def test_server_outlives_its_follower_and_the_next_one_takes_over(self, site: ReplicaSite) -> None:
+        site.start()
+        site.apply(1, blue=100)
+        until(lambda: site.adopted() == TableNumber(1))
+        start = site.status().start
+        site.stop(number=signal.SIGKILL)
+        assert SUITE.scale(site.address()) == 2.0
+        site.age_reports(25)
+        site.apply(2, blue=100)
+        site.start()
+        until(lambda: site.status().start != start and site.adopted() == TableNumber(2))
+        assert SUITE.scale(site.address()) == 2.0
+
+    def test_server_that_dies_is_started_again(self, site: ReplicaSite) -> None:
+        site.start()
+        site.apply(1, blue=100)
+        until(lambda: site.adopted() == TableNumber(1))
+        record = codec.loads((site.folder / "r1" / SERVER_FILE).read_bytes(), ServerRecord)
+        os.kill(record.pid, signal.SIGKILL)
+        until(lambda: site.read_record() not in (None, record))
+        until(lambda: site.adopted() == TableNumber(1) and site.status().is_healthy)
+        assert SUITE.scale(site.address()) == 2.0
+
+    def test_start_without_the_store_serves_the_stable_version_from_disk(self, site: ReplicaSite) -> None:
+        site.start()
+        site.apply(1, blue=100)
+        until(lambda: site.adopted() == TableNumber(1))
+        site.apply(2, blue=10, green=90)
+        site.stop()
+        away = site.control_folder.rename(site.folder / "away")
+        site.control_folder.write_text("no folder")
+        site.start()
+        until(lambda: site.read_record() is not None)
+        until(lambda: SUITE.scale(site.address()) == 2.0)
+        assert {SUITE.scale(site.address()) for _ in range(50)} == {2.0}
+        site.control_folder.unlink()
+        away.rename(site.control_folder)
+        until(lambda: {SUITE.scale(site.address()) for _ in range(20)} == {2.0, 3.0})
+
+    def test_end_is_reported_with_the_last_counts(self, site: ReplicaSite) -> None:
+        site.start()
+        site.apply(1, blue=100)
+        until(lambda: site.adopted() == TableNumber(1))
+        for _ in range(25):
+            SUITE.scale(site.address())
+        site.stop()
+        assert site.status().is_final
+        (counts,) = site.provider._read_counts(site.config, None)
+        assert counts.deployments["blue"].statuses["200"] == 25
+        assert counts.tables[-1].generation == 1
+        assert not site.observed().stragglers
+
+
+def test_locations_in_one_another_are_refused(site: ReplicaSite) -> None:
+    for reports in ("s3://bucket/p", "s3://bucket/p/reports", "s3://bucket"):
+        with pytest.raises(UserError, match="must not contain"):
+            site.provider.validate_settings({"control": "s3://bucket/p/", "reports": reports})
+
+
+def test_head_is_a_hint_only(site: ReplicaSite) -> None:
+    site.start()
+    site.apply(1, blue=100)
+    until(lambda: site.adopted() == TableNumber(1))
+    for head in (
+        b"nothing",
+        codec.dumps(Head(number=TableNumber(77), beat=1)),
+        codec.dumps(Head(number=TableNumber(0), beat=2)),
+    ):
+        (site.control_folder / "head.json").write_bytes(head)
+        time.sleep(0.6)
+        assert site.adopted() == TableNumber(1)
+    site.apply(2, blue=100)
+    until(lambda: site.adopted() == TableNumber(2))

@@ -1,0 +1,127 @@
+"""When a replica may give a candidate traffic, and what it is started with. Its process: test_endpoint_replicas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.app.follower import LIST_S, RENEW_S, Following, check_options, name_replica
+from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
+from onnx_ops.errors import OnnxOpsError, RefusedError, UserError
+from onnx_ops.protocol.replica_tables import LEASE_S, ReplicaTable, plan_tables
+from onnx_ops.protocol.server_process import ServerOptions
+from tests.support.endpoints import fileless_deployment
+from tests.support.must import must
+
+NOW = 1000.0
+
+
+def make_state(**weights: int) -> EndpointState:
+    return EndpointState(deployments=tuple(map(fileless_deployment, weights)), split=TrafficSplit(weights=weights))
+
+
+def plan(sequence: int, before: ReplicaTable | None = None, **weights: int) -> tuple[ReplicaTable | None, ReplicaTable]:
+    return plan_tables("digits", make_state(**weights), sequence, before, digest=None, limits_s={})
+
+
+STABLE = plan(1, a=100)[1]
+CANARY = plan(2, STABLE, b=10, a=90)[1]
+ABORT = plan(3, CANARY, a=100, b=0)[1]
+
+
+@pytest.fixture
+def following() -> Following:
+    """A replica that serves the canary, and has just listed the tables and reported."""
+    following = Following()
+    following.see(CANARY)
+    following.adopted = CANARY
+    following.listed_at = following.reported_at = NOW
+    return following
+
+
+def test_lease_lasts_from_the_earlier_of_list_and_report(following: Following) -> None:
+    assert following.compute_lease_end(NOW) == NOW + LEASE_S
+    following.listed_at = NOW + 5
+    assert following.compute_lease_end(NOW + 5) == NOW + LEASE_S
+    following.reported_at = NOW + 7
+    assert following.compute_lease_end(NOW + 7) == NOW + 5 + LEASE_S
+
+
+def test_lease_before_the_first_list_or_report_is_none() -> None:
+    following = Following()
+    assert following.compute_lease_end(NOW) == 0
+    following.see(CANARY)
+    following.adopted = CANARY
+    following.listed_at = NOW
+    assert following.compute_lease_end(NOW) == 0
+
+
+def test_lease_ends_once_a_newer_table_moves_traffic(following: Following) -> None:
+    following.see(ABORT)
+    assert following.compute_lease_end(NOW) == 0
+
+
+def test_lease_goes_on_while_a_table_has_models_loaded(following: Following) -> None:
+    prepared, _ = plan(3, CANARY, c=10, a=90)
+    following.see(must(prepared))
+    assert following.compute_lease_end(NOW) == NOW + LEASE_S
+
+
+def test_lease_ends_without_a_judge_and_returns_with_it(following: Following) -> None:
+    following.adopted = following.newest = replace(CANARY, judge_timeout_s=60.0)
+    following.see_beat(7, NOW)
+    assert following.compute_lease_end(NOW + 10) > 0
+    following.see_beat(7, NOW + 61)
+    assert following.compute_lease_end(NOW + 61) == 0
+    following.see_beat(8, NOW + 62)
+    following.listed_at = following.reported_at = NOW + 62
+    assert following.compute_lease_end(NOW + 62) == NOW + 62 + LEASE_S
+
+
+def test_see_keeps_the_highest_table(following: Following) -> None:
+    following.see(STABLE)
+    assert following.newest == CANARY
+    following.see(None)
+    assert following.newest == CANARY
+
+
+def test_list_is_due_more_often_while_a_lease_is_needed(following: Following) -> None:
+    assert following.is_list_due(NOW + RENEW_S)
+    assert not following.is_list_due(NOW + RENEW_S - 1)
+    following.adopted = STABLE
+    assert not following.is_list_due(NOW + RENEW_S)
+    assert following.is_list_due(NOW + LIST_S)
+    assert Following().is_list_due(0.0)
+
+
+@pytest.mark.parametrize(
+    ("control", "reports"), [("s3://b/p", "s3://b/p/"), ("s3://b/p", "s3://b/p/r"), ("/x/y/", "/x"), ("/x", "/x")]
+)
+def test_check_options_with_reports_beside_tables_is_refused(control: str, reports: str) -> None:
+    with pytest.raises(UserError, match="in one location"):
+        check_options({"follow": control, "reports": reports}, ServerOptions(endpoint="digits", trusted_keys="keys"))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [(ServerOptions(trusted_keys="keys"), UserError), (ServerOptions(endpoint="digits"), RefusedError)],
+)
+def test_check_options_without_endpoint_or_keys_is_refused(options: ServerOptions, error: type[OnnxOpsError]) -> None:
+    with pytest.raises(error):
+        check_options({"follow": "/control", "reports": "/reports"}, options)
+
+
+def test_check_options_of_neighbours_is_accepted() -> None:
+    options = ServerOptions(endpoint="digits", trusted_keys="keys")
+    check_options({"follow": "s3://b/control", "reports": "s3://b/control-reports"}, options)
+
+
+def test_name_replica_is_the_same_after_a_restart(tmp_path: Path) -> None:
+    name = name_replica(tmp_path, "")
+    assert name_replica(tmp_path, "") == name
+    assert name_replica(tmp_path, "r-1") == "r-1"
+    for bad in ("a/b", "a~b", "-a", "x" * 64, "ü"):
+        with pytest.raises(UserError, match="cannot be the name of a replica"):
+            name_replica(tmp_path, bad)

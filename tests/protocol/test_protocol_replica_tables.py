@@ -1,0 +1,214 @@
+"""Signed tables of replicas: what counts, what follows what, and how traffic reaches a new version."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
+from onnx_ops.errors import CorruptStateError, InvalidSignatureError, NotFoundError
+from onnx_ops.protocol.replica_tables import (
+    ReplicaTable,
+    StoredTable,
+    TableNumber,
+    WayBack,
+    decode_table,
+    encode_table,
+    find_newest,
+    give_way,
+    gives_candidate_traffic,
+    has_same_traffic,
+    plan_tables,
+)
+from onnx_ops.protocol.routing_table import RoutingTable
+from onnx_ops.testing.fakes import FakeSigner
+from tests.support.endpoints import fileless_deployment
+
+ENDPOINT = "digits"
+SIGNER, THIEF = FakeSigner(b"release"), FakeSigner(b"thief")
+
+
+def make_state(weights: Mapping[str, int], shadow: Mapping[str, int] | None = None) -> EndpointState:
+    return EndpointState(
+        deployments=tuple(map(fileless_deployment, weights)),
+        split=TrafficSplit(weights=weights, shadow=shadow or {}),
+    )
+
+
+def plan(
+    sequence: int,
+    weights: Mapping[str, int],
+    before: ReplicaTable | None = None,
+    shadow: Mapping[str, int] | None = None,
+) -> tuple[ReplicaTable | None, ReplicaTable]:
+    return plan_tables(ENDPOINT, make_state(weights, shadow), sequence, before, digest=None, limits_s={})
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> dict[str, int]:
+    """Weights of one to three deployments of four."""
+    names = draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True))
+    cuts = sorted(draw(st.lists(st.integers(0, 100), min_size=len(names) - 1, max_size=len(names) - 1)))
+    edges = [0, *cuts, 100]
+    return {name: edges[place + 1] - edges[place] for place, name in enumerate(names)}
+
+
+@given(st.lists(splits(), min_size=1, max_size=5))
+def test_plan_tables_gives_traffic_only_to_what_the_table_before_had_loaded(history: list[dict[str, int]]) -> None:
+    before: ReplicaTable | None = None
+    for sequence, weights in enumerate(history, 1):
+        prepared, table = plan(sequence, weights, before)
+        assert table.table.state.split.weights == weights
+        assert table.number == TableNumber(sequence, 1)
+        if before is not None:
+            loaded = set((prepared or before).table.state.deployments)
+            assert {d for d in table.table.state.deployments if weights[d.name]} <= loaded
+        if prepared is not None and before is not None:
+            assert before.number < prepared.number < table.number
+            served = {name: weight for name, weight in before.table.state.split.weights.items() if weight}
+            assert {n: w for n, w in prepared.table.state.split.weights.items() if w} == served
+        before = table
+
+
+@given(st.lists(splits(), min_size=1, max_size=5))
+def test_plan_tables_names_a_fallback_where_two_get_traffic(history: list[dict[str, int]]) -> None:
+    before: ReplicaTable | None = None
+    for sequence, weights in enumerate(history, 1):
+        stable = None if before is None else give_way(before.table).leader().name
+        _, before = plan(sequence, weights, before)
+        serving = [name for name, weight in weights.items() if weight]
+        assert bool(before.table.fallback) == (len(serving) > 1)
+        assert gives_candidate_traffic(before.table) == (len(serving) > 1)
+        if before.table.fallback:
+            assert before.table.fallback == (stable if stable in serving else serving[-1])
+            assert give_way(before.table).split.weights[before.table.fallback] == 100
+
+
+def test_plan_tables_with_copies_only_needs_a_lease() -> None:
+    _, first = plan(1, {"a": 100})
+    prepared, table = plan(2, {"b": 0, "a": 100}, first, shadow={"b": 20})
+    assert prepared is not None
+    assert prepared.table.state.split.shadow == {}
+    assert table.table.fallback == "a"
+    assert gives_candidate_traffic(table.table)
+
+
+def test_plan_tables_of_a_name_that_gets_other_files_has_nothing_to_keep() -> None:
+    _, first = plan(1, {"a": 100})
+    changed = replace(make_state({"a": 100}), deployments=(fileless_deployment("a", "other"),))
+    prepared, table = plan_tables(ENDPOINT, changed, 2, first, digest=None, limits_s={})
+    assert prepared is None
+    assert table.table.state.leader().manifest == digest_bytes(b"other")
+
+
+def test_has_same_traffic_sees_weights_copies_and_files() -> None:
+    _, first = plan(1, {"a": 100})
+    prepared, canary = plan(2, {"b": 10, "a": 90}, first)
+    assert prepared is not None
+    assert has_same_traffic(first.table, prepared.table)
+    assert not has_same_traffic(first.table, canary.table)
+    other = replace(make_state({"a": 100}), deployments=(fileless_deployment("a", "other"),))
+    assert not has_same_traffic(first.table, RoutingTable(state=other, layout=("a",)))
+
+
+@given(splits(), st.integers(1, 10**6))
+def test_decode_table_restores_what_was_signed(weights: dict[str, int], sequence: int) -> None:
+    _, table = plan(sequence, weights)
+    assert decode_table(encode_table(table, SIGNER), table.number, ENDPOINT, SIGNER) == table
+
+
+@pytest.mark.parametrize(
+    ("number", "endpoint", "what"),
+    [(TableNumber(6), ENDPOINT, "it is table"), (TableNumber(5), "letters", "it is a table of endpoint")],
+)
+def test_decode_table_of_another_place_is_refused(number: TableNumber, endpoint: str, what: str) -> None:
+    data = encode_table(plan(5, {"a": 100})[1], SIGNER)
+    with pytest.raises(CorruptStateError, match=what):
+        decode_table(data, number, endpoint, SIGNER)
+
+
+def test_decode_table_needs_a_trusted_signature_over_these_bytes() -> None:
+    table = plan(5, {"a": 100})[1]
+    signed = encode_table(table, SIGNER)
+    line, _, signatures = signed.partition(b"\n")
+    document = json.loads(line)
+    document["content"]["table"]["state"]["deployments"][0]["version"] = "2"
+    changed = json.dumps(document).encode() + b"\n" + signatures
+    for data in (encode_table(table, None), encode_table(table, THIEF), changed, line + b"\n[]"):
+        with pytest.raises(InvalidSignatureError):
+            decode_table(data, table.number, ENDPOINT, SIGNER)
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_decode_table_of_any_bytes_is_an_error_with_a_name(data: bytes) -> None:
+    with pytest.raises((CorruptStateError, InvalidSignatureError)):
+        decode_table(data, TableNumber(1), ENDPOINT, SIGNER)
+
+
+class TestFindNewest:
+    """Over a store with five tables: a, then b from a tenth to all, then c to a tenth."""
+
+    @pytest.fixture
+    def stored(self) -> dict[TableNumber, StoredTable]:
+        before: ReplicaTable | None = None
+        stored: dict[TableNumber, StoredTable] = {}
+        for sequence, weights in enumerate(({"a": 100}, {"b": 10, "a": 90}, {"b": 100, "a": 0}, {"c": 10, "b": 90}), 1):
+            prepared, before = plan(sequence, weights, before)
+            stored |= {table.number: table for table in (prepared, before) if table is not None}
+        return stored
+
+    def find(self, stored: Mapping[TableNumber, StoredTable], above: TableNumber | None = None) -> ReplicaTable | None:
+        def read(number: TableNumber) -> StoredTable:
+            if number not in stored:
+                raise NotFoundError("it was deleted")
+            return stored[number]
+
+        return find_newest([f"{number}.json" for number in stored], read, above)[0]
+
+    def test_highest_counts(self, stored: dict[TableNumber, StoredTable]) -> None:
+        found = self.find(stored)
+        assert found is not None
+        assert found.number == TableNumber(4, 1)
+        assert self.find(stored, TableNumber(4, 1)) is None
+
+    @pytest.mark.parametrize(("to", "leader"), [(2, "a"), (3, "b"), (4, "b"), (1, "a")])
+    def test_way_back_gives_all_traffic_to_who_answers_there_without_a_lease(
+        self, stored: dict[TableNumber, StoredTable], to: int, leader: str
+    ) -> None:
+        number = TableNumber(9)
+        found = self.find({**stored, number: WayBack(endpoint=ENDPOINT, number=number, to=TableNumber(to))})
+        assert found is not None
+        assert found.number == number
+        assert found.table.state.generation == number.generation
+        assert {n: w for n, w in found.table.state.split.weights.items() if w} == {leader: 100}
+        assert not gives_candidate_traffic(found.table)
+
+    def test_way_back_to_a_way_back_or_to_nothing_does_not_count(self, stored: dict[TableNumber, StoredTable]) -> None:
+        ways = {
+            number: WayBack(endpoint=ENDPOINT, number=number, to=to)
+            for number, to in ((TableNumber(7), TableNumber(2)), (TableNumber(8), TableNumber(7)))
+        }
+        found = self.find(
+            {**stored, **ways, TableNumber(9): WayBack(endpoint=ENDPOINT, number=TableNumber(9), to=TableNumber(5))}
+        )
+        assert found is not None
+        assert found.number == TableNumber(7)
+
+
+@given(st.integers(0, 10**8 - 1), st.integers(0, 1))
+def test_table_number_is_in_name_and_generation(sequence: int, phase: int) -> None:
+    number = TableNumber(sequence, phase)
+    assert TableNumber.parse(number.name.rpartition("/")[2]) == number
+    assert TableNumber.from_generation(number.generation) == number
+
+
+@given(st.text(max_size=20))
+def test_table_number_of_another_name_is_none(name: str) -> None:
+    parsed = TableNumber.parse(name)
+    assert parsed is None or parsed.name == f"table/{name}"

@@ -1,0 +1,89 @@
+"""A table with a fallback: the candidate gets traffic only while the server has a lease."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from onnx_ops import codec
+from onnx_ops.protocol.messages import DEPLOYMENT_HEADER, LEASE_PATH, TABLE_PATH, Lease, UserCountsRequest
+from onnx_ops.protocol.routing_table import RoutingTable
+from onnx_ops.testing.endpoints import scaling_deployment, state_of
+from tests.support.processes import until
+from tests.support.server import ServerFamily
+
+WATCH = UserCountsRequest(limits_s={"blue": (), "green": ()})
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerFamily]:
+    blue = scaling_deployment(tmp_path / "blue", name="blue", version="1", scale=2.0)
+    green = scaling_deployment(tmp_path / "green", name="green", version="2", scale=3.0)
+    state = replace(state_of(blue, green, blue=50, green=50), generation=3)
+    table = RoutingTable(state=state, layout=("green", "blue"), fallback="blue")
+    with ServerFamily(folder=tmp_path / "state", options=("--workers", "2")) as server:
+        assert server.admin("PUT", codec.dumps(table), TABLE_PATH).status == 200
+        server.counts(WATCH)
+        yield server
+
+
+def set_lease(server: ServerFamily, seconds: float) -> Lease:
+    end = time.clock_gettime(time.CLOCK_BOOTTIME) + seconds if seconds else 0.0
+    answer = server.admin("PUT", codec.dumps(Lease(until_ns=int(end * 1e9))), LEASE_PATH)
+    assert answer.status == 200
+    return codec.loads(answer.body, Lease)
+
+
+def ask(server: ServerFamily, count: int, **headers: str) -> Counter[str]:
+    """The deployments that answered."""
+    body = {"inputs": {"x": [[1.0, 1.0]]}}
+    answers = [server.call("POST", "/invocations", body, headers) for _ in range(count)]
+    assert {answer.status for answer in answers} == {200}
+    return Counter(answer.headers[DEPLOYMENT_HEADER] for answer in answers)
+
+
+def test_table_without_a_lease_is_served_by_its_fallback(server: ServerFamily) -> None:
+    assert ask(server, 40) == {"blue": 40}
+    assert set_lease(server, 60).lapsed == 40
+    assert ask(server, 60).keys() == {"blue", "green"}
+    set_lease(server, 0)
+    assert ask(server, 40) == {"blue": 40}
+
+
+def test_lease_that_ends_takes_the_candidate_its_traffic_without_a_call(server: ServerFamily) -> None:
+    set_lease(server, 1.0)
+    until(lambda: ask(server, 20) == {"blue": 20}, "the end of the lease", seconds=20)
+    assert ask(server, 60) == {"blue": 60}
+
+
+def test_restart_has_no_lease(server: ServerFamily) -> None:
+    set_lease(server, 60)
+    assert ask(server, 60).keys() == {"blue", "green"}
+    server.destroy()
+    server.start()
+    assert ask(server, 60) == {"blue": 60}
+
+
+def test_requests_without_a_lease_are_no_evidence(server: ServerFamily) -> None:
+    ask(server, 30)
+    set_lease(server, 60)
+    answered = ask(server, 50)
+    (table,) = server.counts(WATCH).tables
+    assert {name: sum(one.statuses.values()) for name, one in table.deployments.items()} == answered
+    assert sum(table.deployments["blue"].unjudged.values()) == 30
+
+
+def test_client_that_names_a_deployment_gets_it_without_a_lease(server: ServerFamily) -> None:
+    assert ask(server, 5, **{"azureml-model-deployment": "green"}) == {"green": 5}
+
+
+def test_state_of_a_push_needs_no_lease(server: ServerFamily, tmp_path: Path) -> None:
+    blue = scaling_deployment(tmp_path / "again" / "blue", name="blue", version="1", scale=2.0)
+    green = scaling_deployment(tmp_path / "again" / "green", name="green", version="2", scale=3.0)
+    assert server.publish(state_of(blue, green, blue=50, green=50), 4).status == 200
+    assert ask(server, 60).keys() == {"blue", "green"}
