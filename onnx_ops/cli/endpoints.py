@@ -36,6 +36,7 @@ from onnx_ops.domain.artifact import short_digest
 from onnx_ops.errors import OnnxOpsError, UserError
 
 if TYPE_CHECKING:
+    from onnx_ops.domain.endpoint import EndpointState
     from onnx_ops.domain.ledger import PendingRollback
     from onnx_ops.release.prune import OrphanSurvey, PrunePlan
     from onnx_ops.release.status import EndpointStatus, HistoryLine
@@ -219,6 +220,7 @@ def status_document(status: EndpointStatus) -> dict[str, Any]:
         "traffic": dict(status.actual.split.weights) if status.actual is not None else None,
         "drift": list(status.actual.drift) if status.actual is not None else [],
         "out_of_service": list(status.actual.out_of_service) if status.actual is not None else [],
+        "stragglers": list(status.actual.stragglers) if status.actual is not None else [],
         "open_intent": state.open_intent.action.why if state.open_intent is not None else None,
         "pending_rollback": None
         if pending is None
@@ -252,14 +254,7 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
             print_text("[red]rollback pending[/red]: {}", describe_pending(state.pending_rollback, now), indent=2)
             say(f"{repair} tries again; rollback --withdraw cancels it", indent=2)
         if status.actual is not None:
-            waits = "" if state.roles.candidate is None else state.roles.candidate.name
-            weights = status.actual.split.weights.items()
-            split = ", ".join(f"{name} {weight} %" for name, weight in weights if weight or name == waits)
-            say(f"answers at {address}: {split or 'no traffic'}", indent=2)
-            for deployment in status.actual.out_of_service:
-                print_text("[red]out of service[/red]: {}", deployment, indent=2)
-            for drift in status.actual.drift:
-                print_text("[yellow]differs from its settings[/yellow]: {}", drift, indent=2)
+            _print_served(status, status.actual, address)
         elif status.unsupervised:
             text = "answers at {}, but [red]has no supervisor[/red]: no change is possible"
             print_text(text, address, indent=2)
@@ -276,6 +271,22 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
         if state.pending_aliases:
             aliases = ", ".join(f"{name} -> {version or 'none'}" for name, version in state.pending_aliases.items())
             print_text("[yellow]aliases pending[/yellow]: {}", aliases, indent=2)
+
+
+def _print_served(status: EndpointStatus, actual: EndpointState, address: str) -> None:
+    """Print the traffic of an endpoint that answers, and what is not as it should be."""
+    candidate = status.state.roles.candidate
+    waits = "" if candidate is None else candidate.name
+    split = ", ".join(f"{name} {weight} %" for name, weight in actual.split.weights.items() if weight or name == waits)
+    say(f"answers at {address}: {split or 'no traffic'}", indent=2)
+    found = (
+        ("[red]out of service[/red]: {}", actual.out_of_service),
+        ("[yellow]behind[/yellow]: {}", actual.stragglers),
+        ("[yellow]differs from its settings[/yellow]: {}", actual.drift),
+    )
+    for template, texts in found:
+        for text in texts:
+            print_text(template, text, indent=2)
 
 
 def describe_pending(pending: PendingRollback, now: float) -> str:

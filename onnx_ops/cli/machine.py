@@ -122,14 +122,32 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to bind; beyond loopback only behind a proxy.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the inference API.")] = 8080,
     admin_port: Annotated[int, typer.Option(help="Port of the admin API on loopback; 0: any.")] = 0,
+    follow: Annotated[
+        str, typer.Option(metavar="URL", help="Follow the signed tables there, as a replica: s3://… or a folder.")
+    ] = "",
+    reports: Annotated[str, typer.Option(metavar="URL", help="Where a replica writes its reports.")] = "",
+    replica: Annotated[str, typer.Option(help="Name of the replica; default: the host's, with random digits.")] = "",
+    address: Annotated[str, typer.Option(metavar="URL", help="Where clients reach the replica, for `status`.")] = "",
     **options: Any,
 ) -> None:
     """Run the endpoint server in the foreground, with the table last published in its folder.
 
+    With --follow, it is a replica of an endpoint with `provider: replicas`: it serves what the newest signed table
+    there says, and reports. It needs --reports, --endpoint and --trusted-keys. See `onnx-ops docs replicas`.
+
     Example: onnx-ops serve --state-dir .onnx-ops/endpoints/digits --port 8080 --workers 4
     """
     require(*EXTRAS["serve"], where="")
-    command = [sys.executable, "-m", "onnx_ops.serving.main", "--state-dir", str(state_dir), "--host", host]
-    ports = ["--port", str(port), "--admin-port", str(admin_port)]
+    flags = ["--state-dir", str(state_dir), "--host", host, "--port", str(port)]
+    flags += format_flags(bind_settings(options, ServerOptions))
+    if follow:
+        if not reports:
+            raise UserError("a replica needs a place for its reports", where="--reports", remedy="Give --reports URL.")
+        module = "onnx_ops.app.follower"
+        own = {"follow": follow, "reports": reports, "replica": replica, "address": address}
+        flags += [f"--{name}={value}" for name, value in own.items()]
+    else:
+        module = "onnx_ops.serving.main"
+        flags.append(f"--admin-port={admin_port}")
     # The server replaces this process, so that nothing of the command line stays in its memory.
-    os.execv(sys.executable, [*command, *ports, *format_flags(bind_settings(options, ServerOptions))])  # noqa: S606 (a list, no shell)
+    os.execv(sys.executable, [sys.executable, "-m", module, *flags])  # noqa: S606 (a list, no shell)

@@ -199,6 +199,8 @@ class EndpointProvider(ABC):
         Deployments without traffic are neither loaded nor started, and others that the endpoint holds stay. An endpoint
         that does not run, or does not answer, is started with this state only.
 
+        The state's own generation is that of the request: an endpoint that has reached the state since may be left.
+
         Raises:
             NotFoundError, DigestMismatchError: the deployment's files are needed, and lost or damaged.
             ConflictError: a later generation was applied already.

@@ -20,6 +20,7 @@ from onnx_ops.domain.rollout import (
     Action,
     ActionKind,
     OperatorCommand,
+    Roles,
     Wait,
     WaitKind,
     choose_next_action,
@@ -352,9 +353,17 @@ def choose_action(
         draws_epochs="epochs" in provider.capabilities(journal.config.settings),
     )
     if not isinstance(action, Wait):
-        return action
+        return _hold(action, state.roles, snapshot, state.command)
     why = desired.blocked_by if state.roles.candidate is None and desired.blocked_by else action.why
     return replace(action, why=f"{why}: {snapshot.failure}" if snapshot.failure else why)
+
+
+def _hold(action: Action, roles: Roles, snapshot: MetricsSnapshot, command: OperatorCommand | None) -> Action | Wait:
+    """Return the action, or the wait of a rollout that would go on although evidence is missing."""
+    goes_on = action.kind in (ActionKind.ADVANCE, ActionKind.FINISH) and roles.candidate is not None
+    if goes_on and snapshot.failure and command is not OperatorCommand.ADVANCE:
+        return Wait(why=f"evidence is missing: {snapshot.failure}", kind=WaitKind.ANALYZING)
+    return action
 
 
 def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action | Wait) -> None:

@@ -77,7 +77,7 @@ def carry_out_pending(journal: Journal) -> None:
     config, action = journal.config, pending.action
 
     def apply(generation: int) -> None:
-        state, provider = journal.locate(action.state, generation), context.provider(config.provider)
+        state, provider = journal.locate(action.state, pending.sequence), context.provider(config.provider)
         try:
             provider.roll_back(config, state, generation=generation)
         except (NotFoundError, DigestMismatchError):  # lost or damaged files are downloaded again

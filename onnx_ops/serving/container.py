@@ -4,6 +4,9 @@ Usage: `python -m onnx_ops.serving.container [serve]`.
 
 `ONNX_OPS_MODEL_DIR` or `AZUREML_MODEL_DIR` names the model's folder; default: `/opt/ml/model`. It, or a folder below,
 holds a `deployment.json` beside the version's files in `model/`, or just a `model.onnx`.
+
+With `ONNX_OPS_FOLLOW` and `ONNX_OPS_REPORTS` the container is a replica: it follows the tables at the first URL, and
+reports at the second one.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from onnx_ops import codec
 from onnx_ops.config.server_options import list_options
@@ -29,6 +33,14 @@ from onnx_ops.serving.inference.integrity import COPIES_FOLDER, ModelCopies
 _FOLDERS = ("ONNX_OPS_MODEL_DIR", "AZUREML_MODEL_DIR")
 _SAGEMAKER_FOLDER = "/opt/ml/model"
 _PORTS = ("ONNX_OPS_PORT", "SAGEMAKER_BIND_TO_PORT")
+_REPLICA_VARIABLES = {
+    "follow": "ONNX_OPS_FOLLOW",
+    "reports": "ONNX_OPS_REPORTS",
+    "replica": "ONNX_OPS_REPLICA",
+    "address": "ONNX_OPS_ADDRESS",
+    "image": "ONNX_OPS_IMAGE",
+}
+"""Flags of the follower, and the variables that set them."""
 _ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 (the container's own network; the cloud calls from outside)
 _MAX_DEPTH = 3
 """Azure ML mounts a model below `AZUREML_MODEL_DIR`, in a folder of its name or path."""
@@ -39,16 +51,9 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     try:
         if list(arguments) not in ([], ["serve"]):
             raise UserError(f"unknown argument: {' '.join(arguments)}", remedy="Use no argument, or `serve`.")
-        configured = environment.get("ONNX_OPS_STATE_DIR")
-        try:
-            folder = Path(configured or tempfile.mkdtemp(prefix="onnx-ops-"))  # it need not outlive the container
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise InfrastructureError(
-                "the folder for the server's state cannot be created",
-                why=str(error),
-                remedy="Set ONNX_OPS_STATE_DIR to a writable folder, or mount one at /tmp.",
-            ) from error
+        folder = _make_folder(environment)
+        if environment.get("ONNX_OPS_FOLLOW"):
+            _follow(folder, environment)
         deployment = find_deployment(Path(_get_first(environment, _FOLDERS) or _SAGEMAKER_FOLDER), environment)
         ModelCopies(folder / COPIES_FOLDER).fetch(deployment)  # the server verifies signatures when it loads it
         state = EndpointState(
@@ -58,10 +63,39 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     except OnnxOpsError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
+    return server.main([*_list_flags(folder, environment), "--must-load"])
+
+
+def _make_folder(environment: Mapping[str, str]) -> Path:
+    configured = environment.get("ONNX_OPS_STATE_DIR")
+    try:
+        folder = Path(configured or tempfile.mkdtemp(prefix="onnx-ops-"))  # it need not outlive the container
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InfrastructureError(
+            "the folder for the server's state cannot be created",
+            why=str(error),
+            remedy="Set ONNX_OPS_STATE_DIR to a writable folder, or mount one at /tmp.",
+        ) from error
+    return folder
+
+
+def _list_flags(folder: Path, environment: Mapping[str, str]) -> list[str]:
+    """Return the command line of the server, from the container's variables."""
     names = [name for name, _, _, _ in list_options() if f"{OPTION_PREFIX}{name.upper()}" in environment]
     flags = [f"--{name.replace('_', '-')}={environment[OPTION_PREFIX + name.upper()]}" for name in names]
     host, port = environment.get("ONNX_OPS_HOST", _ALL_ADDRESSES), _get_first(environment, _PORTS) or "8080"
-    return server.main(["--state-dir", str(folder), "--host", host, "--port", port, "--must-load", *flags])
+    return ["--state-dir", str(folder), "--host", host, "--port", port, *flags]
+
+
+def _follow(folder: Path, environment: Mapping[str, str]) -> NoReturn:
+    """Become the follower, which starts the server without the credentials of the store."""
+    given = {flag: environment.get(name, "") for flag, name in _REPLICA_VARIABLES.items()}
+    if not given["reports"]:
+        raise UserError("a replica needs a place for its reports", remedy="Set ONNX_OPS_REPORTS.")
+    own = [f"--{flag}={value}" for flag, value in given.items()]
+    command = [sys.executable, "-m", "onnx_ops.app.follower", *_list_flags(folder, environment), *own]
+    os.execve(sys.executable, [*command, "--log=/dev/stdout"], dict(environment))  # noqa: S606 (a list, no shell)
 
 
 def find_deployment(root: Path, environment: Mapping[str, str]) -> Deployment:

@@ -47,29 +47,23 @@ def approve(deployment: Deployment, signer: Signer) -> Deployment:
 
 
 @dataclass(kw_only=True)
-class ReplicaSite(EndpointSite):
-    """A provider and its replicas. `control` and `reports` are URLs; `environ` are variables of the followers."""
+class ReplicaProcesses:
+    """Followers of one place, each with its server. `control_url` and `reports_url` are URLs or paths.
+
+    Args:
+        folder: holds a folder for each replica, and its log.
+        keys: folder of the trusted public keys.
+        environ: further variables of the followers.
+    """
 
     folder: Path
     control_url: str
     reports_url: str
+    endpoint: str
+    keys: Path
     environ: Mapping[str, str] = field(default_factory=dict)
-    replicas: int = 1
-    signer: Signer = field(init=False)
-    provider: ReplicaEndpoints = field(init=False)
     processes: dict[str, subprocess.Popen[bytes]] = field(init=False, default_factory=dict)
     ports: dict[str, int] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        keys = self.folder / "trusted"
-        keys.mkdir(parents=True)
-        self.signer = create_key(keys / "signing.pem")
-        self.blue, self.green = approve(self.blue, self.signer), approve(self.green, self.signer)
-        self.provider = ReplicaEndpoints(trusted=keys)
-        self.provider.sign_with(lambda: self.signer)
-        self.config: EndpointConfig = make_config(
-            "digits", "replicas", control=self.control_url, reports=self.reports_url, replicas=self.replicas
-        )
 
     def address(self, name: str = "r1") -> str:
         return f"http://127.0.0.1:{self.ports[name]}"
@@ -79,9 +73,11 @@ class ReplicaSite(EndpointSite):
         port = self.ports.setdefault(name, free_port())
         command = [
             *(sys.executable, "-m", "onnx_ops.app.follower", "--state-dir", str(self.folder / name)),
-            *("--follow", self.control_url, "--reports", self.reports_url, "--endpoint", "digits", "--replica", name),
-            *("--trusted-keys", str(self.folder / "trusted"), "--port", str(port), "--address", self.address(name)),
+            *("--follow", self.control_url, "--reports", self.reports_url, "--endpoint", self.endpoint),
+            *("--replica", name, "--trusted-keys", str(self.keys), "--port", str(port)),
+            *("--address", self.address(name)),
         ]
+        self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 command, stdout=log, stderr=log, env={**os.environ, **self.environ}, stdin=subprocess.DEVNULL
@@ -95,6 +91,9 @@ class ReplicaSite(EndpointSite):
 
     def stop_all(self) -> None:
         """Stop all replicas, and the servers that followers left when they were killed."""
+        for process in self.processes.values():
+            process.send_signal(signal.SIGCONT)
+            process.send_signal(signal.SIGTERM)
         for name in list(self.processes):
             self.stop(name)
         for name in self.ports:
@@ -124,7 +123,7 @@ class ReplicaSite(EndpointSite):
 
     def read_table(self, sequence: int, phase: int = 1) -> ReplicaTable:
         number = TableNumber(sequence, phase)
-        table = decode_table(must(self.control.read(number.name)), number, "digits", None)
+        table = decode_table(must(self.control.read(number.name)), number, self.endpoint, None)
         assert isinstance(table, ReplicaTable)
         return table
 
@@ -142,11 +141,32 @@ class ReplicaSite(EndpointSite):
             os.utime(path, (at, at))
 
 
+@dataclass(kw_only=True)
+class ReplicaSite(EndpointSite, ReplicaProcesses):
+    """A provider with its key, and the replicas of its endpoint."""
+
+    replicas: int = 1
+    endpoint: str = "digits"
+    signer: Signer = field(init=False)
+    provider: ReplicaEndpoints = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keys.mkdir(parents=True)
+        self.signer = create_key(self.keys / "signing.pem")
+        self.blue, self.green = approve(self.blue, self.signer), approve(self.green, self.signer)
+        self.provider = ReplicaEndpoints(trusted=self.keys)
+        self.provider.sign_with(lambda: self.signer)
+        self.config: EndpointConfig = make_config(
+            self.endpoint, "replicas", control=self.control_url, reports=self.reports_url, replicas=self.replicas
+        )
+
+
 def open_site(folder: Path, *, control: str = "", reports: str = "", replicas: int = 1, **more: str) -> ReplicaSite:
     """A site without running replicas; by default over two folders."""
     blue, green = make_models(folder / "models")
     return ReplicaSite(
         folder=folder / "site",
+        keys=folder / "site" / "trusted",
         control_url=control or str(folder / "control"),
         reports_url=reports or str(folder / "reports"),
         replicas=replicas,

@@ -77,6 +77,7 @@ _ROLLBACK_S = 2.6
 _LOOK_S, _LOCAL_LOOK_S = 1.3, 0.1
 """Pauses between two looks at the reports: in a store that takes requests, and in a folder."""
 _KEPT_TABLES = 48
+_KEPT_REPORTS_S = 14 * 86_400.0
 _T = TypeVar("_T")
 _Item = TypeVar("_Item")
 
@@ -176,12 +177,14 @@ class ReplicaEndpoints(EndpointProvider):
         seen = self._look(config)
         if seen.newest is None:
             return None
-        out_of_service = {
-            f"{name} on replica {one.status.replica}: {why}": None
-            for one in seen.replicas
-            if one.is_live
-            for name, why in {**one.status.failed, **one.status.out_of_service}.items()
-        }
+        live = [one.status for one in seen.replicas if one.is_live]
+        expected = _read_settings(config.settings, config.endpoint).replicas
+        out_of_service = [] if len(live) >= expected else [f"{len(live)} of {expected} replicas report"]
+        out_of_service += [
+            f"{name} on replica {status.replica}: {why}"
+            for status in live
+            for name, why in {**status.failed, **status.out_of_service}.items()
+        ]
         return replace(
             seen.newest.table.state,
             generation=seen.newest.number.sequence,
@@ -204,10 +207,16 @@ class ReplicaEndpoints(EndpointProvider):
         seen = self._look(config, with_replicas=False)
         current = None if seen.newest is None else seen.newest.table.state
         desired = state if current is None else build_rollback_state(current, state)
-        if not self._is_published(config, seen, replace(desired, generation=generation)):
+        number = TableNumber(generation)
+        is_published = self._is_published(config, seen, replace(desired, generation=generation))
+        newest = seen.newest
+        if newest is not None and newest.number > TableNumber(state.generation) and not is_published:
+            is_published = newest.table.state.is_equivalent(desired)
+            number = newest.number if is_published else number  # its age says when leases are over
+        if not is_published:
             self._publish_way_back(config, seen, desired, generation)
             time.sleep(self._get_pause_s(config))
-        self._wait_until_adopted(config, TableNumber(generation), _ROLLBACK_S)
+        self._wait_until_adopted(config, number, _ROLLBACK_S)
 
     def _publish(self, config: EndpointConfig, seen: _Place, state: EndpointState, generation: int) -> None:
         """Create the table of a state, after that which has its new models loaded."""
@@ -450,12 +459,17 @@ class ReplicaEndpoints(EndpointProvider):
         wait_until(is_adopted, timeout_s, self._get_pause_s(config))
 
     def _clean_up(self, config: EndpointConfig) -> None:
-        """Delete the oldest tables. No rollback leads back so far."""
-        control = self._control(config)
+        """Delete the oldest tables, to which no rollback leads back, and reports that no rollout needs any more."""
+        control, reports = self._control(config), self._reports(config)
         with suppress(OnnxOpsError):
             numbers = sorted(filter(None, map(TableNumber.parse, control.list_names(FOLDER))))
             for number in numbers[:-_KEPT_TABLES]:
                 control.delete(number.name)
+            listed = reports.list_objects("")
+            now = max((entry.at for entry in listed), default=0.0)
+            for entry in listed:
+                if now - entry.at > _KEPT_REPORTS_S:
+                    reports.delete(entry.name)
 
     def _read_counts(self, config: EndpointConfig, request: UserCountsRequest | None) -> Sequence[Counts]:
         """Return the counts of every start of every replica, by the generations of the ledger."""
@@ -483,8 +497,9 @@ class ReplicaEndpoints(EndpointProvider):
         ]
         if not counts:
             raise ServiceUnavailableError("no replica has reported counts", where=config.endpoint)
-        left_out = [one.status for one in seen.replicas if not (one.is_live and one.status.is_healthy)]
-        why = "; ".join(f"replica {status.replica} is left out" for status in left_out if not status.is_final)
+        registered = _list_registered(seen.replicas, _read_settings(config.settings, config.endpoint).replicas)
+        left_out = [one.status.replica for one in registered if not (one.is_live and one.status.is_healthy)]
+        why = "; ".join(f"replica {name} is left out: it is silent, or could not load everything" for name in left_out)
         return [replace(one, failure="; ".join(filter(None, (one.failure, why)))) for one in counts]
 
     def _read_epochs(self, config: EndpointConfig) -> Mapping[ReportSource, list[EpochCounts]]:

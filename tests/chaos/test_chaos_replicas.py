@@ -1,0 +1,173 @@
+"""Rollouts that judge themselves over replicas: real followers and servers, which follow tables in a folder."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.adapters.endpoints.replicas import ReplicaEndpoints
+from onnx_ops.adapters.host import SystemClock
+from onnx_ops.adapters.store import ModelFolders
+from onnx_ops.domain.ledger import ReleaseState
+from onnx_ops.domain.rollout_policy import RolloutPolicy
+from onnx_ops.errors import OnnxOpsError, StillPendingError
+from onnx_ops.protocol.replica_reports import REPORT_S
+from onnx_ops.protocol.replica_tables import DEADLINE_S, LEASE_S
+from onnx_ops.release.promote import bind_endpoint
+from onnx_ops.release.reconcile import reconcile_until_stable
+from tests.adapters.replica_site import ReplicaProcesses
+from tests.chaos.test_live_rollouts import CANARY, ENDPOINT, MODEL, SHADOW, TIMEOUT_S, Site, payloads
+from tests.release.release_parts import TARGET_DIGEST, roll_back
+from tests.support.endpoints import endpoint_config
+from tests.support.load import LoadPlan, LoadProcess, Records
+from tests.support.processes import until
+
+pytestmark = [pytest.mark.services, pytest.mark.nightly]
+
+NAMES = ("r1", "r2")
+
+
+@dataclass
+class ReplicatedSite(Site):
+    """The site of the live rollouts, with replicas instead of one server."""
+
+    def __post_init__(self) -> None:
+        keys = self.folder / "trusted"
+        keys.mkdir()
+        (keys / "release.pub.pem").write_bytes(self.world.signer.public_pem())
+        self.replicas = ReplicaProcesses(
+            folder=self.folder / "replicas",
+            control_url=str(self.folder / "control"),
+            reports_url=str(self.folder / "reports"),
+            endpoint=ENDPOINT,
+            keys=keys,
+        )
+        self.provider = ReplicaEndpoints(trusted=keys)
+        self.provider.sign_with(lambda: self.world.signer)
+        settings = {"control": self.replicas.control_url, "reports": self.replicas.reports_url, "replicas": len(NAMES)}
+        self.config = endpoint_config(ENDPOINT, provider="replicas", target_digest=TARGET_DIGEST, settings=settings)
+        self.local = self.provider  # type: ignore[assignment]
+        self.context = replace(
+            self.world.context(root=self.folder),
+            provider=lambda _: self.provider,
+            metrics=lambda _: self.provider.metrics(),
+            files=ModelFolders(self.folder / "models"),
+            clock=SystemClock(),
+        )
+
+    def start(self) -> None:
+        for name in NAMES:
+            self.replicas.start(name)
+        until(lambda: all(self.replicas.adopted(name) for name in NAMES))
+
+    def load_all(self, stack: ExitStack) -> list[LoadProcess]:
+        """Load on each replica."""
+        plans = [
+            LoadPlan(
+                url=f"{self.replicas.address(name)}/v2/models/{MODEL}/infer",
+                payloads=payloads(),
+                headers={"content-type": "application/json"},
+                seconds=2 * TIMEOUT_S,
+            )
+            for name in NAMES
+        ]
+        return [stack.enter_context(LoadProcess(plan)) for plan in plans]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[ReplicatedSite]:
+    made = ReplicatedSite(tmp_path)
+    yield made
+    made.replicas.stop_all()
+
+
+def roll_out(site: ReplicatedSite, policy: RolloutPolicy, **other: float) -> tuple[str, list[Records]]:
+    """How the rollout of a candidate ended, in which some things are other than before, and what clients saw."""
+    bind_endpoint(site.context, site.config, policy)
+    site.release("first")
+    site.start()
+    with ExitStack() as stack:
+        loads = site.load_all(stack)
+        time.sleep(2 + REPORT_S)  # thresholds rest on what was reported
+        site.release("second", **other)
+        why = site.drive()
+        time.sleep(1)
+        records = [load.stop() for load in loads]
+    return why, records
+
+
+def test_rollout_of_a_healthy_candidate_finishes_on_all_replicas(site: ReplicatedSite) -> None:
+    why, records = roll_out(site, SHADOW)
+    assert site.traffic() == {"v2": 100}, why
+    assert [each.failed for each in records] == [0, 0]
+    assert all(set(each.by_deployment()) == {"v1", "v2"} for each in records)
+
+
+def test_rollout_of_a_candidate_that_fails_on_three_percent_is_rolled_back(site: ReplicatedSite) -> None:
+    why, records = roll_out(site, CANARY, table=4)
+    assert site.traffic() == {"v1": 100}
+    assert why.startswith("errors: canary")
+    assert 0 < sum(each.failed for each in records) <= 0.1 * sum(each.by_deployment()["v2"] for each in records) + 10
+
+
+def test_rollout_of_a_slower_candidate_is_rolled_back(site: ReplicatedSite) -> None:
+    why, records = roll_out(site, CANARY, layers=300)
+    assert site.traffic() == {"v1": 100}
+    assert why.startswith("latency_p")
+    assert [each.failed for each in records] == [0, 0]
+
+
+class TestCutOff:
+    """One of two replicas cannot reach the store: its follower is stopped."""
+
+    @pytest.fixture
+    def cut(self, site: ReplicatedSite) -> Iterator[ReplicatedSite]:
+        bind_endpoint(site.context, site.config, RolloutPolicy(steps=(0.5, 1.0)))
+        site.release("first")
+        site.start()
+        site.release("second")
+        until(lambda: all("v2" in ask(site, name) for name in NAMES))
+        site.replicas.processes["r2"].send_signal(signal.SIGSTOP)
+        yield site
+        site.replicas.processes["r2"].send_signal(signal.SIGCONT)
+
+    def test_candidate_loses_its_traffic_within_the_lease(self, cut: ReplicatedSite) -> None:
+        began = time.monotonic()
+        with pytest.raises(StillPendingError, match="replica r2 serves table"):
+            roll_back(cut.context, ENDPOINT, reason="it is bad", candidate_only=True)
+        assert ask(cut, "r1") == {"v1"}
+        until(lambda: ask(cut, "r2") == {"v1"}, "the end of the lease", seconds=LEASE_S + DEADLINE_S)
+        until(lambda: reconcile(cut).pending_rollback is None, "the debt", seconds=2 * (LEASE_S + DEADLINE_S))
+        assert time.monotonic() - began > LEASE_S
+        cut.replicas.processes["r2"].send_signal(signal.SIGCONT)
+        until(lambda: cut.replicas.adopted("r2") == cut.replicas.adopted("r1"))
+        assert ask(cut, "r2") == {"v1"}
+
+
+def reconcile(site: ReplicatedSite) -> ReleaseState:
+    with suppress(OnnxOpsError):  # the debt is open
+        reconcile_until_stable(site.context, ENDPOINT)
+    return site.state()
+
+
+def ask(site: ReplicatedSite, name: str, count: int = 40) -> set[str]:
+    """The deployments that answer at a replica."""
+    found = set()
+    for payload in payloads()[50:51] * count:
+        request = urllib.request.Request(
+            f"{site.replicas.address(name)}/v2/models/{MODEL}/infer",
+            payload.body,
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=10) as response:
+            json.load(response)
+            found.add(response.headers["x-onnx-ops-deployment"])
+    return found
