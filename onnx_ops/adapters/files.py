@@ -290,7 +290,8 @@ class FsspecObjects(ObjectStore):
         self.place = f"{parts.scheme}://{host if ':' in user else parts.netloc}{parts.path}"
         try:
             self._fs: Any
-            self._fs, self._root = fsspec.core.url_to_fs(url)
+            # Others write there too: what was listed before says nothing.
+            self._fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except ImportError as error:
             raise missing_package(imported(error), where=self.place, why=str(error)) from error
 
@@ -318,7 +319,6 @@ class FsspecObjects(ObjectStore):
     @override
     def list_names(self, prefix: str) -> list[str]:
         with self._errors(), suppress(FileNotFoundError):
-            self._fs.invalidate_cache()
             paths = self._fs.ls(self._path(prefix), detail=False)
             return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
         return []
@@ -327,7 +327,6 @@ class FsspecObjects(ObjectStore):
     def list_objects(self, prefix: str) -> list[ListedObject]:
         objects, below, details = [], len(self._path("x")) - 1, dict[str, Any]()
         with self._errors():
-            self._fs.invalidate_cache()
             with suppress(FileNotFoundError):
                 details = self._fs.find(self._path(prefix), detail=True)
             for path, info in sorted(details.items()):

@@ -247,7 +247,7 @@ class Deploy(Attempts):
     """An entry of `deploy`: one endpoint."""
 
     endpoint: Annotated[Name, doc("Name that clients call; unique in a project.")]
-    provider: Annotated[str, doc("Endpoint plugin: local, sagemaker or azureml.")] = "local"
+    provider: Annotated[str, doc("Endpoint plugin: local, replicas, sagemaker or azureml.")] = "local"
     target: Annotated[ShortName, doc("Target whose champion is served; must be in `benchmark.targets`.")]
     rollout: RolloutPolicy = field(default_factory=RolloutPolicy)
     settings: Annotated[Mapping[str, Json], doc("Settings of the provider, such as `port`.")] = field(

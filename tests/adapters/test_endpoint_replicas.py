@@ -17,7 +17,7 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.adapters.endpoints import replicas
 from onnx_ops.adapters.endpoints.replicas import ReplicaEndpoints
-from onnx_ops.adapters.files import LocalObjects
+from onnx_ops.adapters.files import LocalObjects, ObjectStore
 from onnx_ops.adapters.replica_files import upload_model
 from onnx_ops.domain.artifact import hex_digits
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, TrafficSplit, serves_only
@@ -48,7 +48,7 @@ class SelfStartedReplicas(ReplicaEndpoints):
         super().apply(*arguments, **named)  # type: ignore[arg-type]
         if not self.site.processes:
             self.site.start()
-            until(lambda: not self.site.observed().stragglers and self.list_replicas(self.site.config))
+            until(lambda: any(one.is_live and one.status.adopted for one in self.list_replicas(self.site.config)))
 
     def remove(self, config: EndpointConfig) -> None:
         self.site.stop_all()
@@ -56,15 +56,15 @@ class SelfStartedReplicas(ReplicaEndpoints):
 
 
 @contextmanager
-def disturbed_objects(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
-    """Disturb the calls of a folder's objects in this process from number `at` on; yield the calls made."""
+def disturbed_objects(kind: type[ObjectStore], fault: Disturbance, at: int = 0) -> Iterator[Sized]:
+    """Disturb the calls of a kind of store in this process from number `at` on; yield the calls made."""
     calls: list[str] = []
 
     def disturb(name: str) -> Callable[..., object]:
-        plain = getattr(LocalObjects, name)
+        plain = getattr(kind, name)
 
         @functools.wraps(plain)
-        def call(self: LocalObjects, *arguments: object) -> object:
+        def call(self: ObjectStore, *arguments: object) -> object:
             number = len(calls)
             calls.append(name)
             if (fault == "error" and number >= at) or (fault != "none" and number > at):
@@ -80,13 +80,17 @@ def disturbed_objects(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
 
     with ExitStack() as stack:
         for name in _CALLS:
-            stack.enter_context(patch.object(LocalObjects, name, disturb(name)))
+            stack.enter_context(patch.object(kind, name, disturb(name)))
         yield calls
 
 
-class TestReplicas(EndpointProviderSuite):
+class ReplicaSuite(EndpointProviderSuite):
+    """Subclass it, and define the fixture `site`."""
+
+    objects: type[ObjectStore] = LocalObjects
+
     def disturbed(self, fault: Disturbance, at: int = 0) -> AbstractContextManager[Sized]:
-        return disturbed_objects(fault, at)
+        return disturbed_objects(self.objects, fault, at)
 
     @pytest.fixture
     def chosen(self) -> Callable[[Iterable[int]], Sequence[int]]:
@@ -106,6 +110,10 @@ class TestReplicas(EndpointProviderSuite):
     @pytest.fixture
     def deployments(self, site: ReplicaSite) -> tuple[Deployment, Deployment]:
         return site.blue, site.green
+
+
+class TestReplicas(ReplicaSuite):
+    pass
 
 
 class TestWithoutAuthority:
