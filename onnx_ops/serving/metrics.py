@@ -46,19 +46,28 @@ WATCH = 2
 places in `BOUNDS_S`."""
 OUT_OF_SERVICE = 60
 """Place in the header of the slots that get no requests, one bit each (see `worker_health`)."""
-LEASE = 61
+ISOLATION = 61
+"""Place in the header of whether new workers run one deployment at a time (see `worker_health`)."""
+LEASE = 62
 """Place in the header of the end of the lease that a table with a fallback needs, in nanoseconds since boot; 0: none.
 """
-PROCESS_NUMBERS = 16
 HEARTBEAT = 0
 """Place of the last heartbeat of a worker's event loop, in nanoseconds of `time.monotonic`."""
 LAPSED = 1
 """Place of the requests that a worker has given to the fallback, because the server had no lease."""
-INLINE_RUN, THREAD_RUN, HUNG_RUN, LOST_RUN = 2, 4, 6, 8
-"""Places of runs of a worker: on its event loop; on its threads, if all are of one deployment; the one that did not
-end; and the one on the event loop of the worker that died before it."""
+INLINE_RUN, HUNG_RUN, LOST_RUN = 2, 4, 6
+"""Places of runs of a worker: on its event loop; the one that did not end; and the one on the event loop of the worker
+that died before it."""
 RUN_SLOT, RUN_CELL = 0, 1
 """Numbers of a run: its slot, and the user's cell from 1 on. No cell: a client has selected the deployment."""
+THREAD_RUNS = 16
+"""Place of the numbers of runs in progress on a worker's threads: `RUN_KINDS` for each slot.
+
+They are counted by slot, not listed by thread: overdue runs (see `WorkerThreads`) can outnumber the threads."""
+RUN_KINDS = 2
+ROUTED, SELECTED = 0, 1
+"""Kinds of runs: all of its requests were routed by the split; or a client has selected the deployment for any."""
+PROCESS_NUMBERS = THREAD_RUNS + RUN_KINDS * SLOTS
 RING = 3
 """Epochs that are counted at once: the present one, and those of requests that still run."""
 BLOCKS = RING + 1
@@ -126,6 +135,11 @@ MetricsRow = memoryview
 def make_row() -> MetricsRow:
     """Return a row of zeros that belongs to no slot."""
     return memoryview(bytearray(COLUMNS * _NUMBER_BYTES)).cast("Q")
+
+
+def make_thread_runs() -> MetricsRow:
+    """Return numbers of runs that no other process sees (see `SharedMetrics.get_thread_runs`)."""
+    return memoryview(bytearray(RUN_KINDS * SLOTS * _NUMBER_BYTES)).cast("Q")
 
 
 def find_bound(latency_s: float) -> int:
@@ -229,6 +243,10 @@ class SharedMetrics:
     def get_process_state(self, worker: int) -> MetricsRow:
         """Return the heartbeat of a worker, and what it runs."""
         return self._processes[worker * PROCESS_NUMBERS : (worker + 1) * PROCESS_NUMBERS]
+
+    def get_thread_runs(self, worker: int) -> MetricsRow:
+        """Return the numbers of runs in progress on a worker's threads, by slot and kind."""
+        return self.get_process_state(worker)[THREAD_RUNS:]
 
     def get_shadow_row(self, slot: int) -> MetricsRow:
         """Return the numbers of the shadow process of a slot. Those of slot 0 are the supervisor's."""

@@ -92,6 +92,9 @@ class WorkerThreads:
     A batch that takes far longer than those of the queue that waits for it is overdue: another batch starts beside it,
     so that a model that hangs delays no other.
 
+    While it is isolating, batches of only one queue run at the same time, except beside overdue ones. So what ends the
+    process then is known (see `worker_health`).
+
     Args:
         limit: batches at the same time, without overdue ones.
         defer: calls a function at the end of the event loop's turn.
@@ -102,6 +105,7 @@ class WorkerThreads:
     ) -> None:
         self.limit = limit
         self.defer = defer
+        self.is_isolating = False
         self.changed = threading.Condition(threading.Lock())
         """Guards everything here and in the queues."""
         self._idle: list[SimpleQueue[_Batch]] = []
@@ -163,10 +167,15 @@ class WorkerThreads:
                     batch.queue.finish_batch(len(batch.items), time.perf_counter() - batch.started_at)
                     if (batch := self._take_batch()) is None:
                         self._idle.append(started)
+                    elif self.is_isolating:  # the other threads wait for the end of another queue's batch, too
+                        self._start_batches()
 
     def _take_batch(self) -> _Batch | None:
         queue = self._find_next_queue()
-        if queue is None or sum(not batch.overdue for batch in self._batches) >= self.limit:
+        running = [batch.queue for batch in self._batches if not batch.overdue]
+        if queue is None or len(running) >= self.limit:
+            return None
+        if self.is_isolating and any(other is not queue for other in running):
             return None
         batch = _Batch(queue, queue.take_batch(), time.perf_counter())
         if not len(queue):

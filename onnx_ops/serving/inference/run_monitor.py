@@ -19,6 +19,7 @@ from typing import Any
 import onnxruntime as ort
 
 from onnx_ops.serving.inference.responses import RunTimeoutError
+from onnx_ops.serving.metrics import ROUTED, RUN_KINDS, SELECTED, MetricsRow, make_thread_runs
 
 _log = logging.getLogger(__name__)
 
@@ -29,8 +30,8 @@ GRACE_S = 5.0
 _TICK_S = 0.1
 _NEVER = float("inf")
 
-RecordRun = Callable[[int, int], None]
-"""Records the slot of a run, and its user's cell from 1 on (see `RUN_CELL`); 0: none."""
+GiveUp = Callable[[int, int], None]
+"""Gets the slot of a run, and its user's cell from 1 on (see `RUN_CELL`); 0: none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +49,7 @@ class RunMonitor:
     """Ends the runs of one process at their deadlines, by a thread.
 
     Args:
-        record: called with the run on the threads, if all are of one deployment.
+        thread_runs: numbers of runs in progress, by slot and kind (see `SharedMetrics.get_thread_runs`).
         give_up: called for a run that does not end.
 
     Attributes:
@@ -57,11 +58,11 @@ class RunMonitor:
     """
 
     def __init__(
-        self, record: RecordRun = lambda *_: None, give_up: RecordRun | None = None, *, grace_s: float = GRACE_S
+        self, thread_runs: MetricsRow | None = None, give_up: GiveUp | None = None, *, grace_s: float = GRACE_S
     ) -> None:
         self.inline_since = 0.0
         self.inline_options: Any = None
-        self._record = record
+        self._thread_runs = make_thread_runs() if thread_runs is None else thread_runs
         self._give_up = give_up or end_process
         self._grace_s = grace_s
         self._changed = threading.Condition(threading.Lock())
@@ -82,13 +83,14 @@ class RunMonitor:
 
         Args:
             deadline: on the clock of `time.perf_counter`.
-            slot, cell: to be recorded.
+            slot, cell: of the deployment and the user; recorded while it runs.
         """
         started_at = time.perf_counter()
         run = _LimitedRun(deadline, ort.RunOptions(), slot, cell)
+        place = RUN_KINDS * slot + (ROUTED if cell else SELECTED)
         with self._changed:
             self._runs.append(run)
-            self._record_runs()
+            self._thread_runs[place] += 1  # before the run begins: the process could die of it
             if self._thread is None or deadline < self._wakes_at:  # waking it for each run would take 20 µs
                 self._wake()
         try:
@@ -99,12 +101,7 @@ class RunMonitor:
         finally:
             with self._changed:
                 self._runs.remove(run)
-                self._record_runs()
-
-    def _record_runs(self) -> None:
-        """Record the run on the threads before it begins: the process could die of it."""
-        slots = {run.slot for run in self._runs}
-        self._record(slots.pop() if len(slots) == 1 else 0, min((run.cell for run in self._runs), default=0))
+                self._thread_runs[place] -= 1
 
     def reset(self, options: Any) -> None:
         """Allow runs with the options of an inline run that may have been ended."""

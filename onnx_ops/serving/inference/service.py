@@ -97,6 +97,8 @@ class InferenceService:
         self._deadline_s = deadline_s
         self._run_timeout_s = run_timeout_s
         self.monitor = monitor or RunMonitor()
+        self.must_queue = False
+        """Whether no request of any deployment runs on the event loop."""
         self._inflated = inflated or InflateBudget(sys.maxsize)
         self._process = deployments.shared.get_process_state(deployments.worker)
         self._shadow = shadow
@@ -142,7 +144,7 @@ class InferenceService:
                         loaded = control.replica
             if self._header[OUT_OF_SERVICE]:
                 self.check_in_service(loaded)
-            if not route.coding and loaded.should_run_inline(self.deployments.leader, head, body):
+            if not (route.coding or self.must_queue) and loaded.should_run_inline(self.deployments.leader, head, body):
                 response = self._answer_inline(loaded, route, head, body, drawn_cell)
             if response is None:
                 is_inline = False

@@ -41,10 +41,10 @@ from onnx_ops.serving.inference.shadow import ShadowQueue
 from onnx_ops.serving.metrics import (
     HEARTBEAT,
     HUNG_RUN,
+    ISOLATION,
     MIN_WARM_UP_REQUESTS,
     RUN_CELL,
     RUN_SLOT,
-    THREAD_RUN,
     WARM_UP_REQUESTS,
     MetricsRow,
     SharedMetrics,
@@ -61,6 +61,8 @@ CONTROL_PACKED_FOLDER = "control-prepacked"
 
 _LENGTH = struct.Struct("!I")
 _BEAT_S = 0.25
+_ISOLATION_S = 60.0
+"""Time in which a worker runs one deployment at a time, if those before it died while they ran several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,10 +210,14 @@ class Worker:
             deadline_s=options.deadline,
             run_timeout_s=options.run_timeout,
             request_log=request_log,
-            monitor=RunMonitor(partial(self._record_run, THREAD_RUN), self._give_up),
+            monitor=RunMonitor(self.shared.get_thread_runs(self.number), self._give_up),
             inflated=limits.inflated,
         )
         self._service.monitor.watch_inline()
+        if self.shared.header[ISOLATION]:
+            _log.warning("worker %d runs one deployment at a time for %.0f s", os.getpid(), _ISOLATION_S)
+            self._set_isolation(is_isolating=True)
+            loop.call_later(_ISOLATION_S, partial(self._set_isolation, is_isolating=False))
         app = PublicApp(self._service)
         address, port, *_ = self.listeners.public.getsockname()
         hosts = HostPolicy.from_options(address, port, options)
@@ -262,12 +268,14 @@ class Worker:
         snapshot = self._deployments.last
         return () if snapshot is None else snapshot.list_loaded()
 
-    def _record_run(self, place: int, slot: int, cell: int) -> None:
-        self._state[place + RUN_SLOT], self._state[place + RUN_CELL] = slot, cell
+    def _set_isolation(self, *, is_isolating: bool) -> None:
+        """Run one deployment at a time, on the threads, or all of them where they belong."""
+        self._threads.is_isolating = self._service.must_queue = is_isolating
 
     def _give_up(self, slot: int, cell: int) -> None:
         """End this process because of a run that does not end; the supervisor replaces it."""
-        self._record_run(HUNG_RUN, slot, cell)
+        self._state[HUNG_RUN + RUN_CELL] = cell
+        self._state[HUNG_RUN + RUN_SLOT] = slot
         end_process(slot, cell)
 
     async def _follow(self, channel: ControlChannel, failed: Mapping[str, str]) -> None:

@@ -1,8 +1,12 @@
 """Which deployments end or block the workers, and which of them is taken out of service for that.
 
 Workers write into shared memory what they run, before they run it. When one dies, or its event loop stands still, its
-death is charged to that deployment. Only requests that the split has routed decide: a client that selects a deployment
-could end any worker with it.
+death is charged to what it was running. Only requests that the split has routed decide: a client that selects a
+deployment could end any worker with it.
+
+Several deployments can run at once, and then each gets a share of the death. Under load that happens at every death,
+and shares alone hardly differ. So once it has happened twice, each new worker runs one deployment at a time for a
+while: its death is that of one deployment.
 """
 
 from __future__ import annotations
@@ -11,22 +15,29 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
 
 from onnx_ops.serving.inference.deployments import TableRevision
 from onnx_ops.serving.metrics import (
     HEARTBEAT,
     HUNG_RUN,
     INLINE_RUN,
+    ISOLATION,
     LOST_RUN,
     OUT_OF_SERVICE,
+    ROUTED,
     RUN_CELL,
+    RUN_KINDS,
     RUN_SLOT,
-    THREAD_RUN,
+    SELECTED,
+    SLOTS,
     UNJUDGED,
     WORKER_DEATHS,
     SharedMetrics,
     count_judged,
     get_column,
+    make_thread_runs,
 )
 
 _log = logging.getLogger(__name__)
@@ -36,6 +47,41 @@ MIN_DEATHS = 3
 DEATH_RATIO = 5
 """How many times as often as the stable deployment, by request, it must have ended workers: requests that end a worker
 whatever the version are evidence against no version."""
+MIN_SHARED_DEATHS = 2
+"""Deaths while several deployments ran, after which new workers run one at a time. A single one can be chance: an
+operator, or a lack of memory, ends a worker whatever it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunCounts:
+    """Runs of a deployment that a worker had in progress: routed by the split, and selected by clients."""
+
+    routed: int = 0
+    selected: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.routed + self.selected
+
+
+def share_death(runs: Mapping[int, RunCounts]) -> Mapping[int, Fraction]:
+    """Return by slot the share of a worker's death that is charged to each deployment.
+
+    Each run in progress is suspected alike. If requests end workers whatever the version, the charges of versions are
+    therefore as their running times, and a comparison by request sees no difference. Equal shares for all deployments
+    would charge one with a tenth of the traffic with half of the deaths, once all of them run all the time. The share
+    of a run that a client has selected is charged to no deployment.
+    """
+    total = sum(counts.total for counts in runs.values())
+    return {slot: Fraction(counts.routed, total) for slot, counts in runs.items() if counts.routed}
+
+
+def is_deadlier(deaths: Fraction, requests: int, stable_deaths: Fraction, stable_requests: int) -> bool:
+    """Return whether a deployment has ended workers far more often, by request, than the stable one."""
+    if deaths < MIN_DEATHS:
+        return False
+    return deaths * (stable_requests + 1) > DEATH_RATIO * (stable_deaths + 1) * requests
 
 
 class WorkerHealth:
@@ -46,7 +92,8 @@ class WorkerHealth:
         self._slots: Mapping[str, int] = {}
         self._stable = 0
         self._requests: Counter[int] = Counter()
-        self._deaths: Counter[int] = Counter()
+        self._deaths: dict[int, Fraction] = {}
+        self._shared_deaths = 0
 
     def start_table(self, revision: TableRevision) -> None:
         """Begin anew for a table that is published: its deployments are all in service."""
@@ -55,54 +102,88 @@ class WorkerHealth:
         self._slots = revision.slots
         self._stable = revision.slots[serving[-1]] if serving else 0  # the oldest one
         self._deaths.clear()
+        self._shared_deaths = 0
         self._requests = Counter({slot: self._count_requests(slot) for slot in revision.slots.values()})
-        self._shared.header[OUT_OF_SERVICE] = 0
+        self._shared.header[OUT_OF_SERVICE] = self._shared.header[ISOLATION] = 0
 
     def get_silence_s(self, worker: int) -> float:
         """Return the seconds since the last heartbeat of a worker's event loop; 0 before the first one."""
         beat = self._shared.get_process_state(worker)[HEARTBEAT]
         return max(0.0, time.monotonic() - beat / 1e9) if beat else 0.0
 
-    def record_death(self, worker: int) -> str:
-        """Charge the death of a worker to what it was running; return the deployment, or empty if it ran none."""
+    def record_hang(self, worker: int) -> None:
+        """Record that the event loop of a worker stands still, before the worker is killed for it.
+
+        A run on the event loop is then the only one to be charged.
+        """
         state = self._shared.get_process_state(worker)
-        runs = [(state[run + RUN_SLOT], state[run + RUN_CELL]) for run in (HUNG_RUN, INLINE_RUN, THREAD_RUN)]
-        slot, cell = next((run for run in runs if run[0]), (0, 0))
-        # The next worker counts a request that was lost on the event loop by user. Those on threads are counted anyway.
-        state[LOST_RUN + RUN_SLOT], state[LOST_RUN + RUN_CELL] = runs[1]
-        state[HEARTBEAT] = 0
-        for run in (HUNG_RUN, INLINE_RUN, THREAD_RUN):
-            state[run + RUN_SLOT] = state[run + RUN_CELL] = 0
-        name = next((name for name, known in self._slots.items() if known == slot), "")
-        if slot:
+        if state[INLINE_RUN + RUN_SLOT]:
+            state[HUNG_RUN + RUN_CELL] = state[INLINE_RUN + RUN_CELL]
+            state[HUNG_RUN + RUN_SLOT] = state[INLINE_RUN + RUN_SLOT]
+
+    def record_death(self, worker: int) -> str:
+        """Charge the death of a worker to what it was running; return these deployments, or empty if it ran none."""
+        runs, suspects = self._take_runs(worker)
+        for slot, counts in runs.items():
             row = self._shared.get_shadow_row(slot)
-            row[WORKER_DEATHS] += 1
-            row[get_column(500)] += 1
-            row[UNJUDGED + get_column(500)] += not cell
-        if name and cell:  # the split has routed it
-            self._deaths[slot] += 1
-            self._take_out(slot, name)
-        return name
+            row[get_column(500)] += counts.total
+            row[UNJUDGED + get_column(500)] += counts.selected
+        for slot in suspects:
+            self._shared.get_shadow_row(slot)[WORKER_DEATHS] += 1
+        names = {slot: name for name, slot in self._slots.items() if slot in suspects}
+        charged = {slot: share for slot, share in share_death(suspects).items() if slot in names}
+        for slot, share in charged.items():
+            self._deaths[slot] = self._deaths.get(slot, Fraction()) + share
+        for slot in charged:  # once all are charged: they are compared with each other
+            self._take_out(slot, names[slot])
+        self._shared_deaths += len(charged) > 1
+        is_open = self._shared_deaths >= MIN_SHARED_DEATHS and not self._shared.header[OUT_OF_SERVICE]
+        self._shared.header[ISOLATION] = is_open
+        return ", ".join(names.values())
 
     def get_out_of_service(self) -> Mapping[str, str]:
         """Return the deployments that are out of service, with the reason."""
         mask = self._shared.header[OUT_OF_SERVICE]
-        return {
-            name: f"{self._deaths[slot]} workers died or stood still while they ran it"
-            for name, slot in self._slots.items()
-            if mask >> slot & 1
+        return {name: self._describe_deaths(slot) for name, slot in self._slots.items() if mask >> slot & 1}
+
+    def _take_runs(self, worker: int) -> tuple[Mapping[int, RunCounts], Mapping[int, RunCounts]]:
+        """Return by slot what a worker was running when it ended, and of that what is suspected; forget both.
+
+        A run that did not end is the only suspect.
+        """
+        state, threads = self._shared.get_process_state(worker), self._shared.get_thread_runs(worker)
+        runs = {
+            slot: RunCounts(threads[RUN_KINDS * slot + ROUTED], threads[RUN_KINDS * slot + SELECTED])
+            for slot in range(1, SLOTS)
         }
+        if slot := state[INLINE_RUN + RUN_SLOT]:
+            runs[slot] = _add_run(runs[slot], state[INLINE_RUN + RUN_CELL])
+        suspects = runs = {slot: counts for slot, counts in runs.items() if counts.total}
+        if slot := state[HUNG_RUN + RUN_SLOT]:
+            suspects = {slot: _add_run(RunCounts(), state[HUNG_RUN + RUN_CELL])}
+        # The next worker counts a request that was lost on the event loop by user. Those on threads are counted anyway.
+        for number in (RUN_SLOT, RUN_CELL):
+            state[LOST_RUN + number] = state[INLINE_RUN + number]
+            state[INLINE_RUN + number] = state[HUNG_RUN + number] = 0
+        state[HEARTBEAT] = 0
+        threads[:] = make_thread_runs()
+        return runs, suspects
 
     def _take_out(self, slot: int, name: str) -> None:
-        deaths, stable_deaths = self._deaths[slot], self._deaths[self._stable]
         requests, stable_requests = (self._count_requests(s) - self._requests[s] for s in (slot, self._stable))
-        if slot == self._stable or deaths < MIN_DEATHS:
-            return
-        if deaths * (stable_requests + 1) > DEATH_RATIO * (stable_deaths + 1) * requests:
+        stable_deaths = self._deaths.get(self._stable, Fraction())
+        if slot != self._stable and is_deadlier(self._deaths[slot], requests, stable_deaths, stable_requests):
             self._shared.header[OUT_OF_SERVICE] |= 1 << slot
-            _log.error(
-                "deployment %s is out of service: %d workers died or stood still while they ran it", name, deaths
-            )
+            _log.error("deployment %s is out of service: %s", name, self._describe_deaths(slot))
+
+    def _describe_deaths(self, slot: int) -> str:
+        share = float(self._deaths.get(slot, Fraction()))
+        return f"workers died or stood still while they ran it: {share:.4g} deaths are charged to it"
 
     def _count_requests(self, slot: int) -> int:
         return sum(count_judged(self._shared.sum_slot(slot)).values())
+
+
+def _add_run(counts: RunCounts, cell: int) -> RunCounts:
+    """Return the counts with one more run, of this user's cell; 0: a client has selected the deployment."""
+    return RunCounts(counts.routed + bool(cell), counts.selected + (not cell))

@@ -213,6 +213,7 @@ class WorkerPool:
                 silence_s = self._health.get_silence_s(worker.number)
                 if worker.ready.done() and silence_s > self._hang_s:
                     _log.error("worker %d has not answered for %.1f s and is killed", worker.pid, silence_s)
+                    self._health.record_hang(worker.number)
                     kill_process(worker.pid, signal.SIGKILL)
 
     async def _receive(self, worker: WorkerProcess, channel: ControlChannel) -> None:

@@ -248,3 +248,54 @@ def test_the_leader_itself_leaves_by_its_own_limits_only() -> None:
     assert leader.should_run_inline(leader)
     leader.observe(1.0)
     assert not leader.should_run_inline(leader)
+
+
+@pytest.mark.parametrize("limit", [1, 4, 256])
+def test_worker_threads_while_isolating_run_batches_of_one_queue_at_a_time(row: MetricsRow, limit: int) -> None:
+    threads = WorkerThreads(limit)
+    threads.is_isolating = True
+    running: set[str] = set()
+    together: list[set[str]] = []
+    done = threading.Semaphore(0)
+    guard = threading.Lock()
+
+    def run_as(name: str) -> Callable[[Sequence[int]], None]:
+        def run(_items: Sequence[int]) -> None:
+            with guard:
+                running.add(name)
+                together.append(set(running))
+            with guard:
+                running.discard(name)
+            done.release()
+
+        return run
+
+    # A long mean keeps batches from being overdue, however busy the machine is.
+    queues = [
+        RequestQueue(threads, run_as(name), 600, 1, limit, row, LatencyEstimator(), batch_s=TIMEOUT_S)
+        for name in ("a", "b")
+    ]
+    for item in range(400):
+        queues[item % 3 == 0].put(item)
+    for _ in range(400):
+        assert done.acquire(timeout=TIMEOUT_S)
+    assert {"a", "b"} not in together
+    assert len(together) == 400
+
+
+def test_worker_threads_while_isolating_start_all_waiting_batches_of_the_next_queue(row: MetricsRow) -> None:
+    threads = WorkerThreads(4)
+    threads.is_isolating = True
+    first, second = Work(), Work()
+    held = build_queue(threads, first, row, batch_s=TIMEOUT_S, max_batches=4)
+    other = build_queue(threads, second, row, batch_s=TIMEOUT_S, max_batches=4)
+    held.put(0)
+    first.wait(first.begun)
+    for item in (1, 2, 3):
+        other.put(item)
+    assert not second.begun.acquire(timeout=0.05)
+    first.gate.set()
+    second.wait(second.begun, 3)  # at once, though only one thread has become free
+    second.gate.set()
+    second.wait(second.ended, 3)
+    assert len(second.threads) == 3

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from onnx_ops.serving.inference.responses import RunTimeoutError
 from onnx_ops.serving.inference.run_monitor import RunMonitor
+from onnx_ops.serving.metrics import ROUTED, RUN_KINDS, SELECTED, SLOTS, make_thread_runs
 from tests.serving.serving_process import FOREVER, deploy_loop, load_once
 
 NEVER = float("inf")
@@ -38,14 +42,14 @@ def test_limit_ends_only_the_run_that_is_past_its_deadline(tmp_path: Path) -> No
 
 def test_limit_of_a_run_that_does_not_end_gives_up_once_with_its_deployment() -> None:
     given_up: list[tuple[int, int]] = []
-    running: list[tuple[int, int]] = []
+    thread_runs = make_thread_runs()
     gave_up = threading.Event()
 
     def give_up(slot: int, cell: int) -> None:
         given_up.append((slot, cell))
         gave_up.set()
 
-    monitor = RunMonitor(lambda *run: running.append(run), give_up, grace_s=0.0)
+    monitor = RunMonitor(thread_runs, give_up, grace_s=0.0)
     with monitor.limit(time.perf_counter(), 7, 3) as options:
         assert gave_up.wait(30)  # as a run in a single long node would
         assert options.terminate
@@ -53,7 +57,20 @@ def test_limit_of_a_run_that_does_not_end_gives_up_once_with_its_deployment() ->
         with monitor.limit(time.perf_counter(), 8):
             assert gave_up.wait(30)
     assert given_up == [(7, 3), (8, 0)]
-    assert running == [(7, 3), (0, 0), (7, 3), (0, 0)]
+
+
+@given(st.lists(st.tuples(st.integers(0, SLOTS - 1), st.integers(0, 9)), max_size=300))
+def test_limit_counts_the_runs_in_progress_by_deployment(runs: list[tuple[int, int]]) -> None:
+    thread_runs = make_thread_runs()
+    monitor = RunMonitor(thread_runs)
+    with ExitStack() as stack:
+        for run in runs:
+            stack.enter_context(monitor.limit(NEVER, *run))
+        for slot in range(SLOTS):
+            counts = thread_runs[RUN_KINDS * slot + ROUTED], thread_runs[RUN_KINDS * slot + SELECTED]
+            cells = [cell for other, cell in runs if other == slot]
+            assert counts == (sum(cell > 0 for cell in cells), cells.count(0))
+    assert not any(thread_runs)
 
 
 def test_watch_inline_ends_the_run_on_the_event_loop_until_it_is_reset(tmp_path: Path) -> None:

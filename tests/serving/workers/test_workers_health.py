@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
@@ -27,16 +32,20 @@ from onnx_ops.serving.metrics import (
     HEARTBEAT,
     HUNG_RUN,
     INLINE_RUN,
+    ISOLATION,
     OUT_OF_SERVICE,
+    ROUTED,
     RUN_CELL,
+    RUN_KINDS,
     RUN_SLOT,
-    THREAD_RUN,
+    SELECTED,
+    UNJUDGED,
     WORKER_DEATHS,
     SharedMetrics,
     get_column,
 )
 from onnx_ops.serving.rollout_counts import RolloutCounts
-from onnx_ops.serving.workers.worker_health import MIN_DEATHS, WorkerHealth
+from onnx_ops.serving.workers.worker_health import MIN_DEATHS, RunCounts, WorkerHealth, is_deadlier, share_death
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import INFER, Server, after, infer_body, serving, wait_until
 from tests.support.endpoints import fileless_deployment
@@ -72,11 +81,31 @@ class Site:
             self.health.record_death(1)
             assert state[HEARTBEAT] == state[place + RUN_SLOT] == 0
 
+    def die_on_threads(self, *runs: tuple[int, int], worker: int = 1) -> str:
+        """Let a worker die while its threads run requests: of a slot, and routed by the split or selected."""
+        counts = self.shared.get_thread_runs(worker)
+        for slot, kind in runs:
+            counts[RUN_KINDS * slot + kind] += 1
+        names = self.health.record_death(worker)
+        assert not any(counts)
+        return names
 
-@pytest.mark.parametrize("place", [INLINE_RUN, THREAD_RUN, HUNG_RUN])
-def test_record_death_charges_the_deployment_that_ran(place: int) -> None:
+    def count_deaths(self) -> tuple[int, int]:
+        """Return the deaths of workers while they ran the old deployment, and the new one."""
+        old, new = (self.shared.sum_slot(slot)[WORKER_DEATHS] for slot in (OLD, NEW))
+        return old, new
+
+
+@pytest.mark.parametrize("place", [INLINE_RUN, None, HUNG_RUN])
+def test_record_death_charges_the_deployment_that_ran(place: int | None) -> None:
     site = Site()
-    site.die(NEW, place=place)
+    if place == INLINE_RUN:
+        site.die(NEW)
+    else:
+        state = site.shared.get_process_state(1)
+        if place is not None:
+            state[place + RUN_SLOT], state[place + RUN_CELL] = NEW, CELL
+        assert site.die_on_threads((NEW, ROUTED)) == "new"
     totals = site.shared.sum_slot(NEW)
     assert (totals[WORKER_DEATHS], totals[get_column(500)]) == (1, 1)
     assert site.shared.sum_slot(OLD)[WORKER_DEATHS] == 0
@@ -142,6 +171,115 @@ def test_the_request_that_a_dead_worker_ran_counts_as_an_error_unless_it_was_sel
         CellCounter(site.shared, 1)
     _, found = decode_cells(counts.collect(watch).tables[-1].cells["new"])
     assert found[0, [CELL_REQUESTS, CELL_ERRORS]].tolist() == [1 + errors, errors]
+
+
+def test_record_death_on_threads_charges_each_deployment_that_ran_with_its_share() -> None:
+    site = Site()
+    assert site.die_on_threads((OLD, ROUTED), (NEW, ROUTED), (NEW, ROUTED)) == "old, new"
+    assert site.health._deaths == {OLD: Fraction(1, 3), NEW: Fraction(2, 3)}
+    assert site.count_deaths() == (1, 1)
+    lost = [site.shared.sum_slot(slot)[get_column(500)] for slot in (OLD, NEW)]
+    assert lost == [1, 2]
+
+
+def test_record_death_beside_a_run_on_the_event_loop_charges_both() -> None:
+    site = Site()
+    state = site.shared.get_process_state(1)
+    state[INLINE_RUN + RUN_SLOT], state[INLINE_RUN + RUN_CELL] = OLD, CELL
+    site.die_on_threads((NEW, ROUTED))
+    assert site.health._deaths == {OLD: Fraction(1, 2), NEW: Fraction(1, 2)}
+
+
+def test_record_death_of_a_run_that_did_not_end_charges_it_alone_and_counts_all_lost_requests() -> None:
+    site = Site()
+    state = site.shared.get_process_state(1)
+    state[HUNG_RUN + RUN_SLOT], state[HUNG_RUN + RUN_CELL] = NEW, CELL
+    assert site.die_on_threads((OLD, ROUTED), (NEW, ROUTED)) == "new"
+    assert site.health._deaths == {NEW: Fraction(1)}
+    assert site.count_deaths() == (0, 1)
+    assert site.shared.sum_slot(OLD)[get_column(500)] == 1
+
+
+@pytest.mark.parametrize(("inline", "charged"), [(OLD, {OLD: 1}), (0, {NEW: 1})])
+def test_record_hang_charges_the_run_on_the_event_loop_before_those_on_threads(
+    inline: int, charged: dict[int, int]
+) -> None:
+    site = Site()
+    state = site.shared.get_process_state(1)
+    state[INLINE_RUN + RUN_SLOT], state[INLINE_RUN + RUN_CELL] = inline, CELL
+    site.health.record_hang(1)
+    site.die_on_threads((NEW, ROUTED))
+    assert site.health._deaths == charged
+
+
+def test_record_death_of_a_selected_run_is_charged_to_no_deployment() -> None:
+    site = Site()
+    site.die_on_threads((NEW, SELECTED), (OLD, ROUTED))
+    assert site.health._deaths == {OLD: Fraction(1, 2)}
+    assert site.count_deaths() == (1, 1)
+    assert site.shared.sum_slot(NEW)[UNJUDGED + get_column(500)] == 1
+
+
+def test_record_death_of_a_deployment_that_is_not_published_any_more_decides_nothing() -> None:
+    site = Site()
+    assert site.die_on_threads((9, ROUTED), (NEW, ROUTED)) == "new"
+    assert site.health._deaths == {NEW: Fraction(1, 2)}
+
+
+def test_record_death_of_several_deployments_twice_isolates_new_workers_until_one_is_out_of_service() -> None:
+    site = Site()
+    site.answer(OLD, 900)
+    site.answer(NEW, 100)
+    both = (OLD, ROUTED), (NEW, ROUTED)
+    site.die_on_threads(*both)
+    assert site.shared.header[ISOLATION] == 0
+    site.die_on_threads(*both, worker=0)
+    assert site.shared.header[ISOLATION] == 1
+    site.die_on_threads((NEW, ROUTED))
+    assert (site.shared.header[ISOLATION], site.health.get_out_of_service()) == (1, {})
+    site.die_on_threads((NEW, ROUTED))
+    assert (site.shared.header[ISOLATION], set(site.health.get_out_of_service())) == (0, {"new"})
+    site.health.start_table(build_revision({"old": 100, "new": 0}, 2))
+    assert site.health._deaths == {}
+
+
+runs_by_slot = st.dictionaries(
+    st.integers(1, 63), st.builds(RunCounts, st.integers(0, 256), st.integers(0, 256)), max_size=8
+)
+
+
+@given(runs_by_slot)
+def test_share_death_sums_to_the_share_of_routed_runs(runs: dict[int, RunCounts]) -> None:
+    shares = share_death(runs)
+    routed, total = sum(r.routed for r in runs.values()), sum(r.total for r in runs.values())
+    assert sum(shares.values()) == (Fraction(routed, total) if total else 0)
+    assert all(share > 0 for share in shares.values())
+
+
+@given(
+    threads=st.sampled_from([1, 2, 8, 256]),
+    percent=st.integers(1, 99),
+    deaths=st.integers(1, 200),
+)
+def test_is_deadlier_of_requests_that_end_workers_whatever_the_version_is_false(
+    threads: int, percent: int, deaths: int
+) -> None:
+    """The expected shares: any run ends the worker, and the threads run as the traffic is split."""
+    new = Fraction(percent, 100)
+    charged = deaths * new, deaths * (1 - new)
+    requests = 1000 * threads * percent, 1000 * threads * (100 - percent)
+    assert not is_deadlier(charged[0], requests[0], charged[1], requests[1])
+
+
+@given(percent=st.integers(1, 50), requests=st.integers(1, 10**6))
+def test_is_deadlier_of_a_deployment_that_alone_ends_workers_is_true_in_the_end(percent: int, requests: int) -> None:
+    new, old = requests * percent, requests * (100 - percent)
+    assert is_deadlier(Fraction(10), new, Fraction(1, 2), old)
+
+
+@given(st.fractions(0, MIN_DEATHS).filter(lambda share: share < MIN_DEATHS))
+def test_is_deadlier_below_three_deaths_is_false(deaths: Fraction) -> None:
+    assert not is_deadlier(deaths, 0, Fraction(), 10**9)
 
 
 HANG_INLINE = """
@@ -226,3 +364,54 @@ def test_a_client_that_selects_a_version_takes_it_not_out_of_service(hanging: Se
         with pytest.raises((ConnectionError, http.client.HTTPException)):
             hanging.call("POST", INFER, infer_body([1, 2]), {"azureml-model-deployment": "green"})
     assert list_out_of_service(hanging) == set()
+
+
+DIE_BESIDE = """
+import os, signal, time
+from onnx_ops.serving.inference import deployments
+deployments.LoadedDeployment.should_run_inline = lambda *_: False
+answer = deployments.LoadedDeployment.answer
+def die(self, *arguments):
+    if self.deployment.name == "green":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if os.path.exists("MARK/slow"):
+        open("MARK/running", "w").close()
+        time.sleep(3600)
+    return answer(self, *arguments)
+deployments.LoadedDeployment.answer = die
+"""
+
+
+def test_a_version_that_ends_workers_beside_another_one_is_charged_and_goes_out_of_service(tmp_path: Path) -> None:
+    preamble = DIE_BESIDE.replace("MARK", str(tmp_path))
+    with serving(tmp_path, "--workers=1", "--threads=2", program=after(preamble), blue=50, green=50) as server:
+        blue, green = ({"x-user-key": find_key(server, name)} for name in ("blue", "green"))
+        slow, running = tmp_path / "slow", tmp_path / "running"
+
+        def infer_lost(headers: dict[str, str]) -> None:
+            with suppress(ConnectionError, http.client.HTTPException):
+                server.infer([1, 2], headers)
+
+        for _ in range(2):  # both run
+            slow.touch()
+            beside = threading.Thread(target=infer_lost, args=(blue,))
+            beside.start()
+            wait_until(running.exists)
+            slow.unlink()
+            infer_lost(green)
+            beside.join()
+            running.unlink()
+            assert server.infer([1, 2], blue).status == 200
+        counts = server.counts().deployments
+        assert (counts["blue"].statuses["500"], counts["green"].statuses["500"]) == (2, 2)
+        assert "while it ran blue, green" in server.log()
+        assert "runs one deployment at a time" in server.log()
+        assert list_out_of_service(server) == set()
+        for _ in range(12):
+            infer_lost(green)
+            for _ in range(4):
+                assert server.infer([1, 2], blue).status == 200
+            if list_out_of_service(server):
+                break
+        assert list_out_of_service(server) == {"green"}
+        assert server.infer([1, 2], green).status == 503
