@@ -47,7 +47,7 @@ from onnx_ops.serving.metrics import EPOCH_FAILURES, LAPSED, LEASE, REVISION, Sh
 from onnx_ops.serving.rollout_counts import RolloutCounts
 from onnx_ops.serving.workers.listeners import LOOPBACK, ListenerSockets, listen_tcp, listen_unix, receive_sockets
 from onnx_ops.serving.workers.shadow_processes import ShadowProcesses
-from onnx_ops.serving.workers.trial_load import run_trial_load
+from onnx_ops.serving.workers.trial_load import LoadPlan, measure_cold_start, run_trial_load
 from onnx_ops.serving.workers.worker import Worker
 from onnx_ops.serving.workers.worker_health import WorkerHealth
 from onnx_ops.serving.workers.worker_pool import WorkerPool
@@ -230,7 +230,7 @@ class Supervisor:
         try:
             while len(loads_s := min(self._cold_s.values(), key=len)) < COLD_START_SAMPLES:
                 deployment = next(d for d, listed in self._cold_s.items() if listed is loads_s)
-                loads_s.append(await run_trial_load([deployment], self._folder, options, (), limit_s=_PREPARE_S))
+                loads_s.append(await measure_cold_start([deployment], self._folder, options, limit_s=_PREPARE_S))
         except Exception as error:  # the next request of counts tries again
             self._record_failure("a cold start could not be measured", error)
         else:
@@ -288,7 +288,9 @@ class Supervisor:
                 failed = self.get_state().failed
                 loaded = {d for d in _list_deployments(before, self._previous) if d.name not in failed}
                 if new := [d for d in state.deployments if d not in loaded]:
-                    await run_trial_load(new, self._folder, self._options, self._pool.pids, limit_s=_PREPARE_S)
+                    shadows = [d.name for d in new if state.split.shadow.get(d.name)]
+                    plan = LoadPlan(size=self._options.workers, pids=self._pool.pids, shadows=shadows)
+                    await run_trial_load(new, self._folder, self._options, plan, limit_s=_PREPARE_S)
                 await self._pool.prepare(revision, _PREPARE_S - (time.monotonic() - started_at))
                 self._shadows.start(revision)
                 self._publisher.publish(revision)

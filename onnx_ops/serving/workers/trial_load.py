@@ -1,11 +1,13 @@
 """The trial load: new deployments are first loaded in a separate process.
 
 A model can abort the process that loads it, hang it, or exceed its memory limit. Because a worker has requests to
-answer, it loads only models that such a process has loaded before.
+answer, it loads only models that such a process has loaded before. What the process needs of the memory is measured: it
+must be available for all workers (see `memory_admission`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import mmap
 import os
@@ -13,18 +15,30 @@ import resource
 import shlex
 import signal
 import time
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
+from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import InfrastructureError, OnnxOpsError, describe_exit
 from onnx_ops.protocol.messages import error_from_bytes, error_to_bytes
 from onnx_ops.protocol.server_process import ServerOptions
-from onnx_ops.serving.workers.worker import load_deployment
+from onnx_ops.serving.workers.memory_admission import (
+    HOST,
+    MemoryMeter,
+    MemoryNeed,
+    build_excess_error,
+    check_memory,
+    estimate_restarts,
+    measure_memory,
+)
+from onnx_ops.serving.workers.worker import PACKED_FOLDER, load_deployment
 from onnx_ops.serving.workers.worker_pool import fork_child, prefer_for_oom_kill, wait_exit
 
 _log = logging.getLogger(__name__)
@@ -32,37 +46,133 @@ _log = logging.getLogger(__name__)
 _LIMITS = ((resource.RLIMIT_AS, "VmSize", "address space"), (resource.RLIMIT_DATA, "VmData", "data segment"))
 _MAX_OUTPUT_BYTES = 1 << 16
 _SHOWN_LINES = 3
+_REPORT = b"report "
+"""Before the report of a process; an error has none."""
 _RAISE_LIMIT = "Raise the memory limit of the server, or publish a smaller variant: see `onnx-ops docs variants`."
 
 
-async def run_trial_load(
-    deployments: Sequence[Deployment], folder: Path, options: ServerOptions, workers: Collection[int], *, limit_s: int
-) -> float:
-    """Load and run deployments in a separate process, as a worker does.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialReport:
+    """What a process that loaded deployments has found.
 
-    Returns the seconds until the models were verified, loaded and warm. Raises as `load_model`, and InfrastructureError
-    if the process crashed, or ran out of memory or time.
+    Attributes:
+        seconds: until the models were verified, loaded and warm.
+        private_bytes: memory that it shared with no other process, at its end.
+        resident_bytes: peak of its resident memory, with mapped files.
+        deployment_bytes: private memory that each deployment has added, by name.
+        has_packed: it packed models for the cache, which takes memory that the next load does not need.
+    """
+
+    seconds: float
+    private_bytes: int = 0
+    resident_bytes: int = 0
+    deployment_bytes: Mapping[str, int] = field(default_factory=dict)
+    has_packed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """Who loads the deployments next.
+
+    Attributes:
+        size: number of workers.
+        pids: the workers that run now.
+        shadows: names of deployments for which a shadow process starts, too.
+    """
+
+    size: int
+    pids: Collection[int]
+    shadows: Collection[str] = ()
+
+
+async def measure_cold_start(
+    deployments: Sequence[Deployment], folder: Path, options: ServerOptions, *, limit_s: int
+) -> float:
+    """Load and run deployments in a separate process; return the seconds until they were loaded and warm.
+
+    Raises as `run_trial_load`, but for admission: nothing is going to be loaded by the workers.
+    """
+    return (await _run_process(deployments, folder, options, None, limit_s=limit_s)).seconds
+
+
+async def run_trial_load(
+    deployments: Sequence[Deployment], folder: Path, options: ServerOptions, plan: LoadPlan, *, limit_s: int
+) -> None:
+    """Load and run deployments in a separate process, as the workers will do, and check that the memory suffices.
+
+    If no available memory can be read, the process allocates as much as the other workers will.
+
+    Raises as `load_model`, and InfrastructureError if the process crashed, or ran out of time, or if the deployments
+    do not fit into the memory.
 
     Args:
-        workers: process ids of the workers that will load the deployments next.
         limit_s: seconds after which the process is killed.
     """
+    started_at = time.monotonic()
+    with closing(MemoryMeter.open(deployments)) as meter:
+        report = await _run_process(deployments, folder, options, plan, meter, limit_s=limit_s)
+        if report.has_packed:
+            rest_s = max(1, limit_s - int(time.monotonic() - started_at))
+            meter.restart()
+            report = await _run_process(deployments, folder, options, plan, meter, limit_s=rest_s)
+        peak = meter.compute_peak(report.private_bytes, report.resident_bytes)
+        check_memory(deployments, _build_needs(peak, report, plan, meter.before_bytes), meter.available_bytes)
+
+
+def _build_needs(
+    peak: Mapping[str, int], report: TrialReport, plan: LoadPlan, before_bytes: int
+) -> Mapping[str, MemoryNeed]:
+    """Return what all workers and shadow processes need, by the kind of memory.
+
+    What a single one of several deployments takes of a GPU is unknown, so that a shadow process counts as all of them.
+    """
+    return {
+        kind: MemoryNeed(
+            workers=plan.size,
+            worker_bytes=size,
+            shadow_bytes=sum(
+                size if kind != HOST or len(report.deployment_bytes) == 1 else report.deployment_bytes.get(name, 0)
+                for name in plan.shadows
+            ),
+            restart_bytes=estimate_restarts(plan.pids, plan.size, before_bytes) if kind == HOST else 0,
+        )
+        for kind, size in peak.items()
+    }
+
+
+async def _run_process(
+    deployments: Sequence[Deployment],
+    folder: Path,
+    options: ServerOptions,
+    plan: LoadPlan | None,
+    meter: MemoryMeter | None = None,
+    *,
+    limit_s: int,
+) -> TrialReport:
+    """Run one process that loads deployments; return its report."""
+    pids = plan.pids if plan is not None else ()
+    others = plan.size - 1 if plan is not None and meter is not None and HOST not in meter.available_bytes else 0
     with open(os.memfd_create("report"), "r+b") as report, open(os.memfd_create("output"), "r+b") as output:
-        trial = partial(_run_trial, deployments, folder, options, workers, report.fileno(), output.fileno(), limit_s)
-        pid = fork_child(trial, keep=(report.fileno(), output.fileno()))
+        files = report.fileno(), output.fileno()
+        pid = fork_child(partial(_run_trial, deployments, folder, options, pids, others, *files, limit_s), keep=files)
+        watching = None if meter is None else asyncio.get_running_loop().create_task(meter.watch(pid))
         try:
             await wait_exit(pid)
         finally:
+            if watching is not None:
+                watching.cancel()
             os.kill(pid, signal.SIGKILL)  # it has ended unless this was cancelled, and is not reaped yet
             _, status = os.waitpid(pid, 0)
         message, text = _read_tail(report), _read_tail(output).decode("utf-8", "replace").strip()
-    if message.startswith(b"{"):
+    if plan is not None and meter is not None and meter.has_exceeded:
+        raise build_excess_error(deployments, plan.size, meter.compute_peak(0, 0)[HOST], meter.available_bytes[HOST])
+    if message and not message.startswith(_REPORT):
         raise error_from_bytes(message)
-    if status:
+    if status or not message:
         code = os.waitstatus_to_exitcode(status)
         _log.error("a trial load ended with %s; its last output:\n%s", describe_exit(code), text)
         raise _build_crash_error(code, text, deployments, limit_s)
-    return float(message)
+    return codec.loads(message.removeprefix(_REPORT), TrialReport, where="report of a trial load")
 
 
 def _read_tail(file: BinaryIO) -> bytes:
@@ -75,43 +185,67 @@ def _run_trial(
     folder: Path,
     options: ServerOptions,
     workers: Collection[int],
+    others: int,
     report: int,
     output: int,
     limit_s: int,
 ) -> None:
-    """Run the trial, and write its duration or error into `report`."""
+    """Run the trial, and write its report or error into `report`.
+
+    Args:
+        workers: process ids whose limits of memory are adopted.
+        others: number of other processes whose memory is allocated, too: they share a limit that cannot be read.
+    """
     signal.alarm(limit_s)  # the kernel enforces this limit even if the model hangs or the supervisor is gone
     os.dup2(output, 1)
     os.dup2(output, 2)
     prefer_for_oom_kill()
     limits = _adopt_limits(workers)
     try:
-        before = _measure_private_bytes()
+        sizes, packed = [_measure_private_bytes()], _list_packed(folder)
         started_at = time.perf_counter()
-        models = [load_deployment(deployment, folder, options) for deployment in deployments]
+        models = []
+        for deployment in deployments:
+            models.append(load_deployment(deployment, folder, options))
+            sizes.append(_measure_private_bytes())
         seconds = time.perf_counter() - started_at
         for model in models:
             model.run_random()
-        others = (len(workers) - 1) * (_measure_private_bytes() - before)
-        if others > 0:  # they share a limit of the system
+        private = _measure_private_bytes()
+        if (size := others * (private - sizes[0])) > 0:
             with suppress(OSError):  # beyond the limit of one process, which is not a limit for several
-                mmap.mmap(-1, others, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()
-        os.write(report, f"{seconds:.6f}".encode())
+                mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()
+        trial_report = TrialReport(
+            seconds=seconds,
+            private_bytes=private,
+            resident_bytes=_read_status_bytes(os.getpid(), "VmHWM"),
+            deployment_bytes={
+                deployment.name: max(0, after - before)
+                for deployment, (before, after) in zip(deployments, pairwise(sizes), strict=True)
+            },
+            has_packed=bool(_list_packed(folder) - packed),
+        )
+        os.write(report, _REPORT + codec.dumps(trial_report))
     except MemoryError as error:
-        os.write(report, error_to_bytes(_build_memory_error(str(error), limits, deployments)))
+        os.write(report, error_to_bytes(_build_limit_error(str(error), limits, deployments)))
     except OnnxOpsError as error:
-        reported = _build_memory_error(error.why, limits, deployments) if "alloc" in error.why else error
+        reported = _build_limit_error(error.why, limits, deployments) if "alloc" in error.why else error
         os.write(report, error_to_bytes(reported))
+
+
+def _list_packed(folder: Path) -> frozenset[Path]:
+    """Return the models that are packed in the cache."""
+    return frozenset((folder / PACKED_FOLDER).glob("[!.]*/"))
 
 
 def _adopt_limits(workers: Collection[int]) -> str:
     """Leave this process as much memory as the largest worker; return the limits."""
     limits = []
-    for number, field, name in _LIMITS:
+    for number, size_field, name in _LIMITS:
         soft, hard = resource.getrlimit(number)
         if soft != resource.RLIM_INFINITY:
-            largest = max((_read_status_bytes(pid, field) for pid in workers), default=0)
-            used = largest - _read_status_bytes(os.getpid(), field)
+            largest = max((_read_status_bytes(pid, size_field) for pid in workers), default=0)
+            used = largest - _read_status_bytes(os.getpid(), size_field)
             resource.setrlimit(number, (max(0, soft - max(0, used)), hard))
             limits.append(f"the {name} of a worker is limited to {soft >> 20} MiB")
     return " and ".join(limits)
@@ -126,9 +260,8 @@ def _read_status_bytes(pid: int, field: str) -> int:
 
 
 def _measure_private_bytes() -> int:
-    """Return the bytes of memory that no other process shares."""
-    _, resident, shared, *_ = Path("/proc/self/statm").read_text(encoding="ascii").split()
-    return (int(resident) - int(shared)) * mmap.PAGESIZE
+    private, _ = measure_memory(os.getpid())
+    return private
 
 
 def _build_crash_error(code: int, text: str, deployments: Sequence[Deployment], limit_s: int) -> InfrastructureError:
@@ -146,7 +279,7 @@ def _build_crash_error(code: int, text: str, deployments: Sequence[Deployment], 
     return _build_load_error(deployments, why, remedy)
 
 
-def _build_memory_error(text: str, limits: str, deployments: Sequence[Deployment]) -> InfrastructureError:
+def _build_limit_error(text: str, limits: str, deployments: Sequence[Deployment]) -> InfrastructureError:
     why = f"it exceeds the memory limit: {limits}" if limits else "the system has not enough memory for it"
     return _build_load_error(deployments, f"{why}; {text}" if text else why, _RAISE_LIMIT)
 

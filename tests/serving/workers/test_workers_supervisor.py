@@ -146,7 +146,7 @@ def test_error_of_a_cold_start_is_visible(site: Site, monkeypatch: pytest.Monkey
     async def fail_load(*_: object, **__: object) -> float:
         raise ZeroDivisionError("no time")
 
-    monkeypatch.setattr(supervisor_module, "run_trial_load", fail_load)
+    monkeypatch.setattr(supervisor_module, "measure_cold_start", fail_load)
     site.supervisor._cold_s = {fileless_deployment("new"): []}
     asyncio.run(site.supervisor._measure_cold_starts())
     assert site.read().failure == "a cold start could not be measured: ZeroDivisionError: no time"

@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from onnx import TensorProto, helper
+from onnx.numpy_helper import from_array
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
-from tests.serving.serving_process import INFER, Server, after, deploy, infer_body, save_graph, serving, wait_until
+from tests.serving.serving_process import (
+    INFER,
+    Server,
+    after,
+    deploy,
+    infer_body,
+    mirrored,
+    save_graph,
+    serving,
+    wait_until,
+)
 from tests.support.load import LoadPlan, LoadProcess, Payload
 from tests.support.operators import build_library, write_softsign
 from tests.support.processes import ROOT
 from tests.support.server import scaled
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 LIMIT = 6 * GIB
 LIMITED = f"""
 import resource
@@ -162,14 +176,106 @@ def memory_group() -> Iterator[tuple[Path, Path]]:
 
 
 @pytest.mark.parametrize("share", [0.6, 2.0])
+@pytest.mark.parametrize("can_read", [True, False])
 def test_a_model_beyond_the_memory_limit_of_all_workers_together_is_refused(
-    memory_group: tuple[Path, Path], start: Callable[..., Server], tmp_path: Path, share: float
+    memory_group: tuple[Path, Path], start: Callable[..., Server], tmp_path: Path, share: float, can_read: bool
 ) -> None:
     folder, limit = memory_group
-    server = start(f"open('{folder / 'cgroup.procs'}', 'w').write('0')", "--workers=2")
+    root = read_below(Path("/") if can_read else tmp_path / "empty")
+    server = start(f"open('{folder / 'cgroup.procs'}', 'w').write('0')\n{root}", "--workers=2")
     limit.write_text(str(GIB))
     error = refused(server, large(tmp_path / "large", int(share * GIB)))
-    assert "signal SIGKILL, which the kernel sends when a memory limit is exceeded" in error["why"]
+    if can_read:
+        assert "2 workers" in error["why"]
+        assert "MiB are available" in error["why"]
+        assert "SIGKILL" not in server.log()
+    else:
+        assert "signal SIGKILL, which the kernel sends when a memory limit is exceeded" in error["why"]
+
+
+def read_below(root: Path) -> str:
+    """Code after which a server reads the available memory below a folder."""
+    return (
+        "from pathlib import Path\n"
+        "from onnx_ops.serving.workers import available_memory\n"
+        f"available_memory.ROOT = Path({str(root)!r})"
+    )
+
+
+@pytest.fixture
+def memory_root(tmp_path: Path) -> Path:
+    """A folder in which a server finds how much memory is available: as much as is set."""
+    (tmp_path / "root" / "proc").mkdir(parents=True)
+    set_available(tmp_path / "root", 4 * GIB)
+    return tmp_path / "root"
+
+
+def set_available(root: Path, size: int) -> None:
+    (root / "proc" / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {size >> 10} kB\n")
+
+
+@pytest.mark.parametrize(
+    ("available", "words"),
+    [
+        pytest.param(100 * MIB, ["more than", "3 workers", "100 MiB are available"], id="less than one worker needs"),
+        pytest.param(300 * MIB, ["it needs 4", "3 workers", "300 MiB are available"], id="less than all workers need"),
+        pytest.param(0, ["more than", "3 workers", " 0 MiB are available"], id="none"),
+    ],
+)
+def test_a_model_beyond_the_available_memory_is_refused_with_what_it_needs(
+    start: Callable[..., Server], tmp_path: Path, memory_root: Path, available: int, words: list[str]
+) -> None:
+    server = start(read_below(memory_root), "--workers=3")
+    set_available(memory_root, available)
+    model = large(tmp_path / "large", 128 * MIB)
+    error = refused(server, model)
+    assert error["what"] == "deployment large does not fit into the memory of the server"
+    assert error["where"] == model.location
+    assert [word for word in words if word not in error["why"]] == []
+    assert "fewer workers" in error["remedy"]
+    set_available(memory_root, 600 * MIB)
+    assert server.publish(state_of(model, large=100), 2).status == 200
+
+
+def test_two_new_deployments_and_a_shadow_are_refused_together(
+    start: Callable[..., Server], tmp_path: Path, memory_root: Path
+) -> None:
+    server = start(read_below(memory_root), "--workers=1")
+    first = large(tmp_path / "first", 64 * MIB)
+    second = replace(large(tmp_path / "second", 64 * MIB), name="second", version="3")
+    state = mirrored(first, second)
+    set_available(memory_root, 210 * MIB)  # enough for both in the worker, but not for the shadow process, too
+    answer = server.publish(state, 2)
+    assert answer.status == 422
+    assert answer.json()["what"] == "deployment large, second does not fit into the memory of the server"
+    assert "in shadow processes" in answer.json()["why"]
+    assert server.generation() == 1
+    set_available(memory_root, 270 * MIB)
+    assert server.publish(state, 2).status == 200
+
+
+def test_a_model_whose_packed_files_all_workers_share_needs_them_once(
+    start: Callable[..., Server], tmp_path: Path, memory_root: Path
+) -> None:
+    server = start(read_below(memory_root), "--workers=4", "--prepack=1 MiB")
+    random = np.random.default_rng(0)
+    sizes = [2, 2048, 2048, 2048, 2]  # two matrices of 16 MiB
+    weights = [
+        from_array(random.standard_normal(shape).astype(np.float32), f"w{number}")
+        for number, shape in enumerate(pairwise(sizes))
+    ]
+    names = ["x", *(f"h{number}" for number in range(3)), "y"]
+    nodes = [helper.make_node("MatMul", [names[k], f"w{k}"], [names[k + 1]]) for k in range(4)]
+    x, y = ((name, TensorProto.FLOAT, ["batch", 2]) for name in ("x", "y"))
+    save_graph(tmp_path / "wide", nodes, [x], [y], weights)
+    set_available(memory_root, 200 * MIB)
+    wide = deploy(tmp_path / "wide", name="wide", version="2")
+    assert server.publish(state_of(wide, wide=100), 2).status == 200
+    again = replace(wide, name="again", version="3")
+    assert server.publish(state_of(again, wide, again=50, wide=50), 3).status == 200
+    peaks = re.findall(r"(wide|again) needs .* × (\d+) MiB at the peak", server.log())
+    assert [name for name, _ in peaks] == ["wide", "again"]
+    assert all(int(peak) < 32 for _, peak in peaks), peaks
 
 
 RECORDED = """

@@ -1,0 +1,144 @@
+"""Read the memory that is available to the server: of its control groups, the machine, and GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from onnx_ops.domain.endpoint import Deployment
+
+ROOT = Path("/")
+"""Where /proc and /sys are read."""
+_CUDA_PROVIDERS = frozenset({"CUDAExecutionProvider", "NvTensorRTRTXExecutionProvider", "TensorrtExecutionProvider"})
+_NVML = "libnvidia-ml.so.1"
+"""NVIDIA's management library, a part of the driver."""
+
+
+def read_available_bytes(root: Path | None = None) -> int | None:
+    """Return the bytes that processes of this server can still allocate; None if that cannot be read.
+
+    That is the least of what the machine has and what each control group (version 1 or 2) leaves. The page cache is
+    available: the kernel gives it up before it ends a process. Swap is not counted.
+
+    Args:
+        root: where /proc and /sys are read.
+    """
+    root = root or ROOT
+    sizes = [*_list_group_bytes(root)]
+    if (machine := _read_numbers(root / "proc/meminfo").get("MemAvailable:")) is not None:
+        sizes.append(machine << 10)
+    return max(0, min(sizes)) if sizes else None
+
+
+def _list_group_bytes(root: Path) -> Iterator[int]:
+    """Yield what each memory group of this process leaves, up to the root of its hierarchy."""
+    base = root / "sys/fs/cgroup"
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, name = rest.partition(":")
+        if number == "0" and not controllers:
+            mount, files = base, ("memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):
+            mount, files = base / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        else:
+            continue
+        for folder in _list_groups(mount, name):
+            if (size := _read_group_bytes(folder, *files)) is not None:
+                yield size
+
+
+def _list_groups(mount: Path, name: str) -> list[Path]:
+    """Return the folders of a group and those above it.
+
+    A container without a namespace for groups sees its group as the mount, and in /proc the name outside of it.
+    """
+    parts = Path(name.lstrip("/")).parts
+    folder = mount.joinpath(*parts)
+    if ".." in parts or not folder.is_dir():
+        return [mount]
+    return [folder, *folder.parents[: len(parts)]]
+
+
+def _read_group_bytes(folder: Path, limit_file: str, usage_file: str, prefix: str) -> int | None:
+    """Return the limit of a group less what it uses for good; None without a limit."""
+    limit, usage = _read_text(folder / limit_file).strip(), _read_text(folder / usage_file).strip()
+    if not limit.isdecimal() or not usage.isdecimal():  # version 2 writes `max`
+        return None
+    stat = _read_numbers(folder / "memory.stat")
+    cache = sum(stat.get(f"{prefix}{name}", 0) for name in ("inactive_file", "active_file"))
+    return int(limit) - max(0, int(usage) - cache - stat.get("slab_reclaimable", 0))
+
+
+def _read_text(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text(encoding="ascii", errors="replace")
+    return ""
+
+
+def _read_numbers(path: Path) -> dict[str, int]:
+    """Return the first number of each line by the word before it."""
+    rows = (line.split() for line in _read_text(path).splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
+
+
+def list_gpus(deployments: Iterable[Deployment]) -> frozenset[str]:
+    """Return the GPUs that the execution providers of deployments name, as numbers among the visible ones."""
+    providers = (provider for deployment in deployments for provider in deployment.execution.providers)
+    return frozenset(p.options.get("device_id", "0") for p in providers if p.name in _CUDA_PROVIDERS)
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+class GpuMemory:
+    """Reads the free memory of GPUs by NVML. Without the library, or for an unknown GPU, there is no number."""
+
+    def __init__(self, gpus: Iterable[str]) -> None:
+        self._devices: dict[str, ctypes.c_void_p] = {}
+        self._library: ctypes.CDLL | None = None
+        if wanted := frozenset(gpus):
+            with suppress(OSError, AttributeError):
+                self._open(ctypes.CDLL(_NVML), wanted)
+
+    def _open(self, library: ctypes.CDLL, gpus: Iterable[str]) -> None:
+        if library.nvmlInit_v2():
+            return
+        self._library = library
+        # CUDA numbers the visible GPUs in the order of this variable, else by speed unless there is one only.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        count = ctypes.c_uint()
+        library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        order = [str(number) for number in range(count.value)] if visible is None else visible.split(",")
+        by_bus = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+        for gpu in gpus:
+            if not gpu.isdecimal() or int(gpu) >= len(order):
+                continue
+            name, device = order[int(gpu)].strip(), ctypes.c_void_p()
+            if not name.isdecimal():
+                failure = library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(device))
+            elif by_bus or count.value == 1:
+                failure = library.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(device))
+            else:
+                continue
+            if not failure:
+                self._devices[gpu] = device
+
+    def read_free_bytes(self) -> dict[str, int]:
+        """Return the free bytes of each GPU that can be read."""
+        free: dict[str, int] = {}
+        for gpu, device in self._devices.items():
+            memory = _Memory()
+            if self._library is not None and not self._library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
+                free[gpu] = memory.free
+        return free
+
+    def close(self) -> None:
+        """Release the library."""
+        if self._library is not None:
+            self._library.nvmlShutdown()
+            self._library = None
+            self._devices.clear()
