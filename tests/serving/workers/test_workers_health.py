@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -241,6 +242,47 @@ def test_record_death_of_several_deployments_twice_isolates_new_workers_until_on
     assert (site.shared.header[ISOLATION], set(site.health.get_out_of_service())) == (0, {"new"})
     site.health.start_table(build_revision({"old": 100, "new": 0}, 2))
     assert site.health._deaths == {}
+
+
+def count_deaths_until_out(site: Site, random: Random, threads: int, percent: int, killers: set[int]) -> int | None:
+    """Return the deaths after which the new deployment is out of service; None if it is not after 40.
+
+    All threads run requests by the split, and those of `killers` end the worker. Isolated workers run one deployment.
+    """
+
+    def draw() -> int:
+        return NEW if random.random() * 100 < percent else OLD
+
+    for number in range(1, 41):
+        site.answer(OLD, 10 * (100 - percent))
+        site.answer(NEW, 10 * percent)
+        killer = draw()
+        while killer not in killers:
+            killer = draw()
+        others = [draw() for _ in range(threads - 1)]
+        if site.shared.header[ISOLATION]:
+            others = [slot for slot in others if slot == killer]
+        site.die_on_threads(*((slot, ROUTED) for slot in [killer, *others]))
+        if site.health.get_out_of_service():
+            return number
+    return None
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8, 256])
+@pytest.mark.parametrize(("percent", "most"), [(1, 5), (10, 5), (50, 20)])
+def test_busy_threads_take_out_the_version_that_ends_workers_and_hardly_ever_another(
+    threads: int, percent: int, most: int
+) -> None:
+    site, random = Site(), Random(1)  # noqa: S311 (a simulation)
+    weights = {"old": 100 - percent, "new": percent}
+    outcomes: dict[bool, list[int | None]] = {True: [], False: []}
+    for generation in range(2, 22):
+        is_guilty = generation % 2 == 0
+        site.health.start_table(build_revision(weights, generation))
+        killers = {NEW} if is_guilty else {OLD, NEW}
+        outcomes[is_guilty].append(count_deaths_until_out(site, random, threads, percent, killers))
+    assert all(number is not None and number <= most for number in outcomes[True]), outcomes
+    assert sum(number is not None for number in outcomes[False]) <= 1, outcomes
 
 
 runs_by_slot = st.dictionaries(

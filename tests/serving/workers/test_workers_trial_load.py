@@ -18,6 +18,7 @@ from onnx import TensorProto, helper
 from onnx.numpy_helper import from_array
 
 from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.serving.workers.memory_admission import measure_memory
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.serving.serving_process import (
     INFER,
@@ -31,6 +32,7 @@ from tests.serving.serving_process import (
     wait_until,
 )
 from tests.support.load import LoadPlan, LoadProcess, Payload
+from tests.support.must import must
 from tests.support.operators import build_library, write_softsign
 from tests.support.processes import ROOT
 from tests.support.server import scaled
@@ -235,6 +237,32 @@ def test_a_model_beyond_the_available_memory_is_refused_with_what_it_needs(
     assert "fewer workers" in error["remedy"]
     set_available(memory_root, 600 * MIB)
     assert server.publish(state_of(model, large=100), 2).status == 200
+
+
+def test_the_need_of_a_worker_is_what_each_of_them_uses_in_the_end(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
+    server = start("", "--workers=2")
+    before = {pid: measure_memory(pid)[0] for pid in server.workers()}
+    assert server.publish(state_of(large(tmp_path / "large", 128 * MIB), large=100), 2).status == 200
+    used = [measure_memory(pid)[0] - before[pid] for pid in server.workers()]
+    (need,) = re.findall(r"deployment large needs .* × (\d+) MiB at the peak", server.log())
+    assert len(used) == 2
+    assert max(used) <= int(need) * MIB < min(used) + 16 * MIB
+
+
+def test_a_restart_and_a_return_to_the_previous_state_need_no_available_memory(
+    start: Callable[..., Server], tmp_path: Path, memory_root: Path
+) -> None:
+    server = start(read_below(memory_root))
+    (blue,), green = must(server.state()).deployments, scaled(tmp_path, "green")
+    assert server.publish(state_of(blue, green, blue=90, green=10), 2).status == 200
+    set_available(memory_root, 0)
+    assert server.publish(state_of(blue, blue=100), 3).status == 200
+    assert server.stop() == 0
+    server.start()
+    assert (server.generation(), server.who_answers()) == (3, "blue")
+    assert server.publish(state_of(blue, green, blue=90, green=10), 4).status == 422
 
 
 def test_two_new_deployments_and_a_shadow_are_refused_together(
