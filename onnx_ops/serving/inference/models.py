@@ -8,6 +8,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -64,8 +65,14 @@ _LEVELS = {
 _PACKED_MODEL = "model.onnx"
 _PACKED_WEIGHTS = "weights.bin"
 _ENTRY = "entry.json"
-_ENTRY_FORMAT = 1
+_ENTRY_FORMAT = 2
 _MIN_WEIGHT_BYTES = 1024
+_MIN_ALIGNED_BYTES = (1 << 20) + 1
+"""Weights from which on the runtime aligns what it writes (github.com/microsoft/onnxruntime/pull/23069). It writes the
+packed form of smaller ones right behind them, and its kernels crash unless that is at a multiple of `_ALIGNMENT`."""
+_ALIGNMENT = 64
+_PACKED_PLACE = re.compile(rb"\|(\d+);\d+;")
+"""Place of packed weights in their file, as the runtime writes it into the model: `KEY|OFFSET;LENGTH;FLAGS`."""
 _MAX_ENTRIES = 8
 _LOOP_OPERATORS = (b'"\x04Loop', b'"\x04Scan')
 """The type of a node in a file: field 4, its length, its name.
@@ -222,13 +229,12 @@ class PackedModelCache:
         shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed while it held the lock
         temporary.mkdir(mode=0o700)
         try:
-            original = open_model(
-                path,
-                optimized_model_filepath=str(temporary / _PACKED_MODEL),
-                optimized_model_external_initializers_file_name=_PACKED_WEIGHTS,
-                optimized_model_external_initializers_min_size_in_bytes=str(_MIN_WEIGHT_BYTES),
-                save_external_prepacked_constant_initializers="1",
-            )
+            original = _save_packed(path, temporary, open_model, _MIN_WEIGHT_BYTES)
+            if not _is_aligned(temporary / _PACKED_MODEL):
+                original = _save_packed(path, temporary, open_model, _MIN_ALIGNED_BYTES)
+            if not _is_aligned(temporary / _PACKED_MODEL):
+                _log.warning("%s is not cached packed: the runtime has not aligned its weights", path)
+                return original
             packed = open_model(temporary / _PACKED_MODEL, optimize=False)
             if not return_same_bits(original, packed):
                 _log.warning("%s is not cached packed: its outputs would differ", path)
@@ -250,6 +256,22 @@ class PackedModelCache:
             return open_model(path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _save_packed(path: Path, folder: Path, open_model: Callable[..., Any], least_bytes: int) -> Any:
+    """Open a session of a model, and write it with packed weights; those of at least so many bytes are in a file."""
+    return open_model(
+        path,
+        optimized_model_filepath=str(folder / _PACKED_MODEL),
+        optimized_model_external_initializers_file_name=_PACKED_WEIGHTS,
+        optimized_model_external_initializers_min_size_in_bytes=str(least_bytes),
+        save_external_prepacked_constant_initializers="1",
+    )
+
+
+def _is_aligned(model: Path) -> bool:
+    """Return whether the kernels can use all packed weights of a model where they are in the mapped file."""
+    return not any(int(place) % _ALIGNMENT for place in _PACKED_PLACE.findall(model.read_bytes()))
 
 
 def return_same_bits(first: Any, second: Any) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 from onnx.numpy_helper import from_array
@@ -282,28 +283,47 @@ def test_two_new_deployments_and_a_shadow_are_refused_together(
     assert server.publish(state, 2).status == 200
 
 
+def perceptron(folder: Path, *widths: int) -> Deployment:
+    """The deployment of a model with a matrix between any two of these layers."""
+    random = np.random.default_rng(0)
+    weights = [
+        from_array(random.standard_normal(shape).astype(np.float32), f"w{number}")
+        for number, shape in enumerate(pairwise(widths))
+    ]
+    names = ["x", *(f"h{number}" for number in range(len(weights) - 1)), "y"]
+    nodes = [helper.make_node("MatMul", [names[k], f"w{k}"], [names[k + 1]]) for k in range(len(weights))]
+    x, y = ((name, TensorProto.FLOAT, ["batch", width]) for name, width in (("x", widths[0]), ("y", widths[-1])))
+    save_graph(folder, nodes, [x], [y], weights)
+    return deploy(folder, name=folder.name, version="2")
+
+
+@pytest.mark.parametrize("width", [509, 1001, 1024])
+def test_a_model_with_weights_of_any_size_is_served_packed(
+    start: Callable[..., Server], tmp_path: Path, width: int
+) -> None:
+    server = start("", "--prepack=1 KiB")
+    model = perceptron(tmp_path / "odd", 2, width, width, 2)
+    assert server.publish(state_of(model, odd=100), 2).status == 200
+    (entry,) = (server.folder / "prepacked").glob("[!.]*/entry.json")
+    session = onnxruntime.InferenceSession(Path(model.location) / "model.onnx")
+    (expected,) = session.run(None, {"x": np.array([[1, 2]], np.float32)})
+    answer = server.infer([1, 2]).json()
+    assert answer["outputs"][0]["data"] == pytest.approx(expected.ravel().tolist(), rel=1e-4)
+    assert entry.with_name("model.onnx").stat().st_size < 1 << 21
+
+
 def test_a_model_whose_packed_files_all_workers_share_needs_them_once(
     start: Callable[..., Server], tmp_path: Path, memory_root: Path
 ) -> None:
     server = start(read_below(memory_root), "--workers=4", "--prepack=1 MiB")
-    random = np.random.default_rng(0)
-    sizes = [2, 2048, 2048, 2048, 2]  # two matrices of 16 MiB
-    weights = [
-        from_array(random.standard_normal(shape).astype(np.float32), f"w{number}")
-        for number, shape in enumerate(pairwise(sizes))
-    ]
-    names = ["x", *(f"h{number}" for number in range(3)), "y"]
-    nodes = [helper.make_node("MatMul", [names[k], f"w{k}"], [names[k + 1]]) for k in range(4)]
-    x, y = ((name, TensorProto.FLOAT, ["batch", 2]) for name in ("x", "y"))
-    save_graph(tmp_path / "wide", nodes, [x], [y], weights)
+    wide = perceptron(tmp_path / "wide", 2, 2048, 2048, 2048, 2)  # two matrices of 16 MiB
     set_available(memory_root, 200 * MIB)
-    wide = deploy(tmp_path / "wide", name="wide", version="2")
     assert server.publish(state_of(wide, wide=100), 2).status == 200
     again = replace(wide, name="again", version="3")
     assert server.publish(state_of(again, wide, again=50, wide=50), 3).status == 200
     peaks = re.findall(r"(wide|again) needs .* × (\d+) MiB at the peak", server.log())
     assert [name for name, _ in peaks] == ["wide", "again"]
-    assert all(int(peak) < 32 for _, peak in peaks), peaks
+    assert all(int(peak) < 44 for _, peak in peaks), peaks  # 51 if no worker shared them
 
 
 RECORDED = """
