@@ -216,7 +216,7 @@ class Supervisor:
             watched = [d for d in listed if d.name in request.limits_s]
             if not all(split.weights.get(d.name) or split.shadow.get(d.name) for d in watched):
                 request = None  # users are counted from the first request on that the candidate may get
-                if self._cold_starts is None or self._cold_starts.done():
+                if not self._publishing.locked() and (self._cold_starts is None or self._cold_starts.done()):
                     self._cold_s = {deployment: self._cold_s.get(deployment, []) for deployment in watched}
                     if min(map(len, self._cold_s.values())) < COLD_START_SAMPLES:
                         self._cold_starts = asyncio.get_running_loop().create_task(self._measure_cold_starts())
@@ -273,9 +273,10 @@ class Supervisor:
     async def publish(self, desired: EndpointState | RoutingTable, actor: str) -> None:
         """Serve a state or a table: on return every response is by it or by a later one. An error changes nothing."""
         state = desired.state if isinstance(desired, RoutingTable) else desired
-        if self._cold_starts is not None:
-            self._cold_starts.cancel()
         async with self._publishing:
+            if self._cold_starts is not None:
+                self._cold_starts.cancel()
+                await asyncio.wait([self._cold_starts])  # what its process has used is available to the publication
             await self._orphans_ended.wait()
             if self._publisher.is_published(desired) and not self.get_state().failed:
                 return

@@ -72,7 +72,7 @@ class TrialReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """Who loads the deployments next.
+    """The processes that load the deployments next.
 
     Attributes:
         size: number of workers.

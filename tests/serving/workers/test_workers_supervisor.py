@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
+from onnx_ops.errors import UserError
 from onnx_ops.protocol.messages import Counts, UserCountsRequest
 from onnx_ops.protocol.routing_table import TableFile, build_next_table
 from onnx_ops.protocol.server_process import ServerOptions
@@ -150,3 +151,36 @@ def test_error_of_a_cold_start_is_visible(site: Site, monkeypatch: pytest.Monkey
     site.supervisor._cold_s = {fileless_deployment("new"): []}
     asyncio.run(site.supervisor._measure_cold_starts())
     assert site.read().failure == "a cold start could not be measured: ZeroDivisionError: no time"
+
+
+def test_publish_waits_for_the_end_of_a_cold_start_before_it_reads_the_memory(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+
+    async def measure() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0.05)  # until its process has ended
+            ended.append("cold start")
+
+    async def try_load(*_: object, **__: object) -> None:
+        ended.append("trial load")
+        raise UserError("it cannot be loaded")
+
+    async def publish() -> None:
+        supervisor = site.supervisor
+        supervisor._orphans_ended.set()
+        supervisor._cold_starts = asyncio.get_running_loop().create_task(measure())
+        await asyncio.sleep(0)
+        deployment = fileless_deployment("newer")
+        with pytest.raises(UserError, match="cannot be loaded"):
+            await supervisor.publish(
+                EndpointState(deployments=(deployment,), split=TrafficSplit(weights={"newer": 100}), generation=2),
+                "test",
+            )
+
+    monkeypatch.setattr(supervisor_module, "run_trial_load", try_load)
+    asyncio.run(publish())
+    assert ended == ["cold start", "trial load"]
