@@ -330,6 +330,8 @@ class FsspecObjects(ObjectStore):
             with suppress(FileNotFoundError):
                 details = self._fs.find(self._path(prefix), detail=True)
             for path, info in sorted(details.items()):
+                if info.get("type") == "directory":  # s3fs names an empty prefix, if another writer fills it just then
+                    continue
                 at = next((info[key] for key in _TIME_KEYS if info.get(key) is not None), None)
                 at = self._fs.modified(path) if at is None else at
                 if isinstance(at, datetime.datetime):

@@ -141,7 +141,9 @@ class TestWithoutAuthority:
         assert "not trusted" in skipped["00000009-1.json"]
         assert "it is table" in skipped["00000010-1.json"]
         assert serving.adopted() == TableNumber(2)
-        assert serving.observed().generation == 2
+        observed = serving.observed()
+        assert observed.generation == 2
+        assert any("table/00000009-1.json does not count" in text for text in observed.out_of_service)
 
     def test_objects_that_are_no_tables_are_skipped(self, serving: ReplicaSite) -> None:
         garbage = (b"", b"{}", b"[]", bytes(100), b'{"kind": "table", "content": {}}', b"9" * 5000, b"[" * 9999)

@@ -180,6 +180,7 @@ class ReplicaEndpoints(EndpointProvider):
         live = [one.status for one in seen.replicas if one.is_live]
         expected = _read_settings(config.settings, config.endpoint).replicas
         out_of_service = [] if len(live) >= expected else [f"{len(live)} of {expected} replicas report"]
+        out_of_service += [f"object {FOLDER}/{name} does not count: {why}" for name, why in seen.skipped.items()]
         out_of_service += [
             f"{name} on replica {status.replica}: {why}"
             for status in live

@@ -1,0 +1,309 @@
+"""How fast do replicas follow tables, and do clients lose requests over steps, rollbacks, kills and outages?
+
+    python -m benchmarks.places [--store folder|s3|blob]... [--rollouts N] [--kills N] [--outages N] [--rate R]
+
+Four replicas, each with its own folder, follow one place, and answer an open-loop load each. Their way to S3 and Blob
+leads through a proxy, which can be cut. Ends 1 if a promised bound does not hold: a step and a rollback are adopted
+within 5 s, a replica that is cut off gives the candidate no traffic after 35 s, and no request fails but those of a
+replica that was killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import socket
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.truth.claims import Claim, summary
+from onnx_ops.protocol.replica_tables import DEADLINE_S, LEASE_S, TableNumber
+from onnx_ops.testing.endpoints import EndpointProviderSuite
+from tests.adapters.registry_services import BUCKET, s3
+from tests.adapters.replica_site import ReplicaSite, open_site
+from tests.support.azurite import azurite
+from tests.support.load import LoadPlan, LoadProcess, Payload
+from tests.support.processes import until
+
+NAMES = ("r1", "r2", "r3", "r4")
+STORES = ("folder", "s3", "blob")
+ADOPTED_S = 5.0
+BODY = b'{"inputs": {"x": [[1.0, 1.0]]}}'
+
+
+class Proxy:
+    """A TCP proxy to one address, which can be cut: connections are closed, and new ones refused."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._cut = threading.Event()
+        self._open: set[socket.socket] = set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        self._cut.set()
+        for each in list(self._open):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def mend(self) -> None:
+        self._cut.clear()
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self._listener.accept()
+            if self._cut.is_set():
+                client.close()
+                continue
+            server = socket.create_connection(("127.0.0.1", self._port))
+            self._open |= {client, server}
+            for source, sink in ((client, server), (server, client)):
+                threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        for each in (source, sink):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            self._open.discard(each)
+
+
+@dataclass(kw_only=True)
+class Figures:
+    """What was seen over one kind of store. Times are in seconds."""
+
+    steps: list[float] = field(default_factory=list)
+    rollbacks: list[float] = field(default_factory=list)
+    cut_s: float = 0.0
+    requests: int = 0
+    failed: dict[str, int] = field(default_factory=dict)
+    killed: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def open_store(kind: str) -> Iterator[tuple[str, int, Callable[[int], dict[str, str]]]]:
+    """Yield the root of a store, its port (0: none), and the variables of a follower that goes through a proxy."""
+    if kind == "folder":
+        yield "", 0, lambda _: {}
+    elif kind == "s3":
+        with s3() as endpoint:
+            os.environ["AWS_ENDPOINT_URL"] = endpoint
+            port = int(endpoint.rpartition(":")[2])
+            yield f"s3://{BUCKET}", port, lambda proxy: {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy}"}
+    else:
+        with tempfile.TemporaryDirectory() as packages, azurite(Path(packages), "places") as opened:
+            os.environ["AZURE_STORAGE_CONNECTION_STRING"] = opened
+            port = int(opened.rpartition("127.0.0.1:")[2].partition("/")[0])
+            yield (
+                "abfs://places",
+                port,
+                lambda proxy: {"AZURE_STORAGE_CONNECTION_STRING": opened.replace(f":{port}/", f":{proxy}/")},
+            )
+
+
+class Place:
+    """A site of four replicas under load, with a proxy before each where the store has a port."""
+
+    def __init__(self, folder: Path, kind: str, root: str, port: int, route: Callable[[int], dict[str, str]]) -> None:
+        url = f"{root}/{random.randrange(10**9)}"  # noqa: S311 (a name)
+        urls = {"control": f"{url}/control", "reports": f"{url}/reports"} if root else {}
+        self.site: ReplicaSite = open_site(folder, replicas=len(NAMES), **urls)
+        self.kind = kind
+        self.proxies = {name: Proxy(port) for name in NAMES} if port else {}
+        self._route = route
+        self.sequence = 0
+
+    def start(self, name: str) -> None:
+        proxy = self.proxies.get(name)
+        self.site.environ = self._route(proxy.port) if proxy else {}
+        self.site.start(name)
+
+    def apply(self, **weights: int) -> float:
+        """Publish a split; return the seconds until all replicas have loaded and adopted it."""
+        self.sequence += 1
+        began = time.monotonic()
+        self.site.apply(self.sequence, None, **weights)
+        return self._wait(began)
+
+    def roll_back(self) -> float:
+        self.sequence += 1
+        began = time.monotonic()
+        state = self.site.state(blue=100, green=0)
+        self.site.provider.roll_back(self.site.config, state, generation=self.sequence)
+        return self._wait(began)
+
+    def _wait(self, began: float) -> float:
+        number = TableNumber(self.sequence)
+        running = list(self.site.processes)
+        until(lambda: all((self.site.adopted(name) or TableNumber(0)) >= number for name in running))
+        return time.monotonic() - began
+
+    def cut(self, name: str) -> None:
+        """Cut a replica off from the store; in a folder, its follower stops."""
+        if name in self.proxies:
+            self.proxies[name].cut()
+        else:
+            self.site.processes[name].send_signal(signal.SIGSTOP)
+
+    def mend(self, name: str) -> None:
+        if name in self.proxies:
+            self.proxies[name].mend()
+        else:
+            self.site.processes[name].send_signal(signal.SIGCONT)
+
+    def kill(self, name: str) -> None:
+        """End a replica with its server at once, and start it again."""
+        record = self.site.read_record(name)
+        self.site.stop(name, signal.SIGKILL)
+        if record is not None:
+            for pid in (record.pid, *_list_children(record.pid)):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.start(name)
+        until(lambda: (self.site.adopted(name) or TableNumber(0)).sequence == self.sequence)
+
+
+def _list_children(pid: int) -> list[int]:
+    with suppress(OSError):
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
+        return [int(child) for child in text.split()]
+    return []
+
+
+def run_place(place: Place, options: argparse.Namespace) -> Figures:
+    """Roll out, roll back, cut off, kill and take the store away, under load."""
+    figures, site, draw = Figures(), place.site, random.Random(options.seed)  # noqa: S311 (a choice of victims)
+    place.apply(blue=100)
+    for name in NAMES:
+        place.start(name)
+    until(lambda: all(site.adopted(name) for name in NAMES))
+    with ExitStack() as stack:
+        loads = {name: stack.enter_context(LoadProcess(_plan(site.address(name), options.rate))) for name in NAMES}
+        for turn in range(options.rollouts):
+            figures.steps.append(place.apply(green=10, blue=90))
+            figures.steps.append(place.apply(green=50, blue=50))
+            if turn < options.rollouts - 1 and turn % 2:
+                figures.steps.append(place.apply(green=100, blue=0))
+            figures.rollbacks.append(place.roll_back())
+            if turn < options.kills:
+                figures.killed.append(draw.choice(NAMES))
+                place.kill(figures.killed[-1])
+            if turn < options.outages:
+                for name in NAMES:
+                    place.cut(name)
+                time.sleep(3)
+                for name in NAMES:
+                    place.mend(name)
+        figures.cut_s = _measure_cut(place)
+        records = {name: load.stop() for name, load in loads.items()}
+    figures.requests = sum(map(len, records.values()))
+    figures.failed = {name: each.failed for name, each in records.items()}
+    return figures
+
+
+def _measure_cut(place: Place) -> float:
+    """Cut one replica off in a canary, roll back, and return the seconds until its last answer of the candidate."""
+    suite, site = EndpointProviderSuite(), place.site
+    place.apply(green=50, blue=50)
+    until(lambda: {suite.scale(site.address("r4")) for _ in range(20)} == {2.0, 3.0})
+    place.cut("r4")
+    place.sequence += 1
+    began = last = time.monotonic()
+    state = site.state(blue=100, green=0)
+    site.provider.roll_back(site.config, state, generation=place.sequence)
+    while time.monotonic() - began < LEASE_S + DEADLINE_S + 5:
+        if suite.scale(site.address("r4")) == 3.0:
+            last = time.monotonic()
+        time.sleep(0.01)
+    place.mend("r4")
+    return last - began
+
+
+def _plan(address: str, rate: float) -> LoadPlan:
+    return LoadPlan(
+        url=f"{address}/invocations",
+        payloads=[Payload(body=BODY)],
+        headers={"content-type": "application/json"},
+        connections=4,
+        seconds=3600.0,
+        rate=rate,
+    )
+
+
+def list_claims(kind: str, figures: Figures) -> list[Claim]:
+    """Return what is promised beside what was seen."""
+    lost = sum(count for name, count in figures.failed.items() if name not in figures.killed)
+    limit_s = LEASE_S + DEADLINE_S
+    slowest = max(figures.steps), max(figures.rollbacks)
+    return [
+        Claim(
+            gate=kind,
+            what="slowest step",
+            bound=f"≤ {ADOPTED_S:g} s",
+            figure=f"{slowest[0]:.2f} s",
+            is_met=slowest[0] <= ADOPTED_S,
+        ),
+        Claim(
+            gate=kind,
+            what="slowest rollback",
+            bound=f"≤ {ADOPTED_S:g} s",
+            figure=f"{slowest[1]:.2f} s",
+            is_met=slowest[1] <= ADOPTED_S,
+        ),
+        Claim(
+            gate=kind,
+            what="candidate traffic of a replica that is cut off",
+            bound=f"≤ {limit_s:g} s",
+            figure=f"{figures.cut_s:.1f} s",
+            is_met=figures.cut_s <= limit_s,
+        ),
+        Claim(
+            gate=kind,
+            what="failed requests of replicas that were not killed",
+            bound="0",
+            figure=f"{lost}",
+            is_met=lost == 0,
+        ),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", action="append", choices=STORES, help="kind of store; repeat for several (all)")
+    parser.add_argument("--rollouts", type=int, default=6, help="rollouts, each of which is rolled back (6)")
+    parser.add_argument("--kills", type=int, default=2, help="replicas that are killed (2)")
+    parser.add_argument("--outages", type=int, default=1, help="outages of the store, of 3 s each (1)")
+    parser.add_argument("--rate", type=float, default=200.0, help="requests a second for each replica (200)")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    claims: list[Claim] = []
+    for kind in options.store or STORES:
+        with tempfile.TemporaryDirectory(prefix="onnx-ops-places-") as folder, open_store(kind) as (root, port, route):
+            place = Place(Path(folder), kind, root, port, route)
+            try:
+                figures = run_place(place, options)
+            finally:
+                place.site.stop_all()
+        print(
+            f"{kind}: {figures.requests:,} requests; steps {statistics.median(figures.steps):.2f} s in the median, "
+            f"rollbacks {statistics.median(figures.rollbacks):.2f} s; failed {figures.failed}, killed {figures.killed}"
+        )
+        claims += list_claims(kind, figures)
+    summary(claims)
+    return 0 if all(claim.is_met for claim in claims) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
