@@ -131,11 +131,22 @@ class Place:
         self.site.start(name)
 
     def apply(self, **weights: int) -> float:
-        """Publish a split; return the seconds until all replicas have loaded and adopted it."""
+        """Publish a split; return the seconds from the creation of its table until all replicas have adopted it.
+
+        New models are loaded before, by a table that gives them no traffic.
+        """
         self.sequence += 1
-        began = time.monotonic()
+        name, adopted_at = TableNumber(self.sequence).name, [0.0]
+
+        def watch() -> None:
+            until(lambda: self.site.control.read(name) is not None, seconds=600, pause_s=0.1)
+            adopted_at[0] = self._wait(time.monotonic())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
         self.site.apply(self.sequence, None, **weights)
-        return self._wait(began)
+        watcher.join()
+        return adopted_at[0]
 
     def roll_back(self) -> float:
         self.sequence += 1
@@ -147,7 +158,7 @@ class Place:
     def _wait(self, began: float) -> float:
         number = TableNumber(self.sequence)
         running = list(self.site.processes)
-        until(lambda: all((self.site.adopted(name) or TableNumber(0)) >= number for name in running))
+        until(lambda: all((self.site.adopted(name) or TableNumber(0)) >= number for name in running), pause_s=0.1)
         return time.monotonic() - began
 
     def cut(self, name: str) -> None:

@@ -32,7 +32,7 @@ def upload_model(objects: ObjectStore, folder: Path) -> Digest:
 
 
 def download_model(objects: ObjectStore, digest: Digest, folder: Path) -> Manifest:
-    """Copy the files of a version into an empty folder. Whoever uses them compares them with the manifest.
+    """Copy the files of a version into an empty folder. The caller compares them with the manifest.
 
     Raises:
         NotFoundError: the store has no such version.

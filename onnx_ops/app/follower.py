@@ -50,9 +50,9 @@ from onnx_ops.protocol.replica_tables import (
     FOLDER,
     HEAD,
     LEASE_S,
-    Head,
     ReplicaTable,
     StoredTable,
+    TableHead,
     TableNumber,
     decode_table,
     find_newest,
@@ -64,8 +64,8 @@ from onnx_ops.scratch import write_durably
 
 _log = logging.getLogger(__name__)
 
-POLL_S, LOCAL_POLL_S = 2.0, 0.25
-"""Seconds between two looks at the hint: in a store that takes requests, and in a folder."""
+POLL_S, LEASED_POLL_S, LOCAL_POLL_S = 2.0, 1.0, 0.25
+"""Seconds between two looks at the hint: in general, while a lease is needed, and in a folder."""
 LIST_S, RENEW_S, LOCAL_LIST_S = 60.0, 8.0, 1.0
 """Seconds between two lists of the tables: in general, while a lease is needed, and in a folder."""
 _RETRY_S = 10.0
@@ -119,10 +119,14 @@ class Following:
         if beat != self._beat:
             self._beat, self._beat_at = beat, now
 
+    @property
+    def needs_lease(self) -> bool:
+        """Whether the adopted table gives a candidate traffic."""
+        return self.adopted is not None and gives_candidate_traffic(self.adopted.table)
+
     def is_list_due(self, now: float) -> bool:
         """Return whether the tables must be listed."""
-        needs_lease = self.adopted is not None and gives_candidate_traffic(self.adopted.table)
-        return now - self.listed_at >= (min(RENEW_S, self._list_s) if needs_lease else self._list_s)
+        return now - self.listed_at >= (min(RENEW_S, self._list_s) if self.needs_lease else self._list_s)
 
     def compute_lease_end(self, now: float) -> float:
         """Return until when the adopted table's candidate may get traffic; 0 if it may not.
@@ -167,10 +171,9 @@ class Follower:
 
     def run(self) -> None:
         """Follow until `stop` is called."""
-        poll_s = LOCAL_POLL_S if self._is_local else POLL_S
-        loops = ((self.poll, poll_s), (self.publish, _CHECK_S), (self.report, REPORT_S))
+        loops = (self.poll, self.publish, self.report)
         threads = [
-            threading.Thread(target=self._repeat, args=loop, name=loop[0].__name__, daemon=True) for loop in loops
+            threading.Thread(target=self._repeat, args=(work,), name=work.__name__, daemon=True) for work in loops
         ]
         self._attempt(self.keep_server)
         for thread in threads:
@@ -226,7 +229,7 @@ class Follower:
         self._report_due.set()
 
     def renew_lease(self) -> None:
-        """Tell the server until when a candidate may get traffic."""
+        """Set the time until which the server gives a candidate traffic."""
         end = self._following.compute_lease_end(read_boot_clock())
         with self._lock:
             answer = self._ask("PUT", LEASE_PATH, codec.dumps(Lease(until_ns=int(end * 1e9))))
@@ -268,15 +271,20 @@ class Follower:
         except (OnnxOpsError, OSError) as error:
             _log.error("the last report could not be written: %s", error)
 
-    def _repeat(self, work: Callable[[], None], pause_s: float) -> None:
+    def _repeat(self, work: Callable[[], None]) -> None:
         """Repeat one of the loops until this process ends; an error is logged once, and tried again."""
         while not self._stop.is_set():
             self._attempt(work)
             if work == self.report:
-                self._report_due.wait(pause_s)
+                self._report_due.wait(REPORT_S)
                 self._report_due.clear()
             else:
-                self._stop.wait(pause_s)
+                self._stop.wait(_CHECK_S if work == self.publish else self._get_poll_pause_s())
+
+    def _get_poll_pause_s(self) -> float:
+        if self._is_local:
+            return LOCAL_POLL_S
+        return LEASED_POLL_S if self._following.needs_lease else POLL_S
 
     def _attempt(self, work: Callable[[], None]) -> None:
         name = work.__name__
@@ -291,10 +299,10 @@ class Follower:
             if self._failures.pop(name, None):
                 _log.info("%s works again", name)
 
-    def _read_head(self) -> Head | None:
+    def _read_head(self) -> TableHead | None:
         data = self._control.read(HEAD)
         try:
-            return None if data is None else codec.loads(data, Head, where=HEAD)
+            return None if data is None else codec.loads(data, TableHead, where=HEAD)
         except CorruptStateError:
             return None  # it is a hint
 

@@ -140,7 +140,7 @@ class Ledger(Protocol):
 class EndpointProvider(ABC):
     """Brings endpoints to their desired state."""
 
-    def sign_with(self, signer: Callable[[], Signer | None]) -> None:  # noqa: B027 (most servers are told by a call)
+    def sign_with(self, signer: Callable[[], Signer | None]) -> None:  # noqa: B027 (most providers need none)
         """Take the signer of the release key, for a provider whose servers believe signatures only."""
 
     @abstractmethod

@@ -1,6 +1,6 @@
 """What replicas report: their status, their counts, and each epoch that they have closed.
 
-Reports are claims of one process, read by whoever judges a rollout. They hold no authority: they cannot change what is
+Reports are claims of one process about itself. They judge a rollout, and hold no authority: they cannot change what is
 served.
 """
 

@@ -25,7 +25,7 @@ from onnx_ops.protocol.routing_table import RoutingTable, build_next_table
 FOLDER = "table"
 """Folder of the tables in the place's control location."""
 HEAD = "head.json"
-"""A hint beside it: the last `Head` that was written. Nothing rests on it but the time of its writing."""
+"""A hint beside it: the last `TableHead` that was written. Nothing rests on it but the time of its writing."""
 PAYLOAD_TYPE = "application/vnd.onnx-ops.replica-table+json"
 LEASE_S = 30.0
 """How long a replica gives a candidate traffic after it has listed the tables."""
@@ -76,8 +76,7 @@ class ReplicaTable:
         table: deployments, without locations, with their layout; its fallback answers without a lease.
         limits_s: latency thresholds of the deployments that are compared, as in a `UserCountsRequest`; empty: none are.
         previous: digest of the bytes of the table that it follows; None if it is the first.
-        judge_timeout_s: seconds without a sign of whoever judges the candidate after which it loses its traffic; 0:
-            never.
+        judge_timeout_s: seconds after which a candidate that is not judged any more loses its traffic; 0: never.
     """
 
     endpoint: str
@@ -98,7 +97,7 @@ class WayBack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class TableHead:
     """The last table, and a count of the times that its judge has looked at the endpoint."""
 
     number: TableNumber

@@ -22,7 +22,7 @@ from onnx_ops.adapters.replica_files import upload_model
 from onnx_ops.domain.artifact import hex_digits
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, TrafficSplit, serves_only
 from onnx_ops.errors import ConflictError, InfrastructureError, MissingKeyError, ServiceUnavailableError, UserError
-from onnx_ops.protocol.replica_tables import Head, TableNumber, WayBack, encode_table
+from onnx_ops.protocol.replica_tables import TableHead, TableNumber, WayBack, encode_table
 from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
 from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite, Killed
 from tests.adapters.replica_site import ReplicaSite, open_site
@@ -321,8 +321,8 @@ def test_head_is_a_hint_only(site: ReplicaSite) -> None:
     until(lambda: site.adopted() == TableNumber(1))
     for head in (
         b"nothing",
-        codec.dumps(Head(number=TableNumber(77), beat=1)),
-        codec.dumps(Head(number=TableNumber(0), beat=2)),
+        codec.dumps(TableHead(number=TableNumber(77), beat=1)),
+        codec.dumps(TableHead(number=TableNumber(0), beat=2)),
     ):
         (site.control_folder / "head.json").write_bytes(head)
         time.sleep(0.6)

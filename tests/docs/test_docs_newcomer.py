@@ -129,16 +129,20 @@ def act_as_github(project: Path) -> None:
             "GITHUB_STEP_SUMMARY": str(summary),
             "GITHUB_OUTPUT": str(project / ".git" / "output"),
             "GITHUB_TOKEN": "ghs_nobody",
-            "FOLDER": str(project / ".onnx-ops" / "action"),
             "FIGURES": str(project / ".onnx-ops" / "figures"),
             "SINCE": "",
             "REPORTS": "https://reports.example.org",
-            "ONNX_OPS_SIGNING": "",
         }
-        for step in action["runs"]["steps"]:
-            if "run" in step:
-                assert "${{" not in step["run"]
-                subprocess.run(["bash", "-euo", "pipefail", "-c", step["run"]], cwd=project, env=environ, check=True)
+        evaluated, folder = (str(project / ".onnx-ops" / name) for name in ("action-evaluated", "action"))
+        variables = ({"FOLDER": evaluated, "ONNX_OPS_SIGNING": "off"}, {"FOLDER": folder, "EVALUATED": evaluated})
+        scripts = [step["run"] for step in action["runs"]["steps"] if "run" in step]
+        for script, own in zip(scripts, variables, strict=True):
+            assert "${{" not in script
+            shell = ["bash", "-euo", "pipefail", "-c", script]
+            subprocess.run(shell, cwd=project, env={**environ, **own}, check=True)
+        python = str(project.parent / ".venv" / "bin" / "python")
+        publish = [python, "-I", "-m", "onnx_ops.integrations.github_action", "publish", f"--folder={folder}"]
+        subprocess.run(publish, cwd=project, env=environ, check=True)
     (check,) = github.requests
     assert check.path == "/repos/acme/shop/check-runs"
     assert (check.document["head_sha"], check.document["conclusion"]) == (head, "success")

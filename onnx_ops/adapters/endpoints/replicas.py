@@ -54,9 +54,9 @@ from onnx_ops.protocol.replica_tables import (
     FOLDER,
     HEAD,
     LEASE_S,
-    Head,
     ReplicaTable,
     StoredTable,
+    TableHead,
     TableNumber,
     WayBack,
     decode_table,
@@ -400,7 +400,7 @@ class ReplicaEndpoints(EndpointProvider):
     def _write_head(self, config: EndpointConfig, number: TableNumber) -> None:
         """Name the newest table, and show that it is judged. The tables themselves count, so it may fail."""
         with suppress(OnnxOpsError):
-            self._control(config).write(HEAD, codec.dumps(Head(number=number, beat=time.time_ns())))
+            self._control(config).write(HEAD, codec.dumps(TableHead(number=number, beat=time.time_ns())))
 
     def _find_way_back(self, config: EndpointConfig, seen: _Place, manifest: Digest) -> TableNumber:
         for number in reversed(seen.numbers):

@@ -331,7 +331,7 @@ class Supervisor:
             await self._shadows.stop(min(_SHADOW_DRAIN_S, max(0.0, deadline - time.monotonic())))
 
     def _keep_counts(self) -> None:
-        """Write the counts of all requests, for whoever reads them after this process has ended."""
+        """Write the counts of all requests, to be read when this process has ended."""
         try:
             write_durably(self._folder / FINAL_COUNTS_FILE, codec.dumps(self._publisher.counts.collect(self._watched)))
         except OSError as error:
