@@ -29,7 +29,7 @@ _REMEMBERED = 2000
 """Number of steps whose last duration is kept."""
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_CLOSED = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EROFS)
 _FREE = "Free some space and run the command again: finished work is kept. See `onnx-ops docs runbooks/disk-full`."
 _OPEN = "Grant the current user access to it, or set another folder in onnx-ops.toml."
 

@@ -35,6 +35,8 @@ SHARED = 0o660
 """Mode of a file for its group."""
 UNFINISHED_S = 3600.0
 """Age at which an unfinished file counts as left by a killed writer."""
+_CLIENTS = frozenset({"aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "s3fs"})
+"""Packages of the clients of object stores."""
 _TIME_KEYS = ("LastModified", "last_modified", "mtime", "created")
 """Names of an object's modification time, by file system."""
 
@@ -373,3 +375,10 @@ class FsspecObjects(ObjectStore):
         except OSError as error:
             what = "the object store does not answer"
             raise ServiceUnavailableError(what, where=self.place, why=str(error)) from error
+        except Exception as error:
+            # The clients of clouds have their own errors: without credentials, or with a name that is none.
+            if type(error).__module__.partition(".")[0] not in _CLIENTS:
+                raise
+            what = "the object store cannot be used"
+            remedy = "Check the address, and the credentials of this process."
+            raise ServiceUnavailableError(what, where=self.place, why=str(error), remedy=remedy) from error

@@ -71,7 +71,7 @@ LIST_S, RENEW_S, LOCAL_LIST_S = 60.0, 8.0, 1.0
 _RETRY_S = 10.0
 """Rest before a table that was refused is tried again."""
 _CHECK_S = 0.2
-_SERVER_CHECK_S = 1.0
+_SERVER_CHECK_S = 0.5
 _PUBLISH_S = 300.0
 _ADMIN_S = 5.0
 _NAME_FILE = "replica"
@@ -162,6 +162,7 @@ class Follower:
         self._lock = threading.Lock()
         self._report_due = threading.Event()
         self._stop = threading.Event()
+        self._is_ending = False
         self._refused: tuple[TableNumber, float, str] | None = None
         self._lease = 0.0
         self._lapsed = 0
@@ -178,14 +179,16 @@ class Follower:
         self._attempt(self.keep_server)
         for thread in threads:
             thread.start()
-        while not self._stop.wait(_SERVER_CHECK_S):
+        while not self._is_ending:
             self._attempt(self.keep_server)
+            time.sleep(_SERVER_CHECK_S)
+        self._stop.set()
+        self._report_due.set()
         self._end()
 
     def stop(self) -> None:
-        """Let `run` stop the server, write the last report and return."""
-        self._stop.set()
-        self._report_due.set()
+        """Let `run` end with the server and a last report. It takes no lock, so that signal handlers may call it."""
+        self._is_ending = True
 
     def poll(self) -> None:
         """Look at the hint, list the tables if that is due, and renew the lease."""
@@ -478,9 +481,21 @@ def check_options(own: Mapping[str, str], options: ServerOptions) -> None:
 
 
 def read_release_keys(folder: Path, trusted: str) -> TrustedKeys:
-    """Return the release keys of a setting, whose path is relative to the server's folder."""
+    """Return the release keys of a setting, whose path is relative to the server's folder.
+
+    Raises:
+        UserError: it is neither a path nor a key.
+        RefusedError: there is no key for releases.
+    """
     path = folder / trusted
-    return TrustedKeys(path, role="release") if path.exists() else TrustedKeys((), encoded=trusted, role="release")
+    keys = TrustedKeys(path, role="release") if path.exists() else TrustedKeys((), encoded=trusted, role="release")
+    if not keys.keys():
+        raise RefusedError(
+            "there is no public key that signs releases",
+            where=f"--trusted-keys {trusted}",
+            remedy="Put NAME.pub.pem there, or into its folder `release`: `onnx-ops keys list` shows the keys.",
+        )
+    return keys
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ def doctor(
     files: Annotated[
         list[Path] | None, typer.Argument(help="Pipeline files whose endpoints --provider checks.")
     ] = None,
-    provider: Annotated[str, typer.Option(help="Check only this endpoint provider: azureml, sagemaker.")] = "",
+    provider: Annotated[
+        str, typer.Option(help="Check only this endpoint provider: azureml, replicas, sagemaker.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Check packages, providers, services, keys and pins; every problem comes with a remedy.

@@ -17,7 +17,7 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.adapters.endpoints import replicas
 from onnx_ops.adapters.endpoints.replicas import ReplicaEndpoints
-from onnx_ops.adapters.files import LocalObjects, ObjectStore
+from onnx_ops.adapters.files import LocalObjects, ObjectStore, open_objects
 from onnx_ops.adapters.replica_files import upload_model
 from onnx_ops.domain.artifact import hex_digits
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, TrafficSplit, serves_only
@@ -329,3 +329,45 @@ def test_head_is_a_hint_only(site: ReplicaSite) -> None:
         assert site.adopted() == TableNumber(1)
     site.apply(2, blue=100)
     until(lambda: site.adopted() == TableNumber(2))
+
+
+class TestDiagnosis:
+    def diagnose(self, site: ReplicaSite) -> dict[str, tuple[bool, str]]:
+        findings = site.provider.diagnose({"digits": site.config.settings})
+        return {finding.check.removeprefix("digits: "): (finding.ok, finding.found) for finding in findings}
+
+    def test_diagnose_of_a_place_that_is_served_finds_nothing_wrong(self, site: ReplicaSite) -> None:
+        site.apply(1, blue=100)
+        site.start()
+        until(lambda: site.adopted() == TableNumber(1))
+        findings = self.diagnose(site)
+        assert all(ok for ok, _ in findings.values()), findings
+        assert findings["objects among the tables"][1] == "table 00000001-1 is the newest"
+        assert not list(site.control_folder.glob("probe/*"))
+
+    def test_diagnose_names_what_is_missing(self, site: ReplicaSite) -> None:
+        site.write_table(TableNumber(4), b"garbage")
+        site.provider.sign_with(lambda: None)
+        site.reports_folder.write_text("no folder")
+        findings = self.diagnose(site)
+        assert {name for name, (ok, _) in findings.items() if ok} == {"tables", "clocks"}
+        assert "00000004-1.json" in findings["objects among the tables"][1]
+
+    def test_diagnose_names_a_clock_that_is_apart(self, site: ReplicaSite) -> None:
+        site.apply(1, blue=100)
+        site.start()
+        until(lambda: site.adopted() == TableNumber(1))
+        site.stop(number=signal.SIGKILL)
+        status = replace(site.status(), at=site.status().at - 7200)
+        (site.reports_folder / "status" / "r1.json").write_bytes(codec.dumps(status))
+        assert self.diagnose(site)["clocks"] == (False, "apart from the store's: r1 by -7200 s")
+
+
+def test_list_of_a_store_without_credentials_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
+    with pytest.raises(ServiceUnavailableError, match="credentials"):
+        open_objects("s3://bucket-of-nobody/place").list_names("table")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.app.follower import LIST_S, RENEW_S, Following, check_options, name_replica
+from onnx_ops.app.follower import LIST_S, RENEW_S, Following, check_options, name_replica, read_release_keys
 from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
 from onnx_ops.errors import OnnxOpsError, RefusedError, UserError
 from onnx_ops.protocol.replica_tables import LEASE_S, ReplicaTable, plan_tables
@@ -125,3 +125,10 @@ def test_name_replica_is_the_same_after_a_restart(tmp_path: Path) -> None:
     for bad in ("a/b", "a~b", "-a", "x" * 64, "ü"):
         with pytest.raises(UserError, match="cannot be the name of a replica"):
             name_replica(tmp_path, bad)
+
+
+@pytest.mark.parametrize("trusted", ["nowhere", "AAAA", "empty"])
+def test_read_release_keys_without_a_key_is_an_error(tmp_path: Path, trusted: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises((UserError, RefusedError)):
+        read_release_keys(tmp_path, trusted)

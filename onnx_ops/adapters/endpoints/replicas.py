@@ -6,28 +6,30 @@ endpoint, its replicas, serve and count is read from their reports. Users start 
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 from annotated_types import Ge, Le, Unit, doc
 
 from onnx_ops import codec
-from onnx_ops.adapters.endpoints.cloud import verify_files
+from onnx_ops.adapters.endpoints.cloud import Finding, run_check, verify_files
 from onnx_ops.adapters.files import ListedObject, LocalObjects, ObjectStore, open_objects
 from onnx_ops.adapters.replica_files import upload_model
 from onnx_ops.adapters.retry import wait_until
 from onnx_ops.adapters.server_metrics import ServerMetrics
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.config.binding import bind_settings
-from onnx_ops.domain.artifact import Digest, digest_bytes
+from onnx_ops.domain.artifact import Digest, digest_bytes, short_digest
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, build_rollback_state, serves_only
 from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.target import Diagnosis, Target
 from onnx_ops.errors import (
     ConflictError,
     CorruptStateError,
@@ -67,6 +69,8 @@ from onnx_ops.protocol.replica_tables import (
 )
 from onnx_ops.protocol.server_process import CONTAINER_PROVIDERS, explain_unservable
 
+_STORE = "the object store"
+_CLOCKS_S = 2.0
 _CLOCK = "clock"
 """Folder of an object that is written to learn the store's time."""
 _READERS = 16
@@ -101,10 +105,11 @@ class ReplicaSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenReplica:
-    """A replica's last status, and its age in seconds by the store's clock."""
+    """A replica's last status, its age by the store's clock, and how far the replica's clock is ahead of that."""
 
     status: ReplicaStatus
     age_s: float
+    ahead_s: float
 
     @property
     def is_live(self) -> bool:
@@ -258,6 +263,63 @@ class ReplicaEndpoints(EndpointProvider):
         """Return what the endpoint's replicas report."""
         return self._read_replicas(config)[0]
 
+    def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Diagnosis]:
+        """Check the release key, the rights on both locations, the replicas and their clocks."""
+        yield run_check("release key", self._check_key, cloud=_STORE)
+        for endpoint, settings in endpoints.items():
+            config = EndpointConfig(
+                endpoint=endpoint,
+                provider="replicas",
+                model="",
+                target="",
+                target_digest=digest_bytes(b""),
+                pipeline="",
+                settings=settings,
+            )
+            checks: dict[str, Callable[[EndpointConfig], Finding]] = {
+                "tables": lambda config: _check_rights(self._control(config), "tables"),
+                "reports": lambda config: _check_rights(self._reports(config), "reports"),
+                "objects among the tables": self._check_tables,
+                "replicas": self._check_replicas,
+                "clocks": self._check_clocks,
+            }
+            for name, find in checks.items():
+                yield run_check(f"{endpoint}: {name}", partial(find, config), cloud=_STORE)
+
+    def _check_key(self) -> Finding:
+        signer = self._signer()
+        if signer is None:
+            return (
+                False,
+                "signing is off: no table can be signed here",
+                "Set `signing`, and create a key: onnx-ops keys.",
+            )
+        trusted = () if self._keys is None else self._keys.keys()
+        found = f"{short_digest(signer.key)} signs tables"
+        return signer.key in trusted, found, "Trust its public key: put NAME.pub.pem into the folder `trusted_keys`."
+
+    def _check_tables(self, config: EndpointConfig) -> Finding:
+        seen = self._look(config, with_replicas=False)
+        if seen.skipped:
+            listed = "; ".join(f"{name}: {why}" for name, why in seen.skipped.items())
+            return False, f"do not count: {listed}", "Look at who may write there, and delete them."
+        newest = "no table yet" if seen.newest is None else f"table {seen.newest.number} is the newest"
+        return True, newest, ""
+
+    def _check_replicas(self, config: EndpointConfig) -> Finding:
+        settings = _read_settings(config.settings, config.endpoint)
+        live = [one.status for one in self.list_replicas(config) if one.is_live]
+        why = [f"{one.replica}: {one.refused or '; '.join(one.failed.values())}" for one in live if not one.is_healthy]
+        found = "; ".join([f"{len(live)} of {settings.replicas} report", *why])
+        return len(live) >= settings.replicas and not why, found, "Start the others, or correct `replicas`."
+
+    def _check_clocks(self, config: EndpointConfig) -> Finding:
+        live = [one for one in self.list_replicas(config) if one.is_live]
+        apart = [f"{one.status.replica} by {one.ahead_s:+.0f} s" for one in live if abs(one.ahead_s) > _CLOCKS_S]
+        found = f"apart from the store's: {', '.join(apart)}" if apart else f"within {_CLOCKS_S:g} s of the store's"
+        remedy = "Run NTP there: a user may meet both versions in an epoch on replicas whose clocks are apart."
+        return not apart, found, remedy
+
     def _list_stragglers(self, config: EndpointConfig, seen: _Place) -> Iterator[str]:
         """Yield the replicas that may serve an earlier table than the newest, with the reason."""
         newest = seen.newest
@@ -347,7 +409,7 @@ class ReplicaEndpoints(EndpointProvider):
 
         found = _read_each(lambda entry: (entry, _read_report(reports, entry, ReplicaStatus)), listed)
         return [
-            SeenReplica(status=status, age_s=now - entry.at)
+            SeenReplica(status=status, age_s=now - entry.at, ahead_s=status.at - entry.at)
             for entry, status in found
             if status is not None and status.endpoint == config.endpoint
         ], now
@@ -520,6 +582,22 @@ class ReplicaEndpoints(EndpointProvider):
             if (known := self._epochs.get((reports.place, entry.name))) is not None:
                 found.setdefault(source, []).append(known)
         return found
+
+
+def _check_rights(objects: ObjectStore, what: str) -> Finding:
+    """Try what is done there: list, create, read and delete an object."""
+    name, remedy = (
+        f"probe/{secrets.token_hex(8)}",
+        f"Permit to list, read, create and delete objects in {objects.place}.",
+    )
+    try:
+        objects.list_names("")
+        objects.create(name, b"probe")
+        is_read = objects.read(name) == b"probe"
+        objects.delete(name)
+    except (OnnxOpsError, OSError) as error:
+        return False, f"{objects.place}: {error}", remedy
+    return is_read, f"{objects.place}: {what} can be listed, written and deleted", remedy
 
 
 def _read_settings(values: Mapping[str, Json], where: str = "") -> ReplicaSettings:
