@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
+import fsspec
 import pytest
 
 from onnx_ops import codec
@@ -369,5 +370,9 @@ def test_list_of_a_store_without_credentials_is_an_error_with_a_remedy(monkeypat
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
-    with pytest.raises(ServiceUnavailableError, match="credentials"):
-        open_objects("s3://bucket-of-nobody/place").list_names("table")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    try:
+        with pytest.raises(ServiceUnavailableError, match="credentials"):
+            open_objects("s3://bucket-of-nobody/place").list_names("table")
+    finally:
+        fsspec.get_filesystem_class("s3").clear_instance_cache()  # other tests have credentials
