@@ -476,7 +476,7 @@ def check_options(own: Mapping[str, str], options: ServerOptions) -> None:
             "tables and reports are in one location",
             where="--reports",
             why="replicas write reports, and must not be able to write tables",
-            remedy="Give each a bucket, container or folder with rights of its own.",
+            remedy="Give each a bucket, container or folder, with separate rights.",
         )
 
 

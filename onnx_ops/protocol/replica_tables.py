@@ -208,9 +208,7 @@ def _require_table(table: StoredTable) -> ReplicaTable:
 
 def gives_candidate_traffic(table: RoutingTable) -> bool:
     """Return whether any deployment but the fallback gets requests or copies of them."""
-    split = table.state.split
-    others = [name for name in table.layout if name != table.fallback]
-    return bool(table.fallback) and any(split.weights.get(name) or split.shadow.get(name) for name in others)
+    return bool(table.fallback) and bool(list_receivers(table.state) - {table.fallback})
 
 
 def has_same_traffic(one: RoutingTable, other: RoutingTable) -> bool:
@@ -245,13 +243,13 @@ def plan_tables(
         before: the newest table.
         digest: of its bytes.
     """
-    number, prepared_number = TableNumber(sequence, 1), TableNumber(sequence, 0)
+    number = TableNumber(sequence)
     bare = tuple(replace(d, location="") for d in state.deployments)
     state = replace(state, deployments=bare, generation=number.generation, drift=(), out_of_service=())
-    known = [] if before is None else list(before.table.state.deployments)
-    weights = state.split.weights
+    prepared = None if before is None else _plan_load(before, state, TableNumber(sequence, 0), digest)
+    last = prepared or before
+    following = build_next_table(None if last is None else last.table, state)
     fallback = _choose_fallback(state, None if before is None else give_way(before.table).leader().name)
-    following = build_next_table(None if before is None else before.table, state)
     table = ReplicaTable(
         endpoint=endpoint,
         number=number,
@@ -260,29 +258,35 @@ def plan_tables(
         limits_s=limits_s,
         judge_timeout_s=judge_timeout_s,
     )
-    new = [d for d in bare if d not in known]
-    if before is None or not any(weights.get(d.name) or state.split.shadow.get(d.name) for d in new):
-        return None, table
+    return prepared, table
+
+
+def _plan_load(
+    before: ReplicaTable, state: EndpointState, number: TableNumber, digest: Digest | None
+) -> ReplicaTable | None:
+    """Return the table that has the new models of a state loaded, with the traffic of the table before.
+
+    None if no new model gets traffic, or if a deployment that serves gets other files: then nothing is kept.
+    """
+    old, served = before.table.state, before.table.state.split
+    new = [d for d in state.deployments if d not in old.deployments]
     names = {d.name for d in new}
-    kept = tuple(d for d in before.table.state.deployments if d.name not in names)
-    served = before.table.state.split
-    carrying = {name for name, weight in served.weights.items() if weight}
-    if not carrying <= {d.name for d in kept}:  # a name that serves gets other files: there is nothing to keep
-        return None, table
+    if not names & list_receivers(state) or names & {name for name, weight in served.weights.items() if weight}:
+        return None
+    kept = [d for d in old.deployments if d.name not in names]
     shares = {d.name: served.weights.get(d.name, 0) for d in kept}
     shadow = {name: share for name, share in served.shadow.items() if name in shares}
     split = replace(served, weights={**shares, **dict.fromkeys(names, 0)}, shadow=shadow)
-    waiting = EndpointState(deployments=(*new, *kept), split=split, generation=prepared_number.generation)
-    prepared = build_next_table(before.table, waiting)
-    return (
-        replace(
-            before,
-            number=prepared_number,
-            table=replace(prepared, fallback=before.table.fallback if before.table.fallback in prepared.layout else ""),
-            previous=digest,
-        ),
-        replace(table, table=replace(build_next_table(prepared, state), fallback=fallback)),
-    )
+    waiting = EndpointState(deployments=(*new, *kept), split=split, generation=number.generation)
+    table = build_next_table(before.table, waiting)
+    fallback = before.table.fallback if before.table.fallback in table.layout else ""
+    return replace(before, number=number, table=replace(table, fallback=fallback), previous=digest)
+
+
+def list_receivers(state: EndpointState) -> set[str]:
+    """Return the deployments that get requests, or copies of them."""
+    split = state.split
+    return {name for shares in (split.weights, split.shadow) for name, share in shares.items() if share}
 
 
 def _choose_fallback(state: EndpointState, served: str | None) -> str:
@@ -290,9 +294,6 @@ def _choose_fallback(state: EndpointState, served: str | None) -> str:
 
     That is the one which needed none before, or else the last listed one with traffic.
     """
-    split = state.split
-    serving = [d.name for d in state.deployments if split.weights.get(d.name)]
+    serving = [d.name for d in state.deployments if state.split.weights.get(d.name)]
     chosen = served if served in serving else serving[-1]
-    others = [d.name for d in state.deployments if d.name != chosen]
-    takes_part = any(split.weights.get(name) or split.shadow.get(name) for name in others)
-    return chosen if takes_part else ""
+    return chosen if list_receivers(state) - {chosen} else ""

@@ -181,8 +181,9 @@ class TestWithoutAuthority:
         upload_model(site.control, Path(site.green.location))
         stored = next((site.control_folder / "models").glob(f"{hex_digits(site.green.manifest)}/files/*"))
         stored.write_bytes(Path(site.blue.location, "model.onnx").read_bytes())
-        with pytest.raises(InfrastructureError, match="replica r1 cannot load it"):
-            site.apply(2, blue=90, green=10)
+        for generation in (2, 3, 4):  # the next attempt, too: the table before names green, and it is not loaded
+            with pytest.raises(InfrastructureError, match="replica r1 cannot load it"):
+                site.apply(generation, blue=90, green=10)
         assert {SUITE.scale(site.address()) for _ in range(20)} == {2.0}
         assert site.observed().split.weights["green"] == 0
 
@@ -373,6 +374,6 @@ def test_list_of_a_store_without_credentials_is_an_error_with_a_remedy(monkeypat
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     try:
         with pytest.raises(ServiceUnavailableError, match="credentials"):
-            open_objects("s3://bucket-of-nobody/place").list_names("table")
+            open_objects("s3://missing-bucket/place").list_names("table")
     finally:
         fsspec.get_filesystem_class("s3").clear_instance_cache()  # other tests have credentials

@@ -65,6 +65,7 @@ from onnx_ops.protocol.replica_tables import (
     encode_table,
     find_newest,
     give_way,
+    list_receivers,
     plan_tables,
 )
 from onnx_ops.protocol.server_process import CONTAINER_PROVIDERS, explain_unservable
@@ -91,7 +92,7 @@ class ReplicaSettings:
     """Settings of an endpoint whose servers follow tables. URLs are those of fsspec, or paths."""
 
     control: Annotated[str, doc("Location of tables and models, which replicas read: s3://bucket/prefix or a folder.")]
-    reports: Annotated[str, doc("Location of the reports, which replicas write; with rights of its own.")]
+    reports: Annotated[str, doc("Location of the reports, which replicas write; with separate rights.")]
     replicas: Annotated[int, Ge(1), Le(10_000), doc("Number of replicas that should run.")] = 1
     address: Annotated[str, doc("Address that clients call, such as that of a load balancer.")] = ""
     judge_timeout: Annotated[
@@ -237,9 +238,13 @@ class ReplicaEndpoints(EndpointProvider):
             limits_s=state.limits_s,
             judge_timeout_s=settings.judge_timeout,
         )
+        loading = prepared
         if prepared is not None:
             self._create(config, prepared)
-            self._wait_until_loaded(config, prepared, settings.replicas)
+        elif seen.newest is not None and list_receivers(state) - list_receivers(seen.newest.table.state):
+            loading = seen.newest  # an attempt before has had it loaded, and need not have waited for all
+        if loading is not None:
+            self._wait_until_loaded(config, loading, settings.replicas)
         self._create(config, table)
 
     def _publish_way_back(self, config: EndpointConfig, seen: _Place, state: EndpointState, generation: int) -> None:
