@@ -117,17 +117,18 @@ class TestReplicas(ReplicaSuite):
     pass
 
 
+@pytest.fixture
+def serving(site: ReplicaSite) -> ReplicaSite:
+    """A site that has served blue, then green to a tenth."""
+    site.start()
+    site.apply(1, blue=100)
+    until(lambda: site.adopted() == TableNumber(1))
+    site.apply(2, blue=90, green=10)
+    return site
+
+
 class TestWithoutAuthority:
     """What may be done by who can write one of the two locations, and has no key."""
-
-    @pytest.fixture
-    def serving(self, site: ReplicaSite) -> ReplicaSite:
-        """A site that has served blue, then green to a tenth."""
-        site.start()
-        site.apply(1, blue=100)
-        until(lambda: site.adopted() == TableNumber(1))
-        site.apply(2, blue=90, green=10)
-        return site
 
     def test_table_of_an_unknown_key_is_skipped_and_named(self, serving: ReplicaSite) -> None:
         thief = open_site(serving.folder / "thief")
@@ -201,37 +202,29 @@ class TestWithoutAuthority:
 
 
 class TestWithoutKey:
-    @pytest.fixture
-    def keyless(self, site: ReplicaSite) -> ReplicaSite:
-        site.start()
-        site.apply(1, blue=100)
-        until(lambda: site.adopted() == TableNumber(1))
-        site.apply(2, blue=90, green=10)
-        return site
+    def test_rollback_of_a_candidate_needs_no_key(self, serving: ReplicaSite) -> None:
+        serving.provider.sign_with(lambda: None)
+        serving.provider.roll_back(serving.config, serving.state(blue=100, green=0), generation=3)
+        assert serving.adopted() == TableNumber(3)
+        assert {SUITE.scale(serving.address()) for _ in range(30)} == {2.0}
+        written = len(list((serving.control_folder / "table").iterdir()))
+        serving.provider.roll_back(serving.config, serving.state(blue=100, green=0), generation=3)
+        assert len(list((serving.control_folder / "table").iterdir())) == written
 
-    def test_rollback_of_a_candidate_needs_no_key(self, keyless: ReplicaSite) -> None:
-        keyless.provider.sign_with(lambda: None)
-        keyless.provider.roll_back(keyless.config, keyless.state(blue=100, green=0), generation=3)
-        assert keyless.adopted() == TableNumber(3)
-        assert {SUITE.scale(keyless.address()) for _ in range(30)} == {2.0}
-        written = len(list((keyless.control_folder / "table").iterdir()))
-        keyless.provider.roll_back(keyless.config, keyless.state(blue=100, green=0), generation=3)
-        assert len(list((keyless.control_folder / "table").iterdir())) == written
+    def test_rollback_of_a_finished_release_needs_no_key(self, serving: ReplicaSite) -> None:
+        serving.apply(3, green=100, blue=0)
+        serving.provider.sign_with(lambda: None)
+        serving.provider.roll_back(serving.config, serving.state(blue=100, green=0), generation=4)
+        assert serving.adopted() == TableNumber(4)
+        assert {SUITE.scale(serving.address()) for _ in range(30)} == {2.0}
 
-    def test_rollback_of_a_finished_release_needs_no_key(self, keyless: ReplicaSite) -> None:
-        keyless.apply(3, green=100, blue=0)
-        keyless.provider.sign_with(lambda: None)
-        keyless.provider.roll_back(keyless.config, keyless.state(blue=100, green=0), generation=4)
-        assert keyless.adopted() == TableNumber(4)
-        assert {SUITE.scale(keyless.address()) for _ in range(30)} == {2.0}
-
-    def test_any_other_state_needs_a_key(self, keyless: ReplicaSite) -> None:
-        keyless.provider.sign_with(lambda: None)
+    def test_any_other_state_needs_a_key(self, serving: ReplicaSite) -> None:
+        serving.provider.sign_with(lambda: None)
         with pytest.raises(MissingKeyError, match="signing is off"):
-            keyless.apply(3, blue=50, green=50)
+            serving.apply(3, blue=50, green=50)
         with pytest.raises(MissingKeyError, match="no signed table leads back"):
-            keyless.provider.roll_back(keyless.config, keyless.state(green=100, blue=0), generation=3)
-        assert keyless.adopted() == TableNumber(2)
+            serving.provider.roll_back(serving.config, serving.state(green=100, blue=0), generation=3)
+        assert serving.adopted() == TableNumber(2)
 
 
 class TestFailures:
