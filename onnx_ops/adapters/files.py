@@ -17,7 +17,7 @@ import stat
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,8 @@ UNFINISHED_S = 3600.0
 """Age at which an unfinished file counts as left by a killed writer."""
 _CLIENTS = frozenset({"aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "s3fs"})
 """Packages of the clients of object stores."""
+_CLIENTS_WITHOUT_RETRIES: Mapping[str, Mapping[str, Any]] = {"s3": {"config_kwargs": {"retries": {"max_attempts": 0}}}}
+"""Options of the clients that have one for it, by scheme."""
 _TIME_KEYS = ("LastModified", "last_modified", "mtime", "created")
 """Names of an object's modification time, by file system."""
 
@@ -191,11 +193,27 @@ class ObjectStore(ABC):
         """Copy an object to a local file; return False if there is no such object."""
 
 
-def open_objects(url: str) -> ObjectStore:
-    """Return the objects under a local path or a URL such as `s3://bucket/prefix`."""
+def open_objects(url: str, *, deadline_s: float | None = None) -> ObjectStore:
+    """Return the objects under a local path or a URL such as `s3://bucket/prefix`.
+
+    Args:
+        deadline_s: for callers that repeat what fails: a remote request fails after this time, and at once if the store
+            refuses it. None: the clients repeat requests themselves, which may take a minute.
+    """
     if "://" not in url or url.startswith("file://"):
         return LocalObjects(Path(urlsplit(url).path if url.startswith("file://") else url))
-    return FsspecObjects(url)
+    return FsspecObjects(url, deadline_s=deadline_s)
+
+
+def _stop_retries(file_system: Any) -> None:
+    """Let a client raise the first error, where it has no option for that.
+
+    s3fs repeats what its client gave up. Azure's client rests 15 s before it repeats a request, and adlfs passes it no
+    options. Where its attributes have other names, requests end at the deadline.
+    """
+    file_system.retries = 1
+    with suppress(AttributeError):
+        file_system.service_client._config.retry_policy.total_retries = 0  # noqa: SLF001 (there is no public way)
 
 
 class LocalObjects(ObjectStore):
@@ -282,9 +300,9 @@ class LocalObjects(ObjectStore):
 
 
 class FsspecObjects(ObjectStore):
-    """Objects on a remote file system; `create` sends `If-None-Match: *`."""
+    """Objects on a remote file system; `create` sends `If-None-Match: *`. `deadline_s`: see `open_objects`."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, deadline_s: float | None = None) -> None:
         import fsspec
 
         parts = urlsplit(url)
@@ -293,35 +311,39 @@ class FsspecObjects(ObjectStore):
         try:
             self._fs: Any
             # Others write there too: what was listed before says nothing.
-            self._fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+            options = {} if deadline_s is None else _CLIENTS_WITHOUT_RETRIES.get(parts.scheme, {})
+            self._fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
         except ImportError as error:
             raise missing_package(imported(error), where=self.place, why=str(error)) from error
+        self._deadline_s = deadline_s
+        if deadline_s is not None:
+            _stop_retries(self._fs)
 
     @override
     def read(self, name: str) -> bytes | None:
         with self._errors(), suppress(FileNotFoundError):
-            return bytes(self._fs.cat_file(self._path(name)))
+            return bytes(self._call("cat_file", self._path(name)))
         return None
 
     @override
     def write(self, name: str, data: bytes) -> None:
         with self._errors():
             self._make_folder(name)
-            self._fs.pipe_file(self._path(name), data)
+            self._call("pipe_file", self._path(name), data)
 
     @override
     def create(self, name: str, data: bytes) -> bool:
         with self._errors():
             self._make_folder(name)
             with suppress(FileExistsError):
-                self._fs.pipe_file(self._path(name), data, mode="create")
+                self._call("pipe_file", self._path(name), data, mode="create")
                 return True
         return False
 
     @override
     def list_names(self, prefix: str) -> list[str]:
         with self._errors(), suppress(FileNotFoundError):
-            paths = self._fs.ls(self._path(prefix), detail=False)
+            paths = self._call("ls", self._path(prefix), detail=False)
             return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
         return []
 
@@ -330,7 +352,7 @@ class FsspecObjects(ObjectStore):
         objects, below, details = [], len(self._path("x")) - 1, dict[str, Any]()
         with self._errors():
             with suppress(FileNotFoundError):
-                details = self._fs.find(self._path(prefix), detail=True)
+                details = self._call("find", self._path(prefix), detail=True)
             for path, info in sorted(details.items()):
                 if info.get("type") == "directory":  # s3fs names an empty prefix, if another writer fills it just then
                     continue
@@ -344,8 +366,8 @@ class FsspecObjects(ObjectStore):
     @override
     def delete(self, name: str) -> None:
         with self._errors():
-            if self._fs.exists(self._path(name)):
-                self._fs.rm_file(self._path(name))
+            if self._call("exists", self._path(name)):
+                self._call("rm_file", self._path(name))
 
     @override
     def upload(self, name: str, path: Path) -> None:
@@ -360,8 +382,16 @@ class FsspecObjects(ObjectStore):
             return True
         return False
 
+    def _call(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call a method of the file system, and cancel it at the deadline."""
+        if self._deadline_s is None or not self._fs.async_impl:
+            return getattr(self._fs, method)(*args, **options)
+        from fsspec.asyn import sync
+
+        return sync(self._fs.loop, getattr(self._fs, f"_{method}"), *args, timeout=self._deadline_s, **options)
+
     def _make_folder(self, name: str) -> None:
-        self._fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+        self._call("makedirs", self._path(name).rpartition("/")[0], exist_ok=True)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")

@@ -70,6 +70,8 @@ LIST_S, RENEW_S, LOCAL_LIST_S = 60.0, 8.0, 1.0
 """Seconds between two lists of the tables: in general, while a lease is needed, and in a folder."""
 _RETRY_S = 10.0
 """Rest before a table that was refused is tried again."""
+_STORE_S = 5.0
+"""Time for one request to the store; the loops repeat what failed."""
 _CHECK_S = 0.2
 _SERVER_CHECK_S = 0.5
 _PUBLISH_S = 300.0
@@ -152,8 +154,8 @@ class Follower:
         self._options = options
         self._server = server
         self._verifier = verifier
-        self._control: ObjectStore = open_objects(options.control)
-        self._reports: ObjectStore = open_objects(options.reports)
+        self._control: ObjectStore = open_objects(options.control, deadline_s=_STORE_S)
+        self._reports: ObjectStore = open_objects(options.reports, deadline_s=_STORE_S)
         self._models = ModelFolders(folder / _MODELS)
         self._intact: set[str] = set()
         self._source = ReportSource(options.replica, start or secrets.token_hex(6))

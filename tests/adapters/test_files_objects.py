@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 import uuid
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NoReturn
 
+import fsspec
 import pytest
 
 from onnx_ops.adapters.files import FsspecObjects, LocalObjects, ObjectStore, open_objects
@@ -134,3 +138,62 @@ def test_everything_below_a_prefix_is_listed_with_its_age(objects: ObjectStore, 
 )
 def test_place_holds_no_credentials(url: str, place: str) -> None:
     assert open_objects(url).place == place
+
+
+class TestStoreThatFails:
+    """Clients of S3 and Blob Storage at a server that answers 503, or nothing."""
+
+    @pytest.fixture
+    def requests(self) -> list[str]:
+        return []
+
+    @pytest.fixture
+    def end(self) -> Iterator[threading.Event]:
+        event = threading.Event()
+        yield event
+        event.set()
+
+    @pytest.fixture(params=["s3", "abfs"])
+    def store(
+        self,
+        request: pytest.FixtureRequest,
+        requests: list[str],
+        end: threading.Event,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> Iterator[str]:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                requests.append(self.path)
+                if "hung" in self.path:
+                    end.wait()
+                self.send_error(503)
+
+            do_HEAD = do_GET
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            address = f"http://127.0.0.1:{server.server_port}"
+            key = "AccountName=devstoreaccount1;AccountKey=a2V5"
+            fsspec.get_filesystem_class(request.param).clear_instance_cache()
+            monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+            monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+            monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", f"{key};BlobEndpoint={address}/devstoreaccount1")
+            yield f"{request.param}://{uuid.uuid4().hex}"
+            fsspec.get_filesystem_class(request.param).clear_instance_cache()
+            end.set()
+            server.shutdown()
+
+    def test_request_with_deadline_is_sent_once(self, store: str, requests: list[str]) -> None:
+        with pytest.raises(ServiceUnavailableError):
+            open_objects(store, deadline_s=30).read("head")
+        assert len(requests) == 1
+
+    def test_request_without_answer_ends_at_the_deadline(
+        self, store: str, requests: list[str], end: threading.Event
+    ) -> None:
+        with pytest.raises(ServiceUnavailableError):
+            open_objects(store, deadline_s=0.5).read("hung")
+        assert len(requests) == 1
+        assert not end.is_set()
