@@ -30,6 +30,8 @@ PIN_HEADERS = ("x-amzn-sagemaker-target-variant", "azureml-model-deployment")
 """Headers that select a deployment by name, regardless of its traffic weight."""
 DEPLOYMENT_HEADER = "x-onnx-ops-deployment"
 """Names the deployment that answered."""
+FEEDBACK_HEADER = "x-onnx-ops-feedback"
+"""Token by which any server of the endpoint counts feedback on the answer."""
 VARIANT_HEADER = "x-amzn-invoked-production-variant"
 """Names the deployment that answered, as SageMaker does."""
 BINARY_LENGTH_HEADER = "inference-header-content-length"

@@ -163,7 +163,11 @@ def resolve(table: StoredTable, read: Callable[[TableNumber], ReplicaTable]) -> 
         return table
     target = read(table.to)
     state = give_way(target.table)
-    back = RoutingTable(state=replace(state, generation=table.number.generation), layout=target.table.layout)
+    back = RoutingTable(
+        state=replace(state, generation=table.number.generation),
+        layout=target.table.layout,
+        feedback_key=target.table.feedback_key,
+    )
     return ReplicaTable(endpoint=table.endpoint, number=table.number, table=back, previous=target.previous)
 
 
@@ -234,6 +238,7 @@ def plan_tables(
     digest: Digest | None,
     limits_s: Mapping[str, tuple[float, ...]],
     judge_timeout_s: float = 0.0,
+    new_key: str = "",
 ) -> tuple[ReplicaTable | None, ReplicaTable]:
     """Return the table that has new models loaded, if that must be waited for, and the table of the state.
 
@@ -242,6 +247,7 @@ def plan_tables(
     Args:
         before: the newest table.
         digest: of its bytes.
+        new_key: feedback key if the newest table has none.
     """
     number = TableNumber(sequence)
     bare = tuple(replace(d, location="") for d in state.deployments)
@@ -253,7 +259,7 @@ def plan_tables(
     table = ReplicaTable(
         endpoint=endpoint,
         number=number,
-        table=replace(following, fallback=fallback),
+        table=replace(following, fallback=fallback, feedback_key=following.feedback_key or new_key),
         previous=digest,
         limits_s=limits_s,
         judge_timeout_s=judge_timeout_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ VERSION = 1
 CURRENT_FILE = "table.json"
 PREVIOUS_FILE = "table.previous.json"
 
+FEEDBACK_KEY_BYTES = 16
+_FEEDBACK_KEY = re.compile(f"[0-9a-f]{{{2 * FEEDBACK_KEY_BYTES}}}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingTable:
@@ -32,17 +36,23 @@ class RoutingTable:
     weights. Therefore a change of weights moves as few users as possible to another deployment.
 
     `fallback` is the deployment that answers all requests while the server has no lease; empty if it needs none.
+
+    `feedback_key` seals the tokens by which any server of the endpoint accepts feedback, in hexadecimal; empty: answers
+    have no tokens. It is a secret, so it is in no text about a table.
     """
 
     state: EndpointState
     layout: tuple[str, ...]
     fallback: str = field(default="", metadata=OMIT_DEFAULT)
+    feedback_key: str = field(default="", repr=False, metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         if sorted(self.layout) != sorted(d.name for d in self.state.deployments):
             raise ValueError(f"the layout {list(self.layout)} does not name the deployments")
         if self.fallback and self.fallback not in self.layout:
             raise ValueError(f"{self.fallback!r} is none of the deployments")
+        if self.feedback_key and not _FEEDBACK_KEY.fullmatch(self.feedback_key):
+            raise ValueError(f"the feedback key is not {2 * FEEDBACK_KEY_BYTES} hexadecimal digits")
 
     def list_slots(self) -> tuple[str, ...]:
         """Return 100 deployment names, one per percent of traffic, newest first."""
@@ -64,7 +74,7 @@ def build_next_table(previous: RoutingTable | None, state: EndpointState) -> Rou
     """Return the table that publishes `state` after `previous`.
 
     Known deployments keep their order. New ones, and those with another manifest, come first, in ascending order of
-    traffic.
+    traffic. The feedback key stays.
     """
     known = {} if previous is None else {d.name: d.manifest for d in previous.state.deployments}
     manifests = {d.name: d.manifest for d in state.deployments}
@@ -72,7 +82,8 @@ def build_next_table(previous: RoutingTable | None, state: EndpointState) -> Rou
     unchanged = [] if previous is None else [n for n in previous.layout if manifests.get(n) == known[n]]
     new = [d.name for d in reversed(state.deployments) if d.name not in unchanged]
     new.sort(key=lambda name: weights.get(name, 0))
-    return RoutingTable(state=state, layout=(*new, *unchanged))
+    feedback_key = "" if previous is None else previous.feedback_key
+    return RoutingTable(state=state, layout=(*new, *unchanged), feedback_key=feedback_key)
 
 
 def encode_table(table: RoutingTable) -> bytes:

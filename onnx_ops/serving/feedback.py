@@ -22,7 +22,7 @@ _NO_CELL = KEYLESS_CELL + 1
 _SLOT_BITS = (SLOTS - 1).bit_length()
 _VALUE_BITS = _SLOT_BITS + _NO_CELL.bit_length()
 _HASH_MASK = (1 << 64) - 1
-_SUBJECTS = ("request_id", "key", "deployment")
+_SUBJECTS = ("token", "request_id", "key", "deployment")
 """What an entry of feedback is about: exactly one of these."""
 
 
@@ -41,6 +41,9 @@ class FeedbackCounter:
     hash of the id, 15 of the user's cell and 6 of the slot, at the place that the hash selects. A later request can
     overwrite it; the feedback is then unknown. An id is counted once. Where users are assigned anew in each epoch,
     feedback by key is about the last answer to the user's cell.
+
+    The token of an answer (see `FeedbackTokens`) is counted by any server of the endpoint, and once by each. All
+    workers remember the stamps of counted tokens in the same memory.
     """
 
     def __init__(self, deployments: LoadedDeployments, cells: CellCounter) -> None:
@@ -103,6 +106,8 @@ class FeedbackCounter:
                 return _Subject(loaded.slot, KEYLESS_CELL)
             if "key" in entry:
                 return self._find_answer(entry["key"].encode())
+            if "token" in entry:
+                return self._find_sealed(entry["token"])
         except OnnxOpsError:
             return None
         key = _hash_id(entry["request_id"].encode())
@@ -113,6 +118,29 @@ class FeedbackCounter:
                 value, ids[place] = ids[place], 0
                 return _Subject(value % SLOTS, value % (1 << _VALUE_BITS) >> _SLOT_BITS)
         return None
+
+    def _find_sealed(self, text: str) -> _Subject | None:
+        """Return the subject of a token that has not counted yet."""
+        snapshot = self._deployments.get_current()
+        token = None if snapshot.tokens is None else snapshot.tokens.open(text)
+        if token is None:
+            return None
+        slot = snapshot.get_deployment(token.deployment).slot
+        return _Subject(slot, token.cell if token.is_current else _NO_CELL) if self._admit(token.stamp) else None
+
+    def _admit(self, stamp: int) -> bool:
+        """Return whether a token has not counted yet, and remember it.
+
+        A bucket keeps the last stamps. Of those before its least it is not known whether they have counted, so they
+        count no more. Two workers that get a token in the same microsecond can both count it.
+        """
+        bucket = self._shared.get_token_bucket(stamp)
+        stamps = bucket.tolist()
+        least = min(stamps)
+        if stamp <= least or stamp in stamps:
+            return False
+        bucket[stamps.index(least)] = stamp
+        return True
 
     def _find_answer(self, key: bytes) -> _Subject | None:
         """Return which deployment answers a user, or has answered the user last if that changes with the epoch."""

@@ -1,7 +1,8 @@
 """Metrics of all workers, in shared memory and as Prometheus scrapes them.
 
 The memory is anonymous and made before the first fork, so that it needs no file and outlives any worker. Each number
-has 8 bytes, is aligned, and has exactly one writer; a reader sees the old value or the new one.
+has 8 bytes, is aligned, and has exactly one writer, except for counted tokens; a reader sees the old value or the new
+one.
 
     header:      published revision; its epoch; the watch of a rollout (see `cell_counts`); spare
     processes:   one per worker, `PROCESS_NUMBERS` each: its heartbeat, and what it runs (see `worker_health`)
@@ -9,6 +10,7 @@ has 8 bytes, is aligned, and has exactly one writer; a reader sees the old value
     rows:        one per worker and slot, and one per slot for its shadow process, `COLUMNS` numbers each
     request ids: which deployment answered a request id, `REQUEST_IDS` per worker (see `feedback`)
     answers:     which deployment answered a cell of users last, per worker (see `feedback`)
+    tokens:      which tokens of answers have counted, of all workers (see `feedback`)
     exemplars:   the last traced request of each shown latency bucket, per worker and slot
     cells:       counts by cell of users, `BLOCKS` per worker (see `cell_counts`)
 
@@ -89,6 +91,8 @@ STEPS = 16
 BOUNDS_S = tuple(1e-5 * 2 ** (k / STEPS) for k in range(21 * STEPS + STEPS // 2 + 1))
 """Upper bounds of the latency histograms in seconds: 10 µs to 30 s."""
 REQUEST_IDS = 1 << 15
+TOKEN_BUCKETS, BUCKET_TOKENS = 32_749, 8
+"""Tokens of answers that are remembered: 2 MiB. The number of buckets is a prime, which spreads stamps of any clock."""
 WARM_UP_REQUESTS = 64
 """First requests to a deployment, whose latency is not compared: caches and memory are still cold. Workers divide
 them, but each has at least `MIN_WARM_UP_REQUESTS`."""
@@ -218,7 +222,8 @@ class SharedMetrics:
         rows = labels + SLOTS * _LABEL_BYTES
         ids = rows + (workers + 1) * SLOTS * COLUMNS * _NUMBER_BYTES
         answers = ids + workers * REQUEST_IDS * _NUMBER_BYTES
-        tags = answers + workers * USER_CELLS * _NUMBER_BYTES
+        tokens = answers + workers * USER_CELLS * _NUMBER_BYTES
+        tags = tokens + TOKEN_BUCKETS * BUCKET_TOKENS * _NUMBER_BYTES
         exemplars = tags + workers * BLOCKS * _TAG_NUMBERS * _NUMBER_BYTES
         counts = exemplars + workers * SLOTS * _EXEMPLARS * _EXEMPLAR.size
         counts += -counts % mmap.PAGESIZE
@@ -229,7 +234,8 @@ class SharedMetrics:
         self._labels = memory[labels:rows]
         self._rows = memory[rows:ids].cast("Q")
         self._request_ids = memory[ids:answers].cast("Q")
-        self._answers = memory[answers:tags].cast("Q")
+        self._answers = memory[answers:tokens].cast("Q")
+        self._tokens = memory[tokens:tags].cast("Q")
         self._tags = memory[tags:exemplars].cast("Q")
         self._exemplars = memory[exemplars:counts]
         self._counts = memory[counts:listed].cast("I")
@@ -255,6 +261,11 @@ class SharedMetrics:
     def get_request_ids(self, worker: int) -> MetricsRow:
         """Return the request ids that a worker remembers."""
         return self._request_ids[worker * REQUEST_IDS : (worker + 1) * REQUEST_IDS]
+
+    def get_token_bucket(self, stamp: int) -> memoryview:
+        """Return the stamps of tokens that have counted, of those in one bucket with this stamp."""
+        start = stamp % TOKEN_BUCKETS * BUCKET_TOKENS
+        return self._tokens[start : start + BUCKET_TOKENS]
 
     def get_exemplars(self, worker: int) -> Exemplars:
         """Return the exemplars of a worker."""

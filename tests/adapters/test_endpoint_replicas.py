@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +25,9 @@ from onnx_ops.adapters.files import LocalObjects, ObjectStore, open_objects
 from onnx_ops.adapters.replica_files import upload_model
 from onnx_ops.domain.artifact import hex_digits
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, TrafficSplit, serves_only
+from onnx_ops.domain.rollout_observations import GenerationCounts
 from onnx_ops.errors import ConflictError, InfrastructureError, MissingKeyError, ServiceUnavailableError, UserError
+from onnx_ops.protocol.messages import DEPLOYMENT_HEADER, FEEDBACK_HEADER, USER_KEY_HEADER
 from onnx_ops.protocol.replica_tables import TableHead, TableNumber, WayBack, encode_table
 from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
 from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite, Killed
@@ -125,6 +130,73 @@ def serving(site: ReplicaSite) -> ReplicaSite:
     until(lambda: site.adopted() == TableNumber(1))
     site.apply(2, blue=90, green=10)
     return site
+
+
+class TestFeedback:
+    """Two replicas: clients report the tokens of answers of the first one to the second one."""
+
+    @pytest.fixture
+    def both(self, site: ReplicaSite) -> ReplicaSite:
+        for name in ("r1", "r2"):
+            site.start(name)
+        site.apply(1, blue=100)
+        until(lambda: all(site.adopted(name) == TableNumber(1) for name in ("r1", "r2")))
+        state = replace(site.state(blue=50, green=50), limits_s={"blue": (), "green": ()})
+        site.provider.apply(site.config, state, generation=2)
+        until(lambda: all(site.adopted(name) == TableNumber(2) for name in ("r1", "r2")))
+        return site
+
+    def test_feedback_counts_at_another_replica_for_the_version_that_answered(self, both: ReplicaSite) -> None:
+        answers = [ask(both.address("r1"), user) for user in map(str, range(40))]
+        expected = Counter(answer[DEPLOYMENT_HEADER] for answer in answers)
+        assert expected.keys() == {"blue", "green"}
+        tokens = [answer[FEEDBACK_HEADER] for answer in answers]
+        assert report(both.address("r2"), tokens) == {"counted": 40, "unknown": 0}
+        assert report(both.address("r2"), tokens) == {"counted": 0, "unknown": 40}
+        assert report(both.address("r2"), [f"{token[:-1]}+" for token in tokens]) == {"counted": 0, "unknown": 40}
+
+        def read() -> list[GenerationCounts]:
+            """The counts that have feedback, once it was reported."""
+            counts = both.provider.metrics().read(both.config, {"green": None, "blue": None}).counts
+            return [each for each in counts if any(tally.feedback for tally in each.tallies.values())]
+
+        (counts,) = until(read)
+        assert counts.generation == 2
+        assert {name: tally.feedback for name, tally in counts.tallies.items()} == expected
+        assert {name: sum(by_place["feedback"].events) for name, by_place in counts.blocks.items()} == expected
+
+    def test_key_of_tokens_is_in_tables_only(self, both: ReplicaSite) -> None:
+        key = both.read_table(1).table.feedback_key
+        assert {both.read_table(2, phase).table.feedback_key for phase in (0, 1)} == {key} != {""}
+        ask(both.address("r1"), "user")
+        until(lambda: list(both.reports_folder.glob("counts/r2~*")))
+        files = [path for place in (both.folder, both.reports_folder) for path in place.rglob("*") if path.is_file()]
+        assert files
+        assert not any(key.encode() in path.read_bytes() for path in files)
+        assert key not in repr(both.observed())
+
+    def test_tokens_count_after_an_unsigned_way_back(self, both: ReplicaSite) -> None:
+        token = ask(both.address("r1"), "user")[FEEDBACK_HEADER]
+        back = WayBack(endpoint="digits", number=TableNumber(9), to=TableNumber(2))
+        both.write_table(back.number, encode_table(back, None))
+        until(lambda: both.adopted("r2") == back.number)
+        assert report(both.address("r2"), [token]) == {"counted": 1, "unknown": 0}
+        assert FEEDBACK_HEADER in ask(both.address("r2"), "user")
+
+
+def ask(address: str, user: str) -> Mapping[str, str]:
+    """The headers of an answer."""
+    body = json.dumps({"inputs": {"x": [[1.0, 1.0]]}}).encode()
+    headers = {"content-type": "application/json", USER_KEY_HEADER: user}
+    with urllib.request.urlopen(urllib.request.Request(f"{address}/invocations", body, headers), timeout=10) as answer:
+        return dict(answer.headers)
+
+
+def report(address: str, tokens: Iterable[str]) -> object:
+    body = json.dumps({"feedback": [{"token": token, "success": True} for token in tokens]}).encode()
+    request = urllib.request.Request(f"{address}/feedback", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return json.load(answer)
 
 
 class TestWithoutAuthority:

@@ -29,6 +29,7 @@ from onnx_ops.protocol.replica_tables import (
 from onnx_ops.protocol.routing_table import RoutingTable
 from onnx_ops.testing.fakes import FakeSigner
 from tests.support.endpoints import fileless_deployment
+from tests.support.must import must
 
 ENDPOINT = "digits"
 SIGNER, THIEF = FakeSigner(b"release"), FakeSigner(b"thief")
@@ -212,3 +213,34 @@ def test_table_number_is_in_name_and_generation(sequence: int, phase: int) -> No
 def test_table_number_of_another_name_is_none(name: str) -> None:
     parsed = TableNumber.parse(name)
     assert parsed is None or parsed.name == f"table/{name}"
+
+
+KEY = "0f" * 16
+
+
+def test_plan_tables_keeps_the_feedback_key_of_the_first_table() -> None:
+    table: ReplicaTable | None = None
+    for sequence, weights in enumerate(({"a": 100}, {"a": 90, "b": 10}, {"c": 50, "a": 50}), 1):
+        state, key = make_state(weights), f"{sequence:032x}"
+        prepared, table = plan_tables(ENDPOINT, state, sequence, table, digest=None, limits_s={}, new_key=key)
+        assert {one.table.feedback_key for one in (prepared, table) if one is not None} == {f"{1:032x}"}
+
+
+def test_plan_tables_after_a_table_without_a_feedback_key_has_a_new_one() -> None:
+    _, first = plan(1, {"a": 100})
+    _, second = plan_tables(ENDPOINT, make_state({"a": 100}), 2, first, digest=None, limits_s={}, new_key=KEY)
+    assert (first.table.feedback_key, second.table.feedback_key) == ("", KEY)
+
+
+def test_way_back_keeps_the_feedback_key() -> None:
+    _, first = plan_tables(ENDPOINT, make_state({"a": 100}), 1, None, digest=None, limits_s={}, new_key=KEY)
+    back = WayBack(endpoint=ENDPOINT, number=TableNumber(5), to=first.number)
+    tables: dict[TableNumber, StoredTable] = {one.number: one for one in (first, back)}
+    newest, _ = find_newest([f"{one}.json" for one in tables], tables.__getitem__)
+    assert must(newest).table.feedback_key == KEY
+
+
+def test_feedback_key_is_in_no_text_about_a_table() -> None:
+    _, table = plan_tables(ENDPOINT, make_state({"a": 100}), 1, None, digest=None, limits_s={}, new_key=KEY)
+    assert table.table.feedback_key == KEY
+    assert KEY not in f"{table} {table!r} {table.table}"

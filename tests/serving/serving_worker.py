@@ -8,7 +8,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ class Worker:
         hosts: which Host and Origin headers are answered.
         grpc_port: of gRPC; 0: none.
         shadow_queue: mirrored requests that wait in the worker.
+        feedback_key: of the tables; empty: answers have no tokens.
     """
 
     state: EndpointState
@@ -81,12 +82,13 @@ class Worker:
     hosts: HostPolicy = field(default_factory=HostPolicy)
     grpc_port: int = 0
     shadow_queue: int = 1024
+    feedback_key: str = ""
     shadows: dict[int, tuple[socket.socket, threading.Thread]] = field(default_factory=dict, init=False)
     table: RoutingTable | None = field(default=None, init=False)
 
     def publish(self, state: EndpointState) -> None:
         revision = self.shared.header[REVISION] + 1
-        table = build_next_table(self.table, state)
+        table = replace(build_next_table(self.table, state), feedback_key=self.feedback_key)
         slots = self.slots.assign(table, self.table)
         self.deployments.prepare(TableRevision(number=revision, table=table, slots=slots))
         self.table = table

@@ -68,6 +68,7 @@ from onnx_ops.protocol.replica_tables import (
     list_receivers,
     plan_tables,
 )
+from onnx_ops.protocol.routing_table import FEEDBACK_KEY_BYTES
 from onnx_ops.protocol.server_process import CONTAINER_PROVIDERS, explain_unservable
 
 _STORE = "the object store"
@@ -237,6 +238,7 @@ class ReplicaEndpoints(EndpointProvider):
             digest=seen.digest,
             limits_s=state.limits_s,
             judge_timeout_s=settings.judge_timeout,
+            new_key=secrets.token_hex(FEEDBACK_KEY_BYTES),
         )
         loading = prepared
         if prepared is not None:

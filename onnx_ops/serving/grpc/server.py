@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -182,6 +182,8 @@ class InferenceServicer:
         if response.status != 200:
             return self._responses[STREAM](error_message=_get_message(response), infer_response={"id": message.id})
         result = decode_response(response)
+        if token := dict(_read_metadata(response.lines)).get(messages.FEEDBACK_HEADER):
+            result.parameters[messages.FEEDBACK_HEADER].string_param = token
         if message.parameters["triton_enable_empty_final_response"].bool_param:
             result.parameters["triton_final_response"].bool_param = True
         return self._responses[STREAM](infer_response=result)
@@ -251,13 +253,17 @@ def _read_head(context: Any) -> dict[bytes, bytes]:
 
 async def _check(response: RawResponse, head: RequestHead, context: Any) -> RawResponse:
     """Set the metadata of a response and return it; end the call if it is an error."""
-    lines = (response.lines + format_echoed_headers(head)).decode("ascii").splitlines()
-    pairs = (line.split(": ", 1) for line in lines)
+    pairs = _read_metadata(response.lines + format_echoed_headers(head))
     metadata = tuple((name, value) for name, value in pairs if name not in _BODY_HEADERS)
     context.set_trailing_metadata(metadata)
     if response.status != 200:
         await context.abort(_CODES.get(response.status, grpc.StatusCode.UNKNOWN), _get_message(response), metadata)
     return response
+
+
+def _read_metadata(lines: bytes) -> Sequence[tuple[str, str]]:
+    """Return names and values of header lines."""
+    return [(name, value) for name, _, value in (line.partition(": ") for line in lines.decode("ascii").splitlines())]
 
 
 def _get_message(response: RawResponse) -> str:

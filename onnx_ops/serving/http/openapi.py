@@ -125,6 +125,9 @@ def _build_inference(content: Schema, schema: Schema) -> Schema:
     length = "Bytes of JSON at the start of a body in the binary form."
     responses = _respond(schema, *_INFERENCE_ERRORS)
     responses["200"]["content"].update(_BINARY)
+    responses["200"]["headers"] = {
+        messages.FEEDBACK_HEADER: {"description": "Token for feedback, of replicas.", "schema": _TEXT}
+    }
     return {
         "parameters": [
             *(_parameter(name, "header", token, text) for name, text in texts.items()),
@@ -168,6 +171,7 @@ def _build_schemas(signatures: Collection[ModelSignature]) -> Schema:
     )
     execution = {"type": "object", "description": "Runtime, execution providers and settings of sessions."}
     subjects = {
+        "token": f"Token of a response, as in its header {messages.FEEDBACK_HEADER}.",
         "request_id": f"Id of a request, as in its header {messages.REQUEST_ID_HEADER}.",
         "key": f"User key, as in the header {messages.USER_KEY_HEADER}.",
         "deployment": f"Deployment, as in the header {messages.DEPLOYMENT_HEADER} of a response.",

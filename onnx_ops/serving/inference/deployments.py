@@ -14,6 +14,7 @@ from onnx_ops.ports.data import Array
 from onnx_ops.protocol.messages import BINARY_LENGTH_HEADER
 from onnx_ops.protocol.routing_table import RoutingTable
 from onnx_ops.serving.cell_counts import CellPlace
+from onnx_ops.serving.feedback_tokens import FeedbackTokens
 from onnx_ops.serving.inference.bound_runs import BoundRuns
 from onnx_ops.serving.inference.content_coding import Charge, inflate
 from onnx_ops.serving.inference.models import BOUND_ERRORS
@@ -195,6 +196,7 @@ class TableSnapshot:
         failed: deployments that could not be loaded after a restart, with the reason.
         routes: paths of inference as bytes.
         shadow: deployments with the percentage of requests that are mirrored to them.
+        tokens: seals the tokens of answers; None if the table has no key.
         loaded_at: Unix time of the moment when this worker had loaded the table.
     """
 
@@ -207,6 +209,7 @@ class TableSnapshot:
     routes: Mapping[bytes, InferenceRoute]
     shadow: Sequence[tuple[LoadedDeployment, int]]
     control: ControlReplica | None
+    tokens: FeedbackTokens | None
     loaded_at: float = field(default_factory=time.time)  # noqa: TID251 (for people)
 
     def list_loaded(self) -> tuple[LoadedDeployment, ...]:
@@ -420,6 +423,7 @@ class LoadedDeployments:
             routes={path.encode(): route for path, route in routes.items() if path.isascii()},
             shadow=[(deployments[name], percent) for name, percent in shadow if percent and name in deployments],
             control=self._build_control(table, deployments),
+            tokens=FeedbackTokens(table) if table.feedback_key else None,
         )
 
     def _build_control(self, table: RoutingTable, deployments: Mapping[str, LoadedDeployment]) -> ControlReplica | None:

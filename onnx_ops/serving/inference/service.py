@@ -398,18 +398,21 @@ class InferenceService:
         seconds: float,
         queue_s: float = 0.0,
     ) -> None:
-        """Remember for feedback, mirror and log a request whose response is ready and counted."""
+        """Mirror and log a request whose response is ready and counted; remember it and add its token for feedback."""
         status = response.status
         if loaded is not None and snapshot is not None:
-            if draw is not None and draw.epoch and cell != messages.KEYLESS_CELL:
-                self.feedback.remember_answer(loaded.slot, draw.epoch, cell)
             # Requests for which a client has selected the deployment decide neither an A/B test nor about a shadow.
-            if (request_id := head.get(_REQUEST_ID)) is not None and draw is not None:
-                self.feedback.remember(request_id, loaded.slot, draw, cell)
-            for shadow, percent in snapshot.shadow if status == 200 and draw is not None else ():
-                if shadow is not loaded and self._draw() * 100 < percent:
-                    tolerance = snapshot.table.state.split.shadow_tolerance
-                    self._shadow.put(shadow, route, head, body, response, tolerance)
+            if draw is not None:
+                if draw.epoch and cell != messages.KEYLESS_CELL:
+                    self.feedback.remember_answer(loaded.slot, draw.epoch, cell)
+                if (request_id := head.get(_REQUEST_ID)) is not None:
+                    self.feedback.remember(request_id, loaded.slot, draw, cell)
+                for shadow, percent in snapshot.shadow if status == 200 else ():
+                    if shadow is not loaded and self._draw() * 100 < percent:
+                        tolerance = snapshot.table.state.split.shadow_tolerance
+                        self._shadow.put(shadow, route, head, body, response, tolerance)
+                if snapshot.tokens is not None:
+                    response.lines += snapshot.tokens.seal_line(loaded.deployment.name, cell)
             if (trace_parent := head.get(_TRACE_PARENT)) is not None:
                 self._exemplars.put(loaded.slot, trace_parent, seconds)
         if self._request_log is not None:

@@ -125,7 +125,7 @@ class TablePublisher:
         Nothing may be awaited in between: a worker that starts then would not know the revision.
         """
         try:
-            self._tables.write(revision.table)
+            self._tables.write(replace(revision.table, feedback_key=""))  # the follower gives it again after a restart
         except OSError as error:
             raise ServiceUnavailableError("the table could not be written", why=str(error)) from error
         self._set_current(revision)

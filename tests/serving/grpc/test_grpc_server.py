@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.protocol.messages import FEEDBACK_HEADER
 from onnx_ops.serving import metrics
 from onnx_ops.serving.grpc.open_inference import SERVICE, STREAM, encode_request, get_message_class
 from onnx_ops.serving.metrics import REVISION
@@ -253,6 +254,19 @@ def test_a_stream_is_answered_in_order_and_outlives_errors(worker: Worker, conne
     assert responses[5].infer_response.parameters["triton_final_response"].bool_param
     assert not responses[4].infer_response.parameters
     assert responses[199].infer_response.raw_output_contents[0] == np.array([2, 4], np.float32).tobytes()
+
+
+def test_answers_of_calls_and_streams_have_a_token_if_the_table_has_a_key(blue: Deployment, connect: Connect) -> None:
+    for key in ("", "0f" * 16):
+        with Worker(state_of(blue, blue=100), grpc_port=free_port(), feedback_key=key).running() as worker:
+            client = connect(worker.grpc_port)
+            _, call = client.method("ModelInfer").with_call(Message(**INPUT))
+            tokens = [dict(call.trailing_metadata()).get(FEEDBACK_HEADER, "")]
+            responses = client.method(STREAM)(iter([Message(**INPUT)] * 2), timeout=30)
+            tokens += [each.infer_response.parameters[FEEDBACK_HEADER].string_param for each in responses]
+            body = json.dumps({"feedback": [{"token": token, "success": True} for token in tokens]}).encode()
+            answer = worker.send(post("/feedback", body, {"content-type": "application/json"}))
+            assert answer.endswith(b'{"counted":3,"unknown":0}' if key else b'{"counted":0,"unknown":3}')
 
 
 def test_requests_of_a_stream_run_as_one_batch(gate: Gate, blue: Deployment, connect: Connect) -> None:

@@ -1,0 +1,349 @@
+"""Tokens of answers: what they say, to which table, and how often they count at each server of an endpoint."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
+from onnx_ops.protocol.messages import (
+    CELL_FEEDBACK,
+    CELL_SUCCESSES,
+    COUNTS_PATH,
+    DEPLOYMENT_HEADER,
+    FEEDBACK_HEADER,
+    KEYLESS_CELL,
+    PIN_HEADERS,
+    TABLE_PATH,
+    TableCounts,
+    UserCountsRequest,
+    decode_cells,
+)
+from onnx_ops.protocol.routing_table import RoutingTable, build_next_table
+from onnx_ops.serving import metrics
+from onnx_ops.serving.cell_counts import CellCounter
+from onnx_ops.serving.feedback import FeedbackCounter
+from onnx_ops.serving.feedback_tokens import FeedbackTokens
+from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeployments, TableRevision
+from onnx_ops.serving.inference.request_queue import LatencyEstimator
+from onnx_ops.serving.inference.traffic_router import TrafficRouter
+from onnx_ops.serving.metrics import BUCKET_TOKENS, REVISION, MetricsRow, SharedMetrics, SlotAllocator
+from onnx_ops.serving.rollout_counts import RolloutCounts
+from onnx_ops.testing.endpoints import state_of
+from tests.serving.serving_process import INFER, infer_body
+from tests.support.endpoints import fileless_deployment
+from tests.support.must import must
+from tests.support.server import Answer, ServerFamily
+
+KEY, OTHER_KEY = "0f" * 16, "f0" * 16
+WATCH = UserCountsRequest(limits_s={"new": (), "old": ()})
+
+
+def make_table(generation: int = 3, key: str = KEY, epoch_s: float = 0.0, **weights: int) -> RoutingTable:
+    """A table of both deployments, the newer one first."""
+    split = TrafficSplit(weights=weights or {"old": 50, "new": 50}, epoch_s=epoch_s)
+    deployments = tuple(map(fileless_deployment, split.weights))
+    stable = replace(split, weights={**dict.fromkeys(split.weights, 0), "old": 100})
+    before = build_next_table(None, EndpointState(deployments=deployments, split=stable))
+    state = EndpointState(deployments=deployments, split=split, generation=generation)
+    return replace(build_next_table(before, state), feedback_key=key)
+
+
+def change_files(table: RoutingTable, name: str) -> RoutingTable:
+    """The table with other files of a deployment."""
+    deployments = tuple(
+        replace(d, manifest=digest_bytes(b"other files")) if d.name == name else d for d in table.state.deployments
+    )
+    return replace(table, state=replace(table.state, deployments=deployments))
+
+
+TOKENS = FeedbackTokens(make_table())
+
+
+@given(st.sampled_from(["old", "new"]), st.integers(0, KEYLESS_CELL))
+def test_token_says_what_was_sealed_at_any_server_of_the_table(deployment: str, cell: int) -> None:
+    token = must(FeedbackTokens(make_table()).open(TOKENS.seal(deployment, cell).decode()))
+    assert (token.deployment, token.cell, token.is_current) == (deployment, cell, True)
+
+
+@given(st.one_of(st.text(), st.text(st.characters(codec="ascii"), min_size=56, max_size=56), st.binary().map(repr)))
+def test_open_of_any_text_is_none(text: str) -> None:
+    assert TOKENS.open(text) is None
+
+
+@given(st.data())
+def test_open_of_changed_token_is_none(data: st.DataObject) -> None:
+    text = TOKENS.seal("new", 7).decode()
+    place = data.draw(st.integers(0, len(text) - 1))
+    other = data.draw(st.text(max_size=3).filter(lambda other: other.translate({43: "-", 47: "_"}) != text[place]))
+    assert TOKENS.open(text[:place] + other + text[place + 1 :]) is None
+    assert TOKENS.open(text[:place]) is None
+    assert TOKENS.open(text + text[:place] + "A") is None
+
+
+def test_tokens_of_one_answer_differ_and_have_one_length() -> None:
+    tokens = {TOKENS.seal("new", 7) for _ in range(1000)}
+    assert len(tokens) == 1000
+    assert len({token[20:] for token in tokens}) == 1000, "the sealed part does not repeat either"
+    assert {len(token) for token in (*tokens, TOKENS.seal("old", KEYLESS_CELL))} == {56}
+
+
+def test_stamps_grow_though_the_clock_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: now)
+    tokens = FeedbackTokens(make_table())
+    stamps = [must(tokens.open(tokens.seal("new", 7).decode())).stamp for _ in range(5)]
+    assert stamps == list(range(now, now + 5))
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        pytest.param(make_table(generation=9), True, id="published again"),
+        pytest.param(make_table(old=40, new=60), False, id="another weight"),
+        pytest.param(make_table(epoch_s=60.0), False, id="with epochs"),
+        pytest.param(make_table(old=50, new=0, newest=50), False, id="another candidate"),
+        pytest.param(change_files(make_table(), "old"), True, id="other files of the other deployment"),
+        pytest.param(change_files(make_table(), "new"), None, id="other files"),
+        pytest.param(make_table(old=100), None, id="without the deployment"),
+        pytest.param(make_table(key=OTHER_KEY), None, id="another key"),
+    ],
+)
+def test_open_under_another_table(table: RoutingTable, expected: bool | None) -> None:
+    token = FeedbackTokens(table).open(TOKENS.seal("new", 7).decode())
+    assert (None if token is None else token.is_current) == expected
+
+
+class Server:
+    """The counts of one server and of its workers, without processes and models."""
+
+    def __init__(self, *tables: RoutingTable, workers: int = 2) -> None:
+        self.shared = SharedMetrics(workers)
+        self.counts = RolloutCounts(self.shared)
+        self._slots = SlotAllocator(self.shared)
+        self._workers = [LoadedDeployments(self.shared, number, load) for number in range(workers)]
+        self._feedback = [
+            FeedbackCounter(each, CellCounter(self.shared, number)) for number, each in enumerate(self._workers)
+        ]
+        self._table: RoutingTable | None = None
+        for table in tables:
+            self.publish(table)
+
+    def publish(self, table: RoutingTable) -> None:
+        slots = self._slots.assign(table, self._table)
+        revision = TableRevision(number=self.shared.header[REVISION] + 1, table=table, slots=slots)
+        for worker in self._workers:
+            worker.prepare(revision)
+        self.counts.start_table(revision, 0.0)
+        self.shared.header[REVISION] = revision.number
+        self.counts.collect(WATCH)
+        self._table = table
+
+    def answer(self, deployment: str, cell: int = KEYLESS_CELL) -> str:
+        """Return the token of an answer of this server."""
+        return must(self._workers[0].get_current().tokens).seal(deployment, cell).decode()
+
+    def report(self, tokens: Sequence[str], *, success: bool = True, worker: int = 0) -> tuple[int, int]:
+        """Return how many tokens were counted, and how many were unknown."""
+        entries = [{"token": token, "success": success} for token in tokens]
+        return self._feedback[worker].count(json.dumps({"feedback": entries}).encode())
+
+    def read_table(self) -> TableCounts:
+        """The counts of the present generation."""
+        return self.counts.collect(WATCH).tables[-1]
+
+    def read_feedback(self) -> dict[str, tuple[int, int]]:
+        """Feedback and successes of the present generation, by deployment."""
+        return {name: (one.feedback, one.successes) for name, one in self.read_table().deployments.items()}
+
+    def read_cells(self, deployment: str) -> dict[int, tuple[int, int]]:
+        """Feedback and successes by cell of users."""
+        cells, counts = decode_cells(self.read_table().cells[deployment])
+        fields = counts[:, [CELL_FEEDBACK, CELL_SUCCESSES]].tolist()
+        return {int(cell): (feedback, successes) for cell, (feedback, successes) in zip(cells, fields, strict=True)}
+
+
+def load(deployment: Deployment, row: MetricsRow, _control: bool) -> LoadedDeployment:
+    return LoadedDeployment(
+        deployment=deployment,
+        signature=cast("Any", None),
+        run=lambda *_: [np.zeros(1)],
+        max_body=0,
+        row=row,
+        queue=cast("Any", None),
+        latency=LatencyEstimator(),
+        size_bytes=0,
+    )
+
+
+def find_cell(table: RoutingTable, deployment: str) -> int:
+    """A cell of users that a sticky split gives to a deployment."""
+    router = TrafficRouter.from_table(table)
+    return next(cell for cell in range(KEYLESS_CELL) if router.route_cell(router.get_draw(0), cell) == deployment)
+
+
+def test_token_counts_at_another_server_for_deployment_and_cell() -> None:
+    table = make_table()
+    first, second = Server(table), Server(make_table(1, oldest=0, old=100), table)
+    cells = {name: find_cell(table, name) for name in ("old", "new")}
+    assert second.report([first.answer("new", cells["new"]), first.answer("new")]) == (2, 0)
+    assert second.report([first.answer("old", cells["old"])], success=False) == (1, 0)
+    assert second.read_feedback() == {"old": (1, 0), "new": (2, 2)}
+    assert second.read_cells("new") == {cells["new"]: (1, 1), KEYLESS_CELL: (1, 1)}
+    assert second.read_cells("old") == {cells["old"]: (1, 0)}
+    assert first.read_feedback() == {"old": (0, 0), "new": (0, 0)}
+
+
+def test_token_counts_once_at_each_server_whichever_worker_gets_it() -> None:
+    servers = Server(make_table()), Server(make_table())
+    token = servers[0].answer("new")
+    for server in servers:
+        assert server.report([token, token]) == (1, 1)
+        assert server.report([token], worker=1) == (0, 1)
+        assert server.read_feedback()["new"] == (1, 1)
+        assert server.shared.sum_slot(0)[metrics.UNKNOWN_FEEDBACK] == 2
+
+
+def test_token_of_a_deployment_that_is_loaded_later_counts_then() -> None:
+    first, second = Server(make_table()), Server(make_table(1, old=100))
+    token = first.answer("new")
+    assert second.report([token]) == (0, 1)
+    second.publish(make_table())
+    assert second.report([token]) == (1, 0)
+
+
+def test_tokens_that_are_forgotten_count_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client must not repeat tokens until the memory has forgotten them: in no order do they count twice."""
+    monkeypatch.setattr(metrics, "TOKEN_BUCKETS", 1)
+    server = Server(make_table())
+    tokens = [server.answer("new") for _ in range(3 * BUCKET_TOKENS)]
+    assert server.report(tokens[BUCKET_TOKENS:]) == (2 * BUCKET_TOKENS, 0)
+    for again in (tokens, tokens[::-1], tokens[1::2] + tokens[::2]):
+        assert server.report(again) == (0, len(tokens))
+    assert server.report([server.answer("new")]) == (1, 0)
+
+
+def test_token_that_is_reported_late_counts_after_a_hundred_thousand_others() -> None:
+    server = Server(make_table(), workers=1)
+    tokens = [server.answer("new") for _ in range(100_000)]
+    late, rest = tokens[:1000], tokens[1000:]
+    for start in range(0, len(rest), 1000):
+        server.report(rest[start : start + 1000])
+    counted, unknown = server.report(late)
+    assert counted + unknown == 1000
+    assert unknown < 40  # a bucket of 8 has 3 on average: 1.2 % are full
+
+
+def test_token_of_another_split_counts_for_no_cell() -> None:
+    earlier, table = make_table(1, old=90, new=10), make_table(5)
+    server = Server(earlier)
+    cell = find_cell(earlier, "new")
+    token = server.answer("new", cell)
+    server.publish(table)
+    assert find_cell(table, "new") == cell, "the present split gives it to the same deployment"
+    assert server.report([token]) == (1, 0)
+    assert server.read_cells("new") == {}
+
+
+def test_token_of_a_name_with_other_files_is_unknown() -> None:
+    server = Server(make_table(1))
+    token = server.answer("new")
+    server.publish(change_files(make_table(5), "new"))
+    assert server.report([token]) == (0, 1)
+    assert server.read_feedback()["new"] == (0, 0)
+
+
+@pytest.mark.parametrize("key", ["", OTHER_KEY])
+def test_token_at_a_table_without_the_key_is_unknown(key: str) -> None:
+    token = Server(make_table()).answer("new")
+    assert Server(make_table(key=key)).report([token]) == (0, 1)
+
+
+def test_token_in_a_split_with_epochs_counts_for_no_cell() -> None:
+    server = Server(make_table(epoch_s=60.0))
+    assert server.report([server.answer("new", 7)]) == (1, 0)
+    assert server.read_feedback()["new"] == (1, 1)
+    assert server.read_table().cells == {}
+
+
+class TestProcess:
+    """A real server of two workers, whose table has a key."""
+
+    @pytest.fixture
+    def table(self, blue: Deployment, green: Deployment) -> RoutingTable:
+        state = replace(state_of(blue, green, blue=50, green=50), generation=3)
+        return RoutingTable(state=state, layout=("green", "blue"), feedback_key=KEY)
+
+    @pytest.fixture
+    def server(self, tmp_path: Path, table: RoutingTable) -> Iterator[ServerFamily]:
+        with ServerFamily(folder=tmp_path / "state", options=("--workers", "2")) as server:
+            publish(server, table)
+            yield server
+
+    def test_each_routed_answer_has_its_token(self, server: ServerFamily) -> None:
+        """Those of memory that is bound to a text that came before, compressed ones and errors too."""
+        answers = [ask(server) for _ in range(20)]
+        answers.append(ask(server, body=b"{", status=400))
+        tokens = [answer.headers[FEEDBACK_HEADER] for answer in answers]
+        assert len(set(tokens)) == len(tokens)
+        names = Counter(answer.headers[DEPLOYMENT_HEADER] for answer in answers)
+        assert report(server, tokens) == {"counted": len(tokens), "unknown": 0}
+        assert {name: one.feedback for name, one in server.counts().deployments.items()} == dict(names)
+        assert report(server, tokens) == {"counted": 0, "unknown": len(tokens)}
+
+    def test_answer_of_a_selected_deployment_has_no_token(self, server: ServerFamily) -> None:
+        assert FEEDBACK_HEADER not in ask(server, pin="green").headers
+
+    def test_answer_without_a_lease_has_no_token(self, server: ServerFamily, table: RoutingTable) -> None:
+        state = replace(table.state, generation=5)
+        publish(server, replace(table, state=state, fallback="blue"))
+        assert FEEDBACK_HEADER not in ask(server).headers
+
+    def test_key_is_in_no_file_and_in_no_answer(self, server: ServerFamily, table: RoutingTable) -> None:
+        ask(server)
+        server.stop()
+        server.start()
+        assert FEEDBACK_HEADER not in ask(server).headers, "the key was in memory only"
+        publish(server, table)
+        token = ask(server).headers[FEEDBACK_HEADER]
+        assert report(server, [token]) == {"counted": 1, "unknown": 0}
+        shown = [server.admin(*call).body for call in (("GET",), ("GET", None, COUNTS_PATH), ("GET", None, TABLE_PATH))]
+        shown += [server.call("GET", path).body for path in ("/", "/metrics", "/openapi.json", "/v2/models/m")]
+        shown += [path.read_bytes() for path in server.folder.rglob("*") if path.is_file()]
+        assert not any(KEY.encode() in text for text in (*shown, server.log().encode(), repr(table).encode()))
+
+    @pytest.mark.parametrize("key", ["0f0f", "secret" * 6, 16 * "0F"])
+    def test_table_with_another_key_is_refused_without_naming_it(self, server: ServerFamily, key: str) -> None:
+        table = json.loads(codec.dumps(make_table(9)))
+        answer = server.admin("PUT", json.dumps({**table, "feedback_key": key}).encode(), TABLE_PATH)
+        assert answer.status == 400
+        assert "hexadecimal" in answer.body.decode()
+        assert key not in answer.body.decode()
+
+
+def publish(server: ServerFamily, table: RoutingTable) -> None:
+    assert server.admin("PUT", codec.dumps(table), TABLE_PATH).status == 200
+
+
+def ask(server: ServerFamily, pin: str = "", body: bytes = infer_body([1, 2]), status: int = 200) -> Answer:
+    headers = {"content-type": "application/json", **({PIN_HEADERS[0]: pin} if pin else {})}
+    answer = server.call("POST", INFER, body, headers)
+    assert answer.status == status
+    return answer
+
+
+def report(server: ServerFamily, tokens: Sequence[str]) -> object:
+    body = {"feedback": [{"token": token, "success": True} for token in tokens]}
+    return server.call("POST", "/feedback", body, {"content-type": "application/json"}).json()
