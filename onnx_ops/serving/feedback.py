@@ -28,10 +28,15 @@ _SUBJECTS = ("token", "request_id", "key", "deployment")
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """The deployment that an entry of feedback is about, and the cell of the user, or `_NO_CELL`."""
+    """The deployment that an entry of feedback is about, and the cell of the user, or `_NO_CELL`.
+
+    Feedback on an answer under another split is no evidence (`is_judged`). Early feedback is often better than late
+    feedback: a candidate that has just begun has only early feedback, and would win against a version with both.
+    """
 
     slot: int
     cell: int
+    is_judged: bool = True
 
 
 class FeedbackCounter:
@@ -77,8 +82,8 @@ class FeedbackCounter:
                 unknown += 1
                 continue
             row = self._shared.get_row(self._worker, subject.slot)
-            row[metrics.FEEDBACK] += 1
-            row[metrics.SUCCESSES] += entry["success"]
+            row[metrics.FEEDBACK if subject.is_judged else metrics.UNJUDGED_FEEDBACK] += 1
+            row[metrics.SUCCESSES if subject.is_judged else metrics.UNJUDGED_SUCCESSES] += entry["success"]
             self._count_cell(subject, entry["success"])
         self._shared.get_row(self._worker, 0)[metrics.UNKNOWN_FEEDBACK] += unknown
         return len(entries) - unknown, unknown
@@ -90,7 +95,7 @@ class FeedbackCounter:
         """
         try:
             snapshot = self._deployments.get_current()
-            if snapshot.router.epoch_s or subject.cell == _NO_CELL:
+            if snapshot.router.epoch_s or subject.cell == _NO_CELL or not subject.is_judged:
                 return
             if subject.cell != KEYLESS_CELL and _find_sticky_slot(snapshot, subject.cell) != subject.slot:
                 return
@@ -126,7 +131,7 @@ class FeedbackCounter:
         if token is None:
             return None
         slot = snapshot.get_deployment(token.deployment).slot
-        return _Subject(slot, token.cell if token.is_current else _NO_CELL) if self._admit(token.stamp) else None
+        return _Subject(slot, token.cell, token.is_current) if self._admit(token.stamp) else None
 
     def _admit(self, stamp: int) -> bool:
         """Return whether a token has not counted yet, and remember it.

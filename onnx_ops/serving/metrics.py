@@ -118,7 +118,8 @@ FAILED_NANOSECONDS = UNKNOWN_FEEDBACK + 1  # the part of INLINE_NANOSECONDS and 
 SHADOW_RESTARTS = FAILED_NANOSECONDS + 1
 EPOCH_FAILURES = SHADOW_RESTARTS + 1
 WORKER_DEATHS = EPOCH_FAILURES + 1
-UNJUDGED = WORKER_DEATHS + 1  # by status, the requests that say nothing about a version: also in the columns by status
+UNJUDGED_FEEDBACK, UNJUDGED_SUCCESSES = WORKER_DEATHS + 1, WORKER_DEATHS + 2  # not in FEEDBACK and SUCCESSES
+UNJUDGED = UNJUDGED_SUCCESSES + 1  # by status: requests that say nothing about a version, also in the columns by status
 COLUMNS = UNJUDGED + OTHER_STATUS + 1
 _GAUGES = (QUEUED, IN_PROGRESS, CONNECTIONS)
 
@@ -429,14 +430,17 @@ _FAMILIES = (
     ("shadow_answered_total", "Mirrored requests that the deployment answered.", "counter", SHADOW_DONE),
     ("shadow_failed_total", "Mirrored requests that failed.", "counter", SHADOW_FAILED),
     ("shadow_differing_total", "Mirrored requests whose response differs.", "counter", SHADOW_DIFFERING),
-    ("feedback_total", "Entries of feedback that clients reported.", "counter", FEEDBACK),
-    ("feedback_successes_total", "Entries of feedback that report a success.", "counter", SUCCESSES),
     ("model_loads_total", "Loads of the model, one for each worker or shadow process.", "counter", LOADS),
     ("model_load_failures_total", "Loads of the model that failed.", "counter", LOAD_FAILURES),
     ("worker_deaths_total", "Workers that died or stood still while they ran the model.", "counter", WORKER_DEATHS),
     ("requests_queued", "Requests in the queue of the model.", "gauge", QUEUED),
     ("requests_in_progress", "Requests that the model is running, off the event loop.", "gauge", IN_PROGRESS),
 )
+_FEEDBACK_FAMILIES = (
+    ("feedback_total", "Entries of feedback that clients reported.", FEEDBACK, UNJUDGED_FEEDBACK),
+    ("feedback_successes_total", "Entries of feedback that report a success.", SUCCESSES, UNJUDGED_SUCCESSES),
+)
+"""With the columns of those by which a version can be judged, and of the others."""
 _SERVER_FAMILIES = (
     ("connections", "Open connections.", "gauge", CONNECTIONS),
     ("connections_refused_total", "Connections over the limit.", "counter", CONNECTIONS_REFUSED),
@@ -507,6 +511,10 @@ class MetricsPage:
             lines += _render_histogram(name, text, [(labels, get_latency(row)) for labels, row in rows], exemplars)
         for name, text, kind, column in _FAMILIES:
             lines += _render_family(name, text, kind, [(labels, row[column]) for labels, row in rows])
+        for name, text, column, unjudged in _FEEDBACK_FAMILIES:
+            entries = [(labels, row[column]) for labels, row in rows]
+            entries += [(f'{labels},judged="false"', row[unjudged]) for labels, row in rows if row[unjudged]]
+            lines += _render_family(name, text, "counter", entries)
         mask = self._shared.header[OUT_OF_SERVICE]
         out = [(labels, mask >> slot & 1) for slot, labels in slots.items()]
         lines += _render_family("out_of_service", "Whether the deployment gets no requests.", "gauge", out)

@@ -39,7 +39,7 @@ from onnx_ops.serving.feedback_tokens import FeedbackTokens
 from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeployments, TableRevision
 from onnx_ops.serving.inference.request_queue import LatencyEstimator
 from onnx_ops.serving.inference.traffic_router import TrafficRouter
-from onnx_ops.serving.metrics import BUCKET_TOKENS, REVISION, MetricsRow, SharedMetrics, SlotAllocator
+from onnx_ops.serving.metrics import BUCKET_TOKENS, REVISION, MetricsPage, MetricsRow, SharedMetrics, SlotAllocator
 from onnx_ops.serving.rollout_counts import RolloutCounts
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import INFER, infer_body
@@ -246,7 +246,7 @@ def test_token_that_is_reported_late_counts_after_a_hundred_thousand_others() ->
     assert unknown < 40  # a bucket of 8 has 3 on average: 1.2 % are full
 
 
-def test_token_of_another_split_counts_for_no_cell() -> None:
+def test_token_of_another_split_counts_and_is_no_evidence() -> None:
     earlier, table = make_table(1, old=90, new=10), make_table(5)
     server = Server(earlier)
     cell = find_cell(earlier, "new")
@@ -254,7 +254,13 @@ def test_token_of_another_split_counts_for_no_cell() -> None:
     server.publish(table)
     assert find_cell(table, "new") == cell, "the present split gives it to the same deployment"
     assert server.report([token]) == (1, 0)
+    assert server.read_feedback() == {"old": (0, 0), "new": (0, 0)}
     assert server.read_cells("new") == {}
+    page = MetricsPage(server.shared, "e").render(None)
+    for name in ("feedback_total", "feedback_successes_total"):
+        labels = 'endpoint="e",deployment="new",version="new",variant="fp32"'
+        assert f"onnx_ops_{name}{{{labels}}} 0\n" in page
+        assert f'onnx_ops_{name}{{{labels},judged="false"}} 1\n' in page
 
 
 def test_token_of_a_name_with_other_files_is_unknown() -> None:
