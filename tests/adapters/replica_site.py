@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from onnx_ops.attestation import sign_record
 from onnx_ops.domain.attestation import OverrideRecord
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.ports import Signer
+from onnx_ops.protocol.messages import USER_KEY_HEADER
 from onnx_ops.protocol.replica_reports import ReplicaStatus
 from onnx_ops.protocol.replica_tables import ReplicaTable, TableNumber, decode_table
 from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
@@ -159,6 +162,24 @@ class ReplicaSite(EndpointSite, ReplicaProcesses):
         self.config: EndpointConfig = make_config(
             self.endpoint, "replicas", control=self.control_url, reports=self.reports_url, replicas=self.replicas
         )
+
+
+def ask_replica(
+    address: str, user: str, path: str = "/invocations", body: bytes = b'{"inputs": {"x": [[1.0, 1.0]]}}'
+) -> Mapping[str, str]:
+    """The headers of an answer to a user."""
+    headers = {"content-type": "application/json", USER_KEY_HEADER: user}
+    with urllib.request.urlopen(urllib.request.Request(f"{address}{path}", body, headers), timeout=10) as answer:
+        return dict(answer.headers)
+
+
+def report_feedback(address: str, successes: Mapping[str, bool]) -> object:
+    """What a replica says about feedback by tokens."""
+    entries = [{"token": token, "success": success} for token, success in successes.items()]
+    body = json.dumps({"feedback": entries}).encode()
+    request = urllib.request.Request(f"{address}/feedback", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return json.load(answer)
 
 
 def open_site(folder: Path, *, control: str = "", reports: str = "", replicas: int = 1, **more: str) -> ReplicaSite:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import signal
 import time
-import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,11 +25,11 @@ from onnx_ops.domain.artifact import hex_digits
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, TrafficSplit, serves_only
 from onnx_ops.domain.rollout_observations import GenerationCounts
 from onnx_ops.errors import ConflictError, InfrastructureError, MissingKeyError, ServiceUnavailableError, UserError
-from onnx_ops.protocol.messages import DEPLOYMENT_HEADER, FEEDBACK_HEADER, USER_KEY_HEADER
+from onnx_ops.protocol.messages import DEPLOYMENT_HEADER, FEEDBACK_HEADER
 from onnx_ops.protocol.replica_tables import TableHead, TableNumber, WayBack, encode_table
 from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
 from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite, Killed
-from tests.adapters.replica_site import ReplicaSite, open_site
+from tests.adapters.replica_site import ReplicaSite, ask_replica, open_site, report_feedback
 from tests.support.processes import until
 
 SUITE = EndpointProviderSuite()
@@ -147,13 +145,14 @@ class TestFeedback:
         return site
 
     def test_feedback_counts_at_another_replica_for_the_version_that_answered(self, both: ReplicaSite) -> None:
-        answers = [ask(both.address("r1"), user) for user in map(str, range(40))]
+        answers = [ask_replica(both.address("r1"), user) for user in map(str, range(40))]
         expected = Counter(answer[DEPLOYMENT_HEADER] for answer in answers)
         assert expected.keys() == {"blue", "green"}
         tokens = [answer[FEEDBACK_HEADER] for answer in answers]
-        assert report(both.address("r2"), tokens) == {"counted": 40, "unknown": 0}
-        assert report(both.address("r2"), tokens) == {"counted": 0, "unknown": 40}
-        assert report(both.address("r2"), [f"{token[:-1]}+" for token in tokens]) == {"counted": 0, "unknown": 40}
+        successes, changed = dict.fromkeys(tokens, True), {f"{token[:-1]}+": True for token in tokens}
+        assert report_feedback(both.address("r2"), successes) == {"counted": 40, "unknown": 0}
+        for unknown in (successes, changed):
+            assert report_feedback(both.address("r2"), unknown) == {"counted": 0, "unknown": 40}
 
         def read() -> list[GenerationCounts]:
             """The counts that have feedback, once it was reported."""
@@ -168,7 +167,7 @@ class TestFeedback:
     def test_key_of_tokens_is_in_tables_only(self, both: ReplicaSite) -> None:
         key = both.read_table(1).table.feedback_key
         assert {both.read_table(2, phase).table.feedback_key for phase in (0, 1)} == {key} != {""}
-        ask(both.address("r1"), "user")
+        ask_replica(both.address("r1"), "user")
         until(lambda: list(both.reports_folder.glob("counts/r2~*")))
         files = [path for place in (both.folder, both.reports_folder) for path in place.rglob("*") if path.is_file()]
         assert files
@@ -176,27 +175,12 @@ class TestFeedback:
         assert key not in repr(both.observed())
 
     def test_tokens_count_after_an_unsigned_way_back(self, both: ReplicaSite) -> None:
-        token = ask(both.address("r1"), "user")[FEEDBACK_HEADER]
+        token = ask_replica(both.address("r1"), "user")[FEEDBACK_HEADER]
         back = WayBack(endpoint="digits", number=TableNumber(9), to=TableNumber(2))
         both.write_table(back.number, encode_table(back, None))
         until(lambda: both.adopted("r2") == back.number)
-        assert report(both.address("r2"), [token]) == {"counted": 1, "unknown": 0}
-        assert FEEDBACK_HEADER in ask(both.address("r2"), "user")
-
-
-def ask(address: str, user: str) -> Mapping[str, str]:
-    """The headers of an answer."""
-    body = json.dumps({"inputs": {"x": [[1.0, 1.0]]}}).encode()
-    headers = {"content-type": "application/json", USER_KEY_HEADER: user}
-    with urllib.request.urlopen(urllib.request.Request(f"{address}/invocations", body, headers), timeout=10) as answer:
-        return dict(answer.headers)
-
-
-def report(address: str, tokens: Iterable[str]) -> object:
-    body = json.dumps({"feedback": [{"token": token, "success": True} for token in tokens]}).encode()
-    request = urllib.request.Request(f"{address}/feedback", body, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        return json.load(answer)
+        assert report_feedback(both.address("r2"), {token: True}) == {"counted": 1, "unknown": 0}
+        assert FEEDBACK_HEADER in ask_replica(both.address("r2"), "user")
 
 
 class TestWithoutAuthority:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,13 +19,14 @@ from onnx_ops.adapters.endpoints.replicas import ReplicaEndpoints
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.store import ModelFolders
 from onnx_ops.domain.ledger import ReleaseState
-from onnx_ops.domain.rollout_policy import RolloutPolicy
+from onnx_ops.domain.rollout_policy import RolloutPolicy, SplitTest
 from onnx_ops.errors import OnnxOpsError, StillPendingError
+from onnx_ops.protocol.messages import DEPLOYMENT_HEADER, FEEDBACK_HEADER
 from onnx_ops.protocol.replica_reports import REPORT_S
 from onnx_ops.protocol.replica_tables import DEADLINE_S, LEASE_S
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.release.reconcile import reconcile_until_stable
-from tests.adapters.replica_site import ReplicaProcesses
+from tests.adapters.replica_site import ReplicaProcesses, ask_replica, report_feedback
 from tests.chaos.test_live_rollouts import CANARY, ENDPOINT, MODEL, SHADOW, TIMEOUT_S, Site, payloads
 from tests.release.release_parts import TARGET_DIGEST, roll_back
 from tests.support.endpoints import endpoint_config
@@ -123,6 +126,49 @@ def test_rollout_of_a_slower_candidate_is_rolled_back(site: ReplicatedSite) -> N
     assert site.traffic() == {"v1": 100}
     assert why.startswith("latency_p")
     assert [each.failed for each in records] == [0, 0]
+
+
+@contextmanager
+def clients_that_report(site: ReplicatedSite, shares: Mapping[str, float]) -> Iterator[None]:
+    """Clients whose requests reach the first replica, and their feedback the second one.
+
+    Args:
+        shares: of good answers, by deployment.
+    """
+    stop, body = threading.Event(), payloads()[50].body
+    first, second = (site.replicas.address(name) for name in NAMES)
+    shown = {name: itertools.cycle([number < 10 * share for number in range(10)]) for name, share in shares.items()}
+
+    def work() -> None:
+        for start in itertools.count(step=20):
+            if stop.is_set():
+                return
+            users = [f"user-{number}" for number in range(start, start + 20)]
+            answers = [ask_replica(first, user, f"/v2/models/{MODEL}/infer", body) for user in users]
+            drawn = [each for each in answers if FEEDBACK_HEADER in each]  # without a lease, nothing is drawn
+            report_feedback(second, {each[FEEDBACK_HEADER]: next(shown[each[DEPLOYMENT_HEADER]]) for each in drawn})
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(("candidate", "expected"), [(0.8, "v2"), (0.2, "v1")])
+def test_split_test_is_judged_by_feedback_that_other_replicas_get(
+    site: ReplicatedSite, candidate: float, expected: str
+) -> None:
+    bind_endpoint(site.context, site.config, RolloutPolicy(steps=(1.0,), ab_test=SplitTest(duration=TIMEOUT_S)))
+    site.release("first")
+    site.start()
+    with clients_that_report(site, {"v1": 0.5, "v2": candidate}):
+        site.release("second")
+        why = site.drive()
+    assert site.traffic() == {expected: 100}, why
+    assert "feedback: canary" in why
 
 
 class TestCutOff:
