@@ -110,6 +110,7 @@ class Following:
         self._list_s = list_s
         self._beat = -1
         self._beat_at = float("-inf")
+        self._serving_end = 0.0
 
     def see(self, table: ReplicaTable | None) -> None:
         """Take a table that counts; a lower one than the newest changes nothing."""
@@ -123,8 +124,9 @@ class Following:
 
     @property
     def needs_lease(self) -> bool:
-        """Whether the adopted table gives a candidate traffic."""
-        return self.adopted is not None and gives_candidate_traffic(self.adopted.table)
+        """Whether the adopted table gives a candidate traffic, or needs a lease for any request."""
+        table = None if self.adopted is None else self.adopted.table
+        return table is not None and (table.is_leased or gives_candidate_traffic(table))
 
     def is_list_due(self, now: float) -> bool:
         """Return whether the tables must be listed."""
@@ -136,13 +138,32 @@ class Following:
         The replica must have listed the tables, and reported; a newer table that moves traffic ends the lease before it
         is adopted.
         """
+        end = self._compute_end()
+        timeout_s = 0.0 if self.adopted is None else self.adopted.judge_timeout_s
+        is_judged = not timeout_s or now - self._beat_at < timeout_s
+        return end if self._is_current() and is_judged else 0.0
+
+    def renew_serving_end(self) -> float:
+        """Return until when a server whose table is leased may answer at all.
+
+        Without the newest table, it may as long as before: neither are requests refused while a table is adopted, nor
+        does a replica that comes back answer by a table that was rolled back meanwhile.
+        """
+        end = self._compute_end()
+        if self._is_current():
+            self._serving_end = end
+        return self._serving_end
+
+    def _compute_end(self) -> float:
+        """Return how long a list and a report count. It is read before the tables: a list is noted after they are."""
+        return max(0.0, min(self.listed_at, self.reported_at) + LEASE_S)
+
+    def _is_current(self) -> bool:
+        """Return whether the adopted table gives traffic as the newest one does."""
         adopted, newest = self.adopted, self.newest
         if adopted is None or newest is None:
-            return 0.0
-        is_current = newest.number == adopted.number or has_same_traffic(newest.table, adopted.table)
-        timeout_s = adopted.judge_timeout_s
-        is_judged = not timeout_s or now - self._beat_at < timeout_s
-        return max(0.0, min(self.listed_at, self.reported_at) + LEASE_S) if is_current and is_judged else 0.0
+            return False
+        return newest.number == adopted.number or has_same_traffic(newest.table, adopted.table)
 
 
 class Follower:
@@ -234,10 +255,11 @@ class Follower:
         self._report_due.set()
 
     def renew_lease(self) -> None:
-        """Set the time until which the server gives a candidate traffic."""
-        end = self._following.compute_lease_end(read_boot_clock())
+        """Set the times until which the server gives a candidate traffic, and answers at all if its table is leased."""
         with self._lock:
-            answer = self._ask("PUT", LEASE_PATH, codec.dumps(Lease(until_ns=int(end * 1e9))))
+            end, serving_end = self._following.compute_lease_end(read_boot_clock()), self._following.renew_serving_end()
+            lease = Lease(until_ns=int(end * 1e9), serving_until_ns=int(serving_end * 1e9))
+            answer = self._ask("PUT", LEASE_PATH, codec.dumps(lease))
             self._lease, self._lapsed = end, codec.loads(answer, Lease).lapsed
 
     def report(self) -> None:

@@ -80,11 +80,13 @@ class AdminState:
 class Lease:
     """Body of a PUT of the lease, and of its response.
 
-    `until_ns` is its end in nanoseconds since boot (CLOCK_BOOTTIME), 0 to end it. `lapsed` counts the requests since
-    the start of the server that were answered by the fallback because there was no lease.
+    `until_ns` is its end in nanoseconds since boot (CLOCK_BOOTTIME), 0 to end it; `serving_until_ns` that of the lease
+    which a table needs for any request at all (`RoutingTable.is_leased`). `lapsed` counts the requests since the start
+    of the server that the fallback answered, or that were refused, because there was no lease.
     """
 
     until_ns: int
+    serving_until_ns: int = 0
     lapsed: int = 0
 
 

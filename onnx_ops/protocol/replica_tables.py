@@ -167,6 +167,7 @@ def resolve(table: StoredTable, read: Callable[[TableNumber], ReplicaTable]) -> 
         state=replace(state, generation=table.number.generation),
         layout=target.table.layout,
         feedback_key=target.table.feedback_key,
+        is_leased=target.table.is_leased,
     )
     return ReplicaTable(endpoint=table.endpoint, number=table.number, table=back, previous=target.previous)
 
@@ -198,13 +199,14 @@ def find_newest(
             numbers.append(number)
     for number in sorted(numbers, reverse=True):
         try:
-            return resolve(read(number), lambda to: _require_table(read(to))), skipped
+            return resolve(read(number), lambda to: require_table(read(to))), skipped
         except OnnxOpsError as error:
             skipped[number.name.removeprefix(f"{FOLDER}/")] = error.what
     return None, skipped
 
 
-def _require_table(table: StoredTable) -> ReplicaTable:
+def require_table(table: StoredTable) -> ReplicaTable:
+    """Return a table that is no way back; raises CorruptStateError for one."""
     if not isinstance(table, ReplicaTable):
         raise CorruptStateError("a way back leads to another way back", where=table.number.name)
     return table
@@ -239,6 +241,7 @@ def plan_tables(
     limits_s: Mapping[str, tuple[float, ...]],
     judge_timeout_s: float = 0.0,
     new_key: str = "",
+    is_leased: bool = False,
 ) -> tuple[ReplicaTable | None, ReplicaTable]:
     """Return the table that has new models loaded, if that must be waited for, and the table of the state.
 
@@ -248,6 +251,7 @@ def plan_tables(
         before: the newest table.
         digest: of its bytes.
         new_key: feedback key if the newest table has none.
+        is_leased: whether replicas refuse all requests without a lease.
     """
     number = TableNumber(sequence)
     bare = tuple(replace(d, location="") for d in state.deployments)
@@ -259,7 +263,12 @@ def plan_tables(
     table = ReplicaTable(
         endpoint=endpoint,
         number=number,
-        table=replace(following, fallback=fallback, feedback_key=following.feedback_key or new_key),
+        table=replace(
+            following,
+            fallback=fallback,
+            feedback_key=following.feedback_key or new_key,
+            is_leased=is_leased,
+        ),
         previous=digest,
         limits_s=limits_s,
         judge_timeout_s=judge_timeout_s,
@@ -286,7 +295,8 @@ def _plan_load(
     waiting = EndpointState(deployments=(*new, *kept), split=split, generation=number.generation)
     table = build_next_table(before.table, waiting)
     fallback = before.table.fallback if before.table.fallback in table.layout else ""
-    return replace(before, number=number, table=replace(table, fallback=fallback), previous=digest)
+    table = replace(table, fallback=fallback, is_leased=before.table.is_leased)
+    return replace(before, number=number, table=table, previous=digest)
 
 
 def list_receivers(state: EndpointState) -> set[str]:

@@ -21,6 +21,9 @@ _log = logging.getLogger(__name__)
 FORMAT = "onnx-ops/table"
 VERSION = 1
 
+NOTICE_S = 10.0
+"""Time in which a balancer takes a server out, from when it is not ready until it refuses requests."""
+
 CURRENT_FILE = "table.json"
 PREVIOUS_FILE = "table.previous.json"
 
@@ -35,7 +38,8 @@ class RoutingTable:
     `layout` holds the deployments' names, the newest first. It depends on when a deployment was added and never on
     weights. Therefore a change of weights moves as few users as possible to another deployment.
 
-    `fallback` is the deployment that answers all requests while the server has no lease; empty if it needs none.
+    `fallback` is the deployment that answers all requests while the server has no lease; empty if it needs none. With
+    `is_leased`, the server refuses all requests while it has no lease for them, and is not ready `NOTICE_S` before.
 
     `feedback_key` seals the tokens by which any server of the endpoint accepts feedback, in hexadecimal; empty: answers
     have no tokens. It is a secret, so it is in no text about a table.
@@ -44,6 +48,7 @@ class RoutingTable:
     state: EndpointState
     layout: tuple[str, ...]
     fallback: str = field(default="", metadata=OMIT_DEFAULT)
+    is_leased: bool = field(default=False, metadata=OMIT_DEFAULT)
     feedback_key: str = field(default="", repr=False, metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:

@@ -53,10 +53,12 @@ ISOLATION = 61
 LEASE = 62
 """Place in the header of the end of the lease that a table with a fallback needs, in nanoseconds since boot; 0: none.
 """
+SERVING_LEASE = 63
+"""Place in the header of the end of the lease that a leased table needs for any request, as `LEASE`."""
 HEARTBEAT = 0
 """Place of the last heartbeat of a worker's event loop, in nanoseconds of `time.monotonic`."""
 LAPSED = 1
-"""Place of the requests that a worker has given to the fallback, because the server had no lease."""
+"""Place of the requests that a worker has given to the fallback, or refused, because the server had no lease."""
 INLINE_RUN, HUNG_RUN, LOST_RUN = 2, 4, 6
 """Places of runs of a worker: on its event loop; the one that did not end; and the one on the event loop of the worker
 that died before it."""

@@ -26,7 +26,16 @@ from onnx_ops.domain.endpoint import Deployment, EndpointConfig, TrafficSplit, s
 from onnx_ops.domain.rollout_observations import GenerationCounts
 from onnx_ops.errors import ConflictError, InfrastructureError, MissingKeyError, ServiceUnavailableError, UserError
 from onnx_ops.protocol.messages import DEPLOYMENT_HEADER, FEEDBACK_HEADER
-from onnx_ops.protocol.replica_tables import TableHead, TableNumber, WayBack, encode_table
+from onnx_ops.protocol.replica_reports import ReplicaStatus
+from onnx_ops.protocol.replica_tables import (
+    DEADLINE_S,
+    LEASE_S,
+    TableHead,
+    TableNumber,
+    WayBack,
+    encode_table,
+    plan_tables,
+)
 from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
 from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite, Killed
 from tests.adapters.replica_site import ReplicaSite, ask_replica, open_site, report_feedback
@@ -358,6 +367,74 @@ class TestFailures:
         assert counts.deployments["blue"].statuses["200"] == 25
         assert counts.tables[-1].generation == 1
         assert not site.observed().stragglers
+
+
+class TestSilent:
+    """A replica that reports no more, by its last status: two followers that were killed."""
+
+    @pytest.fixture
+    def cut(self, site: ReplicaSite) -> Callable[[str, Sequence[dict[str, int]], int], tuple[str, ...]]:
+        """The stragglers long after a replica was cut off that reported table `adopted` of these, and a rollback."""
+
+        def observe(lease: str, splits: Sequence[dict[str, int]], adopted: int) -> tuple[str, ...]:
+            site.config = replace(site.config, settings={**site.config.settings, "lease": lease, "replicas": 2})
+            for generation, weights in enumerate(splits, 1):
+                seen = site.provider._look(site.config)
+                _, table = plan_tables(
+                    *(site.endpoint, site.state(**weights), generation, seen.newest),
+                    digest=seen.digest,
+                    limits_s={},
+                    is_leased=lease == "leave",
+                )
+                site.provider._create(site.config, table)
+            back = len(splits) + 1
+            site.provider._publish_way_back(
+                site.config, site.provider._look(site.config), site.state(blue=100, green=0), back
+            )
+            status = ReplicaStatus(replica="r1", start="0" * 12, endpoint="digits", adopted=TableNumber(adopted))
+            open_objects(site.reports_url).write("status/r1.json", codec.dumps(status))
+            assert site.observed().stragglers
+            site.age_reports(LEASE_S + DEADLINE_S + 1)
+            path = site.control_folder / TableNumber(back).name
+            os.utime(path, (at := path.stat().st_mtime - LEASE_S - DEADLINE_S - 1, at))
+            return site.observed().stragglers
+
+        return observe
+
+    FINISHED = ({"blue": 100}, {"blue": 100, "green": 0}, {"blue": 0, "green": 100})
+
+    def test_rollback_of_a_finished_release_stays_open(
+        self, cut: Callable[[str, Sequence[dict[str, int]], int], tuple[str, ...]]
+    ) -> None:
+        (text,) = cut("serve", self.FINISHED, 3)
+        assert "replica r1 serves table 00000003-1, not 00000004-1" in text
+
+    def test_rollback_of_a_finished_release_with_leases_ends_with_them(
+        self, cut: Callable[[str, Sequence[dict[str, int]], int], tuple[str, ...]]
+    ) -> None:
+        assert cut("leave", self.FINISHED, 3) == ()
+
+    def test_table_that_it_may_have_adopted_without_a_report_keeps_it_open(
+        self, cut: Callable[[str, Sequence[dict[str, int]], int], tuple[str, ...]]
+    ) -> None:
+        (text,) = cut("serve", self.FINISHED, 2)  # it may serve table 3, in which green has all traffic
+        assert "replica r1 serves table 00000002-1, not 00000004-1" in text
+
+    def test_replica_that_can_serve_only_what_the_rollback_asks_for_is_none(
+        self, cut: Callable[[str, Sequence[dict[str, int]], int], tuple[str, ...]]
+    ) -> None:
+        assert cut("serve", ({"blue": 100}, {"blue": 100, "green": 0}), 1) == ()
+
+
+def test_setting_that_the_newest_table_does_not_carry_is_drift(site: ReplicaSite) -> None:
+    site.apply(1, blue=100)
+    assert site.observed().drift == ()
+    site.config = replace(site.config, settings={**site.config.settings, "lease": "leave"})
+    assert site.observed().drift == ("lease is serve, not leave",)
+    site.apply(2, blue=100)
+    assert site.observed().drift == ()
+    with pytest.raises(UserError, match="lease"):
+        site.provider.validate_settings({**site.config.settings, "lease": "stay"})
 
 
 def test_locations_in_one_another_are_refused(site: ReplicaSite) -> None:

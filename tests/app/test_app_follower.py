@@ -80,6 +80,39 @@ def test_lease_ends_without_a_judge_and_returns_with_it(following: Following) ->
     assert following.compute_lease_end(NOW + 62) == NOW + 62 + LEASE_S
 
 
+def test_serving_end_outlasts_a_table_that_moves_traffic_and_a_judge_that_left(following: Following) -> None:
+    following.adopted = following.newest = replace(CANARY, judge_timeout_s=60.0)
+    assert following.renew_serving_end() == NOW + LEASE_S
+    following.see(ABORT)
+    assert following.compute_lease_end(NOW) == 0
+    assert following.renew_serving_end() == NOW + LEASE_S
+
+
+def test_serving_end_moves_on_only_with_the_newest_table(following: Following) -> None:
+    following.renew_serving_end()
+    following.see(ABORT)
+    following.listed_at = following.reported_at = NOW + 100  # it was cut off, and is back
+    assert following.renew_serving_end() == NOW + LEASE_S
+    following.adopted = ABORT
+    assert following.renew_serving_end() == NOW + 100 + LEASE_S
+
+
+def test_serving_end_after_a_start_is_none_before_the_newest_table_is_adopted() -> None:
+    following = Following()
+    following.listed_at = following.reported_at = NOW
+    following.see(ABORT)
+    assert following.renew_serving_end() == 0
+    following.adopted = ABORT
+    assert following.renew_serving_end() == NOW + LEASE_S
+
+
+def test_table_that_is_leased_is_listed_as_often_as_one_with_a_candidate(following: Following) -> None:
+    leased = plan_tables("digits", make_state(a=100), 4, ABORT, digest=None, limits_s={}, is_leased=True)[1]
+    following.adopted = leased
+    assert following.needs_lease
+    assert following.is_list_due(NOW + RENEW_S)
+
+
 def test_see_keeps_the_highest_table(following: Following) -> None:
     following.see(STABLE)
     assert following.newest == CANARY

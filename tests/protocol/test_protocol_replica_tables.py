@@ -25,6 +25,7 @@ from onnx_ops.protocol.replica_tables import (
     gives_candidate_traffic,
     has_same_traffic,
     plan_tables,
+    resolve,
 )
 from onnx_ops.protocol.routing_table import RoutingTable
 from onnx_ops.testing.fakes import FakeSigner
@@ -106,6 +107,16 @@ def test_plan_tables_of_a_name_that_gets_other_files_has_nothing_to_keep() -> No
     prepared, table = plan_tables(ENDPOINT, changed, 2, first, digest=None, limits_s={})
     assert prepared is None
     assert table.table.state.leader().manifest == digest_bytes(b"other")
+
+
+def test_plan_tables_that_are_leased_stay_so_while_models_load_and_on_the_way_back() -> None:
+    _, stable = plan_tables("digits", make_state({"a": 100}), 1, None, digest=None, limits_s={}, is_leased=True)
+    prepared, canary = plan_tables(
+        "digits", make_state({"b": 10, "a": 90}), 2, stable, digest=None, limits_s={}, is_leased=True
+    )
+    back = resolve(WayBack(endpoint="digits", number=TableNumber(3), to=canary.number), lambda _: canary)
+    assert prepared is not None
+    assert [each.table.is_leased for each in (stable, prepared, canary, back)] == [True] * 4
 
 
 def test_has_same_traffic_sees_weights_copies_and_files() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.protocol.messages import DEPLOYMENT_HEADER, LEASE_PATH, TABLE_PATH, Lease, UserCountsRequest
-from onnx_ops.protocol.routing_table import RoutingTable
+from onnx_ops.protocol.routing_table import NOTICE_S, RoutingTable
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.support.processes import until
 from tests.support.server import ServerFamily
@@ -87,3 +87,52 @@ def test_state_of_a_push_needs_no_lease(server: ServerFamily, tmp_path: Path) ->
     green = scaling_deployment(tmp_path / "again" / "green", name="green", version="2", scale=3.0)
     assert server.publish(state_of(blue, green, blue=50, green=50), 4).status == 200
     assert ask(server, 60).keys() == {"blue", "green"}
+
+
+class TestLeased:
+    """A table that needs a lease for any request."""
+
+    @pytest.fixture
+    def leased(self, server: ServerFamily, tmp_path: Path) -> ServerFamily:
+        blue = scaling_deployment(tmp_path / "last", name="blue", version="1", scale=2.0)
+        state = replace(state_of(blue, blue=100), generation=5)
+        table = RoutingTable(state=state, layout=("blue",), is_leased=True)
+        assert server.admin("PUT", codec.dumps(table), TABLE_PATH).status == 200
+        return server
+
+    def test_server_without_a_lease_is_not_ready_and_refuses_all_requests(self, leased: ServerFamily) -> None:
+        assert leased.call("GET", "/v2/health/ready").status == 503
+        assert leased.call("GET", "/v2/health/live").status == 200
+        for headers in ({}, {"azureml-model-deployment": "blue"}):
+            answer = leased.call("POST", "/invocations", {"inputs": {"x": [[1.0, 1.0]]}}, headers)
+            assert (answer.status, answer.headers["retry-after"]) == (503, "5")
+        assert set_serving_lease(leased, 60).lapsed == 2
+        assert leased.call("GET", "/v2/health/ready").status == 200
+        assert ask(leased, 20) == {"blue": 20}
+
+    def test_server_is_not_ready_before_it_refuses_requests(self, leased: ServerFamily) -> None:
+        set_serving_lease(leased, NOTICE_S - 1)
+        assert leased.call("GET", "/v2/health/ready").status == 503
+        assert ask(leased, 5) == {"blue": 5}
+
+    def test_lease_ends_and_a_restart_has_none(self, leased: ServerFamily) -> None:
+        set_serving_lease(leased, 1.0)
+        body = {"inputs": {"x": [[1.0, 1.0]]}}
+        until(lambda: leased.call("POST", "/invocations", body).status == 503, "the end of the lease", seconds=20)
+        set_serving_lease(leased, 60)
+        assert ask(leased, 5) == {"blue": 5}
+        leased.destroy()
+        leased.start()
+        assert leased.call("POST", "/invocations", body).status == 503
+
+    def test_refused_requests_are_no_evidence(self, leased: ServerFamily) -> None:
+        leased.call("POST", "/invocations", {"inputs": {"x": [[1.0, 1.0]]}})
+        table = leased.counts(UserCountsRequest(limits_s={"blue": ()})).tables[-1]
+        assert not any(table.deployments["blue"].statuses.values())
+
+
+def set_serving_lease(server: ServerFamily, seconds: float) -> Lease:
+    end = time.clock_gettime(time.CLOCK_BOOTTIME) + seconds
+    answer = server.admin("PUT", codec.dumps(Lease(until_ns=0, serving_until_ns=int(end * 1e9))), LEASE_PATH)
+    assert answer.status == 200
+    return codec.loads(answer.body, Lease)

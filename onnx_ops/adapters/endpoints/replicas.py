@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from annotated_types import Ge, Le, Unit, doc
 
@@ -34,6 +34,7 @@ from onnx_ops.errors import (
     ConflictError,
     CorruptStateError,
     InfrastructureError,
+    InvalidSignatureError,
     MissingKeyError,
     OnnxOpsError,
     ServiceUnavailableError,
@@ -67,8 +68,10 @@ from onnx_ops.protocol.replica_tables import (
     give_way,
     list_receivers,
     plan_tables,
+    require_table,
+    resolve,
 )
-from onnx_ops.protocol.routing_table import FEEDBACK_KEY_BYTES
+from onnx_ops.protocol.routing_table import FEEDBACK_KEY_BYTES, RoutingTable
 from onnx_ops.protocol.server_process import CONTAINER_PROVIDERS, explain_unservable
 
 _STORE = "the object store"
@@ -103,6 +106,10 @@ class ReplicaSettings:
         Le(604_800),
         doc("Time without a look at the rollout after which a candidate loses its traffic; 0 s: never."),
     ] = 1800.0
+    lease: Annotated[
+        Literal["serve", "leave"],
+        doc("What a replica does that has not heard from the store for 30 s: serve the stable version, or refuse."),
+    ] = "serve"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +192,8 @@ class ReplicaEndpoints(EndpointProvider):
         if seen.newest is None:
             return None
         live = [one.status for one in seen.replicas if one.is_live]
-        expected = _read_settings(config.settings, config.endpoint).replicas
+        settings = _read_settings(config.settings, config.endpoint)
+        expected, lease = settings.replicas, "leave" if seen.newest.table.is_leased else "serve"
         out_of_service = [] if len(live) >= expected else [f"{len(live)} of {expected} replicas report"]
         out_of_service += [f"object {FOLDER}/{name} does not count: {why}" for name, why in seen.skipped.items()]
         out_of_service += [
@@ -198,6 +206,7 @@ class ReplicaEndpoints(EndpointProvider):
             generation=seen.newest.number.sequence,
             out_of_service=tuple(out_of_service),
             stragglers=tuple(self._list_stragglers(config, seen)),
+            drift=() if lease == settings.lease else (f"lease is {lease}, not {settings.lease}",),
             limits_s={},
         )
 
@@ -239,6 +248,7 @@ class ReplicaEndpoints(EndpointProvider):
             limits_s=state.limits_s,
             judge_timeout_s=settings.judge_timeout,
             new_key=secrets.token_hex(FEEDBACK_KEY_BYTES),
+            is_leased=settings.lease == "leave",
         )
         loading = prepared
         if prepared is not None:
@@ -252,7 +262,10 @@ class ReplicaEndpoints(EndpointProvider):
     def _publish_way_back(self, config: EndpointConfig, seen: _Place, state: EndpointState, generation: int) -> None:
         goal = state.leader()
         self._upload(config, seen, (goal,))
-        _, table = plan_tables(config.endpoint, state, generation, seen.newest, digest=seen.digest, limits_s={})
+        is_leased = _read_settings(config.settings, config.endpoint).lease == "leave"
+        _, table = plan_tables(
+            config.endpoint, state, generation, seen.newest, digest=seen.digest, limits_s={}, is_leased=is_leased
+        )
         try:
             self._create(config, table)
         except MissingKeyError:
@@ -341,17 +354,28 @@ class ReplicaEndpoints(EndpointProvider):
             yield f"replica {status.replica} serves {what}, not {newest.number}: {why}"
 
     def _has_fallen_back(self, config: EndpointConfig, seen: _Place, one: SeenReplica) -> bool:
-        """Return whether a silent replica gives all traffic to what the newest table does, since its lease is over."""
+        """Return whether a silent replica answers at most as the newest table says, since its lease is over.
+
+        It may have adopted any table after the one that it reported last.
+        """
         is_over = min(seen.age_s, one.age_s) > LEASE_S + DEADLINE_S
-        if one.is_live or not is_over or one.status.adopted is None or seen.newest is None:
+        adopted, newest = one.status.adopted, seen.newest
+        if one.is_live or not is_over or adopted is None or newest is None or adopted not in seen.numbers:
             return False
-        leader = seen.newest.table.state.leader()
-        with suppress(OnnxOpsError):
-            table = self._read_table(config, one.status.adopted)
-            if isinstance(table, ReplicaTable) and table.table.fallback:
-                goal = give_way(table.table).leader()
-                return goal.manifest == leader.manifest and serves_only(seen.newest.table.state, leader)
-        return False
+        for number in seen.numbers:
+            if not adopted <= number < newest.number:
+                continue
+            try:
+                table = resolve(self._read_table(config, number), partial(self._read_signed, config)).table
+            except (CorruptStateError, InvalidSignatureError):
+                if number == adopted:
+                    return False
+                continue  # replicas skip it, too
+            except OnnxOpsError:
+                return False
+            if not (table.is_leased or _answers_alike(table, newest.table)):
+                return False
+        return True
 
     def remove(self, config: EndpointConfig) -> None:
         """Delete tables, models and reports. Replicas serve their last table until they are stopped."""
@@ -383,6 +407,9 @@ class ReplicaEndpoints(EndpointProvider):
         table = decode_table(data, number, config.endpoint, self._keys)
         self._tables[key] = data
         return table
+
+    def _read_signed(self, config: EndpointConfig, number: TableNumber) -> ReplicaTable:
+        return require_table(self._read_table(config, number))
 
     def _look(self, config: EndpointConfig, *, with_replicas: bool = True) -> _Place:
         """Read tables and reports, at the same time."""
@@ -616,6 +643,15 @@ def _check_locations(settings: ReplicaSettings) -> Iterator[tuple[str, str]]:
     control, reports = settings.control.rstrip("/"), settings.reports.rstrip("/")
     if control == reports or control.startswith(f"{reports}/") or reports.startswith(f"{control}/"):
         yield "reports", "must not contain `control`, nor be in it: replicas write there, and must not write tables"
+
+
+def _answers_alike(table: RoutingTable, newest: RoutingTable) -> bool:
+    """Return whether, without a lease, a table gives all traffic to the one version that the newest one gives it to."""
+    leader = newest.state.leader()
+    if not serves_only(newest.state, leader):
+        return False
+    state = give_way(table) if table.fallback else table.state
+    return [d.manifest for d in state.deployments if state.split.weights.get(d.name)] == [leader.manifest]
 
 
 def _list_registered(replicas: Sequence[SeenReplica], expected: int) -> list[SeenReplica]:

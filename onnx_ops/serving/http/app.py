@@ -16,6 +16,7 @@ import orjson
 
 from onnx_ops import codec
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError
+from onnx_ops.protocol.routing_table import NOTICE_S
 from onnx_ops.serving.http.openapi import build_openapi
 from onnx_ops.serving.http.pages import build_docs_page, build_start_page, list_served
 from onnx_ops.serving.http.triton_extensions import EXTENSIONS, PLATFORM, build_config, build_statistics, list_models
@@ -187,9 +188,11 @@ class PublicApp(HttpApp):
         return _build_json({"name": "onnx-ops", "version": version("onnx-ops"), "extensions": EXTENSIONS})
 
     def get_readiness(self, _head: RequestHead, _body: bytes) -> RawResponse:
-        """Return whether every deployment with traffic is loaded."""
+        """Return whether every deployment with traffic is loaded, and may answer for a while."""
         snapshot = self._deployments.get_published()
         ready = snapshot is not None and snapshot.is_ready()
+        if ready and snapshot is not None and snapshot.table.is_leased:
+            ready = self.service.has_serving_lease(NOTICE_S)
         return _build_json({"ready": ready}, 200 if ready else 503)
 
     def get_model(self, model: str, number: str | None, head: RequestHead) -> RawResponse:

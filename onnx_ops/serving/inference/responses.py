@@ -46,6 +46,18 @@ class QueueFullError(ServiceUnavailableError):
         self.retry_after_s = retry_after_s
 
 
+class LeaseLapsedError(ServiceUnavailableError):
+    """A request to a server whose table needs a lease for any request, and which has none (503)."""
+
+    def __init__(self) -> None:
+        self.retry_after_s = 5
+        super().__init__(
+            "this server has no lease to answer",
+            why="it is a replica that has not heard from its object store for too long",
+            remedy=f"Retry in {self.retry_after_s} s, at another replica.",
+        )
+
+
 class InputsRejectedError(UserError):
     """Inputs that match the model's signature but make its run fail (422).
 
@@ -106,7 +118,7 @@ def build_error_from(error: OnnxOpsError, lines: bytes = b"", *, invocation: boo
     An invocation whose inputs the model rejects gets a 500, not a 422: SageMaker counts 4xx as errors of the caller,
     and a rollout there would not notice a failing candidate.
     """
-    if isinstance(error, QueueFullError):
+    if isinstance(error, QueueFullError | LeaseLapsedError):
         lines += b"retry-after: %d\r\n" % error.retry_after_s
     status = 500 if invocation and isinstance(error, InputsRejectedError) else get_status(error)
     return build_error(status, str(error), lines)

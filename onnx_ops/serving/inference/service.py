@@ -30,6 +30,7 @@ from onnx_ops.serving.inference.deployments import (
 from onnx_ops.serving.inference.responses import (
     DeadlineExceededError,
     InputsRejectedError,
+    LeaseLapsedError,
     RawResponse,
     RequestHead,
     RunTimeoutError,
@@ -49,6 +50,7 @@ from onnx_ops.serving.metrics import (
     RUN_CELL,
     RUN_NANOSECONDS,
     RUNS,
+    SERVING_LEASE,
     UNJUDGED,
     count_queued_request,
     count_request,
@@ -126,7 +128,7 @@ class InferenceService:
         response: RawResponse | None = None
         is_inline = comparable = is_judged = True
         try:
-            snapshot = self.deployments.get_current()
+            snapshot = self._get_served()
             loaded = self._find_requested(snapshot, route, head)
             if loaded is None:
                 control, router = snapshot.control, snapshot.router
@@ -174,6 +176,18 @@ class InferenceService:
         The clock is asked at each request: a process that was frozen has no other moment to notice it.
         """
         return time.clock_gettime_ns(time.CLOCK_BOOTTIME) < self._header[LEASE]
+
+    def _get_served(self) -> TableSnapshot:
+        """Return the present table. Raise LeaseLapsedError if it needs a lease, and the server has none."""
+        snapshot = self.deployments.get_current()
+        if snapshot.router.is_leased and not self.has_serving_lease():
+            self._process[LAPSED] += 1
+            raise LeaseLapsedError()
+        return snapshot
+
+    def has_serving_lease(self, ahead_s: float = 0.0) -> bool:
+        """Return whether a server whose table is leased may answer requests, now and in so many seconds."""
+        return time.clock_gettime_ns(time.CLOCK_BOOTTIME) + ahead_s * 1e9 < self._header[SERVING_LEASE]
 
     def _fall_back(self, snapshot: TableSnapshot) -> LoadedDeployment:
         """Return the deployment that answers without a lease. Its request is no evidence: it is of no draw."""
@@ -273,7 +287,7 @@ class InferenceService:
 
     def choose(self, model: str, version: str | None, head: RequestHead) -> LoadedDeployment:
         """Return the deployment that would answer a request; raises NotFoundError or ServiceUnavailableError."""
-        snapshot = self.deployments.get_current()
+        snapshot = self._get_served()
         requested = self._find_requested(snapshot, InferenceRoute(model=model, version=version), head)
         if requested is not None:
             return requested

@@ -43,7 +43,8 @@ class TrafficRouter:
     and with two deployments, a higher weight of the newer one only moves users into it. The salt depends on the newest
     deployment with traffic: it is constant during an experiment and different for the next.
 
-    `fallback` answers all requests while the server has no lease; empty if it needs none.
+    `fallback` answers all requests while the server has no lease; empty if it needs none. Where `is_leased`, all are
+    refused without a lease.
 
     `draw` is the last assignment that was used. Latencies are compared in `comparable` slots, of two deployments as
     many each: both then get the same traffic (see `ControlReplica`), and a timed request is as likely to be of one as
@@ -56,6 +57,7 @@ class TrafficRouter:
     generation: int
     epoch_s: float
     fallback: str = ""
+    is_leased: bool = False
     comparable: tuple[bool, ...] = field(init=False)
     _salt: int = field(init=False)
     draw: CellDraw = field(init=False, compare=False)
@@ -77,6 +79,7 @@ class TrafficRouter:
             generation=table.state.generation,
             epoch_s=table.state.split.epoch_s,
             fallback=table.fallback,
+            is_leased=table.is_leased,
         )
 
     def get_cell(self, key: bytes) -> int:

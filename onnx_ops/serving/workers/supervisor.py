@@ -43,7 +43,16 @@ from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
 from onnx_ops.serving.http.protocol import HttpProtocol, serve_connections
 from onnx_ops.serving.inference.deployments import TableRevision
 from onnx_ops.serving.inference.integrity import COPIES_FOLDER, ModelCopies, TrustPolicy
-from onnx_ops.serving.metrics import EPOCH_FAILURES, LAPSED, LEASE, REVISION, SharedMetrics, SlotAllocator, make_row
+from onnx_ops.serving.metrics import (
+    EPOCH_FAILURES,
+    LAPSED,
+    LEASE,
+    REVISION,
+    SERVING_LEASE,
+    SharedMetrics,
+    SlotAllocator,
+    make_row,
+)
 from onnx_ops.serving.rollout_counts import RolloutCounts
 from onnx_ops.serving.workers.listeners import LOOPBACK, ListenerSockets, listen_tcp, listen_unix, receive_sockets
 from onnx_ops.serving.workers.shadow_processes import ShadowProcesses
@@ -195,10 +204,10 @@ class Supervisor:
         )
 
     def set_lease(self, lease: Lease) -> Lease:
-        """Set the end of the lease; return it with the requests that have met none."""
-        self._shared.header[LEASE] = lease.until_ns
+        """Set the ends of the leases; return them with the requests that have met none."""
+        self._shared.header[LEASE], self._shared.header[SERVING_LEASE] = lease.until_ns, lease.serving_until_ns
         lapsed = sum(self._shared.get_process_state(worker)[LAPSED] for worker in range(self._options.workers))
-        return Lease(until_ns=lease.until_ns, lapsed=lapsed)
+        return replace(lease, lapsed=lapsed)
 
     def _describe_failures(self) -> str:
         """Return why the counts of a rollout miss evidence; empty if nothing failed."""
