@@ -19,6 +19,7 @@ from onnx_ops.domain.rollout_observations import (
     LatencyThresholds,
     MetricsReading,
     RequestCounts,
+    ServerUptime,
     ShadowCounts,
     UnitCounts,
     UserBlocks,
@@ -84,11 +85,30 @@ class ServerMetrics(MetricsSource):
                     if (loads_s := tuple(s for one in counts for s in one.cold_s.get(name, ())))
                 },
                 failure="; ".join(dict.fromkeys(one.failure for one in counts if one.failure)),
+                uptimes=tuple(_sum_uptimes(each for one in counts for each in one.uptimes)),
             )
         except (ValueError, zlib.error) as error:
             raise ServiceUnavailableError(
                 "that is no answer of an endpoint server", where=config.endpoint, why=str(error)
             ) from error
+
+
+def _sum_uptimes(uptimes: Iterable[ServerUptime]) -> Iterable[ServerUptime]:
+    """Yield the sum of all servers for each generation, and the ends of each server that has any.
+
+    Generations in which the stable version was alone are one.
+    """
+    seconds: dict[tuple[int, bool], float] = {}
+    ends: dict[tuple[str, int, bool], int] = {}
+    for each in uptimes:
+        place = (0 if each.is_alone else each.generation, each.is_alone)
+        seconds[place] = seconds.get(place, 0.0) + each.seconds
+        if each.ends:
+            ends[each.server, *place] = ends.get((each.server, *place), 0) + each.ends
+    for (generation, is_alone), total in sorted(seconds.items()):
+        yield ServerUptime(server="", generation=generation, seconds=round(total, 1), is_alone=is_alone)
+    for (server, generation, is_alone), count in sorted(ends.items()):
+        yield ServerUptime(server=server, generation=generation, ends=count, is_alone=is_alone)
 
 
 def _add(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -32,6 +32,7 @@ from onnx_ops.attestation import TrustedKeys
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.config.server_options import list_options
 from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.rollout_observations import ServerUptime
 from onnx_ops.errors import CorruptStateError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.ports import Verifier
 from onnx_ops.protocol.messages import (
@@ -45,7 +46,7 @@ from onnx_ops.protocol.messages import (
     UserCountsRequest,
     error_from_bytes,
 )
-from onnx_ops.protocol.replica_reports import REPORT_S, ReplicaStatus, ReportSource, check_replica_name
+from onnx_ops.protocol.replica_reports import REPORT_S, SILENT_S, ReplicaStatus, ReportSource, check_replica_name
 from onnx_ops.protocol.replica_tables import (
     FOLDER,
     HEAD,
@@ -192,6 +193,10 @@ class Follower:
         self._beat = 0
         self._epochs: set[tuple[int, int]] = set()
         self._failures: dict[str, str] = {}
+        self._uptimes: dict[int, ServerUptime] = {}
+        self._recorded_at = read_boot_clock()
+        self._is_serving = False
+        self._last_counts: Counts | None = None
 
     def run(self) -> None:
         """Follow until `stop` is called."""
@@ -270,6 +275,8 @@ class Follower:
         self._attempt(self.renew_lease)
         adopted = self._following.adopted
         if adopted is None:
+            if not self._uptimes:  # an end before the first table is one, too
+                self._write_counts(Counts(origin=self._source.start, at=began, bounds_s=(), deployments={}))
             return
         limits = adopted.limits_s
         body = codec.dumps(UserCountsRequest(limits_s=limits)) if limits else None
@@ -284,19 +291,34 @@ class Follower:
             self._server.kill_supervisor()
         elif not self._server.is_orphaned():
             self._server.stop()
+        if record is None and self._is_serving:
+            self._record_uptime(ends=1)
+        self._is_serving = False
         self._server.start(self._options.port, self._options.server)
+        self._is_serving = True
         self._following.adopted = None  # what it serves is what it is given again
         self._report_due.set()
 
     def _end(self) -> None:
-        """Stop the server, whose requests in flight are answered, and write the last report."""
+        """Stop the server, whose requests in flight are answered, and write the last report.
+
+        It is announced before: a platform may kill what has not ended in ten seconds.
+        """
+        announcement = threading.Thread(target=self._attempt, args=(self.announce_end,), daemon=True)
+        announcement.start()
         self._server.stop()
+        announcement.join()
         try:
             counts = codec.loads((self._server.folder / FINAL_COUNTS_FILE).read_bytes(), Counts)
-            self._write_counts(counts)
+            self._write_counts(counts, is_final=True)
             self._write_status(replace(self._build_status(), is_final=True))
         except (OnnxOpsError, OSError) as error:
             _log.error("the last report could not be written: %s", error)
+
+    def announce_end(self) -> None:
+        """Write the counts until now as the last ones, so that the end is none of the model's making."""
+        if (counts := self._last_counts) is not None:
+            self._write_counts(counts, is_final=True)
 
     def _repeat(self, work: Callable[[], None]) -> None:
         """Repeat one of the loops until this process ends; an error is logged once, and tried again."""
@@ -392,12 +414,25 @@ class Follower:
     def _write_status(self, status: ReplicaStatus) -> None:
         self._reports.write(self._source.status_name, codec.dumps(status))
 
-    def _write_counts(self, counts: Counts) -> None:
+    def _record_uptime(self, *, ends: int = 0) -> None:
+        """Add the time since the last call, and ends of the server, to the table that is served or being adopted."""
+        now, table = read_boot_clock(), self._following.adopted or self._following.newest
+        generation = 0 if table is None else table.number.generation
+        known = self._uptimes.get(generation) or ServerUptime(server=self._source.replica, generation=generation)
+        seconds = min(now - self._recorded_at, SILENT_S)  # a process that was frozen did not serve
+        self._uptimes[generation] = replace(known, seconds=known.seconds + seconds, ends=known.ends + ends)
+        self._recorded_at = now
+
+    def _write_counts(self, counts: Counts, *, is_final: bool = False) -> None:
         for epoch in counts.epochs:
             if (key := (epoch.generation, epoch.epoch)) not in self._epochs:
                 self._reports.create(self._source.name_epoch(*key), codec.dumps(epoch))
                 self._epochs.add(key)
-        self._reports.write(self._source.counts_name, codec.dumps(replace(counts, epochs=())))
+        self._record_uptime()
+        self._last_counts = counts
+        uptimes = tuple(self._uptimes.values())
+        final = replace(counts, epochs=(), uptimes=uptimes, is_final=is_final)
+        self._reports.write(self._source.counts_name, codec.dumps(final))
 
     def _ask(self, method: str, path: str, body: bytes | None = None, *, timeout_s: float = _ADMIN_S) -> bytes:
         record = self._require_record()

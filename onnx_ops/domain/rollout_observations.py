@@ -272,6 +272,20 @@ class GenerationCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerUptime:
+    """Seconds in which a server served one generation of the routing table, and how often it ended without a report.
+
+    `is_alone`: only the stable version got requests. `server` is empty for the sum of several.
+    """
+
+    server: str
+    generation: int
+    seconds: float = 0.0
+    ends: int = 0
+    is_alone: bool = field(default=False, metadata=OMIT_DEFAULT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsReading:
     """The counts of a source. `at` is in seconds since the epoch, by the source's clock.
 
@@ -283,7 +297,8 @@ class MetricsReading:
     `shadow` and `quantiles`, since `origin`: another origin means that the counters restarted.
 
     `cold_s` are durations of loads of either version, before the candidate got any traffic. `failure` is why the source
-    misses evidence at present.
+    misses evidence at present. `uptimes` are those of servers that others start again: with the stable version alone,
+    and with both.
     """
 
     at: float
@@ -296,6 +311,7 @@ class MetricsReading:
     quantiles: Mapping[str, LatencyQuantiles] = field(default_factory=dict)
     cold_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict, metadata=OMIT_DEFAULT)
     failure: str = field(default="", metadata=OMIT_DEFAULT)
+    uptimes: tuple[ServerUptime, ...] = field(default=(), metadata=OMIT_DEFAULT)
 
     def sum_tallies(self) -> Mapping[str, RequestCounts]:
         """Return the counts by deployment, of all servers and generations."""
@@ -382,6 +398,15 @@ class Observations:
         for one in self.counts:
             total = total.plus(one) if one.generation in ours else total
         return tuple(by_place[place] for by_place in total.blocks.values() if place in by_place)
+
+    def split_uptimes(self) -> tuple[tuple[ServerUptime, ...], tuple[ServerUptime, ...]]:
+        """Return the uptimes of the stable version alone, and those of this rollout."""
+        ours = {split.generation for split in self.generations}
+        uptimes = () if self.reading is None else self.reading.uptimes
+        return (
+            tuple(each for each in uptimes if each.is_alone and each.generation not in ours),
+            tuple(each for each in uptimes if each.generation in ours),
+        )
 
     def move_to_step(self, split: GenerationUnits, at: float) -> Observations:
         """Return the observations after the traffic split was set (again) for a step."""

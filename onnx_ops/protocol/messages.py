@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from onnx_ops.domain.artifact import canonical_json
 from onnx_ops.domain.endpoint import EndpointState
+from onnx_ops.domain.quantities import OMIT_DEFAULT
+from onnx_ops.domain.rollout_observations import ServerUptime
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, from_document
 
 if TYPE_CHECKING:
@@ -173,6 +175,8 @@ class Counts:
         cold_s: by deployment, seconds of loads in fresh processes. Measured if a deployment of a user counts request
             gets neither traffic nor mirrored requests.
         failure: why evidence is missing at present, such as an epoch that could not be turned; empty if nothing failed.
+        uptimes: by table, from the follower of a replica; servers leave it empty.
+        is_final: the follower has ended, and these are the last counts of its start.
     """
 
     origin: str
@@ -185,6 +189,8 @@ class Counts:
     closed_through: int = 0
     cold_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     failure: str = ""
+    uptimes: tuple[ServerUptime, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    is_final: bool = field(default=False, metadata=OMIT_DEFAULT)
 
 
 def encode_cells(cells: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> str:

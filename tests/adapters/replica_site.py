@@ -21,8 +21,8 @@ from onnx_ops.attestation import sign_record
 from onnx_ops.domain.attestation import OverrideRecord
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.ports import Signer
-from onnx_ops.protocol.messages import USER_KEY_HEADER
-from onnx_ops.protocol.replica_reports import ReplicaStatus
+from onnx_ops.protocol.messages import USER_KEY_HEADER, Counts
+from onnx_ops.protocol.replica_reports import ReplicaStatus, ReportSource
 from onnx_ops.protocol.replica_tables import ReplicaTable, TableNumber, decode_table
 from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
 from tests.adapters.endpoint_site import EndpointSite, make_config, make_models
@@ -118,6 +118,11 @@ class ReplicaProcesses:
         data = open_objects(self.reports_url).read(f"status/{name}.json")
         assert data is not None
         return codec.loads(data, ReplicaStatus)
+
+    def read_counts(self, name: str = "r1") -> Counts:
+        """The counts of a replica's present start."""
+        data = open_objects(self.reports_url).read(ReportSource(name, self.status(name).start).counts_name)
+        return codec.loads(must(data), Counts)
 
     def adopted(self, name: str = "r1") -> TableNumber | None:
         """The table that a replica reports; None before its first report."""

@@ -337,6 +337,7 @@ class TestFailures:
         os.kill(record.pid, signal.SIGKILL)
         until(lambda: site.read_record() not in (None, record))
         until(lambda: site.adopted() == TableNumber(1) and site.status().is_healthy)
+        until(lambda: sum(each.ends for each in site.read_counts().uptimes) == 1, "a report of the end")
         assert SUITE.scale(site.address()) == 2.0
 
     def test_start_without_the_store_serves_the_stable_version_from_disk(self, site: ReplicaSite) -> None:
@@ -363,6 +364,8 @@ class TestFailures:
             SUITE.scale(site.address())
         site.stop()
         assert site.status().is_final
+        assert site.read_counts().is_final
+        assert not any(each.ends for each in site.read_counts().uptimes)
         (counts,) = site.provider._read_counts(site.config, None)
         assert counts.deployments["blue"].statuses["200"] == 25
         assert counts.tables[-1].generation == 1

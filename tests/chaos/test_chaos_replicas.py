@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import signal
 import threading
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from onnx_ops.errors import OnnxOpsError, StillPendingError
 from onnx_ops.protocol.messages import DEPLOYMENT_HEADER, FEEDBACK_HEADER
 from onnx_ops.protocol.replica_reports import REPORT_S
 from onnx_ops.protocol.replica_tables import DEADLINE_S, LEASE_S
+from onnx_ops.protocol.server_process import list_workers
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.release.reconcile import reconcile_until_stable
 from tests.adapters.replica_site import ReplicaProcesses, ask_replica, report_feedback
@@ -198,10 +201,121 @@ class TestCutOff:
         assert ask(cut, "r2") == {"v1"}
 
 
+class TestKilled:
+    """Replicas that are killed with their servers, and started again as a platform does."""
+
+    POLICY = replace(CANARY, steps=(0.1, 1.0), min_requests=(300,))
+    LONG = replace(POLICY, min_requests=(10**6,))
+
+    @contextmanager
+    def killed(
+        self, site: ReplicatedSite, names: Sequence[str], pause_s: float, is_due: Callable[[], bool] = lambda: True
+    ) -> Iterator[None]:
+        """Kill each start of some replicas `pause_s` after it serves, while it is due, and start another one."""
+        ended = threading.Event()
+
+        def repeat(name: str) -> None:
+            killed = ""
+            while not ended.wait(pause_s):
+                status = site.replicas.status(name)
+                if is_due() and status.adopted is not None and status.start != killed:
+                    killed = status.start
+                    kill(site, name)
+                    site.replicas.start(name)
+
+        threads = [threading.Thread(target=repeat, args=(name,)) for name in names]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join()
+
+    def test_candidate_that_kills_replicas_is_rolled_back(self, site: ReplicatedSite) -> None:
+        bind_endpoint(site.context, site.config, self.LONG)
+        site.release("first")
+        site.start()
+        with ExitStack() as stack:
+            site.load_all(stack)
+            time.sleep(120)  # in which none ends
+            site.release("second")
+            stack.enter_context(self.killed(site, NAMES, 1, lambda: site.state().roles.candidate is not None))
+            why = site.drive()
+        assert site.traffic() == {"v1": 100}, why
+        assert why.startswith("ends: ")
+        assert why.endswith("-> ROLL BACK")
+
+    def test_replica_that_is_restarted_all_the_time_ends_no_rollout_of_a_healthy_candidate(
+        self, site: ReplicatedSite
+    ) -> None:
+        bind_endpoint(site.context, site.config, self.POLICY)
+        site.release("first")
+        site.start()
+        with ExitStack() as stack:
+            site.load_all(stack)
+            stack.enter_context(self.killed(site, ("r1",), 12))
+            time.sleep(60)
+            site.release("second")
+            why = site.drive()
+        assert site.traffic() == {"v2": 100}, why
+
+
+def kill(site: ReplicatedSite, name: str) -> None:
+    """Kill a replica's follower, server and workers, as the end of its container does."""
+    record = site.replicas.read_record(name)
+    site.replicas.stop(name, signal.SIGKILL)
+    for pid in [*([] if record is None else [record.pid]), *list_workers(site.replicas.folder / name)]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_replica_that_leaves_refuses_requests_and_a_finished_release_is_rolled_back_without_it(
+    site: ReplicatedSite,
+) -> None:
+    site.config = replace(site.config, settings={**site.config.settings, "lease": "leave"})
+    bind_endpoint(site.context, site.config, RolloutPolicy(steps=(1.0,)))
+    site.release("first")
+    site.start()
+    site.release("second")
+    until(lambda: all(ask(site, name) == {"v2"} for name in NAMES))
+    site.replicas.processes["r2"].send_signal(signal.SIGSTOP)
+    with pytest.raises(StillPendingError, match="replica r2 serves table"):
+        roll_back(site.context, ENDPOINT, reason="it is bad")
+    assert ask(site, "r1") == {"v1"}
+    until(lambda: is_ready(site, "r2") is False, "not ready", seconds=LEASE_S)
+    assert ask(site, "r2") == {"v2"}  # a balancer takes it out meanwhile
+    until(lambda: refuses(site, "r2"), "the end of the lease", seconds=LEASE_S)
+    assert reconcile(site).pending_rollback is not None
+    until(lambda: reconcile(site).pending_rollback is None, "the debt", seconds=2 * (LEASE_S + DEADLINE_S))
+    assert (refuses(site, "r2"), is_ready(site, "r1"), ask(site, "r1")) == (True, True, {"v1"})
+    site.replicas.processes["r2"].send_signal(signal.SIGCONT)
+    until(lambda: is_ready(site, "r2"))
+    assert ask(site, "r2") == {"v1"}
+
+
 def reconcile(site: ReplicatedSite) -> ReleaseState:
     with suppress(OnnxOpsError):  # the debt is open
         reconcile_until_stable(site.context, ENDPOINT)
     return site.state()
+
+
+def is_ready(site: ReplicatedSite, name: str) -> bool:
+    return fetch_status(f"{site.replicas.address(name)}/v2/health/ready") == 200
+
+
+def refuses(site: ReplicatedSite, name: str) -> bool:
+    """Whether a request is refused. Its body is none of the model's: a server that answers at all rejects it."""
+    return fetch_status(f"{site.replicas.address(name)}/v2/models/{MODEL}/infer", b"{}") == 503
+
+
+def fetch_status(url: str, body: bytes | None = None) -> int:
+    try:
+        with urllib.request.urlopen(url, body, timeout=10) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 def ask(site: ReplicatedSite, name: str, count: int = 40) -> set[str]:

@@ -6,9 +6,10 @@ endpoint, its replicas, serve and count is read from their reports. Users start 
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from annotated_types import Ge, Le, Unit, doc
 
 from onnx_ops import codec
 from onnx_ops.adapters.endpoints.cloud import Finding, run_check, verify_files
+from onnx_ops.adapters.endpoints.replica_ends import find_ends
 from onnx_ops.adapters.files import ListedObject, LocalObjects, ObjectStore, open_objects
 from onnx_ops.adapters.replica_files import upload_model
 from onnx_ops.adapters.retry import wait_until
@@ -27,8 +29,15 @@ from onnx_ops.adapters.server_metrics import ServerMetrics
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.artifact import Digest, digest_bytes, short_digest
-from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, build_rollback_state, serves_only
+from onnx_ops.domain.endpoint import (
+    Deployment,
+    EndpointConfig,
+    EndpointState,
+    build_rollback_state,
+    serves_only,
+)
 from onnx_ops.domain.quantities import Json
+from onnx_ops.domain.rollout_observations import ServerUptime
 from onnx_ops.domain.target import Diagnosis, Target
 from onnx_ops.errors import (
     ConflictError,
@@ -128,7 +137,7 @@ class SeenReplica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """One look at a place: its newest table, how old that is by the store's clock, and its replicas."""
+    """One look at a place: its newest table, how old that is by the store's clock `now`, and its replicas."""
 
     newest: ReplicaTable | None
     digest: Digest | None
@@ -136,6 +145,7 @@ class _Place:
     numbers: tuple[TableNumber, ...]
     skipped: Mapping[str, str]
     replicas: tuple[SeenReplica, ...]
+    now: float
 
 
 class ReplicaEndpoints(EndpointProvider):
@@ -152,6 +162,7 @@ class ReplicaEndpoints(EndpointProvider):
         self._stores: dict[str, ObjectStore] = {}
         self._tables: dict[tuple[str, TableNumber], bytes] = {}
         self._epochs: dict[tuple[str, str], EpochCounts] = {}
+        self._starts: dict[str, dict[tuple[ReportSource, float], Counts]] = {}
 
     def sign_with(self, signer: Callable[[], Signer | None]) -> None:
         """Sign tables with what a function returns."""
@@ -426,7 +437,13 @@ class ReplicaEndpoints(EndpointProvider):
             digest = digest_bytes(self._tables[control.place, newest.number])
             age_s = max(0.0, now - tables[newest.number.name.rpartition("/")[2]].at)
         return _Place(
-            newest=newest, digest=digest, age_s=age_s, numbers=numbers, skipped=skipped, replicas=tuple(replicas)
+            newest=newest,
+            digest=digest,
+            age_s=age_s,
+            numbers=numbers,
+            skipped=skipped,
+            replicas=tuple(replicas),
+            now=now,
         )
 
     def _read_replicas(self, config: EndpointConfig) -> tuple[list[SeenReplica], float]:
@@ -570,7 +587,6 @@ class ReplicaEndpoints(EndpointProvider):
 
     def _read_counts(self, config: EndpointConfig, request: UserCountsRequest | None) -> Sequence[Counts]:
         """Return the counts of every start of every replica, by the generations of the ledger."""
-        reports = self._reports(config)
         seen = self._look(config)
         if seen.newest is not None:
             self._write_head(config, seen.newest.number)
@@ -579,18 +595,19 @@ class ReplicaEndpoints(EndpointProvider):
             for one in seen.replicas
             if one.is_live and one.status.is_healthy
         }
-        entries = {
-            source: entry
-            for entry in reports.list_objects(COUNTS_FOLDER)
-            if (source := parse_counts_name(entry.name.rpartition("/")[2])) is not None
-        }
-        found = _read_each(lambda source: (source, _read_report(reports, entries[source], Counts)), list(entries))
+        found = self._read_starts(config, seen.replicas)
+        statuses = {one.status.replica: (one.status, seen.now - one.age_s) for one in seen.replicas}
+        ended = find_ends(found, statuses, seen.now)
+        uptimes = self._list_uptimes(config, found, ended, () if request is None else tuple(request.limits_s))
         epochs = self._read_epochs(config)
         now = time.time()  # noqa: TID251 (counts are until now, whatever the clocks of replicas say)
         counts = [
-            _convert_counts(one, epochs.get(source, []), is_live=source in live, now=now)
-            for source, one in found
-            if one is not None
+            replace(
+                _convert_counts(one, epochs.get(source, []), is_live=source in live, now=now),
+                uptimes=uptimes.get(source, ()),
+            )
+            for source, (one, _) in found.items()
+            if one.bounds_s  # else there is no table yet
         ]
         if not counts:
             raise ServiceUnavailableError("no replica has reported counts", where=config.endpoint)
@@ -598,6 +615,71 @@ class ReplicaEndpoints(EndpointProvider):
         left_out = [one.status.replica for one in registered if not (one.is_live and one.status.is_healthy)]
         why = "; ".join(f"replica {name} is left out: it is silent, or could not load everything" for name in left_out)
         return [replace(one, failure="; ".join(filter(None, (one.failure, why)))) for one in counts]
+
+    def _read_starts(
+        self, config: EndpointConfig, replicas: Iterable[SeenReplica]
+    ) -> dict[ReportSource, tuple[Counts, float]]:
+        """Return the last counts of each start, and when they were written. Those of earlier starts are read once."""
+        reports = self._reports(config)
+        present = {ReportSource(one.status.replica, one.status.start) for one in replicas}
+        entries = {
+            source: entry
+            for entry in reports.list_objects(COUNTS_FOLDER)
+            if (source := parse_counts_name(entry.name.rpartition("/")[2])) is not None
+        }
+        known = self._starts.setdefault(reports.place, {})
+        wanted = [source for source, entry in entries.items() if source in present or (source, entry.at) not in known]
+        read = _read_each(lambda source: (source, _read_report(reports, entries[source], Counts)), wanted)
+        fresh = {(source, entries[source].at): one for source, one in read if one is not None}
+        listed = {(source, entry.at) for source, entry in entries.items()}
+        self._starts[reports.place] = found = {key: one for key, one in {**known, **fresh}.items() if key in listed}
+        return {source: (one, at) for (source, at), one in found.items()}
+
+    def _list_uptimes(
+        self,
+        config: EndpointConfig,
+        starts: Mapping[ReportSource, tuple[Counts, float]],
+        ended: Collection[ReportSource],
+        names: Sequence[str],
+    ) -> Mapping[ReportSource, tuple[ServerUptime, ...]]:
+        """Return the uptimes of each start by generations of the ledger, as far as they can be compared.
+
+        Args:
+            names: the candidate and the stable version.
+        """
+        is_alone = functools.cache(partial(self._is_alone, config, names))
+        found: dict[ReportSource, tuple[ServerUptime, ...]] = {}
+        for source, (counts, _) in starts.items():
+            last = max((each.generation for each in counts.uptimes), default=0)
+            found[source] = tuple(
+                replace(
+                    each,
+                    server=source.replica,
+                    generation=each.generation // 2,
+                    ends=each.ends + (source in ended and each.generation == last),
+                    is_alone=alone,
+                )
+                for each in counts.uptimes
+                if each.seconds >= 0 and each.ends >= 0 and (alone := is_alone(each.generation)) is not None
+            )
+        return found
+
+    def _is_alone(self, config: EndpointConfig, names: Sequence[str], generation: int) -> bool | None:
+        """Return whether only the stable version got requests, and the candidate was not loaded.
+
+        None for a table that had models loaded only, and for one of other versions, or that is not kept any more.
+        """
+        number = TableNumber.from_generation(generation)
+        if len(names) != 2 or not number.phase:
+            return None
+        try:
+            state = resolve(self._read_table(config, number), partial(self._read_signed, config)).table.state
+        except OnnxOpsError:
+            return None
+        candidate, stable = names
+        if candidate in (d.name for d in state.deployments):
+            return False
+        return True if list_receivers(state) == {stable} else None
 
     def _read_epochs(self, config: EndpointConfig) -> Mapping[ReportSource, list[EpochCounts]]:
         """Return the closed epochs that were reported, each read once."""

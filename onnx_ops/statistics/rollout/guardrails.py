@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from scipy.special import betaln
 
 from onnx_ops.domain.rollout import GuardrailResult
-from onnx_ops.domain.rollout_observations import LatencyThresholds, ObservationInterval
+from onnx_ops.domain.rollout_observations import LatencyThresholds, ObservationInterval, ServerUptime
 from onnx_ops.domain.rollout_policy import (
     COLD_START_SAMPLES,
     DEFAULT_SLOWDOWN,
@@ -20,7 +21,7 @@ from onnx_ops.domain.rollout_policy import (
     Guardrail,
     GuardrailName,
 )
-from onnx_ops.statistics.rollout.evidence import Array, log_mean_exp
+from onnx_ops.statistics.rollout.evidence import GRID, Array, log_mean_exp
 
 FEWEST_REQUESTS = 200
 """Below this, the 99th percentile depends on one or two requests."""
@@ -44,6 +45,8 @@ BREAKER_TIMES = 5
 their design effect: twenty of one user are one."""
 BREAKER_LIMIT = 3.0
 """log10 of the evidence for a gross failure by units, which is looked at within epochs, too."""
+ENDS_LIMIT = 3.0
+"""log10 of the evidence for servers that end, which is looked at after each end."""
 REFUSED_REQUESTS = 200
 REFUSED_SHARE = 0.1
 """A tenth of 200 or more requests was refused, and five times the stable version's share."""
@@ -168,6 +171,39 @@ def compute_sign_evidence(slower: int, compared: int) -> float:
     """Return log10 evidence that the chance of a sign is above one half."""
     logs = slower * np.log(2 * _CHANCES) + (compared - slower) * np.log(2 * (1 - _CHANCES))
     return float(log_mean_exp(logs)) / math.log(10)
+
+
+def evaluate_ends(before: Sequence[ServerUptime], now: Sequence[ServerUptime]) -> GuardrailResult | None:
+    """Evaluate whether servers end more often than with the stable version alone; None if none ended.
+
+    A server that ends takes both versions with it, so that the traffic split says nothing about it. Where ends are a
+    Poisson process of one rate, those of k that fall into this rollout are binomial, with its share of the time. The
+    evidence is that law's likelihood ratio, averaged over `GRID`. It is looked at after each end, for which a higher
+    limit makes up: simulated, it is reached in 0.1 % of rollouts at most, whatever the rate and the time before.
+    """
+    ends_before, ends_now = (sum(each.ends for each in part) for part in (before, now))
+    if not ends_now:
+        return None
+    before_s, now_s = (sum(each.seconds for each in part) for part in (before, now))
+    logs = np.zeros(len(GRID))
+    if before_s > 0:
+        share = np.log(before_s + now_s) - np.log(before_s + now_s * GRID)
+        logs = ends_now * np.log(GRID) + (ends_before + ends_now) * share
+    by_server = Counter[str]()
+    for each in now:
+        by_server[each.server] += each.ends
+    servers = ", ".join(f"{name} ({count})" for name, count in by_server.most_common() if count)
+    return GuardrailResult(
+        name="ends",
+        evidence=float(log_mean_exp(logs)) / math.log(10),
+        limit=ENDS_LIMIT,
+        rule=f"{ends_now} ends of servers without a last report in {_format_time(now_s)} of this rollout: {servers}; "
+        f"{ends_before} in {_format_time(before_s)} with the stable version alone",
+    )
+
+
+def _format_time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
 def compute_mismatch_evidence(

@@ -59,6 +59,8 @@ def judge(observations: Observations, policy: RolloutPolicy) -> AnalysisResult:
     else:
         short = _find_shortage(observations, here, step, policy)
         mismatch = _find_mismatch(observations, canary.requests, canary.requests + stable.requests, step)
+    if (ends := guardrails.evaluate_ends(*observations.split_uptimes())) is not None:
+        guards.insert(0, ends)
     outcome: ev.SplitDecision = "undecided"
     line = ""
     if step.kind == "ab_test" and policy.ab_test is not None:

@@ -1,0 +1,61 @@
+"""Which starts of replicas ended without a last report: killed, out of memory, or lost with their machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from onnx_ops.protocol.messages import Counts
+from onnx_ops.protocol.replica_reports import REPORT_S, ReplicaStatus, ReportSource
+from onnx_ops.protocol.replica_tables import DEADLINE_S, LEASE_S
+
+SAME_MOMENT_S = 2 * REPORT_S
+"""Ends that are so close have one cause, such as a machine or a network, and count as one."""
+
+
+def find_ends(
+    starts: Mapping[ReportSource, tuple[Counts, float]], statuses: Mapping[str, tuple[ReplicaStatus, float]], now: float
+) -> set[ReportSource]:
+    """Return the starts that ended without a last report, one of each moment.
+
+    A replica that is silent has ended only if others report: else the store, or this process, was cut off.
+
+    Args:
+        starts: the last counts of each start, and when they were written.
+        statuses: the last status of each replica, and when it was written.
+        now: as those times, by the store's clock.
+    """
+    latest = max((at for _, at in statuses.values()), default=0.0)
+    gone_s = LEASE_S + DEADLINE_S
+    ended: list[tuple[float, ReportSource]] = []
+    for source, (counts, at) in starts.items():
+        status, reported_at = statuses.get(source.replica, (None, at))
+        if counts.is_final:
+            continue
+        if status is None or status.start == source.start:
+            is_final = status is not None and status.is_final
+            is_ended = not is_final and now - max(at, reported_at) > gone_s and now - latest <= gone_s
+        else:
+            is_ended = not _has_successor(source, starts)
+        if is_ended:
+            ended.append((at, source))
+    return _select_moments(ended)
+
+
+def _has_successor(source: ReportSource, starts: Mapping[ReportSource, tuple[Counts, float]]) -> bool:
+    """Return whether the server outlived this follower, and reports by a later one."""
+    counts, at = starts[source]
+    return any(
+        other.origin == counts.origin and other_at > at and each.replica == source.replica and each != source
+        for each, (other, other_at) in starts.items()
+    )
+
+
+def _select_moments(ended: Sequence[tuple[float, ReportSource]]) -> set[ReportSource]:
+    """Return the first of each moment."""
+    selected: set[ReportSource] = set()
+    began_at = float("-inf")
+    for at, source in sorted(ended):
+        if at - began_at > SAME_MOMENT_S:
+            selected.add(source)
+            began_at = at
+    return selected
