@@ -6,7 +6,7 @@ import datetime
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,7 +36,7 @@ from onnx_ops.domain.artifact import short_digest
 from onnx_ops.errors import OnnxOpsError, UserError
 
 if TYPE_CHECKING:
-    from onnx_ops.domain.endpoint import EndpointState
+    from onnx_ops.domain.endpoint import EndpointServer, EndpointState
     from onnx_ops.domain.ledger import PendingRollback
     from onnx_ops.release.prune import OrphanSurvey, PrunePlan
     from onnx_ops.release.status import EndpointStatus, HistoryLine
@@ -221,6 +221,8 @@ def status_document(status: EndpointStatus) -> dict[str, Any]:
         "drift": list(status.actual.drift) if status.actual is not None else [],
         "out_of_service": list(status.actual.out_of_service) if status.actual is not None else [],
         "stragglers": list(status.actual.stragglers) if status.actual is not None else [],
+        "servers": codec.to_json(status.servers),
+        "written_off": dict(state.written_off),
         "open_intent": state.open_intent.action.why if state.open_intent is not None else None,
         "pending_rollback": None
         if pending is None
@@ -246,7 +248,7 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
         state, config = status.state, status.state.config
         if config is None:
             continue
-        address, repair = status.address or "?", f"onnx-ops reconcile {state.endpoint}"
+        address, repair = status.address or "", f"onnx-ops reconcile {state.endpoint}"
         print_text("[bold]{}[/bold] {} on {}", state.endpoint, config.model, config.target)
         if state.deleting:
             print_text("[yellow]is being deleted[/yellow]", indent=2)
@@ -278,7 +280,10 @@ def _print_served(status: EndpointStatus, actual: EndpointState, address: str) -
     candidate = status.state.roles.candidate
     waits = "" if candidate is None else candidate.name
     split = ", ".join(f"{name} {weight} %" for name, weight in actual.split.weights.items() if weight or name == waits)
-    say(f"answers at {address}: {split or 'no traffic'}", indent=2)
+    if address or any(server.state == "reports" for server in status.servers):
+        say(f"answers at {address or 'an address that no replica knows'}: {split or 'no traffic'}", indent=2)
+    else:
+        print_text("[yellow]no replica reports[/yellow]; the newest table: {}", split, indent=2)
     found = (
         ("[red]out of service[/red]: {}", actual.out_of_service),
         ("[yellow]behind[/yellow]: {}", actual.stragglers),
@@ -287,6 +292,35 @@ def _print_served(status: EndpointStatus, actual: EndpointState, address: str) -
     for template, texts in found:
         for text in texts:
             print_text(template, text, indent=2)
+    for line in _describe_differing_servers(status.servers):
+        print_text("[yellow]replicas differ[/yellow]: {}", line, indent=2)
+    if status.servers:
+        rows = [
+            (
+                f"  {server.name}",
+                server.state + (", back" if server.name in status.state.written_off else ""),
+                server.table or "none",
+                f"{format_seconds(server.age_s)} ago",
+                "yes" if server.has_lease else "",
+                server.address,
+            )
+            for server in status.servers
+        ]
+        print_table(("  replica", "state", "table", "heard", "lease", "address"), rows)
+
+
+def _describe_differing_servers(servers: Sequence[EndpointServer]) -> Iterator[str]:
+    """Yield what servers that report run in different versions, with their names."""
+    reporting = [server for server in servers if server.state == "reports"]
+    packages = sorted({"image", *(name for server in reporting for name in server.versions)})
+    for package in packages:
+        names: dict[str, list[str]] = {}
+        for server in reporting:
+            value = server.image if package == "image" else server.versions.get(package, "none")
+            names.setdefault(value or "unknown", []).append(server.name)
+        if len(names) > 1:
+            listed = (f"{value} ({', '.join(who)})" for value, who in sorted(names.items()))
+            yield f"{package} {'; '.join(listed)}"
 
 
 def describe_pending(pending: PendingRollback, now: float) -> str:

@@ -216,6 +216,10 @@ def rollback(
     withdraw: Annotated[
         bool, typer.Option("--withdraw", help="Withdraw a rollback that was requested and could not be done yet.")
     ] = False,
+    *,
+    write_off: Annotated[
+        str, typer.Option("--write-off", metavar="REPLICA", help="Record that a silent replica is gone for good.")
+    ] = "",
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -232,19 +236,15 @@ def rollback(
 
     Example: onnx-ops rollback --all --model digits-mlp --reason "wrong on sevens"
     """
-    from onnx_ops.release.rollback import roll_back_each, select_endpoints, withdraw_request
+    from onnx_ops.release.rollback import roll_back_each, select_endpoints
 
     project = open_project()
     context, names = project.context, tuple(endpoints or ())
     if withdraw:
-        if not names:
-            raise UserError("which endpoint?", remedy="onnx-ops rollback --withdraw ENDPOINT --reason WHY")
-        withdrawn = {name: withdraw_request(context, name, reason=reason, actor=actor) for name in names}
-        if as_json:
-            print_json([{"endpoint": name, "withdrawn": what} for name, what in withdrawn.items()])
-            return
-        for name, what in withdrawn.items():
-            say(f"{name}: {what} is withdrawn. The next reconciliation restores the state in the ledger.")
+        _withdraw(context, names, reason=reason, actor=actor, as_json=as_json)
+        return
+    if write_off:
+        _write_off(context, names, write_off, reason=reason, actor=actor, as_json=as_json)
         return
     names = select_endpoints(context, names, every=all_, model=model, target=target, to=to)
     is_asked = not reason and sys.stdin.isatty() and not as_json
@@ -278,6 +278,32 @@ def rollback(
     print_result(lambda: results[0] if endpoints and len(names) == 1 else results, report, as_json=as_json)
     if errors:
         raise typer.Exit(max(error.exit_code for error in errors.values()))
+
+
+def _withdraw(context: Context, names: Sequence[str], *, reason: str, actor: str, as_json: bool) -> None:
+    """Withdraw what is pending on endpoints."""
+    from onnx_ops.release.rollback import withdraw_request
+
+    if not names:
+        raise UserError("which endpoint?", remedy="onnx-ops rollback --withdraw ENDPOINT --reason WHY")
+    withdrawn = {name: withdraw_request(context, name, reason=reason, actor=actor) for name in names}
+    if as_json:
+        print_json([{"endpoint": name, "withdrawn": what} for name, what in withdrawn.items()])
+        return
+    for name, what in withdrawn.items():
+        say(f"{name}: {what} is withdrawn. The next reconciliation restores the state in the ledger.")
+
+
+def _write_off(context: Context, names: Sequence[str], server: str, *, reason: str, actor: str, as_json: bool) -> None:
+    """Write off a replica of one endpoint."""
+    from onnx_ops.release.rollback import write_off_server
+
+    if len(names) != 1:
+        raise UserError("which endpoint?", remedy="onnx-ops rollback ENDPOINT --write-off REPLICA --reason WHY")
+    is_new = write_off_server(context, names[0], server, reason=reason, actor=actor)
+    text = "is written off; no rollback waits for it" if is_new else "was written off already"
+    document = {"endpoint": names[0], "written_off": server, "already": not is_new}
+    print_result(lambda: document, f"{names[0]}: replica {server} {text}", as_json=as_json)
 
 
 def _is_here(project: Project, endpoint: str) -> bool:

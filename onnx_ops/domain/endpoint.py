@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from annotated_types import Ge, Le
 
@@ -162,6 +162,24 @@ def _effect(state: EndpointState) -> tuple[dict[str, _Effect], float | None, flo
         for d in state.deployments
     }
     return per_name, state.split.shadow_tolerance if any(shadow.values()) else None, state.split.epoch_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointServer:
+    """One server of an endpoint that runs on its own, by its last report, `age_s` ago.
+
+    `state` is `reports`, `silent` or `ended`. `table` is the number of the routing table that it serves; empty if it
+    serves none. `versions` are those of what it runs, by package.
+    """
+
+    name: str
+    state: Literal["reports", "silent", "ended"]
+    table: str
+    age_s: float
+    has_lease: bool = False
+    address: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    image: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -232,6 +232,15 @@ class RolloutPaused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerWrittenOff:
+    """An operator declared that a silent server of the endpoint is gone for good: no rollback waits for it."""
+
+    kind: Literal["server-written-off"] = "server-written-off"
+    server: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NotificationSent:
     """This notifier has sent what the entries up to `of` call for."""
 
@@ -260,12 +269,13 @@ EntryBody = (
     | RolloutPaused
     | NotificationSent
     | LeaseRenewed
+    | ServerWrittenOff
 )
 
 
 LEDGER_SCHEMA = 2
 
-FOLD_VERSION = 3
+FOLD_VERSION = 4
 """Version of `fold`. Snapshots of another one are not used: increase it whenever the same entries imply another state.
 """
 
@@ -335,6 +345,7 @@ class ReleaseState:
         open_refusal: the refusal in entry `refusal_sequence` whose alias is not reverted yet.
         pause: why the rollout needs an operator.
         notified: sequence up to which each notifier has sent.
+        written_off: servers that were declared gone, with the reason. One that reports again counts again.
     """
 
     endpoint: str
@@ -371,6 +382,7 @@ class ReleaseState:
     refusal_sequence: int = 0
     pause: RolloutPaused | None = None
     notified: Mapping[str, int] = field(default_factory=dict)
+    written_off: Mapping[str, str] = field(default_factory=dict)
 
     def find_rejection(self, deployment: Deployment | VersionRecord) -> str | None:
         """Return why this version must not return automatically, or None."""
@@ -483,7 +495,8 @@ def _record(
     | NotificationSent
     | LeaseRenewed
     | VersionSelected
-    | ReleaseLeft,
+    | ReleaseLeft
+    | ServerWrittenOff,
 ) -> ReleaseState:
     """Record what changes neither roles nor rejections."""
     match body:
@@ -491,6 +504,8 @@ def _record(
             after = replace(state, selected=body.selected)
         case ReleaseLeft():
             after = replace(state, left=body)
+        case ServerWrittenOff():
+            after = replace(state, written_off={**state.written_off, body.server: body.reason})
         case OperatorCommandSent():
             # To resume is to have no command again: the checks decide.
             command = None if body.command is OperatorCommand.RESUME else body.command

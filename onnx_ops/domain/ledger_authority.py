@@ -28,6 +28,7 @@ from onnx_ops.domain.ledger import (
     RequestWithdrawn,
     RollbackRequested,
     RolloutPaused,
+    ServerWrittenOff,
     ThresholdsFixed,
     VersionRefused,
     VersionSelected,
@@ -46,7 +47,7 @@ GRANTS: Mapping[type, str] = {
 }
 """Kinds of entries that always grant."""
 
-RECORDS = (ActionOutcome, ReleaseLeft, RolloutPaused, NotificationSent, LeaseRenewed)
+RECORDS = (ActionOutcome, ReleaseLeft, RolloutPaused, NotificationSent, LeaseRenewed, ServerWrittenOff)
 """Kinds that never do. An outcome is a hint: the endpoint is observed, and restored to what was granted."""
 
 _UPKEEP = (ActionKind.RESTORE, ActionKind.RETIRE, ActionKind.CLEAN_UP, ActionKind.RECONFIGURE)

@@ -11,7 +11,7 @@ from onnx_ops.errors import OnnxOpsError
 
 if TYPE_CHECKING:  # a process that only runs models imports this module too
     from onnx_ops.domain.artifact import Digest, Manifest, StoredObject
-    from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, OrphanedResource
+    from onnx_ops.domain.endpoint import EndpointConfig, EndpointServer, EndpointState, OrphanedResource
     from onnx_ops.domain.ledger import LedgerEntry, ReleaseState
     from onnx_ops.domain.notification import Notification
     from onnx_ops.domain.quantities import Json
@@ -210,6 +210,19 @@ class EndpointProvider(ABC):
     @abstractmethod
     def address(self, config: EndpointConfig) -> str | None:
         """Return the address of an existing endpoint: clients send requests to `<address>/invocations`."""
+
+    def list_servers(self, config: EndpointConfig) -> Sequence[EndpointServer]:
+        """Return the servers of the endpoint that report one by one; none where the provider runs them.
+
+        Raises:
+            ServiceUnavailableError: their reports cannot be read.
+        """
+        return ()
+
+    def forget_server(  # noqa: B027 (without servers that report there is nothing to do)
+        self, config: EndpointConfig, name: str
+    ) -> None:
+        """Wait no more for a server that `list_servers` returned. One that reports again counts again."""
 
     @abstractmethod
     def metrics(self) -> MetricsSource:

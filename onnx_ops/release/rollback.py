@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from onnx_ops.domain.endpoint import Deployment, serves_only
-from onnx_ops.domain.ledger import OperatorCommandSent, ReleaseState, RequestWithdrawn, RollbackRequested
+from onnx_ops.domain.ledger import (
+    OperatorCommandSent,
+    ReleaseState,
+    RequestWithdrawn,
+    RollbackRequested,
+    ServerWrittenOff,
+)
 from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Roles, plan_abort, plan_rollback
 from onnx_ops.errors import (
     DigestMismatchError,
@@ -172,6 +178,41 @@ def withdraw_request(context: Context, endpoint: str, *, reason: str, actor: str
         return f"the rollback to {_format_name(pending.action.roles.stable)}"
 
     return Journal.update(context, endpoint, withdraw, actor=actor)
+
+
+def write_off_server(context: Context, endpoint: str, server: str, *, reason: str, actor: str = "") -> bool:
+    """Record that a silent server is gone for good, and wait no more for it. Return False if that was done already.
+
+    Raises:
+        UserError: there is no reason.
+        NotFoundError: no server of that name was heard.
+        RefusedError: it reports.
+    """
+    if not reason.strip():
+        raise UserError("a write-off needs a reason", where=endpoint, remedy="Give it with --reason; it is recorded.")
+
+    def write_off(journal: Journal) -> bool:
+        config = journal.config
+        provider = context.provider(config.provider)
+        servers = {each.name: each for each in provider.list_servers(config)}
+        found = servers.get(server)
+        if found is None and server in journal.state.written_off:
+            return False
+        if found is None:
+            silent = ", ".join(name for name, each in servers.items() if each.state == "silent") or "none"
+            raise NotFoundError(f"no replica {server!r} was heard", where=endpoint, remedy=f"Silent ones: {silent}.")
+        if found.state == "reports":
+            raise RefusedError(
+                f"replica {server} reports",
+                where=endpoint,
+                why=f"last heard {found.age_s:.0f} s ago",
+                remedy="Stop it, and write it off 20 s later: what reports is waited for.",
+            )
+        journal.append(ServerWrittenOff(server=server, reason=reason))
+        provider.forget_server(config, server)
+        return True
+
+    return Journal.update(context, endpoint, write_off, actor=actor)
 
 
 def send_command(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from onnx_ops.domain.artifact import short_digest
-from onnx_ops.domain.endpoint import Deployment, EndpointState
+from onnx_ops.domain.endpoint import Deployment, EndpointServer, EndpointState
 from onnx_ops.domain.ledger import (
     ActionOutcome,
     AliasesWritten,
@@ -31,6 +31,7 @@ from onnx_ops.domain.ledger import (
     RequestWithdrawn,
     RollbackRequested,
     RolloutPaused,
+    ServerWrittenOff,
     ThresholdsFixed,
     VersionRefused,
     VersionSelected,
@@ -52,13 +53,15 @@ _TIMELINE = (ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH, ActionKind
 class EndpointStatus:
     """The state of the ledger and that of the provider. `actual` is None if the endpoint's manager does not answer.
 
-    `unsupervised`: its clients get answers although the manager does not answer.
+    `unsupervised`: its clients get answers although the manager does not answer. `servers` are those that report one by
+    one.
     """
 
     state: ReleaseState
     actual: EndpointState | None
     address: str | None
     unsupervised: bool = False
+    servers: tuple[EndpointServer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +149,7 @@ def read_status(context: Context, endpoint: str) -> EndpointStatus:
         actual=actual,
         address=provider.address(config),
         unsupervised=actual is None and provider.is_unsupervised(config),
+        servers=tuple(provider.list_servers(config)),
     )
 
 
@@ -346,6 +350,8 @@ def _describe_entry(body: EntryBody) -> tuple[str, str]:
             what, why = f"override for version {body.version}", body.reason
         case RequestWithdrawn():
             what, why = "withdrew the pending request", body.reason
+        case ServerWrittenOff():
+            what, why = f"wrote off replica {body.server}", body.reason
         case _:
             what, why = _describe_record(body)
     return what, why

@@ -429,6 +429,29 @@ class TestSilent:
         assert cut("serve", ({"blue": 100}, {"blue": 100, "green": 0}), 1) == ()
 
 
+def test_list_servers_shows_each_replica_by_its_last_report(site: ReplicaSite) -> None:
+    reports = open_objects(site.reports_url)
+    for name, is_final in (("r3", False), ("r2", True), ("r1", False)):
+        status = ReplicaStatus(
+            replica=name,
+            start="0" * 12,
+            endpoint="digits",
+            adopted=None if name == "r1" else TableNumber(7),
+            versions={"onnxruntime": "1.30.0"},
+            is_final=is_final,
+        )
+        reports.write(f"status/{name}.json", codec.dumps(status))
+    path = site.reports_folder / "status" / "r3.json"
+    os.utime(path, (at := path.stat().st_mtime - 25, at))
+    servers = site.provider.list_servers(site.config)
+    assert [(each.name, each.state, each.table) for each in servers] == [
+        ("r1", "reports", ""),
+        ("r2", "ended", "00000007-1"),
+        ("r3", "silent", "00000007-1"),
+    ]
+    assert servers[2].age_s >= 25
+
+
 def test_setting_that_the_newest_table_does_not_carry_is_drift(site: ReplicaSite) -> None:
     site.apply(1, blue=100)
     assert site.observed().drift == ()

@@ -168,7 +168,7 @@ class TestStoreThatFails:
                     end.wait()
                 self.send_error(503)
 
-            do_HEAD = do_GET
+            do_HEAD = do_GET  # noqa: N815 (a name of the standard library)
 
         with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -258,6 +258,6 @@ def test_fold_of_known_entries_is_that_of_its_version() -> None:
     entries = [build_entry(sequence, body) for sequence, body in enumerate([*one_of_each(), *one_of_each()], start=1)]
     states = [fold("digits", entries[:length]) for length in range(len(entries) + 1)]
     assert (FOLD_VERSION, digest_bytes(b"".join(codec.dumps(state) for state in states))) == (
-        3,
-        "sha256:f1b246c7910e7c91966a1859ed93f61f8e8bd1e75097c492cf30af9ae04ab953",
+        4,
+        "sha256:6dedfd2f05b23e04650cc8e92531e971c9d1354aff9753eef8277e15db61de63",
     )

@@ -32,6 +32,7 @@ from onnx_ops.domain.artifact import Digest, digest_bytes, short_digest
 from onnx_ops.domain.endpoint import (
     Deployment,
     EndpointConfig,
+    EndpointServer,
     EndpointState,
     build_rollback_state,
     serves_only,
@@ -293,6 +294,26 @@ class ReplicaEndpoints(EndpointProvider):
     def list_replicas(self, config: EndpointConfig) -> Sequence[SeenReplica]:
         """Return what the endpoint's replicas report."""
         return self._read_replicas(config)[0]
+
+    def list_servers(self, config: EndpointConfig) -> Sequence[EndpointServer]:
+        """Return the replicas by their last reports, in the order of their names."""
+        return [
+            EndpointServer(
+                name=one.status.replica,
+                state="ended" if one.status.is_final else "reports" if one.is_live else "silent",
+                table="" if one.status.adopted is None else str(one.status.adopted),
+                age_s=max(0.0, one.age_s),
+                has_lease=one.is_live and one.status.has_lease,
+                address=one.status.address,
+                versions=one.status.versions,
+                image=one.status.image,
+            )
+            for one in sorted(self.list_replicas(config), key=lambda one: one.status.replica)
+        ]
+
+    def forget_server(self, config: EndpointConfig, name: str) -> None:
+        """Delete the replica's last status. Its counts stay."""
+        self._reports(config).delete(f"{STATUS_FOLDER}/{name}.json")
 
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Diagnosis]:
         """Check the release key, the rights on both locations, the replicas and their clocks."""

@@ -51,6 +51,7 @@ from onnx_ops.domain.ledger import (
     RequestWithdrawn,
     RollbackRequested,
     RolloutPaused,
+    ServerWrittenOff,
     ThresholdsFixed,
     VersionRefused,
     VersionSelected,
@@ -408,7 +409,7 @@ def _describe_entry(body: EntryBody) -> tuple[str, dict[str, str]]:
             details = {"version": body.version, "why": body.reason}
         case OperatorCommandSent():
             title, details = f"command: {body.command.value}", {"why": body.reason}
-        case EndpointDeleted() | EndpointAbandoned() | RequestWithdrawn() | LedgerAdopted():
+        case EndpointDeleted() | EndpointAbandoned() | RequestWithdrawn() | LedgerAdopted() | ServerWrittenOff():
             details = {"why": body.reason}
         case RolloutPaused():
             details = {"why": body.why}
