@@ -37,8 +37,13 @@ UNFINISHED_S = 3600.0
 """Age at which an unfinished file counts as left by a killed writer."""
 _CLIENTS = frozenset({"aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "s3fs"})
 """Packages of the clients of object stores."""
-_CLIENTS_WITHOUT_RETRIES: Mapping[str, Mapping[str, Any]] = {"s3": {"config_kwargs": {"retries": {"max_attempts": 0}}}}
-"""Options of the clients that have one for it, by scheme."""
+_WITHOUT_FOLDERS = frozenset({"abfs", "abfss", "az", "gcs", "gs", "s3", "s3a"})
+"""Schemes of stores whose objects have names alone."""
+_CLIENTS_WITHOUT_RETRIES: Mapping[str, Mapping[str, Any]] = {
+    "s3": {"config_kwargs": {"retries": {"max_attempts": 0}}, "max_concurrency": 1}
+}
+"""Options of the clients that have one for it, by scheme. With more than one request at a time, s3fs asks for the size
+of an object before it reads it."""
 _TIME_KEYS = ("LastModified", "last_modified", "mtime", "created")
 """Names of an object's modification time, by file system."""
 
@@ -315,6 +320,7 @@ class FsspecObjects(ObjectStore):
             self._fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
         except ImportError as error:
             raise missing_package(imported(error), where=self.place, why=str(error)) from error
+        self._has_folders = parts.scheme not in _WITHOUT_FOLDERS
         self._deadline_s = deadline_s
         if deadline_s is not None:
             _stop_retries(self._fs)
@@ -391,7 +397,9 @@ class FsspecObjects(ObjectStore):
         return sync(self._fs.loop, getattr(self._fs, f"_{method}"), *args, timeout=self._deadline_s, **options)
 
     def _make_folder(self, name: str) -> None:
-        self._call("makedirs", self._path(name).rpartition("/")[0], exist_ok=True)
+        """Make the folder of an object, where the store has folders; s3fs would create a bucket that is missing."""
+        if self._has_folders:
+            self._call("makedirs", self._path(name).rpartition("/")[0], exist_ok=True)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
