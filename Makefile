@@ -52,6 +52,7 @@ lint: $(VENV)/.dev docs
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.support.complexity
 
 # Without --quiet, which hides warnings from --strict.
 docs: $(VENV)/.dev
