@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -423,20 +423,32 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str] | str], *, ou
     titles = [Text(head, style="dim") for head in heads]
     parsed = [_parsed(row) if isinstance(row, str) else [_parsed(cell) for cell in row] for row in rows]
     columns = list(zip(titles, *(row for row in parsed if isinstance(row, list)), strict=True))
-    least, most = ([max(_longest(cell, part) for cell in column) for column in columns] for part in (_WORD, _LINE))
+    least, most = (_measure_columns(columns, part) for part in (_WORD, _LINE))
     room = out.width - _GAP * (len(heads) - 1)
     fits = sum(least) <= room
     widths = _shared(least, most, room)
-    for row in [titles, *parsed] if fits and any(heads) else parsed:
+    if fits and any(heads):
+        _print_row(out, titles, widths)
+    for row in parsed:
         if isinstance(row, Text):
             _print_paragraph(out, row)
         elif fits:
             _print_row(out, row, widths)
         else:
-            _print_paragraph(out, row[0])
-            for title, cell in zip(titles[1:], row[1:], strict=True):
-                if cell.plain:
-                    _print_paragraph(out, Text.assemble(title, " ", cell), indent=2)
+            _print_list(out, titles, row)
+
+
+def _measure_columns(columns: Iterable[Sequence[Text]], pattern: re.Pattern[str]) -> list[int]:
+    """Return the width that the longest match takes in each column."""
+    return [max(_longest(cell, pattern) for cell in column) for column in columns]
+
+
+def _print_list(out: Console, titles: Sequence[Text], row: Sequence[Text]) -> None:
+    """Print the first cell of a row, and below it each other cell that is not empty, after its title."""
+    _print_paragraph(out, row[0])
+    for title, cell in zip(titles[1:], row[1:], strict=True):
+        if cell.plain:
+            _print_paragraph(out, Text.assemble(title, " ", cell), indent=2)
 
 
 def _parsed(cell: str) -> Text:

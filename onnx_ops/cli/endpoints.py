@@ -38,6 +38,8 @@ from onnx_ops.errors import OnnxOpsError, UserError
 if TYPE_CHECKING:
     from onnx_ops.domain.endpoint import EndpointServer, EndpointState
     from onnx_ops.domain.ledger import PendingRollback
+    from onnx_ops.domain.release import ListedVersion
+    from onnx_ops.ports import PoolStatus
     from onnx_ops.release.prune import OrphanSurvey, PrunePlan
     from onnx_ops.release.status import EndpointStatus, HistoryLine
 
@@ -248,21 +250,13 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
         state, config = status.state, status.state.config
         if config is None:
             continue
-        address, repair = status.address or "", f"onnx-ops reconcile {state.endpoint}"
         print_text("[bold]{}[/bold] {} on {}", state.endpoint, config.model, config.target)
         if state.deleting:
             print_text("[yellow]is being deleted[/yellow]", indent=2)
         if state.pending_rollback is not None:
             print_text("[red]rollback pending[/red]: {}", describe_pending(state.pending_rollback, now), indent=2)
-            say(f"{repair} tries again; rollback --withdraw cancels it", indent=2)
-        if status.actual is not None:
-            _print_served(status, status.actual, address)
-        elif status.unsupervised:
-            text = "answers at {}, but [red]has no supervisor[/red]: no change is possible"
-            print_text(text, address, indent=2)
-            say(f"{repair} restarts its supervisor without a lost request", indent=2)
-        elif state.roles.stable is not None:
-            print_text("[red]does not answer[/red]; {} starts it again", repair, indent=2)
+            say(f"onnx-ops reconcile {state.endpoint} tries again; rollback --withdraw cancels it", indent=2)
+        _print_answer(status)
         for role in ("stable", "candidate", "previous"):
             deployment = getattr(state.roles, role)
             if deployment is not None:
@@ -273,6 +267,19 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
         if state.pending_aliases:
             aliases = ", ".join(f"{name} -> {version or 'none'}" for name, version in state.pending_aliases.items())
             print_text("[yellow]aliases pending[/yellow]: {}", aliases, indent=2)
+
+
+def _print_answer(status: EndpointStatus) -> None:
+    """Print what an endpoint answers; if it does not or has no supervisor, the command that repairs it."""
+    address, repair = status.address or "", f"onnx-ops reconcile {status.state.endpoint}"
+    if status.actual is not None:
+        _print_served(status, status.actual, address)
+    elif status.unsupervised:
+        text = "answers at {}, but [red]has no supervisor[/red]: no change is possible"
+        print_text(text, address, indent=2)
+        say(f"{repair} restarts its supervisor without a lost request", indent=2)
+    elif status.state.roles.stable is not None:
+        print_text("[red]does not answer[/red]; {} starts it again", repair, indent=2)
 
 
 def _print_served(status: EndpointStatus, actual: EndpointState, address: str) -> None:
@@ -379,23 +386,26 @@ def _print_runs(*, as_json: bool) -> None:
     else:
         now, rows = project.context.clock.now(), list[Sequence[str] | str]()
         for pool in pools:
-            running = Counter(run.worker for run in pool.runs)
-            workers = [
-                f"{worker.name} ({', '.join(worker.kinds) or 'kinds unknown'};"
-                f" {running[worker.name]} of {worker.limit or '?'} busy)"
-                for worker in pool.workers
-            ]
-            text = "; ".join(workers) or f"no worker is running; start one: onnx-ops work --pool {pool.pool}"
-            rows.append(markup("[bold]{}[/bold]: {}", pool.pool, text))
+            rows.append(markup("[bold]{}[/bold]: {}", pool.pool, _describe_workers(pool)))
             for run in pool.runs:
                 since = format_seconds(max(now - run.since, 0.0)).replace(" ", KEEP)
                 text = "; ".join(filter(None, (run.worker, run.why)))
-                rows.append(
-                    (f"  {run.stage}", run.state, since, markup("[yellow]{}[/yellow]", text) if run.why else text)
-                )
+                cell = markup("[yellow]{}[/yellow]", text) if run.why else text
+                rows.append((f"  {run.stage}", run.state, since, cell))
         print_table(("  stage", "state", "for", "worker, or why it waits"), rows)
-    stuck = any(run.state == "waiting" and not pool.list_takers(run.kind) for pool in pools for run in pool.runs)
-    raise typer.Exit(4 if stuck else 0)
+    is_stuck = any(run.state == "waiting" and not pool.list_takers(run.kind) for pool in pools for run in pool.runs)
+    raise typer.Exit(4 if is_stuck else 0)
+
+
+def _describe_workers(pool: PoolStatus) -> str:
+    """Return the running workers of a pool and how busy they are, or how to start one."""
+    running = Counter(run.worker for run in pool.runs)
+    workers = [
+        f"{worker.name} ({', '.join(worker.kinds) or 'kinds unknown'};"
+        f" {running[worker.name]} of {worker.limit or '?'} busy)"
+        for worker in pool.workers
+    ]
+    return "; ".join(workers) or f"no worker is running; start one: onnx-ops work --pool {pool.pool}"
 
 
 def _orphan_report(survey: OrphanSurvey, hint: str = "") -> None:
@@ -417,26 +427,29 @@ def _prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:
     """Print what a prune removes, or would remove."""
     fate = markup("[yellow]{}[/yellow]", "removed" if removed else "would go")
     leaving = [(model, version, fate) for model, versions in plan.remove.items() for version in versions]
-    rows = [
-        (
-            model,
-            version.version,
-            version.variant,
-            short_digest(version.release),
-            f"{max(0.0, now - version.created_at) / 86_400:.1f}{KEEP}d",
-            what,
-        )
-        for model, version, what in (*leaving, *((k.model, k.version, f"stays: {k.why}") for k in plan.retained))
-    ]
-    if rows:
+    staying = [(kept.model, kept.version, f"stays: {kept.why}") for kept in plan.retained]
+    if leaving or staying:
+        rows = [_describe_version(model, version, what, now) for model, version, what in (*leaving, *staying)]
         print_table(("model", "version", "variant", "release", "age", ""), rows)
-    verb = "Removed" if removed else "Would remove"
+    _print_freed("Removed" if removed else "Would remove", plan, len(leaving))
+    _orphan_report(plan.orphans)
+    if removed:
+        if leaving:
+            say("`mlflow gc` frees their space in MLflow.")
+    elif any((leaving, plan.folders, plan.contents, plan.orphans.orphans)):
+        say("Add --yes to remove them.")
+
+
+def _print_freed(verb: str, plan: PrunePlan, version_count: int) -> None:
+    """Print how many versions, model folders and objects go, with their sizes."""
     size = sum(folder.size_bytes for folder in plan.folders) / 1e6
-    say(f"{verb} {len(leaving)} versions, and {len(plan.folders)} model folders on this machine ({size:.1f} MB).")
+    say(f"{verb} {version_count} versions, and {len(plan.folders)} model folders on this machine ({size:.1f} MB).")
     size = sum(stored.size_bytes for stored in plan.contents) / 1e6
     say(f"{verb} {len(plan.contents)} unreferenced objects in the store ({size:.1f} MB).")
-    _orphan_report(plan.orphans)
-    if not removed and (leaving or plan.folders or plan.contents or plan.orphans.orphans):
-        say("Add --yes to remove them.")
-    if removed and leaving:
-        say("`mlflow gc` frees their space in MLflow.")
+
+
+def _describe_version(model: str, version: ListedVersion, what: str, now: float) -> tuple[str, ...]:
+    """Return the cells of a registered version and what happens to it."""
+    age_days = max(0.0, now - version.created_at) / 86_400
+    age = f"{age_days:.1f}{KEEP}d"
+    return (model, version.version, version.variant, short_digest(version.release), age, what)

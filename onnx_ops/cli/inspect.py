@@ -20,7 +20,7 @@ from onnx_ops.reporting.formatting import format_figure, number
 from onnx_ops.scratch import Scratch
 
 if TYPE_CHECKING:
-    from onnx_ops.onnx_graph.model_summary import ModelSummary
+    from onnx_ops.onnx_graph.model_summary import ModelCost, ModelSummary
 
 
 def inspect(
@@ -54,13 +54,6 @@ def inspect(
 
     Example: onnx-ops inspect model.onnx --batch 8
     """
-    from onnx_ops.config.targets import list_targets
-    from onnx_ops.onnx_graph.compatibility import (
-        explain_missing_operators,
-        explain_unsupported_blocks,
-        explain_version_limits,
-    )
-    from onnx_ops.onnx_graph.model_info import write_copy
     from onnx_ops.onnx_graph.model_summary import summarize_model
     from onnx_ops.onnx_graph.python_source import write_python_source
 
@@ -69,30 +62,14 @@ def inspect(
     if serve:
         require(*EXTRAS["view"], where="--serve")
     with local_model(model) as path:
-        written = [output] if set_ and output else []
+        looked_at, written = path, list[Path]()
         if set_ and output:
-            values = {}
-            for entry in set_:
-                key, sign, value = entry.partition("=")
-                if not (key and sign):
-                    remedy = "For example: --set license=MIT"
-                    raise UserError(f"{entry!r} is not KEY=VALUE", where="--set", remedy=remedy)
-                values[key] = value
-            if not output.parent.is_dir():
-                raise UserError("there is no such folder", where=str(output.parent))
-            write_copy(path, output, values)
-        looked_at = output if set_ and output else path
-        written += write_python_source(looked_at, source) if source else ()
+            _write_with_metadata(path, output, set_)
+            looked_at, written = output, [output]
+        if source:
+            written += write_python_source(looked_at, source)
         summary = summarize_model(looked_at, batch=batch, dims=parse_sizes(dims or []))
-        files = open_project().targets
-        known = {name: files.load(name, where="--target") for name in list_targets(files)}
-        targets = {
-            name: explain_version_limits(summary.info, target)
-            or explain_missing_operators(summary.foreign, target)
-            or explain_unsupported_blocks(summary.blocks, target)
-            for name, target in known.items()
-        }
-        shown = (looked_at, summary, targets, written)
+        shown = (looked_at, summary, _explain_refusals(summary), written)
         print_result(lambda: _document(*shown), lambda: _report(*shown), as_json=as_json)
         if serve:
             with view(looked_at, port) as (address, wait):
@@ -100,6 +77,41 @@ def inspect(
                 wait()
     if summary.problem:
         raise typer.Exit(2)
+
+
+def _write_with_metadata(model: Path, output: Path, entries: Sequence[str]) -> None:
+    """Write a copy of a model with the metadata of `--set`."""
+    from onnx_ops.onnx_graph.model_info import write_copy
+
+    values = {}
+    for entry in entries:
+        key, sign, value = entry.partition("=")
+        if not (key and sign):
+            remedy = "For example: --set license=MIT"
+            raise UserError(f"{entry!r} is not KEY=VALUE", where="--set", remedy=remedy)
+        values[key] = value
+    if not output.parent.is_dir():
+        raise UserError("there is no such folder", where=str(output.parent))
+    write_copy(model, output, values)
+
+
+def _explain_refusals(summary: ModelSummary) -> dict[str, str]:
+    """Return by name why each known target refuses the model; empty where it accepts it."""
+    from onnx_ops.config.targets import list_targets
+    from onnx_ops.onnx_graph.compatibility import (
+        explain_missing_operators,
+        explain_unsupported_blocks,
+        explain_version_limits,
+    )
+
+    files = open_project().targets
+    known = {name: files.load(name, where="--target") for name in list_targets(files)}
+    return {
+        name: explain_version_limits(summary.info, target)
+        or explain_missing_operators(summary.foreign, target)
+        or explain_unsupported_blocks(summary.blocks, target)
+        for name, target in known.items()
+    }
 
 
 @contextmanager
@@ -144,21 +156,12 @@ def _document(path: Path, summary: ModelSummary, targets: Mapping[str, str], wri
 
 
 def _report(path: Path, summary: ModelSummary, targets: Mapping[str, str], written: Sequence[Path]) -> None:
-    from onnx_ops.onnx_graph.ort_format import is_ort_format
-
-    info, cost = summary.info, summary.cost
-    opsets = ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in sorted(info.opsets.items()))
+    info = summary.info
     beside = f", weights in {', '.join(summary.external)}" if summary.external else ""
-    sizes = ", ".join(f"{name} {size}" for name, size in cost.dims.items())
-    at = f"with {sizes}: " if sizes else ""
-    rest = f"; not counted: {_counts(cost.uncounted)}" if cost.uncounted else ""
-    parts = ", ".join(f"{name} {number(count)}" for name, count in cost.macs.items())
-    weights, activations = format_figure(cost.weight_bytes, "B"), format_figure(cost.activation_bytes, "B")
-    unknown = f", without {n} value{'s' if n > 1 else ''} of unknown shape" if (n := cost.unknown_values) else ""
-    flops = f"{at}{number(cost.flops)} FLOPs (multiply-adds: {parts or 'none'}){rest}"
+    # A line without text is left out.
     lines = {
         "file": f"{path.name}, {format_figure(info.size_bytes, 'B')}{beside}, sha256 {short_digest(summary.file)}",
-        "versions": f"IR {info.ir_version}, opset {opsets or 'none'}",
+        "versions": f"IR {info.ir_version}, opset {_describe_opsets(info.opsets)}",
         "producer": summary.producer or "not recorded",
         "author": summary.author,
         "license": summary.license,
@@ -169,20 +172,56 @@ def _report(path: Path, summary: ModelSummary, targets: Mapping[str, str], writt
         "nodes": f"{sum(summary.operators.values())}: {_counts(summary.versions)}",
         "custom": "\n".join(f"{name} at {', '.join(at[:5])}" for name, at in summary.foreign.items()),
         "weights": _counts(summary.parameters) or "none",
-        "cost": f"not known: {cost.problem}" if cost.problem else flops,
-        "memory": "" if cost.problem else f"{at}weights {weights}, activations at most {activations}{unknown}",
+        "cost": _describe_cost(summary.cost),
+        "memory": _describe_memory(summary.cost),
         "metadata": "\n".join(f"{name} = {value}" for name, value in summary.metadata.items()) or "none",
         "targets": "\n".join(f"{name}: {reason or 'accepts its versions'}" for name, reason in targets.items()),
     }
     print_table(("", ""), [(name, text) for name, text in lines.items() if text])
     for file in written:
         console().print(markup("wrote {}", file), soft_wrap=True)
-    if summary.problem:
-        print_text("[red]not valid ONNX[/red]: {}", summary.problem)
+    _print_validity(path, summary.problem)
+
+
+def _print_validity(path: Path, problem: str) -> None:
+    from onnx_ops.onnx_graph.ort_format import is_ort_format
+
+    if problem:
+        print_text("[red]not valid ONNX[/red]: {}", problem)
     elif is_ort_format(path):
         print_text("[green]readable[/green]: ORT format, a graph that is optimized for one build of ONNX Runtime")
     else:
         print_text("[green]valid ONNX[/green]")
+
+
+def _describe_opsets(opsets: Mapping[str, int]) -> str:
+    return ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in sorted(opsets.items())) or "none"
+
+
+def _describe_cost(cost: ModelCost) -> str:
+    """Return the operations of one run, or why they are not known."""
+    if cost.problem:
+        return f"not known: {cost.problem}"
+    parts = ", ".join(f"{name} {number(count)}" for name, count in cost.macs.items())
+    text = f"{_describe_sizes(cost)}{number(cost.flops)} FLOPs (multiply-adds: {parts or 'none'})"
+    return f"{text}; not counted: {_counts(cost.uncounted)}" if cost.uncounted else text
+
+
+def _describe_memory(cost: ModelCost) -> str:
+    """Return the bytes of weights and activations; empty if the cost is not known."""
+    if cost.problem:
+        return ""
+    weights, activations = format_figure(cost.weight_bytes, "B"), format_figure(cost.activation_bytes, "B")
+    text = f"{_describe_sizes(cost)}weights {weights}, activations at most {activations}"
+    if count := cost.unknown_values:
+        text += f", without {count} value{'s' if count > 1 else ''} of unknown shape"
+    return text
+
+
+def _describe_sizes(cost: ModelCost) -> str:
+    """Return the sizes of free dimensions for which a cost holds, as a prefix."""
+    sizes = ", ".join(f"{name} {size}" for name, size in cost.dims.items())
+    return f"with {sizes}: " if sizes else ""
 
 
 def _tensors(specs: Sequence[TensorSpec], unranked: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,12 +10,13 @@ import typer
 
 from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, add_command, make_group, open_project, print_json, print_result, say
-from onnx_ops.domain.artifact import short_digest
+from onnx_ops.domain.artifact import Digest, short_digest
 from onnx_ops.errors import NotFoundError, RefusedError, ServiceUnavailableError, UserError
 
 if TYPE_CHECKING:
     from onnx_ops.adapters.signers.keyring import Keyring
     from onnx_ops.config.settings import Settings
+    from onnx_ops.ports import Context
     from onnx_ops.release.audit import Dependent
 
 keys = make_group(
@@ -167,20 +168,11 @@ def keys_retire(
 
     Example: onnx-ops keys retire 3f2a91c07be4 --dry-run
     """
-    from onnx_ops.release.adoption import withdraw_key
-    from onnx_ops.release.audit import list_dependents
-
     project = open_project()
     keyring, last = _keyring(project.settings), _parse_keep(keep or [], project.context.ledger.endpoints())
     known = keyring.find(key)
     keyring.require_retirable(known)
-    lost: tuple[Dependent, ...] = ()
-    try:
-        lost = list_dependents(project.context, known.key)
-    except ServiceUnavailableError as error:  # a stolen key may be retired while the registry is down
-        if not force:
-            raise
-        say(f"unknown which versions lose their decision: {error}", err=True)
+    lost = _list_dependents(project.context, known.key, force=force)
     names = [f"{version.model}/{version.version} as {version.alias}" for version in lost]
     if lost and not (force or dry_run):
         raise RefusedError(
@@ -191,11 +183,8 @@ def keys_retire(
         )
     archived: tuple[Path, ...] = ()
     if not dry_run:
-        _, errors = withdraw_key(project.context, known.key, keep=last)
-        for name, failure in errors.items():
-            if not force:
-                raise failure
-            say(f"ledger {name} is unchanged: {failure}", err=True)
+        # The ledgers refuse the key before this machine forgets it: a failure leaves it retirable.
+        _withdraw_from_ledgers(project.context, known.key, last, force=force)
         archived = keyring.retire(known)
     if as_json:
         print_json({"key": known.key, "retired": not dry_run, "lost": codec.to_json(lost)})
@@ -205,6 +194,30 @@ def keys_retire(
     say(f"key {short_digest(known.key)} {'would no longer be' if dry_run else 'is no longer'} trusted")
     for path in archived:
         say(f"  archived: {path}")
+
+
+def _list_dependents(context: Context, key: Digest, *, force: bool) -> tuple[Dependent, ...]:
+    """Return the versions that lose their decision; with `force`, none if the registry does not answer."""
+    from onnx_ops.release.audit import list_dependents
+
+    try:
+        return list_dependents(context, key)
+    except ServiceUnavailableError as error:  # a stolen key may be retired while the registry is down
+        if not force:
+            raise
+        say(f"unknown which versions lose their decision: {error}", err=True)
+        return ()
+
+
+def _withdraw_from_ledgers(context: Context, key: Digest, keep: Mapping[str, int], *, force: bool) -> None:
+    """Stop accepting new entries by a key in all ledgers; with `force`, report those that fail and continue."""
+    from onnx_ops.release.adoption import withdraw_key
+
+    _, errors = withdraw_key(context, key, keep=keep)
+    for name, error in errors.items():
+        if not force:
+            raise error
+        say(f"ledger {name} is unchanged: {error}", err=True)
 
 
 def _parse_keep(options: list[str], endpoints: Collection[str]) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +15,7 @@ from onnx_ops.errors import UserError
 if TYPE_CHECKING:
     from onnx_ops.adapters.registries.mlflow_webhooks import MlflowWebhooks, WebhookReport
     from onnx_ops.config.settings import Settings
+    from onnx_ops.release.notify import DeliveryResult
 
 
 def notify(
@@ -38,23 +40,27 @@ def notify(
         raise UserError("--test is about no endpoint", remedy="onnx-ops notify --test")
     for name in endpoints or ():
         Journal.open(context, name).config  # noqa: B018 (raises NotFound for an unknown name)
-    deliveries = (
-        send_test_message(context)
-        if test
-        else send_pending_each(context, tuple(endpoints or ()) or list_bound_endpoints(context))
-    )
+    if test:
+        deliveries = send_test_message(context)
+    else:
+        deliveries = send_pending_each(context, tuple(endpoints or ()) or list_bound_endpoints(context))
     if as_json:
         print_json(codec.to_json(deliveries))
     else:
-        for delivery in deliveries:
-            for notice in delivery.sent:
-                say(f"{delivery.notifier}: {notice.title}")
-            if delivery.error:
-                say(f"{delivery.notifier}: not sent: {delivery.error}", err=True)
-        if not any(delivery.sent or delivery.error for delivery in deliveries):
-            say("nothing to send")
+        _print_deliveries(deliveries)
     if any(delivery.error for delivery in deliveries):
         raise typer.Exit(4)
+
+
+def _print_deliveries(deliveries: Sequence[DeliveryResult]) -> None:
+    """Print the messages that each notifier sent, and why one failed."""
+    for delivery in deliveries:
+        for notice in delivery.sent:
+            say(f"{delivery.notifier}: {notice.title}")
+        if delivery.error:
+            say(f"{delivery.notifier}: not sent: {delivery.error}", err=True)
+    if not any(delivery.sent or delivery.error for delivery in deliveries):
+        say("nothing to send")
 
 
 webhooks = make_group(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
@@ -28,11 +28,14 @@ from onnx_ops.cli.common import (
     say,
 )
 from onnx_ops.cli.progress import RunProgress
-from onnx_ops.domain.pipeline import StageKind, StageStatus
-from onnx_ops.errors import ConfigError, Problem, UserError, config_error
+from onnx_ops.domain.pipeline import StageKind, StageOutcome, StageStatus
+from onnx_ops.errors import ConfigError, OnnxOpsError, Problem, UserError, config_error
 
 if TYPE_CHECKING:
+    from onnx_ops.app.context import Project
     from onnx_ops.app.project import PipelineResult
+    from onnx_ops.app.results import Summary
+    from onnx_ops.domain.release import BaseRelease
 
 File = Annotated[Path, typer.Argument(help="Pipeline file, e.g. configs/pipelines/digits-mlp.yaml.")]
 _KINDS = ", ".join(StageKind)
@@ -155,10 +158,10 @@ def plan(
     prepared = projects.prepare(project, file, overrides=overrides or (), until=until, offline=True)
     handler = replace(project.handler(), confirms=False)
     outcomes = preview(prepared.plan, handler=handler, no_cache=no_cache or ())
-    last, rows = project.durations(prepared.plan.pipeline).last, []
+    last = project.durations(prepared.plan.pipeline).last
+    rows = []
     for stage in prepared.plan.stages:
         outcome = outcomes[stage.id]
-        skipped = outcome is not None and outcome.status is not StageStatus.CACHED
         seconds = last.get(stage.id) if outcome is None else None
         target = prepared.targets.get(stage.target or "") if stage.kind is StageKind.BENCHMARK else None
         hourly = target.price_per_hour if target is not None else None
@@ -166,7 +169,7 @@ def plan(
             PlannedStage(
                 stage=stage.id,
                 needs=tuple(dict.fromkeys((*stage.needs, *stage.tolerates))),
-                would="run" if outcome is None else f"skip: {outcome.reason}" if skipped else "unchanged",
+                would=_describe_outcome(outcome),
                 pool=get_pool(stage),
                 seconds=seconds,
                 price=None if seconds is None or hourly is None else seconds / 3600 * hourly,
@@ -177,6 +180,13 @@ def plan(
             say(note, err=True)
     name, report = prepared.plan.pipeline, partial(plan_table, prepared.plan.pipeline, rows)
     print_result(lambda: {"pipeline": name, "stages": codec.to_json(rows)}, report, as_json=as_json)
+
+
+def _describe_outcome(outcome: StageOutcome | None) -> str:
+    """Return what a run would do with a stage from the outcome that is known before it runs."""
+    if outcome is None:
+        return "run"
+    return "unchanged" if outcome.status is StageStatus.CACHED else f"skip: {outcome.reason}"
 
 
 def run(
@@ -207,12 +217,10 @@ def run(
     Example: onnx-ops run configs/pipelines/digits-mlp.yaml --until gate
     """
     from onnx_ops.app import project as projects
-    from onnx_ops.app.hand_over import require_new_folder
     from onnx_ops.app.project import run_files
-    from onnx_ops.cli.tables import comparison_report, summary_report
-    from onnx_ops.reporting.comparison import ModelComparison, base_comparisons, champion_comparisons
 
-    project = open_project()
+    project, is_silent = open_project(), as_json or quiet
+    set_values, repeated = tuple(overrides or ()), tuple(no_cache or ())
     if len(files) > 1:
         if hand_over or take_over:
             raise UserError("--hand-over and --take-over are for one file", remedy="Run each file with its own folder.")
@@ -220,56 +228,83 @@ def run(
             project,
             files,
             jobs=jobs,
-            overrides=overrides or (),
+            overrides=set_values,
             until=until,
-            no_cache=no_cache or (),
+            no_cache=repeated,
             abandon=abandon,
             base=base,
-            observe=lambda: None if as_json or quiet else RunProgress(error_console(), is_one_of_several=True),
+            observe=lambda: None if is_silent else RunProgress(error_console(), is_one_of_several=True),
         )
         with project.running().ended_on_error():
             code = _print_results(results, as_json=as_json)
         raise typer.Exit(code)
-    if hand_over is not None:
-        require_new_folder(hand_over)
-    if take_over is not None and no_cache:
-        raise UserError("--take-over runs no stage before the gates", where="--no-cache", remedy="Evaluate again.")
+
+    _check_folders(hand_over, take_over, repeated)
     if take_over is None:
-        prepared = projects.prepare(project, files[0], overrides=overrides or (), until=until)
+        prepared = projects.prepare(project, files[0], overrides=set_values, until=until)
     else:
-        prepared = projects.prepare_release(project, files[0], take_over, overrides=overrides or (), until=until)
-    if not (as_json or quiet):
+        prepared = projects.prepare_release(project, files[0], take_over, overrides=set_values, until=until)
+    observer = None
+    if not is_silent:
         for note in prepared.notes:
             say(note, err=True)
-    observer = None if as_json or quiet else RunProgress(error_console(), jobs=jobs)
-    from onnx_ops.app.results import evidence_of, find_base, summarize
-    from onnx_ops.measure.paired_rows import compare_rows
+        observer = RunProgress(error_console(), jobs=jobs)
+
+    from onnx_ops.app.results import find_base, summarize
 
     name, store = prepared.pipeline.pipeline, project.context.store
     against = find_base(project.settings.root, store, name, base) if base else None
     with project.running().ended_on_error():
         result = projects.execute(
-            project, prepared, no_cache=no_cache or (), observer=observer, abandon=abandon, jobs=jobs, base=against
+            project, prepared, no_cache=repeated, observer=observer, abandon=abandon, jobs=jobs, base=against
         )
     summary = summarize(prepared.pipeline, result, project.context)
     if hand_over is not None:
         projects.write_evaluation(project, prepared, result, hand_over)
-    evidence = tuple(evidence_of(summary, store).values()) if against is not None or not as_json else ()
+    _print_run(project, summary, result.errors, against, details=details, as_json=as_json)
+    raise typer.Exit(summary.exit_code)
+
+
+def _check_folders(hand_over: Path | None, take_over: Path | None, no_cache: Sequence[StageKind]) -> None:
+    """Refuse a folder of results that exists, and a run of stages whose results were handed over."""
+    from onnx_ops.app.hand_over import require_new_folder
+
+    if hand_over is not None:
+        require_new_folder(hand_over)
+    if take_over is not None and no_cache:
+        raise UserError("--take-over runs no stage before the gates", where="--no-cache", remedy="Evaluate again.")
+
+
+def _print_run(
+    project: Project,
+    summary: Summary,
+    errors: Mapping[str, OnnxOpsError],
+    base: BaseRelease | None,
+    *,
+    details: bool,
+    as_json: bool,
+) -> None:
+    """Print the results of one pipeline, compared with the champions and `base` if there is one."""
+    from onnx_ops.app.results import evidence_of
+    from onnx_ops.cli.tables import comparison_report, summary_report
+    from onnx_ops.measure.paired_rows import compare_rows
+    from onnx_ops.reporting.comparison import ModelComparison, base_comparisons, champion_comparisons
+
+    store = project.context.store
+    # The document has no evidence: without a comparison nothing reads it.
+    evidence = tuple(evidence_of(summary, store).values()) if base is not None or not as_json else ()
     compared: tuple[ModelComparison, ...] = ()
-    if against is not None:
+    if base is not None:
         champions = champion_comparisons(summary.choices, evidence)
-        compared = (*champions, *base_comparisons(summary.choices, evidence, against, partial(compare_rows, store)))
-    with_base = {} if against is None else {"comparisons": codec.to_json(compared)}
+        compared = (*champions, *base_comparisons(summary.choices, evidence, base, partial(compare_rows, store)))
+    with_base = {} if base is None else {"comparisons": codec.to_json(compared)}
 
     def report() -> None:
         measured = {(one.variant, one.target): one for one in evidence}
-        summary_report(summary, result.errors, project, measured, details=details)
+        summary_report(summary, errors, project, measured, details=details)
         comparison_report(compared)
 
-    print_result(
-        lambda: {**codec.to_json(summary), **with_base, "errors": documents(result.errors)}, report, as_json=as_json
-    )
-    raise typer.Exit(summary.exit_code)
+    print_result(lambda: {**codec.to_json(summary), **with_base, "errors": documents(errors)}, report, as_json=as_json)
 
 
 def affected(

@@ -12,7 +12,7 @@ import typer
 from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, Quiet, open_project, print_json, print_text, say
 from onnx_ops.cli.tools import Fix, advise, guard_context, load_rows, parse_values, show_progress
-from onnx_ops.domain.artifact import digest_file
+from onnx_ops.domain.artifact import Digest, digest_file
 from onnx_ops.errors import UserError
 from onnx_ops.plugins import require, tools
 from onnx_ops.reporting.formatting import format_figure
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from onnx_ops.domain.gate import MetricDefinition
     from onnx_ops.domain.pipeline import Calibrate
     from onnx_ops.domain.quantities import Json
-    from onnx_ops.domain.quantization import Budget
+    from onnx_ops.domain.quantization import Budget, Role
     from onnx_ops.domain.target import Target
     from onnx_ops.ports import Context, Dataset
     from onnx_ops.tools.quantize import QuantizedFile
@@ -86,9 +86,8 @@ def quantize(
 
     Example: onnx-ops quantize model.onnx best.onnx --method auto --tuning-data tune.npz --budget metric_drop=0.5%
     """
-    from onnx_ops.domain.gate import METRICS, MetricGate
     from onnx_ops.domain.pipeline import Quantize
-    from onnx_ops.domain.quantization import AUTO, ROLES
+    from onnx_ops.domain.quantization import AUTO
     from onnx_ops.onnx_graph.model_info import read_model_info
     from onnx_ops.tools.quantize import quantize_file, search_variant
 
@@ -109,18 +108,8 @@ def quantize(
     rows = load_rows(read_model_info(model).inputs, context, data, samples, values)[1] if data else None
     if method == AUTO:
         with show_progress("quantize", model, quiet=quiet or as_json) as report:
-            if exclude or options:
-                what, where = f"method {AUTO} finds its own", "--exclude, --option"
-                raise UserError(what, where=where, remedy="Leave them out.")
-            role = next((known for known in ROLES if known == select), None)
-            if role is None:
-                why = f"there are {', '.join(ROLES)}"
-                raise UserError(f"there is no {select!r} on the front", where="--select", why=why)
-            score = next((known for known in METRICS if known == metric), None)
-            if score is None:
-                why = f"there are {', '.join(METRICS)}"
-                raise UserError(f"no metric is called {metric!r}", where="--metric", why=why)
-            definition = MetricGate(name=score).definition()
+            _refuse_recipe_options(exclude, options)
+            role, definition = _parse_role(select), _parse_metric(metric)
             result = search_variant(
                 context,
                 replace(section, variants=(role,), budget=_parse_budget(budget or [])),
@@ -130,18 +119,63 @@ def quantize(
                 tuning_data=_load_tuning(context, model, tuning_data, label, definition, values),
                 metric=definition,
                 calibration=rows.rows if rows else None,
-                data={name: digest_file(path) for name, path in (("tuning_data", tuning_data), ("data", data)) if path},
+                data=_digest_rows(tuning_data=tuning_data, data=data),
                 report=report,
             )
-    elif tuning_data or budget:
+    else:
+        _refuse_search_options(method, tuning_data, budget)
+        result = quantize_file(context, section, model, out, targets=chosen, calibration=rows)
+    if as_json:
+        _print_document(result, model, out)
+    else:
+        _report(result, out, chosen)
+
+
+def _refuse_recipe_options(exclude: list[str] | None, options: list[str] | None) -> None:
+    """Refuse what a search chooses for every recipe it tries."""
+    from onnx_ops.domain.quantization import AUTO
+
+    if exclude or options:
+        what, where = f"method {AUTO} finds its own", "--exclude, --option"
+        raise UserError(what, where=where, remedy="Leave them out.")
+
+
+def _refuse_search_options(method: str, tuning_data: Path | None, budget: list[str] | None) -> None:
+    """Refuse what a single recipe does not use."""
+    if tuning_data or budget:
         raise UserError(
             f"{method} is a single recipe", where="--tuning-data, --budget", remedy="They are for --method auto."
         )
-    else:
-        result = quantize_file(context, section, model, out, targets=chosen, calibration=rows)
-    if not as_json:
-        _report(result, out, chosen)
-        return
+
+
+def _parse_role(name: str) -> Role:
+    """Return the point of the Pareto front that `--select` names."""
+    from onnx_ops.domain.quantization import ROLES
+
+    role = next((known for known in ROLES if known == name), None)
+    if role is None:
+        why = f"there are {', '.join(ROLES)}"
+        raise UserError(f"there is no {name!r} on the front", where="--select", why=why)
+    return role
+
+
+def _parse_metric(name: str) -> MetricDefinition:
+    """Return the task metric that `--metric` names."""
+    from onnx_ops.domain.gate import METRICS, MetricGate
+
+    score = next((known for known in METRICS if known == name), None)
+    if score is None:
+        why = f"there are {', '.join(METRICS)}"
+        raise UserError(f"no metric is called {name!r}", where="--metric", why=why)
+    return MetricGate(name=score).definition()
+
+
+def _digest_rows(**paths: Path | None) -> dict[str, Digest]:
+    """Return the digest of each file of rows that is given: a search resumes only on the same ones."""
+    return {name: digest_file(path) for name, path in paths.items() if path}
+
+
+def _print_document(result: QuantizedFile, model: Path, out: Path) -> None:
     ratios = {
         name: {"why": entry.why} if entry.why else {"ratio": entry.ratio, "low": entry.low, "high": entry.high}
         for name, entry in result.effects.items()

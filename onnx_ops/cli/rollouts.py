@@ -6,7 +6,7 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,12 +37,13 @@ from onnx_ops.cli.common import (
     say,
 )
 from onnx_ops.domain.rollout import OperatorCommand
-from onnx_ops.errors import StillPendingError, UserError
+from onnx_ops.errors import OnnxOpsError, StillPendingError, UserError
 from onnx_ops.plugins import EXTRAS, absent, install_hint
 
 if TYPE_CHECKING:
     from onnx_ops.app.context import Project
     from onnx_ops.ports import Context
+    from onnx_ops.release.rollback import RollbackResult
     from onnx_ops.release.status import RolloutView
 
 rollout = make_group(
@@ -247,41 +248,30 @@ def rollback(
         _write_off(context, names, write_off, reason=reason, actor=actor, as_json=as_json)
         return
     names = select_endpoints(context, names, every=all_, model=model, target=target, to=to)
-    is_asked = not reason and sys.stdin.isatty() and not as_json
-    if is_asked and not set(names).isdisjoint(context.ledger.endpoints()):
-        reason = typer.prompt("Why? (recorded; Enter to skip)", default="", show_default=False)
+    if not (reason or as_json):
+        reason = _ask_reason(context, names)
     moved, errors = roll_back_each(context, names, to=to, reason=reason, actor=actor, force=force, pin=not all_)
+    # Printed before the registry's part, which takes longer than the rollback.
     if not as_json:
-        for name, done in moved.items():
-            if done.already:
-                say(f"{name}: {done.moved_to} has 100 % of traffic already. To go back further, name it with --to.")
-            else:
-                say(f"{name}: {done.moved_from} -> {done.moved_to}, 100 % of traffic. Reason: {done.reason}")
-        print_errors(errors)
-    pending_names = [name for name in names if name in moved and moved[name].pending_aliases]
-    pending_names += [
-        name for name, error in errors.items() if isinstance(error, StillPendingError) and _is_here(project, name)
-    ]
+        _print_moves(moved, errors)
+
+    unfinished = [name for name in names if name in moved and moved[name].pending_aliases]
+    unfinished += _list_retried(project, errors)
     finish = partial(_finish, actor=actor) if wait else _hand_over
-    pending = finish(project, pending_names, tuple(moved))
-    results: list[dict[str, Any]] = [
-        {"endpoint": name, **errors[name].as_document()}
-        if name in errors
-        else {**codec.to_json(moved[name]), "registry_pending": name in pending, "registry": pending.get(name, "")}
-        for name in names
-    ]
+    pending = finish(project, unfinished, tuple(moved))
+    documents = [_document(name, moved, errors, pending) for name in names]
 
     def report() -> None:
         if pending and not quiet:
             say("\n".join(dict.fromkeys(pending.values())), err=True)
 
-    print_result(lambda: results[0] if endpoints and len(names) == 1 else results, report, as_json=as_json)
+    print_result(lambda: documents[0] if endpoints and len(names) == 1 else documents, report, as_json=as_json)
     if errors:
         raise typer.Exit(max(error.exit_code for error in errors.values()))
 
 
 def _withdraw(context: Context, names: Sequence[str], *, reason: str, actor: str, as_json: bool) -> None:
-    """Withdraw what is pending on endpoints."""
+    """Withdraw the pending rollback or deletion of each endpoint."""
     from onnx_ops.release.rollback import withdraw_request
 
     if not names:
@@ -304,6 +294,42 @@ def _write_off(context: Context, names: Sequence[str], server: str, *, reason: s
     text = "is written off; no rollback waits for it" if is_new else "was written off already"
     document = {"endpoint": names[0], "written_off": server, "already": not is_new}
     print_result(lambda: document, f"{names[0]}: replica {server} {text}", as_json=as_json)
+
+
+def _ask_reason(context: Context, names: Sequence[str]) -> str:
+    """Ask at a terminal why endpoints roll back, if this project knows one of them."""
+    if not sys.stdin.isatty() or set(names).isdisjoint(context.ledger.endpoints()):
+        return ""
+    reason: str = typer.prompt("Why? (recorded; Enter to skip)", default="", show_default=False)
+    return reason
+
+
+def _print_moves(moved: Mapping[str, RollbackResult], errors: Mapping[str, OnnxOpsError]) -> None:
+    """Print where traffic went, and the endpoints whose rollback failed."""
+    for name, move in moved.items():
+        if move.already:
+            say(f"{name}: {move.moved_to} has 100 % of traffic already. To go back further, name it with --to.")
+        else:
+            say(f"{name}: {move.moved_from} -> {move.moved_to}, 100 % of traffic. Reason: {move.reason}")
+    print_errors(errors)
+
+
+def _list_retried(project: Project, errors: Mapping[str, OnnxOpsError]) -> list[str]:
+    """Return the endpoints whose rollback is pending, and that a reconciliation on this machine can finish."""
+    pending = [name for name, error in errors.items() if isinstance(error, StillPendingError)]
+    return [name for name in pending if _is_here(project, name)]
+
+
+def _document(
+    name: str,
+    moved: Mapping[str, RollbackResult],
+    errors: Mapping[str, OnnxOpsError],
+    pending: Mapping[str, str],
+) -> dict[str, Any]:
+    """Return what `--json` prints about an endpoint: its error, or its move and what the registry waits for."""
+    if name in errors:
+        return {"endpoint": name, **errors[name].as_document()}
+    return {**codec.to_json(moved[name]), "registry_pending": name in pending, "registry": pending.get(name, "")}
 
 
 def _is_here(project: Project, endpoint: str) -> bool:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from onnx_ops.app.context import Project
     from onnx_ops.app.results import Summary
     from onnx_ops.domain.evidence import Evidence
+    from onnx_ops.domain.ledger import ReleaseState
     from onnx_ops.domain.release import Choice, Registration
     from onnx_ops.reporting.comparison import ModelComparison, VariantRow
 
@@ -59,24 +60,38 @@ def plan_table(pipeline: str, stages: Sequence[PlannedStage]) -> None:
     rows = []
     for stage in stages:
         needs = ", ".join(stage.needs)
-        would = stage.would
-        if placed and would == "run":
-            would += f" in pool {stage.pool}" if stage.pool else " here"
-        if stage.seconds is not None:
-            would += f", {format_seconds(stage.seconds).replace(' ', KEEP)}"
-        if stage.price is not None:
-            would += f", price {stage.price:.2g}"
-        cells = (stage.stage, would, needs if len(needs) <= 60 else needs[:59] + "…")
+        cells = (stage.stage, _describe_work(stage, placed=placed), needs if len(needs) <= 60 else needs[:59] + "…")
         is_dim = stage.would == "unchanged"
         rows.append([markup("[dim]{}[/dim]", text) if is_dim and text else text for text in cells])
     print_table(("stage", "would", "needs"), rows)
-    known = [stage for stage in stages if stage.seconds is not None]
-    new = sum(stage.would == "run" for stage in stages) - len(known)
-    if known:
-        prices = [stage.price for stage in known if stage.price is not None]
-        total = f"about {format_seconds(sum(stage.seconds or 0.0 for stage in known))} of work"
-        total += f", price {sum(prices):.2g}" if prices else ""
-        say(f"{total}{f'; stages without a known time: {new}' if new else ''}")
+    _print_total(stages)
+
+
+def _describe_work(stage: PlannedStage, *, placed: bool) -> str:
+    """Return what a run would do with a stage: where if `placed`, how long it takes and its price."""
+    text = stage.would
+    if placed and stage.would == "run":
+        text += f" in pool {stage.pool}" if stage.pool else " here"
+    if stage.seconds is not None:
+        text += f", {format_seconds(stage.seconds).replace(' ', KEEP)}"
+    if stage.price is not None:
+        text += f", price {stage.price:.2g}"
+    return text
+
+
+def _print_total(stages: Sequence[PlannedStage]) -> None:
+    """Print the time and price of the stages that ran before, and how many never did."""
+    seconds = [stage.seconds for stage in stages if stage.seconds is not None]
+    if not seconds:
+        return
+    text = f"about {format_seconds(sum(seconds))} of work"
+    prices = [stage.price for stage in stages if stage.price is not None]
+    if prices:
+        text += f", price {sum(prices):.2g}"
+    new_count = sum(stage.would == "run" for stage in stages) - len(seconds)
+    if new_count:
+        text += f"; stages without a known time: {new_count}"
+    say(text)
 
 
 def gate_report(rows: Sequence[ResultRow]) -> None:
@@ -133,37 +148,57 @@ def summary_report(
 
 def _target_report(choice: Choice, decisions: Sequence[Decision], evidence: Mapping[tuple[str, str], Evidence]) -> int:
     """Print the choice of a target, the key metrics of each variant and what failed; return the number of results."""
-    from onnx_ops.reporting.comparison import variant_rows
-    from onnx_ops.reporting.metrics import headline, sampled_rows
+    from onnx_ops.reporting.metrics import sampled_rows
 
     decisions = [decision for decision in decisions if decision.target == choice.target]
     _print_choice(choice, decisions)
     if _is_unmeasured(decisions):
         return 0
+
+    console().print()
+    _print_variants(decisions, evidence)
+    if sampled := sampled_rows(one for (_, target), one in evidence.items() if target == choice.target):
+        print_text("[dim]{}[/dim]", sampled, indent=2)
+
+    console().print()
+    has_failures = _print_failures(decisions)
+    has_notes = _print_advisories([decision for decision in decisions if decision.variant == choice.variant])
+    if has_failures or has_notes:
+        console().print()
+    return sum(len(decision.results) for decision in decisions)
+
+
+def _print_variants(decisions: Sequence[Decision], evidence: Mapping[tuple[str, str], Evidence]) -> None:
+    """Print the key metrics of each variant of a target, without the columns that no variant fills."""
+    from onnx_ops.reporting.comparison import variant_rows
+    from onnx_ops.reporting.metrics import headline
+
     measured = [record for d in decisions if (record := evidence.get((d.variant, d.target))) is not None]
-    ratios = {r.metric: r.metric.removeprefix("ratio vs ") for d in decisions for r in d.results}
-    names = {name for metric, name in ratios.items() if name != metric}
-    against = "champion" if "champion" in names else min(names, default="")
-    metric = headline(decisions, measured)
+    metric, against = headline(decisions, measured), _find_reference(decisions)
     rows = [
         _describe_row(row, decision, metric, against)
         for row, decision in zip(variant_rows(decisions, measured), decisions, strict=False)
     ]
-    heads = ["  variant", "verdict", metric, "median latency", f"latency vs {against}" if against else "", "size"]
+    latency_head = f"latency vs {against}" if against else ""
+    heads = ["  variant", "verdict", metric, "median latency", latency_head, "size"]
     used = [n for n, head in enumerate(heads) if n < 2 or (head and any(row[n] for row in rows))]
-    console().print()
     print_table([heads[n] for n in used], [[row[n] for n in used] for row in rows])
-    if sampled := sampled_rows(one for (_, target), one in evidence.items() if target == choice.target):
-        print_text("[dim]{}[/dim]", sampled, indent=2)
-    console().print()
-    is_explained = _print_failures(decisions)
-    for row in result_table([decision for decision in decisions if decision.variant == choice.variant]):
-        if row.result.advisory and row.result.verdict is not Verdict.PASS:
-            print_text("[dim]note[/dim] {}: {}", row.variant, _reason(row), indent=2)
-            is_explained = True
-    if is_explained:
-        console().print()
-    return sum(len(decision.results) for decision in decisions)
+
+
+def _find_reference(decisions: Sequence[Decision]) -> str:
+    """Return the model with which latency was compared: the champion if it was; empty if none."""
+    prefix = "ratio vs "
+    metrics = {result.metric for decision in decisions for result in decision.results}
+    names = {metric.removeprefix(prefix) for metric in metrics if metric.startswith(prefix)}
+    return "champion" if "champion" in names else min(names, default="")
+
+
+def _print_advisories(decisions: Sequence[Decision]) -> bool:
+    """Print the advisory gates that do not pass; return whether there are any."""
+    rows = [row for row in result_table(decisions) if row.result.advisory and row.result.verdict is not Verdict.PASS]
+    for row in rows:
+        print_text("[dim]note[/dim] {}: {}", row.variant, _reason(row), indent=2)
+    return bool(rows)
 
 
 def _describe_row(row: VariantRow, decision: Decision, metric: str, against: str) -> list[str]:
@@ -269,6 +304,7 @@ def _without(errors: Mapping[str, OnnxOpsError], decisions: Sequence[Decision]) 
 
 
 def _release_lines(summary: Summary, registration: Registration, project: Project) -> None:
+    """Print the versions of a release, what awaits promotion, and the endpoints that serve the model."""
     from onnx_ops.app.results import locate_report
     from onnx_ops.release.journal import list_sibling_states
 
@@ -285,16 +321,23 @@ def _release_lines(summary: Summary, registration: Registration, project: Projec
         out.print(markup("{}", promotion.explain_left()), soft_wrap=True)
     for target in dict.fromkeys(c.target for c in summary.choices):
         for state in list_sibling_states(project.context, registration.model, target):
-            config, stable = state.config, state.roles.stable
-            address = None if config is None else project.context.provider(config.provider).address(config)
-            if config is None or address is None or stable is None:
-                continue
-            # A cloud forwards only requests to this path.
-            path = f"v2/models/{registration.model}" if config.provider == "local" else "invocations"
-            text = f"{stable.name} ({stable.variant}) at {address}/{path}"
-            out.print(markup("Endpoint [bold]{}[/bold] serves {}", state.endpoint, text), soft_wrap=True)
-            if state.roles.candidate is not None:
-                say(f"Rollout of {state.roles.candidate.name} has started: onnx-ops rollout status {state.endpoint}")
-                say("The reconciler advances it: onnx-ops reconcile --watch")
+            _print_endpoint(state, registration.model, project)
     out.print(markup("Report: {}", locate_report(registration)), soft_wrap=True)
     out.print(markup("Evidence: {}", registration.where), soft_wrap=True)
+
+
+def _print_endpoint(state: ReleaseState, model: str, project: Project) -> None:
+    """Print what an endpoint serves and where, and its rollout; nothing if it does not serve yet."""
+    config, stable = state.config, state.roles.stable
+    if config is None:
+        return
+    address = project.context.provider(config.provider).address(config)
+    if address is None or stable is None:
+        return
+    # A cloud forwards only requests to this path.
+    path = f"v2/models/{model}" if config.provider == "local" else "invocations"
+    text = f"{stable.name} ({stable.variant}) at {address}/{path}"
+    console().print(markup("Endpoint [bold]{}[/bold] serves {}", state.endpoint, text), soft_wrap=True)
+    if state.roles.candidate is not None:
+        say(f"Rollout of {state.roles.candidate.name} has started: onnx-ops rollout status {state.endpoint}")
+        say("The reconciler advances it: onnx-ops reconcile --watch")
