@@ -213,13 +213,7 @@ def _beside_base(blank: ModelComparison, mine: Evidence, theirs: Evidence, pairs
     for label in dict.fromkeys((*ours, *before)):
         change = changes.get(label, "")
         if not change and label in ours and label in before:  # they share no rows: a change without an interval
-            difference = ours[label].estimate - before[label].estimate
-            if ours[label].unit == "1":
-                change = f"{_signed(100 * difference)} points"
-            elif before[label].estimate > 0:
-                change = format_figure(ours[label].estimate / before[label].estimate, "x")
-            else:
-                change = _signed(difference)
+            change = _describe_difference(ours[label], before[label])
         rows.append(_make_row(label, ours.get(label), before.get(label), change or NOTHING))
     fast, slow = median_latency(mine.latency), median_latency(theirs.latency)
     if fast is not None and slow is not None and slow.estimate > 0:
@@ -228,6 +222,16 @@ def _beside_base(blank: ModelComparison, mine: Evidence, theirs: Evidence, pairs
     other = theirs.hardware.cpu_model
     note = APART if other == mine.hardware.cpu_model else f"{APART} The base was measured on another machine: {other}."
     return replace(blank, rows=tuple(rows), note=note)
+
+
+def _describe_difference(after: Measured, before: Measured) -> str:
+    """Return a change of a metric: a share in points, another as a ratio where the value before allows one."""
+    difference = after.estimate - before.estimate
+    if after.unit == "1":
+        return f"{_signed(100 * difference)} points"
+    if before.estimate > 0:
+        return format_figure(after.estimate / before.estimate, "x")
+    return _signed(difference)
 
 
 def _make_row(metric: str, ours: Measured | None, theirs: Measured | None, change: str) -> ComparedMetric:

@@ -97,15 +97,8 @@ def release_report(
     known = {(e.variant, e.target): e for e in evidence}
     stored = dict(digests or {})
     stored |= {place: digest_bytes(codec.dumps(e)) for place, e in known.items() if place not in stored}
-    name = lineage.pipeline if lineage is not None else next((e.pipeline for e in evidence), "release")
-    release = lineage.release if lineage is not None else next((e.release for e in evidence), None)
+    name, release = _name_release(lineage, evidence)
     chosen = {choice.target: choice.variant for choice in choices}
-    origin: dict[str, str] = {}
-    if lineage is not None:
-        origin = {"pipeline": lineage.pipeline, "release": lineage.release}
-        origin["commit"] = lineage.git_sha or "not recorded"
-        origin |= {f"{data} data": digest for data, digest in sorted(lineage.data.items())}
-        origin |= {**flatten_origins(lineage), **dict(sorted(lineage.parameters.items()))}
     return render(
         "release.html",
         title=f"{name}, release {short_digest(release)}" if release is not None else name,
@@ -127,18 +120,41 @@ def release_report(
             target: _plot_target(target, decisions, evidence, chosen.get(target))
             for target in dict.fromkeys(e.target for e in evidence)
         },
-        searches=[
-            {
-                "record": record,
-                "figures": [figure for target in record.targets if (figure := search_figure(record, target))],
-                "time_heads": [f"time on {target}" for target in record.targets],
-                "sensitivities": sorted(record.sensitivities, key=lambda s: (s.recipe, -(s.error or 0.0), s.node)),
-            }
-            for record in searches
-        ],
+        searches=[_describe_search(record) for record in searches],
         measured=[(e.variant, e.target, _describe_conditions(e, stored[e.variant, e.target])) for e in evidence],
-        origin=origin,
+        origin={} if lineage is None else _describe_origin(lineage),
     )
+
+
+def _name_release(lineage: Lineage | None, evidence: Sequence[Evidence]) -> tuple[str, Digest | None]:
+    """Return the pipeline and the release of a report; without lineage, of its first evidence."""
+    if lineage is not None:
+        return lineage.pipeline, lineage.release
+    if evidence:
+        return evidence[0].pipeline, evidence[0].release
+    return "release", None
+
+
+def _describe_origin(lineage: Lineage) -> dict[str, str]:
+    """Return what a release was made from: commit, data, origins, parameters."""
+    return {
+        "pipeline": lineage.pipeline,
+        "release": lineage.release,
+        "commit": lineage.git_sha or "not recorded",
+        **{f"{data} data": digest for data, digest in sorted(lineage.data.items())},
+        **flatten_origins(lineage),
+        **dict(sorted(lineage.parameters.items())),
+    }
+
+
+def _describe_search(record: SearchRecord) -> dict[str, Any]:
+    """Return what the template shows of a search; nodes by recipe, the most sensitive first."""
+    return {
+        "record": record,
+        "figures": [figure for target in record.targets if (figure := search_figure(record, target))],
+        "time_heads": [f"time on {target}" for target in record.targets],
+        "sensitivities": sorted(record.sensitivities, key=lambda s: (s.recipe, -(s.error or 0.0), s.node)),
+    }
 
 
 def list_gates(
@@ -168,14 +184,7 @@ def _describe_samples(result: GateResult, evidence: Evidence | None) -> tuple[li
     """Return lines on what n counts, and on the noise: a model against itself, and the runs that lost their core."""
     comparison = None if evidence is None else _find_comparison(result, evidence)
     if comparison is not None:
-        selves = [pair for pair in comparison.self_log_ratios if pair]
-        interval = compare(selves, tolerance=0.0) if selves else None
-        noise = [f"A/A ±{format_figure((interval.high - interval.low) / 2, '1')}" if interval else "A/A not measured"]
-        count = [f"{result.n} {'process' if result.gate in ('cold_start', 'memory') else 'session'} pairs"]
-        if isinstance(comparison, LatencyComparison):
-            noise.append(f"{share(comparison.preempted, comparison.runs)} preempted")
-            count.append(f"{comparison.runs} runs")
-        return count if result.n else [NOTHING], noise
+        return _describe_pairs(result, comparison)
     if not result.n:
         return [NOTHING], [NOTHING]
     if result.gate == "latency":
@@ -187,6 +196,21 @@ def _describe_samples(result: GateResult, evidence: Evidence | None) -> tuple[li
     if result.groups:
         return [f"{result.n} rows", f"{result.groups} groups"], [NOTHING]
     return [f"{result.n} {_COUNTED.get(result.gate, '')}".strip()], [NOTHING]
+
+
+def _describe_pairs(result: GateResult, comparison: LatencyComparison | PairedRatios) -> tuple[list[str], list[str]]:
+    """Return lines on the pairs of a ratio, and on its noise: the interval of the model against itself."""
+    selves = [pair for pair in comparison.self_log_ratios if pair]
+    if selves:
+        interval = compare(selves, tolerance=0.0)
+        noise = [f"A/A ±{format_figure((interval.high - interval.low) / 2, '1')}"]
+    else:
+        noise = ["A/A not measured"]
+    count = [f"{result.n} {'process' if result.gate in ('cold_start', 'memory') else 'session'} pairs"]
+    if isinstance(comparison, LatencyComparison):
+        noise.append(f"{share(comparison.preempted, comparison.runs)} preempted")
+        count.append(f"{comparison.runs} runs")
+    return count if result.n else [NOTHING], noise
 
 
 def _find_comparison(result: GateResult, evidence: Evidence) -> LatencyComparison | PairedRatios | None:
@@ -217,23 +241,25 @@ def _plot_target(
     """Return the plots of each float variant, and once the plot of the export behind all quantized ones."""
     judged = {d.variant: d for d in decisions if d.target == target}
     here = [(e, judged.get(e.variant)) for e in evidence if e.target == target]
-    exports: list[Figure | None] = []
-    seen = [e.parity for e, _ in here]
-    for e, decision in here:
-        if e.quantized and e.export_parity and e.export_parity not in seen:
-            seen.append(e.export_parity)
-            what = "the export behind the quantized variants"
-            exports.append(parity_figure(what, e.export_parity, decision, "export"))
     figures = [
         pareto_figure(target, evidence, decisions, chosen),
         latency_figure(target, [e for e, _ in here]),
         *(ratio_figure(e, comparison, decision) for e, decision in here for comparison in e.comparisons),
         *(ratio_figure(e, ratio, decision) for e, decision in here for ratio in e.ratios),
         *(parity_figure(f"{e.variant} on {target}", e.parity, decision, "outputs") for e, decision in here if e.parity),
-        *exports,
+        *_plot_exports(here),
         *(weights_figure(e.variant, e, decision) for e, decision in here),
     ]
     return [figure for figure in figures if figure is not None]
+
+
+def _plot_exports(entries: Sequence[tuple[Evidence, Decision | None]]) -> Iterator[Figure | None]:
+    """Yield the parity of each export behind quantized variants that no float variant shows, once."""
+    seen = [e.parity for e, _ in entries]
+    for e, decision in entries:
+        if e.quantized and e.export_parity and e.export_parity not in seen:
+            seen.append(e.export_parity)
+            yield parity_figure("the export behind the quantized variants", e.export_parity, decision, "export")
 
 
 def _describe_conditions(e: Evidence, digest: Digest) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,16 +90,27 @@ def reason_of(decisions: Sequence[Decision], sizes: tuple[int, int]) -> str:
         return "nothing was judged"
     if worst.verdict is not Verdict.PASS:
         return f"{_name(worst)}: {worst.reason}"
-    parts = [f"{_name(result)} {_figure(result)}" for result in binding if result.gate == "task"][:1]
-    timed = [result for result in binding if result.gate == "latency"]
-    if timed:
+    return ", ".join(_list_measurements(binding, sizes))
+
+
+def _list_measurements(results: Sequence[GateResult], sizes: tuple[int, int]) -> list[str]:
+    """Return the main measurements of results that all passed: parity, task metric, latency, size."""
+    by_gate: dict[str, list[GateResult]] = defaultdict(list)
+    for result in results:
+        by_gate[result.gate].append(result)
+    parts = []
+    if by_gate["parity"]:
+        parts.append("the same function within its precision")
+    if by_gate["task"]:
+        metric = by_gate["task"][0]
+        parts.append(f"{_name(metric)} {_figure(metric)}")
+    if timed := by_gate["latency"]:
         slowest = max(timed, key=lambda result: result.estimate or 0.0)
         parts.append(f"{_figure(slowest)} the latency" + (f" at worst ({_name(slowest)})" if len(timed) > 1 else ""))
-    if sizes[0] and sizes[1] != sizes[0]:
-        parts.append(f"{format_figure(sizes[1] / sizes[0], 'x')} the size")
-    if any(result.gate == "parity" for result in binding):
-        parts.insert(0, "the same function within its precision")
-    return ", ".join(parts)
+    before, after = sizes
+    if before and after != before:
+        parts.append(f"{format_figure(after / before, 'x')} the size")
+    return parts
 
 
 def _figure(result: GateResult) -> str:
@@ -143,11 +155,9 @@ def markdown_page(heading: Heading, decisions: Sequence[Decision]) -> str:
 
 def html_report(heading: Heading, decisions: Sequence[Decision], timings: Sequence[tuple[Decision, Evidence]]) -> str:
     """Return one self-contained page; `timings` are the latency comparisons, each with its decision."""
-    evidence = {  # the first timing of each target, which names its machine
-        (decision.variant, decision.target): next(timing for _, timing in timings if timing.target == decision.target)
-        for decision in decisions
-        if any(timing.target == decision.target for _, timing in timings)
-    }
+    # The first timing of each target names its machine.
+    machines = {timing.target: timing for _, timing in reversed(timings)}
+    evidence = {(d.variant, d.target): machines[d.target] for d in decisions if d.target in machines}
     figures = [
         *(ratio_figure(timing, one, decision) for decision, timing in timings for one in timing.comparisons),
         *(ratio_figure(timing, one, decision) for decision, timing in timings for one in timing.ratios),

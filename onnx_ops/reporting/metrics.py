@@ -128,16 +128,29 @@ def plain_figures(evidence: Evidence) -> dict[str, float]:
             figures[f"requests_per_second_{throughput.concurrency}"] = median(throughput.per_second)
     for way in evidence.scheduling:
         figures[f"rows_per_second_{way.threads}x{way.rows}"] = way.rows_per_s
-    if (starts := evidence.starts) is not None:
-        samples = {
-            "load_ms": [1e3 * seconds for seconds in starts.load_s],
-            "first_ms": [1e3 * seconds for seconds in starts.first_s],
-            "peak_bytes": [float(size) for size in starts.peak_bytes],
-        }
-        figures |= {name: median(values) for name, values in samples.items() if values}
-    for counts in evidence.metrics:
-        if not counts.against and counts.n:
-            figures[_name(counts.metric)] = (counts.both + counts.only_candidate) / counts.n
+    return {**figures, **_start_figures(evidence), **_task_figures(evidence)}
+
+
+def _start_figures(evidence: Evidence) -> dict[str, float]:
+    """Return the medians over starts of the process, of those that were measured."""
+    starts = evidence.starts
+    if starts is None:
+        return {}
+    samples = {
+        "load_ms": [1e3 * seconds for seconds in starts.load_s],
+        "first_ms": [1e3 * seconds for seconds in starts.first_s],
+        "peak_bytes": [float(size) for size in starts.peak_bytes],
+    }
+    return {name: median(values) for name, values in samples.items() if values}
+
+
+def _task_figures(evidence: Evidence) -> dict[str, float]:
+    """Return task metrics; a comparison counts only for a metric that has no value against the labels."""
+    figures = {
+        _name(counts.metric): (counts.both + counts.only_candidate) / counts.n
+        for counts in evidence.metrics
+        if not counts.against and counts.n
+    }
     alone = {score.metric for score in evidence.scores if not score.against}
     for score in evidence.scores:
         if score.candidate is not None and not (score.against and score.metric in alone):

@@ -6,13 +6,21 @@ import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import median
 
 from onnx_ops.domain.decision import Decision, Verdict
-from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios, ParityMeasurement, find_gate_kind
-from onnx_ops.domain.quantization import SearchRecord
+from onnx_ops.domain.evidence import (
+    Evidence,
+    Interval,
+    LatencyComparison,
+    PairedRatios,
+    ParityMeasurement,
+    find_gate_kind,
+)
+from onnx_ops.domain.quantization import SearchRecord, Trial
 from onnx_ops.domain.rollout_observations import EvidencePath
-from onnx_ops.reporting.formatting import format_figure, number, scale_for
+from onnx_ops.reporting.formatting import Scale, format_figure, number, scale_for
 from onnx_ops.reporting.metrics import Measured, headline, median_latency, task_metric
 from onnx_ops.reporting.svg import Axis, Chart, axis_around, make_standalone, room_for
 from onnx_ops.statistics.latency import ALPHA, compare
@@ -70,13 +78,7 @@ def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
     chart = Chart(x=axis, y=Axis(low=0, high=100, label="runs no slower (%)"))
     keys = []
     for series, e, latency, seconds in curves:
-        n = len(seconds)
-        places = range(n) if n <= _POINTS else sorted({round(i * (n - 1) / (_POINTS - 1)) for i in range(_POINTS)})
-        points = [(seconds[0] / scale.divisor, 0.0)]
-        for i in places:
-            left = seconds[i] / scale.divisor
-            points += [(left, points[-1][1]), (left, 100 * (i + 1) / n)]
-        chart.path(points, f"line {_style(series)}")
+        chart.path(_step_curve([value / scale.divisor for value in seconds]), f"line {_style(series)}")
         lost = f"{share(latency.preempted, latency.runs)} of {latency.runs} runs preempted and omitted"
         middle = median_latency(latency)
         keys.append((series, f"{e.variant}: median {middle.text() if middle else '?'}, {lost}"))
@@ -88,6 +90,16 @@ def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
         "Verdicts about slower or faster rest on the session pairs, not on these curves.",
         keys=tuple(keys),
     )
+
+
+def _step_curve(values: Sequence[float]) -> list[tuple[float, float]]:
+    """Return the corners of the distribution of sorted values, in percent; at most `_POINTS` steps, evenly spread."""
+    n = len(values)
+    places = range(n) if n <= _POINTS else sorted({round(i * (n - 1) / (_POINTS - 1)) for i in range(_POINTS)})
+    points = [(values[0], 0.0)]
+    for i in places:
+        points += [(values[i], points[-1][1]), (values[i], 100 * (i + 1) / n)]
+    return points
 
 
 def parity_figure(
@@ -102,13 +114,7 @@ def parity_figure(
     positive = [m.ratio for m in ranked[:_ROWS] if 0 < m.ratio < _CLIPPED]
     low = max(1e-3, min([0.1, *positive]) / 1.5)
     high = 2 * max([1.0, limit or 0.0, *positive])
-    rows = []
-    for m in ranked[:_ROWS]:
-        name = " · ".join(filter(None, (m.group, m.output, m.column)))
-        ratio = f"{number(m.ratio) if m.ratio < _CLIPPED else '>1e6'}×"
-        bad = bool(m.mismatch) or (limit is not None and m.ratio > limit)
-        place, text = (high, "mismatch") if m.mismatch else (m.ratio, ratio)
-        rows.append((name, place, text, bad, f"{name}: {m.mismatch or ratio}, {m.rows} rows"))
+    rows = [_describe_error(m, limit, high) for m in ranked[:_ROWS]]
     axis = Axis(low=low, high=high, label="error / noise of the source (×, log scale)", log=True)
     n = sum(m.rows for m in known if m.output == ranked[0].output)
     return Figure(
@@ -118,6 +124,18 @@ def parity_figure(
         f"Dashed: limit {'none' if limit is None else number(limit) + '×'}. A maximum over the rows, so without "
         "interval. At the left edge: no difference." + _describe_columns(known, limit),
     )
+
+
+def _describe_error(
+    measurement: ParityMeasurement, limit: float | None, edge: float
+) -> tuple[str, float, str, bool, str]:
+    """Return the row of an error for `_draw_rows`; a mismatch has no ratio, and stands at the edge."""
+    name = " · ".join(filter(None, (measurement.group, measurement.output, measurement.column)))
+    if measurement.mismatch:
+        return name, edge, "mismatch", True, f"{name}: {measurement.mismatch}, {measurement.rows} rows"
+    ratio = f"{number(measurement.ratio) if measurement.ratio < _CLIPPED else '>1e6'}×"
+    is_bad = limit is not None and measurement.ratio > limit
+    return name, measurement.ratio, ratio, is_bad, f"{name}: {ratio}, {measurement.rows} rows"
 
 
 def _describe_columns(measurements: Sequence[ParityMeasurement], limit: float | None) -> str:
@@ -187,31 +205,30 @@ def pareto_figure(
     if not points:
         return None
     metric = headline(decisions, here)
-    passed = {d.variant for d in decisions if d.target == target and d.verdict is Verdict.PASS}
-    time = scale_for(max(m.estimate for *_, m in points), "s")
-    size = scale_for(max(e.size_bytes for _, e, _ in points), "B")
-    ends = [v / time.divisor for *_, m in points for v in (m.estimate, m.low, m.high) if 0 < v < math.inf]
-    sizes = [e.size_bytes / size.divisor for _, e, _ in points]
-    chart = Chart(
-        x=axis_around(sizes, f"size on disk ({size.suffix.strip()})", room=0.25),
-        y=axis_around(ends, f"median latency ({time.suffix.strip()})", room=0.15),
-    )
+    passed = _list_passed(decisions, target)
+    time, size = _choose_scales(points)
+    chart = _make_size_chart(points, time, size)
+    # Neighbours write their names on opposite sides.
+    by_size = sorted(points, key=lambda point: point[1].size_bytes)
+    above = {e.variant: place % 2 == 0 for place, (_, e, _) in enumerate(by_size)}
     keys = []
-    above = {e.variant: place % 2 == 0 for place, (_, e, _) in enumerate(sorted(points, key=lambda p: p[1].size_bytes))}
     for series, e, middle in points:
         left, top = e.size_bytes / size.divisor, middle.estimate / time.divisor
-        if middle.low > 0 and middle.high < math.inf:
-            chart.path([(left, end / time.divisor) for end in (middle.low, middle.high)], f"line {_style(series)}")
+        if _is_bounded(middle):
+            ends = [(left, middle.low / time.divisor), (left, middle.high / time.divisor)]
+            chart.path(ends, f"line {_style(series)}")
         value = task_metric(e, metric)
         label = f"{e.variant}: {format_figure(e.size_bytes, 'B')}, median {middle.text()}"
-        label += f", {metric} {value.text()}" if value else f", {metric} not measured"
+        label += f", {metric} {value.text() if value else 'not measured'}"
         chart.dot(left, top, f"{_style(series)} {'full' if e.variant in passed else 'open'}", label, radius=5)
         if e.variant == chosen:
             chart.dot(left, top, "ring", f"{e.variant} is chosen", radius=9)
-        name = e.variant if len(points) <= _NAMED else f"{series + 1}:"
+        name = e.variant
+        if len(points) > _NAMED:  # many names would cover each other: a number stands for the variant
+            name, label = f"{series + 1}:", f"{series + 1}: {label}"
         beside = f"{name} {format_figure(value.estimate, value.unit)}" if value else name
         chart.note(left, top, beside, above=above[e.variant])
-        keys.append((series, label if len(points) <= _NAMED else f"{series + 1}: {label}"))
+        keys.append((series, label))
     return Figure(
         title=f"Size, latency and {metric} on {target}",
         svg=chart.render(f"Size against latency on {target}"),
@@ -219,6 +236,29 @@ def pareto_figure(
         "Full dots passed every gate, open ones did not; "
         f"the ring marks the chosen variant. Beside each variant: its {metric}.",
         keys=tuple(keys),
+    )
+
+
+def _list_passed(decisions: Sequence[Decision], target: str) -> set[str]:
+    """Return the variants that passed every gate of a target."""
+    return {d.variant for d in decisions if d.target == target and d.verdict is Verdict.PASS}
+
+
+def _choose_scales(points: Sequence[tuple[int, Evidence, Measured]]) -> tuple[Scale, Scale]:
+    """Return the units of time and size that fit the largest values."""
+    return (
+        scale_for(max(middle.estimate for *_, middle in points), "s"),
+        scale_for(max(e.size_bytes for _, e, _ in points), "B"),
+    )
+
+
+def _make_size_chart(points: Sequence[tuple[int, Evidence, Measured]], time: Scale, size: Scale) -> Chart:
+    """Return an empty plot of size and latency with room for the points and their intervals."""
+    ends = [v / time.divisor for *_, m in points for v in (m.estimate, m.low, m.high) if 0 < v < math.inf]
+    sizes = [e.size_bytes / size.divisor for _, e, _ in points]
+    return Chart(
+        x=axis_around(sizes, f"size on disk ({size.suffix.strip()})", room=0.25),
+        y=axis_around(ends, f"median latency ({time.suffix.strip()})", room=0.15),
     )
 
 
@@ -235,15 +275,8 @@ def search_figure(record: SearchRecord, target: str) -> Figure | None:
     points = [(n, t) for n, t in enumerate(record.trials) if not t.failure and target in t.ratios]
     if not points:
         return None
-    losses = [100 * (t.drop or 0.0) for _, t in points]
     limit = 100 * record.budget.metric_drop
-    low, high = min([0.0, *losses]), max([limit, *(loss for loss in losses if loss <= _SHOWN_LOSSES * limit)])
-    room = max(0.08 * (high - low), _LEAST_LOSS)
-    times = [v for _, t in points for v in (t.ratios[target].low, t.ratios[target].high) if 0 < v < 100]
-    chart = Chart(
-        x=axis_around([1.0, *times], "time of a request over that of fp32 (×)"),
-        y=Axis(low=low - room, high=high + room, label=f"loss of {record.metric} (points)"),
-    )
+    chart = _make_loss_chart(record, [trial for _, trial in points], target)
     chart.across(limit, "line limit")
     export = f"fp32: {format_figure(record.export_bytes, 'B')}"
     chart.dot(1.0, 0.0, "s1 full", export, radius=5)
@@ -273,9 +306,28 @@ def search_figure(record: SearchRecord, target: str) -> Figure | None:
     )
 
 
+def _make_loss_chart(record: SearchRecord, trials: Sequence[Trial], target: str) -> Chart:
+    """Return an empty plot of loss and time with room for the trials, the budget and fp32."""
+    limit = 100 * record.budget.metric_drop
+    losses = [100 * (trial.drop or 0.0) for trial in trials]
+    low, high = min([0.0, *losses]), max([limit, *(loss for loss in losses if loss <= _SHOWN_LOSSES * limit)])
+    room = max(0.08 * (high - low), _LEAST_LOSS)
+    ratios = [trial.ratios[target] for trial in trials]
+    times = [v for ratio in ratios for v in (ratio.low, ratio.high) if 0 < v < 100]
+    return Chart(
+        x=axis_around([1.0, *times], "time of a request over that of fp32 (×)"),
+        y=Axis(low=low - room, high=high + room, label=f"loss of {record.metric} (points)"),
+    )
+
+
 def share(part: int, whole: int) -> str:
     """Format a part of a whole as a percentage."""
     return format_figure(part / whole if whole > 0 else 0.0, "1")
+
+
+def _is_bounded(interval: Interval) -> bool:
+    """Return whether a plot can show both ends of an interval."""
+    return interval.low > 0 and interval.high < math.inf
 
 
 def _style(series: int) -> str:
@@ -302,42 +354,69 @@ def ratio_figure(
     ratio = measured_ratio(comparison)
     if ratio is None:
         return None
-    if isinstance(comparison, LatencyComparison):
-        limit = limit_of(decision, "latency", f"ratio vs {comparison.against}")
-        runs = f", {comparison.runs} runs, {share(comparison.preempted, comparison.runs)} preempted"
-    else:
-        metric, runs = f"{comparison.figure} vs {comparison.against}", ""
-        limit = limit_of(decision, find_gate_kind(comparison.figure), metric)
-    of, noun = name_of(comparison), _pair(comparison)
+    limit, of, noun = _find_ratio_limit(comparison, decision), name_of(comparison), _pair(comparison)
     pairs = [[_exp(x) for x in pair] for pair in comparison.log_ratios if pair]
     selves = [[_exp(x) for x in pair if math.isfinite(x)] for pair in comparison.self_log_ratios]
+    centres = [median(pair) for pair in (*pairs, *filter(None, selves))]
     bounds = [v for v in (ratio.low, ratio.high, limit) if v is not None and 0 < v < math.inf]
-    centres = [median(pair) for pair in (*pairs, *(s for s in selves if s))]
-    y = axis_around([1.0, *centres, *bounds, *(v for pair in pairs for v in pair)], f"{of} / {comparison.against} (×)")
+    values = [1.0, *centres, *bounds, *chain.from_iterable(pairs)]
     step = 1 if len(pairs) <= 10 else 5
     marks = tuple(map(float, range(step, len(pairs) + 1, step)))
-    chart = Chart(x=Axis(low=0.4, high=len(pairs) + 0.6, label=noun, marks=marks), y=y)
-    if ratio.low > 0 and ratio.high < math.inf:
+    chart = Chart(
+        x=Axis(low=0.4, high=len(pairs) + 0.6, label=noun, marks=marks),
+        y=axis_around(values, f"{of} / {comparison.against} (×)"),
+    )
+    # Lines first: dots are drawn over them.
+    if _is_bounded(ratio):
         chart.band(ratio.low, ratio.high, "band")
     chart.across(ratio.estimate, "line estimate")
     chart.across(1.0, "line one")
     if limit is not None:
         chart.across(limit, "line limit", f"limit {number(limit)}×")
-    for index, pair in enumerate(selves[: len(pairs)], 1):
-        if pair:
-            chart.dot(index - 0.12, median(pair), "hollow", f"pair {index}: {comparison.against} against itself")
-    for index, pair in enumerate(pairs, 1):
-        for value in pair if len(pair) > 1 else ():
-            chart.dot(index + 0.12, value, "faint", f"pair {index}, one block: {number(value)}×", radius=2)
-        chart.dot(index + 0.12, median(pair), "solid", f"pair {index}: {number(median(pair))}×")
-    parts = "small ones: their blocks; " if any(len(pair) > 1 for pair in pairs) else ""
+    _draw_selves(chart, selves[: len(pairs)], comparison.against)
+    _draw_pairs(chart, pairs)
     what = f"{evidence.variant} against {comparison.against} on {evidence.target}"
     return Figure(
         title=f"{of.capitalize()} ratio: {what}",
         svg=chart.render(f"{of.capitalize()} ratio of {what}"),
-        caption=f"{ratio.text()}{runs}. {_BAND} Full dots: {noun}s; {parts}"
+        caption=f"{ratio.text()}{_describe_runs(comparison)}. {_BAND} Full dots: {noun}s; {_name_blocks(pairs)}"
         f"rings: {comparison.against} against itself, the noise of the host.",
     )
+
+
+def _find_ratio_limit(comparison: LatencyComparison | PairedRatios, decision: Decision | None) -> float | None:
+    """Return the limit of the gate that judges a ratio; None if there is none."""
+    if isinstance(comparison, LatencyComparison):
+        return limit_of(decision, "latency", f"ratio vs {comparison.against}")
+    metric = f"{comparison.figure} vs {comparison.against}"
+    return limit_of(decision, find_gate_kind(comparison.figure), metric)
+
+
+def _describe_runs(comparison: LatencyComparison | PairedRatios) -> str:
+    """Return how many runs latency was measured on; other ratios do not count runs."""
+    if not isinstance(comparison, LatencyComparison):
+        return ""
+    return f", {comparison.runs} runs, {share(comparison.preempted, comparison.runs)} preempted"
+
+
+def _name_blocks(pairs: Sequence[Sequence[float]]) -> str:
+    """Return the caption of the small dots; empty if no pair has several blocks."""
+    return "small ones: their blocks; " if any(len(pair) > 1 for pair in pairs) else ""
+
+
+def _draw_selves(chart: Chart, selves: Sequence[Sequence[float]], against: str) -> None:
+    """Draw a ring for each pair of sessions of the baseline, left of the pair it was measured with."""
+    for index, pair in enumerate(selves, 1):
+        if pair:
+            chart.dot(index - 0.12, median(pair), "hollow", f"pair {index}: {against} against itself")
+
+
+def _draw_pairs(chart: Chart, pairs: Sequence[Sequence[float]]) -> None:
+    """Draw a dot for the median of each pair, and a small one for each of its blocks if there are several."""
+    for index, pair in enumerate(pairs, 1):
+        for value in pair if len(pair) > 1 else ():
+            chart.dot(index + 0.12, value, "faint", f"pair {index}, one block: {number(value)}×", radius=2)
+        chart.dot(index + 0.12, median(pair), "solid", f"pair {index}: {number(median(pair))}×")
 
 
 def name_of(comparison: LatencyComparison | PairedRatios) -> str:

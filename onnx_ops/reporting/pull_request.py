@@ -103,13 +103,36 @@ def page(checked: Sequence[Checked], *, commit: str, reports: str = "", unreview
 
 
 def _describe_pipeline(one: Checked) -> str:
-    parts = [f"### {SIGNS[one.verdict]} {markdown(one.file)}: {one.verdict.value.upper()}"]
-    parts += ["\n".join(f"> {markdown(line)}  " for line in text.splitlines()) for text in (one.error, one.withheld)]
-    if one.choices:
-        choices = [(c.target, c.variant or "none", c.verdict.value, c.reason) for c in one.choices]
-        parts.append("\n".join(markdown_table(("target", "chosen", "verdict", "why"), choices)))
-    for against in dict.fromkeys(c.against for c in one.comparisons):
-        here = [c for c in one.comparisons if c.against == against]
+    parts = [
+        f"### {SIGNS[one.verdict]} {markdown(one.file)}: {one.verdict.value.upper()}",
+        _quote(one.error),
+        _quote(one.withheld),
+        _describe_choices(one.choices),
+        *_describe_comparisons(one.comparisons),
+        _describe_variants(one.variants),
+        _describe_results(one.decisions),
+        _describe_cause(one.because),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _quote(text: str) -> str:
+    # Two spaces end a line of Markdown.
+    return "\n".join(f"> {markdown(line)}  " for line in text.splitlines())
+
+
+def _describe_choices(choices: Sequence[Choice]) -> str:
+    if not choices:
+        return ""
+    rows = [(c.target, c.variant or "none", c.verdict.value, c.reason) for c in choices]
+    return "\n".join(markdown_table(("target", "chosen", "verdict", "why"), rows))
+
+
+def _describe_comparisons(comparisons: Sequence[ModelComparison]) -> list[str]:
+    """Return a heading, a table and a note for each model that was compared with."""
+    parts = []
+    for against in dict.fromkeys(c.against for c in comparisons):
+        here = [c for c in comparisons if c.against == against]
         parts.append(f"**Against {markdown(against)}**")
         if rows := [(c.target, r.metric, r.ours, r.theirs, r.change) for c in here for r in c.rows]:
             heads = ("target", "metric", "this change", "compared with", "change")
@@ -117,24 +140,43 @@ def _describe_pipeline(one: Checked) -> str:
         notes = [f"{c.target}: {c.ours} against {c.theirs}." for c in here if c.rows]
         notes += dict.fromkeys(c.note for c in here if c.note)
         parts.append(f"<sub>{markdown(' '.join(notes))}</sub>")
-    if one.variants:
-        variants = [
-            (
-                f"{v.variant} (version {v.version})" if v.version else v.variant,
-                v.target,
-                v.verdict.value if v.verdict is not None else "serves now",
-                "; ".join(f"{label} {value.figure}" for label, value in v.metrics.items()) or NOTHING,
-                v.latency.figure if v.latency is not None else NOTHING if v.verdict is None else "not measured",
-                format_figure(v.size_bytes, "B") if v.size_bytes else "not measured",
-            )
-            for v in one.variants
-        ]
-        parts.append("\n".join(["**Variants**\n", *markdown_table(_VARIANT_HEADS, variants)]))
-    if one.decisions:
-        results = [(r.variant, r.target, *r.markdown_cells()) for r in worst_first(result_table(one.decisions))]
-        table = "\n".join(markdown_table(_RESULT_HEADS, results))
-        parts.append(f"<details><summary>{len(results)} gate results</summary>\n\n{table}\n\n</details>")
-    if one.because:
-        why = ", ".join(markdown(path) for path in one.because[:10])
-        parts.append(f"Run because of {why}{' and more' if len(one.because) > 10 else ''}.")
-    return "\n\n".join(part for part in parts if part)
+    return parts
+
+
+def _describe_variants(variants: Sequence[VariantRow]) -> str:
+    if not variants:
+        return ""
+    rows = [_describe_variant(variant) for variant in variants]
+    return "\n".join(["**Variants**\n", *markdown_table(_VARIANT_HEADS, rows)])
+
+
+def _describe_variant(variant: VariantRow) -> tuple[str, ...]:
+    """Return the cells of a variant; one without verdict is what serves now, and is not measured again."""
+    metrics = "; ".join(f"{label} {value.figure}" for label, value in variant.metrics.items())
+    if variant.latency is not None:
+        latency = variant.latency.figure
+    else:
+        latency = NOTHING if variant.verdict is None else "not measured"
+    return (
+        f"{variant.variant} (version {variant.version})" if variant.version else variant.variant,
+        variant.target,
+        variant.verdict.value if variant.verdict is not None else "serves now",
+        metrics or NOTHING,
+        latency,
+        format_figure(variant.size_bytes, "B") if variant.size_bytes else "not measured",
+    )
+
+
+def _describe_results(decisions: Sequence[Decision]) -> str:
+    if not decisions:
+        return ""
+    results = [(r.variant, r.target, *r.markdown_cells()) for r in worst_first(result_table(decisions))]
+    table = "\n".join(markdown_table(_RESULT_HEADS, results))
+    return f"<details><summary>{len(results)} gate results</summary>\n\n{table}\n\n</details>"
+
+
+def _describe_cause(paths: Sequence[str]) -> str:
+    if not paths:
+        return ""
+    why = ", ".join(markdown(path) for path in paths[:10])
+    return f"Run because of {why}{' and more' if len(paths) > 10 else ''}."
