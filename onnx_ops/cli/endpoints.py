@@ -6,7 +6,7 @@ import datetime
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -299,21 +299,26 @@ def _print_served(status: EndpointStatus, actual: EndpointState, address: str) -
     for template, texts in found:
         for text in texts:
             print_text(template, text, indent=2)
-    for line in _describe_differing_servers(status.servers):
-        print_text("[yellow]replicas differ[/yellow]: {}", line, indent=2)
     if status.servers:
-        rows = [
-            (
-                f"  {server.name}",
-                server.state + (", back" if server.name in status.state.written_off else ""),
-                server.table or "none",
-                f"{format_seconds(server.age_s)} ago",
-                "yes" if server.has_lease else "",
-                server.address,
-            )
-            for server in status.servers
-        ]
-        print_table(("  replica", "state", "table", "heard", "lease", "address"), rows)
+        _print_replicas(status.servers, status.state.written_off)
+
+
+def _print_replicas(servers: Sequence[EndpointServer], written_off: Collection[str]) -> None:
+    """Print what replicas report, and how they differ."""
+    for line in _describe_differing_servers(servers):
+        print_text("[yellow]replicas differ[/yellow]: {}", line, indent=2)
+    rows = [
+        (
+            f"  {server.name}",
+            server.state + (", back" if server.name in written_off else ""),
+            server.table or "none",
+            f"{format_seconds(server.age_s)} ago",
+            "yes" if server.has_lease else "",
+            server.address,
+        )
+        for server in servers
+    ]
+    print_table(("  replica", "state", "table", "heard", "lease", "address"), rows)
 
 
 def _describe_differing_servers(servers: Sequence[EndpointServer]) -> Iterator[str]:

@@ -255,10 +255,8 @@ def rollback(
     if not as_json:
         _print_moves(moved, errors)
 
-    unfinished = [name for name in names if name in moved and moved[name].pending_aliases]
-    unfinished += _list_retried(project, errors)
     finish = partial(_finish, actor=actor) if wait else _hand_over
-    pending = finish(project, unfinished, tuple(moved))
+    pending = finish(project, _list_unfinished(project, moved, errors), tuple(moved))
     documents = [_document(name, moved, errors, pending) for name in names]
 
     def report() -> None:
@@ -314,10 +312,13 @@ def _print_moves(moved: Mapping[str, RollbackResult], errors: Mapping[str, OnnxO
     print_errors(errors)
 
 
-def _list_retried(project: Project, errors: Mapping[str, OnnxOpsError]) -> list[str]:
-    """Return the endpoints whose rollback is pending, and that a reconciliation on this machine can finish."""
+def _list_unfinished(
+    project: Project, moved: Mapping[str, RollbackResult], errors: Mapping[str, OnnxOpsError]
+) -> list[str]:
+    """Return the endpoints whose registry part is pending, and those whose rollback can be finished here."""
+    unfinished = [name for name, move in moved.items() if move.pending_aliases]
     pending = [name for name, error in errors.items() if isinstance(error, StillPendingError)]
-    return [name for name in pending if _is_here(project, name)]
+    return [*unfinished, *(name for name in pending if _is_here(project, name))]
 
 
 def _document(

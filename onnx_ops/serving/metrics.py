@@ -30,6 +30,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import OnnxOpsError, UserError
@@ -424,6 +425,8 @@ _REASONS: Mapping[str, tuple[int, ...]] = {
 }
 """Classes of errors, with their statuses."""
 
+_LabeledRow: TypeAlias = tuple[str, Sequence[int]]
+"""Labels as text, and the numbers of a row."""
 _FAMILIES = (
     ("model_runs_total", "Runs of the model; fewer than requests if they were batched.", "counter", RUNS),
     ("batched_requests_total", "Requests that ran in a batch with others.", "counter", BATCHED),
@@ -485,60 +488,55 @@ class MetricsPage:
         used = ((slot, self._shared.get_labels(slot)) for slot in range(1, SLOTS))
         slots = {slot: self._format_labels(ls) for slot, ls in used if ls is not None}
         rows = [(labels, self._shared.sum_slot(slot)) for slot, labels in slots.items()]
-        requests = [
-            (f'{ls},status="{status}"', count)
-            for ls, row in (unrouted, *rows)
-            for status, count in count_judged(row).items()
-            if count
+        return [
+            *_render_requests(unrouted, rows),
+            *self._render_latencies(slots, rows, traced=open_metrics),
+            *self._render_deployments(slots, rows),
+            *self._render_server(unrouted[1]),
+            *(() if state is None else self._render_table(state)),
         ]
-        requests += [
-            (f'{ls},status="{status}",judged="false"', count)
-            for ls, row in rows
-            for status, count in count_unjudged(row).items()
-            if count
-        ]
-        lines = _render_family("requests_total", "Inference requests by HTTP status.", "counter", requests)
-        errors = [
-            (f'{labels},reason="{reason}"', sum(row[get_column(status)] for status in statuses))
-            for labels, row in (unrouted, *rows)
-            for reason, statuses in _REASONS.items()
-        ]
-        lines += _render_family("errors_total", "Inference requests that failed, by reason.", "counter", errors)
-        for name, text, get_latency in (
-            ("request_duration_seconds", "Time from the last byte of a request to its response.", get_request_latency),
-            ("service_duration_seconds", "Time without queueing, of comparable requests.", get_service_latency),
-        ):
-            traced = open_metrics and get_latency is get_request_latency
-            exemplars = {labels: self._list_exemplars(slot) for slot, labels in slots.items()} if traced else {}
-            lines += _render_histogram(name, text, [(labels, get_latency(row)) for labels, row in rows], exemplars)
+
+    def _render_latencies(
+        self, slots: Mapping[int, str], rows: Sequence[_LabeledRow], *, traced: bool
+    ) -> Iterator[str]:
+        text = "Time from the last byte of a request to its response."
+        exemplars = {labels: self._list_exemplars(slot) for slot, labels in slots.items()} if traced else {}
+        samples = [(labels, get_request_latency(row)) for labels, row in rows]
+        yield from _render_histogram("request_duration_seconds", text, samples, exemplars)
+        text = "Time without queueing, of comparable requests."
+        samples = [(labels, get_service_latency(row)) for labels, row in rows]
+        yield from _render_histogram("service_duration_seconds", text, samples, {})
+
+    def _render_deployments(self, slots: Mapping[int, str], rows: Sequence[_LabeledRow]) -> Iterator[str]:
         for name, text, kind, column in _FAMILIES:
-            lines += _render_family(name, text, kind, [(labels, row[column]) for labels, row in rows])
+            yield from _render_family(name, text, kind, [(labels, row[column]) for labels, row in rows])
         for name, text, column, unjudged in _FEEDBACK_FAMILIES:
             entries = [(labels, row[column]) for labels, row in rows]
             entries += [(f'{labels},judged="false"', row[unjudged]) for labels, row in rows if row[unjudged]]
-            lines += _render_family(name, text, "counter", entries)
+            yield from _render_family(name, text, "counter", entries)
         mask = self._shared.header[OUT_OF_SERVICE]
         out = [(labels, mask >> slot & 1) for slot, labels in slots.items()]
-        lines += _render_family("out_of_service", "Whether the deployment gets no requests.", "gauge", out)
+        yield from _render_family("out_of_service", "Whether the deployment gets no requests.", "gauge", out)
         loads = [(labels, row[LOAD_NANOSECONDS] / 1e9) for labels, row in rows]
-        lines += _render_family("model_load_seconds_total", "Time to load, verify and warm up.", "counter", loads)
+        yield from _render_family("model_load_seconds_total", "Time to load, verify and warm up.", "counter", loads)
+
+    def _render_server(self, unrouted: Sequence[int]) -> Iterator[str]:
         server = self._format_labels({})
         for name, text, kind, column in _SERVER_FAMILIES:
-            lines += _render_family(name, text, kind, [(server, unrouted[1][column])])
+            yield from _render_family(name, text, kind, [(server, unrouted[column])])
         info = [(self._format_labels({"instance_id": self._shared.origin}), 1)]
-        lines += _render_family("server_info", "Identifies the counters: another id after a restart.", "gauge", info)
-        lines += _render_family("workers", "Worker processes.", "gauge", [(server, self._shared.workers)])
-        if state is not None:
-            lines += _render_family("generation", "Generation of the table.", "gauge", [(server, state.generation)])
-            for name, text, percents in (
-                ("traffic_weight_ratio", "Share of the traffic.", state.split.weights),
-                ("shadow_traffic_ratio", "Share of the traffic that is mirrored.", state.split.shadow),
-            ):
-                shares = [
-                    (self._format_labels(_get_labels(d)), percents.get(d.name, 0) / 100) for d in state.deployments
-                ]
-                lines += _render_family(name, text, "gauge", shares)
-        return lines
+        yield from _render_family("server_info", "Identifies the counters: another id after a restart.", "gauge", info)
+        yield from _render_family("workers", "Worker processes.", "gauge", [(server, self._shared.workers)])
+
+    def _render_table(self, state: EndpointState) -> Iterator[str]:
+        generation = [(self._format_labels({}), state.generation)]
+        yield from _render_family("generation", "Generation of the table.", "gauge", generation)
+        for name, text, percents in (
+            ("traffic_weight_ratio", "Share of the traffic.", state.split.weights),
+            ("shadow_traffic_ratio", "Share of the traffic that is mirrored.", state.split.shadow),
+        ):
+            shares = [(self._format_labels(_get_labels(d)), percents.get(d.name, 0) / 100) for d in state.deployments]
+            yield from _render_family(name, text, "gauge", shares)
 
     def _list_exemplars(self, slot: int) -> list[str]:
         """Return the texts of the last traced requests in the shown buckets; empty where there is none."""
@@ -549,6 +547,29 @@ class MetricsPage:
     def _format_labels(self, labels: Mapping[str, str]) -> str:
         full = {"endpoint": self._endpoint, **labels}
         return ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in full.items())
+
+
+def _render_requests(unrouted: _LabeledRow, rows: Sequence[_LabeledRow]) -> Iterator[str]:
+    """Yield the lines of requests by status, and of errors by reason."""
+    requests = [
+        (f'{labels},status="{status}"', count)
+        for labels, row in (unrouted, *rows)
+        for status, count in count_judged(row).items()
+        if count
+    ]
+    requests += [
+        (f'{labels},status="{status}",judged="false"', count)
+        for labels, row in rows
+        for status, count in count_unjudged(row).items()
+        if count
+    ]
+    yield from _render_family("requests_total", "Inference requests by HTTP status.", "counter", requests)
+    errors = [
+        (f'{labels},reason="{reason}"', sum(row[get_column(status)] for status in statuses))
+        for labels, row in (unrouted, *rows)
+        for reason, statuses in _REASONS.items()
+    ]
+    yield from _render_family("errors_total", "Inference requests that failed, by reason.", "counter", errors)
 
 
 def _render_histogram(
