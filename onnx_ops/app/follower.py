@@ -111,6 +111,8 @@ class Following:
         self._list_s = list_s
         self._beat = -1
         self._beat_at = float("-inf")
+        self._heard_at = float("-inf")
+        self._is_confirmed = False
         self._serving_end = 0.0
 
     def see(self, table: ReplicaTable | None) -> None:
@@ -119,7 +121,16 @@ class Following:
             self.newest = table
 
     def see_beat(self, beat: int, now: float) -> None:
-        """Take the count of the judge's looks."""
+        """Take the count of the judge's looks.
+
+        A rollback may have been requested while the store did not answer, and no table says so yet. Therefore a replica
+        that comes back gives a candidate no traffic before the judge has looked again.
+        """
+        if now - self._heard_at > LEASE_S:
+            self._is_confirmed = False
+        elif beat != self._beat:
+            self._is_confirmed = True
+        self._heard_at = now
         if beat != self._beat:
             self._beat, self._beat_at = beat, now
 
@@ -136,13 +147,12 @@ class Following:
     def compute_lease_end(self, now: float) -> float:
         """Return until when the adopted table's candidate may get traffic; 0 if it may not.
 
-        The replica must have listed the tables, and reported; a newer table that moves traffic ends the lease before it
-        is adopted.
+        The replica must have listed the tables, and reported, and the judge must have looked since the last gap in the
+        answers of the store. A newer table that moves traffic ends the lease before it is adopted.
         """
-        end = self._compute_end()
         timeout_s = 0.0 if self.adopted is None else self.adopted.judge_timeout_s
-        is_judged = not timeout_s or now - self._beat_at < timeout_s
-        return end if self._is_current() and is_judged else 0.0
+        is_judged = self._is_confirmed and (not timeout_s or now - self._beat_at < timeout_s)
+        return self._compute_end() if self._is_current() and is_judged else 0.0
 
     def renew_serving_end(self) -> float:
         """Return until when a server whose table is leased may answer at all.
@@ -230,6 +240,7 @@ class Follower:
         if self._following.is_list_due(now):
             names = self._control.list_names(FOLDER)
             known = None if self._following.newest is None else self._following.newest.number
+            require_known(names, known, self._control.place)
             found, skipped = find_newest(names, self._read_table, known)
             if skipped != self._following.skipped:
                 self._following.skipped = skipped
@@ -445,6 +456,20 @@ class Follower:
         if (record := self._server.record()) is None:
             raise ServiceUnavailableError("the server of this replica does not run")
         return record
+
+
+def require_known(names: Sequence[str], known: TableNumber | None, place: str) -> None:
+    """Raise ServiceUnavailableError if a list of tables lacks the known one.
+
+    A share that is not mounted any more is an empty folder: its list is no answer of the store, and renews no lease.
+    """
+    if known is not None and f"{known}.json" not in names:
+        raise ServiceUnavailableError(
+            f"table {known} is gone",
+            where=f"{place}/{FOLDER}",
+            why="the location is not mounted any more, or its objects were deleted",
+            remedy="Mount it again, or have a table published: onnx-ops reconcile.",
+        )
 
 
 def read_boot_clock() -> float:

@@ -207,6 +207,15 @@ class EndpointProvider(ABC):
             ServiceUnavailableError: the endpoint could not be reached or started.
         """
 
+    def confirm_rollout(  # noqa: B027 (most providers keep a candidate's traffic without it)
+        self, config: EndpointConfig
+    ) -> None:
+        """Let a candidate keep its traffic: a reconciliation has looked at the rollout, and lets it go on.
+
+        Raises:
+            ServiceUnavailableError: the endpoint could not be reached.
+        """
+
     @abstractmethod
     def address(self, config: EndpointConfig) -> str | None:
         """Return the address of an existing endpoint: clients send requests to `<address>/invocations`."""

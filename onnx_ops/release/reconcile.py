@@ -193,8 +193,7 @@ def reconcile_step(context: Context, endpoint: str, *, actor: str = "") -> StepR
         else:
             action = _perform(journal, action, find_selection(journal, desired))
     else:
-        record_pause(journal, action)
-        record_selection(journal, desired)
+        _note_wait(journal, desired, action)
     did = action.kind.value if isinstance(action, Action) else ""
     return StepReport(endpoint=endpoint, did=did, why=action.why, stable=not did, registry_down=desired.registry_down)
 
@@ -394,6 +393,14 @@ def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action |
     journal.append(ThresholdsFixed(candidate=candidate.manifest, thresholds=thresholds, slower=slower))
 
 
+def _note_wait(journal: Journal, desired: DesiredState, wait: Wait) -> None:
+    """Record what a wait shows anew, and let a rollout go on."""
+    record_pause(journal, wait)
+    record_selection(journal, desired)
+    if journal.state.roles.candidate is not None:
+        journal.context.provider(journal.config.provider).confirm_rollout(journal.config)
+
+
 def record_pause(journal: Journal, wait: Wait) -> None:
     """Record that a rollout needs an operator, once for each step and kind of wait, unless an operator paused it.
 
@@ -477,7 +484,7 @@ class DryRun:
             files=cast("ModelFiles", _ReadOnlyPort(context.files)),
             registry=lambda: self._unless_down(lambda: cast("Registry", registry)),
             provider=lambda name: cast(
-                "EndpointProvider", _ReadOnlyPort(context.provider(name), "observe", "capabilities")
+                "EndpointProvider", _ReadOnlyPort(context.provider(name), "observe", "capabilities", "confirm_rollout")
             ),
             metrics=lambda config: cast("MetricsSource", _ReadOnlyPort(context.metrics(config), "read")),
         )

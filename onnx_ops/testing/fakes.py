@@ -133,11 +133,13 @@ class FakeProvider(EndpointProvider):
     """In-memory endpoints that apply effects in the order of their generations.
 
     While `down`, `apply` cannot reach them and `observe` sees nothing. `applied` lists every change of every endpoint.
-    `left` are orphaned resources of endpoints, each named by its manifest.
+    `left` are orphaned resources of endpoints, each named by its manifest. `confirmed` lists the endpoints of
+    confirmed rollouts.
     """
 
     def __init__(self) -> None:
         self.down = False
+        self.confirmed: list[str] = []
         self.applied: list[tuple[str, EndpointState]] = []
         self.left: dict[str, list[OrphanedResource]] = {}
         self._states: dict[str, EndpointState] = {}
@@ -163,6 +165,10 @@ class FakeProvider(EndpointProvider):
         """Allow every change except that of `auth`."""
         if before.settings.get("auth") != after.settings.get("auth"):
             raise UserError("auth cannot be changed", where=after.endpoint)
+
+    def confirm_rollout(self, config: EndpointConfig) -> None:
+        """Record it."""
+        self.confirmed.append(config.endpoint)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         state = None if self.down else self._states.get(config.endpoint)

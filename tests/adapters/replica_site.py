@@ -25,6 +25,7 @@ from onnx_ops.protocol.messages import USER_KEY_HEADER, Counts
 from onnx_ops.protocol.replica_reports import ReplicaStatus, ReportSource
 from onnx_ops.protocol.replica_tables import ReplicaTable, TableNumber, decode_table
 from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
+from onnx_ops.testing.endpoints import EndpointProviderSuite
 from tests.adapters.endpoint_site import EndpointSite, make_config, make_models
 from tests.support.must import must
 from tests.support.ports import free_port
@@ -167,6 +168,11 @@ class ReplicaSite(EndpointSite, ReplicaProcesses):
         self.config: EndpointConfig = make_config(
             self.endpoint, "replicas", control=self.control_url, reports=self.reports_url, replicas=self.replicas
         )
+
+    def confirm(self, name: str = "r1") -> set[float]:
+        """Confirm the rollout as a reconciliation does; return the factors by which a replica multiplies."""
+        self.provider.confirm_rollout(self.config)
+        return {EndpointProviderSuite().scale(self.address(name)) for _ in range(20)}
 
 
 def ask_replica(

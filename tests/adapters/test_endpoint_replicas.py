@@ -354,7 +354,9 @@ class TestFailures:
         assert {SUITE.scale(site.address()) for _ in range(50)} == {2.0}
         site.control_folder.unlink()
         away.rename(site.control_folder)
-        until(lambda: {SUITE.scale(site.address()) for _ in range(20)} == {2.0, 3.0})
+        until(lambda: site.status().adopted == TableNumber(2) and not site.status().is_final)
+        assert {SUITE.scale(site.address()) for _ in range(50)} == {2.0}  # the judge has not looked since
+        until(lambda: site.confirm() == {2.0, 3.0})
 
     def test_end_is_reported_with_the_last_counts(self, site: ReplicaSite) -> None:
         site.start()
@@ -369,6 +371,27 @@ class TestFailures:
         (counts,) = site.provider._read_counts(site.config, None)
         assert counts.deployments["blue"].statuses["200"] == 25
         assert counts.tables[-1].generation == 1
+        assert not site.observed().stragglers
+
+
+class TestEmptyPlace:
+    """A share that this machine has not mounted: an empty folder, in which no replica reports."""
+
+    def test_rollback_is_not_seen_as_carried_out(self, site: ReplicaSite) -> None:
+        site.provider.roll_back(site.config, site.state(blue=100), generation=3)
+        (straggler,) = site.observed().stragglers
+        assert straggler.startswith("no replica has ever reported to ")
+
+    def test_written_off_replica_is_not_waited_for(self, site: ReplicaSite) -> None:
+        site.start()
+        site.apply(1, blue=100)
+        until(lambda: site.adopted() == TableNumber(1))
+        site.apply(2, blue=0, green=100)
+        site.stop(number=signal.SIGKILL)
+        site.age_reports(60)
+        site.provider.roll_back(site.config, site.state(blue=100, green=0), generation=3)
+        assert site.observed().stragglers
+        site.provider.forget_server(site.config, "r1")
         assert not site.observed().stragglers
 
 

@@ -7,10 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.app.follower import LIST_S, RENEW_S, Following, check_options, name_replica, read_release_keys
+from onnx_ops.app.follower import (
+    LIST_S,
+    RENEW_S,
+    Following,
+    check_options,
+    name_replica,
+    read_release_keys,
+    require_known,
+)
 from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
-from onnx_ops.errors import OnnxOpsError, RefusedError, UserError
-from onnx_ops.protocol.replica_tables import LEASE_S, ReplicaTable, plan_tables
+from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
+from onnx_ops.protocol.replica_tables import LEASE_S, ReplicaTable, TableNumber, plan_tables
 from onnx_ops.protocol.server_process import ServerOptions
 from tests.support.endpoints import fileless_deployment
 from tests.support.must import must
@@ -38,6 +46,8 @@ def following() -> Following:
     following.see(CANARY)
     following.adopted = CANARY
     following.listed_at = following.reported_at = NOW
+    following.see_beat(1, NOW - 2)
+    following.see_beat(2, NOW)
     return following
 
 
@@ -78,6 +88,45 @@ def test_lease_ends_without_a_judge_and_returns_with_it(following: Following) ->
     following.see_beat(8, NOW + 62)
     following.listed_at = following.reported_at = NOW + 62
     assert following.compute_lease_end(NOW + 62) == NOW + 62 + LEASE_S
+
+
+@pytest.mark.parametrize("beat", [2, 3])
+def test_lease_after_a_gap_waits_for_a_later_look_of_the_judge(following: Following, beat: int) -> None:
+    now = NOW + LEASE_S + 1
+    following.listed_at = following.reported_at = now
+    following.see_beat(beat, now)  # the judge may have looked within the gap, and a rollback been requested since
+    assert following.compute_lease_end(now) == 0
+    following.see_beat(beat, now + 1)
+    assert following.compute_lease_end(now + 1) == 0
+    following.see_beat(4, now + 2)
+    assert following.compute_lease_end(now + 2) == now + LEASE_S
+
+
+def test_lease_after_a_short_gap_goes_on(following: Following) -> None:
+    following.see_beat(2, NOW + LEASE_S)
+    assert following.compute_lease_end(NOW + LEASE_S) == NOW + LEASE_S
+
+
+def test_lease_of_a_newcomer_waits_for_a_look_of_the_judge() -> None:
+    following = Following()
+    following.see(CANARY)
+    following.adopted = CANARY
+    following.listed_at = following.reported_at = NOW
+    following.see_beat(7, NOW)
+    assert following.compute_lease_end(NOW) == 0
+    following.see_beat(8, NOW + 1)
+    assert following.compute_lease_end(NOW + 1) == NOW + LEASE_S
+
+
+@pytest.mark.parametrize("names", [[], ["00000001-1.json"], ["00000003-1.json"]])
+def test_list_without_the_known_table_is_an_outage(names: list[str]) -> None:
+    with pytest.raises(ServiceUnavailableError, match="table 00000002-1 is gone"):
+        require_known(names, TableNumber(2), "/share/control")
+
+
+def test_list_with_the_known_table_is_taken() -> None:
+    require_known(["00000002-1.json", "00000003-1.json"], TableNumber(2), "/share/control")
+    require_known([], None, "/share/control")
 
 
 def test_serving_end_outlasts_a_table_that_moves_traffic_and_a_judge_that_left(following: Following) -> None:

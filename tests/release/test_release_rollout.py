@@ -33,7 +33,7 @@ from tests.release.release_parts import (
     config_of,
     effects,
 )
-from tests.release.release_scenes import interrupted, serving
+from tests.release.release_scenes import interrupted, on_trial, owe, serving
 from tests.support.golden import Golden
 from tests.support.must import must
 
@@ -64,6 +64,28 @@ def test_requests_are_run_as_the_signed_decision_says(scene: Scene, batchable: b
     scene.serve(scene.publish("a", batchable=batchable, threads=3))
     state = must(scene.world.provider.observe(config_of("digits")))
     assert [(d.batchable, d.threads, d.execution) for d in state.deployments] == [(batchable, 3, EXECUTION)]
+
+
+def test_reconcile_confirms_a_rollout_that_goes_on() -> None:
+    scene = on_trial()
+    scene.world.provider.confirmed.clear()
+    scene.reconcile()
+    assert scene.world.provider.confirmed == ["digits"]
+
+
+def test_reconcile_without_a_candidate_confirms_nothing() -> None:
+    scene = serving("a")
+    scene.reconcile()
+    assert scene.world.provider.confirmed == []
+
+
+def test_reconcile_confirms_no_rollout_whose_rollback_is_pending() -> None:
+    scene = on_trial()
+    owe(scene)
+    scene.world.provider.confirmed.clear()
+    scene.reconcile()
+    assert scene.world.provider.confirmed == []
+    assert scene.state().pending_rollback is None
 
 
 def test_settling_again_does_nothing(scene: Scene) -> None:

@@ -91,6 +91,8 @@ _CLOCK = "clock"
 _READERS = 16
 _PREPARE_S = 300.0
 _ADOPT_S = 10.0
+_REQUEST_S = 4.0
+"""Time for one request to a store. An operator has an answer within ten seconds; the reconciler repeats what failed."""
 _ROLLBACK_S = 2.6
 """Time in which replicas that report have a rollback."""
 _LOOK_S, _LOCAL_LOOK_S = 1.3, 0.1
@@ -247,6 +249,12 @@ class ReplicaEndpoints(EndpointProvider):
             time.sleep(self._get_pause_s(config))
         self._wait_until_adopted(config, number, _ROLLBACK_S)
 
+    def confirm_rollout(self, config: EndpointConfig) -> None:
+        """Count one more look of the judge, which replicas wait for after a gap, and without which leases end."""
+        seen = self._look(config, with_replicas=False)
+        if seen.newest is not None:
+            self._write_head(config, seen.newest.number)
+
     def _publish(self, config: EndpointConfig, seen: _Place, state: EndpointState, generation: int) -> None:
         """Create the table of a state, after that which has its new models loaded."""
         settings = _read_settings(config.settings, config.endpoint)
@@ -312,8 +320,10 @@ class ReplicaEndpoints(EndpointProvider):
         ]
 
     def forget_server(self, config: EndpointConfig, name: str) -> None:
-        """Delete the replica's last status. Its counts stay."""
-        self._reports(config).delete(f"{STATUS_FOLDER}/{name}.json")
+        """Write that the replica has ended. If it reports again, that replaces this."""
+        reports, known = self._reports(config), {one.status.replica: one.status for one in self.list_replicas(config)}
+        if (status := known.get(name)) is not None:
+            reports.write(f"{STATUS_FOLDER}/{name}.json", codec.dumps(replace(status, is_final=True)))
 
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Diagnosis]:
         """Check the release key, the rights on both locations, the replicas and their clocks."""
@@ -377,6 +387,8 @@ class ReplicaEndpoints(EndpointProvider):
         newest = seen.newest
         if newest is None:
             return
+        if not seen.replicas:
+            yield f"no replica has ever reported to {self._reports(config).place}"
         for one in _list_registered(seen.replicas, _read_settings(config.settings, config.endpoint).replicas):
             status = one.status
             if (status.adopted or TableNumber(0)) >= newest.number or self._has_fallen_back(config, seen, one):
@@ -426,7 +438,7 @@ class ReplicaEndpoints(EndpointProvider):
 
     def _open(self, url: str) -> ObjectStore:
         if url not in self._stores:
-            self._stores[url] = open_objects(url)
+            self._stores[url] = open_objects(url, deadline_s=_REQUEST_S)
         return self._stores[url]
 
     def _read_table(self, config: EndpointConfig, number: TableNumber) -> StoredTable:
@@ -609,8 +621,6 @@ class ReplicaEndpoints(EndpointProvider):
     def _read_counts(self, config: EndpointConfig, request: UserCountsRequest | None) -> Sequence[Counts]:
         """Return the counts of every start of every replica, by the generations of the ledger."""
         seen = self._look(config)
-        if seen.newest is not None:
-            self._write_head(config, seen.newest.number)
         live = {
             ReportSource(one.status.replica, one.status.start)
             for one in seen.replicas
