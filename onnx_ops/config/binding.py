@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -145,6 +145,11 @@ def default_of(f: Field[Any]) -> Any:
     return f.default_factory() if f.default_factory is not MISSING else f.default
 
 
+def is_required(f: Field[Any], kind: type) -> bool:
+    """Return whether a file must have a field; the tag of a union's member is required although it has a default."""
+    return default_of(f) is MISSING or (f.name == "kind" and tag_of(kind) is not None)
+
+
 def short_field(kind: type) -> str | None:
     """Return the key that a plain text sets when it replaces the mapping, if there is one."""
     keys = file_fields(kind).items()
@@ -163,39 +168,45 @@ class _Binder:
         if value is BROKEN:
             return BROKEN
         kind, metadata = unwrap(hint)
-        members, origin = union_members(kind), get_origin(kind)
         if is_json(kind):
             return self._json(value, loc)
-        if NoneType in members:
+        if NoneType in union_members(kind):
             return None if value is None else self.bind(value, without_none(kind, metadata), loc)
-        if unit := metadata_of(metadata, Unit):
-            try:
-                bound: Any = parse_quantity(value, unit.unit)
-            except ValueError as error:
-                bound = self._refuse(loc, str(error))
-        elif members and all(map(is_dataclass, members)):
-            bound = self._member(value, members, loc)
-        elif members:
-            bound = (
-                value
-                if type(value) in members
-                else self._refuse(loc, f"expected one plain value, got {describe(value)}")
-            )
-        elif origin is Literal:
-            bound = self._choice(value, get_args(kind), loc)
-        elif origin is tuple and isinstance(value, list | tuple):
-            entries = [self.bind(entry, get_args(kind)[0], (*loc, index)) for index, entry in enumerate(value)]
-            bound = BROKEN if any(entry is BROKEN for entry in entries) else tuple(entries)
-        elif origin is tuple:
-            bound = self._refuse(loc, f"expected a list, got {describe(value)}")
-        elif isinstance(origin, type) and issubclass(origin, Mapping):
-            bound = self._mapping(value, get_args(kind), loc)
-        elif is_dataclass(kind):
-            bound = self._object(value, kind, loc)  # type: ignore[arg-type]
-        else:
-            bound = self._scalar(value, kind, loc)
+        bound = self._convert(value, kind, metadata_of(metadata, Unit), loc)
         problem = "" if bound is BROKEN else _limit_problem(bound, value, metadata)
         return self._refuse(loc, problem) if problem else bound
+
+    def _convert(self, value: Any, kind: Any, unit: Unit | None, loc: Loc) -> Any:
+        """Bind a value to a type, without the limits of its metadata. A unit decides before the type does."""
+        members, origin = union_members(kind), get_origin(kind)
+        if unit is not None:
+            return self._quantity(value, unit, loc)
+        if members and all(map(is_dataclass, members)):
+            return self._member(value, members, loc)
+        if members:
+            is_plain = type(value) in members
+            return value if is_plain else self._refuse(loc, f"expected one plain value, got {describe(value)}")
+        if origin is Literal:
+            return self._choice(value, get_args(kind), loc)
+        if origin is tuple:
+            return self._list(value, get_args(kind)[0], loc)
+        if isinstance(origin, type) and issubclass(origin, Mapping):
+            return self._mapping(value, get_args(kind), loc)
+        if is_dataclass(kind):
+            return self._object(value, kind, loc)  # type: ignore[arg-type]
+        return self._scalar(value, kind, loc)
+
+    def _quantity(self, value: Any, unit: Unit, loc: Loc) -> Any:
+        try:
+            return parse_quantity(value, unit.unit)
+        except ValueError as error:
+            return self._refuse(loc, str(error))
+
+    def _list(self, value: Any, hint: Any, loc: Loc) -> Any:
+        if not isinstance(value, list | tuple):
+            return self._refuse(loc, f"expected a list, got {describe(value)}")
+        entries = [self.bind(entry, hint, (*loc, index)) for index, entry in enumerate(value)]
+        return BROKEN if any(entry is BROKEN for entry in entries) else tuple(entries)
 
     def _refuse(self, loc: Loc, message: str, *, on_key: bool = False) -> Any:
         self.issues.append(Issue(loc, message, on_key=on_key))
@@ -258,12 +269,7 @@ class _Binder:
             return self._refuse(loc, f"expected a mapping, got {describe(value)}")
         tags = {tag_of(member): member for member in members}
         if None not in tags:
-            known = [str(tag) for tag in tags]
-            if "kind" not in value:
-                return self._refuse((*loc, "kind"), f"missing key 'kind', one of {quote_names(known)}", on_key=True)
-            kind = value["kind"]
-            member = tags.get(kind) if isinstance(kind, str) else None
-            return self._choice(kind, known, (*loc, "kind")) if member is None else self._object(value, member, loc)
+            return self._tagged_member(value, {str(tag): member for tag, member in tags.items()}, loc)
         own = {own_key(member, members): member for member in members}
         present = [key for key in own if key in value]
         if len(present) > 1:
@@ -273,27 +279,42 @@ class _Binder:
             return self._refuse(loc, f"needs one of the keys {quote_names(own)}{hint}")
         return self._object(value, own[present[0]], loc)
 
+    def _tagged_member(self, value: Mapping[Any, Any], tags: Mapping[str, type], loc: Loc) -> Any:
+        """Bind the member of a union that the key `kind` names."""
+        if "kind" not in value:
+            message = f"missing key 'kind', one of {quote_names(list(tags))}"
+            return self._refuse((*loc, "kind"), message, on_key=True)
+        kind = value["kind"]
+        member = tags.get(kind) if isinstance(kind, str) else None
+        if member is None:
+            return self._choice(kind, list(tags), (*loc, "kind"))
+        return self._object(value, member, loc)
+
     def _object(self, value: Any, kind: type, loc: Loc) -> Any:
         known, short = file_fields(kind), short_field(kind)
         is_short = short is not None and isinstance(value, str)
         given: Any = {short: value} if is_short else value
         if not isinstance(given, Mapping):
             return self._refuse(loc, f"expected a mapping, got {describe(value)}")
-        for key in given:
-            if key not in known:
-                hint = did_you_mean(str(key), known) or f"; known keys: {', '.join(known)}"
-                self._refuse((*loc, key), f"unknown key '{key}'{hint}", on_key=True)
+        self._refuse_unknown_keys(given, known, loc)
         bound: dict[str, Any] = {}
         for key, (f, hint) in known.items():
             if key in given:
                 bound[f.name] = self._field(given[key], f, hint, loc if is_short else (*loc, key))
-            elif default_of(f) is MISSING or (f.name == "kind" and tag_of(kind)):
+            elif is_required(f, kind):
                 bound[f.name] = self._refuse((*loc, key), f"missing key '{key}'", on_key=True)
-        lacking = [name for name, item in bound.items() if item is BROKEN]
-        if any(default_of(known[yaml_key(name)][0]) is MISSING for name in lacking):
+        valid = {name: item for name, item in bound.items() if item is not BROKEN}
+        # A broken part takes its default, so that rules between the others are still checked.
+        if any(default_of(known[yaml_key(name)][0]) is MISSING for name in bound.keys() - valid.keys()):
             return BROKEN
-        self.objects[loc] = kind(**{name: item for name, item in bound.items() if name not in lacking})
+        self.objects[loc] = kind(**valid)
         return self.objects[loc]
+
+    def _refuse_unknown_keys(self, given: Iterable[Any], known: Collection[str], loc: Loc) -> None:
+        for key in given:
+            if key not in known:
+                hint = did_you_mean(str(key), known) or f"; known keys: {', '.join(known)}"
+                self._refuse((*loc, key), f"unknown key '{key}'{hint}", on_key=True)
 
     def _field(self, value: Any, f: Field[Any], hint: Any, loc: Loc) -> Any:
         """Bind a field. A list that may be empty may be left blank; some may be written as their only entry."""

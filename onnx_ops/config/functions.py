@@ -70,7 +70,6 @@ def check_arguments(reference: str, given: Iterable[str], root: Path) -> list[tu
         return []
     path, function = definition
     takes = function.args
-    positional = [*takes.posonlyargs, *takes.args]
     place = f"{function.name}() in {format_path(path)}, line {function.lineno},"
     known = [argument.arg for argument in [*takes.args[0 if takes.posonlyargs else 1 :], *takes.kwonlyargs]]
     problems = []
@@ -78,15 +77,19 @@ def check_arguments(reference: str, given: Iterable[str], root: Path) -> list[tu
         if name not in known and takes.kwarg is None:
             hint = did_you_mean(name, known) or f"; it takes {quote_names(known) or 'none'}"
             problems.append((name, f"{place} takes no parameter '{name}'{hint}"))
-    bound = positional[1:]
-    optional = {argument.arg for argument in bound[len(bound) - min(len(bound), len(takes.defaults)) :]}
-    optional |= {
-        argument.arg for argument, value in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if value is not None
-    }
-    needed = [argument.arg for argument in [*bound, *takes.kwonlyargs] if argument.arg not in optional]
-    if missing := [name for name in needed if name not in set(given)]:
+    if missing := [name for name in _list_needed(takes) if name not in set(given)]:
         problems.append(("", f"{place} needs {quote_names(missing)}, which 'with' does not give"))
     return problems
+
+
+def _list_needed(takes: ast.arguments) -> list[str]:
+    """Return the parameters after the data sets that have no default."""
+    positional = [*takes.posonlyargs, *takes.args][1:]
+    # Defaults belong to the last positional parameters; those for the data sets are left out.
+    first_optional = len(positional) - min(len(positional), len(takes.defaults))
+    needed = [argument.arg for argument in positional[:first_optional]]
+    keywords = zip(takes.kwonlyargs, takes.kw_defaults, strict=True)
+    return [*needed, *(argument.arg for argument, default in keywords if default is None)]
 
 
 def find_missing_imports(reference: str, root: Path) -> list[tuple[str, str]]:

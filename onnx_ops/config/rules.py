@@ -34,7 +34,7 @@ from onnx_ops.domain.pipeline import (
     Train,
     Validate,
 )
-from onnx_ops.domain.quantization import AUTO, ROLES, find_type_conflict
+from onnx_ops.domain.quantization import AUTO, ROLES, TuningData, find_type_conflict
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -187,11 +187,15 @@ def _check_inputs(draft: Draft) -> Iterator[Issue]:
         if columns and name not in columns:
             hint = did_you_mean(name, columns) or f"; the data set has {quote_names(sorted(columns))}"
             yield Issue(loc, f"the model has no input '{name}'{hint}", on_key=True)
-        if values.values is not None and not (values.min is None and values.max is None):
-            message = "'values' lists everything that callers send; leave out 'min' and 'max'"
-            yield Issue((*loc, "values"), message, on_key=True)
-        if values.min is not None and values.max is not None and values.min > values.max:
-            yield Issue((*loc, "min"), f"{values.min:g} is above max, which is {values.max:g}")
+        yield from _check_values(loc, values)
+
+
+def _check_values(loc: Loc, values: InputValues) -> Iterator[Issue]:
+    if values.values is not None and not (values.min is None and values.max is None):
+        message = "'values' lists everything that callers send; leave out 'min' and 'max'"
+        yield Issue((*loc, "values"), message, on_key=True)
+    if values.min is not None and values.max is not None and values.min > values.max:
+        yield Issue((*loc, "min"), f"{values.min:g} is above max, which is {values.max:g}")
 
 
 def _check_quantization(draft: Draft) -> Iterator[Issue]:
@@ -200,52 +204,68 @@ def _check_quantization(draft: Draft) -> Iterator[Issue]:
     for loc, entry in draft.quantize:
         if entry.name == EXPORT:
             yield Issue((*loc, "name"), f"'{EXPORT}' is the name of the export itself; choose another")
-        example = "e.g. calibrate: {data: train, samples: 256}"
         if problem := find_type_conflict(entry.options):
             yield Issue((*loc, "options"), problem)
-        if entry.calibrate is None:
-            if entry.method == "static":
-                yield Issue((*loc, "calibrate"), f"static quantization needs 'calibrate', {example}", on_key=True)
-            if entry.options.get("algorithm") == "gptq":
-                yield Issue((*loc, "calibrate"), f"gptq needs 'calibrate', {example}", on_key=True)
-            continue
-        if entry.calibrate.shards > 1 and entry.method != "static":
-            message = "ranges are read in shards for `method: static`"
-            yield Issue((*loc, "calibrate", "shards"), message)
-        name, scored = entry.calibrate.data, draft.scored
-        is_same = name == scored or (name in draft.data and draft.data[name] == draft.data.get(scored))
-        if scored and name in draft.sets and is_same:
-            message = f"'{name}' is the set that validate.samples scores; calibrate on another one"
-            yield Issue((*loc, "calibrate", "data"), message)
+        yield from _check_calibration(draft, (*loc, "calibrate"), entry)
+
+
+def _check_calibration(draft: Draft, loc: Loc, entry: Quantize) -> Iterator[Issue]:
+    if entry.calibrate is None:
+        example = "e.g. calibrate: {data: train, samples: 256}"
+        if entry.method == "static":
+            yield Issue(loc, f"static quantization needs 'calibrate', {example}", on_key=True)
+        if entry.options.get("algorithm") == "gptq":
+            yield Issue(loc, f"gptq needs 'calibrate', {example}", on_key=True)
+        return
+    if entry.calibrate.shards > 1 and entry.method != "static":
+        yield Issue((*loc, "shards"), "ranges are read in shards for `method: static`")
+    name, scored = entry.calibrate.data, draft.scored
+    is_same = name == scored or (name in draft.data and draft.data[name] == draft.data.get(scored))
+    if scored and name in draft.sets and is_same:
+        yield Issue((*loc, "data"), f"'{name}' is the set that validate.samples scores; calibrate on another one")
 
 
 def _check_searches(draft: Draft) -> Iterator[Issue]:
     for loc, entry in draft.quantize:
         if entry.method != AUTO:
-            given = {"tuning_data": entry.tuning_data, "budget": entry.budget, "variants": entry.variants != ROLES}
-            for key in (key for key, value in given.items() if value):
-                message = f"'{key}' is for method: auto, which searches; {entry.method} is a single recipe"
-                yield Issue((*loc, key), message, on_key=True)
-            continue
-        for key, value in (("exclude", entry.exclude), ("options", entry.options)):
-            if value:
-                message = f"method: auto finds its own '{key}'; leave it out, or name a method"
-                yield Issue((*loc, key), message, on_key=True)
-        if entry.env is not None:
-            message = "method: auto tries what is installed here; leave 'env' out, or name a method"
-            yield Issue((*loc, "env"), message, on_key=True)
-        if entry.tuning_data is None:
-            message = "method: auto needs 'tuning_data', the rows for its decisions, e.g. tuning_data: {data: tune}"
-            yield Issue((*loc, "tuning_data"), message, on_key=True)
-            continue
-        name, tuned = entry.tuning_data.data, draft.data.get(entry.tuning_data.data)
-        if draft.scored and name in draft.sets and (name == draft.scored or _share_rows(draft, name)):
-            message = f"'{name}' shares rows with '{draft.scored}', which validate.samples scores; tune on other rows"
-            yield Issue((*loc, "tuning_data", "data"), message)
-        definition = draft.metric_gates[0][1].definition() if draft.metric_gates else ACCURACY
-        if tuned is not None and tuned.label is None and not definition.label_free:
-            message = f"the search decides by {definition.label}, which needs labels, but '{name}' names no 'label'"
-            yield Issue((*loc, "tuning_data", "data"), message)
+            yield from _refuse_search_keys(loc, entry)
+        else:
+            yield from _refuse_recipe_keys(loc, entry)
+            yield from _check_tuning_data(draft, (*loc, "tuning_data"), entry.tuning_data)
+
+
+def _refuse_search_keys(loc: Loc, entry: Quantize) -> Iterator[Issue]:
+    """Yield the keys of a search in a single recipe."""
+    given = {"tuning_data": entry.tuning_data, "budget": entry.budget, "variants": entry.variants != ROLES}
+    for key in (key for key, value in given.items() if value):
+        message = f"'{key}' is for method: auto, which searches; {entry.method} is a single recipe"
+        yield Issue((*loc, key), message, on_key=True)
+
+
+def _refuse_recipe_keys(loc: Loc, entry: Quantize) -> Iterator[Issue]:
+    """Yield the keys of a recipe that a search chooses itself."""
+    for key, value in (("exclude", entry.exclude), ("options", entry.options)):
+        if value:
+            message = f"method: auto finds its own '{key}'; leave it out, or name a method"
+            yield Issue((*loc, key), message, on_key=True)
+    if entry.env is not None:
+        message = "method: auto tries what is installed here; leave 'env' out, or name a method"
+        yield Issue((*loc, "env"), message, on_key=True)
+
+
+def _check_tuning_data(draft: Draft, loc: Loc, tuning: TuningData | None) -> Iterator[Issue]:
+    if tuning is None:
+        message = "method: auto needs 'tuning_data', the rows for its decisions, e.g. tuning_data: {data: tune}"
+        yield Issue(loc, message, on_key=True)
+        return
+    name, tuned = tuning.data, draft.data.get(tuning.data)
+    if draft.scored and name in draft.sets and (name == draft.scored or _share_rows(draft, name)):
+        message = f"'{name}' shares rows with '{draft.scored}', which validate.samples scores; tune on other rows"
+        yield Issue((*loc, "data"), message)
+    definition = draft.metric_gates[0][1].definition() if draft.metric_gates else ACCURACY
+    if tuned is not None and tuned.label is None and not definition.label_free:
+        message = f"the search decides by {definition.label}, which needs labels, but '{name}' names no 'label'"
+        yield Issue((*loc, "data"), message)
 
 
 def _share_rows(draft: Draft, name: str) -> bool:
@@ -261,26 +281,35 @@ def _check_metrics(draft: Draft) -> Iterator[Issue]:
     for loc, gate in draft.metric_gates:
         definition = gate.definition()
         label = definition.name or "a custom metric"
-        if gate.use and gate.name is not None:
-            yield Issue((*loc, "use"), "'name' and 'use' exclude each other; keep one", on_key=True)
-        if gate.use and gate.higher_is_better is None:
-            yield Issue(loc, "a custom metric must set 'higher_is_better: true' or 'false'")
-        if not gate.use and gate.higher_is_better is not None:
-            message = f"only a custom metric ('use') has 'higher_is_better'; the direction of {label} is known"
-            yield Issue((*loc, "higher_is_better"), message, on_key=True)
-        known = METRICS[definition.name].options if definition.name is not None else frozenset()
-        for option in ("k", "average", "positive", "ignore"):
-            if getattr(gate, option) is not None and option not in known:
-                takes = f"; it takes {quote_names(sorted(known))}" if known else ""
-                yield Issue((*loc, option), f"{label} takes no '{option}'{takes}", on_key=True)
-        if gate.positive is not None and gate.average not in (None, "binary"):
-            message = f"'positive' is for average: binary, not {gate.average}"
-            yield Issue((*loc, "positive"), message, on_key=True)
+        yield from _check_custom_metric(loc, gate, label)
+        yield from _check_metric_options(loc, gate, label)
         yield from _check_metric_limits(loc, gate, label)
     scored = draft.data.get(draft.scored)
     needing = [loc for loc, gate in draft.metric_gates if not gate.definition().label_free]
     if scored is not None and scored.label is None and needing:
         yield Issue(needing[0], f"the metric gate needs labels, but data set '{draft.scored}' names no 'label'")
+
+
+def _check_custom_metric(loc: Loc, gate: MetricGate, label: str) -> Iterator[Issue]:
+    if gate.use and gate.name is not None:
+        yield Issue((*loc, "use"), "'name' and 'use' exclude each other; keep one", on_key=True)
+    if gate.use and gate.higher_is_better is None:
+        yield Issue(loc, "a custom metric must set 'higher_is_better: true' or 'false'")
+    if not gate.use and gate.higher_is_better is not None:
+        message = f"only a custom metric ('use') has 'higher_is_better'; the direction of {label} is known"
+        yield Issue((*loc, "higher_is_better"), message, on_key=True)
+
+
+def _check_metric_options(loc: Loc, gate: MetricGate, label: str) -> Iterator[Issue]:
+    name = gate.definition().name
+    known = METRICS[name].options if name is not None else frozenset()
+    for option in ("k", "average", "positive", "ignore"):
+        if getattr(gate, option) is not None and option not in known:
+            takes = f"; it takes {quote_names(sorted(known))}" if known else ""
+            yield Issue((*loc, option), f"{label} takes no '{option}'{takes}", on_key=True)
+    if gate.positive is not None and gate.average not in (None, "binary"):
+        message = f"'positive' is for average: binary, not {gate.average}"
+        yield Issue((*loc, "positive"), message, on_key=True)
 
 
 def _check_metric_limits(loc: Loc, gate: MetricGate, label: str) -> Iterator[Issue]:

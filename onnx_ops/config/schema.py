@@ -8,16 +8,16 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Mapping
-from dataclasses import MISSING, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, is_dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from annotated_types import DocInfo, Ge, Gt, Le, Lt, MaxLen, MinLen, Unit
 
-from onnx_ops.codec import is_json, tag_of, union_members
-from onnx_ops.config.binding import default_of, file_fields, metadata_of, short_field, unwrap, without_none
+from onnx_ops.codec import is_json, union_members
+from onnx_ops.config.binding import default_of, file_fields, is_required, metadata_of, short_field, unwrap, without_none
 from onnx_ops.config.quantities import SCALES, format_quantity
 from onnx_ops.config.substitution import PARAMETERS_FILE, WITHOUT_PARAMETERS
 from onnx_ops.domain.pipeline import Pipeline
@@ -86,24 +86,14 @@ def _of(hint: Any, definitions: dict[str, Schema]) -> Schema:
     if NoneType in members:
         return _any_of(_of(without_none(kind, metadata), definitions), {"type": "null"})
     if members:
-        is_tagged = all(map(is_dataclass, members))
-        return (
-            {"oneOf": [_of(m, definitions) for m in members]} if is_tagged else {"type": [_TYPES[m] for m in members]}
-        )
+        return _union(members, definitions)
     if origin is Literal:
-        choices = list(get_args(kind))
-        return {**({"enum": choices} if len(choices) > 1 else {"const": choices[0]}), "type": "string"}
+        return _choice(get_args(kind))
     if origin is tuple:
-        least = metadata_of(metadata, MinLen)
-        return {
-            "items": _of(get_args(kind)[0], definitions),
-            **({"minItems": least.min_length} if least else {}),
-            "type": "array",
-        }
+        return _list(get_args(kind)[0], metadata, definitions)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         key, item = get_args(kind)
-        names = {"propertyNames": {"enum": list(get_args(key))}} if get_origin(key) is Literal else {}
-        return {"additionalProperties": _of(item, definitions) or True, **names, "type": "object"}
+        return _mapping(key, item, definitions)
     if not (isinstance(kind, type) and is_dataclass(kind)):
         return _scalar(kind, metadata)
     if kind.__name__ not in definitions:
@@ -111,6 +101,31 @@ def _of(hint: Any, definitions: dict[str, Schema]) -> Schema:
         definitions[kind.__name__] = _object(kind, definitions)
     reference = {"$ref": f"#/$defs/{kind.__name__}"}
     return _any_of({"type": "string"}, reference) if short_field(kind) else reference
+
+
+def _union(members: Sequence[Any], definitions: dict[str, Schema]) -> Schema:
+    if all(map(is_dataclass, members)):
+        return {"oneOf": [_of(member, definitions) for member in members]}
+    return {"type": [_TYPES[member] for member in members]}
+
+
+def _list(item: Any, metadata: tuple[Any, ...], definitions: dict[str, Schema]) -> Schema:
+    least = metadata_of(metadata, MinLen)
+    return {
+        "items": _of(item, definitions),
+        **({"minItems": least.min_length} if least else {}),
+        "type": "array",
+    }
+
+
+def _choice(choices: tuple[str, ...]) -> Schema:
+    values = {"enum": list(choices)} if len(choices) > 1 else {"const": choices[0]}
+    return {**values, "type": "string"}
+
+
+def _mapping(key: Any, item: Any, definitions: dict[str, Schema]) -> Schema:
+    names = {"propertyNames": {"enum": list(get_args(key))}} if get_origin(key) is Literal else {}
+    return {"additionalProperties": _of(item, definitions) or True, **names, "type": "object"}
 
 
 def _scalar(kind: Any, metadata: tuple[Any, ...]) -> Schema:
@@ -134,17 +149,11 @@ def _scalar(kind: Any, metadata: tuple[Any, ...]) -> Schema:
 def _object(kind: type, definitions: dict[str, Schema]) -> Schema:
     properties, required = {}, []
     for key, (f, hint) in file_fields(kind).items():
-        bare, metadata = unwrap(hint)
-        schema, default = _of(hint, definitions), default_of(f)
-        if get_origin(bare) is tuple and default == ():
-            single = _of(get_args(bare)[0], definitions) if Notation.SINGLE_ENTRY in metadata else {}
-            schema = _any_of(schema, *([single] if single else []), {"type": "null"})
-        if documentation := metadata_of(metadata, DocInfo):
-            schema = {**schema, "description": documentation.documentation}
-        if default is MISSING or (key == "kind" and tag_of(kind)):
+        schema = _field(f, hint, definitions)
+        if is_required(f, kind):
             required.append(key)
-        elif isinstance(default, str | int | float):
-            unit = metadata_of(metadata, Unit)
+        elif isinstance(default := default_of(f), str | int | float):
+            unit = metadata_of(unwrap(hint)[1], Unit)
             shown = format_quantity(default, unit.unit) if unit and not isinstance(default, str) else default
             schema = {**schema, "default": shown}
         properties[key] = schema
@@ -157,6 +166,18 @@ def _object(kind: type, definitions: dict[str, Schema]) -> Schema:
         "title": kind.__name__,
         "type": "object",
     }
+
+
+def _field(f: Field[Any], hint: Any, definitions: dict[str, Schema]) -> Schema:
+    """Return the schema of a field with its description, as `_Binder._field` reads it: a list may be left blank."""
+    kind, metadata = unwrap(hint)
+    schema = _of(hint, definitions)
+    if get_origin(kind) is tuple and default_of(f) == ():
+        single = _of(get_args(kind)[0], definitions) if Notation.SINGLE_ENTRY in metadata else {}
+        schema = _any_of(schema, *([single] if single else []), {"type": "null"})
+    if documentation := metadata_of(metadata, DocInfo):
+        schema = {**schema, "description": documentation.documentation}
+    return schema
 
 
 def _any_of(*schemas: Schema) -> Schema:

@@ -214,26 +214,30 @@ def _check_parameters(loc: Loc, is_key: bool, text: str, params: Document) -> It
         what = "a key" if is_key else ".".join(keys)
         yield Issue(loc, f"${{params:…}} is not allowed for {what}; write it out", on_key=is_key)
     for match in _PARAMETER.finditer(text):
-        name = match[1]
-        if not _PARAMETER_PATH.fullmatch(match[0]):
+        if _PARAMETER_PATH.fullmatch(match[0]):
+            yield from _check_parameter(loc, match[1], params, is_part=match[0] != text)
+        else:
             yield Issue(loc, f"'{shorten(match[0])}' is not of the form ${{params:path.to.value}}")
-            continue
-        try:
-            path = parse_path(name)
-        except ValueError as error:
-            yield Issue(loc, str(error))
-            continue
-        if path not in params.places:
-            hint = did_you_mean(name, {path_text(known) for known in params.places if known})
-            yield Issue(loc, f"{PARAMETERS_FILE} has no '{shorten(name)}'{hint}")
-            continue
-        for issue in params.issues:
-            if issue.loc[: len(path)] == path:
-                yield Issue(loc, issue.message, place=issue.place or params.places.get(issue.loc))
-        value = params.at(path)
-        if match[0] != text and value is not BROKEN and not isinstance(value, str | int | float):
-            message = f"'{shorten(name)}' is {describe(value)}, which cannot be part of a text"
-            yield Issue(loc, message, place=params.places[path])
+
+
+def _check_parameter(loc: Loc, name: str, params: Document, *, is_part: bool) -> Iterator[Issue]:
+    """Yield the problems of a parameter that a text at `loc` names, alone or as a part."""
+    try:
+        path = parse_path(name)
+    except ValueError as error:
+        yield Issue(loc, str(error))
+        return
+    if path not in params.places:
+        hint = did_you_mean(name, {path_text(known) for known in params.places if known})
+        yield Issue(loc, f"{PARAMETERS_FILE} has no '{shorten(name)}'{hint}")
+        return
+    for issue in params.issues:
+        if issue.loc[: len(path)] == path:
+            yield Issue(loc, issue.message, place=issue.place or params.places.get(issue.loc))
+    value = params.at(path)
+    if is_part and value is not BROKEN and not isinstance(value, str | int | float):
+        message = f"'{shorten(name)}' is {describe(value)}, which cannot be part of a text"
+        yield Issue(loc, message, place=params.places[path])
 
 
 def _plain(value: Json) -> str:

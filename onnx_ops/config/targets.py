@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from onnx_ops.config.binding import bind_document
-from onnx_ops.config.document import Issue
+from onnx_ops.config.document import Document, Issue
 from onnx_ops.config.folders import TARGETS, find_config_folder
 from onnx_ops.config.messages import did_you_mean
 from onnx_ops.config.rules import check_gates
@@ -75,12 +75,7 @@ class TargetFiles:
             if target.name != path.stem:
                 message = f"'{target.name}' is not the name of its file, '{path.stem}'"
                 document.issues.append(Issue(("name",), message))
-            for index, provider in enumerate(target.providers):
-                known = load_provider_options().get(provider.name, provider.options)
-                for option in (option for option in provider.options if option not in known):
-                    hint = did_you_mean(option, known) or ("; it has none" if not known else "")
-                    loc = document.written(("providers", index, "options", option))
-                    document.issues.append(Issue(loc, f"{provider.name} has no option '{option}'{hint}", on_key=True))
+            document.issues += _check_provider_options(target, document)
             document.issues += check_gates((("gates", index), gate) for index, gate in enumerate(target.gates))
         if target is None or document.issues:
             raise ConfigError(tuple(document.problems()))
@@ -101,6 +96,16 @@ class TargetFiles:
 def profile_names() -> tuple[str, ...]:
     """Return the sorted names of the shipped profiles."""
     return tuple(sorted(path.stem for path in PROFILES.glob("*.yaml")))
+
+
+def _check_provider_options(target: Target, document: Document) -> Iterator[Issue]:
+    """Yield the options that providers do not read: some take a wrong name silently."""
+    for index, provider in enumerate(target.providers):
+        known = load_provider_options().get(provider.name, provider.options)
+        for option in (option for option in provider.options if option not in known):
+            hint = did_you_mean(option, known) or ("; it has none" if not known else "")
+            loc = document.written(("providers", index, "options", option))
+            yield Issue(loc, f"{provider.name} has no option '{option}'{hint}", on_key=True)
 
 
 @functools.cache
