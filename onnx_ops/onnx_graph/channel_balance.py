@@ -141,32 +141,41 @@ def _find_norms(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto])
             places = tuple((node, index) for index in range(1, len(node.input)) if node.input[index])
             return places if all(is_constant(node.input[index], 1) for _, index in places) else ()
         places = tuple((node, index) for index, one in enumerate(node.input) if is_constant(one, 1))
-        if node.op_type not in ("Mul", "Add") or len(places) != 1:
-            return ()
-        if node.op_type == "Mul":
+        if node.op_type == "Mul" and len(places) == 1:
             return places
-        inner = node.input[1 - places[0][1]]
+        return find_shifted(node, places[0][1]) if node.op_type == "Add" and len(places) == 1 else ()
+
+    def find_shifted(add: onnx.NodeProto, index: int) -> tuple[tuple[onnx.NodeProto, int], ...]:
+        """Return the inputs of a Mul and of the Add that shifts its result; empty if others see that result."""
+        inner = add.input[1 - index]
         scale = find_affine(inner)
         is_scaled = len(scale) == 1 and scale[0][0].op_type == "Mul" and len(readers[inner]) == 1
-        return (*scale, *places) if is_scaled and inner not in outputs else ()
+        return (*scale, (add, index)) if is_scaled and inner not in outputs else ()
+
+    def find_axis(node: onnx.NodeProto, value: str) -> int | None:
+        """Return the axis of channels in the weights that a node multiplies a value by; None if it cannot change."""
+        is_product = node.op_type in ("MatMul", "Gemm") and node.input[0] == value
+        if not (is_product and is_constant(node.input[1], 2) and len(readers[node.input[1]]) == 1):
+            return None
+        flags = {a.name: a.i for a in node.attribute}
+        if flags.get("transA", 0):
+            return None
+        return 1 if flags.get("transB", 0) else 0
 
     for value, products in readers.items():
-        weights = {
-            node.input[1]: 1 if flags.get("transB", 0) else 0
-            for node in products
-            if node.op_type in ("MatMul", "Gemm")
-            and node.input[0] == value
-            and is_constant(node.input[1], 2)
-            and len(readers[node.input[1]]) == 1
-            and not (flags := {a.name: a.i for a in node.attribute}).get("transA", 0)
-        }
+        weights = {node.input[1]: axis for node in products if (axis := find_axis(node, value)) is not None}
         affine = find_affine(value)
         if value in outputs or len(weights) < len(products) or not affine:
             continue
-        channels = {tensors[node.input[index]].dims[0] for node, index in affine}
-        channels |= {tensors[name].dims[axis] for name, axis in weights.items()}
-        if len(channels) == 1:
-            yield value, _Norm(affine=affine, weights=weights)
+        norm = _Norm(affine=affine, weights=weights)
+        if len(_count_channels(norm, tensors)) == 1:
+            yield value, norm
+
+
+def _count_channels(norm: _Norm, tensors: Mapping[str, onnx.TensorProto]) -> set[int]:
+    """Return the numbers of channels of a value's constants; a value can be balanced if they agree."""
+    counts = {tensors[node.input[index]].dims[0] for node, index in norm.affine}
+    return counts | {tensors[name].dims[axis] for name, axis in norm.weights.items()}
 
 
 def _choose_exponents(size: npt.NDArray[np.float32], column: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
@@ -196,11 +205,7 @@ def _apply(model: onnx.ModelProto, exponents: Mapping[str, Mapping[str, Any]]) -
     for value, channels in exponents.items():
         norm = norms[value]
         places = [tensors[node.input[index]] for node, index in norm.affine]
-        factors = np.ones(places[0].dims[0], dtype=np.float32)
-        for channel, exponent in channels.items():
-            if not (isinstance(exponent, int) and 0 < exponent <= _LARGEST_EXPONENT and int(channel) >= 0):
-                raise ValueError(f"no exponent of a channel: {exponent!r}")
-            factors[int(channel)] = 2.0**exponent
+        factors = _read_factors(channels, places[0].dims[0])
         for (node, index), tensor in zip(norm.affine, places, strict=True):  # exporters share equal constants
             node.input[index] = f"{value}_balanced_{'shift' if node.op_type == 'Add' or index == 2 else 'scale'}"
             own = numpy_helper.from_array(numpy_helper.to_array(tensor) / factors, node.input[index])
@@ -208,6 +213,20 @@ def _apply(model: onnx.ModelProto, exponents: Mapping[str, Mapping[str, Any]]) -
         for name, axis in norm.weights.items():
             along = factors[:, np.newaxis] if axis == 0 else factors
             tensors[name].CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensors[name]) * along, name))
+    _remove_unread_constants(model)
+
+
+def _read_factors(channels: Mapping[str, Any], count: int) -> npt.NDArray[np.float32]:
+    """Return the factor of each channel: a power of two, so that dividing and multiplying by it is exact."""
+    factors = np.ones(count, dtype=np.float32)
+    for channel, exponent in channels.items():
+        if not (isinstance(exponent, int) and 0 < exponent <= _LARGEST_EXPONENT and int(channel) >= 0):
+            raise ValueError(f"no exponent of a channel: {exponent!r}")
+        factors[int(channel)] = 2.0**exponent
+    return factors
+
+
+def _remove_unread_constants(model: onnx.ModelProto) -> None:
     read = {name for graph in iterate_graphs(model) for node in graph.node for name in node.input}
     read |= {value.name for graph in iterate_graphs(model) for value in graph.output}
     kept = [tensor for tensor in model.graph.initializer if tensor.name in read]

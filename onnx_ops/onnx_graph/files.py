@@ -336,35 +336,51 @@ def resolve_external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, 
     for tensor in iterate_tensors(model):
         if not (tensor.external_data or tensor.data_location):  # 1 is EXTERNAL
             continue
-        where, keys = f"tensor {tensor.name}", [entry.key for entry in tensor.external_data]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise RefusedError(f"it gives the {twice[0]!r} of its external data twice", where=where, remedy=_AGAIN)
-        entries = {entry.key: entry.value for entry in tensor.external_data}
-        if "location" not in entries:
-            what = "it has external data without the name of a file"
-            raise RefusedError(what, where=where, remedy=_AGAIN)
-        name = entries["location"]
-        pure, path = PurePosixPath(name), folder / name
-        unsafe = not name or pure.is_absolute() or ".." in pure.parts or "\\" in name
-        if unsafe or not _inside(path, folder):
-            raise RefusedError(f"its external data {name!r} lies outside its folder", where=where, remedy=_AGAIN)
-        if not os.path.isfile(path):  # unlike Path.is_file, it takes a name that is too long
-            remedy = f"Put {name} there: it holds the model's weights, and belongs to the model."
-            raise NotFoundError(f"its external data {name!r} is missing", where=str(folder), remedy=remedy)
+        entries = _read_entries(tensor)
+        path = _find_external_file(entries.get("location"), folder, tensor.name)
         if path not in files and _is_pointer(path):
-            what = f"its external data {name!r} is a pointer of Git LFS, not the weights"
+            what = f"its external data {entries['location']!r} is a pointer of Git LFS, not the weights"
             raise RefusedError(what, where=str(folder), remedy="Fetch the file: git lfs pull")
         files[path] = None
         places.append(_locate(tensor, entries, path))
+    _refuse_overlaps(places)
+    return tuple(files)
+
+
+def _read_entries(tensor: onnx.TensorProto) -> dict[str, str]:
+    """Return the location of a tensor's bytes by key; which of two equal keys counts is not defined."""
+    keys = [entry.key for entry in tensor.external_data]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        what = f"it gives the {twice[0]!r} of its external data twice"
+        raise RefusedError(what, where=f"tensor {tensor.name}", remedy=_AGAIN)
+    return {entry.key: entry.value for entry in tensor.external_data}
+
+
+def _find_external_file(name: str | None, folder: Path, tensor: str) -> Path:
+    """Return the file that a tensor names; it is in the model's folder, and exists."""
+    where = f"tensor {tensor}"
+    if name is None:
+        raise RefusedError("it has external data without the name of a file", where=where, remedy=_AGAIN)
+    pure, path = PurePosixPath(name), folder / name
+    is_unsafe = not name or pure.is_absolute() or ".." in pure.parts or "\\" in name
+    if is_unsafe or not _inside(path, folder):
+        raise RefusedError(f"its external data {name!r} lies outside its folder", where=where, remedy=_AGAIN)
+    if not os.path.isfile(path):  # unlike Path.is_file, it takes a name that is too long
+        remedy = f"Put {name} there: it holds the model's weights, and belongs to the model."
+        raise NotFoundError(f"its external data {name!r} is missing", where=str(folder), remedy=remedy)
+    return path
+
+
+def _refuse_overlaps(places: Iterable[TensorLocation]) -> None:
+    """Refuse tensors that share a part of their bytes. They may share all of them, as tied weights do."""
     last: TensorLocation | None = None
-    for place in sorted(p for p in places if p.end > p.start):
-        # Tensors may share their bytes, as tied weights do, but not in part.
+    # Sorted by file and start, a place can overlap only with one before it.
+    for place in sorted(place for place in places if place.end > place.start):
         is_same = last is not None and (last.start, last.end) == (place.start, place.end)
         if last and last.file == place.file and place.start < last.end and not is_same:
             what = f"its external data overlaps that of tensor {last.tensor}"
             raise RefusedError(what, where=f"tensor {place.tensor}", remedy=_AGAIN)
         last = place
-    return tuple(files)
 
 
 def _is_pointer(path: Path) -> bool:

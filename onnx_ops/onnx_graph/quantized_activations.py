@@ -122,13 +122,7 @@ def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelPr
         elif _is_integer(node):
             raise MeasurementError(f"integer operator {node.op_type} cannot be read", where=where)
         elif node.input and node.input[0] in work.scales and node.op_type not in _OPAQUE:
-            scale = work.scales[node.input[0]]
-            inputs = [work.read(name, scale, -1) if work.scales.get(name) == scale else name for name in node.input]
-            place = len(work.nodes)
-            moved = [work.write(name, scale) if name else "" for name in node.output]
-            made = copy.deepcopy(node)
-            made.input[:], made.output[:] = inputs, moved
-            work.nodes.insert(place, made)
+            _keep_scale(work, node)
         else:
             if node.op_type == "QuantizeLinear":
                 work.scales[node.output[0]] = tuple(node.input[1:3])
@@ -137,6 +131,17 @@ def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelPr
     expanded.graph.node.extend(work.nodes)
     expanded.graph.initializer.extend(work.added)
     return expanded
+
+
+def _keep_scale(work: _Rewriting, node: onnx.NodeProto) -> None:
+    """Put an operator that moves integers between a pair of the scale of its first input."""
+    scale = work.scales[node.input[0]]
+    inputs = [work.read(name, scale, -1) if work.scales.get(name) == scale else name for name in node.input]
+    place = len(work.nodes)  # before the QuantizeLinear nodes of its outputs
+    moved = [work.write(name, scale) if name else "" for name in node.output]
+    made = copy.deepcopy(node)
+    made.input[:], made.output[:] = inputs, moved
+    work.nodes.insert(place, made)
 
 
 def refuse_channels_last(model: onnx.ModelProto, where: str) -> None:
@@ -157,11 +162,7 @@ def _expand(work: _Rewriting, node: onnx.NodeProto) -> None:
     layout = _LAYOUTS.get(node.op_type)
     if layout is None:  # QLinearConcat: the result's scale comes first, and any number of values follows
         layout = _Layout(op_type="Concat", operands=tuple(range(2, len(node.input), 3)), result=0)
-    axis = -1  # where scales for each channel run along a weight: its outputs
-    if node.op_type == "QLinearConv":
-        axis = 0
-    elif node.op_type == "QGemm":
-        axis = 0 if any(a.name == "transB" and a.i for a in node.attribute) else 1
+    axis = _find_weight_axis(node)
     inputs = [work.read(node.input[place], tuple(node.input[place + 1 : place + 3]), axis) for place in layout.operands]
     if layout.bias is not None and len(node.input) > layout.bias and node.input[layout.bias]:
         # The step of a bias is the product of the scales of input and weight.
@@ -177,6 +178,15 @@ def _expand(work: _Rewriting, node: onnx.NodeProto) -> None:
     made = helper.make_node(layout.op_type, inputs, [result], name=node.name)
     made.attribute.extend(a for a in node.attribute if a.name not in layout.dropped)
     work.nodes.insert(place, made)
+
+
+def _find_weight_axis(node: onnx.NodeProto) -> int:
+    """Return the axis along which scales for each channel run in a weight: its outputs."""
+    if node.op_type == "QLinearConv":
+        return 0
+    if node.op_type == "QGemm":
+        return 0 if any(a.name == "transB" and a.i for a in node.attribute) else 1
+    return -1
 
 
 _FOLDED = ("Relu", "Clip")

@@ -135,30 +135,32 @@ def split_gemms(model: onnx.ModelProto, excluded: Collection[str] = ()) -> None:
     readers = Counter(name for node in iterate_nodes(model) for name in node.input)  # subgraphs read matrices too
     rewritten: list[onnx.NodeProto] = []
     for node in model.graph.node:
-        flags = {a.name: a.f if a.name in ("alpha", "beta") else a.i for a in node.attribute}
-        plain = (
-            node.op_type == "Gemm"
-            and node.name not in excluded
-            and node.input[1] in matrices
-            and readers[node.input[1]] == 1
-            and flags.get("alpha", 1.0) == flags.get("beta", 1.0) == 1.0
-            and not flags.get("transA", 0)
-        )
-        if not plain:
+        is_candidate = node.op_type == "Gemm" and node.name not in excluded
+        if not (is_candidate and node.input[1] in matrices and readers[node.input[1]] == 1 and _is_unscaled(node)):
             rewritten.append(node)
             continue
-        if flags.get("transB", 0):
+        if _read_flags(node).get("transB", 0):
             tensor = matrices[node.input[1]]
             tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).T.copy(), tensor.name))
-        biased = len(node.input) > 2 and bool(node.input[2])
-        product = node.output[0] + PRODUCT if biased else node.output[0]
+        is_biased = len(node.input) > 2 and bool(node.input[2])
+        product = node.output[0] + PRODUCT if is_biased else node.output[0]
         rewritten.append(helper.make_node("MatMul", node.input[:2], [product], name=node.name))
-        if biased:
+        if is_biased:
             rewritten.append(
                 helper.make_node("Add", [product, node.input[2]], [node.output[0]], name=f"{node.name}_bias")
             )
     del model.graph.node[:]
     model.graph.node.extend(rewritten)
+
+
+def _read_flags(gemm: onnx.NodeProto) -> dict[str, float]:
+    return {a.name: a.f if a.name in ("alpha", "beta") else a.i for a in gemm.attribute}
+
+
+def _is_unscaled(gemm: onnx.NodeProto) -> bool:
+    """Return whether a Gemm scales neither product nor bias, and reads its input as it is."""
+    flags = _read_flags(gemm)
+    return flags.get("alpha", 1.0) == flags.get("beta", 1.0) == 1.0 and not flags.get("transA", 0)
 
 
 _FLOAT, _BFLOAT = 1, 16
@@ -216,18 +218,12 @@ def _cast(model: onnx.ModelProto, wanted: dict[str, int]) -> None:
         for value in graph.input
         if value.name in wanted
     ]
-    for part in iterate_graphs(model):
-        for node in part.node:
-            node.input[:] = [inner.get(name, name) for name in node.input]
-            node.output[:] = [inner.get(name, name) for name in node.output]
-        if part is not graph:
-            for value in part.output:
-                value.name = inner.get(value.name, value.name)
     after = [
         helper.make_node("Cast", [inner[value.name]], [value.name], to=wanted[value.name])
         for value in graph.output
         if value.name in wanted
     ]
+    _rename_values(model, inner)
     for value in _ends(model):
         if value.name in wanted:
             value.type.tensor_type.elem_type = wanted[value.name]
@@ -239,6 +235,17 @@ def _cast(model: onnx.ModelProto, wanted: dict[str, int]) -> None:
     graph.value_info.extend(value_infos)
     if not any(entry.domain in DEFAULT_DOMAINS for entry in model.opset_import):
         model.opset_import.add(version=_CAST_OPSET)
+
+
+def _rename_values(model: onnx.ModelProto, names: Mapping[str, str]) -> None:
+    """Rename values wherever nodes and subgraphs use them; inputs and outputs of the model keep their names."""
+    for graph in iterate_graphs(model):
+        for node in graph.node:
+            node.input[:] = [names.get(name, name) for name in node.input]
+            node.output[:] = [names.get(name, name) for name in node.output]
+        if graph is not model.graph:
+            for value in graph.output:
+                value.name = names.get(value.name, value.name)
 
 
 REMEDY = "Names are those of the exported file; `quantize.exclude` lists them."
@@ -254,24 +261,9 @@ def trace_nodes(names: Iterable[str], source: onnx.ModelProto, prepared: onnx.Mo
     """
     wanted = tuple(names)
     known = {node.name: node for node in source.graph.node if node.name}
-    problems = []
-    for name in (name for name in wanted if name not in known):
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(tuple(known)[:10])}"
-        problems.append(f"no node is called {name!r}: {hint}")
-    if problems:
-        raise UserError("; ".join(problems), where="quantize.exclude", remedy=REMEDY)
+    _refuse_unknown_names(wanted, known)
     matrices = {name for name, tensor in collect_constants(source).items() if len(tensor.dims) > 1}
-    traced = {}
-    for name in wanted:
-        node = known[name]
-        weights = matrices.intersection(node.input)
-        candidates = (
-            [n.name for n in prepared.graph.node if n.name == node.name],
-            [n.name for n in prepared.graph.node if n.name and set(n.output) & set(node.output)],
-            [n.name for n in prepared.graph.node if n.name and weights.intersection(n.input)],
-        )
-        traced[name] = tuple(next((names for names in candidates if names), []))
+    traced = {name: _find_heirs(known[name], matrices.intersection(known[name].input), prepared) for name in wanted}
     if lost := sorted(name for name, heirs in traced.items() if not heirs):
         raise UserError(
             f"there is nothing left to exclude of {', '.join(lost)}",
@@ -280,6 +272,27 @@ def trace_nodes(names: Iterable[str], source: onnx.ModelProto, prepared: onnx.Mo
             remedy="Leave it out of `quantize.exclude`.",
         )
     return traced
+
+
+def _refuse_unknown_names(wanted: Iterable[str], known: Collection[str]) -> None:
+    problems = []
+    for name in (name for name in wanted if name not in known):
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(tuple(known)[:10])}"
+        problems.append(f"no node is called {name!r}: {hint}")
+    if problems:
+        raise UserError("; ".join(problems), where="quantize.exclude", remedy=REMEDY)
+
+
+def _find_heirs(node: onnx.NodeProto, weights: Collection[str], prepared: onnx.ModelProto) -> tuple[str, ...]:
+    """Return the nodes of `prepared` that came from a node: the first way to match them that finds any counts."""
+    named = [n for n in prepared.graph.node if n.name]
+    candidates = (
+        [n.name for n in named if n.name == node.name],
+        [n.name for n in named if set(n.output) & set(node.output)],
+        [n.name for n in named if not set(weights).isdisjoint(n.input)],
+    )
+    return tuple(next((names for names in candidates if names), []))
 
 
 def find_quantized_nodes(excluded: Iterable[str], derived: onnx.ModelProto, rewritten: str) -> tuple[str, ...]:

@@ -177,17 +177,14 @@ def build_split_probes(path: Path, samples: Mapping[str, Any]) -> dict[str, Any]
     """
     model = read_model(path)
     ensemble = next((node for node in model.graph.node if node.op_type in ENSEMBLES), None)
-    if ensemble is None or any(array.ndim != 2 or array.dtype.kind not in "fi" for array in samples.values()):
+    if ensemble is None or not all(map(_is_matrix_of_numbers, samples.values())):
         return None
     start, order = _matrix(model, list(samples))
     rows = np.concatenate([samples[name].astype(np.float64) for name in order], axis=1) if order else np.empty((0, 0))
     if not len(rows):
         return None
     scaling = _scaling(model, ensemble.input[0], start, rows.shape[1])
-    try:
-        trees = [grown.splits for grown in _grow(ensemble, path.name)[0].values() if grown.splits]
-    except UserError:
-        return None
+    trees = _read_splits(ensemble, path.name)
     features = {split.feature for tree in trees for split in tree.values()}
     if scaling is None or not features <= set(range(rows.shape[1])):
         return None
@@ -195,13 +192,28 @@ def build_split_probes(path: Path, samples: Mapping[str, Any]) -> dict[str, Any]
     step = max(1, -(-sum(map(len, trees)) // MOST_SPLITS))
     sides = (pair for tree in trees for pair in _probes(tree, rows, *scaling))
     chosen = list(itertools.islice(sides, 0, None, step))
-    if not chosen:
-        return None
+    return _split_columns(np.stack(chosen), samples, order) if chosen else None
+
+
+def _read_splits(ensemble: onnx.NodeProto, where: str) -> list[dict[int, _Split]]:
+    """Return the splits of each tree that has any; none of an ensemble that cannot be read."""
+    try:
+        return [grown.splits for grown in _grow(ensemble, where)[0].values() if grown.splits]
+    except UserError:
+        return []
+
+
+def _is_matrix_of_numbers(array: Any) -> bool:
+    return array.ndim == 2 and array.dtype.kind in "fi"
+
+
+def _split_columns(chosen: Floats, samples: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
+    """Return pairs of joined rows, of shape (pairs, 2, columns), as rows of the inputs in their types."""
     ends = np.cumsum([samples[name].shape[1] for name in order])[:-1]
-    parts = dict(zip(order, np.split(np.stack(chosen), ends, axis=2), strict=True))
+    parts = dict(zip(order, np.split(chosen, ends, axis=2), strict=True))
     probes = {}
     for name, array in samples.items():
-        pairs = parts[name]  # of shape (pairs, 2, columns)
+        pairs = parts[name]
         if array.dtype.kind == "i":  # the next whole numbers on either side
             pairs = np.where(pairs > pairs.min(axis=1, keepdims=True), np.ceil(pairs), np.floor(pairs))
         probes[name] = pairs.reshape(-1, pairs.shape[2]).astype(array.dtype)
