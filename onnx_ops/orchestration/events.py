@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from uuid import UUID
 
 from onnx_ops.app.results import Summary
 from onnx_ops.domain.artifact import hex_digits
-from onnx_ops.domain.decision import Verdict
+from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.domain.notification import (
     GATE_FAILED,
     PREFIX,
@@ -22,6 +22,7 @@ from onnx_ops.domain.notification import (
     format_model_id,
 )
 from onnx_ops.domain.pipeline import Pipeline, StageStatus
+from onnx_ops.domain.release import Registration
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.plugins import EXTRAS
 from onnx_ops.ports import Context, Notifier
@@ -90,45 +91,52 @@ def run_events(pipeline: Pipeline, summary: Summary, now: float) -> Iterator[Rel
     done = {outcome.stage for outcome in summary.outcomes if outcome.status is StageStatus.DONE}
     registered = summary.registration
     model = pipeline.register.model if pipeline.register is not None else summary.pipeline
-    served = {choice.target: choice.variant for choice in summary.choices}
-    link = registered.report if registered is not None else ""
     common: dict[str, Any] = {"resource": format_model_id(model), "name": model, "at": now}
     for decision in summary.decisions:
-        if decision.verdict is not Verdict.FAIL or f"gate/{decision.variant}@{decision.target}" not in done:
-            continue
-        chosen = served.get(decision.target)
-        yield ReleaseEvent(
-            event=GATE_FAILED,
-            **common,
-            labels={f"{PREFIX}target": decision.target, f"{PREFIX}served": "no" if chosen is None else "yes"},
-            payload={
-                "what": f"{decision.variant} failed on {decision.target}",
-                "why": decision.reason,
-                "pipeline": summary.pipeline,
-                "variant": decision.variant,
-                "target": decision.target,
-                "version": registered.versions.get(decision.variant, "") if registered is not None else "",
-                "chosen": chosen,
-                "gates": [gate for gate, verdict in decision.verdicts.items() if verdict is Verdict.FAIL],
-                "link": link,
-            },
-        )
+        # A stage that was not executed is reported already.
+        if decision.verdict is Verdict.FAIL and f"gate/{decision.variant}@{decision.target}" in done:
+            yield _describe_failure(decision, summary, common)
     if registered is not None and "register" in done:
-        yield ReleaseEvent(
-            event=REGISTERED,
-            **common,
-            payload={
-                "what": f"release {hex_digits(registered.release)[:12]} of {model} is registered",
-                "why": "; ".join(f"{c.target}: {c.variant or 'no variant'} ({c.reason})" for c in summary.choices),
-                "pipeline": summary.pipeline,
-                "release": registered.release,
-                "versions": dict(registered.versions),
-                "chosen": dict(served),
-                "awaiting": list(summary.awaiting),
-                "left": [promotion.explain_left() for promotion in summary.left],
-                "link": link,
-            },
-        )
+        yield _describe_release(registered, summary, common)
+
+
+def _describe_failure(decision: Decision, summary: Summary, common: Mapping[str, Any]) -> ReleaseEvent:
+    registered = summary.registration
+    chosen = next((choice.variant for choice in reversed(summary.choices) if choice.target == decision.target), None)
+    return ReleaseEvent(
+        event=GATE_FAILED,
+        **common,
+        labels={f"{PREFIX}target": decision.target, f"{PREFIX}served": "no" if chosen is None else "yes"},
+        payload={
+            "what": f"{decision.variant} failed on {decision.target}",
+            "why": decision.reason,
+            "pipeline": summary.pipeline,
+            "variant": decision.variant,
+            "target": decision.target,
+            "version": registered.versions.get(decision.variant, "") if registered is not None else "",
+            "chosen": chosen,
+            "gates": [gate for gate, verdict in decision.verdicts.items() if verdict is Verdict.FAIL],
+            "link": registered.report if registered is not None else "",
+        },
+    )
+
+
+def _describe_release(registered: Registration, summary: Summary, common: Mapping[str, Any]) -> ReleaseEvent:
+    return ReleaseEvent(
+        event=REGISTERED,
+        **common,
+        payload={
+            "what": f"release {hex_digits(registered.release)[:12]} of {common['name']} is registered",
+            "why": "; ".join(f"{c.target}: {c.variant or 'no variant'} ({c.reason})" for c in summary.choices),
+            "pipeline": summary.pipeline,
+            "release": registered.release,
+            "versions": dict(registered.versions),
+            "chosen": {choice.target: choice.variant for choice in summary.choices},
+            "awaiting": list(summary.awaiting),
+            "left": [promotion.explain_left() for promotion in summary.left],
+            "link": registered.report,
+        },
+    )
 
 
 def post(events: Sequence[ReleaseEvent]) -> None:

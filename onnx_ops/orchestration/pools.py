@@ -202,6 +202,32 @@ class PrefectPools(Pools):
                 raise ObjectNotFound(KeyError(run))
             return self._found[run]
 
+    def _read_if_available(self, client: SyncPrefectClient, run: UUID, silent_s: float) -> FlowRun | None:
+        """Return a run; None during an outage of the server, which raises once it has lasted too long."""
+        try:
+            return self._read(client, run)
+        except Exception as error:
+            if not is_unavailable(error) or silent_s > self.outage:
+                raise
+            return None
+
+    def _check_time(self, stage: PlacedStage, running_s: float) -> None:
+        # The worker stops the stage in time; this is for one that does not.
+        if stage.timeout is not None and running_s > stage.timeout + 2 * self.silence:
+            raise StageError(
+                f"it ran longer than its time-out of {stage.timeout:g} s and was stopped",
+                where=stage.title,
+                remedy="Raise `timeout` in the pipeline file if the stage needs that long.",
+            )
+
+    def _check_start(self, stage: PlacedStage, pending_s: float) -> None:
+        if pending_s > self.start_timeout_s:
+            raise MeasurementError(
+                f"a worker of pool {stage.pool} took it, but did not start it within {self.start_timeout_s:g} s",
+                where=stage.title,
+                remedy="See the log of that worker.",
+            )
+
     def _wait(self, client: SyncPrefectClient, run: UUID, stage: PlacedStage) -> EndedRun:
         """Return the end of a run.
 
@@ -218,44 +244,27 @@ class PrefectPools(Pools):
             # All threads look at the same time: one request of the first answers them all.
             time.sleep(max(pause / 2, min(pause, self._read_at + pause - time.monotonic())))
             now = time.monotonic()
-            try:
-                flow_run = self._read(client, run)
-            except Exception as error:
-                if not is_unavailable(error) or now - contact > self.outage:
-                    raise
+            flow_run = self._read_if_available(client, run, now - contact)
+            if flow_run is None:
                 continue
             silent, contact = now - contact > self.silence, now
-            state, kind = flow_run.state, _kind(flow_run.state)
-            if kind in _FINAL:
-                message = (state.message or "") if state else ""
-                seconds = flow_run.total_run_time.total_seconds()
-                return EndedRun(run=str(run), failed=kind == "FAILED", message=message, seconds=seconds)
-            if kind in _DEAD:
-                raise _WorkerDied(f"its flow run ended as {state.name if state else kind}")
+            ended = _find_end(flow_run)
+            if ended is not None:
+                return ended
+            kind = _kind(flow_run.state)
             if (flow_run.updated, kind) != beat or silent:  # after an outage, the silence is counted anew
                 beat, last_beat = (flow_run.updated, kind), now
-            taken = kind == "RUNNING" or (state is not None and state.name == CLAIMED)
-            if taken and now - last_beat > self.silence:
+            if _is_taken(flow_run) and now - last_beat > self.silence:
                 declare_crashed(client, run, why := f"its flow run has sent no heartbeat for {now - last_beat:.0f} s")
                 raise _WorkerDied(why)
             if kind == "RUNNING":
                 started = now if started is None else started
-                # The worker stops it in time; this is for one that does not.
-                if stage.timeout is not None and now - started > stage.timeout + 2 * self.silence:
-                    raise StageError(
-                        f"it ran longer than its time-out of {stage.timeout:g} s and was stopped",
-                        where=stage.title,
-                        remedy="Raise `timeout` in the pipeline file if the stage needs that long.",
-                    )
+                self._check_time(stage, now - started)
             elif kind == "SCHEDULED" and now - checked > self.silence:
                 checked = now
                 require_workers(client, stage.pool, stage.kind.value, stage.title)
-            elif kind == "PENDING" and now - last_beat > self.start_timeout_s:
-                raise MeasurementError(
-                    f"a worker of pool {stage.pool} took it, but did not start it within {self.start_timeout_s:g} s",
-                    where=stage.title,
-                    remedy="See the log of that worker.",
-                )
+            elif kind == "PENDING":
+                self._check_start(stage, now - last_beat)
 
 
 def _find_deployment(client: SyncPrefectClient, stage: PlacedStage) -> UUID:
@@ -459,6 +468,24 @@ def _cancel(client: SyncPrefectClient, run: UUID) -> None:
 def is_final(state: State[Any] | None) -> bool:
     """Return whether a flow run in this state has ended, or was requested to end."""
     return _kind(state) in (*_FINAL, *_DEAD)
+
+
+def _is_taken(flow_run: FlowRun) -> bool:
+    """Return whether a worker has a run: from then on, heartbeats are expected."""
+    state = flow_run.state
+    return state is not None and (_kind(state) == "RUNNING" or state.name == CLAIMED)
+
+
+def _find_end(flow_run: FlowRun) -> EndedRun | None:
+    """Return the recorded end of a run; None if it has none yet."""
+    state, kind = flow_run.state, _kind(flow_run.state)
+    if kind in _DEAD:
+        raise _WorkerDied(f"its flow run ended as {state.name if state else kind}")
+    if kind not in _FINAL:
+        return None
+    message = (state.message or "") if state else ""
+    seconds = flow_run.total_run_time.total_seconds()
+    return EndedRun(run=str(flow_run.id), failed=kind == "FAILED", message=message, seconds=seconds)
 
 
 def _kind(state: State[Any] | None) -> str:

@@ -10,7 +10,7 @@ from functools import partial
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, digest_json
 from onnx_ops.domain.decision import TargetObjective
-from onnx_ops.domain.gate import ACCURACY, MetricDefinition, MetricGate, derive_measurement_request, select_gates
+from onnx_ops.domain.gate import ACCURACY, Gate, MetricDefinition, MetricGate, derive_measurement_request, select_gates
 from onnx_ops.domain.pipeline import EXPORT, PLACEABLE, Pipeline, Plan, Quantize, Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.quantization import AUTO
@@ -158,12 +158,17 @@ def _declares_order(pipeline: Pipeline) -> bool:
     return bool(listed) and all(order and order == listed[0] for order in listed)
 
 
+def _list_metrics(pipeline: Pipeline) -> list[MetricDefinition]:
+    """Return the metrics that gates judge, and accuracy, by label."""
+    metrics = {gate.definition() for gate in pipeline.gates if isinstance(gate, MetricGate)} | {ACCURACY}
+    return sorted(metrics, key=lambda metric: metric.label)
+
+
 def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: ProjectProbe) -> list[Stage]:
     model = pipeline.register.model if pipeline.register else ""
     limits = select_gates(pipeline.gates, target.gates)
     request = derive_measurement_request(limits)
-    metrics = {gate.definition() for gate in pipeline.gates if isinstance(gate, MetricGate)} | {ACCURACY}
-    ordered = sorted(metrics, key=lambda metric: metric.label)
+    ordered = _list_metrics(pipeline)
     placed: dict[str, Json] = {"target": codec.to_json(target), **({"pool": target.pool} if target.pool else {})}
     scored: dict[str, Json] = {
         "target": target.digest(),
@@ -207,11 +212,6 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
     ]
     needs = ["export", "validate", variant_id(variant), samples]
     needs += [stage_id(StageKind.SCORE, name, target.name, shard) for name in (EXPORT, variant) for shard in shards]
-    gates: Json = [codec.to_json(gate) for gate in limits]
-    declared: dict[str, Json] = {
-        "custom_ops": sorted(library.digest for library in target.custom_ops),
-        "execution": codec.to_json(target.execution),
-    }
     return [
         *scores,
         make_stage(
@@ -230,17 +230,28 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
                 "promotes": pipeline.register is not None and pipeline.register.promote != "manual",
             },
         ),
-        make_stage(
-            StageKind.GATE,
-            stage_id(StageKind.GATE, variant, target.name),
-            None,
-            {"gates": gates, "model": model, "signer": probe.signer(), **declared},
-            needs=[stage_id(StageKind.BENCHMARK, variant, target.name)],
-            variant=variant,
-            target=target.name,
-            hints={"policy": codec.to_json(get_objective(pipeline, target))},
-        ),
+        _plan_gate(pipeline, target, variant, limits, probe.signer()),
     ]
+
+
+def _plan_gate(pipeline: Pipeline, target: Target, variant: str, limits: Sequence[Gate], signer: Json) -> Stage:
+    """Plan the judgement of what a benchmark measured; it reads no model, so that new limits measure nothing again."""
+    return make_stage(
+        StageKind.GATE,
+        stage_id(StageKind.GATE, variant, target.name),
+        None,
+        {
+            "gates": [codec.to_json(gate) for gate in limits],
+            "model": pipeline.register.model if pipeline.register else "",
+            "signer": signer,
+            "custom_ops": sorted(library.digest for library in target.custom_ops),
+            "execution": codec.to_json(target.execution),
+        },
+        needs=[stage_id(StageKind.BENCHMARK, variant, target.name)],
+        variant=variant,
+        target=target.name,
+        hints={"policy": codec.to_json(get_objective(pipeline, target))},
+    )
 
 
 def plan_variants(pipeline: Pipeline, targets: Mapping[str, Target], probe: ProjectProbe) -> list[Stage]:
@@ -362,18 +373,6 @@ def plan_release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stag
         return []
     names = pipeline.benchmark.targets
     pairs = [(variant, target) for target in names for variant in pipeline.variants()]
-    recorded: dict[str, Json] = {
-        "export.framework": pipeline.export.framework,
-        "export.opset": str(pipeline.export.opset),
-    }
-    for path, value in pipeline.parameters.items():  # registries accept `rates.1` for `rates[1]`
-        name = re.sub(r"[^\w\-. :/]", "_", path.replace("[", ".").replace("]", ""), flags=re.ASCII)
-        recorded[f"params.{name}"] = as_json_text(value)
-    if pipeline.train is None:
-        recorded["model"] = pipeline.model
-    else:
-        recorded["train.run"] = pipeline.train.run
-        recorded |= {f"train.{name}": as_json_text(value) for name, value in pipeline.train.with_.items()}
     register = make_stage(
         StageKind.REGISTER,
         "register",
@@ -384,7 +383,7 @@ def plan_release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stag
             "variants": [{"name": v, "stage": variant_id(v)} for v in pipeline.variants()],
             "targets": list(names),
             "policies": {name: codec.to_json(get_objective(pipeline, targets[name])) for name in names},
-            "parameters": recorded,
+            "parameters": _list_parameters(pipeline),
             "measured_on": pipeline.validate.samples.data,
         },
         needs=["train", "export"],
@@ -396,21 +395,7 @@ def plan_release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stag
         ],
         hints={"about": pipeline.description},
     )
-    promotes = [
-        make_stage(
-            StageKind.PROMOTE,
-            f"promote@{name}",
-            None,
-            {
-                "endpoints": [entry.endpoint for entry in pipeline.deploy if entry.target == name],
-                "mode": section.promote,
-            },
-            needs=["register"],
-            target=name,
-        )
-        for name in names
-        if section.promote != "manual"
-    ]
+    promotes = _plan_promotions(pipeline, section.promote)
     deploys = [
         make_stage(
             StageKind.DEPLOY,
@@ -430,6 +415,40 @@ def plan_release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stag
         for entry in pipeline.deploy
     ]
     return [register, *promotes, *deploys]
+
+
+def _list_parameters(pipeline: Pipeline) -> dict[str, Json]:
+    """Return what a registry records of a release: its export, parameters, and training or model."""
+    recorded: dict[str, Json] = {
+        "export.framework": pipeline.export.framework,
+        "export.opset": str(pipeline.export.opset),
+    }
+    for path, value in pipeline.parameters.items():  # registries accept `rates.1` for `rates[1]`
+        name = re.sub(r"[^\w\-. :/]", "_", path.replace("[", ".").replace("]", ""), flags=re.ASCII)
+        recorded[f"params.{name}"] = as_json_text(value)
+    if pipeline.train is None:
+        recorded["model"] = pipeline.model
+    else:
+        recorded["train.run"] = pipeline.train.run
+        recorded |= {f"train.{name}": as_json_text(value) for name, value in pipeline.train.with_.items()}
+    return recorded
+
+
+def _plan_promotions(pipeline: Pipeline, mode: str) -> list[Stage]:
+    """Plan the promotion on each target; none if a person promotes."""
+    if mode == "manual":
+        return []
+    return [
+        make_stage(
+            StageKind.PROMOTE,
+            f"promote@{name}",
+            None,
+            {"endpoints": [entry.endpoint for entry in pipeline.deploy if entry.target == name], "mode": mode},
+            needs=["register"],
+            target=name,
+        )
+        for name in pipeline.benchmark.targets
+    ]
 
 
 def get_objective(pipeline: Pipeline, target: Target) -> TargetObjective:

@@ -104,6 +104,18 @@ def find_referenced_modules(path: Path, root: Path) -> frozenset[str]:
         return frozenset(
             name for file in path.rglob("*") if file.is_file() for name in find_referenced_modules(file, root)
         )
+    modules = set()
+    for name, is_module in set(_list_names(_read_unpacked(path))):
+        first = name.partition(".")[0]
+        if _find_module_file(name, root) is not None or (is_module and _find_source(name, root) is not None):
+            modules.add(name)
+        elif is_module and find_distributions(first):
+            modules.add(first)
+    return frozenset(modules)
+
+
+def _read_unpacked(path: Path) -> bytes:
+    """Return a file's content, decompressed; of an archive, what can name modules."""
     content = path.read_bytes()
     if zipfile.is_zipfile(path):
         with contextlib.suppress(zipfile.BadZipFile, zlib.error), zipfile.ZipFile(path) as archive:
@@ -112,14 +124,7 @@ def find_referenced_modules(path: Path, root: Path) -> frozenset[str]:
     elif decompress := next((call for first, call in _DECOMPRESSORS.items() if content.startswith(first)), None):
         with contextlib.suppress(OSError, EOFError, zlib.error, lzma.LZMAError):  # otherwise it only resembles one
             content = decompress(content)
-    modules = set()
-    for name, is_module in set(_list_names(content)):
-        first = name.partition(".")[0]
-        if _find_module_file(name, root) is not None or (is_module and _find_source(name, root) is not None):
-            modules.add(name)
-        elif is_module and find_distributions(first):
-            modules.add(first)
-    return frozenset(modules)
+    return content
 
 
 def _list_names(content: bytes) -> Iterator[tuple[str, bool]]:

@@ -73,9 +73,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
         champion, manifest, is_export = read_champion(stage, context), variant.subset(MODEL), stage.variant == EXPORT
         candidate = checkout_files(store, variant, MODEL, folder / "candidate") / MODEL_FILE
         export = checkout_files(store, inputs["export"], MODEL, folder / "export") / MODEL_FILE
-        baselines = {} if is_export else {EXPORT: export}
-        if champion and champion.manifest != manifest.digest():
-            baselines["champion"] = Path(champion.location) / MODEL_FILE
+        baselines = _choose_baselines(None if is_export else export, champion, manifest)
         check_compatibility(candidate, target, stage.id)
         # The same rows give the same intervals, however they are scored.
         seed = int(digest_json([manifest.digest(), rows.digest(), stage.target])[-8:], 16)
@@ -165,6 +163,14 @@ def _make_package(runtime: Runtime, model: Path, target: Target, folder: Path, c
     folder.mkdir()
     runtime.package(model, target, folder)
     return put_folder(context.store, folder, PACKAGE)
+
+
+def _choose_baselines(export: Path | None, champion: Champion | None, manifest: Manifest) -> dict[str, Path]:
+    """Return the models to compare with by name; the champion, which counts most, comes last."""
+    baselines = {} if export is None else {EXPORT: export}
+    if champion and champion.manifest != manifest.digest():
+        baselines["champion"] = Path(champion.location) / MODEL_FILE
+    return baselines
 
 
 def _read_champion_facts(champion: Champion) -> ChampionFacts:
