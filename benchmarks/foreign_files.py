@@ -129,6 +129,13 @@ def _read(text: str, code: int) -> tuple[str, str, str]:
     return message, str(document.get("remedy") or document.get("problem") or of_targets), ""
 
 
+def read_finished(log: Path) -> tuple[list[Outcome], set[tuple[str, str]]]:
+    """Return the outcomes of files that an earlier run finished, and these files: `bench` is their last command."""
+    outcomes = [Outcome(**json.loads(line)) for line in log.read_text().splitlines()] if log.is_file() else []
+    finished = {(one.kind, one.file) for one in outcomes if one.command == "bench"}
+    return [one for one in outcomes if (one.kind, one.file) in finished], finished
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"one file in {QUICK}")
@@ -141,9 +148,7 @@ def main() -> int:
         work = arguments.work or Path(folder)
         work.mkdir(parents=True, exist_ok=True)
         log = work / "foreign-files.jsonl"
-        found = [Outcome(**json.loads(line)) for line in log.read_text().splitlines()] if log.is_file() else []
-        finished = {(one.kind, one.file) for one in found if one.command == "bench"}
-        found = [one for one in found if (one.kind, one.file) in finished]
+        found, finished = read_finished(log)
         log.write_text("".join(f"{json.dumps(asdict(one))}\n" for one in found))
         step = QUICK if arguments.quick else 1
         with log.open("a") as file:

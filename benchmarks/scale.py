@@ -105,18 +105,23 @@ def print_times(title: str, all_led: list[Led]) -> None:
     print(f"  exit codes               {sorted({one.exit_code for one in all_led})}")
     print(f"  plan, a pipeline         {median([one.plan for one in all_led])}")
     if len(all_led) >= 20:
-        first, last = all_led[1:11], all_led[-10:]
-        print(f"    pipelines 2-11         {median([one.plan for one in first])}")
-        print(f"    the last 10            {median([one.plan for one in last])}")
+        # The first one warms caches up.
+        print(f"    pipelines 2-11         {median([one.plan for one in all_led[1:11]])}")
+        print(f"    the last 10            {median([one.plan for one in all_led[-10:]])}")
     count = executed or stages
     print(f"  run, a stage             {1e3 * wall / count:.1f} ms, CPU {1e3 * busy / count:.1f} ms")
     if executed:
-        inside = sum(sum(seconds) for one in all_led for seconds in one.by_kind.values())
-        print(f"    outside of the stages  {1e3 * (wall - inside) / count:.2f} ms")
-        for kind in all_led[-1].by_kind:
-            print(f"    {kind:<22} {median([s for one in all_led for s in one.by_kind.get(kind, ())])}")
+        print_kinds(all_led, wall, count)
     marks = sorted({0, len(all_led) // 4, len(all_led) // 2, len(all_led) - 1})
     print("  memory at its highest    " + ", ".join(f"{all_led[at].memory:.0f} MB after {at + 1}" for at in marks))
+
+
+def print_kinds(all_led: list[Led], wall: float, count: int) -> None:
+    """Print the time outside of executed stages, and the median of each kind of stage."""
+    inside = sum(sum(seconds) for one in all_led for seconds in one.by_kind.values())
+    print(f"    outside of the stages  {1e3 * (wall - inside) / count:.2f} ms")
+    for kind in all_led[-1].by_kind:
+        print(f"    {kind:<22} {median([s for one in all_led for s in one.by_kind.get(kind, ())])}")
 
 
 def median(seconds: list[float]) -> str:

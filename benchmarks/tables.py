@@ -301,18 +301,22 @@ def others(named: set[str]) -> Iterator[Case]:
     dense = OneHotEncoder(handle_unknown="ignore", drop="first", sparse_output=False)
     # What takes no negative numbers gets numbers from 0 to 1; what takes whole numbers only gets those of a bin.
     scalers = (StandardScaler(), MinMaxScaler(), KBinsDiscretizer(4, encode="ordinal", strategy="uniform"))
-    for kind, inner in (("classifier", linear_model.LogisticRegression()), ("regressor", linear_model.Ridge())):
+    known = set(sklearn_operator_name_map)
+    predictors = (
+        ("classifier", linear_model.LogisticRegression(), ("three", "class", "labels")),
+        ("regressor", linear_model.Ridge(), ("amount", "amounts")),
+    )
+    for kind, inner, labels in predictors:
         for name, make in estimators(kind):
-            if make in sklearn_operator_name_map and f"mixed, {name}" not in named:
+            if make in known and f"mixed, {name}" not in named:
                 models = [
                     mixed(model, numbers=make_pipeline(SimpleImputer(), scaler), encoder=dense)
                     for model in attempts(make, inner)
                     for scaler in scalers
                 ]
-                kinds = ("three", "class", "labels") if kind == "classifier" else ("amount", "amounts")
-                yield f"mixed, {name}", [(model, y) for y in kinds for model in models], MIXED, ""
+                yield f"mixed, {name}", [(model, y) for y in labels for model in models], MIXED, ""
     for name, make in estimators("transformer"):
-        if make in sklearn_operator_name_map and name not in _NO_NUMBERS and f"mixed, {name}" not in named:
+        if make in known and name not in _NO_NUMBERS and f"mixed, {name}" not in named:
             steps = [make_pipeline(SimpleImputer(), step) for step in attempts(make, linear_model.LogisticRegression())]
             logistic = linear_model.LogisticRegression(max_iter=500)
             yield f"mixed, {name}", [(mixed(logistic, numbers=step), "class") for step in steps], MIXED, ""
@@ -429,10 +433,7 @@ def outcome(case: Case, folder: Path, endpoint: Endpoint) -> str:
     holed = ("missing" in name or "mixed" in name) and "MinMaxScaler(clip" not in repr(model)
     arrays = FileSource().load(FileData(file="missing.csv" if holed else "whole.csv"), folder)
     samples = {column: arrays[column] for column in wanted}
-    exporter = next(
-        (make() for word, make in (("XGBoost", XgboostExporter), ("LightGBM", LightgbmExporter)) if word in name),
-        SklearnExporter(),
-    )
+    exporter = choose_exporter(name)
     rows: Any = samples["note"][:, 0] if wanted == ("note",) else frame_of(samples)
     if "a data frame's categories" in name:
         rows["visits"] = rows["visits"].astype("category")
@@ -453,15 +454,33 @@ def outcome(case: Case, folder: Path, endpoint: Endpoint) -> str:
         exporter.export(model, ExportRequest(section=section, samples=samples, path=path))
     except OnnxOpsError as error:
         return f"refused: {short(str(error))}"
-    asked = collect_reference_outputs(exporter, model, path, samples)
-    factor = ParityGate().noise_factor
-    for found in measure_parity(OnnxRuntime(), path, Target(name="cpu"), asked.groups):
-        if found.inside and (found.mismatch or not found.ratio <= factor):
-            return f"differs: {found.output} in {found.group}, {short(found.mismatch or f'{found.ratio:.3g} x noise')}"
+    if difference := find_difference(exporter, model, path, samples):
+        return f"differs: {difference}"
     head = {column: array[:ASKED] for column, array in samples.items()}
     exact: Any = exporter.reference(model, head, "float64")
     rounded: Any = exporter.reference(model, head, "float32") or exact
     return endpoint.compare(name, place, head, exact, rounded)
+
+
+def choose_exporter(name: str) -> XgboostExporter | LightgbmExporter | SklearnExporter:
+    """Return the exporter of the library that a case names; scikit-learn's by default."""
+    if "XGBoost" in name:
+        return XgboostExporter()
+    return LightgbmExporter() if "LightGBM" in name else SklearnExporter()
+
+
+def find_difference(
+    exporter: XgboostExporter | LightgbmExporter | SklearnExporter, model: Any, path: Path, samples: dict[str, Any]
+) -> str:
+    """Return where an export differs from its model by more than the gate allows; empty if nowhere."""
+    reference = collect_reference_outputs(exporter, model, path, samples)
+    factor = ParityGate().noise_factor
+    for measured in measure_parity(OnnxRuntime(), path, Target(name="cpu"), reference.groups):
+        if measured.inside and (measured.mismatch or not measured.ratio <= factor):  # NaN differs
+            return (
+                f"{measured.output} in {measured.group}, {short(measured.mismatch or f'{measured.ratio:.3g} x noise')}"
+            )
+    return ""
 
 
 def first_fitted(models: list[tuple[Any, str]], rows: Any, arrays: Any) -> Any:

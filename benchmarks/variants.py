@@ -74,6 +74,14 @@ def abilities() -> bool:
     return "avx512_vnni" in flags
 
 
+def missed_limits(name: str, ratio: float, size: float) -> Iterator[str]:
+    """Yield the limits of CPU time and size, as shares of fp32, that a variant misses."""
+    if ratio > LIMITS[name]:
+        yield f"{name}: {ratio:.2f} of fp32's CPU time, at most {LIMITS[name]} was asked for"
+    if name == "minilm" and size > MINILM_SIZE:
+        yield f"{name}: {size:.2f} of fp32's size, at most {MINILM_SIZE} was asked for"
+
+
 def table(model: Model) -> Iterator[str]:
     """Print the figures of one model; yields the limits that are missed."""
     paths = {"fp32": model.path, **model.variants}
@@ -93,10 +101,7 @@ def table(model: Model) -> Iterator[str]:
         size = sizes[name] / sizes["fp32"]
         print(f"| {name} | {ratios[name]:.2f} | {size:.2f} | {found[name][1]} | {against} |")
         if name.startswith("ours: auto-fast"):
-            if ratios[name] > LIMITS[model.name]:
-                yield f"{model.name}: {ratios[name]:.2f} of fp32's CPU time, at most {LIMITS[model.name]} was asked for"
-            if model.name == "minilm" and size > MINILM_SIZE:
-                yield f"{model.name}: {size:.2f} of fp32's size, at most {MINILM_SIZE} was asked for"
+            yield from missed_limits(model.name, ratios[name], size)
             if change < -100 * DROP and high < 0:
                 yield f"{model.name}: accuracy fell by {-change:.1f} points"
     for name, why in model.failures.items():

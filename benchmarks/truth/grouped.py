@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ _AT_ONCE = 1_000_000
 
 def prove(*, quick: bool, trials: int | None = None) -> list[Claim]:
     many = 60 if quick else trials or 2000
-    rows, claims, hidden = [], [], np.zeros(3, int)
+    rows, hidden = [], np.zeros(3, int)
     worst = dict.fromkeys(("PASS", "FAIL"), (0.0, 0, 1, ""))
     for groups, size, rho in WORLDS:
         rates = np.zeros((2, 2))
@@ -68,15 +69,7 @@ def prove(*, quick: bool, trials: int | None = None) -> list[Claim]:
             warned = 15 if quick else int(np.clip(_WARNED_ROWS // (groups * size), 20, 300))
             alarms = _alarms(groups, size, rho, warned)
             hidden += [*alarms, warned]
-        shares = (f"{100 * rate:.1f} %" for rate in (*rates[0], *rates[1]))
-        rows.append(
-            (
-                f"{groups} x {size}",
-                f"{rho:g}",
-                *shares,
-                *(f"{100 * n / warned:.0f} %" if warned else "" for n in alarms),
-            )
-        )
+        rows.append(_describe_world(groups, size, rho, rates, alarms, warned))
     verdicts = ("wrong PASS", "wrong FAIL", "with the key: PASS", "FAIL")
     head = ("groups x rows", "rho", *verdicts, "no key: warned", "by errors alone")
     again = "" if quick else f" (above {100 * AGAIN:g} % with the key: {MORE * many} fresh ones)"
@@ -85,16 +78,32 @@ def prove(*, quick: bool, trials: int | None = None) -> list[Claim]:
         head,
         rows,
     )
+    return [*_claim_rates(worst), *_claim_warnings(hidden, 200 if quick else 1000)]
+
+
+def _describe_world(
+    groups: int, size: int, rho: float, rates: Any, alarms: tuple[int, int], warned: int
+) -> tuple[str, ...]:
+    """Return the cells of a world: rates of verdicts, and of warnings where there were trials for them."""
+    shares = (f"{100 * rate:.1f} %" for rate in (*rates[0], *rates[1]))
+    warnings = (f"{100 * count / warned:.0f} %" if warned else "" for count in alarms)
+    return f"{groups} x {size}", f"{rho:g}", *shares, *warnings
+
+
+def _claim_rates(worst: Mapping[str, tuple[float, int, int, str]]) -> Iterator[Claim]:
+    """Yield the claims on wrong verdicts with the key: events, trials and world of the worst rate."""
     for verdict, (_, events, tried, name) in worst.items():
         what = f"wrong {verdict} with the key, worst of {6 * len(WORLDS)}: {name}"
-        claims.append(at_most("groups", what, events, tried, BOUND, worst_of=6 * len(WORLDS)))
+        yield at_most("groups", what, events, tried, BOUND, worst_of=6 * len(WORLDS))
+
+
+def _claim_warnings(hidden: Any, null: int) -> Iterator[Claim]:
+    """Yield the claims on warnings: `hidden` counts both ways to warn and their trials, `null` independent rows."""
     what = f"warned in worlds that err in more than {100 * WARNED:g} % without the key"
     for how, count in zip(("", ", by errors alone"), hidden, strict=False):
-        claims.append(at_least("groups", what + how, int(count), int(hidden[2]), 0.9))
-    null = 200 if quick else 1000
+        yield at_least("groups", what + how, int(count), int(hidden[2]), 0.9)
     false, _ = _alarms(1000, 1, 0.0, null)
-    claims.append(at_most("groups", "warned although rows are independent", false, null, FALSE_ALARMS))
-    return claims
+    yield at_most("groups", "warned although rows are independent", false, null, FALSE_ALARMS)
 
 
 def _verdicts(

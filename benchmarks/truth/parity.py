@@ -226,20 +226,23 @@ def _many(export: Exported) -> tuple[Tensors, ...]:
     return export.unseen, {name: random.astype(rows.dtype)}, *near, make_range_inputs(export.unseen, domains)
 
 
-def _print(trials: list[Trial], alarms: list[str]) -> None:
-    by_kind: dict[str, Counter[str]] = defaultdict(Counter)
+def _print_kinds(trials: list[Trial]) -> None:
+    """Print how the trials of each kind of fault ended, and in which families of models."""
+    outcomes: dict[str, Counter[str]] = defaultdict(Counter)
+    families: dict[str, set[str]] = defaultdict(set)
     for trial in trials:
-        outcome = "caught" if trial.caught else "equivalent" if trial.equivalent else "missed"
-        by_kind[trial.kind].update([outcome, f"in {trial.family}"])
+        outcomes[trial.kind]["caught" if trial.caught else "equivalent" if trial.equivalent else "missed"] += 1
+        families[trial.kind].add(trial.family)
+    names = ("caught", "equivalent", "missed")
     rows = [
-        (
-            kind,
-            *(str(counts[outcome]) for outcome in ("caught", "equivalent", "missed")),
-            ", ".join(sorted(place[3:] for place in counts if place.startswith("in "))),
-        )
-        for kind, counts in by_kind.items()
+        (kind, *(str(counts[name]) for name in names), ", ".join(sorted(families[kind])))
+        for kind, counts in outcomes.items()
     ]
-    table("parity, injected faults", ("kind", "caught", "equivalent", "missed", "families"), rows)
+    table("parity, injected faults", ("kind", *names, "families"), rows)
+
+
+def _print(trials: list[Trial], alarms: list[str]) -> None:
+    _print_kinds(trials)
     uncaught = [
         ("equivalent" if t.equivalent else "MISSED", t.kind, f"{t.family} {t.seed}", t.detail)
         for t in trials
