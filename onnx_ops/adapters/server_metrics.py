@@ -79,11 +79,7 @@ class ServerMetrics(MetricsSource):
                 ),
                 epochs=tuple(watched.add_epochs(counts)) if len(names) == 2 else (),
                 open_epoch=watched.add_open_epochs(counts) if len(names) == 2 else None,
-                cold_s={
-                    name: loads_s
-                    for name in deployments
-                    if (loads_s := tuple(s for one in counts for s in one.cold_s.get(name, ())))
-                },
+                cold_s=_collect_loads(counts, deployments),
                 failure="; ".join(dict.fromkeys(one.failure for one in counts if one.failure)),
                 uptimes=tuple(_sum_uptimes(each for one in counts for each in one.uptimes)),
             )
@@ -91,6 +87,12 @@ class ServerMetrics(MetricsSource):
             raise ServiceUnavailableError(
                 "that is no answer of an endpoint server", where=config.endpoint, why=str(error)
             ) from error
+
+
+def _collect_loads(counts: Sequence[Counts], deployments: Iterable[str]) -> dict[str, tuple[float, ...]]:
+    """Return the seconds of loads of each deployment on all servers; one without any is left out."""
+    loads = {name: tuple(s for one in counts for s in one.cold_s.get(name, ())) for name in deployments}
+    return {name: loads_s for name, loads_s in loads.items() if loads_s}
 
 
 def _sum_uptimes(uptimes: Iterable[ServerUptime]) -> Iterable[ServerUptime]:
