@@ -387,9 +387,10 @@ class ReplicaEndpoints(EndpointProvider):
         newest = seen.newest
         if newest is None:
             return
-        if not seen.replicas:
-            yield f"no replica has ever reported to {self._reports(config).place}"
-        for one in _list_registered(seen.replicas, _read_settings(config.settings, config.endpoint).replicas):
+        expected, count = _read_settings(config.settings, config.endpoint).replicas, len(seen.replicas)
+        if count < expected:  # reports were deleted, or their location is not mounted here
+            yield f"{count} of {expected} replicas have ever reported to {self._reports(config).place}"
+        for one in _list_registered(seen.replicas, expected):
             status = one.status
             if (status.adopted or TableNumber(0)) >= newest.number or self._has_fallen_back(config, seen, one):
                 continue
