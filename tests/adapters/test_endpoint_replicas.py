@@ -395,6 +395,19 @@ class TestEmptyPlace:
         assert not site.observed().stragglers
 
 
+def test_apply_over_tables_that_went_back_does_not_serve_what_was_rolled_back(site: ReplicaSite) -> None:
+    site.start()
+    site.apply(1, blue=100)
+    until(lambda: site.adopted() == TableNumber(1))
+    site.apply(2, green=100)
+    site.provider.roll_back(site.config, site.state(blue=100), generation=3)
+    until(lambda: site.adopted() == TableNumber(3))
+    site.control.delete(TableNumber(3).name)
+    site.apply(4, blue=100)
+    until(lambda: site.adopted() == TableNumber(4))
+    assert site.control.read(TableNumber(4, 0).name) is None
+
+
 class TestSilent:
     """A replica that reports no more, by its last status: two followers that were killed."""
 

@@ -150,6 +150,12 @@ class _Place:
     replicas: tuple[SeenReplica, ...]
     now: float
 
+    @property
+    def went_back(self) -> bool:
+        """Whether a replica serves a later table than the newest: the store lost it, or was restored from a backup."""
+        newest = TableNumber(0) if self.newest is None else self.newest.number
+        return any(one.is_live and (one.status.adopted or newest) > newest for one in self.replicas)
+
 
 class ReplicaEndpoints(EndpointProvider):
     """Endpoints of replicas that others start, with `ReplicaSettings`; nothing is kept in `folder`.
@@ -259,11 +265,13 @@ class ReplicaEndpoints(EndpointProvider):
         """Create the table of a state, after that which has its new models loaded."""
         settings = _read_settings(config.settings, config.endpoint)
         self._upload(config, seen, state.deployments)
+        # With the traffic of a table that went back, what was rolled back since would be served again.
+        before = None if seen.went_back else seen.newest
         prepared, table = plan_tables(
             config.endpoint,
             state,
             generation,
-            seen.newest,
+            before,
             digest=seen.digest,
             limits_s=state.limits_s,
             judge_timeout_s=settings.judge_timeout,
@@ -273,8 +281,8 @@ class ReplicaEndpoints(EndpointProvider):
         loading = prepared
         if prepared is not None:
             self._create(config, prepared)
-        elif seen.newest is not None and list_receivers(state) - list_receivers(seen.newest.table.state):
-            loading = seen.newest  # an attempt before has had it loaded, and need not have waited for all
+        elif before is not None and list_receivers(state) - list_receivers(before.table.state):
+            loading = before  # an attempt before has had it loaded, and need not have waited for all
         if loading is not None:
             self._wait_until_loaded(config, loading, settings.replicas)
         self._create(config, table)
