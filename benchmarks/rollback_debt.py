@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -32,17 +32,18 @@ from pathlib import Path
 
 from benchmarks.debt.clients import Client
 from benchmarks.debt.processes import comes_true, context_of, end_process, given_up_after, run_bounded, start_process
-from benchmarks.debt.project import FOLLOWERS, Place, confirm, create_project, request, serve_both
-from benchmarks.debt.sites import PROVIDERS, Site, opened
+from benchmarks.debt.project import FOLLOWERS, Place, confirm, create_project, request, serve_both, serve_canary
+from benchmarks.debt.providers import PROVIDERS, opened
+from benchmarks.debt.sites import Fault, Repair, Site
 from benchmarks.truth.claims import Claim, at_most, summary, table
+from onnx_ops.adapters.host import SystemClock
 from onnx_ops.errors import MeasurementError
+from onnx_ops.protocol.replica_tables import DEADLINE_S, LEASE_S
 from onnx_ops.release.journal import COMMAND_TIMEOUT_S
 from onnx_ops.testing.fakes import FakeRegistry
 
 ANSWER_S = 10.0
 """An operator gets an answer within this time."""
-BROKEN_S = 1.5
-"""So long the followers try before anything is repaired."""
 SET_UP_S = 100.0
 """So long an endpoint may take to serve both versions, one after the other."""
 REPAIRED_S = 60.0
@@ -71,36 +72,83 @@ class Trial:
 
 def try_fault(site: Site, fault_name: str, ending: str, follower: str, *, number: int, draw: random.Random) -> Trial:
     """Make one trial. `number` decides which of two ways of a fault is tried."""
-    fault, variant = site.faults[fault_name], bool(number % 2)
-    place = site.place(f"debt-{number}-{draw.randrange(1 << 24):06x}")
-    with site.endpoint(place, fault_name):
+    fault, variant, clock = site.faults[fault_name], bool(number % 2), SystemClock()
+    place = site.place(f"debt-{number}-{draw.randrange(1 << 24):06x}", fault_name)
+    with site.endpoint(place, fault_name), ExitStack() as stack:
+        serve_before(place, fault, variant)
+        routes = site.routes(place)
+        repair = fault.apply(place, variant)
+        clients = [Client(route, timeout_s=0.5) for route in routes]
+        for client in clients:
+            stack.callback(client.stop)
+        seconds = [*send_until_recorded(place, ending, draw)]
+        pending = not place.is_paid()
+        paid_at = follow_until_paid(place, fault, follower, repair, seconds)
+        if paid_at is not None:
+            run_bounded(confirm, place, limit_s=REPAIRED_S)
+        forgotten = paid_at is None or not place.is_paid()
+        if not forgotten:
+            for client in clients:
+                client.wait_for(3, "v1")
+    ended_at = clock.now() if paid_at is None else paid_at
+    again = sum(count_again(client, fault, place.requested_at(), ended_at) for client in clients)
+    again += place.intents_for_the_rolled_back()
+    return Trial(pending=pending, again=again, seconds=max(seconds), forgotten=forgotten)
+
+
+def serve_before(place: Place, fault: Fault, variant: bool) -> None:
+    """Let the endpoint serve what the fault concerns: a candidate, or a release that has finished."""
+    if fault.candidate:
+        run_bounded(serve_canary, place, limit_s=SET_UP_S)
+    else:
         keep_first = not (variant if fault.unloaded is None else fault.unloaded)
         run_bounded(serve_both, place, keep_first, limit_s=SET_UP_S)
-        route = site.route(place)
-        repair = fault.apply(place, variant)
-        client = Client(route, timeout_s=0.5)
-        try:
-            seconds = [send_request(place, ending, draw)]
-            if not place.is_requested():  # killed before it was recorded: the operator repeats it
-                seconds.append(send_request(place, "error", draw))
-            pending = not place.is_paid()
-            if not place.is_requested():
-                raise MeasurementError("the rollback was not recorded", where=place.config.endpoint)
-            with following(place, follower) as slowest:
-                time.sleep(BROKEN_S)
-                repair()
-                forgotten = not comes_true(place.is_paid, REPAIRED_S)
-                seconds.append(slowest())
-            if not forgotten:
-                run_bounded(confirm, place, limit_s=REPAIRED_S)
-                forgotten = not place.is_paid()
-            if not forgotten:
-                client.wait_for(3, "v1")
-        finally:
-            client.stop()
-        answers = client.answers if fault.down else list(itertools.dropwhile(lambda name: name != "v1", client.answers))
-        again = answers.count("v2") + place.intents_for_the_rolled_back()
-        return Trial(pending=pending, again=again, seconds=max(seconds), forgotten=forgotten)
+
+
+def send_until_recorded(place: Place, ending: str, draw: random.Random) -> Iterator[float]:
+    """Request the rollback, again if the process was killed before it was recorded; yield the seconds of each."""
+    yield send_request(place, ending, draw)
+    if not place.is_requested():
+        yield send_request(place, "error", draw)
+    if not place.is_requested():
+        raise MeasurementError("the rollback was not recorded", where=place.config.endpoint)
+
+
+def follow_until_paid(place: Place, fault: Fault, follower: str, repair: Repair, seconds: list[float]) -> float | None:
+    """Let processes try again, while it is broken and after the repair.
+
+    Return when the debt was closed, in seconds since the epoch; None if it stays open. The seconds of the slowest
+    commands are added to `seconds`.
+    """
+    clock = SystemClock()
+    with ExitStack() as stack:
+        slowest = [stack.enter_context(following(place, follower)) for _ in range(fault.followers)]
+
+        def is_paid() -> bool:
+            seconds.extend(seconds_of_one() for seconds_of_one in slowest)  # what is not read blocks them
+            return place.is_paid()
+
+        paid_at, repaired_at = 0.0, clock.now() + fault.broken_s
+        while clock.now() < repaired_at:
+            paid_at = paid_at or (clock.now() if is_paid() else 0.0)
+            time.sleep(0.1)
+        repair()
+        is_late = not comes_true(is_paid, REPAIRED_S)
+    return None if is_late else paid_at or clock.now()
+
+
+def count_again(client: Client, fault: Fault, requested_at: float, paid_at: float) -> int:
+    """Return how many answers of version 2 began when it should not have been served any more.
+
+    A finished release may answer at a server until that one serves version 1, and nowhere after the debt is closed. A
+    candidate may, until the debt is closed, or its lease would be over.
+    """
+    limit = min(paid_at, requested_at + LEASE_S + DEADLINE_S) if fault.candidate else paid_at
+    late = [name == "v2" and began_at > limit for name, began_at in zip(client.answers, client.began_at, strict=True)]
+    if fault.candidate:
+        return sum(late)
+    first = 0 if fault.down else next((at for at, name in enumerate(client.answers) if name == "v1"), len(late))
+    return sum(name == "v2" for name in client.answers[first:]) + sum(late[:first])
 
 
 def send_request(place: Place, ending: str, draw: random.Random) -> float:

@@ -31,7 +31,8 @@ from pathlib import Path
 from benchmarks.debt.clients import Client
 from benchmarks.debt.processes import comes_true, end_process, given_up_after, run_bounded, start_process
 from benchmarks.debt.project import MODEL, TARGET, Place, create_project, serve_first, watch
-from benchmarks.debt.sites import Site, opened
+from benchmarks.debt.providers import opened
+from benchmarks.debt.sites import Site
 from benchmarks.truth.claims import Claim, at_most, summary, table
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.endpoint import serves_only

@@ -9,17 +9,23 @@ import time
 from urllib.parse import urlsplit
 
 from benchmarks.debt.sites import TIMEOUT_S, Route
+from onnx_ops.adapters.host import SystemClock
 from onnx_ops.errors import MeasurementError
 
 BODY = json.dumps({"inputs": {"x": [[1.0, 2.0]]}}).encode()
 
 
 class Client:
-    """Calls the endpoint until it is stopped; remembers who answered, and counts `failures`."""
+    """Calls the endpoint until it is stopped; remembers who answered, and counts `failures`.
+
+    `began_at` holds the time, in seconds since the epoch, at which the request of each answer began.
+    """
 
     def __init__(self, route: Route, *, timeout_s: float) -> None:
         self.answers: list[str] = []
+        self.began_at: list[float] = []
         self.failures = 0
+        self._clock = SystemClock()
         self._timeout_s = timeout_s
         self._route = route
         self._stopped = threading.Event()
@@ -44,7 +50,9 @@ class Client:
 
     def _run(self) -> None:
         while not self._stopped.wait(0.01):
+            began_at = self._clock.now()
             if (name := self._ask()) is not None:
+                self.began_at.append(began_at)
                 self.answers.append(name)
             else:
                 self.failures += 1

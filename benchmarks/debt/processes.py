@@ -20,6 +20,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "local": (),
     "sagemaker": ("boto3",),
     "azureml": ("azure.ai.ml", "azure.identity", "azure.storage.blob"),
+    "replicas": ("s3fs", "adlfs"),
 }
 """What the processes of a provider have imported before they start."""
 _ALWAYS = ("benchmarks.debt.sites", "benchmarks.truth.claims")

@@ -145,6 +145,11 @@ class Place:
     def is_requested(self) -> bool:
         return any(isinstance(entry.body, RollbackRequested) for entry in self.ledger().read(self.config.endpoint))
 
+    def requested_at(self) -> float:
+        """When the rollback was requested first, in seconds since the epoch."""
+        entries = self.ledger().read(self.config.endpoint)
+        return next(entry.at for entry in entries if isinstance(entry.body, RollbackRequested))
+
     def is_paid(self) -> bool:
         """Whether the ledger says that the rollback took effect, and that version 2 may not come back."""
         state = self.state()
@@ -206,6 +211,18 @@ def serve_both(place: Place, keep_first: bool) -> None:
     actual = context.provider(place.config.provider).observe(place.config)
     if actual is None or not serves_only(actual, place.version("2")) or len(actual.deployments) != 1 + keep_first:
         raise SystemExit(f"version 2 does not serve: {actual}")
+
+
+def serve_canary(place: Place) -> None:
+    """Let version 1 serve, then version 2 beside it with half of the traffic, until an operator approves more."""
+    context = place.context()
+    bind_endpoint(context, place.config, RolloutPolicy(steps=(0.5, 1.0)))
+    for version in ("1", "2"):
+        promote(context, MODEL, version, TARGET)
+        reconcile_until_stable(context, place.config.endpoint)
+    actual = context.provider(place.config.provider).observe(place.config)
+    if actual is None or actual.split.weights != {"v1": 50, "v2": 50}:
+        raise SystemExit(f"version 2 does not have half of the traffic: {actual}")
 
 
 # What follows runs in processes of its own, which may be killed.

@@ -33,7 +33,7 @@ from onnx_ops.protocol.server_process import SERVER_FILE, TOKEN_FILE, ServerReco
 from tests.support.clouds.azureml import AzureCloud, FaultRule
 from tests.support.clouds.azureml_web import Call
 from tests.support.clouds.azureml_web import Fault as AzureFault
-from tests.support.clouds.sagemaker import BUCKET, SETTINGS, FakeSageMaker, client, fake_sagemaker
+from tests.support.clouds.sagemaker import BUCKET, SETTINGS, FakeSageMaker, client
 
 TIMEOUT_S = 30.0
 _ALWAYS = 1_000_000
@@ -46,12 +46,26 @@ Break = Callable[[Place, bool], Repair]
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """`unloaded`: version 1 is not loaded any more, as the fault concerns only what is loaded anew; None: in half of
-    the trials. `down`: no version answers once it is broken."""
+    """One fault, and the trial that it needs.
+
+    Attributes:
+        unloaded: version 1 is not loaded any more, as the fault concerns only what is loaded anew; None: in half of the
+            trials.
+        down: no version answers once it is broken.
+        candidate: version 2 is a candidate with half of the traffic, not a finished release.
+        broken_s: so long the followers try before anything is repaired.
+        followers: processes that try again and again at the same time.
+        replicas, newcomers: how many of them there are; newcomers start while it is broken.
+    """
 
     apply: Break
     unloaded: bool | None = None
     down: bool = False
+    candidate: bool = False
+    broken_s: float = 1.5
+    followers: int = 1
+    replicas: int = 2
+    newcomers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +93,18 @@ class Site(ABC):
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def place(self, endpoint: str) -> Place:
+    def place(self, endpoint: str, fault: str = "") -> Place:
+        """Return an endpoint that will meet this fault."""
+        del fault
         config = config_of(endpoint, self.name, self.settings)
         return Place(root=self.root, shared=self.root, config=config, environment=self.environment)
 
     @abstractmethod
     def route(self, place: Place) -> Route: ...
+
+    def routes(self, place: Place) -> list[Route]:
+        """Return where each server of the endpoint answers."""
+        return [self.route(place)]
 
     @contextmanager
     def endpoint(self, place: Place, fault: str) -> Iterator[None]:
@@ -377,21 +397,3 @@ class AzureMl(Site):
         folder = f"{place.config.endpoint}/{build_azure_name(place.version('1'))}/"
         for name in [name for name in self._cloud.blobs.data if folder in name]:
             del self._cloud.blobs.data[name]
-
-
-@contextmanager
-def opened(name: str, root: Path) -> Iterator[Site]:
-    """A provider, with its cloud where it has one."""
-    if name == "local":
-        yield Local(root)
-    elif name == "sagemaker":
-        folder = root / "cloud"
-        folder.mkdir()
-        with fake_sagemaker(folder) as fake:
-            yield SageMaker(root, fake)
-    else:
-        with AzureCloud(root / "cloud") as cloud:
-            yield AzureMl(root, cloud)
-
-
-PROVIDERS = ("local", "sagemaker", "azureml")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import accumulate
 from pathlib import Path
@@ -63,6 +63,10 @@ class Records:
 
     def __len__(self) -> int:
         return len(self.status)
+
+    def select(self, mask: NDArray[np.bool_]) -> Records:
+        """The records for which a mask of shape (n,) holds."""
+        return replace(self, **{name: getattr(self, name)[mask] for name in _COLUMNS})
 
     @property
     def failed(self) -> int:

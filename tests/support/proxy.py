@@ -1,0 +1,123 @@
+"""A proxy before a server of this machine, which can be cut, and can delay, refuse or lose single requests."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+_REQUEST = re.compile(rb"([A-Z]+) (\S+) HTTP/1\.1\r\n")
+_DRAIN_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Treatment:
+    """What happens to a request: it waits, is answered with `refusal` here, or its answer is lost."""
+
+    delay_s: float = 0.0
+    refusal: bytes = b""
+    loses_answer: bool = False
+
+
+ProxyRule = Callable[[str, str], Treatment]
+"""Decides by method and target. It is asked in several threads."""
+
+
+def forward(method: str, target: str) -> Treatment:
+    """Forward every request as it is."""
+    del method, target
+    return Treatment()
+
+
+class Proxy:
+    """A TCP proxy to a port. While it is cut, connections are closed, and new ones refused.
+
+    `rule` treats the requests of HTTP/1.1. Each begins a segment, as no client here sends one before it has the answer
+    to the last.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._cut = threading.Event()
+        self._open: set[socket.socket] = set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.rule: ProxyRule = forward
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        self._cut.set()
+        for each in list(self._open):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def mend(self) -> None:
+        self._cut.clear()
+
+    def close(self) -> None:
+        """Cut it for good, and give the port back."""
+        self.cut()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                client, _ = self._listener.accept()
+                if self._cut.is_set():
+                    client.close()
+                else:
+                    self._connect(client)
+
+    def _connect(self, client: socket.socket) -> None:
+        server = socket.create_connection(("127.0.0.1", self._port))
+        self._open |= {client, server}
+        lost = threading.Event()
+        for pump in (self._pump_requests, self._pump_answers):
+            threading.Thread(target=self._run, args=(pump, client, server, lost), daemon=True).start()
+
+    def _run(
+        self,
+        pump: Callable[[socket.socket, socket.socket, threading.Event], None],
+        client: socket.socket,
+        server: socket.socket,
+        lost: threading.Event,
+    ) -> None:
+        with suppress(OSError):
+            pump(client, server, lost)
+        for each in (client, server):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            self._open.discard(each)
+
+    def _pump_requests(self, client: socket.socket, server: socket.socket, lost: threading.Event) -> None:
+        while data := client.recv(1 << 16):
+            if request := _REQUEST.match(data):
+                treatment = self.rule(request[1].decode(), request[2].decode())
+                time.sleep(treatment.delay_s)
+                if treatment.refusal:
+                    _refuse(client, treatment.refusal)
+                    return
+                if treatment.loses_answer:
+                    lost.set()
+            server.sendall(data)
+
+    def _pump_answers(self, client: socket.socket, server: socket.socket, lost: threading.Event) -> None:
+        while data := server.recv(1 << 16):
+            if lost.is_set():
+                return
+            client.sendall(data)
+
+
+def _refuse(client: socket.socket, answer: bytes) -> None:
+    """Answer, and read what the client still sends, so that it sees the answer and not a reset connection."""
+    client.sendall(answer)
+    client.shutdown(socket.SHUT_WR)
+    client.settimeout(_DRAIN_S)
+    while client.recv(1 << 16):
+        pass
