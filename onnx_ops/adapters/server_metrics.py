@@ -155,19 +155,20 @@ class _Watch:
     def add_epochs(self, counts: Sequence[Counts]) -> Iterable[EpochUnits]:
         """Yield the units of the epochs that all servers have closed.
 
-        Every server assigns a cell to the same version in an epoch: its counts are added before they are a unit.
+        Every server assigns a cell to the same version in an epoch: its counts are added before they are a unit. Two
+        followers of one server, the second of which replaced the first, both report its epochs: they count once.
         """
         numbers = sorted(one.closed_through for one in counts if one.closed_through)
         if not numbers:
             return
         closed_through = max(numbers[0], numbers[len(numbers) // 2] - _MAX_LAG)
-        parts: dict[tuple[int, int], list[EpochCounts]] = {}
+        parts: dict[tuple[int, int], dict[str, EpochCounts]] = {}
         for one in counts:
             for each in one.epochs:
-                parts.setdefault((each.epoch, each.generation), []).append(each)
+                parts.setdefault((each.epoch, each.generation), {})[one.origin] = each
         for epoch, generation in sorted(parts):
             if epoch <= closed_through:
-                yield self._form_units(parts[epoch, generation])
+                yield self._form_units(list(parts[epoch, generation].values()))
 
     def add_open_epochs(self, counts: Sequence[Counts]) -> EpochUnits | None:
         """Return the units of the last open epoch until now, if any."""

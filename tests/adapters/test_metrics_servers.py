@@ -388,6 +388,18 @@ def test_a_unit_is_formed_after_the_counts_of_all_servers_are_added() -> None:
     assert len(several(*servers).epochs) == 1
 
 
+def test_reading_counts_epoch_once_that_two_followers_of_one_server_report() -> None:
+    server, other = Server(), Server()
+    several(server, other)
+    for each in (server, other):
+        each.turn()
+        each.count(2, KEYLESS_CELL, 500)
+        each.count(1, KEYLESS_CELL, 200)
+        each.turn()
+    (epoch,) = several(server, other, server).epochs
+    assert epoch.units["errors"] == UnitCounts(candidate=units(1, 1), stable=units(0, 0))
+
+
 @pytest.mark.parametrize("lag", [-7200, -120, -1, 1, 120, 7200])
 def test_a_server_whose_clock_is_wrong_does_not_hold_up_the_others(lag: int) -> None:
     """Two servers with the same clock, and one that is this many epochs ahead."""
