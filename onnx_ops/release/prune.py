@@ -8,7 +8,7 @@ about to record them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from onnx_ops import codec
@@ -195,41 +195,28 @@ def plan_pruning(context: Context, models: Sequence[str], *, keep: int, older_th
     """
     states = [context.ledger.state(name) for name in list_bound_endpoints(context)]
     in_use = [(state, deployment) for state in states for deployment in list_needed_deployments(context, state)]
-    now = context.clock.now()
+    before = context.clock.now() - older_than_s
     remove: dict[str, tuple[ListedVersion, ...]] = {}
     retained: list[RetainedVersion] = []
     for model in models:
-        reasons = _find_reasons(context, model, in_use, states)
+        needed = _find_reasons(context, model, in_use, states)
         listed = context.registry().versions(model)
-        by_age = sorted(listed, key=lambda entry: (entry.created_at, int(entry.version)), reverse=True)
-        newest = list(dict.fromkeys(entry.release for entry in by_age))[:keep]
-        leaving: list[ListedVersion] = []
-        for entry in listed:
-            if entry.version in reasons:
-                why = reasons[entry.version]
-            elif entry.release in newest:
-                why = f"one of the {keep} newest releases"
-            else:
-                why = "too young" if entry.created_at > now - older_than_s else ""
-            if why:
-                retained.append(RetainedVersion(model=model, version=entry, why=why))
-            else:
-                leaving.append(entry)
-        remove[model] = tuple(leaving)
+        # What is in use, or has an alias, is the better reason.
+        reasons = _list_recent(listed, keep, before) | needed
+        retained += [
+            RetainedVersion(model=model, version=entry, why=reasons[entry.version])
+            for entry in listed
+            if entry.version in reasons
+        ]
+        remove[model] = tuple(entry for entry in listed if entry.version not in reasons)
+
     wanted = {deployment.manifest for _, deployment in in_use} | {entry.version.manifest for entry in retained}
-    leaving_manifests = {entry.manifest for versions in remove.values() for entry in versions}
-    endpoints = [s.endpoint for s in states if s.config is not None and s.config.model in models]
+    leaving = {entry.manifest for versions in remove.values() for entry in versions}
     return PrunePlan(
         remove=remove,
         retained=tuple(retained),
-        # The version of an old folder may have been removed by a pruning that was killed. What another model needs
-        # later is downloaded again.
-        folders=tuple(
-            folder
-            for folder in context.files.list_folders()
-            if folder.digest not in wanted and (folder.digest in leaving_manifests or folder.at < now - older_than_s)
-        ),
-        orphans=find_orphans(context, endpoints),
+        folders=tuple(_find_folders(context, wanted, leaving, before)),
+        orphans=find_orphans(context, [state.endpoint for state in _select_states(states, models)]),
         contents=find_unreferenced(context, older_than_s=older_than_s),
     )
 
@@ -241,27 +228,12 @@ def prune(context: Context, plan: PrunePlan) -> PrunePlan:
         ServiceUnavailableError: the registry does not answer; earlier removals stay.
     """
     removed: dict[str, tuple[ListedVersion, ...]] = {}
+    left: set[Digest] = set()
     for model, versions in plan.remove.items():
-        gone: list[ListedVersion] = []
-        for entry in versions:
-            # It may have been promoted since the plan was made.
-            states = (context.ledger.state(name) for name in list_bound_endpoints(context))
-            mine = (state for state in states if state.config is not None and state.config.model == model)
-            if entry.version in {d.version for state in mine for d in list_needed_deployments(context, state)}:
-                continue
-            try:
-                context.registry().delete_version(model, entry.version)
-            except RefusedError:
-                continue
-            gone.append(entry)
-        removed[model] = tuple(gone)
-    left = {e.manifest for m, vs in plan.remove.items() for e in vs if e not in removed[m]}
-    states = (context.ledger.state(name) for name in list_bound_endpoints(context))
-    left |= {deployment.manifest for state in states for deployment in list_needed_deployments(context, state)}
-    folders = tuple(folder for folder in plan.folders if folder.digest not in left)
-    for folder in folders:
-        if folder.digest is not None:
-            context.files.forget(folder.digest)
+        removed[model] = tuple(entry for entry in versions if _delete_unneeded(context, model, entry.version))
+        left |= {entry.manifest for entry in versions if entry not in removed[model]}
+    # After the versions: a kill in between leaves a folder, which the next pruning finds by its age.
+    folders = _forget_folders(context, plan.folders, left)
     cleared = delete_orphans(context, plan.orphans.orphans)
     return PrunePlan(
         remove=removed,
@@ -272,12 +244,66 @@ def prune(context: Context, plan: PrunePlan) -> PrunePlan:
     )
 
 
+def _select_states(states: Iterable[ReleaseState], models: Collection[str]) -> Iterator[ReleaseState]:
+    """Yield the states of the endpoints that are bound to one of the models."""
+    return (state for state in states if state.config is not None and state.config.model in models)
+
+
+def _find_folders(
+    context: Context, wanted: Collection[Digest], leaving: Collection[Digest], before: float
+) -> Iterator[StoredObject]:
+    """Yield the model folders that are not wanted, if their version leaves or they are older than `before`."""
+    for folder in context.files.list_folders():
+        # The version of an old folder may have been removed by a pruning that was killed. What another model needs
+        # later is downloaded again.
+        if folder.digest not in wanted and (folder.digest in leaving or folder.at < before):
+            yield folder
+
+
+def _delete_unneeded(context: Context, model: str, version: str) -> bool:
+    """Delete a version of a model. Return False if an endpoint needs it, or the registry refuses."""
+    # It may have been promoted since the plan was made.
+    states = (context.ledger.state(name) for name in list_bound_endpoints(context))
+    of_model = _select_states(states, [model])
+    if version in {d.version for state in of_model for d in list_needed_deployments(context, state)}:
+        return False
+    try:
+        context.registry().delete_version(model, version)
+    except RefusedError:
+        return False
+    return True
+
+
+def _forget_folders(
+    context: Context, folders: Iterable[StoredObject], left: Collection[Digest]
+) -> tuple[StoredObject, ...]:
+    """Remove model folders unless their version is `left`, or an endpoint needs it; return those that went."""
+    states = (context.ledger.state(name) for name in list_bound_endpoints(context))
+    in_use = {deployment.manifest for state in states for deployment in list_needed_deployments(context, state)}
+    needed = in_use.union(left)
+    unneeded = tuple(folder for folder in folders if folder.digest not in needed)
+    for folder in unneeded:
+        if folder.digest is not None:
+            context.files.forget(folder.digest)
+    return unneeded
+
+
+def _list_recent(listed: Sequence[ListedVersion], keep: int, since: float) -> dict[str, str]:
+    """Return why each version of the newest releases, and each one created after `since`, must stay."""
+    by_age = sorted(listed, key=lambda entry: (entry.created_at, int(entry.version)), reverse=True)
+    newest = list(dict.fromkeys(entry.release for entry in by_age))[:keep]
+    return {
+        **{entry.version: "too young" for entry in listed if entry.created_at > since},
+        **{entry.version: f"one of the {keep} newest releases" for entry in listed if entry.release in newest},
+    }
+
+
 def _find_reasons(
     context: Context, model: str, in_use: Iterable[tuple[ReleaseState, Deployment]], states: Iterable[ReleaseState]
 ) -> dict[str, str]:
     """Return why each version that is in use, or has an alias, must stay."""
-    configured = [state for state in states if state.config is not None and state.config.model == model]
-    pending = [(name, version) for state in configured for name, version in state.pending_aliases.items() if version]
+    of_model = _select_states(states, [model])
+    pending = [(name, version) for state in of_model for name, version in state.pending_aliases.items() if version]
     return {
         **{version: f"alias {name} is pending for it" for name, version in pending},
         **{one.version: f"endpoint {state.endpoint} needs it" for state, one in in_use if one.model == model},

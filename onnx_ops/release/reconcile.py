@@ -187,15 +187,8 @@ def reconcile_step(context: Context, endpoint: str, *, actor: str = "") -> StepR
     elif unwritten is not None:
         raise unwritten
     record_metrics(journal, snapshot, action)
-    if isinstance(action, Action):
-        if action.is_rollback:
-            request_and_carry_out(journal, pin_aliases(context, config, action))
-        else:
-            action = _perform(journal, action, find_selection(journal, desired))
-    else:
-        _note_wait(journal, desired, action)
-    did = action.kind.value if isinstance(action, Action) else ""
-    return StepReport(endpoint=endpoint, did=did, why=action.why, stable=not did, registry_down=desired.registry_down)
+    did, why = _act(journal, desired, action)
+    return StepReport(endpoint=endpoint, did=did, why=why, stable=not did, registry_down=desired.registry_down)
 
 
 def _require_known(journal: Journal, observed: EndpointState | None) -> None:
@@ -240,6 +233,19 @@ def _fetch_lost_files(context: Context, action: Action, failure: OnnxOpsError) -
         raise failure
     for deployment in lost:
         restore_files(context, deployment)
+
+
+def _act(journal: Journal, desired: DesiredState, action: Action | Wait) -> tuple[str, str]:
+    """Perform what was chosen, or note a wait. Return the kind of the performed action, if any, and its reason."""
+    if isinstance(action, Wait):
+        _note_wait(journal, desired, action)
+        return "", action.why
+    if action.is_rollback:
+        # Requested before it is tried: a kill in between leaves a pending rollback, which every step tries again.
+        request_and_carry_out(journal, pin_aliases(journal.context, journal.config, action))
+        return action.kind.value, action.why
+    performed = _perform(journal, action, find_selection(journal, desired))
+    return performed.kind.value, performed.why
 
 
 def _perform(journal: Journal, action: Action, selected: AliasSelection | None = None) -> Action:

@@ -229,22 +229,15 @@ def write_pending_aliases(journal: Journal) -> str:
     state, config = journal.state, journal.config
     pending = dict(state.pending_aliases)
     champion = format_alias("champion", config.target)
-    if not pending:
+    if not pending or not _is_served_everywhere(journal, pending.get(champion)):
         return ""
-    if (released := pending.get(champion)) is not None:
-        siblings = list_sibling_states(journal.context, config.model, config.target)
-        if not all(_serves(journal.context, sibling, released) for sibling in siblings):
-            return ""
     registry = journal.context.registry()
     present = registry.aliases(config.model)
     # The champion last: while it is still the old one, the registry's server allows it to become `previous`.
     for name, version in sorted(pending.items(), key=lambda item: item[0] == champion):
         current = present.get(name)
         if version is None:
-            # A challenger that a user has set in the meantime is a request.
-            if current is not None and (
-                name != format_alias("challenger", config.target) or is_alias_spent(journal, current)
-            ):
+            if current is not None and not _is_request(journal, name, current):
                 registry.delete_alias(config.model, name)
         elif current != version and not (name == champion and _is_moved_by_user(state, name, current)):
             try:
@@ -318,6 +311,11 @@ def is_alias_spent(journal: Journal, version: str) -> bool:
         return False
     is_pending = format_alias("challenger", config.target) in state.pending_aliases
     return is_pending or len(list_sibling_states(journal.context, config.model, config.target)) > 1
+
+
+def _is_request(journal: Journal, name: str, version: str) -> bool:
+    """Return whether an alias is a challenger that a user has set in the meantime."""
+    return name == format_alias("challenger", journal.config.target) and not is_alias_spent(journal, version)
 
 
 def _is_moved_by_user(state: ReleaseState, name: str, version: str | None) -> bool:
@@ -418,6 +416,14 @@ def fetch_files(context: Context, record: VersionRecord) -> str:
                 "version that is intact.",
             )
         return context.files.admit(folder, manifest)
+
+
+def _is_served_everywhere(journal: Journal, champion: str | None) -> bool:
+    """Return whether every endpoint of the model and target serves the version that becomes the champion, if any."""
+    if champion is None:
+        return True
+    siblings = list_sibling_states(journal.context, journal.config.model, journal.config.target)
+    return all(_serves(journal.context, sibling, champion) for sibling in siblings)
 
 
 def _serves(context: Context, state: ReleaseState, version: str) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import Deployment, serves_only
 from onnx_ops.domain.ledger import (
     OperatorCommandSent,
@@ -257,36 +258,60 @@ def select_endpoints(
         UserError: neither or both are given.
         NotFoundError: no endpoint serves that model on that target, or none has its latest release.
     """
-    if bool(endpoints) == every or (every and not model) or (not every and (model or target)):
+    names_endpoints = bool(endpoints) and not (model or target)
+    names_model = bool(model) and not endpoints
+    if not (names_model if every else names_endpoints):
         raise UserError(
             "no endpoints were selected",
             remedy="Name them, or use --all --model MODEL; `onnx-ops status` lists them.",
         )
-    if not every:
-        return endpoints
-    bound = [read_readable_state(context, name) for name in list_bound_endpoints(context)]
-    states = [state for state in bound if state.config is None or state.config.serves(model, target)]
-    if not states:
-        of_target = f" on {target}" if target else ""
-        raise NotFoundError(f"no endpoint serves {model}{of_target}", remedy="See `onnx-ops status`.")
+    return _list_endpoints_of(context, model, target, to) if every else endpoints
+
+
+def _list_endpoints_of(context: Context, model: str, target: str, to: str | None) -> tuple[str, ...]:
+    """Return the endpoints of a model and target that a rollback concerns: see `select_endpoints`."""
+    states = _list_serving_states(context, model, target)
     if to is not None:
         return tuple(state.endpoint for state in states)
     latest = max(states, key=lambda state: state.latest_release_at).latest_release
-    selected: list[str] = []
-    for state in states:
-        roles = [state.roles] if state.open_intent is None else [state.roles, state.open_intent.action.roles]
-        active = {d.release for each in roles for d in (each.candidate, each.stable) if d is not None}
+    selected = [
+        state.endpoint
+        for state in states
         # A damaged ledger does not show whether it had that release: its rollback must fail visibly.
-        if latest in active or find_corruption(context, state.endpoint):
-            selected.append(state.endpoint)
-    # On a repetition after the rollback: the endpoints that rolled back from it, to report completion.
-    selected = selected or [s.endpoint for s in states if s.last_rollback and s.latest_release == latest]
+        if latest in _list_active_releases(state) or find_corruption(context, state.endpoint)
+    ]
+    if not selected:
+        # A repetition after the rollback: the endpoints that rolled back from it, to report completion.
+        selected = [state.endpoint for state in states if state.last_rollback and state.latest_release == latest]
     if not selected:
         raise NotFoundError(
             f"nothing to roll back: no endpoint is serving the latest release of {model}",
             remedy="See `onnx-ops history`; to go further back, name a version with --to.",
         )
     return tuple(selected)
+
+
+def _list_serving_states(context: Context, model: str, target: str) -> list[ReleaseState]:
+    """Return the states of the endpoints that serve a model on a target, or may do so behind a damaged ledger.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    bound = [read_readable_state(context, name) for name in list_bound_endpoints(context)]
+    states = [state for state in bound if state.config is None or state.config.serves(model, target)]
+    if not states:
+        of_target = f" on {target}" if target else ""
+        raise NotFoundError(f"no endpoint serves {model}{of_target}", remedy="See `onnx-ops status`.")
+    return states
+
+
+def _list_active_releases(state: ReleaseState) -> set[Digest]:
+    """Return the releases that take traffic, those included that the action in progress may have started."""
+    roles = [state.roles]
+    if state.open_intent is not None:
+        roles.append(state.open_intent.action.roles)
+    deployments = [deployment for each in roles for deployment in (each.candidate, each.stable)]
+    return {deployment.release for deployment in deployments if deployment is not None}
 
 
 def _no_rollout(endpoint: str) -> UserError:

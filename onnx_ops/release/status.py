@@ -188,25 +188,18 @@ def read_history(
     entries: list[LedgerEntry] = []
     errors: dict[str, CorruptStateError] = {}
     for name in selection.endpoints or context.ledger.endpoints():
-        error = None
-        try:
-            ledger_entries = context.ledger.read(name)
-        except CorruptStateError as damaged:
-            ledger_entries, error = context.ledger.read_intact(name), damaged
-        if not ledger_entries and error is None and selection.endpoints:
+        ledger_entries, error = _read_ledger(context, name)
+        if selection.endpoints and not ledger_entries and error is None:
             known = ", ".join(context.ledger.endpoints()) or "none"
             raise NotFoundError("no endpoint of that name", where=name, remedy=f"Known: {known}.")
-        is_bound = error is None or any(isinstance(entry.body, EndpointBound) for entry in ledger_entries)
-        if is_bound and not _is_about(name, ledger_entries, selection):
+        if not _is_selected(name, ledger_entries, selection, is_damaged=error is not None):
             continue
         if error is not None:
             errors[name] = error
         entries += [e for e in ledger_entries if e.at >= selection.since and selection.actor in ("", e.actor)]
+
     entries.sort(key=lambda entry: (entry.at, entry.endpoint, entry.sequence))
-    failed = {(e.endpoint, e.body.of) for e in entries if isinstance(e.body, ActionOutcome) and not e.body.ok}
-    lines = [_build_line(entry, failed=(entry.endpoint, entry.sequence) in failed) for entry in entries]
-    if selection.traffic:
-        lines = [line for line in lines if line.traffic]
+    lines = _build_lines(entries, traffic_only=selection.traffic)
     return tuple(lines[-selection.limit :] if selection.limit else lines), errors
 
 
@@ -243,9 +236,8 @@ def build_timeline(endpoint: str, entries: Sequence[LedgerEntry]) -> RolloutTime
     """Return the endpoint's last rollout that had a step before its last one, or None."""
     state, timeline = ReleaseState(endpoint=endpoint), None
     for entry in entries:
-        body, opened = entry.body, state.open_intent
-        is_completed = isinstance(body, ActionOutcome) and body.ok and body.of == state.generation
-        action = opened.action if opened is not None and is_completed else None
+        # Before the entry is applied: the outcome of an action closes its intent.
+        action = _find_completed(state, entry.body)
         state = apply_entry(state, entry)
         if action is not None and action.kind is ActionKind.START and action.roles.candidate is not None:
             timeline = RolloutTimeline(
@@ -257,15 +249,7 @@ def build_timeline(endpoint: str, entries: Sequence[LedgerEntry]) -> RolloutTime
                 end=None,
             )
         elif timeline is not None and timeline.end is None:
-            is_step = action is not None and action.kind in _TIMELINE
-            steps = [_build_step(entry, action)] if action is not None and is_step else _list_notes(entry)
-            timeline = replace(
-                timeline,
-                steps=(*timeline.steps, *steps),
-                policy=state.policy,
-                history=(*timeline.history, *_list_counts(body, state.observations)),
-                end=action.kind if action is not None and is_step and state.roles.candidate is None else None,
-            )
+            timeline = _extend_timeline(timeline, entry, action, state)
     return timeline
 
 
@@ -293,15 +277,32 @@ def render_pending_metrics(context: Context) -> str:
     )
 
 
-def _is_about(name: str, entries: Sequence[LedgerEntry], selection: HistoryFilter) -> bool:
+def _read_ledger(context: Context, name: str) -> tuple[Sequence[LedgerEntry], CorruptStateError | None]:
+    """Return the entries of a ledger; of a damaged one, those before the damage and its error."""
+    try:
+        return context.ledger.read(name), None
+    except CorruptStateError as error:
+        return context.ledger.read_intact(name), error
+
+
+def _is_selected(name: str, entries: Sequence[LedgerEntry], selection: HistoryFilter, *, is_damaged: bool) -> bool:
     """Return whether the ledger was ever about the selected model and target."""
+    configs = [entry.body.config for entry in entries if isinstance(entry.body, EndpointBound)]
+    if is_damaged and not configs:
+        return True  # the damage can hide the binding
     model, _, target = name.partition("@")
     if target:
         return selection.model in ("", model) and selection.target in ("", target)
     if not (selection.model or selection.target):
         return True
-    configs = (entry.body.config for entry in entries if isinstance(entry.body, EndpointBound))
     return any(config.serves(selection.model, selection.target) for config in configs)
+
+
+def _build_lines(entries: Sequence[LedgerEntry], *, traffic_only: bool) -> list[HistoryLine]:
+    """Return the entries as lines, or only those that moved traffic. An action that failed moved none."""
+    failed = {(e.endpoint, e.body.of) for e in entries if isinstance(e.body, ActionOutcome) and not e.body.ok}
+    lines = [_build_line(entry, failed=(entry.endpoint, entry.sequence) in failed) for entry in entries]
+    return [line for line in lines if line.traffic] if traffic_only else lines
 
 
 def _build_line(entry: LedgerEntry, *, failed: bool) -> HistoryLine:
@@ -425,6 +426,31 @@ def _describe_action(action: Action) -> str:
     if action.kind in (ActionKind.FINISH, ActionKind.ROLLBACK) and stable is not None and before is not None:
         return f"{action.kind.value} {before} -> {stable.name}: {split}"
     return f"{action.kind.value}: {split}"
+
+
+def _find_completed(state: ReleaseState, body: EntryBody) -> Action | None:
+    """Return the open action that an entry completes, or None."""
+    if state.open_intent is None or not isinstance(body, ActionOutcome):
+        return None
+    # An outcome of an action that was replaced completes nothing.
+    return state.open_intent.action if body.ok and body.of == state.generation else None
+
+
+def _extend_timeline(
+    timeline: RolloutTimeline, entry: LedgerEntry, action: Action | None, state: ReleaseState
+) -> RolloutTimeline:
+    """Add an entry to a rollout in progress: the `action` that it completes, a note or counts."""
+    steps, end = _list_notes(entry), None
+    if action is not None and action.kind in _TIMELINE:
+        steps = [_build_step(entry, action)]
+        end = action.kind if state.roles.candidate is None else None
+    return replace(
+        timeline,
+        steps=(*timeline.steps, *steps),
+        policy=state.policy,
+        history=(*timeline.history, *_list_counts(entry.body, state.observations)),
+        end=end,
+    )
 
 
 def _build_step(entry: LedgerEntry, action: Action) -> TimelineStep:
