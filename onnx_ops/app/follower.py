@@ -8,6 +8,7 @@ a store that hangs delays neither the others nor the end of a lease, which the s
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import os
 import platform
@@ -477,6 +478,7 @@ def read_boot_clock() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+@functools.cache
 def _read_versions() -> Mapping[str, str]:
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
