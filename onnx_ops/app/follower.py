@@ -221,9 +221,7 @@ class Follower:
         while not self._is_ending:
             self._attempt(self.keep_server)
             time.sleep(_SERVER_CHECK_S)
-        self._stop.set()
-        self._report_due.set()
-        self._end()
+        self.end()
 
     def stop(self) -> None:
         """Let `run` end with the server and a last report. It takes no lock, so that signal handlers may call it."""
@@ -311,11 +309,13 @@ class Follower:
         self._following.adopted = None  # what it serves is what it is given again
         self._report_due.set()
 
-    def _end(self) -> None:
-        """Stop the server, whose requests in flight are answered, and write the last report.
+    def end(self) -> None:
+        """Stop the loops and the server, whose requests in flight are answered, and write the last report.
 
         It is announced before: a platform may kill what has not ended in ten seconds.
         """
+        self._stop.set()
+        self._report_due.set()
         announcement = threading.Thread(target=self._attempt, args=(self.announce_end,), daemon=True)
         announcement.start()
         self._server.stop()
