@@ -63,7 +63,7 @@ def kill_one(site: SimulatedSite) -> None:
 
 
 def kill_follower(site: SimulatedSite) -> None:
-    """Kill the follower of one of two replicas every 100 s; its server goes on."""
+    """Kill the follower of one of two replicas every 100 s; its server keeps running."""
     _, victim = site.add(), site.add()
     _repeat(site, KILL_FOLLOWER_S, lambda: victim.restart(site.choose_down_s(), with_server=False), victim)
 

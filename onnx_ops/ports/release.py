@@ -210,7 +210,7 @@ class EndpointProvider(ABC):
     def confirm_rollout(  # noqa: B027 (most providers keep a candidate's traffic without it)
         self, config: EndpointConfig
     ) -> None:
-        """Let a candidate keep its traffic: a reconciliation has looked at the rollout, and lets it go on.
+        """Let a candidate keep its traffic: a reconciliation has looked at the rollout, and continues it.
 
         Raises:
             ServiceUnavailableError: the endpoint could not be reached.

@@ -7,12 +7,13 @@ served.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
 from onnx_ops.domain.quantities import OMIT_DEFAULT
 from onnx_ops.errors import UserError
+from onnx_ops.protocol.messages import Counts, DeploymentCounts
 from onnx_ops.protocol.replica_tables import TableNumber
 
 STATUS_FOLDER, COUNTS_FOLDER, EPOCHS_FOLDER = "status", "counts", "epochs"
@@ -22,6 +23,8 @@ SILENT_S = 20.0
 """A replica without a report for this long is silent."""
 MAX_REPORT_BYTES = 8 << 20
 
+_LARGEST_COUNT = 1 << 48
+"""The sum of 32,768 such counts has 63 bits."""
 _REPLICA = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}")
 _START = re.compile(r"[0-9a-f]{12}")
 _SEPARATOR = "~"
@@ -103,6 +106,20 @@ class ReportSource:
         if len(parts) < 2 or not _REPLICA.fullmatch(parts[-2]) or not _START.fullmatch(parts[-1]):
             return None
         return cls(parts[-2], parts[-1])
+
+
+def has_possible_counts(counts: Counts) -> bool:
+    """Return whether a server can have counted these numbers: none is negative, or too large for sums of 64 bits."""
+    tables = (counts.deployments, *(table.deployments for table in counts.tables))
+    numbers = [number for by_name in tables for each in by_name.values() for number in _list_numbers(each)]
+    numbers += [number for uptime in counts.uptimes for number in (uptime.seconds, uptime.ends)]
+    return all(0 <= number <= _LARGEST_COUNT for number in numbers)
+
+
+def _list_numbers(counts: DeploymentCounts) -> Iterator[float]:
+    yield from (*counts.statuses.values(), *counts.unjudged.values(), *counts.latency, *counts.service)
+    yield from (counts.shadow_answered, counts.shadow_differing, counts.shadow_failed)
+    yield from (counts.feedback, counts.successes)
 
 
 def parse_counts_name(name: str) -> ReportSource | None:

@@ -400,7 +400,7 @@ def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action |
 
 
 def _note_wait(journal: Journal, desired: DesiredState, wait: Wait) -> None:
-    """Record what a wait shows anew, and let a rollout go on."""
+    """Record what a wait shows anew, and confirm a rollout that continues."""
     record_pause(journal, wait)
     record_selection(journal, desired)
     if journal.state.roles.candidate is not None:
@@ -510,7 +510,9 @@ class DryRun:
         """
         try:
             reports = reconcile_until_stable(self._read_only, endpoint, actor=actor)
-        except _ChangesNeeded:
+        except (_ChangesNeeded, CorruptStateError):
+            # The states of a pass may be older than what an endpoint has carried out meanwhile. Only fresh reads show
+            # whether its ledger went back.
             return reconcile_until_stable(self._context, endpoint, actor=actor, on_step=on_step, is_stopped=is_stopped)
         on_step(reports[-1])
         return reports

@@ -25,7 +25,7 @@ from onnx_ops.domain.artifact import hex_digits
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, TrafficSplit, serves_only
 from onnx_ops.domain.rollout_observations import GenerationCounts
 from onnx_ops.errors import ConflictError, InfrastructureError, MissingKeyError, ServiceUnavailableError, UserError
-from onnx_ops.protocol.messages import DEPLOYMENT_HEADER, FEEDBACK_HEADER
+from onnx_ops.protocol.messages import DEPLOYMENT_HEADER, FEEDBACK_HEADER, UserCountsRequest
 from onnx_ops.protocol.replica_reports import ReplicaStatus
 from onnx_ops.protocol.replica_tables import (
     DEADLINE_S,
@@ -264,6 +264,20 @@ class TestWithoutAuthority:
         assert serving.observed().generation == 2
         serving.provider.roll_back(serving.config, serving.state(blue=100, green=0), generation=3)
         assert {SUITE.scale(serving.address()) for _ in range(30)} == {2.0}
+
+    def test_impossible_counts_are_left_out_by_name(self, serving: ReplicaSite) -> None:
+        provider, limits_s = serving.provider, {"green": (), "blue": ()}
+        request = UserCountsRequest(limits_s=limits_s)
+        until(lambda: not provider._read_counts(serving.config, request)[0].failure)
+        honest, status = serving.read_counts(), replace(serving.status(), replica="r2", start="0" * 12)
+        table = honest.tables[-1]
+        wrong = replace(table.deployments["green"], statuses={"500": 10**30})
+        forged = replace(honest, tables=(replace(table, deployments={**table.deployments, "green": wrong}),))
+        (serving.reports_folder / "status" / "r2.json").write_bytes(codec.dumps(status))
+        (serving.reports_folder / "counts" / f"r2~{'0' * 12}.json").write_bytes(codec.dumps(forged))
+        reading = provider.metrics().read(serving.config, {"green": None, "blue": None})
+        assert {one.origin for one in reading.counts} == {honest.origin}
+        assert reading.failure == "replica r2 has no counts that can be read"
 
 
 class TestWithoutKey:

@@ -48,7 +48,7 @@ class World(NamedTuple):
     """What all processes see together.
 
     `since_abort` are the ticks since the object of the abort was created, `since_intent` those since it was intended;
-    -1 before. `looks` counts those of the judge that let the rollout go on. `paid`: whether a reconciler has recorded
+    -1 before. `looks` counts those of the judge that continue the rollout. `paid`: whether a reconciler has recorded
     that no replica serves the candidate any more. `began_late`: a replica began to serve it longer than a lease after
     the abort was intended.
     """

@@ -12,7 +12,7 @@ import pytest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.errors import RefusedError
 from onnx_ops.ports import Registry
-from onnx_ops.release.reconcile import DryRun, RegistrySnapshot, StepReport, read_registry
+from onnx_ops.release.reconcile import DryRun, RegistrySnapshot, StepReport, read_registry, reconcile_until_stable
 from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
 from tests.release.release_parts import CANARY, CHALLENGER, CHAMPION, PREVIOUS, Scene, config_of
 from tests.release.release_scenes import lost, misled, past_its_time, serving, with_candidate
@@ -267,6 +267,15 @@ def test_dry_run_changes_nothing() -> None:
     assert len(events) == 1
     assert len(scene.world.ledger.read("digits")) == before
     assert DryRun(scene.context, lambda: read_registry(scene.context)).state("digits").config == config_of("digits")
+
+
+def test_dry_run_with_state_older_than_endpoint_reads_ledger_again() -> None:
+    scene = with_candidate(serving("a"))
+    dry_run = DryRun(scene.context, lambda: read_registry(scene.context))
+    dry_run.state("digits")
+    scene.set_alias(CHALLENGER, "2")
+    reconcile_until_stable(scene.context, "digits", actor="another process")
+    assert [(report.did, report.stable) for report in dry_run.reconcile("digits")] == [("", True)]
 
 
 def test_a_registry_that_says_no_counts_as_down(monkeypatch: pytest.MonkeyPatch) -> None:

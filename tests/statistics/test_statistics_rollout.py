@@ -111,6 +111,23 @@ def test_what_is_no_count_is_refused(row: tuple[int, ...]) -> None:
         compute_log_likelihood(row, [2.0])
 
 
+@pytest.mark.parametrize("count", [10**8, 10**14])
+def test_log_likelihood_of_huge_counts_decides_without_their_memory(count: int) -> None:
+    alike, worse = (count // 10, count, count // 10, count), (count // 5, count, count // 10, count)
+    logs = compute_log_likelihood([alike, worse], [1.5, 2.0])
+    assert np.isfinite(logs).all()
+    assert (logs[0] < -1000).all()
+    assert (logs[1] > 1000).all()
+
+
+def test_log_likelihood_of_scaled_counts_is_less_decided_than_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = (300, 10_000, 200, 10_000)
+    exact = compute_log_likelihood(row, [1.5])
+    monkeypatch.setattr(ev, "_CELLS", 100)
+    scaled = compute_log_likelihood(row, [1.5])
+    assert 0 < scaled[0] < exact[0]
+
+
 def test_large_counts_stay_exact_and_small() -> None:
     """A million requests in one interval, beside many small ones."""
     table = [(600, 100_000, 4500, 900_000), *[(1, 20, 2, 180)] * 3000]

@@ -59,6 +59,7 @@ from onnx_ops.protocol.replica_reports import (
     STATUS_FOLDER,
     ReplicaStatus,
     ReportSource,
+    has_possible_counts,
     parse_counts_name,
     parse_epoch_name,
 )
@@ -653,7 +654,11 @@ class ReplicaEndpoints(EndpointProvider):
             raise ServiceUnavailableError("no replica has reported counts", where=config.endpoint)
         registered = _list_registered(seen.replicas, _read_settings(config.settings, config.endpoint).replicas)
         left_out = [one.status.replica for one in registered if not (one.is_live and one.status.is_healthy)]
-        why = "; ".join(f"replica {name} is left out: it is silent, or could not load everything" for name in left_out)
+        missing = [f"replica {name} is left out: it is silent, or could not load everything" for name in left_out]
+        missing += [
+            f"replica {source.replica} has no counts that can be read" for source in live if source not in found
+        ]
+        why = "; ".join(missing)
         return [replace(one, failure="; ".join(filter(None, (one.failure, why)))) for one in counts]
 
     def _read_starts(
@@ -670,7 +675,9 @@ class ReplicaEndpoints(EndpointProvider):
         known = self._starts.setdefault(reports.place, {})
         wanted = [source for source, entry in entries.items() if source in present or (source, entry.at) not in known]
         read = _read_each(lambda source: (source, _read_report(reports, entries[source], Counts)), wanted)
-        fresh = {(source, entries[source].at): one for source, one in read if one is not None}
+        fresh = {
+            (source, entries[source].at): one for source, one in read if one is not None and has_possible_counts(one)
+        }
         listed = {(source, entry.at) for source, entry in entries.items()}
         self._starts[reports.place] = found = {key: one for key, one in {**known, **fresh}.items() if key in listed}
         return {source: (one, at) for (source, at), one in found.items()}
@@ -700,7 +707,7 @@ class ReplicaEndpoints(EndpointProvider):
                     is_alone=alone,
                 )
                 for each in counts.uptimes
-                if each.seconds >= 0 and each.ends >= 0 and (alone := is_alone(each.generation)) is not None
+                if (alone := is_alone(each.generation)) is not None
             )
         return found
 

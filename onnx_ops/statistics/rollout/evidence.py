@@ -78,6 +78,7 @@ def compute_log_likelihood(table: npt.ArrayLike, odds_ratios: npt.ArrayLike) -> 
     if (rows < 0).any() or (rows[:, 0] > rows[:, 1]).any() or (rows[:, 2] > rows[:, 3]).any():
         raise ValueError("events are negative or exceed requests")
     logs_by_row = np.zeros((len(rows), len(logs)))
+    rows = _scale_down(rows)
     events = rows[:, 0] + rows[:, 2]
     low = np.maximum(0, events - rows[:, 3])
     width = np.minimum(rows[:, 1], events) - low + 1
@@ -91,6 +92,16 @@ def compute_log_likelihood(table: npt.ArrayLike, odds_ratios: npt.ArrayLike) -> 
         logs_by_row[part] = _likelihood(rows[part], low[part], width[part], logs)
         start += len(part)
     return logs_by_row.reshape(*counts.shape[:-1], len(logs))
+
+
+def _scale_down(rows: Counts) -> Counts:
+    """Divide rows with so many events that their likelihood would not fit into memory.
+
+    Fewer observations with the same rates are less evidence, and a million events decide. Requests are rounded up, so
+    that they are no fewer than events.
+    """
+    scale = np.maximum(1, -(-np.minimum(rows[:, 0] + rows[:, 2], rows[:, 1]) // _CELLS))[:, None]
+    return np.stack([rows[:, 0::2] // scale, -(-rows[:, 1::2] // scale)], axis=-1).reshape(-1, 4)
 
 
 def _likelihood(rows: Counts, low: Counts, width: Counts, logs: Array) -> Array:
