@@ -414,7 +414,7 @@ class Follower:
             refused="" if refused is None else f"table {refused[0]}: {refused[2]}",
             skipped=following.skipped,
             out_of_service=state.out_of_service,
-            has_lease=self._lease > read_boot_clock(),
+            has_lease=following.needs_lease and self._lease > read_boot_clock(),
             lapsed=self._lapsed,
             beat=self._beat,
             at=time.time(),  # noqa: TID251 (for people: clocks are not compared)

@@ -288,7 +288,8 @@ def _print_served(status: EndpointStatus, actual: EndpointState, address: str) -
     waits = "" if candidate is None else candidate.name
     split = ", ".join(f"{name} {weight} %" for name, weight in actual.split.weights.items() if weight or name == waits)
     if address or any(server.state == "reports" for server in status.servers):
-        say(f"answers at {address or 'an address that no replica knows'}: {split or 'no traffic'}", indent=2)
+        where = f"answers at {address}" if address else "answers (its settings name no address)"
+        say(f"{where}: {split or 'no traffic'}", indent=2)
     else:
         print_text("[yellow]no replica reports[/yellow]; the newest table: {}", split, indent=2)
     found = (
@@ -310,7 +311,7 @@ def _print_replicas(servers: Sequence[EndpointServer], written_off: Collection[s
     rows = [
         (
             f"  {server.name}",
-            server.state + (", back" if server.name in written_off else ""),
+            _describe_server_state(server, is_written_off=server.name in written_off),
             server.table or "none",
             f"{format_seconds(server.age_s)} ago",
             "yes" if server.has_lease else "",
@@ -319,6 +320,13 @@ def _print_replicas(servers: Sequence[EndpointServer], written_off: Collection[s
         for server in servers
     ]
     print_table(("  replica", "state", "table", "heard", "lease", "address"), rows)
+
+
+def _describe_server_state(server: EndpointServer, *, is_written_off: bool) -> str:
+    """Return whether a server reports; one that was written off ends by that, and is back if it reports later."""
+    if not is_written_off:
+        return server.state
+    return "written off" if server.state == "ended" else f"{server.state}, back"
 
 
 def _describe_differing_servers(servers: Sequence[EndpointServer]) -> Iterator[str]:

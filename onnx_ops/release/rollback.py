@@ -197,7 +197,7 @@ def write_off_server(context: Context, endpoint: str, server: str, *, reason: st
         provider = context.provider(config.provider)
         servers = {each.name: each for each in provider.list_servers(config)}
         found = servers.get(server)
-        if found is None and server in journal.state.written_off:
+        if server in journal.state.written_off and (found is None or found.state == "ended"):
             return False
         if found is None:
             silent = ", ".join(name for name, each in servers.items() if each.state == "silent") or "none"

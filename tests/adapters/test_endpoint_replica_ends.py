@@ -41,10 +41,12 @@ def test_silent_replica_has_ended_after_the_lease_if_others_report(
     assert (ReportSource("r1", NEW) in find_ends(starts, statuses, NOW)) is is_ended
 
 
-def test_replica_with_a_last_status_has_not_ended() -> None:
-    starts = {ReportSource("r1", NEW): (counts("a"), NOW - 500)}
+@pytest.mark.parametrize("has_last_counts", [True, False])
+def test_replica_with_a_last_status_has_ended_unless_its_counts_are_the_last(has_last_counts: bool) -> None:
+    source = ReportSource("r1", NEW)  # without last counts, an operator has written it off
+    starts = {source: (counts("a", is_final=has_last_counts), NOW - 500)}
     statuses = {"r1": (status("r1", is_final=True), NOW - 500), "r2": (status("r2"), NOW - 1)}
-    assert find_ends(starts, statuses, NOW) == set()
+    assert find_ends(starts, statuses, NOW) == (set() if has_last_counts else {source})
 
 
 def test_ends_at_the_same_moment_count_once_and_a_chain_of_them_each_ten_seconds() -> None:

@@ -407,6 +407,7 @@ class TestEmptyPlace:
         assert site.observed().stragglers
         site.provider.forget_server(site.config, "r1")
         assert not site.observed().stragglers
+        assert [server.state for server in site.provider.list_servers(site.config)] == ["ended"]
 
 
 def test_apply_over_tables_that_went_back_does_not_serve_what_was_rolled_back(site: ReplicaSite) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -29,7 +29,7 @@ class Servers:
         return list(self.listed.values())
 
     def forget_server(self, config: EndpointConfig, name: str) -> None:
-        del self.listed[name]
+        self.listed[name] = replace(self.listed[name], state="ended")
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def scene(servers: Servers) -> Scene:
 
 def test_write_off_server_is_recorded_and_forgets_the_server(scene: Scene, servers: Servers) -> None:
     assert write_off_server(scene.context, "digits", "r3", reason="disk crashed", actor="ada")
-    assert sorted(servers.listed) == ["r1", "r2"]
+    assert servers.listed["r3"].state == "ended"
     lines, _ = read_history(scene.context, HistoryFilter(endpoints=("digits",)))
     assert (lines[-1].actor, lines[-1].what, lines[-1].why) == ("ada", "wrote off replica r3", "disk crashed")
     entries = len(lines)
@@ -75,6 +75,12 @@ def test_write_off_server_that_reports_or_is_unknown_is_refused(
     with pytest.raises(error, match=text):
         write_off_server(scene.context, "digits", name, reason=reason)
     assert sorted(servers.listed) == ["r1", "r2", "r3"]
+
+
+def test_status_shows_server_that_was_written_off(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+    write_off_server(scene.context, "digits", "r3", reason="gone")
+    status_report([read_status(scene.context, "digits")], 0.0)
+    assert "r3 written off" in " ".join(capsys.readouterr().out.split())
 
 
 def test_server_that_reports_again_counts_again_and_is_shown_as_back(

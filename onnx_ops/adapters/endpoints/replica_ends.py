@@ -32,8 +32,7 @@ def find_ends(
         if counts.is_final:
             continue
         if status is None or status.start == source.start:
-            is_final = status is not None and status.is_final
-            is_ended = not is_final and now - max(at, reported_at) > gone_s and now - latest <= gone_s
+            is_ended = now - max(at, reported_at) > gone_s and now - latest <= gone_s
         else:
             is_ended = not _has_successor(source, starts)
         if is_ended:

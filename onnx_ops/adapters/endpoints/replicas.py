@@ -652,14 +652,15 @@ class ReplicaEndpoints(EndpointProvider):
         ]
         if not counts:
             raise ServiceUnavailableError("no replica has reported counts", where=config.endpoint)
-        registered = _list_registered(seen.replicas, _read_settings(config.settings, config.endpoint).replicas)
-        left_out = [one.status.replica for one in registered if not (one.is_live and one.status.is_healthy)]
-        missing = [f"replica {name} is left out: it is silent, or could not load everything" for name in left_out]
-        missing += [
-            f"replica {source.replica} has no counts that can be read" for source in live if source not in found
-        ]
-        why = "; ".join(missing)
-        return [replace(one, failure="; ".join(filter(None, (one.failure, why)))) for one in counts]
+        missing = [*self._list_left_out(config, seen)]
+        missing += [f"replica {source.replica} has no counts that can be read" for source in sorted(live - set(found))]
+        return [replace(one, failure="; ".join(filter(None, (one.failure, *missing)))) for one in counts]
+
+    def _list_left_out(self, config: EndpointConfig, seen: _Place) -> Iterator[str]:
+        """Yield the registered replicas that are no evidence at present, with the reason."""
+        for one in _list_registered(seen.replicas, _read_settings(config.settings, config.endpoint).replicas):
+            if not (one.is_live and one.status.is_healthy):
+                yield f"replica {one.status.replica} is left out: it is silent, or could not load everything"
 
     def _read_starts(
         self, config: EndpointConfig, replicas: Iterable[SeenReplica]
