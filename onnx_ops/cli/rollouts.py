@@ -182,7 +182,8 @@ def _render(view: RolloutView) -> Group:
     lines = [view.next]
     if (judged := view.judged) is not None:
         summaries = [guard.summary for guard in judged.guardrails]
-        texts = [*summaries, judged.ab_summary, judged.split_mismatch]
+        outliers = [outlier.summary for outlier in judged.outliers]
+        texts = [*summaries, judged.ab_summary, judged.split_mismatch, *outliers]
         lines = [*(text for text in texts if text and text not in view.next), view.next]  # `next` cites its reason
     first = Text.from_markup(f"{head}, here for {view.seconds:.0f} s", emoji=False)
     return Group(first, *(Padding(Text(line), (0, 0, 0, 2), expand=False) for line in lines))

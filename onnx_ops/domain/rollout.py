@@ -153,12 +153,38 @@ class GuardrailResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOutlier:
+    """A server whose share of bad requests to a deployment differs from that of the other servers.
+
+    `place` is what is bad about them. `own` and `others` are bad requests and all, on this server and on the others.
+    `evidence` is log10. It is a hint: requests are counted as if they were independent.
+    """
+
+    server: str
+    deployment: str
+    place: Literal["errors", "slow"]
+    own: tuple[int, int]
+    others: tuple[int, int]
+    evidence: float
+
+    @property
+    def summary(self) -> str:
+        """One line for people."""
+        what = "failed" if self.place == "errors" else "were slow"
+        return (
+            f"replica {self.server}: {_format_share(*self.own)} requests to {self.deployment} {what}, "
+            f"{_format_share(*self.others)} on the others (evidence {_format_odds(self.evidence)})"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AnalysisResult:
     """What the metrics show about the present step. Texts are empty where there is nothing to report.
 
     `started_at` is when the step took effect; `requests` counts the candidate's since then (copies in a shadow step).
     `unmet_target` names a service level that is not shown yet, `split_mismatch` describes traffic that is not split as
-    planned, `gross_failure` a candidate that fails outright. `ab_outcome` is that of the A/B test.
+    planned, `gross_failure` a candidate that fails outright. `ab_outcome` is that of the A/B test. `outliers` decide
+    nothing.
     """
 
     started_at: float
@@ -169,6 +195,7 @@ class AnalysisResult:
     gross_failure: str = ""
     ab_outcome: Literal["better", "worse", "undecided"] = "undecided"
     ab_summary: str = ""
+    outliers: tuple[ServerOutlier, ...] = ()
 
     @property
     def abort_reason(self) -> str:
@@ -361,7 +388,10 @@ class _Rollout:
         if desired is None or desired.manifest not in (candidate.manifest, self.stable.manifest):
             return plan_abort(self.roles, self.target, why="no longer requested by the registry", reject=False)
         failure = analysis.abort_reason if self.policy.is_analyzed and analysis is not None else ""
-        return plan_abort(self.roles, self.target, why=failure, reject=True) if failure else None
+        if analysis is None or not failure:
+            return None
+        why = "; ".join([failure, *(outlier.summary for outlier in analysis.outliers)])
+        return plan_abort(self.roles, self.target, why=why, reject=True)
 
     def build_expected_state(self) -> EndpointState:
         """Return the state of the endpoint as the last action left it."""

@@ -242,7 +242,8 @@ class GenerationCounts:
     """Counts of one server since one start, under one generation of its routing table. They only grow.
 
     `origin` identifies server and start. `tallies` are by deployment. `shadow` counts copies to the candidate. `blocks`
-    are by deployment and place (`errors`, `feedback`, latency); empty unless the split is sticky by user.
+    are by deployment and place (`errors`, `feedback`, latency); empty unless the split is sticky by user. `server` is
+    the name that a server keeps over its starts; empty if it has none.
     """
 
     origin: str
@@ -250,6 +251,7 @@ class GenerationCounts:
     tallies: Mapping[str, RequestCounts]
     shadow: ShadowCounts = field(default_factory=ShadowCounts, metadata=OMIT_DEFAULT)
     blocks: Mapping[str, Mapping[str, UserBlocks]] = field(default_factory=dict, metadata=OMIT_DEFAULT)
+    server: str = field(default="", metadata=OMIT_DEFAULT)
 
     def is_later_than(self, before: GenerationCounts) -> bool:
         """Return whether these counts of the same origin and generation were read after `before`, or equal it."""

@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from onnx_ops import codec
 from onnx_ops.cli import common
 from onnx_ops.cli.common import KEEP, SafeConsole, print_table, print_text, render_error
 from onnx_ops.cli.rollouts import _render
 from onnx_ops.cli.tables import gate_report
 from onnx_ops.domain.decision import Decision, GateResult, Verdict
-from onnx_ops.domain.rollout import AnalysisResult, GuardrailResult
+from onnx_ops.domain.rollout import AnalysisResult, GuardrailResult, ServerOutlier
 from onnx_ops.domain.rollout_policy import PlannedStep
 from onnx_ops.errors import UserError
 from onnx_ops.release.status import RolloutView
@@ -99,6 +100,23 @@ def test_rollouts_reason_is_printed_once(capsys: pytest.CaptureFixture[str]) -> 
     common.console().print(_render(view))
     output = capsys.readouterr().out
     assert (output.count(guard.summary), output.count("slow:"), len(output.splitlines())) == (1, 1, 3)
+
+
+def test_rollouts_text_names_outliers(capsys: pytest.CaptureFixture[str]) -> None:
+    outlier = ServerOutlier(server="r3", deployment="v2", place="slow", own=(90, 100), others=(5, 1000), evidence=8.0)
+    view = RolloutView(
+        endpoint="digits",
+        stable="v1",
+        candidate="v2",
+        step=0,
+        steps=(PlannedStep(kind="canary", percent=10),),
+        seconds=1.0,
+        next="v2 holds 10 %",
+        judged=AnalysisResult(started_at=0.0, outliers=(outlier,)),
+    )
+    common.console().print(_render(view))
+    assert capsys.readouterr().out.splitlines()[1].strip() == outlier.summary
+    assert codec.to_json(view)["judged"]["outliers"][0]["server"] == "r3"
 
 
 HOSTILE = "ok\x1b]0;owned\x07\x1b[2Jx\u202e\x9b31m\r\n::error::y\n  ::add-path::/e\n##[group]z"

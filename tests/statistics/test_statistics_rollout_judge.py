@@ -20,6 +20,7 @@ from onnx_ops.domain.rollout import (
     choose_next_action,
 )
 from onnx_ops.domain.rollout_observations import (
+    GenerationCounts,
     LatencyQuantiles,
     MetricsReading,
     ObservationInterval,
@@ -112,6 +113,31 @@ def acts(found: Action | Wait, kind: ActionKind, *words: str) -> None:
     assert isinstance(found, Action), found
     assert (found.kind, [word for word in words if word not in found.why]) == (kind, []), found.why
     assert (CANDIDATE.release in found.reject) == (kind is ActionKind.ABORT)
+
+
+def with_broken_replica(observations: Observations) -> Observations:
+    """The observations, of which replica r3 has counted all errors."""
+    tallies = [{"v1": counted(450), "v2": counted(500, 250 if number == 3 else 0)} for number in range(1, 4)]
+    counts = [
+        GenerationCounts(origin=f"start{number}", generation=7, tallies=tally, server=f"r{number}")
+        for number, tally in enumerate(tallies, 1)
+    ]
+    return replace(observations, counts=tuple(counts))
+
+
+def test_judge_names_outlier_among_replicas_and_decides_nothing_by_it() -> None:
+    observations = with_broken_replica(seen(*[healthy()] * 6))
+    judged, without = judge(observations, CANARY), judge(seen(*[healthy()] * 6), CANARY)
+    (outlier,) = judged.outliers
+    assert (outlier.server, outlier.deployment, outlier.place) == ("r3", "v2", "errors")
+    assert (judged.abort_reason, judged.hold_reason, judged.guardrails) == ("", "", without.guardrails)
+    waits(due(observations), WaitKind.ANALYZING)  # without users by block, which these counts lack
+
+
+def test_abort_by_guardrail_names_outlier_among_replicas() -> None:
+    bad = replace(healthy(), canary=counted(errors=10))
+    observations = with_broken_replica(seen(*[bad] * 20))
+    acts(due(observations), ActionKind.ABORT, "-> ROLL BACK; replica r3: 250/500 (50.00%) requests to v2 failed")
 
 
 def test_enough_clean_requests_advance_and_then_finish() -> None:

@@ -24,6 +24,7 @@ from onnx_ops.domain.rollout_policy import Guardrail, PlannedStep, RolloutPolicy
 from onnx_ops.statistics.rollout import design_effect, guardrails
 from onnx_ops.statistics.rollout import evidence as ev
 from onnx_ops.statistics.rollout.guardrails import BREAKER_LIMIT, BREAKER_SHARE, BREAKER_TIMES, REFUSED_SHARE
+from onnx_ops.statistics.rollout.outliers import find_outliers
 from onnx_ops.statistics.rollout.unit_evidence import measure_unit_evidence, to_array
 
 Row = tuple[int, int, int, int]
@@ -74,6 +75,7 @@ def judge(observations: Observations, policy: RolloutPolicy) -> AnalysisResult:
         gross_failure=_describe_failure(observations, here),
         ab_outcome=outcome,
         ab_summary=line,
+        outliers=find_outliers(observations.counts),
     )
 
 
