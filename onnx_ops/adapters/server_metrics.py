@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Self
@@ -89,6 +89,43 @@ class ServerMetrics(MetricsSource):
             ) from error
 
 
+def count_by_server(counts: Sequence[Counts], deployments: Collection[str]) -> list[GenerationCounts]:
+    """Return the counts of each server by generation. `over_p99` counts requests that take twice the usual latency.
+
+    That is the median of the medians of the servers' last starts, which no single one of three can move at will.
+    """
+    slow_s = {name: _find_slow_limit(counts, name) for name in deployments}
+    limits_s = {name: {} if limit_s is None else {"latency_p99": limit_s} for name, limit_s in slow_s.items()}
+    return [
+        GenerationCounts(
+            origin=one.origin,
+            generation=table.generation,
+            tallies={
+                name: _tally(table.deployments[name], one.bounds_s, limits_s[name])
+                for name in limits_s.keys() & table.deployments.keys()
+            },
+            server=one.server,
+        )
+        for one in counts
+        for table in one.tables
+    ]
+
+
+def _find_slow_limit(counts: Sequence[Counts], deployment: str) -> float | None:
+    """Return the first bound from twice the lower median of the servers' medians on; None if there is none."""
+    medians: dict[str, tuple[float, Sequence[float]]] = {}
+    for one in counts:
+        service = one.deployments[deployment].service if deployment in one.deployments else ()
+        places, timed = zip(one.bounds_s, accumulate(service), strict=False), sum(service)
+        median_s = next((bound_s for bound_s, below in places if 0 < timed <= 2 * below), None)
+        if median_s is not None:
+            medians[one.server] = median_s, one.bounds_s
+    if not medians:
+        return None
+    median_s, bounds_s = sorted(medians.values())[(len(medians) - 1) // 2]
+    return next((bound_s for bound_s in bounds_s if bound_s >= 2 * median_s), None)
+
+
 def _collect_loads(counts: Sequence[Counts], deployments: Iterable[str]) -> dict[str, tuple[float, ...]]:
     """Return the seconds of loads of each deployment on all servers; one without any is left out."""
     loads = {name: tuple(s for one in counts for s in one.cold_s.get(name, ())) for name in deployments}
@@ -141,6 +178,7 @@ class _Watch:
                 failed=sum(one.shadow_failed for one in named.values()),
             ),
             blocks={name: self._sum_blocks(name, table.cells[name]) for name in named if name in table.cells},
+            server=counts.server,
         )
 
     def _sum_blocks(self, name: str, text: str) -> Mapping[str, UserBlocks]:

@@ -224,6 +224,7 @@ def status_document(status: EndpointStatus) -> dict[str, Any]:
         "out_of_service": list(status.actual.out_of_service) if status.actual is not None else [],
         "stragglers": list(status.actual.stragglers) if status.actual is not None else [],
         "servers": codec.to_json(status.servers),
+        "outliers": codec.to_json(status.outliers),
         "written_off": dict(state.written_off),
         "open_intent": state.open_intent.action.why if state.open_intent is not None else None,
         "pending_rollback": None
@@ -296,6 +297,7 @@ def _print_served(status: EndpointStatus, actual: EndpointState, address: str) -
         ("[red]out of service[/red]: {}", actual.out_of_service),
         ("[yellow]behind[/yellow]: {}", actual.stragglers),
         ("[yellow]differs from its settings[/yellow]: {}", actual.drift),
+        ("[yellow]replicas differ[/yellow]: {}", [outlier.summary for outlier in status.outliers]),
     )
     for template, texts in found:
         for text in texts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # a process that only runs models imports this module too
     from onnx_ops.domain.notification import Notification
     from onnx_ops.domain.quantities import Json
     from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
-    from onnx_ops.domain.rollout_observations import LatencyThresholds, MetricsReading
+    from onnx_ops.domain.rollout_observations import GenerationCounts, LatencyThresholds, MetricsReading
     from onnx_ops.domain.target import Diagnosis, Target
     from onnx_ops.ports.store import Signer
 
@@ -222,6 +222,16 @@ class EndpointProvider(ABC):
 
     def list_servers(self, config: EndpointConfig) -> Sequence[EndpointServer]:
         """Return the servers of the endpoint that report one by one; none where the provider runs them.
+
+        Raises:
+            ServiceUnavailableError: their reports cannot be read.
+        """
+        return ()
+
+    def count_by_server(
+        self, config: EndpointConfig, servers: Collection[str], deployments: Collection[str]
+    ) -> Sequence[GenerationCounts]:
+        """Return the counts of servers that `list_servers` returned, each with its name; none where there are none.
 
         Raises:
             ServiceUnavailableError: their reports cannot be read.

@@ -177,6 +177,7 @@ class Counts:
         failure: why evidence is missing at present, such as an epoch that could not be turned; empty if nothing failed.
         uptimes: by table, from the follower of a replica; servers leave it empty.
         is_final: the follower has ended, and these are the last counts of its start.
+        server: name of the replica, from the name of its report; servers leave it empty.
     """
 
     origin: str
@@ -191,6 +192,7 @@ class Counts:
     failure: str = ""
     uptimes: tuple[ServerUptime, ...] = field(default=(), metadata=OMIT_DEFAULT)
     is_final: bool = field(default=False, metadata=OMIT_DEFAULT)
+    server: str = field(default="", metadata=OMIT_DEFAULT)
 
 
 def encode_cells(cells: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> str:

@@ -37,11 +37,11 @@ from onnx_ops.domain.ledger import (
     VersionSelected,
     apply_entry,
 )
-from onnx_ops.domain.rollout import Action, ActionKind, AnalysisResult
+from onnx_ops.domain.rollout import Action, ActionKind, AnalysisResult, ServerOutlier
 from onnx_ops.domain.rollout_observations import LatencyThresholds, Observations
 from onnx_ops.domain.rollout_policy import LATENCY_QUANTILES, PlannedStep, RolloutPolicy
 from onnx_ops.errors import CorruptStateError, NotFoundError, OnnxOpsError
-from onnx_ops.ports import Context
+from onnx_ops.ports import Context, EndpointProvider
 from onnx_ops.release.journal import Journal, call_each, list_bound_endpoints, read_readable_state
 from onnx_ops.release.reconcile import choose_action, read_metrics
 from onnx_ops.release.registry_sync import DesiredState
@@ -54,7 +54,7 @@ class EndpointStatus:
     """The state of the ledger and that of the provider. `actual` is None if the endpoint's manager does not answer.
 
     `unsupervised`: its clients get answers although the manager does not answer. `servers` are those that report one by
-    one.
+    one, and `outliers` those of them whose requests fail or are slow unlike those of the others.
     """
 
     state: ReleaseState
@@ -62,6 +62,7 @@ class EndpointStatus:
     address: str | None
     unsupervised: bool = False
     servers: tuple[EndpointServer, ...] = ()
+    outliers: tuple[ServerOutlier, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,13 +145,29 @@ def read_status(context: Context, endpoint: str) -> EndpointStatus:
     config = journal.config
     provider = context.provider(config.provider)
     actual = provider.observe(config)
+    servers = tuple(provider.list_servers(config))
     return EndpointStatus(
         state=journal.state,
         actual=actual,
         address=provider.address(config),
         unsupervised=actual is None and provider.is_unsupervised(config),
-        servers=tuple(provider.list_servers(config)),
+        servers=servers,
+        outliers=_compare_servers(provider, journal, servers),
     )
+
+
+def _compare_servers(
+    provider: EndpointProvider, journal: Journal, servers: Sequence[EndpointServer]
+) -> tuple[ServerOutlier, ...]:
+    """Return which of the servers that report differ from the others in what they count."""
+    reporting = [server.name for server in servers if server.state == "reports"]
+    roles = journal.state.roles
+    deployments = {role.name for role in (roles.stable, roles.candidate) if role is not None}
+    if len(reporting) < 2 or not deployments:
+        return ()
+    from onnx_ops.statistics.rollout.outliers import find_outliers  # it takes longer to import than most commands run
+
+    return find_outliers(provider.count_by_server(journal.config, reporting, deployments))
 
 
 def read_statuses(

@@ -9,6 +9,7 @@ import pytest
 
 from onnx_ops.cli.endpoints import status_document, status_report
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointServer
+from onnx_ops.domain.rollout_observations import GenerationCounts, RequestCounts
 from onnx_ops.errors import NotFoundError, RefusedError, UserError
 from onnx_ops.release.rollback import write_off_server
 from onnx_ops.release.status import HistoryFilter, read_history, read_status
@@ -103,6 +104,31 @@ def test_status_names_the_replicas_that_run_other_versions(scene: Scene, capsys:
     shown = " ".join(capsys.readouterr().out.split())
     assert "replicas differ: onnxruntime 1.30.0 (r2); 1.31.1 (r1)" in shown
     assert "r3 silent 00000002-1" in shown
+
+
+def count(server: str, errors: int) -> GenerationCounts:
+    tally = RequestCounts(requests=1000, errors=errors)
+    return GenerationCounts(origin=server, generation=1, tallies={"v1": tally}, server=server)
+
+
+@pytest.mark.parametrize(("errors", "expected"), [(2, []), (90, ["r2"])])
+def test_status_names_the_replica_whose_requests_fail_more_often(
+    scene: Scene, capsys: pytest.CaptureFixture[str], errors: int, expected: list[str]
+) -> None:
+    scene.world.provider.count_by_server = lambda config, servers, deployments: [  # type: ignore[method-assign]
+        count(name, errors if name == "r2" else 2) for name in servers if "v1" in deployments
+    ]
+    status = read_status(scene.context, "digits")
+    status_report([status], 0.0)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("replicas differ: replica r2: 90/1000 (9.00%) requests to v1 failed, 2/1000" in shown) is bool(expected)
+    assert [outlier["server"] for outlier in status_document(status)["outliers"]] == expected
+
+
+def test_status_without_a_second_replica_that_reports_reads_no_counts(scene: Scene, servers: Servers) -> None:
+    del servers.listed["r2"]
+    scene.world.provider.count_by_server = None  # type: ignore[method-assign, assignment]
+    assert read_status(scene.context, "digits").outliers == ()
 
 
 def test_status_without_a_server_that_reports_does_not_claim_that_the_endpoint_answers(

@@ -25,7 +25,7 @@ from onnx_ops.adapters.endpoints.replica_ends import find_ends
 from onnx_ops.adapters.files import ListedObject, LocalObjects, ObjectStore, open_objects
 from onnx_ops.adapters.replica_files import upload_model
 from onnx_ops.adapters.retry import wait_until
-from onnx_ops.adapters.server_metrics import ServerMetrics
+from onnx_ops.adapters.server_metrics import ServerMetrics, count_by_server
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.artifact import Digest, digest_bytes, short_digest
@@ -38,7 +38,7 @@ from onnx_ops.domain.endpoint import (
     serves_only,
 )
 from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.rollout_observations import ServerUptime
+from onnx_ops.domain.rollout_observations import GenerationCounts, ServerUptime
 from onnx_ops.domain.target import Diagnosis, Target
 from onnx_ops.errors import (
     ConflictError,
@@ -98,6 +98,8 @@ _ROLLBACK_S = 2.6
 """Time in which replicas that report have a rollback."""
 _LOOK_S, _LOCAL_LOOK_S = 1.3, 0.1
 """Pauses between two looks at the reports: in a store that takes requests, and in a folder."""
+_COMPARED_STARTS, _COMPARED_TABLES = 8, 16
+"""Starts of a replica, and tables of a start, by which replicas are compared. A server reports 16 tables."""
 _KEPT_TABLES = 48
 _KEPT_REPORTS_S = 14 * 86_400.0
 _T = TypeVar("_T")
@@ -327,6 +329,24 @@ class ReplicaEndpoints(EndpointProvider):
             )
             for one in sorted(self.list_replicas(config), key=lambda one: one.status.replica)
         ]
+
+    def count_by_server(
+        self, config: EndpointConfig, servers: Collection[str], deployments: Collection[str]
+    ) -> Sequence[GenerationCounts]:
+        """Return the counts of the last starts of replicas, by start and generation of the ledger."""
+        reports, starts = self._reports(config), dict[str, list[tuple[float, ReportSource]]]()
+        entries = _list_starts(reports)
+        for source, entry in entries.items():
+            if source.replica in servers:
+                starts.setdefault(source.replica, []).append((entry.at, source))
+        wanted = [source for each in starts.values() for _, source in sorted(each)[-_COMPARED_STARTS:]]
+        read = _read_each(lambda source: (source, _read_report(reports, entries[source], Counts)), wanted)
+        counts = [
+            replace(_convert_counts(one, (), is_live=False, now=one.at), server=source.replica)
+            for source, one in read
+            if one is not None
+        ]
+        return count_by_server([replace(one, tables=one.tables[-_COMPARED_TABLES:]) for one in counts], deployments)
 
     def forget_server(self, config: EndpointConfig, name: str) -> None:
         """Write that the replica has ended. If it reports again, that replaces this."""
@@ -646,6 +666,7 @@ class ReplicaEndpoints(EndpointProvider):
             replace(
                 _convert_counts(one, epochs.get(source, []), is_live=source in live, now=now),
                 uptimes=uptimes.get(source, ()),
+                server=source.replica,
             )
             for source, (one, _) in found.items()
             if one.bounds_s  # else there is no table yet
@@ -668,11 +689,7 @@ class ReplicaEndpoints(EndpointProvider):
         """Return the last counts of each start, and when they were written. Those of earlier starts are read once."""
         reports = self._reports(config)
         present = {ReportSource(one.status.replica, one.status.start) for one in replicas}
-        entries = {
-            source: entry
-            for entry in reports.list_objects(COUNTS_FOLDER)
-            if (source := parse_counts_name(entry.name.rpartition("/")[2])) is not None
-        }
+        entries = _list_starts(reports)
         known = self._starts.setdefault(reports.place, {})
         wanted = [source for source, entry in entries.items() if source in present or (source, entry.at) not in known]
         read = _read_each(lambda source: (source, _read_report(reports, entries[source], Counts)), wanted)
@@ -819,6 +836,15 @@ def _convert_counts(counts: Counts, epochs: Sequence[EpochCounts], *, is_live: b
         cold_s=counts.cold_s if is_live else {},
         failure=counts.failure if is_live else "",
     )
+
+
+def _list_starts(reports: ObjectStore) -> dict[ReportSource, ListedObject]:
+    """Return the counts of every start that were reported."""
+    return {
+        source: entry
+        for entry in reports.list_objects(COUNTS_FOLDER)
+        if (source := parse_counts_name(entry.name.rpartition("/")[2])) is not None
+    }
 
 
 def _read_report(reports: ObjectStore, entry: ListedObject, kind: type[_T]) -> _T | None:
