@@ -280,15 +280,22 @@ class _Cells:
 
     def get_errors(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return requests and errors of each cell."""
-        return self.counts[:, messages.CELL_REQUESTS], self.counts[:, messages.CELL_ERRORS]
+        return self._get_part(messages.CELL_REQUESTS, messages.CELL_ERRORS)
 
     def get_refused(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return requests and refused ones of each cell."""
-        return self.counts[:, messages.CELL_REQUESTS], self.counts[:, messages.CELL_REFUSED]
+        return self._get_part(messages.CELL_REQUESTS, messages.CELL_REFUSED)
 
     def get_feedback(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return feedback and successes of each cell."""
-        return self.counts[:, messages.CELL_FEEDBACK], self.counts[:, messages.CELL_SUCCESSES]
+        return self._get_part(messages.CELL_FEEDBACK, messages.CELL_SUCCESSES)
+
+    def _get_part(self, whole: int, part: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return two fields of each cell. A part that was written after its whole was read, or invented, is limited."""
+        import numpy as np
+
+        total = self.counts[:, whole]
+        return total, np.minimum(total, self.counts[:, part])
 
     def get_slow(self, grade: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return timed requests of each cell, and those that exceed so many thresholds or more."""

@@ -7,13 +7,14 @@ served.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
 from onnx_ops.domain.quantities import OMIT_DEFAULT
 from onnx_ops.errors import UserError
-from onnx_ops.protocol.messages import Counts, DeploymentCounts
+from onnx_ops.protocol.messages import Counts, DeploymentCounts, decode_cells
 from onnx_ops.protocol.replica_tables import TableNumber
 
 STATUS_FOLDER, COUNTS_FOLDER, EPOCHS_FOLDER = "status", "counts", "epochs"
@@ -110,10 +111,23 @@ class ReportSource:
 
 def has_possible_counts(counts: Counts) -> bool:
     """Return whether a server can have counted these numbers: none is negative, or too large for sums of 64 bits."""
+    opened = {} if counts.open_epoch is None else counts.open_epoch.cells
+    if not all(map(has_possible_cells, (opened, *(table.cells for table in counts.tables)))):
+        return False
     tables = (counts.deployments, *(table.deployments for table in counts.tables))
     numbers = [number for by_name in tables for each in by_name.values() for number in _list_numbers(each)]
     numbers += [number for uptime in counts.uptimes for number in (uptime.seconds, uptime.ends)]
     return all(0 <= number <= _LARGEST_COUNT for number in numbers)
+
+
+def has_possible_cells(cells: Mapping[str, str]) -> bool:
+    """Return whether the counts by cell of each deployment can be read."""
+    try:
+        for text in cells.values():
+            decode_cells(text)
+    except (ValueError, zlib.error):
+        return False
+    return True
 
 
 def _list_numbers(counts: DeploymentCounts) -> Iterator[float]:

@@ -237,11 +237,12 @@ class CellTotals:
     counts: npt.NDArray[np.int64]
     in_progress: npt.NDArray[np.int64]
 
-    def fail_requests_in_progress(self) -> CellTotals:
-        """Return the counts with requests in progress as errors: they are answered too late."""
+    def with_requests_in_progress(self, *, are_errors: bool) -> CellTotals:
+        """Return the counts with requests in progress as errors, or as answered well."""
         counts = self.counts.copy()
         counts[:, CELL_REQUESTS] += self.in_progress
-        counts[:, CELL_ERRORS] += self.in_progress
+        if are_errors:
+            counts[:, CELL_ERRORS] += self.in_progress
         return CellTotals(self.cells, counts, np.zeros_like(self.in_progress))
 
 

@@ -1,8 +1,9 @@
 """Counts by which a rollout is judged: by generation of the routing table, by epoch, and by cell of users.
 
 In a split with epochs, all requests of a user go to one version for the length of an epoch, so a user in an epoch is
-one draw of the split, however many requests it sends. An epoch is reported once its requests are answered, if one
-generation of the table and one watch held for all of it.
+one draw of the split, however many requests it sends. An epoch is reported once its requests are answered. Counts may
+begin in an epoch, and end in it, at a time that depends on neither version; an epoch in which the table or the watch
+changed is not reported.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class RolloutCounts:
         self._watches = 0
         self._table: _PresentTable | None = None
         self._past: deque[TableCounts] = deque(maxlen=_TABLES - 1)
-        self._whole_from = 0
+        self._first_counted = 0
         self._ended: deque[_EndedEpoch] = deque()
         self._closed: deque[EpochCounts] = deque()
 
@@ -83,6 +84,7 @@ class RolloutCounts:
 
     def start_table(self, revision: TableRevision, now: float) -> None:
         """Count for a revision, just before it is published; `now` is in seconds since the epoch."""
+        is_first = self._table is None
         if self._table is not None:
             self._past.append(self._count_table(self._table))
         rows = {name: self._shared.sum_slot(slot) for name, slot in revision.slots.items()}
@@ -94,7 +96,7 @@ class RolloutCounts:
             epoch = max(1, int(now // self.epoch_s))  # epoch 0 is that of splits without epochs
             self._close_epochs(reused_by=epoch)
             self._shared.header[EPOCH] = epoch
-            self._whole_from = epoch + 1
+            self._first_counted = epoch + (not is_first)
 
     def get_epoch_rest_s(self, now: float) -> float | None:
         """Return the seconds until the next epoch; None if the split has no epochs."""
@@ -109,7 +111,7 @@ class RolloutCounts:
             return
         ending = self._shared.header[EPOCH]
         epoch = max(ending + 1, int(now // self.epoch_s))
-        if ending >= self._whole_from and is_complete and self._shared.header[WATCH]:
+        if ending >= self._first_counted and is_complete and self._shared.header[WATCH]:
             generation = self._table.revision.table.state.generation
             self._ended.append(_EndedEpoch(generation=generation, epoch=ending, ended_at=time.monotonic()))
         self._close_epochs(reused_by=epoch)
@@ -118,7 +120,7 @@ class RolloutCounts:
     def discard_epoch(self) -> None:
         """Exclude the present epoch from the evidence, after an error while it was turned."""
         epoch = self._shared.header[EPOCH]
-        self._whole_from = max(self._whole_from, epoch + 1)
+        self._first_counted = max(self._first_counted, epoch + 1)
         while self._ended and self._ended[-1].epoch >= epoch:
             self._ended.pop()
 
@@ -164,7 +166,8 @@ class RolloutCounts:
         self._watches += 1
         header[WATCH] = self._watches
         self._names = names
-        self._whole_from = header[EPOCH] + 1
+        if self._watches > 1:
+            self._first_counted = header[EPOCH] + 1
         self._ended.clear()
         self._closed.clear()
 
@@ -182,7 +185,7 @@ class RolloutCounts:
             totals = sum_cells(self._shared, ended.generation, ended.epoch)
             if must_close < 0 and totals.in_progress.any():
                 return
-            cells = self._encode(totals.fail_requests_in_progress())
+            cells = self._encode(totals.with_requests_in_progress(are_errors=True))
             self._closed.append(EpochCounts(generation=ended.generation, epoch=ended.epoch, cells=cells))
             self._ended.popleft()
             self._forget_epochs()
@@ -199,14 +202,16 @@ class RolloutCounts:
             size -= sum(map(len, self._closed.popleft().cells.values()))
 
     def _count_open_epoch(self) -> EpochCounts | None:
-        """Return the counts of the present epoch, if it is whole until now."""
+        """Return the counts of the present epoch until now, unless it will not be reported.
+
+        Requests in progress count as answered well: if their server ends now, only fast answers would count otherwise.
+        """
         epoch = self._shared.header[EPOCH]
-        if self._table is None or not self.epoch_s or epoch < self._whole_from:
+        if self._table is None or not self.epoch_s or epoch < self._first_counted:
             return None
         generation = self._table.revision.table.state.generation
-        return EpochCounts(
-            generation=generation, epoch=epoch, cells=self._encode(sum_cells(self._shared, generation, epoch))
-        )
+        totals = sum_cells(self._shared, generation, epoch).with_requests_in_progress(are_errors=False)
+        return EpochCounts(generation=generation, epoch=epoch, cells=self._encode(totals))
 
     def _count_table(self, table: _PresentTable) -> TableCounts:
         state = table.revision.table.state

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from onnx_ops import codec
 from onnx_ops.adapters.files import open_objects
 from onnx_ops.domain.rollout import ServerOutlier
-from onnx_ops.protocol.messages import Counts, DeploymentCounts, TableCounts
+from onnx_ops.domain.rollout_observations import BADNESS_EDGES
+from onnx_ops.protocol.messages import (
+    CELL_ERRORS,
+    CELL_FIELDS,
+    CELL_REQUESTS,
+    Counts,
+    DeploymentCounts,
+    EpochCounts,
+    TableCounts,
+    encode_cells,
+)
 from onnx_ops.protocol.replica_reports import ReplicaStatus, ReportSource
 from onnx_ops.protocol.replica_tables import TableNumber
 from onnx_ops.statistics.rollout.outliers import find_outliers
@@ -152,3 +166,80 @@ def test_count_by_server_of_damaged_reports_shows_the_rest(site: ReplicaSite) ->
     report(site, "r4").write_bytes(b"{")
     os.truncate(report(site, "r2"), 40)
     assert compare(site) == [("r3", "errors")]
+
+
+def encode_failed(*cells: int, errors: int = 1) -> dict[str, str]:
+    """One request to green in each of these cells, which failed."""
+    row = [0] * CELL_FIELDS
+    row[CELL_REQUESTS], row[CELL_ERRORS] = 1, errors
+    nothing = encode_cells(np.zeros(0, np.int64), np.zeros((0, CELL_FIELDS), np.int64))
+    return {"green": encode_cells(np.array(cells), np.array([row] * len(cells))), "blue": nothing}
+
+
+def write_open_epoch(
+    site: ReplicaSite, name: str, cells: Mapping[str, str], *, is_live: bool = True, is_healthy: bool = True
+) -> None:
+    """Report an open epoch in which one request to green failed; epoch 6 is closed unless this is the end."""
+    path = report(site, name)
+    counts = codec.loads(path.read_bytes(), Counts)
+    opened = EpochCounts(generation=NUMBER.generation, epoch=7, cells=cells)
+    path.write_bytes(codec.dumps(replace(counts, open_epoch=opened, closed_through=7 if is_live else 6)))
+    source = ReportSource(name, f"{0:012x}")
+    status = ReplicaStatus(
+        replica=name,
+        start=source.start,
+        endpoint="digits",
+        adopted=NUMBER,
+        is_final=not is_live,
+        failed={} if is_healthy else {"green": "it is broken"},
+    )
+    (site.reports_folder / source.status_name).write_bytes(codec.dumps(status))
+
+
+def count_candidate(site: ReplicaSite) -> int:
+    """Units of the candidate in closed epochs."""
+    reading = site.provider.metrics().read(site.config, {"green": None, "blue": None})
+    return sum(sum(epoch.units["errors"].candidate) for epoch in reading.epochs)
+
+
+def test_read_of_metrics_counts_open_epoch_of_replica_that_ended(site: ReplicaSite) -> None:
+    write_open_epoch(site, "r1", encode_failed(5))
+    assert count_candidate(site) == 0, "it reports, and closes the epoch itself"
+    write_open_epoch(site, "r2", encode_failed(6), is_live=False)
+    write_open_epoch(site, "r3", encode_failed(7), is_live=False)
+    assert count_candidate(site) == 2
+
+
+def test_read_of_metrics_ignores_open_epoch_of_replica_without_its_model(site: ReplicaSite) -> None:
+    write_open_epoch(site, "r1", encode_failed(5))
+    write_open_epoch(site, "r2", encode_failed(6), is_healthy=False)
+    assert count_candidate(site) == 0
+
+
+def test_read_of_metrics_counts_whole_epoch_in_place_of_open_one(site: ReplicaSite) -> None:
+    write_open_epoch(site, "r1", encode_failed(5))
+    write_open_epoch(site, "r2", encode_failed(6), is_live=False)
+    source = ReportSource("r2", f"{0:012x}")
+    whole = EpochCounts(generation=NUMBER.generation, epoch=7, cells=encode_failed(6, 7, 8))
+    reports = open_objects(site.reports_url)
+    reports.create(source.name_epoch(whole.generation, whole.epoch), codec.dumps(whole))
+    assert count_candidate(site) == 3
+
+
+@pytest.mark.parametrize("text", ["", "no cells", base64.b64encode(zlib.compress(b"abc")).decode()])
+def test_read_of_metrics_names_replica_whose_cells_cannot_be_read(site: ReplicaSite, text: str) -> None:
+    write_open_epoch(site, "r1", encode_failed(5))
+    write_open_epoch(site, "r2", {**encode_failed(6), "green": text})
+    epoch = EpochCounts(generation=NUMBER.generation, epoch=7, cells={"green": text, "blue": text})
+    name = ReportSource("r3", f"{0:012x}").name_epoch(epoch.generation, epoch.epoch)
+    open_objects(site.reports_url).create(name, codec.dumps(epoch))
+    reading = site.provider.metrics().read(site.config, {"green": None, "blue": None})
+    assert reading.failure == "replica r2 has no counts that can be read"
+    assert {each.server for each in reading.counts} == {"r1", "r3", "r4"}
+
+
+def test_read_of_metrics_limits_errors_to_requests(site: ReplicaSite) -> None:
+    write_open_epoch(site, "r1", encode_failed(5, errors=9))
+    reading = site.provider.metrics().read(site.config, {"green": None, "blue": None})
+    assert reading.open_epoch is not None
+    assert reading.open_epoch.units["errors"].candidate == (*[0] * (len(BADNESS_EDGES) - 1), 1)

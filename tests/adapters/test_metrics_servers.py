@@ -321,7 +321,8 @@ def test_units_are_cells_of_an_epoch_and_single_requests() -> None:
         "v1": replace(slow, p90_s=BOUNDS_S[110]),
     }
     server.count(1, 5, 200, 1.0)
-    assert server.read(limits).open_epoch is None, "nothing was asked for by then"
+    begun = must(server.read(limits).open_epoch)
+    assert begun.units["errors"] == UnitCounts(candidate=(), stable=()), "nothing was asked for by then"
     server.turn()
     for worker in range(2):  # a user whose requests come to either worker
         server.count(2, 7, 500, worker=worker)
@@ -333,7 +334,7 @@ def test_units_are_cells_of_an_epoch_and_single_requests() -> None:
     opened = must(server.read(limits).open_epoch)
     server.turn()
     server.count(2, 7, 200)
-    (epoch,) = server.read(limits).epochs
+    _, epoch = server.read(limits).epochs
     assert epoch == opened
     assert (epoch.generation, epoch.epoch) == (7, START + 1)
     assert epoch.units == {
@@ -365,6 +366,15 @@ def test_users_of_a_sticky_split_are_counted_by_block() -> None:
     assert (sum(feedback.requests), feedback.events[6]) == (1, 1)
 
 
+def test_reading_counts_first_epoch_of_server() -> None:
+    server = Server()
+    server.read()
+    server.count(2, 7, 500)
+    server.turn()
+    (epoch,) = server.read().epochs
+    assert epoch.units["errors"] == UnitCounts(candidate=units(1), stable=())
+
+
 def several(*servers: Server) -> MetricsReading:
     """The reading of several servers behind one address."""
     source = ServerMetrics(lambda _, request: [one.counts.collect(request) for one in servers])
@@ -379,13 +389,13 @@ def test_a_unit_is_formed_after_the_counts_of_all_servers_are_added() -> None:
         server.count(2, 7, 500 if number else 200)
         server.count(1, 8 + number, 200)
     servers[0].turn()
-    assert several(*servers).epochs == (), "the other server has not closed it"
+    assert [each.epoch for each in several(*servers).epochs] == [START], "the other server has not closed the next one"
     servers[1].turn()
-    (epoch,) = several(*servers).epochs
+    _, epoch = several(*servers).epochs
     assert epoch.units["errors"] == UnitCounts(candidate=units(0.5), stable=units(0, 0))
     servers[0].turn(2)
     servers[0].counts.collect()
-    assert len(several(*servers).epochs) == 1
+    assert len(several(*servers).epochs) == 2
 
 
 def test_reading_counts_epoch_once_that_two_followers_of_one_server_report() -> None:
@@ -396,7 +406,7 @@ def test_reading_counts_epoch_once_that_two_followers_of_one_server_report() -> 
         each.count(2, KEYLESS_CELL, 500)
         each.count(1, KEYLESS_CELL, 200)
         each.turn()
-    (epoch,) = several(server, other, server).epochs
+    _, epoch = several(server, other, server).epochs
     assert epoch.units["errors"] == UnitCounts(candidate=units(1, 1), stable=units(0, 0))
 
 

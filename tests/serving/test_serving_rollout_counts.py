@@ -50,10 +50,12 @@ START = 1_000
 class Site:
     """The counts of a supervisor with two workers, on a clock that the test sets, without processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_fresh: bool = False) -> None:
         self.shared = SharedMetrics(2)
         self.counts = RolloutCounts(self.shared)
         self.workers = [CellCounter(self.shared, number) for number in range(2)]
+        if not is_fresh:
+            self.publish(0, epoch_s=0.0)
         self.router = self.publish(1)
 
     def publish(self, generation: int, *, candidate: int = 10, epoch_s: float = EPOCH_S) -> TrafficRouter:
@@ -163,10 +165,10 @@ def test_a_request_that_outlives_the_memory_of_its_epoch_is_an_error_and_is_not_
     assert [total(each, CELL_REQUESTS)["new"] for each in again] == [1, 0, 0, 1, 0, 0]
 
 
-def test_only_epochs_for_which_table_and_watch_held_are_reported() -> None:
+def test_only_epochs_in_which_table_and_watch_held_are_reported() -> None:
     site = Site()
     site.turn()  # without a watch
-    site.watch()  # and with one for a part of it
+    site.watch()  # counts begin in this one
     site.turn()
     site.turn(is_complete=False)  # a deployment was not loaded
     site.publish(2)
@@ -174,7 +176,32 @@ def test_only_epochs_for_which_table_and_watch_held_are_reported() -> None:
     site.publish(3, candidate=50, epoch_s=0.0)
     site.turn()
     assert site.counts.collect(WATCH).open_epoch is None
-    assert list(site.closed()) == [(1, 2), (2, 5)]
+    assert list(site.closed()) == [(1, 1), (1, 2), (2, 5)]
+
+
+def test_collect_of_fresh_server_counts_first_epoch_from_its_start() -> None:
+    site = Site(is_fresh=True)
+    site.counts.collect(WATCH)
+    site.workers[0].count(site.draw, 2, 5, 500, 0.0)
+    place = site.workers[0].begin(site.draw, 1, 6)
+    opened = site.counts.collect(WATCH).open_epoch
+    assert opened is not None
+    assert total(opened, CELL_REQUESTS) == Counter(new=1, old=1), "the one in progress counts as answered"
+    assert total(opened, CELL_ERRORS) == Counter(new=1, old=0)
+    assert place is not None
+    site.workers[0].finish(place, 500, 0.0)
+    site.turn()
+    (epoch,) = site.counts.collect(WATCH).epochs
+    assert total(epoch, CELL_ERRORS) == Counter(new=1, old=1)
+
+
+def test_collect_of_fresh_server_excludes_epoch_in_which_watch_changes() -> None:
+    site = Site(is_fresh=True)
+    site.counts.collect(WATCH)
+    other = UserCountsRequest(limits_s={"new": (1e-3,), "old": ()})
+    assert site.counts.collect(other).open_epoch is None
+    site.turn()
+    assert site.counts.collect(other).epochs == ()
 
 
 def test_the_open_epoch_is_shown_while_it_is_whole() -> None:
@@ -318,7 +345,7 @@ def test_a_clock_that_jumps_never_gives_an_epoch_twice() -> None:
 
 
 def test_a_sticky_split_is_counted_by_generation() -> None:
-    site = Site()
+    site = Site(is_fresh=True)
     site.publish(2, candidate=50, epoch_s=0.0)
     assert site.counts.get_epoch_rest_s(0.0) is None
     site.counts.collect(WATCH)

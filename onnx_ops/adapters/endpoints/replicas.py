@@ -50,7 +50,7 @@ from onnx_ops.errors import (
     ServiceUnavailableError,
 )
 from onnx_ops.ports import EndpointProvider, Signer
-from onnx_ops.protocol.messages import Counts, EpochCounts, UserCountsRequest
+from onnx_ops.protocol.messages import Counts, EpochCounts, TableCounts, UserCountsRequest
 from onnx_ops.protocol.replica_reports import (
     COUNTS_FOLDER,
     EPOCHS_FOLDER,
@@ -59,6 +59,7 @@ from onnx_ops.protocol.replica_reports import (
     STATUS_FOLDER,
     ReplicaStatus,
     ReportSource,
+    has_possible_cells,
     has_possible_counts,
     parse_counts_name,
     parse_epoch_name,
@@ -103,6 +104,7 @@ _COMPARED_STARTS, _COMPARED_TABLES = 8, 16
 _KEPT_TABLES = 48
 _KEPT_REPORTS_S = 14 * 86_400.0
 _T = TypeVar("_T")
+_Counted = TypeVar("_Counted", TableCounts, EpochCounts)
 _Item = TypeVar("_Item")
 
 
@@ -651,11 +653,12 @@ class ReplicaEndpoints(EndpointProvider):
     def _read_counts(self, config: EndpointConfig, request: UserCountsRequest | None) -> Sequence[Counts]:
         """Return the counts of every start of every replica, by the generations of the ledger."""
         seen = self._look(config)
-        live = {
-            ReportSource(one.status.replica, one.status.start)
+        reporting = {
+            ReportSource(one.status.replica, one.status.start): one.status.is_healthy
             for one in seen.replicas
-            if one.is_live and one.status.is_healthy
+            if one.is_live
         }
+        live = {source for source, is_healthy in reporting.items() if is_healthy}
         found = self._read_starts(config, seen.replicas)
         statuses = {one.status.replica: (one.status, seen.now - one.age_s) for one in seen.replicas}
         ended = find_ends(found, statuses, seen.now)
@@ -664,11 +667,14 @@ class ReplicaEndpoints(EndpointProvider):
         now = time.time()  # noqa: TID251 (counts are until now, whatever the clocks of replicas say)
         counts = [
             replace(
-                _convert_counts(one, epochs.get(source, []), is_live=source in live, now=now),
+                _convert_counts(
+                    one, epochs.get(source, []), is_live=source in live, is_ended=source not in reporting, now=now
+                ),
                 uptimes=uptimes.get(source, ()),
                 server=source.replica,
             )
-            for source, (one, _) in found.items()
+            # In the order of time: a later follower of one server knows more of an epoch.
+            for source, (one, _) in sorted(found.items(), key=lambda each: (each[0] in live, each[1][1]))
             if one.bounds_s  # else there is no table yet
         ]
         if not counts:
@@ -756,7 +762,7 @@ class ReplicaEndpoints(EndpointProvider):
         ]
         new = [entry for entry, _ in wanted if (reports.place, entry.name) not in self._epochs]
         for entry, epoch in _read_each(lambda entry: (entry, _read_report(reports, entry, EpochCounts)), new):
-            if epoch is not None:
+            if epoch is not None and has_possible_cells(epoch.cells):
                 self._epochs[reports.place, entry.name] = epoch
         found: dict[ReportSource, list[EpochCounts]] = {}
         for entry, source in wanted:
@@ -816,26 +822,29 @@ def _list_registered(replicas: Sequence[SeenReplica], expected: int) -> list[See
     return [*live, *silent]
 
 
-def _convert_counts(counts: Counts, epochs: Sequence[EpochCounts], *, is_live: bool, now: float) -> Counts:
+def _convert_counts(
+    counts: Counts, epochs: Sequence[EpochCounts], *, is_live: bool, is_ended: bool = False, now: float
+) -> Counts:
     """Return a replica's counts by generations of the ledger, without those of tables that only had models loaded.
 
-    Epochs are waited for where a replica still reports.
+    Epochs are waited for where a replica still reports. Of a start that has ended, the last report of its open epoch
+    counts; the report of the whole epoch replaces that if it comes in time.
     """
-    open_epoch = counts.open_epoch
-    if open_epoch is not None and open_epoch.generation % 2:
-        open_epoch = replace(open_epoch, generation=open_epoch.generation // 2)
-    else:
-        open_epoch = None
-    return replace(
+    opened = _halve_generations([counts.open_epoch] if counts.open_epoch is not None else [])
+    closed = _halve_generations(epochs)
+    converted = replace(
         counts,
         at=now,
-        tables=tuple(replace(one, generation=one.generation // 2) for one in counts.tables if one.generation % 2),
-        epochs=tuple(replace(one, generation=one.generation // 2) for one in epochs),
-        open_epoch=open_epoch if is_live else None,
-        closed_through=counts.closed_through if is_live else 0,
-        cold_s=counts.cold_s if is_live else {},
-        failure=counts.failure if is_live else "",
+        tables=_halve_generations(counts.tables),
+        epochs=(*opened, *closed) if is_ended else closed,
+        open_epoch=next(iter(opened), None),
     )
+    return converted if is_live else replace(converted, open_epoch=None, closed_through=0, cold_s={}, failure="")
+
+
+def _halve_generations(items: Iterable[_Counted]) -> tuple[_Counted, ...]:
+    """Return the counts of tables with traffic, by generations of the ledger."""
+    return tuple(replace(one, generation=one.generation // 2) for one in items if one.generation % 2)
 
 
 def _list_starts(reports: ObjectStore) -> dict[ReportSource, ListedObject]:

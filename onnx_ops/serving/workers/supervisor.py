@@ -218,20 +218,30 @@ class Supervisor:
 
         If a watched deployment gets neither traffic nor mirrored requests, cold starts are measured in the background.
         """
-        current = self._publisher.current
         self._watched = request or self._watched
-        if current is not None and request is not None:
-            split, listed = current.table.state.split, current.table.state.deployments
-            watched = [d for d in listed if d.name in request.limits_s]
-            if not all(split.weights.get(d.name) or split.shadow.get(d.name) for d in watched):
-                request = None  # users are counted from the first request on that the candidate may get
-                if not self._publishing.locked() and (self._cold_starts is None or self._cold_starts.done()):
-                    self._cold_s = {deployment: self._cold_s.get(deployment, []) for deployment in watched}
-                    if min(map(len, self._cold_s.values())) < COLD_START_SAMPLES:
-                        self._cold_starts = asyncio.get_running_loop().create_task(self._measure_cold_starts())
+        if request is not None and not self._can_count_users(request):
+            request = None
         cold_s = {deployment.name: loads_s for deployment, loads_s in self._cold_s.items()}
         counts = self._publisher.counts.collect(request, cold_s=cold_s)
-        return replace(counts, failure=self._describe_failures())
+        open_epoch = None if self.get_state().failed else counts.open_epoch  # as when it is turned
+        return replace(counts, failure=self._describe_failures(), open_epoch=open_epoch)
+
+    def _can_count_users(self, request: UserCountsRequest) -> bool:
+        """Return whether the watched deployments get requests; if not, measure their cold starts.
+
+        Users are counted from the first request on that the candidate may get.
+        """
+        if (current := self._publisher.current) is None:
+            return True
+        split, listed = current.table.state.split, current.table.state.deployments
+        watched = [d for d in listed if d.name in request.limits_s]
+        if all(split.weights.get(d.name) or split.shadow.get(d.name) for d in watched):
+            return True
+        if not self._publishing.locked() and (self._cold_starts is None or self._cold_starts.done()):
+            self._cold_s = {deployment: self._cold_s.get(deployment, []) for deployment in watched}
+            if min(map(len, self._cold_s.values())) < COLD_START_SAMPLES:
+                self._cold_starts = asyncio.get_running_loop().create_task(self._measure_cold_starts())
+        return False
 
     async def _measure_cold_starts(self) -> None:
         """Load the watched deployments in turn, without the cache of packed models."""

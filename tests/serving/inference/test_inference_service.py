@@ -494,17 +494,16 @@ def test_users_latencies_are_counted_in_comparable_slots_of_epochs_that_begin_wa
     watch = UserCountsRequest(limits_s={"blue": (), "green": ()})
     with Worker(state, slow=slow, queue=1000).running() as worker:
         counts, table = RolloutCounts(worker.shared), must(worker.table)
-        counts.start_table(TableRevision(number=1, table=table, slots={"blue": 1, "green": 2}), 60e3)
+        counts.start_table(TableRevision(number=1, table=table, slots={"blue": 1, "green": 2}), 1001 * 60.0)
         counts.collect(watch)
         for epoch in range(1001, 1004):
-            counts.turn_epoch(epoch * 60.0)
             for number in range(100):
                 assert status(worker.send(post(INFER, BODY, {"x-user-key": f"user-{number}"}))) == 200
             if epoch == 1002:
                 for loaded in worker.deployments.get_current().list_loaded():
                     assert loaded.warm_up < WARM_UP_REQUESTS
                     loaded.warm_up = 0
-        counts.turn_epoch(1004 * 60.0)
+            counts.turn_epoch((epoch + 1) * 60.0)
         first, second, third = counts.collect(watch).epochs
     router = TrafficRouter.from_table(table)
     draw = router.get_draw(1003)
