@@ -85,35 +85,30 @@ def test_output_that_is_no_terminal_is_not_wrapped(capsys: pytest.CaptureFixture
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
-def test_rollouts_reason_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
-    guard = GuardrailResult(name="errors", limit=1.0, evidence=2.0, holds=True)
-    view = RolloutView(
+def make_view(judged: AnalysisResult, next_action: str) -> RolloutView:
+    return RolloutView(
         endpoint="digits",
         stable="v1",
         candidate="v2",
         step=0,
         steps=(PlannedStep(kind="canary", percent=10),),
         seconds=1.0,
-        next=f"v2 holds 10 % and is paused: {guard.summary}",
-        judged=AnalysisResult(started_at=0.0, guardrails=(guard, replace(guard, name="slow", evidence=0.0))),
+        next=next_action,
+        judged=judged,
     )
-    common.console().print(_render(view))
+
+
+def test_rollouts_reason_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    guard = GuardrailResult(name="errors", limit=1.0, evidence=2.0, holds=True)
+    judged = AnalysisResult(started_at=0.0, guardrails=(guard, replace(guard, name="slow", evidence=0.0)))
+    common.console().print(_render(make_view(judged, f"v2 holds 10 % and is paused: {guard.summary}")))
     output = capsys.readouterr().out
     assert (output.count(guard.summary), output.count("slow:"), len(output.splitlines())) == (1, 1, 3)
 
 
 def test_rollouts_text_names_outliers(capsys: pytest.CaptureFixture[str]) -> None:
     outlier = ServerOutlier(server="r3", deployment="v2", place="slow", own=(90, 100), others=(5, 1000), evidence=8.0)
-    view = RolloutView(
-        endpoint="digits",
-        stable="v1",
-        candidate="v2",
-        step=0,
-        steps=(PlannedStep(kind="canary", percent=10),),
-        seconds=1.0,
-        next="v2 holds 10 %",
-        judged=AnalysisResult(started_at=0.0, outliers=(outlier,)),
-    )
+    view = make_view(AnalysisResult(started_at=0.0, outliers=(outlier,)), "v2 holds 10 %")
     common.console().print(_render(view))
     assert capsys.readouterr().out.splitlines()[1].strip() == outlier.summary
     assert codec.to_json(view)["judged"]["outliers"][0]["server"] == "r3"
