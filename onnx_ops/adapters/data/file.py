@@ -56,6 +56,19 @@ def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | Non
     the format. With `most_bytes`, the first rows of each array are read.
     """
     suffix = find_table_suffix(Path(name or path).name)
+    _require_data(path, where)
+    if suffix:
+        return read_table(path, suffix, where=where, most_bytes=most_bytes)
+    shapes, arrays = _read_archive(path, where, most_bytes)
+    empty = [name for name, shape in shapes.items() if 0 in shape]
+    if empty or not shapes:
+        what = f"its array {empty[0]!r} is empty: shape {shapes[empty[0]]}" if empty else "it holds no array"
+        raise UserError(what, where=where, remedy="Write at least one row.")
+    return arrays
+
+
+def _require_data(path: Path, where: str) -> None:
+    """Raise UserError if a file is empty or stands for one that was not fetched."""
     with path.open("rb") as stream:
         head = stream.read(len(_POINTER))
     if head == _POINTER:
@@ -63,8 +76,12 @@ def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | Non
         raise UserError("the file is a pointer of Git LFS, not the data", where=where, remedy=remedy)
     if not head:
         raise UserError("the file is empty", where=where, remedy="Recreate the file, or fetch it again.")
-    if suffix:
-        return read_table(path, suffix, where=where, most_bytes=most_bytes)
+
+
+def _read_archive(
+    path: Path, where: str, most_bytes: int | None
+) -> tuple[Mapping[str, tuple[int, ...]], Mapping[str, Array]]:
+    """Return the shapes of all arrays in a `.npz` file, and the arrays or their first rows."""
     import numpy as np
 
     try:
@@ -79,20 +96,16 @@ def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | Non
                 shapes, arrays = _read_head(archive, most_bytes)
             if strange := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
                 raise ValueError(f"{strange[0]} in it is not an array")
+            return shapes, arrays
     except Exception as error:  # a damaged archive makes the libraries below raise almost anything
+        is_pickled = "allow_pickle" in str(error)
         raise UserError(
             "not an .npz file of plain arrays",
             where=where,
-            why="an array of objects, which only a pickle can hold"
-            if "allow_pickle" in str(error)
-            else describe_error(error),
+            why="an array of objects, which only a pickle can hold" if is_pickled else describe_error(error),
             remedy="Write it with numpy.savez, without arrays of objects; a table's name ends in "
             f"{', '.join(SUFFIXES)}.",
         ) from error
-    if not arrays or (empty := [name for name, shape in shapes.items() if 0 in shape]):
-        what = f"its array {empty[0]!r} is empty: shape {shapes[empty[0]]}" if arrays else "it holds no array"
-        raise UserError(what, where=where, remedy="Write at least one row.")
-    return arrays
 
 
 def _read_head(archive: Any, most_bytes: int) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:

@@ -350,18 +350,10 @@ def _convert_column(arrow: Any, column: Any, where: str) -> Array:
     """Return a column as an array of shape (rows, 1)."""
     import numpy as np
 
-    kinds = arrow.types
-    if kinds.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
-    kind = column.type
-    if kinds.is_temporal(kind) and not kinds.is_duration(kind):
-        column, kind = column.cast(arrow.string()), arrow.string()
-    if kinds.is_integer(kind) and _has_identifiers(column):
-        column, kind = column.cast(arrow.string()), arrow.string()
+    column = _cast_column(arrow, column)
+    kinds, kind = arrow.types, column.type
     if kinds.is_string(kind) or kinds.is_large_string(kind) or kinds.is_string_view(kind):
         return _convert_texts(arrow, column, where)
-    if kinds.is_decimal(kind):
-        column, kind = column.cast(arrow.float64()), arrow.float64()
     has_gaps = column.null_count and (kinds.is_integer(kind) or kinds.is_boolean(kind))
     if kinds.is_floating(kind) or kinds.is_null(kind) or has_gaps:
         values = column.cast(arrow.float64() if not kinds.is_boolean(kind) else arrow.int8())
@@ -372,6 +364,20 @@ def _convert_column(arrow: Any, column: Any, where: str) -> Array:
         return np.asarray(column.cast(arrow.int64()).to_numpy(), dtype=np.int64)[:, None]
     remedy = "Columns hold numbers, booleans, texts, categories or dates; leave this one out of the file."
     raise UserError(f"the column is of type {kind}", where=where, remedy=remedy)
+
+
+def _cast_column(arrow: Any, column: Any) -> Any:
+    """Return a column with its categories as values, its dates and identifiers as texts and its decimals as floats."""
+    kinds = arrow.types
+    if kinds.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    kind = column.type
+    is_date = kinds.is_temporal(kind) and not kinds.is_duration(kind)
+    if is_date or (kinds.is_integer(kind) and _has_identifiers(column)):
+        return column.cast(arrow.string())
+    if kinds.is_decimal(kind):
+        return column.cast(arrow.float64())
+    return column
 
 
 def _has_identifiers(column: Any) -> bool:

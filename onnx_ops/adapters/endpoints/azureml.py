@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,22 +127,14 @@ class AzureEndpoints(CloudEndpoints):
         resource = endpoint.read()
         traffic = {} if resource is None else resource.traffic or {}
         used = {*names.values(), *(name for name, percent in traffic.items() if percent)}
-        owned = {
+        own_tags = {
             name: deployment.tags or {}
             for name, deployment in endpoint.client.deployments().items()
             if (deployment.tags or {}).get(OWNER) == config.endpoint
         }
-        orphans = [
-            OrphanedResource(kind="deployment", name=name, why="it has no traffic, and no state needs it", paid=True)
-            for name, tags in sorted(owned.items())
-            if name not in used and tags.get(MANIFEST) not in needed
-        ]
-        served = {build_azure_name(record) for record in map(read_record, owned.values()) if record is not None}
-        for name, manifest in endpoint.models.stored().items():
-            if manifest not in needed and name not in served:
-                why = "no deployment serves it" if manifest else "its upload was interrupted"
-                orphans.append(OrphanedResource(kind="model", name=name, why=why, paid=True))
-        return tuple(orphans)
+        deployments = _find_unused_deployments(own_tags, used, needed)
+        models = _find_unused_models(endpoint.models.stored(), own_tags, needed)
+        return (*deployments, *models)
 
     def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
         """Delete an orphan; raise ConflictError if a deployment has traffic again."""
@@ -176,3 +168,24 @@ class AzureEndpoints(CloudEndpoints):
         client = AzureClient(settings, name, config.endpoint, self._policy)
         client.connect()
         return AzureEndpoint(client, SentGeneration(self._folder / config.endpoint))
+
+
+def _find_unused_deployments(
+    own_tags: Mapping[str, Mapping[str, str]], used: Set[str], needed: Set[Digest]
+) -> Iterator[OrphanedResource]:
+    """Yield our deployments, given by their tags, that are neither used nor serve a needed version."""
+    for name, tags in sorted(own_tags.items()):
+        if name not in used and tags.get(MANIFEST) not in needed:
+            why = "it has no traffic, and no state needs it"
+            yield OrphanedResource(kind="deployment", name=name, why=why, paid=True)
+
+
+def _find_unused_models(
+    manifests: Mapping[str, str], own_tags: Mapping[str, Mapping[str, str]], needed: Set[Digest]
+) -> Iterator[OrphanedResource]:
+    """Yield the stored models, given by their manifests, that no deployment of ours serves and that are not needed."""
+    served = {build_azure_name(record) for record in map(read_record, own_tags.values()) if record is not None}
+    for name, manifest in manifests.items():
+        if manifest not in needed and name not in served:
+            why = "no deployment serves it" if manifest else "its upload was interrupted"
+            yield OrphanedResource(kind="model", name=name, why=why, paid=True)

@@ -7,6 +7,7 @@ a read that shows no later generation, under a lock of this machine, and is read
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,6 +73,12 @@ class SentGeneration:
         write_durably(self._path, str(generation).encode())
 
 
+def _is_current(tags: Mapping[str, str], sent: int | None) -> bool:
+    """Return whether an endpoint's tags show the generation that this machine sent, if it sent one."""
+    # Without a tag of an owner the read is not stale: ours had it from its start.
+    return sent is None or read_generation(tags) >= sent or OWNER not in tags
+
+
 class AzureEndpoint:
     """One endpoint in Azure: reads that are not stale, and fenced changes."""
 
@@ -88,25 +95,34 @@ class AzureEndpoint:
         Raises:
             RefusedError: onnx-ops did not create the endpoint.
         """
+        endpoint = self._read_current()
+        if endpoint is not None:
+            self._require_own(endpoint)
+        return endpoint
+
+    def _read_current(self) -> ManagedOnlineEndpoint | None:
+        """Read the endpoint until it shows what this machine sent, or for longer than reads can be stale."""
         policy, sent = self.client.policy, self._sent.value
+        within_s = policy.pause_s * policy.confirmations if sent is None else policy.lag_s
         endpoint = None
-        for count in policy.attempts(policy.pause_s * policy.confirmations if sent is None else policy.lag_s):
+        for count in policy.attempts(within_s):
             endpoint = self.client.endpoint()
-            if endpoint is not None and (sent is None or read_generation(endpoint.tags or {}) >= sent):
-                break
-            if endpoint is not None and OWNER not in (endpoint.tags or {}):
-                break  # not a stale read: ours had this tag from its start
-            if endpoint is None and sent is None and count + 1 >= policy.confirmations:
-                break
-        else:
-            self._sent.store(None if endpoint is None else read_generation(endpoint.tags or {}))
-        if endpoint is None:
-            return None
+            if endpoint is not None and _is_current(endpoint.tags or {}, sent):
+                return endpoint
+            is_confirmed = sent is None and count + 1 >= policy.confirmations
+            if endpoint is None and is_confirmed:
+                return None
+        # What was sent did not arrive: the next read does not wait for it again.
+        self._sent.store(None if endpoint is None else read_generation(endpoint.tags or {}))
+        return endpoint
+
+    def _require_own(self, endpoint: ManagedOnlineEndpoint) -> None:
+        """Raise RefusedError if onnx-ops did not create an endpoint."""
         owners = {(endpoint.tags or {}).get(OWNER)}
         if owners == {None}:  # another tool wrote its tags; then those of its deployments count
             owners = {(resource.tags or {}).get(OWNER) for resource in self.client.deployments().values()}
         if self._owner in owners and owners <= {self._owner, None}:
-            return endpoint
+            return
         raise RefusedError(
             f"an endpoint {self.client.name} exists in the workspace that is not ours",
             where=self._owner,

@@ -11,7 +11,7 @@ import hashlib
 import io
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import IO, Any
 
 from onnx_ops.adapters.aws import create_once, translate_errors
@@ -36,6 +36,7 @@ _NAMES = {"model": "Model", "endpoint_config": "EndpointConfig"}
 """What requests and answers call the two kinds of definitions, by their names in operations."""
 _UPLOAD = "#"
 """Between key and id in the name of an upload that was not completed."""
+_UNUSED = "its version is not deployed, and not needed"
 
 
 def pack_archive(deployment: Deployment, target: IO[bytes]) -> None:
@@ -96,26 +97,35 @@ class EndpointResources:
     def orphans(self, needed: frozenset[Digest]) -> Iterator[OrphanedResource]:
         """Yield what neither the live endpoint nor a `needed` version uses."""
         live = self._live_configs()
-        models: dict[str, Digest | None] = {}
-        for name in self._list_own("model"):
-            deployment = read_deployment(self._client.describe_model(name))
-            models[name] = None if deployment is None else deployment.manifest
+        manifests = {model: self._read_manifest(model) for model in self._list_own("model")}
         configs = {name: self._models_of(name) for name in self._list_own("endpoint_config")}
         used = {model for name in live for model in configs.get(name, ())}
-        keep = used | {model for model, manifest in models.items() if manifest in needed}
-        for name, config_models in configs.items():
-            if name not in live and not set(config_models) <= keep:
+        kept = used | {model for model, manifest in manifests.items() if manifest in needed}
+        for name, models in configs.items():
+            if name not in live and not kept.issuperset(models):
                 why = "none of its versions is needed"
                 yield OrphanedResource(kind="endpoint-config", name=name, why=why, paid=False)
-        unused = "its version is not deployed, and not needed"
-        for model in models:
-            if model not in keep:
-                yield OrphanedResource(kind="model", name=model, why=unused, paid=False)
-        manifests = {hex_digits(digest) for model, digest in models.items() if model in keep and digest}
-        manifests |= {hex_digits(digest) for digest in needed}
+        for model in manifests:
+            if model not in kept:
+                yield OrphanedResource(kind="model", name=model, why=_UNUSED, paid=False)
+        kept_manifests = {manifest for model, manifest in manifests.items() if model in kept and manifest}
+        yield from self._find_unused_archives(needed | kept_manifests)
+        yield from self._find_open_uploads()
+
+    def _read_manifest(self, model: str) -> Digest | None:
+        """Return the manifest digest of the version that a model holds; None if it names no version."""
+        deployment = read_deployment(self._client.describe_model(model))
+        return None if deployment is None else deployment.manifest
+
+    def _find_unused_archives(self, kept: Set[Digest]) -> Iterator[OrphanedResource]:
+        """Yield the archives of other versions than those to be kept."""
+        folders = set(map(hex_digits, kept))
         for key in self._client.keys(self._archives):
-            if key.removeprefix(self._archives).partition("/")[0] not in manifests:
-                yield OrphanedResource(kind="archive", name=key, why=unused, paid=True)
+            if key.removeprefix(self._archives).partition("/")[0] not in folders:
+                yield OrphanedResource(kind="archive", name=key, why=_UNUSED, paid=True)
+
+    def _find_open_uploads(self) -> Iterator[OrphanedResource]:
+        """Yield the uploads that were neither completed nor aborted; their parts are paid for."""
         within = {"Bucket": self._bucket, "Prefix": self._archives}
         for upload in self._client.list_all("s3", "list_multipart_uploads", "Uploads", **within):
             name = f"{upload['Key']}{_UPLOAD}{upload['UploadId']}"

@@ -95,16 +95,9 @@ def read_sagemaker_settings(given: Mapping[str, Json], *, where: str = "") -> Sa
 
 def _find_contradictions(settings: SageMakerSettings) -> Iterator[tuple[str, str]]:
     """Yield combinations that the service would refuse, with the setting to change."""
+    if settings.serverless:
+        yield from _find_serverless_contradictions(settings)
     is_shifted = settings.canary_percent > 0 or settings.linear_percent > 0
-    serverless_rules = (
-        ("memory", "a serverless endpoint has one variant: strategy must be guarded", not settings.guarded),
-        ("memory", "must be a multiple of 1 GiB", settings.memory_mib % 1024 != 0),
-        ("subnets", "a serverless endpoint has no VPC", bool(settings.subnets or settings.security_groups)),
-        ("isolated", "a serverless endpoint has no network isolation", settings.isolated),
-        ("capture_percent", "a serverless endpoint has no data capture", settings.capture_percent > 0),
-        ("max_instances", "a serverless endpoint scales automatically; leave it out", settings.scaled),
-    )
-    yield from ((name, text) for name, text, wrong in serverless_rules if settings.serverless and wrong)
     low, high, count = settings.min_instances, settings.max_instances, settings.instance_count
     rules = (
         ("provisioned_concurrency", "must not exceed max_concurrency",
@@ -123,4 +116,17 @@ def _find_contradictions(settings: SageMakerSettings) -> Iterator[tuple[str, str
         ("tags", f"tags that begin with {_OWN_TAGS} are reserved", any(k.startswith(_OWN_TAGS) for k in settings.tags)),
         ("volume", "must be a whole number of GB", (settings.volume or 0) % _GB != 0),
     )  # fmt: skip
+    yield from ((name, text) for name, text, wrong in rules if wrong)
+
+
+def _find_serverless_contradictions(settings: SageMakerSettings) -> Iterator[tuple[str, str]]:
+    """Yield what the service refuses for an endpoint without instances."""
+    rules = (
+        ("memory", "a serverless endpoint has one variant: strategy must be guarded", not settings.guarded),
+        ("memory", "must be a multiple of 1 GiB", settings.memory_mib % 1024 != 0),
+        ("subnets", "a serverless endpoint has no VPC", bool(settings.subnets or settings.security_groups)),
+        ("isolated", "a serverless endpoint has no network isolation", settings.isolated),
+        ("capture_percent", "a serverless endpoint has no data capture", settings.capture_percent > 0),
+        ("max_instances", "a serverless endpoint scales automatically; leave it out", settings.scaled),
+    )
     yield from ((name, text) for name, text, wrong in rules if wrong)

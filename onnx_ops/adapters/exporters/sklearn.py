@@ -113,8 +113,6 @@ class SklearnExporter(TreeExporter):
         parts = list_estimators(rewritten)
         check_convertible(parts, last=get_last_step(rewritten))
         layout = choose_layout(model, parts, request)
-        import onnx
-
         from onnx_ops.adapters.exporters.sklearn_trees import route_missing_values
 
         check_section(section, samples)
@@ -127,17 +125,11 @@ class SklearnExporter(TreeExporter):
         del converted.graph.output[len(outputs) :]
         tidy_outputs(converted, rewritten, outputs)
         _append_steps(converted.graph, VARIABLE, steps)
-        for node in converted.graph.node:
-            if node.op_type == "StringNormalizer" and not any(a.name == "locale" for a in node.attribute):
-                # Lower case of all letters, on every Linux; en_US, the default, is not installed in slim images.
-                node.attribute.append(onnx.helper.make_attribute("locale", b"C.UTF-8"))
+        _set_locale(converted.graph)
         connect_inputs(converted, layout, samples)
         batch = next((axes[0] for axes in section.dynamic.values() if 0 in axes), "batch")
+        _name_row_axes(converted.graph, batch)
         rows = build_rows(model, {name: array[:1] for name, array in samples.items()}, "float64")
-        for value in (*converted.graph.input, *converted.graph.output):
-            dimensions = value.type.tensor_type.shape.dim
-            if dimensions and not dimensions[0].dim_value:
-                dimensions[0].dim_param = batch
         for value in converted.graph.output:
             dimensions = value.type.tensor_type.shape.dim
             if value.name == VARIABLE and len(dimensions) == 2:  # converters of ensembles always declare one target
@@ -249,6 +241,23 @@ def _append_steps(graph: Any, output: str, steps: Sequence[Step]) -> None:
             graph.initializer.append(numpy_helper.from_array(constant, inputs[1]))
         value = output if place == len(steps) - 1 else f"{output}_step{place}"
         graph.node.append(helper.make_node(operator, inputs, [value], name=f"{output}_{place}_{operator}"))
+
+
+def _set_locale(graph: Any) -> None:
+    """Make texts lower case by a locale that every Linux has; slim images lack en_US, the default."""
+    from onnx import helper
+
+    for node in graph.node:
+        if node.op_type == "StringNormalizer" and not any(entry.name == "locale" for entry in node.attribute):
+            node.attribute.append(helper.make_attribute("locale", b"C.UTF-8"))
+
+
+def _name_row_axes(graph: Any, name: str) -> None:
+    """Name the first dimension of inputs and outputs where its size is free."""
+    for value in (*graph.input, *graph.output):
+        dimensions = value.type.tensor_type.shape.dim
+        if dimensions and not dimensions[0].dim_value:
+            dimensions[0].dim_param = name
 
 
 def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,20 +98,33 @@ def route_missing_values(converted: Any, model: object) -> None:
         return
     lists = [a for a in ensembles[0].attribute if a.name.startswith("nodes_") and a.name.endswith("ids")]
     values = {a.name: list(importlib.import_module("onnx").helper.get_attribute_value(a)) for a in lists}
+    tracks = _find_tracks(grown, values)
+    for attribute in ensembles[0].attribute:
+        if attribute.name == "nodes_missing_value_tracks_true":
+            attribute.ints[:] = tracks
+
+
+def _find_tracks(trees: Sequence[Any], values: Mapping[str, Sequence[int]]) -> list[int]:
+    """Return for each node of an export 1 if NaN takes its true branch, else 0.
+
+    Both forms of a tree are walked together from the root, so that the numbers of the export's nodes do not matter.
+
+    Args:
+        trees: scikit-learn's, in the order of the export.
+        values: the attributes of the export's nodes, by name.
+    """
     numbers = zip(values["nodes_treeids"], values["nodes_nodeids"], strict=True)
     places = {number: place for place, number in enumerate(numbers)}
     tracks = [0] * len(places)
-    for number, tree in enumerate(grown):
+    for number, tree in enumerate(trees):
         goes_low = tree.missing_go_to_left
         waiting = [(0, 0)]
         while waiting:
             source_node, node = waiting.pop()
-            if tree.children_left[source_node] < 0:
+            if tree.children_left[source_node] < 0:  # a leaf
                 continue
             place = places[number, node]
             tracks[place] = int(goes_low[source_node])
             waiting.append((int(tree.children_left[source_node]), values["nodes_truenodeids"][place]))
             waiting.append((int(tree.children_right[source_node]), values["nodes_falsenodeids"][place]))
-    for attribute in ensembles[0].attribute:
-        if attribute.name == "nodes_missing_value_tracks_true":
-            attribute.ints[:] = tracks
+    return tracks

@@ -7,7 +7,7 @@ import importlib
 import io
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,6 +48,8 @@ _QUANTIZED = frozenset(
 
 
 _INNER = "in a subgraph or function, which quantizers do not rewrite"
+_COMPUTED = "no constant weights"
+_FLOAT32_ONLY = "only float32 is quantized"
 
 
 @contextlib.contextmanager
@@ -96,50 +98,59 @@ def build_no_effect_error(
     section: Quantize, source: Any, op_types: frozenset[str], what: str = "nothing was quantized"
 ) -> UserError:
     """Build the error of a variant in which nothing was quantized."""
-    from onnx import TensorProto
-
+    where = f"variant {section.name}"
     if any(node.op_type in _QUANTIZED for node in iterate_nodes(source)):
-        return UserError(
-            what,
-            where=f"variant {section.name}",
-            why="the model is quantized already",
-            remedy="Give the float model that it was made from.",
-        )
+        why, remedy = "the model is quantized already", "Give the float model that it was made from."
+        return UserError(what, where=where, why=why, remedy=remedy)
+    counts = _count_reasons(section, source, op_types)
+    if counts:
+        why = "; ".join(f"{count} {kind}: {reason}" for (kind, reason), count in counts.items())
+    else:
+        others = ", ".join(sorted({node.op_type for node in iterate_nodes(source)})[:8])
+        why = f"the model has none of {', '.join(sorted(op_types & _WEIGHTED))}; it has {others}"
+    remedy = _choose_remedy({reason for _, reason in counts}, source)
+    return UserError(what, where=where, why=why, remedy=remedy)
+
+
+def _count_reasons(section: Quantize, source: Any, op_types: frozenset[str]) -> Counter[tuple[str, str]]:
+    """Count the nodes with weights that stayed in float, by their type and the reason."""
     stored = collect_constants(source)
     outer = {node.output[0] for node in source.graph.node if node.output}
-    reasons: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     for node in iterate_nodes(source):
-        place = 0 if node.op_type == "Gather" else 1
+        place = 0 if node.op_type == "Gather" else 1  # of the weights among the inputs
         if node.op_type not in {*op_types, *_WEIGHTED} or len(node.input) <= place:
             continue
-        weight = stored.get(node.input[place])
         if node.op_type not in op_types:
             reason = f"{section.method} does not quantize this type here"
         elif node.name in section.exclude:
             reason = "excluded"
         elif node.output[0] not in outer:
             reason = _INNER
-        elif weight is None:
-            reason = "no constant weights"
-        elif weight.data_type != TensorProto.FLOAT:
-            kind = TensorProto.DataType.Name(weight.data_type).lower()
-            reason = f"weights in {'float64' if kind == 'double' else kind}, and only float32 is quantized"
         else:
-            reason = "the quantizer left it in float"
-        reasons[node.op_type, reason] += 1
-    others = ", ".join(sorted({node.op_type for node in iterate_nodes(source)})[:8])
-    remedy = "Leave this variant out of `quantize`."
-    if any("only float32" in reason for _, reason in reasons):
-        remedy = "Quantize the model as it was in float32."
-    elif source.functions and all(reason in ("no constant weights", _INNER) for _, reason in reasons):
-        remedy = "Weights in functions are not seen; inline them: onnx.inliner.inline_local_functions(model)."
-    return UserError(
-        what,
-        where=f"variant {section.name}",
-        why="; ".join(f"{count} {kind}: {reason}" for (kind, reason), count in reasons.items())
-        or f"the model has none of {', '.join(sorted(op_types & _WEIGHTED))}; it has {others}",
-        remedy=remedy,
-    )
+            reason = _explain_weight(stored.get(node.input[place]))
+        counts[node.op_type, reason] += 1
+    return counts
+
+
+def _explain_weight(weight: Any) -> str:
+    """Return why a node with this weight, None if it is computed, was not quantized."""
+    from onnx import TensorProto
+
+    if weight is None:
+        return _COMPUTED
+    if weight.data_type != TensorProto.FLOAT:
+        kind = TensorProto.DataType.Name(weight.data_type).lower()
+        return f"weights in {'float64' if kind == 'double' else kind}, and {_FLOAT32_ONLY}"
+    return "the quantizer left it in float"
+
+
+def _choose_remedy(reasons: Set[str], source: Any) -> str:
+    if any(reason.endswith(_FLOAT32_ONLY) for reason in reasons):
+        return "Quantize the model as it was in float32."
+    if source.functions and reasons <= {_COMPUTED, _INNER}:
+        return "Weights in functions are not seen; inline them: onnx.inliner.inline_local_functions(model)."
+    return "Leave this variant out of `quantize`."
 
 
 BATCH = 16

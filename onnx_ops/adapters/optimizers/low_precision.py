@@ -7,7 +7,7 @@ import importlib
 import io
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,6 +31,8 @@ from onnx_ops.ports.optimize import OptimizeRequest
 
 _FLOAT, _HALF, _DOUBLE = 1, 10, 11
 _PRODUCTS = frozenset({"Gemm", "MatMul"})
+_BLOCKED = "MatMulNBits"
+"""Operator of a matrix product whose weights are in blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,18 +61,7 @@ class WeightOnlyQuantizer(Optimizer):
         """Store constant matrices in blocks of 4 or 8 bits."""
         options = read_options(request.section, self.options)
         algorithm = str(options.get("algorithm", "rtn"))
-        where = f"variant {request.section.name}"
-        if algorithm == "gptq" and request.calibration is None:
-            raise UserError("gptq needs calibration rows", where=where, remedy=CALIBRATION_REMEDY)
-        if algorithm != "rtn" and options.get("bits", 4) != 4:
-            raise UserError(
-                f"{algorithm} has 4 bits only",
-                where=where,
-                why="the runtime's kernels do not run what it makes of 8",
-                remedy="Set bits: 4, or algorithm: rtn.",
-            )
-        if algorithm == "hqq":
-            require("torch", where=f"{where}, algorithm hqq")
+        _check_algorithm(algorithm, options, request)
         source, model = read_model(request.source), read_model(request.source)
         trace_nodes(request.section.exclude, source, source)
         del model.graph.value_info[:]
@@ -85,27 +76,45 @@ class WeightOnlyQuantizer(Optimizer):
             ),
         ):
             derived = _narrowed(model, request, options, algorithm)
-        kinds = Counter(node.op_type for node in iterate_nodes(derived))
-        if not kinds["MatMulNBits"]:
+        if not any(node.op_type == _BLOCKED for node in iterate_nodes(derived)):
             raise build_no_effect_error(request.section, source, _PRODUCTS)
         restore_metadata(derived, source)
         write_model(derived, request.path)
-        total = kinds["MatMulNBits"] + sum(kinds[kind] for kind in _PRODUCTS)
-        notes = [f"weights of {kinds['MatMulNBits']} of {total} matrix products in blocks, {algorithm}"]
-        if left := [node.name or node.output[0] for node in iterate_nodes(derived) if node.op_type in _PRODUCTS]:
-            notes.append(f"in float, because excluded or without a constant matrix of their own: {', '.join(left)}")
-        if algorithm != "rtn":
-            notes.append(
-                f"{algorithm} moves weights by more than rounding, so as to keep the answers: "
-                "parity.weight_steps must allow it"
-            )
-        if any(machine.family in ("x86", "arm") for machine in request.machines):
-            notes.append(
-                "on a CPU this is a recipe for size: it took 1.1 to 2.1 times the time of float32 where it was measured"
-            )
-        if options.get("accuracy") == 4:
-            notes.append("accuracy 4: activations in 8 bits too, with ranges computed in each run")
-        return tuple(notes)
+        return tuple(_list_notes(derived, request, options, algorithm))
+
+
+def _check_algorithm(algorithm: str, options: Mapping[str, Any], request: OptimizeRequest) -> None:
+    """Raise UserError if an algorithm lacks rows or supports other bits, MissingPackageError if it lacks a package."""
+    where = f"variant {request.section.name}"
+    if algorithm == "gptq" and request.calibration is None:
+        raise UserError("gptq needs calibration rows", where=where, remedy=CALIBRATION_REMEDY)
+    if algorithm != "rtn" and options.get("bits", 4) != 4:
+        raise UserError(
+            f"{algorithm} has 4 bits only",
+            where=where,
+            why="the runtime's kernels do not run what it makes of 8",
+            remedy="Set bits: 4, or algorithm: rtn.",
+        )
+    if algorithm == "hqq":
+        require("torch", where=f"{where}, algorithm hqq")
+
+
+def _list_notes(derived: Any, request: OptimizeRequest, options: Mapping[str, Any], algorithm: str) -> Iterator[str]:
+    """Yield what was quantized, and what its user should know about it."""
+    kinds = Counter(node.op_type for node in iterate_nodes(derived))
+    total = kinds[_BLOCKED] + sum(kinds[kind] for kind in _PRODUCTS)
+    yield f"weights of {kinds[_BLOCKED]} of {total} matrix products in blocks, {algorithm}"
+    if left := [node.name or node.output[0] for node in iterate_nodes(derived) if node.op_type in _PRODUCTS]:
+        yield f"in float, because excluded or without a constant matrix of their own: {', '.join(left)}"
+    if algorithm != "rtn":
+        yield (
+            f"{algorithm} moves weights by more than rounding, so as to keep the answers: "
+            "parity.weight_steps must allow it"
+        )
+    if any(machine.family in ("x86", "arm") for machine in request.machines):
+        yield "on a CPU this is a recipe for size: it took 1.1 to 2.1 times the time of float32 where it was measured"
+    if options.get("accuracy") == 4:
+        yield "accuracy 4: activations in 8 bits too, with ranges computed in each run"
 
 
 def _narrowed(model: Any, request: OptimizeRequest, options: Mapping[str, Any], algorithm: str) -> Any:

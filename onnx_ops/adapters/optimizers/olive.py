@@ -148,14 +148,19 @@ def _used(config: Any, where: str) -> Mapping[str, Json]:
         if path[-1] in _CODE and value:
             what = f"{'.'.join(path)} names code, which would not be part of the stage's key"
             raise UserError(what, where=where, remedy="Leave it out; rows come from `calibrate`.")
-    for name, system in used.get("systems", {}).items():
-        if not isinstance(system, Mapping) or system.get("type") != "LocalSystem":
-            remedy = "Passes run in the environment of the stage (`env`); set type: LocalSystem, or leave it out."
-            raise UserError(f"systems.{name} is not a LocalSystem", where=where, remedy=remedy)
+    _check_systems(used.get("systems", {}), where)
     for entry in _passes(used["passes"]):
         if not isinstance(entry, Mapping) or not isinstance(entry.get("type"), str):
             raise UserError("a pass has no type", where=where, remedy="Such as {type: OnnxDynamicQuantization}.")
     return used
+
+
+def _check_systems(systems: Mapping[str, Any], where: str) -> None:
+    """Raise UserError for a system on which passes would run elsewhere."""
+    for name, system in systems.items():
+        if not isinstance(system, Mapping) or system.get("type") != "LocalSystem":
+            remedy = "Passes run in the environment of the stage (`env`); set type: LocalSystem, or leave it out."
+            raise UserError(f"systems.{name} is not a LocalSystem", where=where, remedy=remedy)
 
 
 def _passes(passes: Mapping[str, Any]) -> Iterator[Any]:

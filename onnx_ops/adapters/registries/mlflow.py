@@ -379,19 +379,27 @@ def _show_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, model
     client.set_terminated(run.info.run_id, "FAILED" if failed else "FINISHED", end_time=at)
 
 
+def _describe_action(body: Intent | RollbackRequested) -> tuple[str, dict[str, str]]:
+    """Return the title of an action that was begun or requested, and its tags with a version for each role."""
+    title: str = body.action.kind.value
+    roles = body.action.roles
+    serving = {"stable": roles.stable, "previous": roles.previous, "candidate": roles.candidate}
+    versions = {role: deployment.version for role, deployment in serving.items() if deployment}
+    details = {"why": body.action.why, **versions}
+    if isinstance(body, RollbackRequested):
+        title = f"requested: {title}"
+    elif body.selected is not None:
+        details["alias"] = body.selected.alias
+    return title, details
+
+
 def _describe_entry(body: EntryBody) -> tuple[str, dict[str, str]]:
     """Return the title of an entry's run, and its tags."""
     title: str = body.kind
     details: dict[str, str] = {}
     match body:
         case Intent() | RollbackRequested():
-            title = f"{'requested: ' if isinstance(body, RollbackRequested) else ''}{body.action.kind.value}"
-            roles = body.action.roles
-            serving = {"stable": roles.stable, "previous": roles.previous, "candidate": roles.candidate}
-            versions = {role: deployment.version for role, deployment in serving.items() if deployment}
-            details = {"why": body.action.why, **versions}
-            if isinstance(body, Intent) and body.selected is not None:
-                details["alias"] = body.selected.alias
+            title, details = _describe_action(body)
         case VersionSelected():
             details = {"alias": body.selected.alias, "version": body.selected.version}
         case ActionOutcome():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -113,22 +113,14 @@ def build_session(model: Path, target: Target, *, record_assignment: bool = Fals
         if record_assignment:
             options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         if write_to is not None:
-            options.optimized_model_filepath = str(write_to)
-            if model.stat().st_size > _LARGE or list_external_names(model):  # whose places mean another folder
-                options.add_session_config_entry(_EXTERNAL_WEIGHTS, f"{write_to.name}.data")
+            _write_optimized(options, model, write_to)
         fingerprint = partial(fingerprint_target, target)
         wanted = [(provider, resolve_provider_options(provider, loaded, fingerprint)) for provider in target.providers]
         # ONNX Runtime's fallback would print, and measure another provider than the requested one.
         if not any(provider.package for provider in target.providers):
             providers = [(provider.name, dict(values)) for provider, values in wanted]
             return ort.InferenceSession(str(loaded), options, providers=providers, enable_fallback=0)
-        # ONNX Runtime 1.31 silently ignores plug-ins in a session's `providers`; only devices add them.
-        for provider, values in wanted:
-            if provider.package:
-                devices = [device for device in ort.get_ep_devices() if device.ep_name == provider.name]
-                options.add_provider_for_devices(devices, dict(values))
-            else:
-                options.add_provider(provider.name, dict(values))
+        _add_providers(ort, options, wanted)
         return ort.InferenceSession(str(loaded), options, enable_fallback=0)
 
 
@@ -148,6 +140,26 @@ def convert_runtime_errors(model: Path) -> Iterator[None]:
         raise MeasurementError(
             "ONNX Runtime cannot run the model", where=model.name, why=why, remedy=remedy.format(model=model.name)
         ) from error
+
+
+def _write_optimized(options: Any, model: Path, target: Path) -> None:
+    """Make the runtime write the graph after its optimizations to a file, with large weights beside it."""
+    options.optimized_model_filepath = str(target)
+    if model.stat().st_size > _LARGE or list_external_names(model):  # whose places mean another folder
+        options.add_session_config_entry(_EXTERNAL_WEIGHTS, f"{target.name}.data")
+
+
+def _add_providers(ort: Any, options: Any, wanted: Iterable[tuple[Provider, Mapping[str, str]]]) -> None:
+    """Add providers, some of which are plug-ins, in their order.
+
+    ONNX Runtime 1.31 silently ignores plug-ins in a session's `providers`; only devices add them.
+    """
+    for provider, values in wanted:
+        if provider.package:
+            devices = [device for device in ort.get_ep_devices() if device.ep_name == provider.name]
+            options.add_provider_for_devices(devices, dict(values))
+        else:
+            options.add_provider(provider.name, dict(values))
 
 
 def _options(ort: Any, settings: SessionSettings) -> Any:
