@@ -82,26 +82,11 @@ def _list_sources(project: Project, name: str, pipeline: Pipeline) -> Iterator[s
     """
     root = project.settings.root
     yield from (name, FILE)
-    targets = find_config_folder(root) / TARGETS
-    yield from ((targets / f"{target}.yaml").as_posix() for target in pipeline.benchmark.targets)
-    for target in pipeline.benchmark.targets:
-        if (file := project.targets.path(target)) is not None:
-            yield _inside(str(file), root)
-        yield from (_inside(library.path, root) for library in project.targets.load(target).custom_ops)
-    for section in pipeline.data.values():
-        source = project.context.source(get_source_name(section))
-        if isinstance(section, FileData):
-            yield from (section.file, f"{section.file}.dvc")
-        else:
-            yield from source.list_dependencies(section)
+    yield from _list_target_files(project, pipeline)
+    yield from _list_data_files(project, pipeline)
     if pipeline.parameters:
         yield PARAMETERS_FILE
-    if pipeline.model:
-        yield from (pipeline.model, f"{pipeline.model}.dvc")
-        if pipeline.export.framework != "onnx":  # whose files hold all that they compute
-            yield from collect_user_code(find_referenced_modules(root / pipeline.model, root), root).files
-    if pipeline.train is not None:
-        yield from collect_user_code((pipeline.train.run,), root, pipeline.train.depends).files
+    yield from _list_model_files(root, pipeline)
     if table := pipeline.export.translations:
         yield from collect_user_code((table,), root).files
     for entry in pipeline.quantize:
@@ -110,6 +95,36 @@ def _list_sources(project: Project, name: str, pipeline: Pipeline) -> Iterator[s
     for gate in pipeline.gates:
         if isinstance(gate, MetricGate) and gate.use:
             yield from collect_user_code((gate.use,), root).files
+
+
+def _list_target_files(project: Project, pipeline: Pipeline) -> Iterator[str]:
+    """Yield the files of targets, where they are or would be, and their libraries of custom operators."""
+    root = project.settings.root
+    targets = find_config_folder(root) / TARGETS
+    yield from ((targets / f"{target}.yaml").as_posix() for target in pipeline.benchmark.targets)
+    for target in pipeline.benchmark.targets:
+        if (file := project.targets.path(target)) is not None:
+            yield _inside(str(file), root)
+        yield from (_inside(library.path, root) for library in project.targets.load(target).custom_ops)
+
+
+def _list_data_files(project: Project, pipeline: Pipeline) -> Iterator[str]:
+    for section in pipeline.data.values():
+        source = project.context.source(get_source_name(section))
+        if isinstance(section, FileData):
+            yield from (section.file, f"{section.file}.dvc")
+        else:
+            yield from source.list_dependencies(section)
+
+
+def _list_model_files(root: Path, pipeline: Pipeline) -> Iterator[str]:
+    """Yield an existing model with the code that it names, and the code that trains one."""
+    if pipeline.model:
+        yield from (pipeline.model, f"{pipeline.model}.dvc")
+        if pipeline.export.framework != "onnx":  # whose files hold all that they compute
+            yield from collect_user_code(find_referenced_modules(root / pipeline.model, root), root).files
+    if pipeline.train is not None:
+        yield from collect_user_code((pipeline.train.run,), root, pipeline.train.depends).files
 
 
 def _inside(path: str, root: Path) -> str:

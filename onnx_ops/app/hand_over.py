@@ -95,26 +95,39 @@ def read_evaluation(folder: Path, commit: str, store: Store) -> Evaluation:
         RefusedError: it is of another commit.
     """
     where = str(folder / _FILE)
-    try:
-        data = read_plain_file(folder / _FILE, most=_LARGEST)
-    except FileNotFoundError as error:
-        remedy = "Write one with `onnx-ops run FILE --until gate --hand-over FOLDER`."
-        raise UserError("there is no evaluation", where=str(folder), remedy=remedy) from error
-    evaluation = codec.loads(data, Evaluation, where=where)
+    evaluation = codec.loads(_read_description(folder), Evaluation, where=where)
     if evaluation.commit != commit:
         why = f"It is of commit {evaluation.commit[:12] or 'none'}, and this is {commit[:12] or 'no repository'}."
         raise RefusedError("the evaluation is of another commit", where=where, why=why)
+    _require_consistency(evaluation, where)
+    _store_content(folder / _CONTENT, store)
+    return evaluation
+
+
+def _read_description(folder: Path) -> bytes:
+    try:
+        return read_plain_file(folder / _FILE, most=_LARGEST)
+    except FileNotFoundError as error:
+        remedy = "Write one with `onnx-ops run FILE --until gate --hand-over FOLDER`."
+        raise UserError("there is no evaluation", where=str(folder), remedy=remedy) from error
+
+
+def _require_consistency(evaluation: Evaluation, where: str) -> None:
+    """Raise CorruptStateError unless each stage has one outcome, and each result names content by digest."""
     names = [stage.id for stage in evaluation.stages]
     if names != [outcome.stage for outcome in evaluation.outcomes] or len(set(names)) < len(names):
         raise CorruptStateError("its stages and outcomes do not belong together", where=where)
     manifests = [outcome.manifest for outcome in evaluation.outcomes if outcome.manifest is not None]
     if not all(is_digest(digest) for manifest in manifests for digest in manifest.files.values()):
         raise CorruptStateError("a result names something that is no digest", where=where)
-    with suppress(FileNotFoundError), os.scandir(folder / _CONTENT) as entries:
+
+
+def _store_content(folder: Path, store: Store) -> None:
+    """Put the files of a folder, which a shared store needs none of, into the store; check them by their names."""
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_file(follow_symlinks=False) and hex_digits(store.put_file(Path(entry.path))) != entry.name:
                 raise CorruptStateError("not of its digest", where=entry.path)
-    return evaluation
 
 
 def adopt(evaluation: Evaluation, pipeline: Pipeline, planned: Plan, store: Store) -> Plan:
@@ -126,22 +139,27 @@ def adopt(evaluation: Evaluation, pipeline: Pipeline, planned: Plan, store: Stor
     Raises:
         RefusedError: the evaluation is of another pipeline file, or its measurements are of something else.
     """
-    own = {stage.id: stage for stage in planned.stages if stage.kind in EVALUATION}
-    given = {stage.id: stage for stage in evaluation.stages}
-    changed = sorted(
-        own.keys() ^ given.keys()
-        or {name for name, stage in own.items() if _describe_place(stage) != _describe_place(given[name])}
-    )
-    if changed or evaluation.file != digest_file(pipeline):
-        why = f"They differ in {', '.join(changed[:5])}." if changed else ""
-        remedy = "Evaluate and release the same files, with the same --set."
-        raise RefusedError("the evaluation is of another pipeline file", where=planned.pipeline, why=why, remedy=remedy)
+    _require_same_file(evaluation, pipeline, planned)
     manifests = {one.stage: one.manifest for one in evaluation.outcomes if one.manifest is not None}
     for stage in evaluation.stages:
         if stage.kind is StageKind.BENCHMARK and stage.id in manifests:
             _require_own_evidence(stage, planned.pipeline, manifests, store)
     released = [stage for stage in planned.stages if stage.kind not in EVALUATION]
     return Plan(pipeline=planned.pipeline, stages=(*evaluation.stages, *released))
+
+
+def _require_same_file(evaluation: Evaluation, pipeline: Pipeline, planned: Plan) -> None:
+    """Raise RefusedError if an evaluation has other stages than the pipeline file, or is of other declarations."""
+    own = {stage.id: stage for stage in planned.stages if stage.kind in EVALUATION}
+    given = {stage.id: stage for stage in evaluation.stages}
+    changed = own.keys() ^ given.keys()
+    if not changed:
+        changed = {name for name, stage in own.items() if _describe_place(stage) != _describe_place(given[name])}
+    if not changed and evaluation.file == digest_file(pipeline):
+        return
+    why = f"They differ in {', '.join(sorted(changed)[:5])}." if changed else ""
+    remedy = "Evaluate and release the same files, with the same --set."
+    raise RefusedError("the evaluation is of another pipeline file", where=planned.pipeline, why=why, remedy=remedy)
 
 
 def _describe_place(stage: Stage) -> tuple[object, ...]:

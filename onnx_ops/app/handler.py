@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -184,6 +184,12 @@ class StageHandler:
         return aliases.get(format_alias("champion", choice.target)) == version
 
 
+def _list_releases(states: Iterable[ReleaseState]) -> set[Digest]:
+    """Return the releases that endpoints serve, try or have had before."""
+    deployments = (d for s in states for d in (*s.known.values(), s.roles.stable, s.roles.candidate))
+    return {deployment.release for deployment in deployments if deployment is not None}
+
+
 def was_compared(context: Context, model: str, evidence: Evidence) -> bool:
     """Return whether a release was compared with what serves its target now, or needs no comparison.
 
@@ -196,8 +202,7 @@ def was_compared(context: Context, model: str, evidence: Evidence) -> bool:
     compared = None if evidence.champion is None else evidence.champion.manifest
     if states := list_sibling_states(context, model, evidence.target):
         serving = {state.roles.stable.manifest for state in states if state.roles.stable is not None}
-        present = (d for s in states for d in (*s.known.values(), s.roles.stable, s.roles.candidate) if d is not None)
-        return not serving or compared in serving or evidence.release in {d.release for d in present}
+        return not serving or compared in serving or evidence.release in _list_releases(states)
     version = context.registry().aliases(model).get(format_alias("champion", evidence.target))
     if version is None:
         return True

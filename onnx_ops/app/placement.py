@@ -139,13 +139,7 @@ def _list_files(stage: Stage, inputs: Mapping[str, Manifest], context: Context) 
     """Yield what a stage reads besides its inputs: name over there, file or folder, and the path in hints, if any."""
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints
-    metrics = [entry["definition"] for entry in (*settings.get("metrics", ()), *filter(None, [settings.get("metric")]))]
-    modules = {metric["use"] for metric in metrics if metric.get("use")}
-    modules |= {reference for reference in (settings.get("run"),) if reference}
-    modules |= {table for table in (settings.get("section", {}).get("options", {}).get(TRANSLATIONS),) if table}
-    for manifest in inputs.values():  # the classes of a trained model
-        if CODE in manifest:
-            modules |= set(json.loads(context.store.read(manifest[CODE]))["modules"])
+    modules = _list_modules(settings, inputs, context.store)
     if modules:
         code = collect_user_code(sorted(modules), context.root, tuple(hints.get("depends", ())))
         if settings.get("code", digest_json(dict(code.files))) != digest_json(dict(code.files)):
@@ -156,6 +150,18 @@ def _list_files(stage: Stage, inputs: Mapping[str, Manifest], context: Context) 
         yield f"{_LIBRARIES}/{hex_digits(library['digest'])}.so", Path(library["path"]), library["path"]
     if HINT in hints and (champion := read_champion(stage, context)) is not None:
         yield _CHAMPION, Path(champion.location), champion.location
+
+
+def _list_modules(settings: Mapping[str, Any], inputs: Mapping[str, Manifest], store: Store) -> set[str]:
+    """Return the user's functions that a stage calls, and the modules whose classes a trained model has."""
+    metrics = [*settings.get("metrics", ()), *filter(None, [settings.get("metric")])]
+    functions = [metric["definition"].get("use") for metric in metrics]
+    translations = settings.get("section", {}).get("options", {}).get(TRANSLATIONS)
+    modules = set(filter(None, (*functions, settings.get("run"), translations)))
+    for manifest in inputs.values():
+        if CODE in manifest:
+            modules |= set(json.loads(store.read(manifest[CODE]))["modules"])
+    return modules
 
 
 def _list_libraries(hints: Any) -> Iterator[Mapping[str, Any]]:

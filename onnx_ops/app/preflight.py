@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from onnx_ops.domain.artifact import ModelInfo
     from onnx_ops.domain.pipeline import DataSection
     from onnx_ops.domain.target import Target
+    from onnx_ops.ports.data import Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,15 @@ class Preflight:
 
     def _imports(self) -> Iterator[Issue]:
         """Yield missing imports of the project's functions that are called in this installation, each once."""
+        seen: set[str] = set()
+        for loc, reference in self._list_functions():
+            for module, text in find_missing_imports(reference, self.context.root):
+                if module not in seen:
+                    seen.add(module)
+                    yield self._describe_import(loc, module, text)
+
+    def _list_functions(self) -> list[tuple[Loc, str]]:
+        """Return the training function, unless its packages are in an isolated environment, and the metrics."""
         train, export = self.draft.train, self.draft.export
         functions: list[tuple[Loc, str]] = []
         # Another check reports a framework that does not exist.
@@ -130,23 +140,19 @@ class Preflight:
             with contextlib.suppress(OnnxOpsError):
                 if plugins.select_environment(plugin, train.env or export.env) is None:
                     functions.append((("train", "run"), train.run))
-        functions += [((*loc, "use"), gate.use) for loc, gate in self.draft.metric_gates if gate.use]
-        seen: set[str] = set()
-        for loc, reference in functions:
-            for module, text in find_missing_imports(reference, self.context.root):
-                if module in seen:
-                    continue
-                seen.add(module)
-                first = module.partition(".")[0]
-                if plugins.has_extra(first):
-                    self.absent.append(plugins.distribution_of(first))
-                    message = f"{text}, which is not installed. {plugins.install_hint(first)}"
-                    yield Issue(loc, message, environment=True)
-                    continue
-                hint = did_you_mean(module, list_siblings(module, self.context.root))
-                if not hint and not (self.context.root / first).is_dir():
-                    hint = did_you_mean(first, plugins.packages())
-                yield Issue(loc, f"{text}, which is neither in the project nor installed{hint}")
+        return functions + [((*loc, "use"), gate.use) for loc, gate in self.draft.metric_gates if gate.use]
+
+    def _describe_import(self, loc: Loc, module: str, text: str) -> Issue:
+        """Return the issue of a missing import; note its distribution in `absent` if an extra installs it."""
+        first = module.partition(".")[0]
+        if plugins.has_extra(first):
+            self.absent.append(plugins.distribution_of(first))
+            message = f"{text}, which is not installed. {plugins.install_hint(first)}"
+            return Issue(loc, message, environment=True)
+        hint = did_you_mean(module, list_siblings(module, self.context.root))
+        if not hint and not (self.context.root / first).is_dir():
+            hint = did_you_mean(first, plugins.packages())
+        return Issue(loc, f"{text}, which is neither in the project nor installed{hint}")
 
     def _read_model(self) -> tuple[ModelInfo | None, list[str]]:
         """Return the description of the project's existing ONNX file, if there is one, and why it is refused."""
@@ -247,17 +253,23 @@ class Preflight:
         import numpy as np
 
         scored = self._scored
-        label = scored.dataset.label if scored and self.draft.train else None
-        others = [rows for rows in self._sets.values() if rows is not scored]
-        trained = [rows.dataset.label for rows in others if rows.dataset.label is not None]
-        if label is None or not trained or not all(rows.whole for rows in others):
+        if scored is None or not self.draft.train:
             return
-        if any(labels.dtype.kind not in "iubUS" or labels.ndim != 1 for labels in (label, *trained)):
+        others = [rows for rows in self._sets.values() if rows is not scored]
+        if not all(rows.whole for rows in others):  # the rest of a set may hold the class
+            return
+        label = scored.dataset.label
+        trained = [rows.dataset.label for rows in others if rows.dataset.label is not None]
+        if label is None or not trained or not all(map(_is_class_vector, (label, *trained))):
             return
         known = (np.unique(labels).tolist() for labels in trained)
         if new := sorted(set(np.unique(label).tolist()).difference(*known)):
             shown = ", ".join(map(str, new[:5])) + (", …" if len(new) > 5 else "")
             self.notes.append(f"data.{self.draft.scored}: label {shown} occurs in no set that the model is trained on")
+
+
+def _is_class_vector(labels: Array) -> bool:
+    return labels.dtype.kind in "iubUS" and labels.ndim == 1
 
 
 def _list_table_notes(section: DataSection, arrays: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:

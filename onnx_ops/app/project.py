@@ -343,34 +343,23 @@ def execute(
         UserError: an existing endpoint cannot be changed as the file declares.
     """
     from onnx_ops.app.handler import binding
-    from onnx_ops.app.results import find_base, read_base_branch, read_provenance, record_commit, summarize
-    from onnx_ops.domain.pipeline import StageKind, StageStatus
+    from onnx_ops.app.results import find_base, read_base_branch, record_commit, summarize
+    from onnx_ops.domain.pipeline import StageKind
     from onnx_ops.pipeline import InlineExecutor, run
     from onnx_ops.pipeline.stage_settings import get_pool
-    from onnx_ops.pipeline.stages.register import BASE, PROVENANCE
     from onnx_ops.release.promote import abandon_dropped, require_no_orphans
 
-    done = frozenset[str]() if prepared.evaluation is None else {stage.id for stage in prepared.evaluation.stages}
-    own = tuple(stage for stage in prepared.plan.stages if stage.id not in done)
+    own = _list_own_stages(prepared)
     require_packages(project, replace(prepared.plan, stages=own))
     _ignore_state(project)
     name, stages = prepared.plan.pipeline, prepared.plan.stages
     releases = any(stage.kind is StageKind.REGISTER for stage in stages)
-    deploys = [stage for stage in stages if stage.kind is StageKind.DEPLOY]
-    configs = [binding(stage)[0] for stage in deploys]
+    configs = [binding(stage)[0] for stage in stages if stage.kind is StageKind.DEPLOY]
     if releases:
         require_no_orphans(project.context, name, configs, abandon=abandon)
     if base is None and (branch := read_base_branch(os.environ)):
         base = find_base(project.settings.root, project.context.store, name, branch)
-    planned = prepared.plan
-    if releases:  # the registration holds who made the release, and its comparison
-        made = read_provenance(project.settings.root, project.context.clock.now(), os.environ)
-        hints = {PROVENANCE: codec.to_json(made), **({} if base is None else {BASE: codec.to_json(base)})}
-        hinted = (
-            replace(stage, hints={**stage.hints, **hints}) if stage.kind is StageKind.REGISTER else stage
-            for stage in stages
-        )
-        planned = replace(planned, stages=tuple(hinted))
+    planned = _add_release_hints(project, prepared.plan, base) if releases else prepared.plan
     if any(map(get_pool, own)):  # while the stages before them run here
         threading.Thread(target=project.running().pools.prepare, daemon=True).start()
     handler = project.handler(actor, observer, abandon, no_cache, project.durations(name), planned)
@@ -383,14 +372,46 @@ def execute(
         no_cache=no_cache,
         jobs=jobs,
     )
-    served = (StageStatus.DONE, StageStatus.CACHED)
-    if releases and abandon and all(result.outcomes[stage.id].status in served for stage in deploys):
+    if releases and abandon and _has_deployed(result):
         abandon_dropped(project.context, name, configs, reason=abandon, actor=actor)
     if not prepared.overridden:
         summary = summarize(prepared.pipeline, result, project.context)
         with suppress(OnnxOpsError, OSError):
             record_commit(project.settings.root, project.context.store, summary)
     return result
+
+
+def _list_own_stages(prepared: PreparedPipeline) -> tuple[Stage, ...]:
+    """Return the stages of a plan that were not run elsewhere."""
+    evaluated = () if prepared.evaluation is None else prepared.evaluation.stages
+    done = {stage.id for stage in evaluated}
+    return tuple(stage for stage in prepared.plan.stages if stage.id not in done)
+
+
+def _add_release_hints(project: Project, plan: Plan, base: BaseRelease | None) -> Plan:
+    """Return a plan whose registration holds who made the release, and what it is compared with."""
+    from onnx_ops.app.results import read_provenance
+    from onnx_ops.domain.pipeline import StageKind
+    from onnx_ops.pipeline.stages.register import BASE, PROVENANCE
+
+    provenance = read_provenance(project.settings.root, project.context.clock.now(), os.environ)
+    hints = {PROVENANCE: codec.to_json(provenance)}
+    if base is not None:
+        hints[BASE] = codec.to_json(base)
+    stages = (
+        replace(stage, hints={**stage.hints, **hints}) if stage.kind is StageKind.REGISTER else stage
+        for stage in plan.stages
+    )
+    return replace(plan, stages=tuple(stages))
+
+
+def _has_deployed(result: RunResult) -> bool:
+    """Return whether every endpoint of a run serves its release."""
+    from onnx_ops.domain.pipeline import StageKind, StageStatus
+
+    served = (StageStatus.DONE, StageStatus.CACHED)
+    deploys = [stage for stage in result.plan.stages if stage.kind is StageKind.DEPLOY]
+    return all(result.outcomes[stage.id].status in served for stage in deploys)
 
 
 def _choose_handler(prepared: PreparedPipeline, handler: StageHandler) -> Handler:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from onnx_ops.app.context import ask_git, resolve_commit
 from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.decision import Decision, GateResult, TargetObjective, Verdict
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.pipeline import EXPORT, Pipeline, StageKind, StageOutcome, StageStatus
+from onnx_ops.domain.pipeline import EXPORT, Pipeline, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.release import BaseRelease, Choice, Provenance, Registration
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.pipeline import RunResult
@@ -63,40 +63,50 @@ def summarize(pipeline: Pipeline, result: RunResult, context: Context) -> Summar
         for stage in result.plan.stages
         if stage.kind is StageKind.GATE and _root(stage.id, result.outcomes).status is not StageStatus.SKIPPED
     ]
-    decisions = []
-    for stage in gates:
-        manifest = result.outcomes[stage.id].manifest
-        if manifest is not None:
-            decisions.append(codec.loads(context.store.read(manifest["decision.json"]), Decision))
-            continue
-        cause = _root(stage.id, result.outcomes)  # nothing was measured
-        reason = f"{cause.stage}: {cause.reason}"
-        unmeasured = GateResult(gate="measurement", metric="", limit="", verdict=Verdict.ERROR, reason=reason)
-        decisions.append(Decision(variant=stage.variant or "", target=stage.target or "", results=(unmeasured,)))
-    choices = tuple(
-        choose(
-            tuple(d for d in decisions if d.target == target),
-            codec.from_json(next(g.hints for g in gates if g.target == target).get("policy", {}), TargetObjective),
-        )
-        for target in pipeline.benchmark.targets
-        if any(d.target == target for d in decisions)
-    )
-    registered = result.outcomes.get("register")
-    registration = None
-    if registered is not None and registered.manifest is not None:
-        registration = codec.loads(context.store.read(registered.manifest["registration.json"]), Registration)
-    manual = registration is not None and pipeline.register is not None and pipeline.register.promote == "manual"
+    decisions = tuple(_read_decision(stage, result.outcomes, context.store) for stage in gates)
+    choices = tuple(_choose_variants(pipeline.benchmark.targets, gates, decisions))
+    registration = _read_registration(result.outcomes, context.store)
+    is_manual = pipeline.register is not None and pipeline.register.promote == "manual"
+    chosen = tuple(choice.target for choice in choices if choice.variant is not None)
     return Summary(
         pipeline=pipeline.pipeline,
         executed=result.executed(),
         outcomes=tuple(result.outcomes[stage.id] for stage in result.plan.stages),
-        decisions=tuple(decisions),
+        decisions=decisions,
         choices=choices,
         registration=registration,
-        awaiting=tuple(c.target for c in choices if c.variant is not None) if manual else (),
+        awaiting=chosen if is_manual and registration is not None else (),
         left=tuple(_list_left(result, context)),
         exit_code=_exit_code(result, choices),
     )
+
+
+def _read_decision(gate: Stage, outcomes: Mapping[str, StageOutcome], store: Store) -> Decision:
+    """Return the decision of a gate stage; an error if nothing was measured."""
+    manifest = outcomes[gate.id].manifest
+    if manifest is not None:
+        return codec.loads(store.read(manifest["decision.json"]), Decision)
+    cause = _root(gate.id, outcomes)
+    reason = f"{cause.stage}: {cause.reason}"
+    unmeasured = GateResult(gate="measurement", metric="", limit="", verdict=Verdict.ERROR, reason=reason)
+    return Decision(variant=gate.variant or "", target=gate.target or "", results=(unmeasured,))
+
+
+def _choose_variants(targets: Iterable[str], gates: Sequence[Stage], decisions: Sequence[Decision]) -> Iterator[Choice]:
+    """Yield the choice of each target that has decisions."""
+    for target in targets:
+        candidates = tuple(decision for decision in decisions if decision.target == target)
+        if candidates:
+            hints = next(gate.hints for gate in gates if gate.target == target)
+            yield choose(candidates, codec.from_json(hints.get("policy", {}), TargetObjective))
+
+
+def _read_registration(outcomes: Mapping[str, StageOutcome], store: Store) -> Registration | None:
+    """Return the registration of a run; None if it registered nothing."""
+    outcome = outcomes.get("register")
+    if outcome is None or outcome.manifest is None:
+        return None
+    return codec.loads(store.read(outcome.manifest["registration.json"]), Registration)
 
 
 def _list_left(result: RunResult, context: Context) -> Iterator[PromotionResult]:

@@ -164,25 +164,13 @@ def write_wheel(installed: Distribution, folder: Path) -> Path:
     """Write the wheel of this release, from the files that run here."""
     stem = f"onnx_ops-{installed.version}"
     metadata = f"{stem}.dist-info"
-    file = PACKAGE.parent / "pyproject.toml"
-    project = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    if project.get("project", {}).get("name") == "onnx-ops":  # a checkout: the files that a build takes
-        globs = project["tool"]["setuptools"]["package-data"]["onnx_ops"]
-        paths = {*PACKAGE.rglob("*.py"), *(path for pattern in globs for path in PACKAGE.glob(pattern))}
-    else:  # some packages leave such a file in site-packages
-        paths = {path for path in PACKAGE.rglob("*") if path.parent.name != "__pycache__"}
-    packaged = sorted(path for path in paths if path.is_file())
-    files = {path.relative_to(PACKAGE.parent).as_posix(): path.read_bytes() for path in packaged}
+    files = {path.relative_to(PACKAGE.parent).as_posix(): path.read_bytes() for path in _list_package_files()}
     files[f"{metadata}/METADATA"] = (installed.read_text("METADATA") or installed.read_text("PKG-INFO") or "").encode()
     files[f"{metadata}/entry_points.txt"] = (installed.read_text("entry_points.txt") or "").encode()
     files[f"{metadata}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: onnx-ops\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     if text := installed.read_text("licenses/LICENSE"):
         files[f"{metadata}/licenses/LICENSE"] = text.encode()
-    lines = [
-        f"{name},sha256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b'=').decode()},{len(data)}"
-        for name, data in files.items()
-    ]
-    files[f"{metadata}/RECORD"] = "\n".join([*lines, f"{metadata}/RECORD,,", ""]).encode()
+    files[f"{metadata}/RECORD"] = _build_record(files, f"{metadata}/RECORD")
     folder.mkdir(parents=True, exist_ok=True)
     wheel = folder / f"{stem}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -190,6 +178,27 @@ def write_wheel(installed: Distribution, folder: Path) -> Path:
             # One time for all, so that the same release makes the same bytes.
             archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), data, zipfile.ZIP_DEFLATED)
     return wheel
+
+
+def _list_package_files() -> list[Path]:
+    """Return the files of the package that runs here, as a build would take them."""
+    file = PACKAGE.parent / "pyproject.toml"
+    project = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if project.get("project", {}).get("name") == "onnx-ops":  # a checkout, which also has files that no build takes
+        globs = project["tool"]["setuptools"]["package-data"]["onnx_ops"]
+        paths = {*PACKAGE.rglob("*.py"), *(path for pattern in globs for path in PACKAGE.glob(pattern))}
+    else:  # some packages leave such a file in site-packages
+        paths = {path for path in PACKAGE.rglob("*") if path.parent.name != "__pycache__"}
+    return sorted(path for path in paths if path.is_file())
+
+
+def _build_record(files: Mapping[str, bytes], name: str) -> bytes:
+    """Return the RECORD of a wheel: a line for each file with its digest and size, and one for RECORD itself."""
+    lines = []
+    for path, data in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        lines.append(f"{path},sha256={digest},{len(data)}")
+    return "\n".join([*lines, f"{name},,", ""]).encode()
 
 
 def _sources(chosen: Template) -> Iterator[tuple[Path, str]]:
