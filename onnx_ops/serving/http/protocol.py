@@ -292,8 +292,8 @@ class HttpProtocol(asyncio.Protocol):
         if self._repeated:
             raise RequestRejectedError(400, f"the request has more than one {self._repeated.decode().title()} header")
         expects = version == "1.1" and b"expect" in head
-        if expects and any(value.strip().lower() != b"100-continue" for value in head[b"expect"].split(b",")):
-            raise RequestRejectedError(417, "the only supported expectation is 100-continue")
+        if expects:
+            _check_expectation(head[b"expect"])
         try:
             self._hosts.check(head)
         except RefusedError as error:
@@ -582,6 +582,12 @@ def _compress_response(response: RawResponse, coding: bytes) -> RawResponse:
     if len(body) >= len(response.body):
         return response
     return RawResponse(response.status, response.lines + b"content-encoding: %b\r\n" % coding, body)
+
+
+def _check_expectation(value: bytes) -> None:
+    """Raise RequestRejectedError if an Expect header has more than 100-continue."""
+    if any(each.strip().lower() != b"100-continue" for each in value.split(b",")):
+        raise RequestRejectedError(417, "the only supported expectation is 100-continue")
 
 
 def _build_head_error() -> RequestRejectedError:

@@ -134,19 +134,20 @@ class BoundRuns:
             end = text.find(b"}", start)
             around = text[:start], text[end:]
             key: object = around
+            text_bytes = len(text)
         else:
             around = bytes(body[:header_length]), b""
             key = around[0]
-        tensors = (*request.feed.values(), *outputs)
+            text_bytes = header_length
         if (
-            (len(body) if header_length is None else header_length) > _MAX_TEXT_BYTES
-            or any(tensor.dtype.kind not in "fiu" or not tensor.size for tensor in tensors)
-            or sum(tensor.nbytes for tensor in tensors) > _MAX_TENSOR_BYTES
+            text_bytes > _MAX_TEXT_BYTES
+            or not _can_be_bound((*request.feed.values(), *outputs))
             or self._signature.refuses_nan
             or self._signature.has_bfloat16
             or key in self._known
         ):
             return
+        # A text gets memory when it comes twice: texts that differ in every request would fill it.
         if hash(key) not in self._seen:
             self._seen = {hash(key), *(self._seen if len(self._seen) < _MAX_TEXTS else ())}
             return
@@ -174,3 +175,13 @@ class BoundRuns:
         except UserError:
             return False
         return bool(np.array_equal(found.feed[next(iter(request.feed))].reshape(-1), other))
+
+
+def _can_be_bound(tensors: Sequence[Array]) -> bool:
+    """Return whether all tensors are of numbers, none is empty, and together they are small enough."""
+    size_bytes = 0
+    for tensor in tensors:
+        if tensor.dtype.kind not in "fiu" or not tensor.size:
+            return False
+        size_bytes += tensor.nbytes
+    return size_bytes <= _MAX_TENSOR_BYTES

@@ -25,7 +25,7 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, TensorSpec, digest_file, digest_json, hex_digits
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.evidence import NAN_PROPERTY
-from onnx_ops.domain.execution import CPU, Execution
+from onnx_ops.domain.execution import CPU, Execution, Provider, SessionSettings
 from onnx_ops.errors import InfrastructureError, NotFoundError, UserError, quoted
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.scratch import sync_path
@@ -119,7 +119,6 @@ def open_session(
         one of RUNTIME_ERRORS: the runtime cannot load it.
     """
     execution = execution or Execution()
-    settings = execution.session
     wanted = [provider.name for provider in execution.providers]
     if missing := set(wanted) - set(ort.get_available_providers()):
         raise _build_provider_error(wanted, f"this build of ONNX Runtime has no {', '.join(sorted(missing))}")
@@ -127,6 +126,21 @@ def open_session(
         from onnx_ops.plugins import load_cuda
 
         load_cuda(ort, wanted)
+    options = _build_options(path, execution.session, optimize=optimize)
+    options.optimized_model_filepath = entries.pop("optimized_model_filepath", "")
+    for name, value in entries.items():
+        options.add_session_config_entry(f"session.{name}", value)
+    for library in libraries:
+        options.register_custom_ops_library(str(library))
+    values = _fill_cache(execution.providers, cache)
+    session = ort.InferenceSession(str(path), options, providers=wanted, provider_options=values, enable_fallback=0)
+    if session.get_providers()[0] != wanted[0]:
+        raise _build_provider_error(wanted, f"ONNX Runtime silently fell back to {session.get_providers()[0]}")
+    return session
+
+
+def _build_options(path: Path, settings: SessionSettings, *, optimize: bool) -> Any:
+    """Return the options of a session with the settings of its target."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = settings.intra_op_threads
     options.inter_op_num_threads = settings.inter_op_threads
@@ -135,21 +149,17 @@ def open_session(
     options.log_severity_level = 4  # errors are raised anyway; clients must not be able to fill the log
     for kind in ("intra_op", "inter_op"):
         options.add_session_config_entry(f"session.{kind}.allow_spinning", "1" if settings.spinning else "0")
-    options.optimized_model_filepath = entries.pop("optimized_model_filepath", "")
-    for name, value in (*settings.config.items(), *((f"session.{name}", value) for name, value in entries.items())):
+    for name, value in settings.config.items():
         options.add_session_config_entry(name, value)
-    for library in libraries:
-        options.register_custom_ops_library(str(library))
-    if cache is not None and any("{cache}" in v for provider in execution.providers for v in provider.options.values()):
+    return options
+
+
+def _fill_cache(providers: Sequence[Provider], cache: Path | None) -> list[dict[str, str]]:
+    """Return the options of each provider with the cache's folder, which is made if one of them names it."""
+    if cache is not None and any("{cache}" in value for each in providers for value in each.options.values()):
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    values = [
-        {name: value.replace("{cache}", str(cache or "")) for name, value in provider.options.items()}
-        for provider in execution.providers
-    ]
-    session = ort.InferenceSession(str(path), options, providers=wanted, provider_options=values, enable_fallback=0)
-    if session.get_providers()[0] != wanted[0]:
-        raise _build_provider_error(wanted, f"ONNX Runtime silently fell back to {session.get_providers()[0]}")
-    return session
+    folder = str(cache or "")
+    return [{name: value.replace("{cache}", folder) for name, value in each.options.items()} for each in providers]
 
 
 def _build_provider_error(wanted: Sequence[str], why: str) -> InfrastructureError:

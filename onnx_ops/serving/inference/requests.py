@@ -139,26 +139,37 @@ def _select_outputs(document: dict[str, Any], signature: ModelSignature) -> tupl
     default = given is not None and _get_flag(
         _check_parameters(given, "the request"), "binary_data_output", default=False
     )
-    names: tuple[str, ...] = signature.output_names
-    binary = [default] * len(names)
     if listed:
-        if type(listed) is not list or not all(type(i) is dict and type(i.get("name")) is str for i in listed):
-            raise UserError("outputs must be a list of objects with a name")
-        names, binary = tuple(item["name"] for item in listed), []
-        if not all(name in signature.outputs for name in names) or len(set(names)) != len(names):
-            raise UserError(f"outputs must be some of {', '.join(signature.outputs)}, each once")
-        for item in listed:
-            place = f"output {item['name']!r}"
-            parameters = _check_parameters(item.get("parameters") or {}, place)
-            if parameters.get("classification"):
-                raise UserError(f"{place}: classification is not supported", remedy="Request the output itself.")
-            if any(name in parameters for name in _SHARED_MEMORY):
-                raise UserError(f"{place}: shared memory is not supported", remedy="Read the data from the response.")
-            binary.append(_get_flag(parameters, "binary_data", default=default))
-    for name, as_bytes in zip(names, binary, strict=True) if signature.binary_only else ():
-        if name in signature.binary_only and not as_bytes:
-            raise UserError(f"output {name!r} is BF16, which JSON cannot represent", remedy="Request binary_data.")
+        names = _read_output_names(listed, signature)
+        binary = [_is_output_binary(item, default=default) for item in listed]
+    else:
+        names = signature.output_names
+        binary = [default] * len(names)
+    if signature.binary_only:
+        for name, is_binary in zip(names, binary, strict=True):
+            if name in signature.binary_only and not is_binary:
+                raise UserError(f"output {name!r} is BF16, which JSON cannot represent", remedy="Request binary_data.")
     return names, tuple(binary) if any(binary) else ()
+
+
+def _read_output_names(listed: Any, signature: ModelSignature) -> tuple[str, ...]:
+    if type(listed) is not list or not all(type(i) is dict and type(i.get("name")) is str for i in listed):
+        raise UserError("outputs must be a list of objects with a name")
+    names = tuple(item["name"] for item in listed)
+    if not all(name in signature.outputs for name in names) or len(set(names)) != len(names):
+        raise UserError(f"outputs must be some of {', '.join(signature.outputs)}, each once")
+    return names
+
+
+def _is_output_binary(item: dict[str, Any], *, default: bool) -> bool:
+    """Return whether a requested output is written as bytes. Raises UserError for what is not supported."""
+    place = f"output {item['name']!r}"
+    parameters = _check_parameters(item.get("parameters") or {}, place)
+    if parameters.get("classification"):
+        raise UserError(f"{place}: classification is not supported", remedy="Request the output itself.")
+    if any(name in parameters for name in _SHARED_MEMORY):
+        raise UserError(f"{place}: shared memory is not supported", remedy="Read the data from the response.")
+    return _get_flag(parameters, "binary_data", default=default)
 
 
 def _check_parameters(given: Any, place: str) -> dict[str, Any]:
@@ -219,21 +230,29 @@ def _read_mlflow(document: Any, signature: ModelSignature, literals: bool) -> In
         case "inputs":
             columns = content if type(content) is dict else {signature.get_only_input(form): content}
         case "instances":
-            if type(content) is list and content and type(content[0]) is dict:
-                columns = _collect_columns(content, form)
-            elif isinstance(content, LazyArray) or (type(content) is list and content):
-                columns = {signature.get_only_input(form): content}
-            else:
-                raise UserError("instances must be a list with at least one instance")
+            columns = _read_instances(content, signature)
         case "dataframe_split":
             columns = _map_columns(*_read_split(content), signature)
         case _:
-            if type(content) is not list or not content:
-                raise UserError("dataframe_records must be a list with at least one record")
-            records = _collect_columns(content, form)
-            columns = _map_columns(list(records), [list(row) for row in zip(*records.values(), strict=True)], signature)
+            columns = _map_columns(*_read_records(content), signature)
     response_format = ResponseFormat.RECORDS if form.startswith("dataframe") else ResponseFormat.NAMED
     return _build_request(columns, signature, response_format, literals=literals)
+
+
+def _read_instances(content: Any, signature: ModelSignature) -> Mapping[str, object]:
+    """Return columns of instances by input: of objects with its names, or of values of the only input."""
+    if type(content) is list and content and type(content[0]) is dict:
+        return _collect_columns(content, "instances")
+    if isinstance(content, LazyArray) or (type(content) is list and content):
+        return {signature.get_only_input("instances"): content}
+    raise UserError("instances must be a list with at least one instance")
+
+
+def _read_records(content: Any) -> tuple[list[str], list[list[Any]]]:
+    if type(content) is not list or not content:
+        raise UserError("dataframe_records must be a list with at least one record")
+    columns = _collect_columns(content, "dataframe_records")
+    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
 
 
 def _build_request(

@@ -141,19 +141,11 @@ class ModelSignature:
         if len(feed) != len(self.readers) and (missing := self.required - feed.keys()):
             name = next(name for name in self.inputs if name in missing)
             raise UserError(f"input {name!r} is missing")
+        # Most models need neither check: asked here, they cost a request no call.
         if self.refuses_nan:
-            for name, array in feed.items():
-                if array.dtype.kind == "f" and np.isnan(array).any():
-                    raise UserError(f"input {name!r} holds NaN, which the model does not support")
+            _check_nan(feed)
         if self.shared_dims:
-            for symbol, places in self.shared_dims.items():
-                sizes = [(feed[name].shape[axis], name) for name, axis in places if name in feed]
-                for size, name in sizes:
-                    if size != sizes[0][0]:
-                        first, first_name = sizes[0]
-                        raise UserError(
-                            f"dimension {symbol!r} is {first} in tensor {first_name!r} but {size} in {name!r}"
-                        )
+            self._check_shared_dims(feed)
         rows = 0
         for name, array in feed.items():
             length = len(array) if self.readers[name].has_free_rows else 0
@@ -161,6 +153,15 @@ class ModelSignature:
                 return 0
             rows = length
         return rows
+
+    def _check_shared_dims(self, feed: Mapping[str, Array]) -> None:
+        """Raise UserError if a symbolic dimension has two sizes."""
+        for symbol, places in self.shared_dims.items():
+            sizes = [(feed[name].shape[axis], name) for name, axis in places if name in feed]
+            for size, name in sizes:
+                if size != sizes[0][0]:
+                    first, first_name = sizes[0]
+                    raise UserError(f"dimension {symbol!r} is {first} in tensor {first_name!r} but {size} in {name!r}")
 
     def get_reader(self, name: object) -> TensorReader:
         """Return the reader of an input. Raises UserError if the model has no such input."""
@@ -175,3 +176,10 @@ class ModelSignature:
         if len(names) != 1:
             raise UserError(f"the model has several inputs; {form} must name them: {', '.join(self.inputs)}")
         return names[0]
+
+
+def _check_nan(feed: Mapping[str, Array]) -> None:
+    """Raise UserError if an input of fractions holds NaN."""
+    for name, array in feed.items():
+        if array.dtype.kind == "f" and np.isnan(array).any():
+            raise UserError(f"input {name!r} holds NaN, which the model does not support")

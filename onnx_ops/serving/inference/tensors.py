@@ -328,12 +328,8 @@ class _LazyWalk:
             return {name: self.convert(value[name], name) for name in keys}
         if type(value) is not simdjson.Array:
             return self.taken.pop(value, value) if self.taken and type(value) is str else value
-        if key not in _SMALL_LISTS:
-            first: Any = value
-            while type(first) is simdjson.Array and len(first):
-                first = first[0]
-            if type(first) in (int, float):
-                return LazyArray(value, self._measure(value))
+        if key not in _SMALL_LISTS and _begins_with_number(value):
+            return LazyArray(value, self._measure(value))
         self.brackets += 1
         items = []
         for item in value:  # only values of objects become lazy arrays
@@ -357,6 +353,13 @@ class _LazyWalk:
             self.brackets += len(level)
             shape.append(size)
         return tuple(shape)
+
+
+def _begins_with_number(value: Any) -> bool:
+    """Return whether the first scalar of nested arrays is a number."""
+    while type(value) is simdjson.Array and len(value):
+        value = value[0]
+    return type(value) in (int, float)
 
 
 def _count_lists(value: Any) -> int:
@@ -448,15 +451,7 @@ class TensorReader:
     def _read_lists(self, shape: tuple[int, ...], data: object) -> Array:
         if self.spec.dtype == "bfloat16":
             raise self.error(" of BF16 is not supported in JSON", "Send it in the binary form.")
-        flat: list[Any] = data if isinstance(data, list) else [data]
-        if flat is not data and shape != ():
-            raise self.error(": data must be a list")
-        if flat is data and any(isinstance(item, list) for item in flat):
-            flat = [flat]
-            for size in shape:
-                if not all(isinstance(item, list) and len(item) == size for item in flat):
-                    raise self.error(f": the nesting of data does not fit shape {list(shape)}")
-                flat = list(chain.from_iterable(flat))
+        flat = self._flatten(shape, data)
         count = math.prod(shape)
         if len(flat) != count:
             raise self.error(f": shape {list(shape)} needs {count} elements, not {len(flat)}")
@@ -470,6 +465,21 @@ class TensorReader:
                 return np.array(flat, dtype=self.dtype).reshape(shape)
         except (OverflowError, FloatingPointError) as error:
             raise self.error(f" holds a number that is too large for {self.datatype}") from error
+
+    def _flatten(self, shape: tuple[int, ...], data: object) -> list[Any]:
+        """Return the elements of nested lists, which must fit the shape. A flat list is returned as it is."""
+        if not isinstance(data, list):
+            if shape != ():
+                raise self.error(": data must be a list")
+            return [data]
+        if not any(isinstance(item, list) for item in data):
+            return data
+        level: list[Any] = [data]
+        for size in shape:
+            if not all(isinstance(item, list) and len(item) == size for item in level):
+                raise self.error(f": the nesting of data does not fit shape {list(shape)}")
+            level = list(chain.from_iterable(level))
+        return level
 
     def read_binary(self, shape: tuple[int, ...], body: RequestBody, start: int, size: int) -> Array:
         """Return an array from `size` bytes at `start`: little-endian, row-major."""

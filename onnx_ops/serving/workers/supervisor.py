@@ -305,12 +305,8 @@ class Supervisor:
             try:
                 revision = self._publisher.build_revision(desired)
                 started_at = time.monotonic()
-                failed = self.get_state().failed
-                loaded = {d for d in _list_deployments(before, self._previous) if d.name not in failed}
-                if new := [d for d in state.deployments if d not in loaded]:
-                    shadows = [d.name for d in new if state.split.shadow.get(d.name)]
-                    plan = LoadPlan(size=self._options.workers, pids=self._pool.pids, shadows=shadows)
-                    await run_trial_load(new, self._folder, self._options, plan, limit_s=_PREPARE_S)
+                await self._try_new(state, before)
+                # Both steps share one limit.
                 await self._pool.prepare(revision, _PREPARE_S - (time.monotonic() - started_at))
                 self._shadows.start(revision)
                 self._publisher.publish(revision)
@@ -333,6 +329,15 @@ class Supervisor:
                 self._audit.record_result(actor, state)
             except OnnxOpsError as error:
                 _log.error("generation %d is published, but %s", state.generation, error)
+
+    async def _try_new(self, state: EndpointState, before: EndpointState | None) -> None:
+        """Load the deployments that the workers do not have in a trial process, which may crash in their place."""
+        failed = self.get_state().failed
+        loaded = {d for d in _list_deployments(before, self._previous) if d.name not in failed}
+        if new := [d for d in state.deployments if d not in loaded]:
+            shadows = [d.name for d in new if state.split.shadow.get(d.name)]
+            plan = LoadPlan(size=self._options.workers, pids=self._pool.pids, shadows=shadows)
+            await run_trial_load(new, self._folder, self._options, plan, limit_s=_PREPARE_S)
 
     async def run(self, admin: list[tuple[socket.socket, str | None, str]]) -> None:
         """Serve until SIGTERM or SIGINT."""
