@@ -427,10 +427,7 @@ def apply_entry(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
         case ActionOutcome():
             after = _close(state, body, entry.at)
         case OverrideRecorded():
-            # An override counts once: it has no effect after a rollback.
-            if (digest := body.signed.digest()) not in state.used_overrides:
-                overrides = {**state.overrides, body.manifest: body}
-                after = replace(state, overrides=overrides, used_overrides=state.used_overrides | {digest})
+            after = _record_override(state, body)
         case EndpointDeleted(done=False):
             after = replace(state, deleting=True, open_intent=None, command=None, pending_aliases={})
         case EndpointDeleted() | EndpointAbandoned():
@@ -438,9 +435,18 @@ def apply_entry(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
         case _:
             after = _record(state, entry.sequence, body)
     if after.rejected != state.rejected:
-        changed = {v for v, d in after.known.items() if after.find_rejection(d) != state.find_rejection(d)}
+        changed = _list_changed_rejections(state, after)
         after = replace(after, unpublished_rejections=after.unpublished_rejections | changed)
     return replace(after, head=entry.sequence)
+
+
+def _list_changed_rejections(before: ReleaseState, after: ReleaseState) -> set[str]:
+    """Return the versions whose rejection differs between two states."""
+    return {
+        version
+        for version, deployment in after.known.items()
+        if after.find_rejection(deployment) != before.find_rejection(deployment)
+    }
 
 
 def _follows(state: ReleaseState, entry: LedgerEntry) -> bool:
@@ -481,6 +487,14 @@ def _unbind(state: ReleaseState, *, keeps_overrides: bool) -> ReleaseState:
         used_overrides=state.used_overrides,
         notified=state.notified,
     )
+
+
+def _record_override(state: ReleaseState, body: OverrideRecorded) -> ReleaseState:
+    """Record an override. It counts once: it has no effect after a rollback."""
+    if (digest := body.signed.digest()) not in state.used_overrides:
+        overrides = {**state.overrides, body.manifest: body}
+        return replace(state, overrides=overrides, used_overrides=state.used_overrides | {digest})
+    return state
 
 
 def _record(
@@ -598,13 +612,18 @@ def _close(state: ReleaseState, outcome: ActionOutcome, at: float) -> ReleaseSta
     opened = state.open_intent
     if opened is None or state.generation != outcome.of:
         return state
-    if not outcome.ok:
-        observations = None if state.observations is None else state.observations.reset_reading(at)
-        pending = state.pending_rollback
-        if pending is not None:
-            pending = replace(pending, attempts=pending.attempts + 1, error=outcome.detail)
-        return replace(state, open_intent=None, observations=observations, pending_rollback=pending)
-    action = opened.action
+    if outcome.ok:
+        return _complete(state, opened.action, at)
+    # A failed effect may have taken place: an interval of counts ends before it.
+    observations = None if state.observations is None else state.observations.reset_reading(at)
+    pending = state.pending_rollback
+    if pending is not None:
+        pending = replace(pending, attempts=pending.attempts + 1, error=outcome.detail)
+    return replace(state, open_intent=None, observations=observations, pending_rollback=pending)
+
+
+def _complete(state: ReleaseState, action: Action, at: float) -> ReleaseState:
+    """Close the open intent, whose action has taken effect."""
     # A command stays where the action was a repair, or was decided before the command.
     keeps_command = action.roles.candidate is not None and (
         action.kind is ActionKind.RESTORE or state.command_sequence > state.decision_sequence
