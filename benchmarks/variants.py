@@ -28,8 +28,8 @@ from benchmarks.variant_models import Model, make
 from benchmarks.variant_tools import COSINE, DROP, TARGET, ort_defaults, others, ours, session
 from onnx_ops.app.context import build_context
 from onnx_ops.config.settings import load_settings
+from onnx_ops.metric_formulas import cosine_rows
 from onnx_ops.statistics.intervals import tango_interval
-from onnx_ops.statistics.metrics import cosine_rows
 
 ROUNDS, RUNS = 15, 8
 SURELY = 12

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum, StrEnum
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from cattrs import transform_error
 from cattrs.errors import BaseValidationError
@@ -22,6 +22,7 @@ from cattrs.v import format_exception
 from typing_extensions import TypeForm
 
 from onnx_ops.domain.artifact import canonical_json
+from onnx_ops.domain.quantities import OneOf
 from onnx_ops.errors import CorruptStateError
 
 T = TypeVar("T")
@@ -104,6 +105,7 @@ def _converter() -> JsonConverter:
         lambda kind: bool(_tags(kind)), lambda kind: _tagged_hook(kind, converter)
     )
     converter.register_structure_hook_func(_is_scalar_union, _scalar)
+    converter.register_structure_hook_func(lambda kind: _choices_of(kind) is not None, _choice)
     converter.register_structure_hook(float, _float)
     converter.register_structure_hook(int, _int)
     converter.register_structure_hook(str, _exactly(str))
@@ -156,6 +158,19 @@ def _scalar(value: Any, kind: Any) -> Any:
     if type(value) in (members := union_members(kind)) or (type(value) is int and float in members):
         return value
     raise TypeError(f"{value!r} is not {kind}")
+
+
+def _choices_of(kind: Any) -> OneOf | None:
+    """Return the texts that a value can be; None for a type without such a list."""
+    metadata = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
+    return next((entry for entry in metadata if isinstance(entry, OneOf)), None)
+
+
+def _choice(value: Any, kind: Any) -> str:
+    choices = _choices_of(kind)
+    if type(value) is not str or choices is None or value not in choices.choices:
+        raise ValueError(f"{value!r} is none of {sorted(choices.choices if choices else ())}")
+    return value
 
 
 def _float(value: Any, _: Any) -> float:

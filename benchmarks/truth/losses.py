@@ -15,9 +15,10 @@ from benchmarks.truth.claims import Claim, at_most, table
 from benchmarks.truth.draws import make_generator
 from benchmarks.truth.evidence import evidence
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.domain.gate import MetricDefinition, MetricGate, MetricName
+from onnx_ops.domain.gate import MetricDefinition, MetricGate
+from onnx_ops.domain.task_metrics import MetricName
+from onnx_ops.metric_formulas import mean
 from onnx_ops.statistics.intervals import UNSEEN_CHANGES, bca_interval, ratio_interval, replicate
-from onnx_ops.statistics.metrics import mean
 from onnx_ops.statistics.rules.metric import judge_metric
 from onnx_ops.statistics.scores import CANDIDATE, score
 
@@ -263,7 +264,7 @@ SCORES: dict[str, Models] = {
 
 def _true_drop(definition: MetricDefinition, draw: Models, draws: int) -> float:
     """The mean over as many draws of 400,000 rows: one alone is off by .15 standard errors of 2,000 rows."""
-    from onnx_ops.statistics.metrics import build_metric_statistic
+    from onnx_ops.statistics.scores import build_metric_statistic
 
     drops = []
     for number in range(1, draws + 1):

@@ -280,7 +280,7 @@ def _load_dataset(
 def _check_metric(name: str | None, *, lower_is_better: bool) -> None:
     from onnx_ops.config.functions import explain_missing_function
     from onnx_ops.config.messages import did_you_mean
-    from onnx_ops.domain.gate import METRICS
+    from onnx_ops.domain.task_metrics import METRICS
 
     known = [str(metric) for metric in METRICS]
     if name is not None and ":" in name:
@@ -301,13 +301,14 @@ def _build_gate(
     name: str | None, dataset: Dataset | None, drop: float, *, lower_is_better: bool
 ) -> tuple[MetricGate, dict[str, Any]]:
     """Return the gate of the named metric, or of the one that fits the labels; and the function that it calls."""
+    from onnx_ops.domain.task_metrics import DEFAULT_FOR_CLASSES, DEFAULT_FOR_NUMBERS
     from onnx_ops.measure.user_functions import importable, load_function
     from onnx_ops.tools.task_judgement import build_metric_gate
 
     label = dataset.label if dataset is not None else None
     if name is None and label is not None:
         whole = label.dtype.kind in "iubUSO" or not (label % 1).any()
-        name = "accuracy" if whole else "rmse"
+        name = DEFAULT_FOR_CLASSES if whole else DEFAULT_FOR_NUMBERS
     gate = build_metric_gate(name, drop, lower_is_better=lower_is_better)
     if name is not None and label is None and not gate.definition().label_free:
         raise UserError(f"{name} needs labels", where="--metric", remedy="Name their array in the data: --labels.")

@@ -161,7 +161,8 @@ def _parse_role(name: str) -> Role:
 
 def _parse_metric(name: str) -> MetricDefinition:
     """Return the task metric that `--metric` names."""
-    from onnx_ops.domain.gate import METRICS, MetricGate
+    from onnx_ops.domain.gate import MetricGate
+    from onnx_ops.domain.task_metrics import METRICS
 
     score = next((known for known in METRICS if known == name), None)
     if score is None:

@@ -20,7 +20,7 @@ from onnx_ops.codec import is_json, tag_of, union_members
 from onnx_ops.config.document import BROKEN, Document, Issue, Loc, path_text
 from onnx_ops.config.messages import describe, did_you_mean, quote_names
 from onnx_ops.config.quantities import format_quantity, parse_quantity
-from onnx_ops.domain.quantities import Json, Notation, Pattern
+from onnx_ops.domain.quantities import Json, Notation, OneOf, Pattern
 from onnx_ops.domain.quantization import DISTRIBUTION
 from onnx_ops.errors import UserError
 
@@ -172,6 +172,8 @@ class _Binder:
             return self._json(value, loc)
         if NoneType in union_members(kind):
             return None if value is None else self.bind(value, without_none(kind, metadata), loc)
+        if choices := metadata_of(metadata, OneOf):
+            return self._choice(value, tuple(choices.choices), loc)
         bound = self._convert(value, kind, metadata_of(metadata, Unit), loc)
         problem = "" if bound is BROKEN else _limit_problem(bound, value, metadata)
         return self._refuse(loc, problem) if problem else bound

@@ -13,7 +13,6 @@ from onnx_ops.config.messages import did_you_mean, quote_names, shorten
 from onnx_ops.domain.decision import Objective
 from onnx_ops.domain.gate import (
     ACCURACY,
-    METRICS,
     ColdStartGate,
     Gate,
     LatencyGate,
@@ -35,6 +34,7 @@ from onnx_ops.domain.pipeline import (
     Validate,
 )
 from onnx_ops.domain.quantization import AUTO, ROLES, TuningData, find_type_conflict
+from onnx_ops.domain.task_metrics import METRICS
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

@@ -21,7 +21,7 @@ from onnx_ops.config.binding import default_of, file_fields, is_required, metada
 from onnx_ops.config.quantities import SCALES, format_quantity
 from onnx_ops.config.substitution import PARAMETERS_FILE, WITHOUT_PARAMETERS
 from onnx_ops.domain.pipeline import Pipeline
-from onnx_ops.domain.quantities import Notation, Pattern
+from onnx_ops.domain.quantities import Notation, OneOf, Pattern
 from onnx_ops.domain.target import Target
 
 FOLDER = Path("configs") / "schema"
@@ -132,6 +132,8 @@ def _scalar(kind: Any, metadata: tuple[Any, ...]) -> Schema:
     if unit := metadata_of(metadata, Unit):
         scale = SCALES[unit.unit]
         return {"examples": list(scale.examples), "pattern": scale.pattern, "type": "string"}
+    if choices := metadata_of(metadata, OneOf):
+        return _choice(tuple(choices.choices))
     schema: Schema = {"type": _TYPES[kind]}
     for limit in metadata:
         if type(limit) in _LIMITS:

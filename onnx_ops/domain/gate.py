@@ -1,51 +1,30 @@
-"""Gates and task metrics, and what a benchmark must measure for them."""
+"""Gates and the definitions of their task metrics, and what a benchmark must measure for them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeAlias, cast
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from annotated_types import Ge, Le, doc
 
 from onnx_ops.domain.quantities import OMIT_DEFAULT, Amount, Bytes, Count, Fraction, PerSecond, Seconds
-
-MetricName: TypeAlias = Literal["accuracy", "top_k", "f1", "auc", "mae", "rmse", "r2", "cosine", "token_agreement"]
-Average: TypeAlias = Literal["binary", "macro", "micro", "weighted"]
-
-TOP_K = 5
-IGNORED_TOKEN = -100
-"""Marks a token of the label that does not count, as training code writes it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricTraits:
-    """Properties of a metric.
-
-    `options` are the keys of a gate that shape it; `label_free`: without labels, the candidate is compared with the
-    baseline itself.
-    """
-
-    higher_is_better: bool = True
-    options: frozenset[str] = frozenset()
-    label_free: bool = False
-
-
-METRICS: Mapping[MetricName, MetricTraits] = {
-    "accuracy": MetricTraits(),
-    "top_k": MetricTraits(options=frozenset({"k"})),
-    "f1": MetricTraits(options=frozenset({"average", "positive"})),
-    "auc": MetricTraits(options=frozenset({"positive"})),
-    "mae": MetricTraits(higher_is_better=False),
-    "rmse": MetricTraits(higher_is_better=False),
-    "r2": MetricTraits(),
-    "cosine": MetricTraits(label_free=True),
-    "token_agreement": MetricTraits(options=frozenset({"ignore"}), label_free=True),
-}
-
-
-_CLASSES: frozenset[MetricName] = frozenset({"accuracy", "top_k", "f1", "auc"})
-_NUMBERS: frozenset[MetricName] = frozenset({"mae", "rmse", "r2"})
+from onnx_ops.domain.task_metrics import (
+    DEFAULT_FOR_CLASSES,
+    DEFAULT_FOR_NUMBERS,
+    IGNORED_TOKEN,
+    METRICS,
+    AnswerKind,
+    Average,
+    CountedRows,
+    MeanLoss,
+    MetricName,
+    Options,
+    Resampled,
+    TaskMetric,
+    list_errors,
+    suggest_other_kind,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +43,32 @@ class MetricDefinition:
     ignore: int | None = None
 
     @property
+    def metric(self) -> TaskMetric | None:
+        """The entry of the table; None for a custom metric."""
+        return None if self.name is None else METRICS[self.name]
+
+    @property
+    def reads(self) -> AnswerKind | None:
+        """What it reads from outputs and labels; None for a custom metric, which takes any array."""
+        return None if self.metric is None else self.metric.reads
+
+    @property
+    def method(self) -> CountedRows | MeanLoss | Resampled | None:
+        """What computes it, and its interval; None for a custom metric, which is resampled."""
+        return None if self.metric is None else self.metric.method
+
+    @property
+    def options(self) -> Options:
+        """The keys of the gate that shape it, with their values."""
+        given = {"k": self.k, "average": self.average, "positive": self.positive, "ignore": self.ignore}
+        defaults = {} if self.metric is None else self.metric.options
+        return {name: default if given[name] is None else given[name] for name, default in defaults.items()}
+
+    @property
     def label(self) -> str:
         """Unique name in evidence and tables."""
-        first = f"top_{self.k}" if self.name == "top_k" else self.name or self.use
-        parts = [first, self.average or ""]
+        display = "" if self.metric is None else self.metric.display
+        parts = [display.format(**self.options) or self.name or self.use, self.average or ""]
         parts += [
             f"{key}:{value}"
             for key, value in (("positive", self.positive), ("output", self.output), ("ignore", self.ignore))
@@ -78,22 +79,21 @@ class MetricDefinition:
     @property
     def label_free(self) -> bool:
         """Whether models can be compared with each other without labels."""
-        return self.name is not None and METRICS[self.name].label_free
+        return self.metric is not None and self.metric.label_free
 
     @property
     def other_kind(self) -> str:
         """The kind of output, and the metrics of the other kind; empty for metrics without such a kind."""
-        if self.name in _CLASSES:
-            return f"{self.name} is of classes; for numbers use rmse, mae or r2."
-        return f"{self.name} is of numbers; for classes use accuracy, f1 or auc." if self.name in _NUMBERS else ""
+        return suggest_other_kind(self.name) if self.name is not None else ""
 
     @property
     def higher_is_better(self) -> bool | None:
         """Whether higher is better; None for a custom metric, whose gate defines it."""
-        return None if self.name is None else METRICS[self.name].higher_is_better
+        return None if self.metric is None else self.metric.higher_is_better
 
 
-ACCURACY = MetricDefinition(name="accuracy")
+ACCURACY = MetricDefinition(name=DEFAULT_FOR_CLASSES)
+RMSE = MetricDefinition(name=DEFAULT_FOR_NUMBERS)
 
 
 InputGroup: TypeAlias = Literal[
@@ -164,30 +164,40 @@ class MetricGate:
     max_drop: Annotated[Fraction | None, doc("Largest tolerated drop, in percentage points.")] = None
     max_increase: Annotated[
         Fraction | None,
-        doc("mae, rmse, custom errors: largest tolerated increase, as a share of the baseline's value."),
+        doc(f"{list_errors()}, custom errors: largest tolerated increase, as a share of the baseline's value."),
     ] = None
     min: Annotated[Fraction | None, doc("Smallest tolerated value.")] = None
-    max: Annotated[Amount | None, doc("mae, rmse, custom errors: largest tolerated value, in the label's unit.")] = None
+    max: Annotated[
+        Amount | None,
+        doc(f"{list_errors()}, custom errors: largest tolerated value, in the label's unit."),
+    ] = None
 
     @property
     def lower_is_better(self) -> bool:
         """Whether less of the metric is better."""
         return (self.higher_is_better if self.use else self.definition().higher_is_better) is False
 
+    @property
+    def is_share(self) -> bool:
+        """Whether values are shares; otherwise they have the label's unit."""
+        metric = self.definition().metric
+        return not self.lower_is_better if metric is None else metric.is_share
+
     def definition(self) -> MetricDefinition:
         """Return the metric that it measures, with defaults filled in."""
         if self.use:
             return MetricDefinition(use=self.use, output=self.output)
-        name = self.name or "accuracy"
-        average = self.average or ("macro" if self.positive is None else "binary")
-        return MetricDefinition(
-            name=name,
-            k=(self.k or TOP_K) if name == "top_k" else None,
-            average=average if name == "f1" else None,
-            positive=self.positive,
-            output=self.output,
-            ignore=(IGNORED_TOKEN if self.ignore is None else self.ignore) if name == "token_agreement" else None,
-        )
+        name = self.name or DEFAULT_FOR_CLASSES
+        given = {"k": self.k, "average": self.average, "ignore": self.ignore}
+        defaults = {**METRICS[name].options}
+        if "average" in defaults:
+            defaults["average"] = "macro" if self.positive is None else "binary"
+        options: dict[str, Any] = {
+            option: default if given[option] is None else given[option]
+            for option, default in defaults.items()
+            if option in given
+        }
+        return MetricDefinition(name=name, positive=self.positive, output=self.output, **options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

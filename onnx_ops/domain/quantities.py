@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, TypeAlias
@@ -33,6 +33,16 @@ class Pattern:
 
     regex: str
     description: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OneOf:
+    """The texts that a value can be, such as the keys of a table; a later entry counts too.
+
+    Part of the field's annotation.
+    """
+
+    choices: Collection[str]
 
 
 NAME_PATTERN = "[a-z0-9][a-z0-9-]*"

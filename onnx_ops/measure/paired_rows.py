@@ -15,11 +15,12 @@ import numpy as np
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.evidence import Evidence, PairedCounts, ScoreComparison
 from onnx_ops.domain.gate import MetricDefinition
+from onnx_ops.domain.task_metrics import METRICS, CountedRows, MeanLoss
 from onnx_ops.errors import CorruptStateError
 from onnx_ops.measure.files import load_arrays
+from onnx_ops.metric_formulas import Array
 from onnx_ops.ports import Dataset, Store
 from onnx_ops.statistics.grouping import compute_design_effect
-from onnx_ops.statistics.metrics import Array
 from onnx_ops.statistics.scores import CANDIDATE, score
 
 _RIGHT, _ERROR, _GROUP, _ROWS = "right/", "error/", "rows.group", "rows.digest"
@@ -27,11 +28,13 @@ _RIGHT, _ERROR, _GROUP, _ROWS = "right/", "error/", "rows.group", "rows.digest"
 
 def extract_rows(definition: MetricDefinition, label: Array | None, answers: Array) -> dict[str, Array]:
     """Return the stored form of the candidate's answers for one metric."""
-    if definition.name in ("accuracy", "top_k"):
-        return {f"{_RIGHT}{definition.label}": answers.astype(np.bool_)}
-    if definition.name in ("mae", "rmse") and label is not None:
-        return {f"{_ERROR}{definition.label}": answers - label}
-    return {}
+    match definition.method:
+        case CountedRows():
+            return {f"{_RIGHT}{definition.label}": answers.astype(np.bool_)}
+        case MeanLoss(of_errors=True) if label is not None:
+            return {f"{_ERROR}{definition.label}": answers - label}
+        case _:
+            return {}
 
 
 def digest_rows(dataset: Dataset) -> dict[str, Array]:
@@ -56,8 +59,10 @@ def compare_rows(store: Store, mine: Evidence, theirs: Evidence) -> tuple[Paired
         if name.startswith(_RIGHT):
             comparisons.append(count_pairs(name.removeprefix(_RIGHT), "base", base[name], candidate[name], group))
         elif name.startswith(_ERROR):
-            label = name.removeprefix(_ERROR)
-            definition = MetricDefinition(name="mae" if label.startswith("mae") else "rmse")
+            metric = name.removeprefix(_ERROR).partition(" ")[0]
+            if metric not in METRICS:  # a metric of another version of this program
+                continue
+            definition = MetricDefinition(name=metric)
             errors = {CANDIDATE: candidate[name], "base": base[name]}
             compared = score(definition, np.zeros(len(candidate[name])), errors, seed=0, group=group)
             comparisons += [comparison for comparison in compared if comparison.against]

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from onnx_ops.domain.gate import MetricDefinition
+from onnx_ops.domain.task_metrics import AnswerKind
 from onnx_ops.errors import UserError
+from onnx_ops.metric_formulas import Array
 from onnx_ops.ports import Tensors
-from onnx_ops.statistics.metrics import Array
 
 _TEXTS = "USO"
 
@@ -59,7 +60,7 @@ def read_prediction(definition: MetricDefinition, outputs: Tensors) -> Predictio
             remedy=f"It has: {', '.join(outputs)}.",
         )
     named = outputs if definition.output is None else {definition.output: outputs[definition.output]}
-    forms = _FORMS[definition.name]
+    forms = _FORMS[definition.reads]
     for form in forms:
         for array in named.values():
             if form.fits(array):
@@ -155,16 +156,13 @@ _NUMBER_FORMS = (
     _make_column_form("one number per row", "f", _read_numbers),
     _make_column_form("one whole number per row", "iu", _read_numbers),
 )
-_FORMS: Mapping[str | None, Sequence[_Form]] = {
-    "accuracy": _CLASS_FORMS,
-    "f1": _CLASS_FORMS,
-    "top_k": _SCORE_FORMS[:1],
-    "auc": _SCORE_FORMS,
-    "mae": _NUMBER_FORMS,
-    "rmse": _NUMBER_FORMS,
-    "r2": _NUMBER_FORMS,
-    "cosine": (_make_matrix_form("embeddings (rows, dimensions)", "f"),),
-    "token_agreement": (
+_FORMS: Mapping[AnswerKind | None, Sequence[_Form]] = {
+    "classes": _CLASS_FORMS,
+    "ranking": _SCORE_FORMS[:1],
+    "positive": _SCORE_FORMS,
+    "numbers": _NUMBER_FORMS,
+    "embeddings": (_make_matrix_form("embeddings (rows, dimensions)", "f"),),
+    "tokens": (
         _make_matrix_form("tokens (rows, length)", "iu"),
         _Form(
             "scores of tokens (rows, length, vocabulary)",
@@ -174,16 +172,16 @@ _FORMS: Mapping[str | None, Sequence[_Form]] = {
     ),
     None: (_Form("an array", lambda _: True, lambda array: Prediction(values=as_text(array))),),
 }
-"""The forms that each metric can read, the best one first."""
+"""The forms that metrics of each kind can read, the best one first; None: custom metrics."""
 
 
 def prepare_label(definition: MetricDefinition, label: Array | None) -> Array | None:
     """Return the label as the metric needs it; None if it needs none."""
-    match definition.name:
-        case "cosine" | "token_agreement":
-            kinds = "f" if definition.name == "cosine" else "iu"
+    match definition.reads:
+        case "embeddings" | "tokens":
+            kinds = "f" if definition.reads == "embeddings" else "iu"
             return label if label is not None and label.ndim == 2 and label.dtype.kind in kinds else None
-        case "mae" | "rmse" | "r2":
+        case "numbers":
             if label is None or flatten_column(label).ndim != 1 or label.dtype.kind not in "fiub":
                 is_number = label is None or label.dtype.kind in "fiub"
                 remedy = "" if is_number else definition.other_kind

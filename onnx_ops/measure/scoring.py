@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from onnx_ops.domain.evidence import PairedCounts, ScoreComparison
-from onnx_ops.domain.gate import MetricDefinition
+from onnx_ops.domain.gate import RMSE, MetricDefinition
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.target import Target
+from onnx_ops.domain.task_metrics import CountedRows, MeanLoss
 from onnx_ops.errors import MeasurementError, OnnxOpsError, UserError
 from onnx_ops.measure.answers import read_answers
 from onnx_ops.measure.paired_rows import count_pairs, extract_rows
@@ -26,10 +27,10 @@ from onnx_ops.measure.predictions import (
     read_positive_scores,
     read_prediction,
 )
+from onnx_ops.metric_formulas import Array
 from onnx_ops.ports import Dataset, Runtime, Tensors
 from onnx_ops.statistics.grouping import detect_grouping
-from onnx_ops.statistics.metrics import Array, CustomMetric, top_k_rows
-from onnx_ops.statistics.scores import CANDIDATE, make_unscored, score
+from onnx_ops.statistics.scores import CANDIDATE, CustomMetric, make_unscored, score
 
 ModelPredictions = Mapping[str, Prediction | OnnxOpsError]
 """By label of the metric: the prediction, or why there is none."""
@@ -87,7 +88,7 @@ def measure_metrics(request: ScoringRequest, definitions: Sequence[MetricDefinit
         if CANDIDATE not in answers:
             continue
         alike = _find_alike(predictions)
-        if definition.name in ("accuracy", "top_k"):
+        if _is_counted(definition):
             mine = answers[CANDIDATE]
             counts += [
                 count_pairs(definition.label, name, right, mine, group, equal=name in alike)
@@ -133,10 +134,9 @@ def add_default_metric(
     numbers = (
         dataset.label is not None and dataset.label.dtype.kind in "fiu" and flatten_column(dataset.label).ndim == 1
     )
-    if not numbers or any(definition.name in ("mae", "rmse", "r2") for definition in definitions):
+    if not numbers or any(definition.reads == "numbers" for definition in definitions):
         return definitions, None
-    default = MetricDefinition(name="rmse")
-    return (*definitions, default), default
+    return (*definitions, RMSE), RMSE
 
 
 def find_label_problem(definition: MetricDefinition, label: Array | None, outputs: Tensors | None) -> str:
@@ -157,13 +157,20 @@ def _extract_signals(definition: MetricDefinition, label: Array | None, answers:
     """Return what rows that belong together share: right or wrong, the rank of the error, and its change."""
     mine = answers[CANDIDATE]
     others = [array for name, array in answers.items() if name != CANDIDATE]
-    if definition.name in ("accuracy", "top_k"):
-        return [mine.astype(np.float64), *(mine.astype(np.float64) - other for other in others)]
-    if definition.name in ("mae", "rmse", "r2") and label is not None:
-        error = np.abs(mine - label)
-        changes = [error, *(error - np.abs(other - label) for other in others)]
-        return [np.argsort(np.argsort(change, kind="stable")).astype(np.float64) for change in changes]
-    return []
+    match definition.method:
+        case CountedRows():
+            return [mine.astype(np.float64), *(mine.astype(np.float64) - other for other in others)]
+        case MeanLoss() if label is not None:
+            error = np.abs(mine - label)
+            changes = [error, *(error - np.abs(other - label) for other in others)]
+            return [np.argsort(np.argsort(change, kind="stable")).astype(np.float64) for change in changes]
+        case _:
+            return []
+
+
+def _is_counted(definition: MetricDefinition) -> bool:
+    """Return whether the metric is a share of rows that are right."""
+    return isinstance(definition.method, CountedRows)
 
 
 def read_predictions(
@@ -218,7 +225,7 @@ def _make_comparable(
     except UserError as error:
         return None, {}, [make_unscored(definition, failed=str(error))]
     answers: dict[str, Array] = {}
-    problems = []
+    problems: list[ScoreComparison] = []
     for name, prediction in predictions.items():
         why = str(prediction)
         if isinstance(prediction, Prediction) and prediction.broken:
@@ -237,22 +244,33 @@ def _make_comparable(
             problems.append(make_unscored(definition, failed=why))
         else:
             problems.append(make_unscored(definition, against=name, undefined=f"{name} cannot be scored: {why}"))
-    if label is not None and definition.name == "f1" and positive is not None:
-        answers = {name: (predicted == positive).astype(np.intp) for name, predicted in answers.items()}
-        label = (label == positive).astype(np.intp)
-    elif label is not None and definition.name == "f1":
-        known = np.unique(np.concatenate([label, *answers.values()]))
-        answers = {name: np.searchsorted(known, predicted) for name, predicted in answers.items()}
-        label = np.searchsorted(known, label)
-    elif label is not None and definition.name == "auc":
-        label = label == positive
+    if label is not None and not _is_counted(definition):
+        return *_number_classes(definition, label, positive, answers), problems
     return label, answers, problems
+
+
+def _number_classes(
+    definition: MetricDefinition, label: Array, positive: str | int | None, answers: Mapping[str, Array]
+) -> tuple[Array, Mapping[str, Array]]:
+    """Return classes as numbers, 1 for the positive one where one is; other answers unchanged."""
+    match definition.reads:
+        case "classes" if positive is not None:
+            answers = {name: (predicted == positive).astype(np.intp) for name, predicted in answers.items()}
+            return (label == positive).astype(np.intp), answers
+        case "classes":
+            known = np.unique(np.concatenate([label, *answers.values()]))
+            answers = {name: np.searchsorted(known, predicted) for name, predicted in answers.items()}
+            return np.searchsorted(known, label), answers
+        case "positive":
+            return label == positive, answers
+        case _:
+            return label, answers
 
 
 def _read_label(definition: MetricDefinition, label: Array | None) -> tuple[Array | None, str | int | None]:
     """Return the label as a metric needs it, and which one is positive, where one is."""
     label = prepare_label(definition, label)
-    is_binary = definition.name == "auc" or definition.average == "binary"
+    is_binary = definition.reads == "positive" or definition.average == "binary"
     return label, find_positive_label(definition, label) if is_binary and label is not None else None
 
 
@@ -265,17 +283,27 @@ def _in_terms(
 ) -> Array:
     """Return one model's answers: right or wrong, class labels, scores, or unchanged."""
     where = definition.label
-    if label is not None and definition.name == "accuracy":
-        return np.asarray(read_classes(label, prediction, definition) == label)
-    if label is not None and definition.k is not None:
-        names = find_column_labels(label, prediction.columns, where)
-        return top_k_rows(np.searchsorted(names, label), prediction.values, definition.k)
-    if label is not None and definition.name == "f1":
-        return read_classes(label, prediction, definition)
-    if label is not None and positive is not None:
-        return read_positive_scores(label, positive, prediction, where)
-    other = candidate if label is None else label
-    if definition.label_free and other is not None and other.shape != prediction.values.shape:
-        shapes = f"{tuple(prediction.values.shape)} and {tuple(other.shape)}"
-        raise UserError(f"answers of shapes {shapes} cannot be compared row by row", where=where)
-    return prediction.values
+    terms = prediction.values
+    if label is None:
+        _check_shape(definition, terms, candidate)
+        return terms
+    match definition.reads:
+        case "classes":
+            terms = read_classes(label, prediction, definition)
+        case "ranking":
+            label = np.searchsorted(find_column_labels(label, prediction.columns, where), label)
+        case "positive" if positive is not None:
+            terms = read_positive_scores(label, positive, prediction, where)
+            label = label == positive
+        case _:
+            _check_shape(definition, terms, label)
+    if isinstance(definition.method, CountedRows):
+        return np.asarray(definition.method.is_right(label, terms, definition.options))
+    return terms
+
+
+def _check_shape(definition: MetricDefinition, answers: Array, other: Array | None) -> None:
+    """Check that a model's answers can be compared with a label, or another model's answers, of the same shape."""
+    if definition.label_free and other is not None and other.shape != answers.shape:
+        shapes = f"{tuple(answers.shape)} and {tuple(other.shape)}"
+        raise UserError(f"answers of shapes {shapes} cannot be compared row by row", where=definition.label)

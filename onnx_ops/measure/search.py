@@ -46,8 +46,7 @@ from onnx_ops.onnx_graph.instrumentation import (
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Context, Dataset, OptimizeRequest, PairedBenchmarkSchedule, Runtime, StageJournal, Tensors
 from onnx_ops.statistics.latency import session_interval
-from onnx_ops.statistics.metrics import CustomMetric
-from onnx_ops.statistics.scores import CANDIDATE
+from onnx_ops.statistics.scores import CANDIDATE, CustomMetric
 from onnx_ops.statistics.search import (
     BuildTrial,
     ProbeNode,

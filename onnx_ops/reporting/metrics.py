@@ -10,8 +10,9 @@ from statistics import median
 
 from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.domain.evidence import Evidence, Interval, LatencySamples
-from onnx_ops.domain.gate import ACCURACY, METRICS
+from onnx_ops.domain.gate import ACCURACY
 from onnx_ops.domain.quantities import Json
+from onnx_ops.domain.task_metrics import METRICS
 from onnx_ops.reporting.formatting import format_figure, format_interval
 from onnx_ops.statistics.intervals import value_interval
 from onnx_ops.statistics.latency import compare_latency_quantile
@@ -114,8 +115,8 @@ def task_metric(evidence: Evidence, name: str) -> Measured | None:
 
 def unit_of(name: str) -> str:
     """Return `1` for metrics that are shares; others have the label's unit, which is unknown here."""
-    traits = {str(metric): traits for metric, traits in METRICS.items()}.get(name.partition(" ")[0])
-    return "1" if traits is not None and traits.higher_is_better else ""
+    metric = METRICS.get(name.partition(" ")[0])
+    return "1" if metric is not None and metric.is_share else ""
 
 
 def plain_figures(evidence: Evidence) -> dict[str, float]:

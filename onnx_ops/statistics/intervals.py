@@ -20,6 +20,7 @@ import numpy.typing as npt
 import scipy
 
 from onnx_ops.domain.evidence import Interval, PairedCounts
+from onnx_ops.metric_formulas import Statistic
 
 CONFIDENCE = 0.90
 """Of two-sided intervals: each bound has a one-sided error rate of 5 %."""
@@ -27,12 +28,6 @@ CONFIDENCE = 0.90
 FEW_SAMPLES = 500
 
 _EDGE = 1e-12
-
-Weights: TypeAlias = npt.NDArray[np.float64]
-"""Shape (resamples, rows)."""
-
-Statistic: TypeAlias = Callable[[Weights], npt.NDArray[np.float64]]
-"""One value per resample; NaN where it is not defined."""
 
 RESAMPLES = 2000
 """The 5 % quantile of so many has a standard error of 0.5 percentage points of probability."""

@@ -1,9 +1,9 @@
 """Scores of several models by one task metric, with intervals.
 
-The intervals of mae, rmse and r2 are of ratios of losses, those of other metrics come from the paired bootstrap over
-rows; where the data names groups, groups take the place of rows. The bootstrap cannot represent kinds of rows that are
-not in the sample. So the interval of a metric with a range is never narrower than what such rows could do: even if none
-of n rows is wrong, up to 3/n of all rows can be (at 5 % error), each at the metric's largest step.
+The intervals of metrics that are mean losses are of ratios of losses, those of other metrics come from the paired
+bootstrap over rows; where the data names groups, groups take the place of rows. The bootstrap cannot represent kinds of
+rows that are not in the sample. So the interval of a metric with a range is never narrower than what such rows could
+do: even if none of n rows is wrong, up to 3/n of all rows can be (at 5 % error), each at the metric's largest step.
 
 Where two models answer every row alike, the change is exactly 0, whatever the metric (`_find_equal`). It is unknown
 where only the scores of the rows are equal and the metric has no range.
@@ -12,13 +12,16 @@ where only the scores of the rows are equal and the metric has no range.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 
 from onnx_ops.domain.evidence import Interval, ScoreComparison
 from onnx_ops.domain.gate import MetricDefinition
+from onnx_ops.domain.task_metrics import MeanLoss, Resampled
+from onnx_ops.metric_formulas import Array, MetricStatistic, Statistic, Weights, mean, r2
 from onnx_ops.statistics.grouping import typical_size
 from onnx_ops.statistics.intervals import (
     CONFIDENCE,
@@ -31,7 +34,9 @@ from onnx_ops.statistics.intervals import (
     ratio_interval,
     replicate,
 )
-from onnx_ops.statistics.metrics import Array, CustomMetric, MetricStatistic, build_metric_statistic
+
+CustomMetric: TypeAlias = Callable[[Array, Array], float]
+"""Takes (predictions, labels)."""
 
 _NAMED = 10
 """Maximum number of rows that are named as those that carry an error."""
@@ -52,9 +57,6 @@ UNSEEN_ROWS = -math.log((1 - CONFIDENCE) / 2)
 _FEW_EFFECTIVE = 10
 """Equally bad rows that must carry the losses of two models, but at most a fifth of all rows. Chosen by simulation: of
 models that differ little, as many pass at 20 to 2,000 rows as without this rule."""
-
-_DISCRETE = frozenset({"f1", "token_agreement"})
-"""Metrics of decisions: the same ones on all rows do not show that two models are equal, since rare ones may differ."""
 
 _UNSEEN_LOSSES = 4
 """Same as `UNSEEN_ROWS`, for the mean loss of one model: rows worse than any that was seen may be missing. Chosen by
@@ -77,10 +79,10 @@ def score(
     The order of rows has no influence.
 
     Args:
-        definition: any metric but `accuracy` and `top_k`, which are counts of rows.
-        label: one entry per row: class numbers for f1 (1 for positive and else 0 if it is binary), True for positive
-            rows for auc, numbers for mae, rmse and r2, embeddings for cosine, tokens for token_agreement. None compares
-            the candidate's embeddings or tokens with those of the other models.
+        definition: any metric but those that are counts of rows.
+        label: one entry per row, by what the metric reads: class numbers (1 for positive and else 0 if it is binary),
+            True for positive rows, numbers, embeddings or tokens. None compares the candidate's embeddings or tokens
+            with those of the other models.
         answers: by model, with `CANDIDATE`: class numbers as in the label, scores of the positive class, numbers,
             embeddings, tokens, or what a custom metric takes.
         group: number of each row's group, if rows belong together.
@@ -96,8 +98,8 @@ def score(
     sound = {name: array for name, array in answers.items() if _is_finite(array)}
     units = np.arange(len(label)) if groups is None else groups
     equal = _find_equal(definition, sound, alike)
-    if definition.name in ("mae", "rmse", "r2"):
-        entries = _compare_losses(definition, label, sound, units, equal)
+    if isinstance(definition.method, MeanLoss):
+        entries = _compare_losses(definition, definition.method, label, sound, units, equal)
     else:
         entries = _compare_by_bootstrap(definition, label, sound, function, units, seed, resamples, equal)
     count = 0 if groups is None else int(groups.max()) + 1
@@ -144,7 +146,7 @@ def _sort_rows(definition: MetricDefinition, label: Array, answers: Mapping[str,
     columns = [np.ascontiguousarray(array) for array in (label, *answers.values())]
     keys = [b"".join(column[row].tobytes() for column in columns) for row in range(len(label))]
     order: Array = np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.intp)
-    if definition.name == "token_agreement":
+    if definition.reads == "tokens" and definition.ignore is not None:
         order = order[(label != definition.ignore).any(axis=1)[order]]
     return order
 
@@ -156,11 +158,12 @@ def _restore_rows(entry: ScoreComparison, order: Array, groups: int) -> ScoreCom
 
 def _find_equal(definition: MetricDefinition, answers: Mapping[str, Array], alike: Collection[str]) -> frozenset[str]:
     """Return the models whose answers equal the candidate's, so that the change is exactly 0."""
-    mine = answers[CANDIDATE]
+    mine, method = answers[CANDIDATE], definition.method
+    of_decisions = isinstance(method, Resampled) and method.of_decisions
     return frozenset(
         name
         for name, array in answers.items()
-        if name != CANDIDATE and (name in alike or (definition.name not in _DISCRETE and np.array_equal(array, mine)))
+        if name != CANDIDATE and (name in alike or (not of_decisions and np.array_equal(array, mine)))
     )
 
 
@@ -194,6 +197,41 @@ def make_unscored(
     return ScoreComparison(
         metric=definition.label, against=against, n=n, undefined=undefined, failed=failed, broken=broken
     )
+
+
+def build_metric_statistic(
+    definition: MetricDefinition, label: Array, answers: Array, function: CustomMetric | None = None
+) -> MetricStatistic:
+    """Build the statistic of one model; the arguments are those of `score`."""
+    match definition.method:
+        case Resampled(make=make):
+            return make(label, answers, definition.options)
+        case MeanLoss() as method:
+            return MetricStatistic(statistic=_make_loss_statistic(method, label, answers), reads=answers)
+        case None if function is not None:
+            return MetricStatistic(statistic=_make_custom_statistic(function, answers, label), reads=answers)
+        case _:
+            raise ValueError(f"{definition.label} cannot be computed from these arguments")
+
+
+def _make_loss_statistic(method: MeanLoss, label: Array, answers: Array) -> Statistic:
+    if method.explained:
+        return r2(label, answers)
+    losses = mean(method.loss(label, answers))
+    return (lambda weights: np.sqrt(losses(weights))) if method.root else losses
+
+
+def _make_custom_statistic(function: CustomMetric, predictions: Array, labels: Array) -> Statistic:
+    """Return a custom metric on the rows of each resample."""
+
+    def value(weights: Weights) -> float:
+        rows = np.repeat(np.arange(len(labels)), weights.astype(np.intp))
+        try:
+            return float(function(predictions[rows], labels[rows]))
+        except Exception:  # user code may raise anything; on all rows together it did not
+            return float("nan")
+
+    return lambda weights: np.array([value(one) for one in weights])
 
 
 def _compare_by_bootstrap(
@@ -249,29 +287,33 @@ def _compare_replicates(
 
 
 def _compare_losses(
-    definition: MetricDefinition, label: Array, answers: Mapping[str, Array], units: Array, equal: Collection[str]
+    definition: MetricDefinition,
+    method: MeanLoss,
+    label: Array,
+    answers: Mapping[str, Array],
+    units: Array,
+    equal: Collection[str],
 ) -> dict[str, ScoreComparison]:
-    """Compare the means of a loss per row: mae, rmse, and r2, whose loss is divided by the label's variance."""
-    power = np.abs if definition.name == "mae" else np.square
-    losses: dict[str, Array] = {name: power(label - predictions) for name, predictions in answers.items()}
+    """Compare the means of a loss per row; an explained share divides it by the label's variance."""
+    losses: dict[str, Array] = {name: method.loss(label, predictions) for name, predictions in answers.items()}
     sums: dict[str, Array] = {name: np.bincount(units, weights=loss) for name, loss in losses.items()}
-    # By unit, what its loss is divided by: its rows, or for r2 their share of the variance.
-    weights = np.square(label - label.mean()) if definition.name == "r2" else None
+    # By unit, what its loss is divided by: its rows, or for an explained share their share of the variance.
+    weights = np.square(label - label.mean()) if method.explained else None
     share = np.bincount(units, weights=weights).astype(float)
     mine = sums[CANDIDATE]
-    if definition.name == "r2" and share.sum() <= 1e-12 * np.square(label).sum():
-        why = "r2 is not defined on these rows: the labels are constant"
+    if method.explained and share.sum() <= 1e-12 * np.square(label).sum():
+        why = f"{definition.name} is not defined on these rows: the labels are constant"
         return {CANDIDATE: make_unscored(definition, len(label), undefined=why)}
-    own = _convert_mean(definition, float(mine.sum() / share.sum()))
+    own = _convert_mean(method, float(mine.sum() / share.sum()))
     if not np.ptp(losses[CANDIDATE]) > 1e-12 * losses[CANDIDATE].max():
         entry = make_unscored(definition, len(label), undefined=_NO_SPREAD)
         return {CANDIDATE: entry} | {name: _make_equal(definition, entry, name, own) for name in equal}
-    loads = (mine, share) if definition.name == "r2" else (mine,)
+    loads = (mine, share) if method.explained else (mine,)
     entry = ScoreComparison(
         metric=definition.label,
         against=CANDIDATE,
         n=len(label),
-        candidate=_bound_value(definition, mine, share),
+        candidate=_bound_value(method, mine, share),
         confidence=CONFIDENCE,
         method="Student's t of the losses, with allowance for missing rows of the worst observed kind",
         effective=min(find_heavy_rows(load)[0] for load in loads),
@@ -283,75 +325,83 @@ def _compare_losses(
             entries[name] = _make_equal(definition, entry, name, own)
             continue
         pair = mine, sums[name]
-        other = replace(entry, against=name, reference=_bound_value(definition, sums[name], share))
-        other = _compare_two_losses(definition, other, pair, share)
-        entries[name] = _compare_rest(definition, other, pair, label, units)
+        other = replace(entry, against=name, reference=_bound_value(method, sums[name], share))
+        other = _compare_two_losses(definition, method, other, pair, share)
+        entries[name] = _compare_rest(method, other, pair, label, units)
     return entries
 
 
-def _bound_value(definition: MetricDefinition, sums: Array, share: Array) -> Interval:
-    """Return the interval of a metric by the losses of one model; r2 is 1 minus the mean loss."""
-    mean = ratio_interval(sums, share, _UNSEEN_LOSSES)
-    if definition.name != "r2":
-        return _to_metric(definition, mean)
-    return Interval(estimate=1 - mean.estimate, low=1 - mean.high, high=min(1.0, 1 - mean.low))
+def _bound_value(method: MeanLoss, sums: Array, share: Array) -> Interval:
+    """Return the interval of a metric by the losses of one model."""
+    mean_loss = ratio_interval(sums, share, _UNSEEN_LOSSES)
+    if not method.explained:
+        return _to_metric(method, mean_loss)
+    return Interval(estimate=1 - mean_loss.estimate, low=1 - mean_loss.high, high=min(1.0, 1 - mean_loss.low))
 
 
-def _convert_mean(definition: MetricDefinition, mean: float) -> float:
+def _convert_mean(method: MeanLoss, mean_loss: float) -> float:
     """Convert a mean loss to the metric."""
-    return 1 - mean if definition.name == "r2" else _to_metric(definition, Interval.point(mean)).estimate
+    return 1 - mean_loss if method.explained else _to_metric(method, Interval.point(mean_loss)).estimate
 
 
 def _compare_two_losses(
-    definition: MetricDefinition, entry: ScoreComparison, sums: tuple[Array, Array], share: Array
+    definition: MetricDefinition,
+    method: MeanLoss,
+    entry: ScoreComparison,
+    sums: tuple[Array, Array],
+    share: Array,
 ) -> ScoreComparison:
     """Compare the losses of two models with different answers."""
     mine, theirs = sums
-    if definition.name != "r2" and theirs.sum() <= 0:
+    if not method.explained and theirs.sum() <= 0:
         return _make_undefined(definition, entry, _NO_ERROR)
     if np.allclose(mine, theirs, rtol=1e-9, atol=0):
         return _make_undefined(definition, entry, _SAME_SCORES)
-    entry = replace(entry, baseline=_convert_mean(definition, float(theirs.sum() / share.sum())))
-    if definition.name == "r2":
+    entry = replace(entry, baseline=_convert_mean(method, float(theirs.sum() / share.sum())))
+    if method.explained:
         return replace(entry, difference=ratio_interval(theirs - mine, share, UNSEEN_CHANGES))
-    return replace(entry, ratio=_to_metric(definition, ratio_interval(mine, theirs, UNSEEN_CHANGES)))
+    return replace(entry, ratio=_to_metric(method, ratio_interval(mine, theirs, UNSEEN_CHANGES)))
 
 
 def _compare_rest(
-    definition: MetricDefinition, entry: ScoreComparison, sums: tuple[Array, Array], label: Array, units: Array
+    method: MeanLoss, entry: ScoreComparison, sums: tuple[Array, Array], label: Array, units: Array
 ) -> ScoreComparison:
     """Compare two models on the rows (or groups) that are left without the few that carry the losses, if few do.
 
-    For r2, the labels' variance counts as a loss: it carries the metric just as much.
+    For an explained share, the labels' variance counts as a loss: it carries the metric just as much.
     """
     if entry.difference is None and entry.ratio is None:
         return entry
     above, below = sums
-    if definition.name == "r2":
+    if method.explained:
         above, below = above - below, np.bincount(units, weights=np.square(label - label.mean()))
     loads = np.abs(above) / np.abs(above).sum() + below / below.sum()
     carrying = find_carrying_rows(loads, min(_FEW_EFFECTIVE, len(loads) / 5))
     if not carrying.any():
         return entry
     total = float(below[~carrying].sum())
-    if definition.name == "r2":
+    if method.explained:
         others = label[~carrying[units]]
         total = float(np.square(others - others.mean()).sum()) if others.size else 0.0
     entry = replace(entry, carrying=int(carrying.sum()))
     if total <= 0:
         return entry
     rest = float(above[~carrying].sum()) / total
-    return replace(entry, rest={"rmse": math.sqrt(max(rest, 0.0)), "mae": rest, "r2": -rest}[definition.name or "mae"])
+    if method.explained:
+        rest = -rest
+    elif method.root:
+        rest = math.sqrt(max(rest, 0.0))
+    return replace(entry, rest=rest)
 
 
 def _make_undefined(definition: MetricDefinition, entry: ScoreComparison, why: str) -> ScoreComparison:
     return make_unscored(definition, entry.n, against=entry.against, undefined=why.format(name=entry.against))
 
 
-def _to_metric(definition: MetricDefinition, interval: Interval) -> Interval:
-    """Convert the interval of a mean loss to the metric: rmse is the root of the mean loss."""
+def _to_metric(method: MeanLoss, interval: Interval) -> Interval:
+    """Convert the interval of a mean loss to the metric, which can be the root of it."""
     ends = (max(value, 0.0) for value in (interval.estimate, interval.low, interval.high))
-    estimate, low, high = map(math.sqrt, ends) if definition.name == "rmse" else ends
+    estimate, low, high = map(math.sqrt, ends) if method.root else ends
     return Interval(estimate=estimate, low=low, high=high)
 
 

@@ -15,7 +15,7 @@ from onnx_ops.domain.target import Target
 from onnx_ops.measure.row_layout import arrange_runtime
 from onnx_ops.onnx_graph.model_kind import CandidateKind
 from onnx_ops.ports import Dataset, Runtime
-from onnx_ops.statistics.metrics import CustomMetric
+from onnx_ops.statistics.scores import CustomMetric
 from onnx_ops.tools.bench import (
     ComparisonResult,
     Conditions,

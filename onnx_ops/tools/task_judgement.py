@@ -82,12 +82,12 @@ def _judge_agreement(request: JudgeRequest, runtime: Runtime, target: Target, ro
         )
         reading = join_predictions(parts)
         label = (reading.values > 1 / 2).astype(np.int64) if reading.columns == 1 else reading.values
-        gate = MetricGate(name="accuracy", max_drop=request.metric.max_drop or request.metric.max_increase)
+        gate = MetricGate(name=ACCURACY.name, max_drop=request.metric.max_drop or request.metric.max_increase)
         dataset = Dataset(inputs=rows, label=label)
         (accuracy,) = [
             r
             for r in _judge_metric(request, runtime, target, dataset, gate)
-            if r.metric == "accuracy" and not r.advisory
+            if r.metric == ACCURACY.label and not r.advisory
         ]
     except (UserError, ValueError):
         return None
@@ -100,7 +100,7 @@ def _judge_agreement(request: JudgeRequest, runtime: Runtime, target: Target, ro
 
 def build_metric_gate(name: str | None, max_drop: float, *, lower_is_better: bool) -> MetricGate:
     """Build the limit on a metric: an absolute drop, or a relative growth."""
-    gate = MetricGate(name=name)  # type: ignore[arg-type]
+    gate = MetricGate(name=name)
     if name is not None and ":" in name:
         gate = MetricGate(use=name, higher_is_better=not lower_is_better)
     return replace(gate, max_increase=max_drop) if gate.lower_is_better else replace(gate, max_drop=max_drop)

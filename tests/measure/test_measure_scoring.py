@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.evidence import Interval, PairedCounts, ScoreComparison
-from onnx_ops.domain.gate import ACCURACY, MetricDefinition
+from onnx_ops.domain.gate import ACCURACY, MetricDefinition, MetricGate
 from onnx_ops.domain.target import Target
+from onnx_ops.domain.task_metrics import METRICS, CountedRows, Options, Resampled, TaskMetric
 from onnx_ops.errors import UserError
 from onnx_ops.measure.answers import read_answers
 from onnx_ops.measure.predictions import (
@@ -28,9 +29,11 @@ from onnx_ops.measure.predictions import (
     read_prediction,
 )
 from onnx_ops.measure.scoring import ScoringRequest, TaskMetrics, join_parts, measure_metrics, read_predictions
+from onnx_ops.metric_formulas import MetricStatistic
 from onnx_ops.ports import Dataset
 from onnx_ops.statistics.scores import CANDIDATE
 from onnx_ops.testing.models import CLASSES, rows, write_convolution, write_perceptron
+from tests.support.graphs import write_graph
 from tests.support.pairs import write_changed
 
 TARGET = Target(name="cpu")
@@ -206,6 +209,54 @@ def test_auc_reads_the_column_of_the_positive_label(
     found = measured({CANDIDATE: model}, label, ACCURACY, MetricDefinition(name="auc", positive=positive))
     assert found.counts[0].both == 90
     assert estimate(found) == pytest.approx(reference.roc_auc_score(label == positive, scores[:, 1]))
+
+
+def _make_median_error(label: Any, answers: Any, _: Options) -> MetricStatistic:
+    errors = np.abs(label - answers)
+    return MetricStatistic(
+        statistic=lambda weights: np.array([np.median(np.repeat(errors, row.astype(int))) for row in weights]),
+        reads=answers,
+    )
+
+
+NEW_METRICS = {
+    "within_half": TaskMetric(
+        reads="numbers", method=CountedRows(is_right=lambda label, answers, _: abs(label - answers) < 0.5)
+    ),
+    "median_error": TaskMetric(reads="numbers", method=Resampled(make=_make_median_error), higher_is_better=False),
+    "above_zero": TaskMetric(
+        reads="positive",
+        method=CountedRows(is_right=lambda label, answers, _: (answers > 0) == label),
+        options={"positive": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEW_METRICS)
+def test_measure_metrics_computes_any_kind_of_answers_by_any_method(
+    model: Path, scores: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(METRICS, name, NEW_METRICS[name])
+    weight = np.ones((rows(1)["x"].shape[1], 1), dtype=np.float32)
+    text = f"(float[N,{len(weight)}] x) => (float[N,1] y) {{ y = MatMul(x, weight) }}"
+    numeric = write_graph(tmp_path / "numeric.onnx", text, weight=weight)
+    numbers = (rows(ROWS)["x"] @ weight)[:, 0]
+    label = numbers + np.random.default_rng(0).uniform(-1, 1, ROWS)
+    classes = labels_of(scores)
+    expected = {
+        "within_half": (np.abs(label - numbers) < 0.5).sum(),
+        "median_error": np.median(np.abs(label - numbers)),
+        "above_zero": ((scores[:, 2] > 0) == (classes == 2)).sum(),
+    }
+    definition = MetricGate(name=name, positive=2 if name == "above_zero" else None).definition()
+    if name == "above_zero":
+        found = measured({CANDIDATE: model}, classes, definition)
+    else:
+        found = measured({CANDIDATE: numeric}, label, definition)
+    value = found.counts[0].both if found.counts else estimate(found)
+    assert value == pytest.approx(expected[name], rel=1e-5)
+    metrics = [entry.metric for entry in found.counts] + [entry.metric for entry in found.scores]
+    assert metrics == [definition.label]
 
 
 def test_embeddings_without_labels_are_held_against_the_other_model(model: Path, tmp_path: Path) -> None:

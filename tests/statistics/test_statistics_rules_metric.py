@@ -175,7 +175,7 @@ def test_change_that_rests_on_few_rows_passes_only_if_the_others_keep_the_limit(
     metric: str, limit: str, change: str, bad: float, good: float
 ) -> None:
     limits: dict[str, Any] = {limit: 0.05}
-    gate = MetricGate(name=metric, **limits)  # type: ignore[arg-type]
+    gate = MetricGate(name=metric, **limits)
     no_change = float(change == "ratio")
     kept: dict[str, Any] = {change: interval(no_change)}
     few = entry(metric, **kept, carrying=2, rest=bad, heavy=(17, 93))
@@ -219,7 +219,7 @@ def test_equal_answers_pass_with_a_change_of_exactly_zero() -> None:
     for name, figures in points.items():
         limits: dict[str, Any] = {"max_drop" if "difference" in figures else "max_increase": 0.001}
         scored = entry(name, candidate=None, **figures)
-        (found,) = judged(MetricGate(name=name.split()[0], **limits), evidence(scored))  # type: ignore[arg-type]
+        (found,) = judged(MetricGate(name=name.split()[0], **limits), evidence(scored))
         assert (found.verdict, found.estimate) == (Verdict.PASS, 0.0)
         assert "every row alike" in found.reason
 

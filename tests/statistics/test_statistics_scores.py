@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import Interval, ScoreComparison
 from onnx_ops.domain.gate import MetricDefinition
-from onnx_ops.statistics.metrics import build_metric_statistic
 from onnx_ops.statistics.rules.metric import MetricLimit
-from onnx_ops.statistics.scores import CANDIDATE, FEW_ROWS, score
+from onnx_ops.statistics.scores import CANDIDATE, FEW_ROWS, build_metric_statistic, score
 
 F1 = MetricDefinition(name="f1", average="macro")
 BINARY = MetricDefinition(name="f1", average="binary")

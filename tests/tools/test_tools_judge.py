@@ -351,7 +351,7 @@ def test_copy_passes_with_a_change_of_zero_however_few_rows_are_labelled(source:
     dataset = replace(dataset, label=(np.arange(40) < 2).astype(np.int64))
     copy = source.with_name("copy.onnx")
     copy.write_bytes(source.read_bytes())
-    gate = MetricGate(name=metric, positive=1 if metric == "auc" else None, max_drop=0.001)  # type: ignore[arg-type]
+    gate = MetricGate(name=metric, positive=1 if metric == "auc" else None, max_drop=0.001)
     result = results_of(judged(source, copy, dataset, metric=gate))[gate.definition().label]
     assert (result.verdict, result.low, result.high) == (Verdict.PASS, 0.0, 0.0), result.reason
     assert "exactly 0" in result.reason

@@ -108,7 +108,7 @@ def list_limits(gate: MetricGate) -> Iterator[MetricLimit]:
     for kind in kinds:
         value: float | None = getattr(gate, kind)
         if value is not None:
-            yield MetricLimit(kind=kind, value=value, plain=gate.lower_is_better)
+            yield MetricLimit(kind=kind, value=value, plain=not gate.is_share)
 
 
 def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:

@@ -1,4 +1,4 @@
-"""Task metrics as functions of row weights.
+"""Formulas of task metrics: pure functions of arrays, without limits, intervals or models.
 
 `statistic(weights)` maps (resamples, rows) to (resamples,). A value is NaN where the weighted rows do not define it.
 """
@@ -12,22 +12,17 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.domain.gate import Average, MetricDefinition
-from onnx_ops.statistics.intervals import Statistic, Weights
-
 Array: TypeAlias = npt.NDArray[Any]
-CustomMetric: TypeAlias = Callable[[Array, Array], float]
+Weights: TypeAlias = npt.NDArray[np.float64]
+"""Weights of the rows in each resample, of shape (resamples, rows)."""
+
+Statistic: TypeAlias = Callable[[Weights], npt.NDArray[np.float64]]
+"""A metric as a function of row weights."""
 
 
 def mean(values: Array) -> Statistic:
     """Return the mean of one value per row."""
     return lambda weights: weights @ values / weights.sum(axis=1)
-
-
-def rmse(errors: Array) -> Statistic:
-    """Return the root of the mean of squared errors, one error per row."""
-    squared = mean(np.square(errors, dtype=np.float64))
-    return lambda weights: np.sqrt(squared(weights))
 
 
 def r2(labels: Array, predictions: Array) -> Statistic:
@@ -43,7 +38,7 @@ def r2(labels: Array, predictions: Array) -> Statistic:
     return statistic
 
 
-def f1(labels: Array, predictions: Array, classes: int, average: Average, positive: int = 0) -> Statistic:
+def f1(labels: Array, predictions: Array, classes: int, average: str, positive: int = 0) -> Statistic:
     """Return the harmonic mean of precision and recall.
 
     Args:
@@ -67,11 +62,13 @@ def f1(labels: Array, predictions: Array, classes: int, average: Average, positi
                     return np.asarray(np.nansum(each, axis=0) / (total > 0).sum(axis=0))
                 case "weighted":
                     return np.asarray(np.nansum(support * each, axis=0) / support.sum(axis=0))
+                case _:
+                    raise ValueError(f"no average of classes is called {average!r}")
 
     return statistic
 
 
-def f1_step(labels: Array, predictions: Array, classes: int, average: Average, positive: int = 0) -> float:
+def f1_step(labels: Array, predictions: Array, classes: int, average: str, positive: int = 0) -> float:
     """Return an upper bound of the F1 that one more wrong row costs."""
     hits = np.bincount(labels[labels == predictions], minlength=classes)
     support = np.bincount(labels, minlength=classes)
@@ -89,6 +86,8 @@ def f1_step(labels: Array, predictions: Array, classes: int, average: Average, p
         case "weighted":
             share = support / support.sum()
             return float((share * missed).max() + (share * taken).max())
+        case _:
+            raise ValueError(f"no average of classes is called {average!r}")
 
 
 def _indicator(numbers: Array, classes: int, selected: Array | None = None) -> Any:
@@ -119,19 +118,6 @@ def auc(positive: Array, scores: Array) -> Statistic:
             return np.asarray((won * above).sum(axis=1) / (won.sum(axis=1) * lost.sum(axis=1)))
 
     return statistic
-
-
-def custom(function: CustomMetric, predictions: Array, labels: Array) -> Statistic:
-    """Return a custom metric on the rows of each resample."""
-
-    def value(weights: npt.NDArray[np.float64]) -> float:
-        rows = np.repeat(np.arange(len(labels)), weights.astype(np.intp))
-        try:
-            return float(function(predictions[rows], labels[rows]))
-        except Exception:  # user code may raise anything; on all rows together it did not
-            return float("nan")
-
-    return lambda weights: np.array([value(one) for one in weights])
 
 
 def cosine_rows(one: Array, other: Array) -> Array:
@@ -173,37 +159,22 @@ class MetricStatistic:
     step: float | None = None
 
 
-def build_metric_statistic(
-    definition: MetricDefinition, label: Array, answers: Array, function: CustomMetric | None = None
-) -> MetricStatistic:
-    """Build the statistic of one model; the arguments are those of `scores.score`."""
-    match definition.name:
-        case "f1":
-            # The positive class has a number even where no row is of it.
-            known, numbers = np.unique(np.concatenate([label, answers, [1]]), return_inverse=True)
-            true, predicted, positive = numbers[: len(label)], numbers[len(label) : -1], int(numbers[-1])
-            settings = (true, predicted, len(known), definition.average or "macro", positive)
-            return MetricStatistic(statistic=f1(*settings), reads=answers, step=f1_step(*settings))
-        case "auc":
-            # A wrong row scores at random: it loses to half of the rows of the other class.
-            fewer = min(int(label.sum()), int((~label).sum()))
-            return MetricStatistic(statistic=auc(label, answers), reads=answers, step=1 / (2 * max(1, fewer)))
-        case "mae":
-            return MetricStatistic(statistic=mean(np.abs(label - answers)), reads=answers)
-        case "rmse":
-            return MetricStatistic(statistic=rmse(label - answers), reads=answers)
-        case "r2":
-            return MetricStatistic(statistic=r2(label, answers), reads=answers)
-        case "cosine":
-            return _build_mean(cosine_rows(answers, label))
-        case "token_agreement" if definition.ignore is not None:
-            return _build_mean(token_rows(answers, label, definition.ignore))
-        case None if function is not None:
-            return MetricStatistic(statistic=custom(function, answers, label), reads=answers)
-        case _:
-            raise ValueError(f"{definition.label} cannot be computed from these arguments")
+def make_f1_statistic(label: Array, answers: Array, average: str) -> MetricStatistic:
+    """Return F1 of class numbers; the positive class of a binary one is 1."""
+    # The positive class has a number even where no row is of it.
+    known, numbers = np.unique(np.concatenate([label, answers, [1]]), return_inverse=True)
+    true, predicted, positive = numbers[: len(label)], numbers[len(label) : -1], int(numbers[-1])
+    settings = (true, predicted, len(known), average, positive)
+    return MetricStatistic(statistic=f1(*settings), reads=answers, step=f1_step(*settings))
 
 
-def _build_mean(values: Array) -> MetricStatistic:
-    """Build the mean of values of which a wrong row has 0."""
+def make_auc_statistic(label: Array, answers: Array) -> MetricStatistic:
+    """Return the area under the curve of scores; `label` is whether each row is positive."""
+    # A wrong row scores at random: it loses to half of the rows of the other class.
+    fewer = min(int(label.sum()), int((~label).sum()))
+    return MetricStatistic(statistic=auc(label, answers), reads=answers, step=1 / (2 * max(1, fewer)))
+
+
+def make_mean_statistic(values: Array) -> MetricStatistic:
+    """Return the mean of values, one per row, of which a wrong row has 0."""
     return MetricStatistic(statistic=mean(values), reads=values, step=1 / len(values))

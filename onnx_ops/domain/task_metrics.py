@@ -1,0 +1,195 @@
+"""The table of task metrics: one entry has every trait of a metric, and what computes it.
+
+Files and commands that measure nothing read the table too, so that entries import NumPy and formulas when they compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+
+from onnx_ops.domain.quantities import OneOf
+
+if TYPE_CHECKING:
+    from onnx_ops.metric_formulas import Array, MetricStatistic
+
+Average: TypeAlias = Literal["binary", "macro", "micro", "weighted"]
+
+TOP_K = 5
+IGNORED_TOKEN = -100
+"""Marks a token of the label that does not count, as training code writes it."""
+
+Options: TypeAlias = Mapping[str, Any]
+"""The keys of a gate that shape a metric, with their values."""
+
+AnswerKind: TypeAlias = Literal["classes", "ranking", "positive", "numbers", "embeddings", "tokens"]
+"""What a metric reads from outputs and labels.
+
+- `classes`: one class per row; the best of the scores per class counts as one.
+- `ranking`: the scores of all classes, and the column of each row's label.
+- `positive`: the score of the positive class, and whether each row is positive.
+- `numbers`: one number per row.
+- `embeddings`, `tokens`: arrays of shape (rows, dimensions) or (rows, length), of the same shape as the label.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedRows:
+    """The share of rows that are right, with exact intervals (Tango, Clopper-Pearson).
+
+    `is_right` takes (label, answers, options) and returns one boolean per row.
+    """
+
+    is_right: Callable[[Array, Array, Options], Array]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeanLoss:
+    """The mean of one loss per row, with an interval by Student's t.
+
+    Args:
+        loss: takes (label, answers) and returns numbers from 0.
+        root: the metric is the root of the mean.
+        explained: the metric is 1 minus the loss as a share of the label's variance.
+        of_errors: the loss depends on `answers - label` only. A run then stores these errors, without labels, and later
+            runs compare theirs with them row by row.
+    """
+
+    loss: Callable[[Array, Array], Array]
+    root: bool = False
+    explained: bool = False
+    of_errors: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resampled:
+    """Any other function of the rows, with an interval by the bootstrap (BCa).
+
+    Args:
+        make: takes (label, answers, options) and returns the metric as a function of row weights.
+        of_decisions: the metric reads classes or tokens. The same ones on all rows do not show that two models are
+            equal, since rare ones may differ.
+    """
+
+    make: Callable[[Array, Array, Options], MetricStatistic]
+    of_decisions: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskMetric:
+    """One task metric.
+
+    Args:
+        reads: the kind of outputs and labels.
+        method: what computes the metric, and its interval.
+        higher_is_better: the direction: limits are `max_drop` and `min`, else `max_increase` and `max`.
+        options: the keys of a gate that shape the metric, with their defaults. None: without a fixed default.
+        label_free: without labels, the candidate is compared with the baseline itself.
+        unit: `1` for a share, empty for the label's unit. By default a metric of which less is better has the latter.
+        display: its name in evidence and tables, with options in braces. By default that of the table.
+    """
+
+    reads: AnswerKind
+    method: CountedRows | MeanLoss | Resampled
+    higher_is_better: bool = True
+    options: Options = field(default_factory=dict)
+    label_free: bool = False
+    unit: Literal["1", ""] | None = None
+    display: str = ""
+
+    @property
+    def is_share(self) -> bool:
+        """Return whether values are shares, which are written as percentages."""
+        return self.unit == "1" if self.unit is not None else self.higher_is_better
+
+
+def _is_in_top_k(label: Array, answers: Array, options: Options) -> Array:
+    from onnx_ops.metric_formulas import top_k_rows
+
+    return top_k_rows(label, answers, options["k"])
+
+
+def _make_f1(label: Array, answers: Array, options: Options) -> MetricStatistic:
+    from onnx_ops.metric_formulas import make_f1_statistic
+
+    return make_f1_statistic(label, answers, options["average"] or "macro")
+
+
+def _make_auc(label: Array, answers: Array, _: Options) -> MetricStatistic:
+    from onnx_ops.metric_formulas import make_auc_statistic
+
+    return make_auc_statistic(label, answers)
+
+
+def _make_cosine(label: Array, answers: Array, _: Options) -> MetricStatistic:
+    from onnx_ops.metric_formulas import cosine_rows, make_mean_statistic
+
+    return make_mean_statistic(cosine_rows(answers, label))
+
+
+def _make_token_agreement(label: Array, answers: Array, options: Options) -> MetricStatistic:
+    from onnx_ops.metric_formulas import make_mean_statistic, token_rows
+
+    return make_mean_statistic(token_rows(answers, label, options["ignore"]))
+
+
+def _absolute(label: Array, answers: Array) -> Array:
+    return abs(label - answers)
+
+
+def _squared(label: Array, answers: Array) -> Array:
+    return (label - answers) ** 2
+
+
+METRICS: dict[str, TaskMetric] = {
+    "accuracy": TaskMetric(reads="classes", method=CountedRows(is_right=lambda label, answers, _: answers == label)),
+    "top_k": TaskMetric(
+        reads="ranking", method=CountedRows(is_right=_is_in_top_k), options={"k": TOP_K}, display="top_{k}"
+    ),
+    "f1": TaskMetric(
+        reads="classes",
+        method=Resampled(make=_make_f1, of_decisions=True),
+        options={"average": None, "positive": None},
+    ),
+    "auc": TaskMetric(reads="positive", method=Resampled(make=_make_auc), options={"positive": None}),
+    "mae": TaskMetric(reads="numbers", method=MeanLoss(loss=_absolute), higher_is_better=False),
+    "rmse": TaskMetric(reads="numbers", method=MeanLoss(loss=_squared, root=True), higher_is_better=False),
+    "r2": TaskMetric(reads="numbers", method=MeanLoss(loss=_squared, explained=True, of_errors=False)),
+    "cosine": TaskMetric(reads="embeddings", method=Resampled(make=_make_cosine), label_free=True),
+    "token_agreement": TaskMetric(
+        reads="tokens",
+        method=Resampled(make=_make_token_agreement, of_decisions=True),
+        options={"ignore": IGNORED_TOKEN},
+        label_free=True,
+    ),
+}
+"""The metrics by name, in the order of schemas and messages."""
+
+DEFAULT_FOR_CLASSES = "accuracy"
+"""The metric that is measured wherever labels allow it, and the one of a gate without a name."""
+
+DEFAULT_FOR_NUMBERS = "rmse"
+"""The metric that is measured beside it where labels are numbers."""
+
+_OTHER_KIND: Mapping[AnswerKind, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("classes", "ranking", "positive"), "is of classes; for numbers use rmse, mae or r2."),
+        "numbers": "is of numbers; for classes use accuracy, f1 or auc.",
+    }
+)
+
+
+def suggest_other_kind(name: str) -> str:
+    """Return of which kind a metric is, and metrics of the other kind; empty for one without such a kind."""
+    text = _OTHER_KIND.get(METRICS[name].reads, "") if name in METRICS else ""
+    return text and f"{name} {text}"
+
+
+def list_errors() -> str:
+    """Return the names of the metrics of which less is better, for descriptions of keys."""
+    return ", ".join(name for name, metric in METRICS.items() if not metric.higher_is_better)
+
+
+MetricName: TypeAlias = Annotated[str, OneOf(METRICS)]
