@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,13 +60,14 @@ def compare_rows(store: Store, mine: Evidence, theirs: Evidence) -> tuple[Paired
         if name.startswith(_RIGHT):
             comparisons.append(count_pairs(name.removeprefix(_RIGHT), "base", base[name], candidate[name], group))
         elif name.startswith(_ERROR):
-            metric = name.removeprefix(_ERROR).partition(" ")[0]
+            label = name.removeprefix(_ERROR)
+            metric = label.partition(" ")[0]
             if metric not in METRICS:  # a metric of another version of this program
                 continue
             definition = MetricDefinition(name=metric)
             errors = {CANDIDATE: candidate[name], "base": base[name]}
             compared = score(definition, np.zeros(len(candidate[name])), errors, seed=0, group=group)
-            comparisons += [comparison for comparison in compared if comparison.against]
+            comparisons += [replace(comparison, metric=label) for comparison in compared if comparison.against]
     return tuple(comparisons)
 
 

@@ -56,6 +56,21 @@ def test_errors_of_numbers_are_paired_as_if_both_had_answered_now(store: Content
     assert (found.ratio.low, found.ratio.high) == pytest.approx((expected.ratio.low, expected.ratio.high))
 
 
+def test_compare_rows_of_a_named_output_reports_the_full_label(store: ContentStore) -> None:
+    definitions = [MetricDefinition(name="mae", output=output) for output in ("price", "cost")]
+    arrays = digest_rows(ROWS)
+    for definition in definitions:
+        arrays |= extract_rows(definition, LABEL, LABEL + RNG.standard_normal(300))
+    stored = evidence_of(raw=store.put_bytes(pack_arrays(arrays)))
+    assert [found.metric for found in compare_rows(store, stored, stored)] == ["mae output:cost", "mae output:price"]
+
+
+def test_compare_rows_of_an_unknown_metric_leaves_it_out(store: ContentStore) -> None:
+    arrays = {**digest_rows(ROWS), "error/median_error": LABEL}
+    stored = evidence_of(raw=store.put_bytes(pack_arrays(arrays)))
+    assert compare_rows(store, stored, stored) == ()
+
+
 @pytest.mark.parametrize(
     "other", [replace(ROWS, label=LABEL + 1), replace(ROWS, inputs={"x": ROWS.inputs["x"][::-1].copy()})]
 )
