@@ -22,7 +22,7 @@ from cattrs.v import format_exception
 from typing_extensions import TypeForm
 
 from onnx_ops.domain.artifact import canonical_json
-from onnx_ops.domain.quantities import OneOf
+from onnx_ops.domain.quantities import OneOf, TaggedFamily
 from onnx_ops.errors import CorruptStateError
 
 T = TypeVar("T")
@@ -32,8 +32,15 @@ _LONGEST = 300
 
 
 def union_members(kind: Any) -> tuple[Any, ...]:
-    """Return the members of a union; nothing for other types."""
+    """Return the members of a union, or of a family that a table lists; nothing for other types."""
+    if is_family(kind):
+        return tuple(kind.members().values())
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else ()
+
+
+def is_family(kind: Any) -> bool:
+    """Return whether a type is the base of a family of dataclasses, and not one of them."""
+    return isinstance(kind, type) and issubclass(kind, TaggedFamily) and not is_dataclass(kind)
 
 
 def is_json(kind: Any) -> bool:
@@ -104,6 +111,7 @@ def _converter() -> JsonConverter:
     converter.register_structure_hook_factory(
         lambda kind: bool(_tags(kind)), lambda kind: _tagged_hook(kind, converter)
     )
+    converter.register_unstructure_hook_func(is_family, converter.unstructure)
     converter.register_structure_hook_func(_is_scalar_union, _scalar)
     converter.register_structure_hook_func(lambda kind: _choices_of(kind) is not None, _choice)
     converter.register_structure_hook(float, _float)
@@ -136,9 +144,10 @@ def _tags(kind: Any) -> dict[str, Any]:
 
 
 def _tagged_hook(kind: Any, converter: JsonConverter) -> Callable[[Any, Any], Any]:
-    by_tag = _tags(kind)
+    of_union = None if is_family(kind) else _tags(kind)
 
     def structure(value: Any, _: Any) -> Any:
+        by_tag: Mapping[Any, type] = kind.members() if of_union is None else of_union
         tag = value.get("kind") if isinstance(value, dict) else None
         if tag not in by_tag:
             raise ValueError(f"kind {tag!r} is none of {sorted(by_tag)}")

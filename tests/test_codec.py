@@ -15,7 +15,7 @@ from onnx_ops.domain.attestation import Attested, Envelope, SignedOverride
 from onnx_ops.domain.decision import Decision, DecisionRecord, GateResult, SignedDecision, Verdict
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.gate import Gate, LatencyGate, MetricGate, ParityGate, SizeGate
+from onnx_ops.domain.gate import Gate, LatencyGate, MetricGate, ParityGate, SizeGate, TargetGate
 from onnx_ops.domain.ledger import EntryBody, LedgerEntry, ReleaseState
 from onnx_ops.domain.pipeline import Stage, StageKind, StageOutcome
 from onnx_ops.domain.release import Choice, Lineage, Registration, VersionRecord
@@ -62,6 +62,7 @@ for kind, strategy in (
     (TrafficSplit, splits),
     (EndpointState, states()),
     (EndpointConfig, st.builds(EndpointConfig, settings=st.dictionaries(text, json_values, max_size=2))),
+    (TargetGate, st.sampled_from(list(TargetGate.members().values())).flatmap(st.from_type)),
     (float, numbers),
     (str, text),
 ):

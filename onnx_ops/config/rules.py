@@ -13,12 +13,8 @@ from onnx_ops.config.messages import did_you_mean, quote_names, shorten
 from onnx_ops.domain.decision import Objective
 from onnx_ops.domain.gate import (
     ACCURACY,
-    ColdStartGate,
     Gate,
-    LatencyGate,
-    MemoryGate,
     MetricGate,
-    ThroughputGate,
 )
 from onnx_ops.domain.pipeline import (
     EXPORT,
@@ -139,23 +135,8 @@ def check_file(draft: Draft) -> Iterator[Issue]:
 def check_gates(gates: Iterable[tuple[Loc, Gate]]) -> Iterator[Issue]:
     """Yield issues of gates, of a pipeline or a target, that limit nothing or contradict themselves."""
     for loc, gate in gates:
-        match gate:
-            case LatencyGate() if gate == LatencyGate():
-                limits = "'max_regression', 'p50', 'p90', 'p95', 'p99' or 'faster_than'"
-                yield Issue(loc, f"a latency gate needs {limits}")
-            case ThroughputGate(max_regression=None, min=None):
-                yield Issue(loc, "a throughput gate needs 'max_regression' or 'min'")
-            case ColdStartGate(load=None, first=None, max_regression=None):
-                yield Issue(loc, "a cold_start gate needs 'load', 'first' or 'max_regression'")
-            case MemoryGate(max=None, max_regression=None):
-                yield Issue(loc, "a memory gate needs 'max' or 'max_regression'")
-            case LatencyGate() | ThroughputGate() | ColdStartGate() | MemoryGate() if gate.max_regression == 0:
-                message = "0% cannot be shown of a model that is as good as the baseline; allow a little"
-                yield Issue((*loc, "max_regression"), message)
-            case _:
-                pass
-        if isinstance(gate, LatencyGate) and gate.min_speedup is not None and gate.faster_than is None:
-            yield Issue((*loc, "min_speedup"), "'min_speedup' needs 'faster_than: fp32'")
+        for key, message in gate.find_problems():
+            yield Issue((*loc, key) if key else loc, message)
 
 
 def _check_sections(draft: Draft) -> Iterator[Issue]:

@@ -346,11 +346,6 @@ def throughput_metric_name(concurrency: int) -> str:
     return f"concurrency {concurrency}"
 
 
-def find_gate_kind(figure: str) -> str:
-    """Return the kind of gate that judges a metric of `PairedRatios`."""
-    return {"load": "cold_start", "first": "cold_start", "peak": "memory"}.get(figure, "throughput")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedRatios:
     """A metric other than latency of the variant (B) relative to another model (A), measured alternately.

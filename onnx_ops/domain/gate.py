@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeAlias, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, cast
 
 from annotated_types import Ge, Le, doc
 
-from onnx_ops.domain.quantities import OMIT_DEFAULT, Amount, Bytes, Count, Fraction, PerSecond, Seconds
+from onnx_ops.domain.quantities import OMIT_DEFAULT, Amount, Bytes, Count, Fraction, PerSecond, Seconds, TaggedFamily
 from onnx_ops.domain.task_metrics import (
     DEFAULT_FOR_CLASSES,
     DEFAULT_FOR_NUMBERS,
@@ -96,6 +96,79 @@ ACCURACY = MetricDefinition(name=DEFAULT_FOR_CLASSES)
 RMSE = MetricDefinition(name=DEFAULT_FOR_NUMBERS)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasurementRequest:
+    """What a benchmark must measure for its gates, in addition to what it always measures.
+
+    `tolerances` are slow-downs that the measurement should be able to detect, by kind of gate: they determine its
+    duration. `speedup` holds those that a variant must reach against the export; a speed-up of 10% is the slow-down
+    1 / 1.1 - 1.
+    """
+
+    throughput: Sequence[int] = ()
+    starts: bool = False
+    tolerances: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+class Gate(TaggedFamily):
+    """Base of all kinds of gates: frozen dataclasses with the key `kind`, entries of `GATES`.
+
+    The rule that judges a kind is registered with `statistics.rules.common.judge_gate`.
+    """
+
+    __slots__ = ()
+
+    kind: str
+
+    counts: ClassVar[str] = ""
+    """What `n` counts in results that are no ratio."""
+
+    figures: ClassVar[tuple[str, ...]] = ()
+    """Metrics of `PairedRatios` that this kind judges, beside those of a concurrency."""
+
+    @classmethod
+    def members(cls) -> Mapping[str, type[Gate]]:
+        """Return the kinds that derive from this class."""
+        return {kind: member for kind, member in GATES.items() if issubclass(member, cls)}
+
+    def request(self) -> MeasurementRequest:
+        """Return what a benchmark must measure for this gate."""
+        return MeasurementRequest()
+
+    def find_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield problems between keys that are valid one by one: the key, or empty for the gate, and the message."""
+        yield from ()
+
+
+class TargetGate(Gate):
+    """Base of the gates that a target can have, of limits of its machine; task metrics belong to the pipeline."""
+
+    __slots__ = ()
+
+
+GATES: dict[str, type[Gate]] = {}
+"""The kinds of gates by name, in the order of schemas and messages."""
+
+GateClass = TypeVar("GateClass", bound=type[Gate])
+
+
+def gate_kind(gate: GateClass) -> GateClass:
+    """Add a kind of gate, a dataclass, to the table."""
+    tag = next(f.default for f in fields(gate) if f.name == "kind")  # type: ignore[arg-type]
+    GATES[str(tag)] = gate
+    return gate
+
+
+def _make_tolerances(kind: str, max_regression: float | None) -> dict[str, Sequence[float]]:
+    return {kind: (max_regression,)} if max_regression else {}
+
+
+def _find_zero_regression(max_regression: float | None) -> Iterator[tuple[str, str]]:
+    if max_regression == 0:
+        message = "0% cannot be shown of a model that is as good as the baseline; allow a little"
+        yield "max_regression", message
+
+
 InputGroup: TypeAlias = Literal[
     "range", "batches", "lengths", "splits", "beyond_range", "missing", "infinite", "empty_batch"
 ]
@@ -105,11 +178,13 @@ InputGroup: TypeAlias = Literal[
 GroupRule: TypeAlias = Literal["fail", "advise", "ignore"]
 
 
+@gate_kind
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParityGate:
+class ParityGate(TargetGate):
     """Agreement with the source: float variants within the noise of each column, quantized ones by invariants."""
 
     kind: Literal["parity"] = "parity"
+    counts: ClassVar[str] = "rows"
     noise_factor: Annotated[
         float, Ge(1), Le(1000), doc("Allowed error as a multiple of the source's own float32 noise.")
     ] = 10.0
@@ -139,14 +214,16 @@ class ParityGate:
         return self.groups.get(cast("InputGroup", group.partition(":")[0]), "fail" if inside else "advise")
 
 
+@gate_kind
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetricGate:
+class MetricGate(Gate):
     """A task metric, relative to the baseline on the same rows (`max_drop`, `max_increase`) or absolute (`min`, `max`).
 
     Limits are judged; all other keys define what is measured.
     """
 
     kind: Literal["metric"] = "metric"
+    counts: ClassVar[str] = "rows"
     name: Annotated[MetricName | None, doc("Name of the metric; default: accuracy, unless `use` is set.")] = None
     use: Annotated[
         str, doc("Custom metric, `package.module:function`; takes arrays (predictions, labels) and returns a float.")
@@ -200,8 +277,9 @@ class MetricGate:
         return MetricDefinition(name=name, positive=self.positive, output=self.output, **options)
 
 
+@gate_kind
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatencyGate:
+class LatencyGate(TargetGate):
     """Latency, relative to the baseline in paired runs, as absolute quantiles, or relative to the export."""
 
     kind: Literal["latency"] = "latency"
@@ -225,12 +303,29 @@ class LatencyGate:
         """Return the share below and the limit of each quantile by name."""
         return {"p50": (0.5, self.p50), "p90": (0.9, self.p90), "p95": (0.95, self.p95), "p99": (0.99, self.p99)}
 
+    def request(self) -> MeasurementRequest:
+        """Return the regressions to detect; latency is always measured."""
+        tolerances = _make_tolerances(self.kind, self.max_regression)
+        if self.min_speedup:
+            tolerances["speedup"] = (1 / (1 + self.min_speedup) - 1,)
+        return MeasurementRequest(tolerances=tolerances)
 
+    def find_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield that it sets no limit, or limits that cannot be kept or take no effect."""
+        if self == LatencyGate():
+            yield "", "a latency gate needs 'max_regression', 'p50', 'p90', 'p95', 'p99' or 'faster_than'"
+        yield from _find_zero_regression(self.max_regression)
+        if self.min_speedup is not None and self.faster_than is None:
+            yield "min_speedup", "'min_speedup' needs 'faster_than: fp32'"
+
+
+@gate_kind
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ThroughputGate:
+class ThroughputGate(TargetGate):
     """Requests per second of one session that several threads call at once."""
 
     kind: Literal["throughput"] = "throughput"
+    counts: ClassVar[str] = "sessions"
     concurrency: Annotated[int, Ge(1), Le(256), doc("Requests in flight at any moment.")] = 4
     max_regression: Annotated[
         Fraction | None, doc("Largest tolerated increase of the time per request under load, against the baseline.")
@@ -239,12 +334,26 @@ class ThroughputGate:
         PerSecond | None, doc("Fewest requests per second; enforced on dedicated targets, advisory elsewhere.")
     ] = None
 
+    def request(self) -> MeasurementRequest:
+        """Return the concurrency to measure, and the regression to detect."""
+        tolerances = _make_tolerances(self.kind, self.max_regression)
+        return MeasurementRequest(throughput=(self.concurrency,), tolerances=tolerances)
 
+    def find_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield that it sets no limit, or one that cannot be kept."""
+        if self.max_regression is None and self.min is None:
+            yield "", "a throughput gate needs 'max_regression' or 'min'"
+        yield from _find_zero_regression(self.max_regression)
+
+
+@gate_kind
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ColdStartGate:
+class ColdStartGate(TargetGate):
     """Time of a fresh process to build the session from the file, and time of its first inference."""
 
     kind: Literal["cold_start"] = "cold_start"
+    counts: ClassVar[str] = "processes"
+    figures: ClassVar[tuple[str, ...]] = ("load", "first")
     load: Annotated[
         Seconds | None, doc("Median time to build the session; enforced on dedicated targets, advisory elsewhere.")
     ] = None
@@ -253,27 +362,47 @@ class ColdStartGate:
     ] = None
     max_regression: Annotated[Fraction | None, doc("Largest tolerated slow-down of each against the baseline.")] = None
 
+    def request(self) -> MeasurementRequest:
+        """Return that fresh processes are measured, and the regression to detect."""
+        return MeasurementRequest(starts=True, tolerances=_make_tolerances(self.kind, self.max_regression))
 
+    def find_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield that it sets no limit, or one that cannot be kept."""
+        if (self.load, self.first, self.max_regression) == (None, None, None):
+            yield "", "a cold_start gate needs 'load', 'first' or 'max_regression'"
+        yield from _find_zero_regression(self.max_regression)
+
+
+@gate_kind
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryGate:
+class MemoryGate(TargetGate):
     """Peak resident memory that loading the model and answering requests adds to a fresh process."""
 
     kind: Literal["memory"] = "memory"
+    counts: ClassVar[str] = "processes"
+    figures: ClassVar[tuple[str, ...]] = ("peak",)
     max: Annotated[Bytes | None, doc("Largest tolerated median peak.")] = None
     max_regression: Annotated[Fraction | None, doc("Largest tolerated increase against the baseline.")] = None
 
+    def request(self) -> MeasurementRequest:
+        """Return that fresh processes are measured, and the regression to detect."""
+        return MeasurementRequest(starts=True, tolerances=_make_tolerances(self.kind, self.max_regression))
 
+    def find_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield that it sets no limit, or one that cannot be kept."""
+        if self.max is None and self.max_regression is None:
+            yield "", "a memory gate needs 'max' or 'max_regression'"
+        yield from _find_zero_regression(self.max_regression)
+
+
+@gate_kind
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SizeGate:
+class SizeGate(TargetGate):
     """Size of the model on disk, external data included."""
 
     kind: Literal["size"] = "size"
+    counts: ClassVar[str] = "model"
     max: Annotated[Bytes, doc("Largest tolerated size.")]
-
-
-Gate = ParityGate | MetricGate | LatencyGate | ThroughputGate | ColdStartGate | MemoryGate | SizeGate
-TargetGate = ParityGate | LatencyGate | ThroughputGate | ColdStartGate | MemoryGate | SizeGate
-"""A target can have limits of its machine; task metrics belong to the pipeline."""
 
 
 def select_gates(pipeline: Iterable[Gate], target: Iterable[TargetGate]) -> tuple[Gate, ...]:
@@ -283,35 +412,20 @@ def select_gates(pipeline: Iterable[Gate], target: Iterable[TargetGate]) -> tupl
     return (*(gate for gate in pipeline if gate.kind not in kinds), *own)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasurementRequest:
-    """What a benchmark must measure for its gates, in addition to what it always measures.
-
-    `tolerances` are slow-downs that the measurement should be able to detect, by kind of gate: they determine its
-    duration. `speedup` holds those that a variant must reach against the export; a speed-up of 10% is the slow-down
-    1 / 1.1 - 1.
-    """
-
-    throughput: Sequence[int] = ()
-    starts: bool = False
-    tolerances: Mapping[str, Sequence[float]] = field(default_factory=dict)
-
-
 def derive_measurement_request(gates: Iterable[Gate]) -> MeasurementRequest:
     """Return what a benchmark must measure for the gates."""
-    levels: set[int] = set()
-    starts = False
+    requests = [gate.request() for gate in gates]
     limits: dict[str, set[float]] = {}
-    for gate in gates:
-        if isinstance(gate, ThroughputGate):
-            levels.add(gate.concurrency)
-        starts = starts or isinstance(gate, ColdStartGate | MemoryGate)
-        if isinstance(gate, LatencyGate | ThroughputGate | ColdStartGate | MemoryGate) and gate.max_regression:
-            limits.setdefault(gate.kind, set()).add(gate.max_regression)
-        if isinstance(gate, LatencyGate) and gate.min_speedup:
-            limits.setdefault("speedup", set()).add(1 / (1 + gate.min_speedup) - 1)
+    for request in requests:
+        for kind, tolerances in request.tolerances.items():
+            limits.setdefault(kind, set()).update(tolerances)
     return MeasurementRequest(
-        throughput=tuple(sorted(levels)),
-        starts=starts,
+        throughput=tuple(sorted({level for request in requests for level in request.throughput})),
+        starts=any(request.starts for request in requests),
         tolerances={kind: tuple(sorted(values)) for kind, values in sorted(limits.items())},
     )
+
+
+def find_gate_kind(figure: str) -> str:
+    """Return the kind of gate that judges a metric of `PairedRatios`."""
+    return next((kind for kind, gate in GATES.items() if figure in gate.figures), "throughput")

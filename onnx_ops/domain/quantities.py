@@ -45,6 +45,20 @@ class OneOf:
     choices: Collection[str]
 
 
+class TaggedFamily:
+    """Base of dataclasses that the value of their key `kind` distinguishes: a union of the members of a table.
+
+    Readers of files and of JSON, and the schema, take a later entry of the table too.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def members(cls) -> Mapping[str, type]:
+        """Return the dataclasses by their `kind`."""
+        raise NotImplementedError
+
+
 NAME_PATTERN = "[a-z0-9][a-z0-9-]*"
 _NAME = Pattern(NAME_PATTERN, "a name: use lower-case letters, digits and hyphens, beginning with a letter or digit")
 

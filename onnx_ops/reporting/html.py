@@ -11,6 +11,7 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, digest_bytes, short_digest
 from onnx_ops.domain.decision import Decision, GateResult, Verdict, combine_verdicts
 from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios
+from onnx_ops.domain.gate import GATES
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.quantization import SearchRecord
 from onnx_ops.domain.release import BaseRelease, Choice, Lineage, Provenance, flatten_origins
@@ -37,16 +38,6 @@ from onnx_ops.statistics.latency import compare
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-
-_COUNTED = {
-    "parity": "rows",
-    "metric": "rows",
-    "throughput": "sessions",
-    "cold_start": "processes",
-    "memory": "processes",
-    "size": "model",
-}
-"""What n counts in results that are no ratio."""
 
 _MARKS = {Verdict.PASS: "✓", Verdict.INCONCLUSIVE: "?", Verdict.ERROR: "!", Verdict.FAIL: "✗"}
 
@@ -195,7 +186,12 @@ def _describe_samples(result: GateResult, evidence: Evidence | None) -> tuple[li
         return [f"{result.n} elements"], [NOTHING]
     if result.groups:
         return [f"{result.n} rows", f"{result.groups} groups"], [NOTHING]
-    return [f"{result.n} {_COUNTED.get(result.gate, '')}".strip()], [NOTHING]
+    return [f"{result.n} {_name_counted(result)}".strip()], [NOTHING]
+
+
+def _name_counted(result: GateResult) -> str:
+    """Return what n counts in a result that is no ratio; empty if the kind of gate does not say."""
+    return GATES[result.gate].counts if result.gate in GATES else ""
 
 
 def _describe_pairs(result: GateResult, comparison: LatencyComparison | PairedRatios) -> tuple[list[str], list[str]]:
@@ -206,7 +202,7 @@ def _describe_pairs(result: GateResult, comparison: LatencyComparison | PairedRa
         noise = [f"A/A ±{format_figure((interval.high - interval.low) / 2, '1')}"]
     else:
         noise = ["A/A not measured"]
-    count = [f"{result.n} {'process' if result.gate in ('cold_start', 'memory') else 'session'} pairs"]
+    count = [f"{result.n} {'process' if _name_counted(result) == 'processes' else 'session'} pairs"]
     if isinstance(comparison, LatencyComparison):
         noise.append(f"{share(comparison.preempted, comparison.runs)} preempted")
         count.append(f"{comparison.runs} runs")

@@ -16,8 +16,8 @@ from onnx_ops.domain.evidence import (
     LatencyComparison,
     PairedRatios,
     ParityMeasurement,
-    find_gate_kind,
 )
+from onnx_ops.domain.gate import find_gate_kind
 from onnx_ops.domain.quantization import SearchRecord, Trial
 from onnx_ops.domain.rollout_observations import EvidencePath
 from onnx_ops.reporting.formatting import Scale, format_figure, number, scale_for

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import assert_never
 
 from onnx_ops.domain.decision import Decision, GateResult, RankingMetrics, Verdict
 from onnx_ops.domain.evidence import (
@@ -18,34 +17,15 @@ from onnx_ops.domain.evidence import (
     ParityMeasurement,
     ThroughputMeasurement,
     WeightMeasurement,
-    find_gate_kind,
     throughput_metric_name,
 )
-from onnx_ops.domain.gate import (
-    ACCURACY,
-    ColdStartGate,
-    Gate,
-    LatencyGate,
-    MemoryGate,
-    MetricGate,
-    ParityGate,
-    SizeGate,
-    ThroughputGate,
-)
+from onnx_ops.domain.gate import ACCURACY, Gate, MetricGate, find_gate_kind
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.statistics.intervals import change_interval
 from onnx_ops.statistics.latency import compare, compare_quantile
-from onnx_ops.statistics.rules.common import join_lines
-from onnx_ops.statistics.rules.metric import judge_independence, judge_metric
-from onnx_ops.statistics.rules.parity import judge_parity
-from onnx_ops.statistics.rules.performance import (
-    judge_cold_start,
-    judge_latency,
-    judge_memory,
-    judge_provider,
-    judge_size,
-    judge_throughput,
-)
+from onnx_ops.statistics.rules.common import join_lines, judge_gate
+from onnx_ops.statistics.rules.metric import judge_independence
+from onnx_ops.statistics.rules.performance import judge_provider
 
 _RANKING_METRICS = 2
 """Schema of evidence that introduced ranking metrics in decisions; older evidence is judged without them."""
@@ -74,7 +54,7 @@ def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
         starts=evidence.starts if evidence.starts and _is_sound(evidence.starts) else None,
     )
     results = (
-        *(result for gate in gates for result in _apply_gate(gate, sound)),
+        *(result for gate in gates for result in judge_gate(gate, sound)),
         *judge_independence(gates, sound),
         *_find_non_finite(evidence),
         *judge_provider(evidence),
@@ -93,26 +73,6 @@ def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
         latency_ratio=ratio if math.isfinite(ratio) else None,
         standing=compute_ranking_metrics(gates, sound) if evidence.schema >= _RANKING_METRICS else None,
     )
-
-
-def _apply_gate(gate: Gate, evidence: Evidence) -> Iterator[GateResult]:
-    match gate:
-        case ParityGate():
-            return judge_parity(gate, evidence)
-        case MetricGate():
-            return judge_metric(gate, evidence)
-        case LatencyGate():
-            return judge_latency(gate, evidence)
-        case ThroughputGate():
-            return judge_throughput(gate, evidence)
-        case ColdStartGate():
-            return judge_cold_start(gate, evidence)
-        case MemoryGate():
-            return judge_memory(gate, evidence)
-        case SizeGate():
-            return judge_size(gate, evidence)
-        case _:
-            assert_never(gate)
 
 
 def _find_non_finite(evidence: Evidence) -> Iterator[GateResult]:

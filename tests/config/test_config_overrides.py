@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from onnx_ops.config.document import path_text
 from onnx_ops.config.substitution import parse_path
+from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.pipeline import FileData, Pipeline
 from tests.support.golden import Golden
 
@@ -26,7 +27,8 @@ def test_values_are_strict_yaml(load: Load) -> None:
     pipeline = load(overrides=overrides)
     assert pipeline.train is not None
     assert pipeline.train.with_ == {"epochs": 5, "lr": 0.001, "mode": "no"}
-    assert pipeline.gates[1].max_drop == 0.02  # type: ignore[union-attr]
+    assert isinstance(pipeline.gates[1], MetricGate)
+    assert pipeline.gates[1].max_drop == 0.02
     assert pipeline.deploy[0].rollout.steps == (0.5, 1.0)
     assert pipeline.export.dynamic == {"x": {0: "batch"}}
 

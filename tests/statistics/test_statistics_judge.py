@@ -26,6 +26,9 @@ from onnx_ops.domain.evidence import (
     WeightMeasurement,
 )
 from onnx_ops.domain.gate import (
+    GATES as GATE_KINDS,
+)
+from onnx_ops.domain.gate import (
     ColdStartGate,
     Gate,
     LatencyGate,
@@ -36,8 +39,14 @@ from onnx_ops.domain.gate import (
     ThroughputGate,
 )
 from onnx_ops.statistics.judge import judge
+from onnx_ops.statistics.rules.common import judge_gate
 from tests.support.evidence import CPU, CPU_FACTS, DIGEST, QUIET, make_evidence
 from tests.support.golden import Golden
+
+
+def test_judge_gate_has_a_rule_for_every_kind_of_the_table() -> None:
+    without = judge_gate.dispatch(Gate)
+    assert [kind for kind, gate in GATE_KINDS.items() if judge_gate.dispatch(gate) is without] == []
 
 
 def parity(ratio: float = 1.0, **change: Any) -> ParityMeasurement:

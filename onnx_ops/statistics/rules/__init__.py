@@ -1,1 +1,5 @@
-"""The rules of the gates, one module per kind."""
+"""The rules of the gates. Importing the package registers the rule of every kind with `common.judge_gate`."""
+
+from onnx_ops.statistics.rules import metric, parity, performance
+
+__all__ = ["metric", "parity", "performance"]

@@ -1,10 +1,20 @@
-"""Common parts of the rules: baseline, empty results, and formatting."""
+"""Common parts of the rules: their table, baseline, empty results, and formatting."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+
 from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.gate import Gate
 from onnx_ops.domain.pipeline import EXPORT
+
+
+@functools.singledispatch
+def judge_gate(gate: Gate, evidence: Evidence) -> Iterator[GateResult]:
+    """Yield the results of a gate, by the rule that is registered for its class."""
+    raise TypeError(f"no rule judges {type(gate).__name__}")
 
 
 def get_baseline(evidence: Evidence) -> str:

@@ -24,6 +24,7 @@ from onnx_ops.statistics.rules.common import (
     as_percent,
     as_signed_percent,
     get_baseline,
+    judge_gate,
     make_unlimited,
     make_unmeasured,
     name_baseline,
@@ -111,6 +112,7 @@ def list_limits(gate: MetricGate) -> Iterator[MetricLimit]:
             yield MetricLimit(kind=kind, value=value, plain=not gate.is_share)
 
 
+@judge_gate.register
 def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
     """Judge each limit against each model that it applies to.
 

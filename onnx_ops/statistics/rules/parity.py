@@ -16,7 +16,7 @@ from onnx_ops.domain.evidence import (
 )
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.statistics.parity import is_divergent
-from onnx_ops.statistics.rules.common import as_percent, join_lines, make_unmeasured
+from onnx_ops.statistics.rules.common import as_percent, join_lines, judge_gate, make_unmeasured
 
 COMPENSATED = 0.95
 """Squared error of a layer's answers over that of plain rounding, below which a weight was moved on purpose. GPTQ-like
@@ -41,6 +41,7 @@ _RARE = 0.01
 METRIC = "batch invariance"
 
 
+@judge_gate.register
 def judge_parity(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
     """Judge a float variant by outputs, a quantized one by export and weights."""
     if not evidence.quantized:

@@ -27,6 +27,7 @@ from onnx_ops.statistics.rules.common import (
     as_percent,
     as_size,
     get_baseline,
+    judge_gate,
     make_unlimited,
     make_unmeasured,
     name_baseline,
@@ -136,6 +137,7 @@ def _judge_regression(gate: str, figure: str, max_regression: float | None, evid
         yield make_unmeasured(gate, metric, f"≤ {1 + max_regression:.4g}x")
 
 
+@judge_gate.register
 def judge_latency(gate: LatencyGate, evidence: Evidence) -> Iterator[GateResult]:
     """Judge the ratio to the baseline, the speed-up, and absolute quantiles."""
     yield from _judge_regression("latency", "ratio", gate.max_regression, evidence)
@@ -171,6 +173,7 @@ def judge_latency(gate: LatencyGate, evidence: Evidence) -> Iterator[GateResult]
         yield make_unlimited("latency", "")
 
 
+@judge_gate.register
 def judge_throughput(gate: ThroughputGate, evidence: Evidence) -> Iterator[GateResult]:
     """Judge throughput as time per request, so that more is worse."""
     figure = throughput_metric_name(gate.concurrency)
@@ -201,6 +204,7 @@ def _rate(per_second: float) -> str:
     return f"{per_second:.4g} req/s"
 
 
+@judge_gate.register
 def judge_cold_start(gate: ColdStartGate, evidence: Evidence) -> Iterator[GateResult]:
     """Judge load time and time to the first inference of fresh processes."""
     for figure in ("load", "first"):
@@ -216,6 +220,7 @@ def judge_cold_start(gate: ColdStartGate, evidence: Evidence) -> Iterator[GateRe
         yield make_unlimited("cold_start", "")
 
 
+@judge_gate.register
 def judge_memory(gate: MemoryGate, evidence: Evidence) -> Iterator[GateResult]:
     """Judge peak memory, which other load on the machine does not affect."""
     yield from _judge_regression("memory", "peak", gate.max_regression, evidence)
@@ -244,6 +249,7 @@ def _judge_median(
     )
 
 
+@judge_gate.register
 def judge_size(gate: SizeGate, evidence: Evidence) -> Iterator[GateResult]:
     """Judge the bytes on disk."""
     limit = f"≤ {as_size(gate.max)}"
