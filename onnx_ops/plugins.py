@@ -10,10 +10,13 @@ from collections.abc import Collection, Iterable, Mapping
 from importlib import metadata
 from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError, entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onnx_ops.domain.execution import Environment
 from onnx_ops.errors import MissingPackageError, NotFoundError, UserError, suggest
+
+if TYPE_CHECKING:
+    from onnx_ops.ports.plugin import Plugin
 
 KINDS = {
     "exporters": "Exporter",
@@ -207,9 +210,9 @@ def absent(distributions: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in dict.fromkeys(distributions) if version(name) == MISSING)
 
 
-def tools(plugin: object) -> tuple[str, ...]:
-    """Return the distributions that a plugin declares in `tools`."""
-    return (*getattr(plugin, "tools", ()), *getattr(plugin, "converters", ()))
+def tools(plugin: Plugin) -> tuple[str, ...]:
+    """Return the distributions that a plugin needs."""
+    return (*plugin.tools, *plugin.converters)
 
 
 def missing_package(*packages: str, where: str, why: str = "") -> MissingPackageError:
@@ -252,14 +255,14 @@ def install_hint(*packages: str) -> str:
     return f"Install {'it' if len(packages) == 1 else 'them'} with: pip install {' '.join(words)}"
 
 
-def select_environment(plugin: object, env: Environment | None) -> Environment | None:
+def select_environment(plugin: Plugin, env: Environment | None) -> Environment | None:
     """Return the environment to run an exporter or optimizer in; None for this installation.
 
     Raises:
         UserError: `env` requests packages in this installation, which stages never change, or an environment without
             requirements.
     """
-    own: tuple[str, ...] = getattr(plugin, "requirements", ())
+    own = plugin.requirements
     if env is not None and not env.isolated:
         if env.requirements or env.python:
             raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from onnx_ops import plugins
+from onnx_ops import plugins, ports
 from onnx_ops.errors import MissingPackageError, NotFoundError, UserError
 from tests.support.extras import hide
 
@@ -176,3 +177,24 @@ def test_libraries_of_cuda_are_loaded_for_providers_of_nvidia_alone(capsys: pyte
     plugins.load_cuda(ort, ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"])
     assert calls == ["quiet 4", "preload"]
     assert capsys.readouterr().out == ""
+
+
+class SilentPlugin(ports.Plugin):
+    """A plug-in that overrides no attribute."""
+
+
+def test_attributes_of_a_plugin_have_defaults() -> None:
+    assert plugins.tools(SilentPlugin()) == ()
+    assert plugins.select_environment(SilentPlugin(), None) is None
+
+
+@pytest.mark.parametrize("kind", plugins.KINDS)
+def test_base_class_of_each_kind_has_the_attributes_of_plugins(kind: str) -> None:
+    assert issubclass(getattr(ports, plugins.KINDS[kind]), ports.Plugin)
+
+
+def test_no_module_asks_whether_a_plugin_has_an_attribute() -> None:
+    names = {name for base in (ports.Plugin, ports.Exporter, ports.Optimizer) for name in base.__annotations__}
+    pattern = re.compile(rf"\b(?:getattr|hasattr)\([^()]*\"(?:{'|'.join(sorted(names))})\"")
+    folder = Path(plugins.__file__).parent
+    assert [str(path) for path in folder.rglob("*.py") if pattern.search(path.read_text(encoding="utf-8"))] == []

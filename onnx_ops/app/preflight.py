@@ -202,7 +202,7 @@ class Preflight:
 
         export, scored = self.draft.export, self._scored
         plugin = self._plugin("exporters", export.framework) if export else None
-        if export is None or plugin is None or not hasattr(plugin, "options"):
+        if export is None or plugin is None or plugin.options is None:
             return
         inputs = {**scored.dataset.inputs, **scored.dataset.values} if scored else {}
         if scored is None:
@@ -222,7 +222,7 @@ class Preflight:
 
         for loc, entry in self.draft.quantize:
             plugin = self._plugin("optimizers", entry.method)
-            if hasattr(plugin, "options") and not find_type_conflict(entry.options):
+            if plugin is not None and plugin.options is not None and not find_type_conflict(entry.options):
                 yield from check_plugin_settings(
                     (*loc, "options"), functools.partial(read_options, entry, plugin.options)
                 )

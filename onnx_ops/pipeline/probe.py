@@ -46,7 +46,7 @@ class ProjectProbe:
         if (offered := plugins.distribution(kind, name)) is not None:
             versions[offered] = plugins.version(offered)
         plugin = plugins.load(kind, name)
-        shaping = tuple(getattr(plugin, "tools", (name,) if kind == "runtimes" else ()))
+        shaping = plugin.tools
         if kind == "runtimes":
             # For a runtime in a separate environment, the target's digest covers its build.
             return versions | ({} if env is not None and env.isolated else _versions(shaping))
@@ -55,7 +55,7 @@ class ProjectProbe:
                 "python": wanted.python or versions["python"],
                 REQUIREMENTS: ", ".join(wanted.requirements),
             }
-        return versions | _versions(shaping if trains else (*shaping, *getattr(plugin, "converters", ())))
+        return versions | _versions(shaping if trains else (*shaping, *plugin.converters))
 
     def inline_files(self, entry: Quantize) -> Quantize:
         """Return the entry with the content of the files that its optimizer reads."""

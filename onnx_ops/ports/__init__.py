@@ -14,6 +14,7 @@ from onnx_ops.ports.export import Tree as Tree
 from onnx_ops.ports.export import TreeExporter as TreeExporter
 from onnx_ops.ports.optimize import Optimizer as Optimizer
 from onnx_ops.ports.optimize import OptimizeRequest as OptimizeRequest
+from onnx_ops.ports.plugin import Plugin as Plugin
 from onnx_ops.ports.release import EndpointProvider as EndpointProvider
 from onnx_ops.ports.release import Ledger as Ledger
 from onnx_ops.ports.release import MetricsSource as MetricsSource

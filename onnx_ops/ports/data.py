@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.pipeline import DataSection
 from onnx_ops.domain.row_axes import count_common_rows
 from onnx_ops.errors import MissingPackageError, UserError
+from onnx_ops.ports.plugin import Plugin
 
 if TYPE_CHECKING:
     import numpy as np
@@ -110,7 +111,7 @@ def frame_of(inputs: Tensors) -> Any:
     return pandas.DataFrame({name: array.reshape(-1) for name, array in inputs.items()})
 
 
-class DataSource(ABC):
+class DataSource(Plugin):
     """Loads a data set."""
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import CustomOps
 from onnx_ops.ports.data import Array, Dataset, Tensors
+from onnx_ops.ports.plugin import Plugin
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,17 +44,11 @@ class ExportRequest:
         return chosen
 
 
-class Exporter(ABC):
+class Exporter(Plugin):
     """Turns a framework's model into an ONNX file and runs the original for comparison."""
 
-    tools: tuple[str, ...]
-    """Distributions whose versions shape the trained model and its answers."""
-
-    converters: tuple[str, ...] = ()
-    """Further distributions, which shape the export only."""
-
-    requirements: tuple[str, ...] = ()
-    """Packages of the isolated environment that the exporter runs in by default; none for this installation."""
+    options: tuple[str, ...] | None = None
+    """Names of the keys of `export.options` that it takes. `check` refuses others; with None, only the export does."""
 
     @abstractmethod
     def save(self, model: object, folder: Path) -> None:

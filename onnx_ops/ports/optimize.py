@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Tensors
+from onnx_ops.ports.plugin import Plugin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,16 +31,19 @@ class OptimizeRequest:
     values: Tensors = field(default_factory=dict)
 
 
-class Optimizer(ABC):
-    """Derives one ONNX file from another.
+class Optimizer(Plugin):
+    """Derives one ONNX file from another."""
 
-    `quantized`: the variant differs from its source by design, so that its weights and a task metric are judged,
-    not its distance from the source.
-    """
+    quantized: bool = False
+    """Whether the variant differs from its source by design, so that its weights and a task metric are judged, not its
+    distance from the source."""
 
-    tools: tuple[str, ...]
-    quantized: bool
     needs_calibration: bool = False
+    """Whether `calibrate` is required."""
+
+    options: type | None = None
+    """Dataclass of the keys of `options` in an entry of `quantize`. `check` refuses others; None: only the optimizer
+    checks them."""
 
     @abstractmethod
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:

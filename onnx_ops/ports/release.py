@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from onnx_ops.errors import OnnxOpsError
+from onnx_ops.ports.plugin import Plugin
 
 if TYPE_CHECKING:  # a process that only runs models imports this module too
     from onnx_ops.domain.artifact import Digest, Manifest, StoredObject
@@ -137,10 +138,10 @@ class Ledger(Protocol):
         """
 
 
-class EndpointProvider(ABC):
+class EndpointProvider(Plugin):
     """Brings endpoints to their desired state."""
 
-    def sign_with(self, signer: Callable[[], Signer | None]) -> None:  # noqa: B027 (most providers need none)
+    def sign_with(self, signer: Callable[[], Signer | None]) -> None:
         """Take the signer of the release key, for a provider whose servers believe signatures only."""
 
     @abstractmethod
@@ -167,7 +168,7 @@ class EndpointProvider(ABC):
     def place(self, config: EndpointConfig) -> str:
         """Return the endpoint's location, for people, without network. Configs of one place are the same endpoint."""
 
-    def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:  # noqa: B027 (accepts all)
+    def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
         """Validate a change of the settings of an existing endpoint that stays in its place.
 
         Raises:
@@ -207,9 +208,7 @@ class EndpointProvider(ABC):
             ServiceUnavailableError: the endpoint could not be reached or started.
         """
 
-    def confirm_rollout(  # noqa: B027 (most providers keep a candidate's traffic without it)
-        self, config: EndpointConfig
-    ) -> None:
+    def confirm_rollout(self, config: EndpointConfig) -> None:
         """Let a candidate keep its traffic: a reconciliation has looked at the rollout, and continues it.
 
         Raises:
@@ -238,9 +237,7 @@ class EndpointProvider(ABC):
         """
         return ()
 
-    def forget_server(  # noqa: B027 (without servers that report there is nothing to do)
-        self, config: EndpointConfig, name: str
-    ) -> None:
+    def forget_server(self, config: EndpointConfig, name: str) -> None:
         """Wait no more for a server that `list_servers` returned. One that reports again counts again."""
 
     @abstractmethod
@@ -255,9 +252,7 @@ class EndpointProvider(ABC):
         """
         return ()
 
-    def delete_orphan(  # noqa: B027 (without orphans there is nothing to do)
-        self, config: EndpointConfig, orphan: OrphanedResource
-    ) -> None:
+    def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
         """Delete an orphaned resource. No error if it is gone.
 
         Raises:
@@ -297,7 +292,7 @@ class EndpointProvider(ABC):
         return None
 
 
-class MetricsSource(ABC):
+class MetricsSource(Plugin):
     """Counts of an endpoint's requests, from the server itself or a metrics service.
 
     A source only reads. It can lag by a minute, as cloud metrics do; every reading then has the same lag for all
@@ -359,7 +354,7 @@ class ModelFiles(Protocol):
         """Remove a folder; no error if it does not exist."""
 
 
-class Notifier(ABC):
+class Notifier(Plugin):
     """A service that delivers messages to people: a chat, an issue tracker, a mailbox.
 
     Its exceptions never contain a secret, be it a token or an address.

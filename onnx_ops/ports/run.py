@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.ports.data import DataSource, ModelSource
 from onnx_ops.ports.export import Exporter
 from onnx_ops.ports.optimize import Optimizer
+from onnx_ops.ports.plugin import Plugin
 from onnx_ops.ports.release import EndpointProvider, Ledger, MetricsSource, ModelFiles, Notifier, Registry
 from onnx_ops.ports.runtime import Runtime
 from onnx_ops.ports.store import Signer, StageJournal, Store, Verifier
@@ -165,7 +166,7 @@ class PoolStatus:
         return tuple(worker for worker in self.workers if not worker.kinds or kind in worker.kinds)
 
 
-class Pools(ABC):
+class Pools(Plugin):
     """Remote machines, reached through pools of workers."""
 
     @abstractmethod

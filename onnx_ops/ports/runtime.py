@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.target import Diagnosis, HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.ports.plugin import Plugin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,7 @@ class StartSamples:
     peak_bytes: Array
 
 
-class Runtime(ABC):
+class Runtime(Plugin):
     """Runs ONNX files on one kind of target.
 
     A runtime in another process raises StageError from every method if that process ended or did not answer in time,

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from onnx_ops import codec
 from onnx_ops.adapters.isolation.crash_guard import DEFAULT_TIMEOUT_S, ProcessCrashError, prepare, run_guarded
@@ -60,7 +60,7 @@ def _place(method: Callable[..., Any]) -> Any:
 class TargetedRuntime(Runtime):
     """Runs ONNX Runtime where each target places it."""
 
-    tools: ClassVar[tuple[str, ...]] = ("onnxruntime",)
+    tools = ("onnxruntime",)
 
     here: OnnxRuntime = field(default_factory=OnnxRuntime)
     folder: Path | None = None

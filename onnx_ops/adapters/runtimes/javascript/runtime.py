@@ -57,8 +57,6 @@ class NodeRuntime(Runtime):
     """
 
     kind: ClassVar[str] = "node"
-    tools: ClassVar[tuple[str, ...]] = ()
-
     folder: Path | None = None
     """Folder of packages; a temporary one by default."""
 
