@@ -35,6 +35,7 @@ from onnx_ops.reporting.structure import structure_entries
 from onnx_ops.reporting.svg import STYLE
 from onnx_ops.statistics.choice import estimate_prospects
 from onnx_ops.statistics.latency import compare
+from onnx_ops.statistics.rules.parity_rules import EXPORT_OUTPUTS, OUTPUTS, WEIGHTS
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -182,7 +183,7 @@ def _describe_samples(result: GateResult, evidence: Evidence | None) -> tuple[li
         latency = None if evidence is None else evidence.latency
         noise = [NOTHING if latency is None else f"{share(latency.preempted, latency.runs)} preempted"]
         return [f"{result.n} session pairs"] if result.unit == "x" else [f"{result.n} runs", "1 session"], noise
-    if result.gate == "parity" and result.metric == "weights":
+    if result.gate == "parity" and result.metric == WEIGHTS.metric:
         return [f"{result.n} elements"], [NOTHING]
     if result.groups:
         return [f"{result.n} rows", f"{result.groups} groups"], [NOTHING]
@@ -242,7 +243,11 @@ def _plot_target(
         latency_figure(target, [e for e, _ in here]),
         *(ratio_figure(e, comparison, decision) for e, decision in here for comparison in e.comparisons),
         *(ratio_figure(e, ratio, decision) for e, decision in here for ratio in e.ratios),
-        *(parity_figure(f"{e.variant} on {target}", e.parity, decision, "outputs") for e, decision in here if e.parity),
+        *(
+            parity_figure(f"{e.variant} on {target}", e.parity, decision, OUTPUTS.metric)
+            for e, decision in here
+            if e.parity
+        ),
         *_plot_exports(here),
         *(weights_figure(e.variant, e, decision) for e, decision in here),
     ]
@@ -255,7 +260,9 @@ def _plot_exports(entries: Sequence[tuple[Evidence, Decision | None]]) -> Iterat
     for e, decision in entries:
         if e.quantized and e.export_parity and e.export_parity not in seen:
             seen.append(e.export_parity)
-            yield parity_figure("the export behind the quantized variants", e.export_parity, decision, "export")
+            yield parity_figure(
+                "the export behind the quantized variants", e.export_parity, decision, EXPORT_OUTPUTS.metric
+            )
 
 
 def _describe_conditions(e: Evidence, digest: Digest) -> dict[str, str]:

@@ -24,6 +24,7 @@ from onnx_ops.reporting.formatting import Scale, format_figure, number, scale_fo
 from onnx_ops.reporting.metrics import Measured, headline, median_latency, task_metric
 from onnx_ops.reporting.svg import Axis, Chart, axis_around, make_standalone, room_for
 from onnx_ops.statistics.latency import ALPHA, compare
+from onnx_ops.statistics.rules.parity_rules import WEIGHTS
 from onnx_ops.statistics.rules.performance import PROCESS_FIGURES
 
 SERIES = 6
@@ -157,7 +158,7 @@ def weights_figure(what: str, evidence: Evidence, decision: Decision | None) -> 
     known = sorted((w for w in evidence.weights if math.isfinite(w.steps)), key=lambda w: (-w.steps, w.tensor))
     if not known:
         return None
-    limit = limit_of(decision, "parity", "weights")
+    limit = limit_of(decision, "parity", WEIGHTS.metric)
     rows = []
     for w in known[:_ROWS]:
         steps = number(w.steps) if w.steps < _CLIPPED else ">1e6"

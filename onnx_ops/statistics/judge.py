@@ -25,6 +25,7 @@ from onnx_ops.statistics.intervals import change_interval
 from onnx_ops.statistics.latency import compare, compare_quantile
 from onnx_ops.statistics.rules.common import join_lines, judge_gate
 from onnx_ops.statistics.rules.metric import judge_independence
+from onnx_ops.statistics.rules.parity_rules import ACTIVATIONS, EXPORT_OUTPUTS, OUTPUTS, WEIGHTS
 from onnx_ops.statistics.rules.performance import judge_provider
 
 _RANKING_METRICS = 2
@@ -77,13 +78,13 @@ def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
 
 def _find_non_finite(evidence: Evidence) -> Iterator[GateResult]:
     """Yield one ERROR for each kind of measurement with NaN or infinity, whether or not a gate needs it."""
-    for name, measurements in (("outputs", evidence.parity), ("export", evidence.export_parity)):
+    for name, measurements in ((OUTPUTS.metric, evidence.parity), (EXPORT_OUTPUTS.metric, evidence.export_parity)):
         for m in sorted((m for m in measurements if not _is_sound(m)), key=lambda m: (m.output, m.group))[:1]:
             yield _make_error("parity", f"output {m.output!r}, inputs {m.group!r}: a value is not a number", name)
     if bad := sorted(w.tensor for w in evidence.weights if not _is_sound(w)):
-        yield _make_error("parity", f"weight {bad[0]!r}: its error is not a number", "weights")
+        yield _make_error("parity", f"weight {bad[0]!r}: its error is not a number", WEIGHTS.metric)
     if bad_activations := sorted(a.tensor for a in evidence.activations if not _is_sound(a)):
-        yield _make_error("parity", f"activation {bad_activations[0]!r}: a value is not a number", "activations")
+        yield _make_error("parity", f"activation {bad_activations[0]!r}: a value is not a number", ACTIVATIONS.metric)
     if against := sorted(c.against for c in evidence.comparisons if not _is_sound(c)):
         yield _make_error("latency", f"a ratio against {against[0]} is not a number", f"ratio vs {against[0]}")
     if evidence.latency and not all(map(math.isfinite, evidence.latency.quantiles_ns.values())):

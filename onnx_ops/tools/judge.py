@@ -20,6 +20,7 @@ from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Runtime
 from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.rules.common import join_lines
+from onnx_ops.statistics.rules.parity_rules import INT8_COVERAGE
 from onnx_ops.statistics.rules.performance import PROCESS_FIGURES
 from onnx_ops.tools.bench import (
     A,
@@ -189,7 +190,7 @@ def _judge_answers(
         evidence = replace(
             make_evidence(runtime, target, request.candidate), quantized=True, coverage=examined.coverage
         )
-        results += [r for r in judge((ParityGate(),), evidence).results if r.metric == "int8 coverage"]
+        results += [r for r in judge((ParityGate(),), evidence).results if r.metric == INT8_COVERAGE.metric]
         if request.kind.candidate.precision == "float16":
             results.append(judge_within_noise(request, runtime, target, "float16"))
     elif request.kind.baseline.precision != "float32":

@@ -29,6 +29,7 @@ from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.output_columns import WHOLE, Rounding
 from onnx_ops.statistics.parity import measure_output
 from onnx_ops.statistics.rules.parity import is_compensating
+from onnx_ops.statistics.rules.parity_rules import CLIPPING, EXPORT_OUTPUTS, SATURATION, WEIGHTS
 from onnx_ops.tools.bench import (
     make_evidence,
 )
@@ -48,7 +49,7 @@ _LARGE_ROW = 1 << 14
 _NAMED = 3
 """Weights that a note names."""
 
-_NEEDS_REAL_ROWS = frozenset({"saturation", "clipping"})
+_NEEDS_REAL_ROWS = frozenset({SATURATION.metric, CLIPPING.metric})
 """Activation metrics that need rows like those of use."""
 
 
@@ -183,9 +184,11 @@ def judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[Ga
         weights=weights,
         activations=activations,
     )
-    excluded = {"export"} if request.dataset is not None else {"export", *_NEEDS_REAL_ROWS}
+    excluded = {EXPORT_OUTPUTS.metric}
+    if request.dataset is None:
+        excluded |= _NEEDS_REAL_ROWS
     if not weights:
-        excluded.add("weights")
+        excluded.add(WEIGHTS.metric)
     for result in judge((ParityGate(),), evidence).results:
         if result.gate == "parity" and result.metric not in excluded:
             yield result

@@ -44,7 +44,8 @@ from onnx_ops.pipeline.stages import validate
 from onnx_ops.ports import Context, Dataset, Exporter, ExportRequest, Tensors, Tracer
 from onnx_ops.ports.data import Array
 from onnx_ops.statistics.output_columns import WHOLE, measure_columns
-from onnx_ops.statistics.rules.parity import METRIC, judge_parity
+from onnx_ops.statistics.rules.parity import judge_parity
+from onnx_ops.statistics.rules.parity_rules import BATCH_INVARIANCE
 from onnx_ops.testing.fakes import FakeWorld
 from onnx_ops.testing.models import rows, write_perceptron
 from tests.support.golden import Golden
@@ -267,7 +268,7 @@ def measured(project: Project, variant: str, first: int = 0) -> tuple[BatchInvar
 
 def judged(found: tuple[BatchInvariance, ...]) -> GateResult:
     results = judge_parity(ParityGate(), evidence(quantized=True, batch_invariance=found))
-    return next(result for result in results if result.metric == METRIC)
+    return next(result for result in results if result.metric == BATCH_INVARIANCE.metric)
 
 
 @pytest.mark.sweep

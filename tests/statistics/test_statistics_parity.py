@@ -32,7 +32,8 @@ from onnx_ops.statistics.parity import (
 )
 from onnx_ops.statistics.quantization import compute_weight_error
 from onnx_ops.statistics.ranking_ties import is_ranked_by_scores
-from onnx_ops.statistics.rules.parity import METRIC, judge_invariance, judge_parity
+from onnx_ops.statistics.rules.parity import judge_invariance, judge_parity
+from onnx_ops.statistics.rules.parity_rules import BATCH_INVARIANCE
 from tests.support.evidence import make_evidence
 from tests.support.golden import Golden
 
@@ -629,7 +630,12 @@ def test_nothing_measured_says_nothing() -> None:
 
 def test_dependence_is_told_and_never_enters_a_verdict(golden: Golden) -> None:
     (result,) = invariance_results(measured_in_batches(1.0), measured_in_batches(4e4, output="z"))
-    assert (result.gate, result.metric, result.verdict, result.advisory) == ("parity", METRIC, Verdict.FAIL, True)
+    assert (result.gate, result.metric, result.verdict, result.advisory) == (
+        "parity",
+        BATCH_INVARIANCE.metric,
+        Verdict.FAIL,
+        True,
+    )
     golden("reasons", result.reason)
     assert Decision(variant="v", target="t", results=(result,)).verdict is Verdict.INCONCLUSIVE
 

@@ -182,10 +182,10 @@ def test_the_report_lists_all_of_it_and_nothing_that_is_not_there(golden: Golden
 
 def test_inputs_without_effect_are_one_advisory_line_that_passes() -> None:
     evidence = replace(FLOAT, unused_inputs=("item", "age", "city", "plan"))
-    (result,) = (one for one in judge_source(evidence) if one.metric == "unused inputs")
+    (result,) = (one for one in judge_source(ParityGate(), evidence) if one.metric == "unused inputs")
     assert (result.advisory, result.verdict) == (True, Verdict.PASS)
     assert "item, age, city and 1 more" in result.reason
-    assert not [one for one in judge_source(FLOAT) if one.metric == "unused inputs"]
+    assert not [one for one in judge_source(ParityGate(), FLOAT) if one.metric == "unused inputs"]
 
 
 def test_ranges_that_are_too_narrow_or_too_wide_fail() -> None:

@@ -20,7 +20,7 @@ from onnx_ops.ports import Context
 from onnx_ops.statistics.choice import choose_scheduling
 from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.rules.metric import explain_unscored
-from onnx_ops.statistics.rules.parity import METRIC as BATCH_INVARIANCE
+from onnx_ops.statistics.rules.parity_rules import BATCH_INVARIANCE
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
@@ -39,7 +39,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
     }
     signer = context.signer()
     if settings["model"] and signer is not None:
-        invariance = [result.verdict for result in decision.results if result.metric == BATCH_INVARIANCE]
+        invariance = [result.verdict for result in decision.results if result.metric == BATCH_INVARIANCE.metric]
         independent = bool(invariance) and combine_verdicts(invariance) is Verdict.PASS
         threads, batchable = choose_scheduling(evidence.scheduling, independent=independent)
         now = context.clock.now()

@@ -16,7 +16,25 @@ from onnx_ops.domain.evidence import (
 )
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.statistics.parity import is_divergent
-from onnx_ops.statistics.rules.common import as_percent, join_lines, judge_gate, make_unmeasured
+from onnx_ops.statistics.rules.common import as_percent, join_lines, judge_gate
+from onnx_ops.statistics.rules.parity_rules import (
+    ACTIVATIONS,
+    BATCH_INVARIANCE,
+    CLIPPING,
+    EXPORT_OUTPUTS,
+    EXPORT_OUTSIDE,
+    INT8_COVERAGE,
+    NAN,
+    OUTPUTS,
+    OUTPUTS_OUTSIDE,
+    RANGES,
+    ROWS,
+    SATURATION,
+    TREES,
+    UNUSED_INPUTS,
+    WEIGHTS,
+    ParityRule,
+)
 
 COMPENSATED = 0.95
 """Squared error of a layer's answers over that of plain rounding, below which a weight was moved on purpose. GPTQ-like
@@ -38,65 +56,57 @@ _NAMED = 3
 _RARE = 0.01
 """Share of rows whose difference the advice on a slow source is about."""
 
-METRIC = "batch invariance"
-
 
 @judge_gate.register
 def judge_parity(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
     """Judge a float variant by outputs, a quantized one by export and weights."""
     if not evidence.quantized:
-        yield from _judge_outputs("outputs", gate, evidence.parity, evidence.divergence)
+        yield from _judge_outputs(OUTPUTS, OUTPUTS_OUTSIDE, gate, evidence.parity, evidence.divergence)
     else:
-        yield from _judge_outputs("export", gate, evidence.export_parity, evidence.divergence)
+        yield from _judge_outputs(EXPORT_OUTPUTS, EXPORT_OUTSIDE, gate, evidence.export_parity, evidence.divergence)
         yield _judge_weights(gate, evidence)
         yield from judge_activations(gate, evidence)
-    yield from judge_trees(evidence)
-    yield from judge_coverage(evidence)
-    yield from judge_source(evidence)
+    yield from judge_trees(gate, evidence)
+    yield from judge_coverage(gate, evidence)
+    yield from judge_source(gate, evidence)
     yield from judge_invariance(gate, evidence)
 
 
 def _judge_outputs(
-    metric: str, gate: ParityGate, measurements: Sequence[ParityMeasurement], divergence: Divergence | None
+    rule: ParityRule,
+    rule_outside: ParityRule,
+    gate: ParityGate,
+    measurements: Sequence[ParityMeasurement],
+    divergence: Divergence | None,
 ) -> Iterator[GateResult]:
     """Yield the verdict on inputs that callers can send, and one advisory line if others differ."""
     binding = [m for m in measurements if gate.rule(m.group, inside=m.inside) == "fail"]
     outside = [m for m in measurements if gate.rule(m.group, inside=m.inside) == "advise"]
-    yield _verdict(metric, gate, binding, divergence)
+    yield _verdict(rule, gate, binding, divergence)
     if differing := [m for m in outside if m.mismatch or m.ratio > gate.noise_factor]:
         worst = max(differing, key=_rank_badness)
         groups = ", ".join(sorted({m.group for m in differing}))
-        yield _make_result(
-            f"{metric} outside the domain",
+        yield rule_outside.make_result(
+            gate,
             f"differs on inputs outside the domain: {groups}; {_describe(worst)}; "
             f"`groups: {{{worst.group.partition(':')[0]}: fail}}` makes the gate refuse it",
-            limit=_limit(gate),
             estimate=None if worst.mismatch else worst.ratio,
-            bound=gate.noise_factor,
             n=sum(m.rows for m in outside if m.output == worst.output),
-            advisory=True,
         )
 
 
 def _verdict(
-    metric: str, gate: ParityGate, measurements: Sequence[ParityMeasurement], divergence: Divergence | None
+    rule: ParityRule, gate: ParityGate, measurements: Sequence[ParityMeasurement], divergence: Divergence | None
 ) -> GateResult:
     if not any(m.rows > 0 or m.mismatch for m in measurements):
-        return make_unmeasured("parity", metric, _limit(gate))
+        return rule.make_unmeasured(gate)
     worst = max(measurements, key=_rank_badness)
     rows = sum(m.rows for m in measurements if m.output == worst.output)
     reason = _describe(worst) + _describe_limit(worst, gate) + f", {rows} rows" + _describe_explained(measurements)
     if is_divergent(worst, gate.noise_factor):
         reason += f"; for example {worst.example}" if worst.example else ""
         reason += _describe_divergence(divergence)
-    return _make_result(
-        metric,
-        reason,
-        limit=_limit(gate),
-        estimate=None if worst.mismatch else worst.ratio,
-        bound=gate.noise_factor,
-        n=rows,
-    )
+    return rule.make_result(gate, reason, estimate=None if worst.mismatch else worst.ratio, n=rows)
 
 
 def _describe_limit(m: ParityMeasurement, gate: ParityGate) -> str:
@@ -127,10 +137,6 @@ def _describe_divergence(divergence: Divergence | None) -> str:
     return f"; first diverging node: {join_lines(f'{divergence.node} ({divergence.op_type}){module}')}"
 
 
-def _limit(gate: ParityGate) -> str:
-    return f"error ≤ {gate.noise_factor:.4g}x noise"
-
-
 def _rank_badness(m: ParityMeasurement) -> tuple[bool, float, float, str, str]:
     return bool(m.mismatch), m.ratio, m.error, m.output, m.group
 
@@ -149,9 +155,8 @@ def _describe(m: ParityMeasurement) -> str:
 
 
 def _judge_weights(gate: ParityGate, evidence: Evidence) -> GateResult:
-    limit = f"≤ {gate.weight_steps:.4g} steps"
     if not any(w.elements > 0 for w in evidence.weights):
-        return make_unmeasured("parity", "weights", limit)
+        return WEIGHTS.make_unmeasured(gate)
     worst = max(evidence.weights, key=lambda w: (not _is_rounded(w, gate), w.steps, w.tensor))
     answers = ""
     if worst.steps > gate.weight_steps and worst.output_error is not None:
@@ -161,15 +166,12 @@ def _judge_weights(gate: ParityGate, evidence: Evidence) -> GateResult:
         if not _is_rounded(worst, gate):
             steps, error = NEARLY_ROUNDED
             answers += f" (accepted: {COMPENSATED}x at {FURTHEST:g} steps, {error}x at {steps} steps)"
-    return _make_result(
-        "weights",
+    return WEIGHTS.make_result(
+        gate,
         f"weight {worst.tensor!r} is {worst.steps:.3g} quantization steps from its original, "
         f"limit {gate.weight_steps:.4g}{answers}, {len(evidence.weights)} weights",
         passes=_is_rounded(worst, gate),
-        limit=limit,
         estimate=worst.steps,
-        bound=gate.weight_steps,
-        unit="steps",
         n=sum(w.elements for w in evidence.weights),
     )
 
@@ -191,7 +193,7 @@ def is_compensating(weight: WeightMeasurement) -> bool:
     return moved and (weight.bias or weight.steps <= FURTHEST)
 
 
-def judge_trees(evidence: Evidence) -> Iterator[GateResult]:
+def judge_trees(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
     """Judge the trees, if the model has any and the source shows them."""
     trees = evidence.trees
     if trees is None:
@@ -203,13 +205,10 @@ def judge_trees(evidence: Evidence) -> Iterator[GateResult]:
         shown = "; ".join(trees.differences[:_NAMED])
         more = f" and {trees.changed - _NAMED} more" if rest > 0 or len(trees.differences) > _NAMED else ""
         reason = f"{trees.changed} of {counted} differ from the source's: {shown}{more}"
-    yield _make_result(
-        "trees",
+    yield TREES.make_result(
+        gate,
         join_lines(reason),
-        limit="0 changed",
         estimate=float(trees.changed),
-        bound=0.0,
-        unit="nodes",
         n=trees.splits + trees.leaves,
     )
 
@@ -227,13 +226,11 @@ def judge_activations(gate: ParityGate, evidence: Evidence) -> Iterator[GateResu
 
 def _judge_noise(gate: ParityGate, measured: Sequence[ActivationMeasurement]) -> GateResult:
     worst = max(measured, key=lambda a: (a.noise, a.tensor))
-    return _make_result(
-        "activations",
+    return ACTIVATIONS.make_result(
+        gate,
         f"activation {worst.tensor!r} is read back up to {worst.noise:.3g}x step/√12 from what was written, "
         f"limit {gate.activation_noise:.4g}x, {len(measured)} activations",
-        limit=f"≤ {gate.activation_noise:.4g}x rounding",
         estimate=worst.noise,
-        bound=gate.activation_noise,
         n=sum(a.values for a in measured),
     )
 
@@ -243,14 +240,11 @@ def _judge_saturation(gate: ParityGate, measured: Sequence[ActivationMeasurement
     note = ""
     if SATURATION_WARNING < worst.saturated <= gate.saturation:
         note = f"; more than {as_percent(SATURATION_WARNING)} is suspicious: calibrate with more rows"
-    return _make_result(
-        "saturation",
+    return SATURATION.make_result(
+        gate,
         f"{as_percent(worst.saturated)} of activation {worst.tensor!r} lie outside its quantized range, "
         f"limit {as_percent(gate.saturation)}, {len(measured)} activations{note}",
-        limit=f"≤ {as_percent(gate.saturation)}",
         estimate=worst.saturated,
-        bound=gate.saturation,
-        unit="1",
         n=worst.values,
     )
 
@@ -261,14 +255,12 @@ def _judge_clipping(gate: ParityGate, measured: Sequence[ActivationMeasurement])
         return
     clipping, tensor = max(clippings)
     fits = clipping <= gate.clipping
-    yield _make_result(
-        "clipping",
+    yield CLIPPING.make_result(
+        gate,
         f"the range of activation {tensor!r} cuts off {clipping:.3g}x the energy that rounding loses, "
         f"limit {gate.clipping:.4g}x, {len(clippings)} activations"
         + ("" if fits else "; too narrow: calibrate with more rows, or with another method"),
-        limit=f"≤ {gate.clipping:.4g}x rounding",
         estimate=clipping,
-        bound=gate.clipping,
         n=sum(a.values for a in measured),
     )
 
@@ -283,19 +275,17 @@ def _judge_ranges(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
         return
     stretch, tensor = max(ranges)
     fits = stretch <= gate.stretch
-    yield _make_result(
-        "ranges",
+    yield RANGES.make_result(
+        gate,
         f"the range of {tensor} reaches {stretch:.3g}x as far as its values, limit {gate.stretch:.4g}x, "
         f"{len(ranges)} ranges"
         + ("" if fits else "; too wide, its steps are that much coarser: calibrate with rows like those of use"),
-        limit=f"≤ {gate.stretch:.4g}x the values",
         estimate=stretch,
-        bound=gate.stretch,
         n=len(ranges),
     )
 
 
-def judge_coverage(evidence: Evidence) -> Iterator[GateResult]:
+def judge_coverage(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
     """Yield one advisory line if the runtime exposes its optimized graph."""
     coverage = evidence.coverage
     if coverage is None or not (coverage.int8 or coverage.floats):
@@ -308,41 +298,36 @@ def judge_coverage(evidence: Evidence) -> Iterator[GateResult]:
         text += f"; {len(coverage.floats)} in float: {named}{more}"
     if coverage.unheeded:
         text += f"; excluded, but run in int8 by the runtime: {', '.join(coverage.unheeded[:_NAMED])}"
-    yield _make_result(
-        "int8 coverage",
+    yield INT8_COVERAGE.make_result(
+        gate,
         join_lines(text),
         passes=all(node.reason == "excluded" for node in coverage.floats) and not coverage.unheeded,
-        limit="all but excluded ones",
         estimate=len(coverage.int8) / total,
-        unit="1",
         n=total,
-        advisory=True,
     )
 
 
-def judge_source(evidence: Evidence) -> Iterator[GateResult]:
+def judge_source(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
     """Yield advisory lines on inputs without effect, and on a source that refuses NaN or is slow."""
     if evidence.unused_inputs:
         names = ", ".join(evidence.unused_inputs[:_NAMED])
         more = f" and {len(evidence.unused_inputs) - _NAMED} more" if len(evidence.unused_inputs) > _NAMED else ""
         reason = f"no answer to the compared rows depends on {names}{more}: leave it out, or look for a wrong name"
-        yield _make_result("unused inputs", join_lines(reason), passes=True, unit="", advisory=True)
+        yield UNUSED_INPUTS.make_result(gate, join_lines(reason), passes=True)
     source = evidence.source
     if source is not None and source.nan == "refused":  # no ONNX file does so automatically
         reason = "the source refuses NaN, so that there is no answer to compare with: an endpoint must refuse it too"
-        yield _make_result("NaN", reason, passes=True, unit="", advisory=True)
+        yield NAN.make_result(gate, reason, passes=True)
     if source is None or not source.samples:
         return
     detected = 1 - (1 - _RARE) ** source.rows
-    yield _make_result(
-        "rows",
+    yield ROWS.make_result(
+        gate,
         f"the source is slow: it answered {source.rows} of {source.samples} rows; a difference in "
         f"{as_percent(_RARE)} of all rows is seen with a chance of {as_percent(round(detected, 2))} "
         f"(`validate: {{source_time: …}}` allows more)",
         passes=True,
-        unit="",
         n=source.rows,
-        advisory=True,
     )
 
 
@@ -355,8 +340,8 @@ def judge_invariance(gate: ParityGate, evidence: Evidence) -> Iterator[GateResul
     non_finite = [m.output for m in measured if not all(map(math.isfinite, (m.error, m.ratio, m.changed or 0.0)))]
     if non_finite:
         reason = f"output {min(non_finite)!r}: a value is not a number"
-        result = _make_result(METRIC, reason, limit=_limit(gate), unit="", n=rows, advisory=True)
-        yield replace(result, verdict=Verdict.ERROR)
+        result = BATCH_INVARIANCE.make_result(gate, reason, n=rows)
+        yield replace(result, verdict=Verdict.ERROR, bound=None, unit="")
         return
     worst = max(measured, key=lambda m: (m.ratio, m.error, m.output))
     changed = [m.changed for m in measured if m.changed is not None]
@@ -367,41 +352,4 @@ def judge_invariance(gate: ParityGate, evidence: Evidence) -> Iterator[GateResul
     reason = f"answers do not depend on the batch's composition: {figures}"
     if worst.ratio > gate.noise_factor:
         reason = f"answers depend on the batch's composition: {figures}; do not batch across requests"
-    yield _make_result(
-        METRIC,
-        reason,
-        limit=_limit(gate),
-        estimate=worst.ratio,
-        bound=gate.noise_factor,
-        n=rows,
-        advisory=True,
-    )
-
-
-def _make_result(
-    metric: str,
-    reason: str,
-    *,
-    passes: bool | None = None,
-    limit: str = "",
-    estimate: float | None = None,
-    bound: float | None = None,
-    unit: str = "x",
-    n: int = 0,
-    advisory: bool = False,
-) -> GateResult:
-    """Return a result that passes if the estimate is at most the bound, unless `passes` is given."""
-    if passes is None:
-        passes = estimate is not None and bound is not None and estimate <= bound
-    return GateResult(
-        gate="parity",
-        metric=metric,
-        limit=limit,
-        verdict=Verdict.PASS if passes else Verdict.FAIL,
-        reason=reason,
-        estimate=estimate,
-        bound=bound,
-        unit=unit,
-        n=n,
-        advisory=advisory,
-    )
+    yield BATCH_INVARIANCE.make_result(gate, reason, estimate=worst.ratio, n=rows)
