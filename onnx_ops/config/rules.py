@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from onnx_ops import plugins
 from onnx_ops.config.binding import Binding
 from onnx_ops.config.document import Document, Issue, Loc
 from onnx_ops.config.messages import did_you_mean, quote_names, shorten
@@ -31,6 +32,8 @@ from onnx_ops.domain.pipeline import (
 )
 from onnx_ops.domain.quantization import AUTO, ROLES, TuningData, find_type_conflict
 from onnx_ops.domain.task_metrics import METRICS
+from onnx_ops.errors import OnnxOpsError
+from onnx_ops.ports import Optimizer
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -191,19 +194,29 @@ def _check_quantization(draft: Draft) -> Iterator[Issue]:
 
 
 def _check_calibration(draft: Draft, loc: Loc, entry: Quantize) -> Iterator[Issue]:
+    optimizer = _find_optimizer(entry.method)
     if entry.calibrate is None:
         example = "e.g. calibrate: {data: train, samples: 256}"
-        if entry.method == "static":
-            yield Issue(loc, f"static quantization needs 'calibrate', {example}", on_key=True)
+        if optimizer is not None and optimizer.needs_calibration:
+            yield Issue(loc, f"{entry.method} quantization needs 'calibrate', {example}", on_key=True)
         if entry.options.get("algorithm") == "gptq":
             yield Issue(loc, f"gptq needs 'calibrate', {example}", on_key=True)
         return
-    if entry.calibrate.shards > 1 and entry.method != "static":
+    if entry.calibrate.shards > 1 and (optimizer is None or not optimizer.reads_ranges):
         yield Issue((*loc, "shards"), "ranges are read in shards for `method: static`")
     name, scored = entry.calibrate.data, draft.scored
     is_same = name == scored or (name in draft.data and draft.data[name] == draft.data.get(scored))
     if scored and name in draft.sets and is_same:
         yield Issue((*loc, "data"), f"'{name}' is the set that validate.samples scores; calibrate on another one")
+
+
+def _find_optimizer(method: str) -> Optimizer | None:
+    """Return the optimizer of a method; None for a search, or if it is not installed, which is a separate issue."""
+    try:
+        optimizer: Optimizer = plugins.load("optimizers", method)
+    except OnnxOpsError:
+        return None
+    return optimizer
 
 
 def _check_searches(draft: Draft) -> Iterator[Issue]:

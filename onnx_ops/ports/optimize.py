@@ -41,6 +41,9 @@ class Optimizer(Plugin):
     needs_calibration: bool = False
     """Whether `calibrate` is required."""
 
+    reads_ranges: bool = False
+    """Whether `read_ranges` reads the ranges of calibration rows in parts, which `calibrate.shards` asks for."""
+
     options: type | None = None
     """Dataclass of the keys of `options` in an entry of `quantize`. `check` refuses others; None: only the optimizer
     checks them."""

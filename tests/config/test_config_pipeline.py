@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from onnx_ops import plugins
 from onnx_ops.config.loader import load_pipeline
 from onnx_ops.domain.gate import LatencyGate, MetricGate, ParityGate
 from onnx_ops.domain.pipeline import Calibrate, Deploy, Pipeline, SklearnData
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import NotFoundError, Problem, UserError
+from onnx_ops.ports import Optimizer, OptimizeRequest
 from tests.support.golden import Golden
 
 Load = Callable[..., Pipeline]
@@ -196,3 +198,29 @@ def test_check_asks_the_provider_about_its_settings(find_problems: FindProblems,
         problems = find_problems(text, plugins=PLUGINS, settings=only_ports)
         assert [problem.message for problem in problems] == found
         assert all(problem.line for problem in problems)
+
+
+class PartedQuantizer(Optimizer):
+    """An optimizer of another package, which needs calibration rows and reads them in parts."""
+
+    needs_calibration = True
+    reads_ranges = True
+
+    def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(("calibrate", "lines"), [("", [11]), (", calibrate: {data: train, shards: 4}", [])])
+def test_load_pipeline_checks_calibration_by_the_attributes_of_the_optimizer(
+    find_problems: FindProblems,
+    pipeline_text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    calibrate: str,
+    lines: list[int],
+) -> None:
+    monkeypatch.setattr(plugins, "load", lambda *_: PartedQuantizer())
+    old = "method: static, calibrate: {data: train}"
+    assert old in pipeline_text
+    found = find_problems(pipeline_text.replace(old, f"method: parted{calibrate}"))
+    assert [problem.line for problem in found] == lines
+    assert all("parted quantization needs 'calibrate'" in problem.message for problem in found)

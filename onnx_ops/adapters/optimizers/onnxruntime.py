@@ -133,6 +133,7 @@ class StaticQuantizer(Optimizer):
     options = StaticOptions
     quantized = True
     needs_calibration = True
+    reads_ranges = True
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         """Quantize weights and activations with ranges from calibration rows."""
