@@ -296,6 +296,9 @@ def _compare_losses(
 ) -> dict[str, ScoreComparison]:
     """Compare the means of a loss per row; an explained share divides it by the label's variance."""
     losses: dict[str, Array] = {name: method.loss(label, predictions) for name, predictions in answers.items()}
+    if infinite := int((~np.isfinite(losses[CANDIDATE])).sum()):
+        why = f"the loss of {definition.name} is not finite on {infinite} of {len(label)} rows"
+        return {CANDIDATE: make_unscored(definition, len(label), undefined=why)}
     sums: dict[str, Array] = {name: np.bincount(units, weights=loss) for name, loss in losses.items()}
     # By unit, what its loss is divided by: its rows, or for an explained share their share of the variance.
     weights = np.square(label - label.mean()) if method.explained else None

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import Interval, ScoreComparison
 from onnx_ops.domain.gate import MetricDefinition
+from onnx_ops.domain.task_metrics import METRICS, MeanLoss, TaskMetric
 from onnx_ops.statistics.rules.metric import MetricLimit
 from onnx_ops.statistics.scores import CANDIDATE, FEW_ROWS, build_metric_statistic, score
 
@@ -364,3 +365,13 @@ class TestFewRowsCarryTheLosses:
         for rows in (20, 50, 500):
             entry = compared(definition, numbers(rows, np.random.default_rng(rows)))
             assert (entry.carrying, entry.rest) == (0, None)
+
+
+def test_score_with_an_infinite_loss_is_undefined_with_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    inverse = MeanLoss(loss=lambda label, answers: abs(label - answers) / label, of_errors=False)
+    monkeypatch.setitem(METRICS, "relative", TaskMetric(reads="numbers", method=inverse, higher_is_better=False))
+    label = np.ones(100)
+    label[:2] = 0.0
+    with np.errstate(all="ignore"):
+        (entry,) = score(MetricDefinition(name="relative"), label, {CANDIDATE: label + 0.5, "fp32": label}, seed=0)
+    assert entry.undefined == "the loss of relative is not finite on 2 of 100 rows"
