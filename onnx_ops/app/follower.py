@@ -421,6 +421,7 @@ class Follower:
             address=self._options.address,
             versions=_read_versions(),
             image=self._options.image,
+            memory=None if state.memory is None else replace(state.memory, server=self._source.replica),
         )
 
     def _write_status(self, status: ReplicaStatus) -> None:

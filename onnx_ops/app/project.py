@@ -108,6 +108,7 @@ def _machine_findings(
 ) -> list[Issue]:
     """Return missing packages and credentials that a whole run needs, except those reported already."""
     from onnx_ops.app.handler import binding
+    from onnx_ops.app.server_memory import find_memory_shortages
     from onnx_ops.app.target_status import find_unmeasurable
     from onnx_ops.config.document import Issue
     from onnx_ops.domain.pipeline import StageKind
@@ -139,6 +140,10 @@ def _machine_findings(
             if lack is not None and lack.what not in seen:  # a provider's own metrics share its requirements
                 seen.add(lack.what)
                 findings.append(Issue(_location(pipeline, stage), lack.without_place(), environment=True))
+        findings += [
+            Issue(_location(pipeline, stage), text, environment=True)
+            for text in find_memory_shortages(project.context, config)
+        ]
     return findings
 
 

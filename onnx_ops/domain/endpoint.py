@@ -183,6 +183,23 @@ class EndpointServer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerMemory:
+    """The memory of one server of an endpoint, as the server has measured it.
+
+    Attributes:
+        workers: processes that run, each of which loads every deployment.
+        worker_bytes: what the deployments of one worker use, the median over workers.
+        available_bytes: what all of them together can still allocate.
+        server: its name; empty where the endpoint has one server.
+    """
+
+    workers: int
+    worker_bytes: int
+    available_bytes: int
+    server: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OrphanedResource:
     """A provider's resource of an endpoint that nothing uses. `paid`: it incurs costs while it exists."""
 

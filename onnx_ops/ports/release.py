@@ -12,7 +12,7 @@ from onnx_ops.ports.plugin import Plugin
 
 if TYPE_CHECKING:  # a process that only runs models imports this module too
     from onnx_ops.domain.artifact import Digest, Manifest, StoredObject
-    from onnx_ops.domain.endpoint import EndpointConfig, EndpointServer, EndpointState, OrphanedResource
+    from onnx_ops.domain.endpoint import EndpointConfig, EndpointServer, EndpointState, OrphanedResource, ServerMemory
     from onnx_ops.domain.ledger import LedgerEntry, ReleaseState
     from onnx_ops.domain.notification import Notification
     from onnx_ops.domain.quantities import Json
@@ -221,6 +221,14 @@ class EndpointProvider(Plugin):
 
     def list_servers(self, config: EndpointConfig) -> Sequence[EndpointServer]:
         """Return the servers of the endpoint that report one by one; none where the provider runs them.
+
+        Raises:
+            ServiceUnavailableError: their reports cannot be read.
+        """
+        return ()
+
+    def list_memory(self, config: EndpointConfig) -> Sequence[ServerMemory]:
+        """Return the memory of the servers that run; none where the provider chooses it.
 
         Raises:
             ServiceUnavailableError: their reports cannot be read.

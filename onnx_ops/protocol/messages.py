@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from onnx_ops.domain.artifact import canonical_json
-from onnx_ops.domain.endpoint import EndpointState
+from onnx_ops.domain.endpoint import EndpointState, ServerMemory
 from onnx_ops.domain.quantities import OMIT_DEFAULT
 from onnx_ops.domain.rollout_observations import ServerUptime
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, from_document
@@ -69,13 +69,14 @@ class AdminState:
 
     `failed` are deployments that could not be loaded again, with the reason. Those `out_of_service` ended workers, and
     get no requests until the next publication. `counting_failure` is why a rollout gets no evidence at present; empty
-    if nothing failed.
+    if nothing failed. `memory` is None if it cannot be read.
     """
 
     state: EndpointState | None
     failed: Mapping[str, str] = field(default_factory=dict)
     out_of_service: Mapping[str, str] = field(default_factory=dict)
     counting_failure: str = ""
+    memory: ServerMemory | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
+from onnx_ops.domain.endpoint import ServerMemory
 from onnx_ops.domain.quantities import OMIT_DEFAULT
 from onnx_ops.errors import UserError
 from onnx_ops.protocol.messages import Counts, DeploymentCounts, decode_cells
@@ -53,6 +54,7 @@ class ReplicaStatus:
         address: where clients reach it; empty if it does not know.
         versions: by package, of what it runs.
         image: of its container; empty if it does not know.
+        memory: of its server; None if it cannot be read.
         is_final: whether it has ended.
     """
 
@@ -72,6 +74,7 @@ class ReplicaStatus:
     address: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     image: str = ""
+    memory: ServerMemory | None = None
     is_final: bool = field(default=False, metadata=OMIT_DEFAULT)
 
     @property

@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,8 +89,9 @@ class AdminApp(HttpApp):
         return super().respond(handler, head, body, deliver)
 
     def get_state(self, _head: RequestHead, _body: bytes) -> RawResponse:
-        """Return the published state."""
-        return _build_response(codec.dumps(self._supervisor.get_state()))
+        """Return the published state, and the memory that a further deployment could use."""
+        state = replace(self._supervisor.get_state(), memory=self._supervisor.measure_memory())
+        return _build_response(codec.dumps(state))
 
     def get_counts(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return the counts of all deployments."""

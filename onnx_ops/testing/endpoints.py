@@ -145,6 +145,9 @@ class EndpointProviderSuite:
         address = provider.address(config)
         assert address is not None
         assert self.scale(address) in (2.0, 3.0)
+        for memory in provider.list_memory(config):
+            assert memory.workers > 0
+            assert min(memory.worker_bytes, memory.available_bytes) >= 0
 
     def test_applying_twice_changes_nothing(
         self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]

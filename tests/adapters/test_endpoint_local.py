@@ -115,6 +115,14 @@ def test_a_killed_server_comes_back_with_the_last_table_on_the_same_port(site: S
     assert site.scale() == 2.0
 
 
+def test_list_memory_counts_workers_that_run_and_is_empty_without_server(site: Site) -> None:
+    assert not site.provider.list_memory(CONFIG)
+    site.provider.apply(CONFIG, site.state(blue=100), generation=1)
+    (memory,) = site.provider.list_memory(CONFIG)
+    assert (memory.server, memory.workers) == ("", 1)
+    assert 0 < memory.worker_bytes < memory.available_bytes
+
+
 def test_the_server_outlives_the_process_that_started_it(site: Site, tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from onnx_ops import codec;"

@@ -139,6 +139,14 @@ def serving(site: ReplicaSite) -> ReplicaSite:
     return site
 
 
+def test_list_memory_returns_what_each_reporting_replica_measured(serving: ReplicaSite) -> None:
+    (memory,) = serving.provider.list_memory(serving.config)
+    assert (memory.server, memory.workers) == ("r1", 1)
+    assert memory.worker_bytes > 0
+    serving.stop_all()
+    assert not serving.provider.list_memory(serving.config)
+
+
 class TestFeedback:
     """Two replicas: clients report the tokens of answers of the first one to the second one."""
 

@@ -8,7 +8,7 @@ import shutil
 import socket
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +19,13 @@ from onnx_ops import codec
 from onnx_ops.adapters.endpoints.local_server import APPLY_LOCK, LOG_FILE, LOOPBACK, LocalServer
 from onnx_ops.adapters.server_metrics import ServerMetrics
 from onnx_ops.config.binding import bind_settings, file_fields
-from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, build_rollback_state, drop_idle_deployments
+from onnx_ops.domain.endpoint import (
+    EndpointConfig,
+    EndpointState,
+    ServerMemory,
+    build_rollback_state,
+    drop_idle_deployments,
+)
 from onnx_ops.domain.execution import CPU
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Target
@@ -130,15 +136,8 @@ class LocalEndpoints(EndpointProvider):
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """Return the running server's state; None if a deployment is lost."""
         server = self._server(config)
-        record = server.record()
-        if record is None:
-            return None
-        try:
-            status, body = server.request(record, "GET", timeout_s=_OBSERVE_S)
-            answer = codec.loads(body, AdminState) if status == 200 else AdminState(state=None)
-        except (ServiceUnavailableError, CorruptStateError):
-            return None
-        if answer.failed or answer.state is None:
+        record, answer = server.record(), _read_state(server)
+        if record is None or answer.failed or answer.state is None:
             return None
         port, options = _read_settings(config.settings, config.endpoint).port, _server_options(config)
         values = [("port", record.port, record.port if port is None else port)] + [
@@ -149,6 +148,11 @@ class LocalEndpoints(EndpointProvider):
         drift = [f"{name}: {value}, not {desired}" for name, value, desired in values if value != desired]
         out_of_service = tuple(f"{name}: {why}" for name, why in answer.out_of_service.items())
         return replace(answer.state, drift=tuple(drift), out_of_service=out_of_service)
+
+    def list_memory(self, config: EndpointConfig) -> Sequence[ServerMemory]:
+        """Return the memory of the server, if it runs."""
+        memory = _read_state(self._server(config)).memory
+        return () if memory is None else (memory,)
 
     def explain_elsewhere(self, config: EndpointConfig) -> str:
         """Return that the server runs from another state folder: one that is started here has none of its clients."""
@@ -281,6 +285,18 @@ class LocalEndpoints(EndpointProvider):
         path = server.folder / _PORT_FILE
         text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
         return int(text) if text.isdecimal() else None
+
+
+def _read_state(server: LocalServer) -> AdminState:
+    """Return what the running server reports; an empty state if none answers."""
+    record = server.record()
+    if record is None:
+        return AdminState(state=None)
+    try:
+        status, body = server.request(record, "GET", timeout_s=_OBSERVE_S)
+        return codec.loads(body, AdminState) if status == 200 else AdminState(state=None)
+    except (ServiceUnavailableError, CorruptStateError):
+        return AdminState(state=None)
 
 
 def _port_taken(port: int, config: EndpointConfig, server: LocalServer) -> ServiceUnavailableError:

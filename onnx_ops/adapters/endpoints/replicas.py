@@ -34,6 +34,7 @@ from onnx_ops.domain.endpoint import (
     EndpointConfig,
     EndpointServer,
     EndpointState,
+    ServerMemory,
     build_rollback_state,
     serves_only,
 )
@@ -331,6 +332,11 @@ class ReplicaEndpoints(EndpointProvider):
             )
             for one in sorted(self.list_replicas(config), key=lambda one: one.status.replica)
         ]
+
+    def list_memory(self, config: EndpointConfig) -> Sequence[ServerMemory]:
+        """Return the memory of the replicas that report."""
+        live = (one.status.memory for one in self.list_replicas(config) if one.is_live)
+        return [memory for memory in live if memory is not None]
 
     def count_by_server(
         self, config: EndpointConfig, servers: Collection[str], deployments: Collection[str]

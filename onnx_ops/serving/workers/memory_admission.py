@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.endpoint import Deployment, ServerMemory
 from onnx_ops.errors import InfrastructureError
 from onnx_ops.serving.workers.available_memory import GpuMemory, list_gpus, read_available_bytes
 
@@ -145,11 +145,42 @@ def estimate_restarts(pids: Collection[int], size: int, before_bytes: int) -> in
 
     `before_bytes` is the private memory of a worker at its start.
     """
-    used: list[int] = []
+    used = _measure_workers(pids, before_bytes)
+    return (size - len(used)) * statistics.median_low(used) if used else 0
+
+
+def measure_server_memory(pids: Collection[int]) -> ServerMemory | None:
+    """Return the memory that running workers use, and what is available beside it; None if that cannot be read.
+
+    Must run in the process that has forked the workers: its private memory is what they started with.
+    """
+    available_bytes = read_available_bytes()
+    used = _measure_workers(pids, measure_memory(os.getpid())[0])
+    if available_bytes is None or not used:
+        return None
+    return ServerMemory(workers=len(used), worker_bytes=statistics.median_low(used), available_bytes=available_bytes)
+
+
+def _measure_workers(pids: Collection[int], before_bytes: int) -> list[int]:
+    """Return the private bytes of running workers beyond what they started with."""
+    used = []
     for pid in pids:
         with suppress(OSError):  # it has ended
             used.append(max(0, measure_memory(pid)[0] - before_bytes))
-    return (size - len(used)) * statistics.median_low(used) if used else 0
+    return used
+
+
+def find_shortage(memory: ServerMemory, peak_bytes: int) -> str:
+    """Return why one more deployment does not fit beside the running ones; empty if it does.
+
+    Args:
+        peak_bytes: of the deployment in one worker.
+    """
+    need = MemoryNeed(workers=memory.workers, worker_bytes=peak_bytes)
+    if need.fits(memory.available_bytes):
+        return ""
+    needed, available = _format_up(need.total_bytes), f"{memory.available_bytes // _MIB:,} MiB"
+    return f"it needs {needed} ({_describe_need(need)}), and {available} are available"
 
 
 def check_memory(

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from onnx_ops import codec
-from onnx_ops.domain.endpoint import Deployment, EndpointState
+from onnx_ops.domain.endpoint import Deployment, EndpointState, ServerMemory
 from onnx_ops.domain.rollout_policy import COLD_START_SAMPLES
 from onnx_ops.errors import ConflictError, InfrastructureError, OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.protocol.messages import AdminState, Counts, Lease, UserCountsRequest
@@ -55,6 +55,7 @@ from onnx_ops.serving.metrics import (
 )
 from onnx_ops.serving.rollout_counts import RolloutCounts
 from onnx_ops.serving.workers.listeners import LOOPBACK, ListenerSockets, listen_tcp, listen_unix, receive_sockets
+from onnx_ops.serving.workers.memory_admission import measure_server_memory
 from onnx_ops.serving.workers.shadow_processes import ShadowProcesses
 from onnx_ops.serving.workers.trial_load import LoadPlan, measure_cold_start, run_trial_load
 from onnx_ops.serving.workers.worker import Worker
@@ -202,6 +203,10 @@ class Supervisor:
             out_of_service=self._publisher.health.get_out_of_service(),
             counting_failure=self._describe_failures(),
         )
+
+    def measure_memory(self) -> ServerMemory | None:
+        """Return the memory of the workers, and what is available beside it; None if that cannot be read."""
+        return measure_server_memory(self._pool.pids)
 
     def set_lease(self, lease: Lease) -> Lease:
         """Set the ends of the leases; return them with the requests that have met none."""

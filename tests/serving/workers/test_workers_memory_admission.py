@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -12,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onnx_ops.domain.endpoint import ServerMemory
 from onnx_ops.errors import InfrastructureError
+from onnx_ops.serving.workers import memory_admission
 from onnx_ops.serving.workers.available_memory import GpuMemory
 from onnx_ops.serving.workers.memory_admission import (
     HOST,
@@ -20,7 +23,9 @@ from onnx_ops.serving.workers.memory_admission import (
     MemoryNeed,
     check_memory,
     estimate_restarts,
+    find_shortage,
     measure_memory,
+    measure_server_memory,
 )
 from tests.support.endpoints import fileless_deployment
 
@@ -136,3 +141,27 @@ def test_estimate_restarts_counts_missing_workers_as_the_median_of_the_others(pr
 
 def test_estimate_restarts_without_workers_is_zero() -> None:
     assert estimate_restarts([], 256, 0) == 0
+
+
+def test_measure_server_memory_is_the_median_of_running_workers(
+    process: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_admission, "read_available_bytes", lambda: GIB)
+    measured = measure_server_memory([process.pid, 1 << 22])
+    assert measured is not None
+    assert (measured.workers, measured.available_bytes) == (1, GIB)
+    assert measured.worker_bytes == max(0, measure_memory(process.pid)[0] - measure_memory(os.getpid())[0])
+
+
+def test_measure_server_memory_without_workers_or_limit_is_none(
+    process: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert measure_server_memory([]) is None
+    monkeypatch.setattr(memory_admission, "read_available_bytes", lambda: None)
+    assert measure_server_memory([process.pid]) is None
+
+
+@given(workers=st.integers(1, 256), peak=sizes, available=sizes)
+def test_find_shortage_agrees_with_the_admission_of_a_trial_load(workers: int, peak: int, available: int) -> None:
+    memory = ServerMemory(workers=workers, worker_bytes=0, available_bytes=available)
+    assert bool(find_shortage(memory, peak)) != MemoryNeed(workers=workers, worker_bytes=peak).fits(available)

@@ -1,0 +1,53 @@
+"""Memory of the servers of an endpoint, for a new version beside the one that runs.
+
+A server measures a new version before its workers load it (`serving.workers.trial_load`). `check` estimates that
+earlier, for the author of the file: the new version counts as being as large as the stable one.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.evidence import Evidence
+from onnx_ops.errors import OnnxOpsError
+from onnx_ops.ports import Context
+from onnx_ops.release.journal import read_readable_state
+
+
+def find_memory_shortages(context: Context, config: EndpointConfig) -> Iterator[str]:
+    """Yield the servers that could not load a new version beside the stable one, with the reason.
+
+    A server that does not answer, or a version without evidence here, is no shortage.
+    """
+    from onnx_ops.serving.workers.memory_admission import find_shortage
+
+    try:
+        servers = context.provider(config.provider).list_memory(config)
+        stable = read_readable_state(context, config.endpoint).roles.stable if servers else None
+    except OnnxOpsError:  # `status` and the deploy stage report it
+        return
+    if stable is None:
+        return
+    peak_bytes = _read_peak(context, stable.evidence)
+    for memory in servers:
+        if why := find_shortage(memory, max(peak_bytes, memory.worker_bytes)):
+            place = f"replica {memory.server}" if memory.server else "the server"
+            yield (
+                f"{place} of endpoint {config.endpoint} has no memory for a second version as large as "
+                f"{stable.name}: {why}. Serve with fewer workers, or give the server more memory."
+            )
+
+
+def _read_peak(context: Context, evidence: Digest | None) -> int:
+    """Return the peak of one process in bytes that a version's evidence holds; 0 without such a measurement."""
+    if evidence is None:
+        return 0
+    try:
+        starts = codec.loads(context.store.read(evidence), Evidence).starts
+    except OnnxOpsError:
+        return 0
+    return int(statistics.median(starts.peak_bytes)) if starts is not None and starts.peak_bytes else 0
