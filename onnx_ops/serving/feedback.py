@@ -12,15 +12,12 @@ from onnx_ops.protocol.messages import KEYLESS_CELL
 from onnx_ops.serving import metrics
 from onnx_ops.serving.cell_counts import CellCounter
 from onnx_ops.serving.inference.deployments import LoadedDeployments, TableSnapshot
-from onnx_ops.serving.inference.traffic_router import CellDraw
 from onnx_ops.serving.metrics import REQUEST_IDS, SLOTS
 
 MAX_FEEDBACK = 1000
 """Entries of feedback in one body."""
-_NO_CELL = KEYLESS_CELL + 1
-"""The cell of a request that no split has assigned."""
-_SLOT_BITS = (SLOTS - 1).bit_length()
-_VALUE_BITS = _SLOT_BITS + _NO_CELL.bit_length()
+_SLOT_BITS, _CELL_BITS, _SPLIT_BITS, _EPOCH_BITS = (SLOTS - 1).bit_length(), KEYLESS_CELL.bit_length(), 8, 32
+_VALUE_BITS = _SLOT_BITS + _CELL_BITS + _SPLIT_BITS
 _HASH_MASK = (1 << 64) - 1
 _SUBJECTS = ("token", "request_id", "key", "deployment")
 """What an entry of feedback is about: exactly one of these."""
@@ -28,7 +25,7 @@ _SUBJECTS = ("token", "request_id", "key", "deployment")
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """The deployment that an entry of feedback is about, and the cell of the user, or `_NO_CELL`.
+    """The deployment that an entry of feedback is about, and the cell of the user.
 
     Feedback on an answer under another split is no evidence (`is_judged`). Early feedback is often better than late
     feedback: a candidate that has just begun has only early feedback, and would win against a version with both.
@@ -42,10 +39,10 @@ class _Subject:
 class FeedbackCounter:
     """Counts feedback that clients report, for the deployment that sent the response.
 
-    Each worker remembers its last request ids in memory that all workers read. An entry is one number: 43 bits of a
-    hash of the id, 15 of the user's cell and 6 of the slot, at the place that the hash selects. A later request can
-    overwrite it; the feedback is then unknown. An id is counted once. Where users are assigned anew in each epoch,
-    feedback by key is about the last answer to the user's cell.
+    Each worker remembers its last request ids in memory that all workers read. An entry is one number: 36 bits of a
+    hash of the id, the last 8 of the number of the split, 14 of the user's cell and 6 of the slot, at the place that
+    the hash selects. A later request can overwrite it; the feedback is then unknown. An id is counted once. Feedback by
+    key is about the last answer to the user's cell.
 
     The token of an answer (see `FeedbackTokens`) is counted by any server of the endpoint, and once by each. All
     workers remember the stamps of counted tokens in the same memory.
@@ -59,15 +56,15 @@ class FeedbackCounter:
         self._answers = self._shared.get_answers(self._worker)
         self._cells = cells
 
-    def remember(self, request_id: bytes, slot: int, draw: CellDraw | None, cell: int) -> None:
-        """Remember which deployment answered a request; `draw` is None if no split has assigned it."""
+    def remember(self, request_id: bytes, slot: int, split: int, cell: int) -> None:
+        """Remember which deployment answered a request, under the split of this number."""
         key = _hash_id(request_id)
-        value = (_NO_CELL if draw is None else cell) << _SLOT_BITS | slot
+        value = (split % (1 << _SPLIT_BITS) << _CELL_BITS | cell) << _SLOT_BITS | slot
         self._request_ids[key % REQUEST_IDS] = key << _VALUE_BITS | value
 
-    def remember_answer(self, slot: int, epoch: int, cell: int) -> None:
-        """Remember which deployment answered a user's cell last."""
-        self._answers[cell] = epoch << _SLOT_BITS | slot
+    def remember_answer(self, slot: int, split: int, epoch: int, cell: int) -> None:
+        """Remember which deployment answered a user's cell last; later splits and epochs have higher numbers."""
+        self._answers[cell] = (split << _EPOCH_BITS | epoch) << _SLOT_BITS | slot
 
     def count(self, body: bytes) -> tuple[int, int]:
         """Count the feedback in a body; return the number of counted and of unknown entries.
@@ -95,7 +92,7 @@ class FeedbackCounter:
         """
         try:
             snapshot = self._deployments.get_current()
-            if snapshot.router.epoch_s or subject.cell == _NO_CELL or not subject.is_judged:
+            if snapshot.router.epoch_s or not subject.is_judged:
                 return
             if subject.cell != KEYLESS_CELL and _find_sticky_slot(snapshot, subject.cell) != subject.slot:
                 return
@@ -121,7 +118,9 @@ class FeedbackCounter:
             ids = self._shared.get_request_ids(worker)
             if ids[place] >> _VALUE_BITS == key:
                 value, ids[place] = ids[place], 0
-                return _Subject(value % SLOTS, value % (1 << _VALUE_BITS) >> _SLOT_BITS)
+                split = value >> _SLOT_BITS + _CELL_BITS
+                is_judged = (split - self._deployments.get_current().split_number) % (1 << _SPLIT_BITS) == 0
+                return _Subject(value % SLOTS, (value >> _SLOT_BITS) % (1 << _CELL_BITS), is_judged)
         return None
 
     def _find_sealed(self, text: str) -> _Subject | None:
@@ -148,13 +147,18 @@ class FeedbackCounter:
         return True
 
     def _find_answer(self, key: bytes) -> _Subject | None:
-        """Return which deployment answers a user, or has answered the user last if that changes with the epoch."""
+        """Return which deployment answered a user's cell last.
+
+        If this server has not answered it, and users do not change with the epoch, that is the one that would; but
+        under which split the user was answered is unknown.
+        """
         snapshot = self._deployments.get_current()
         cell = snapshot.router.get_cell(key)
-        if not snapshot.router.epoch_s:
-            return _Subject(_find_sticky_slot(snapshot, cell), cell)
         answer = max(self._shared.get_answers(worker)[cell] for worker in range(self._shared.workers))
-        return _Subject(answer % SLOTS, cell) if answer else None
+        if answer:
+            is_judged = answer >> _SLOT_BITS + _EPOCH_BITS == snapshot.split_number
+            return _Subject(answer % SLOTS, cell, is_judged)
+        return None if snapshot.router.epoch_s else _Subject(_find_sticky_slot(snapshot, cell), cell, is_judged=False)
 
 
 def _find_sticky_slot(snapshot: TableSnapshot, cell: int) -> int:
@@ -184,5 +188,5 @@ def _read_entries(body: bytes) -> list[dict[str, Any]]:
 
 
 def _hash_id(request_id: bytes) -> int:
-    """Return 43 bits, never 0. Python's hash is the same in all processes that were forked from one."""
+    """Return 36 bits, never 0. Python's hash is the same in all processes that were forked from one."""
     return (hash(request_id) & _HASH_MASK) >> _VALUE_BITS or 1

@@ -85,12 +85,14 @@ class Worker:
     feedback_key: str = ""
     shadows: dict[int, tuple[socket.socket, threading.Thread]] = field(default_factory=dict, init=False)
     table: RoutingTable | None = field(default=None, init=False)
+    revision: TableRevision | None = field(default=None, init=False)
 
     def publish(self, state: EndpointState) -> None:
         revision = self.shared.header[REVISION] + 1
         table = replace(build_next_table(self.table, state), feedback_key=self.feedback_key)
         slots = self.slots.assign(table, self.table)
-        self.deployments.prepare(TableRevision(number=revision, table=table, slots=slots))
+        self.revision = TableRevision.follow(self.revision, revision, table, slots)
+        self.deployments.prepare(self.revision)
         self.table = table
         for name in state.split.shadow:
             self._start_shadow(next(d for d in state.deployments if d.name == name), slots[name])

@@ -11,13 +11,12 @@ import pytest
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol.messages import KEYLESS_CELL
+from onnx_ops.protocol.routing_table import RoutingTable
 from onnx_ops.serving import metrics
-from onnx_ops.serving.cell_counts import CellCounter
-from onnx_ops.serving.feedback import MAX_FEEDBACK, FeedbackCounter
-from onnx_ops.serving.inference.deployments import LoadedDeployments
-from onnx_ops.serving.inference.traffic_router import CellDraw
-from onnx_ops.serving.metrics import SharedMetrics
+from onnx_ops.serving.feedback import MAX_FEEDBACK
+from onnx_ops.serving.inference.traffic_router import TrafficRouter
 from onnx_ops.testing.endpoints import state_of
+from tests.serving.feedback_server import FeedbackServer, make_table
 from tests.serving.serving_process import INFER, infer_body
 from tests.support.server import Answer, ServerFamily
 
@@ -114,22 +113,73 @@ def test_before_the_first_publication_nothing_is_known(tmp_path: Path) -> None:
         assert server.counts().deployments == {}
 
 
-def test_an_id_that_took_anothers_place_is_not_mistaken_for_it() -> None:
-    shared = SharedMetrics(1)
-    feedback = FeedbackCounter(
-        LoadedDeployments(shared, 0, lambda *_: pytest.fail("nothing is loaded")), CellCounter(shared, 0)
-    )
-    draw = CellDraw(1, 0, b"")
+def test_request_id_in_the_place_of_another_is_not_mistaken_for_it() -> None:
+    server = FeedbackServer(make_table(), workers=1)
+    names = ("old", "new")
     for number in range(3 * metrics.REQUEST_IDS):
-        feedback.remember(b"%d" % number, 1 + number % 2, draw, number % KEYLESS_CELL)
-    reports = [{"request_id": str(number), "success": True} for number in range(0, 3 * metrics.REQUEST_IDS, 97)]
+        server.remember(names[number % 2], str(number), number % KEYLESS_CELL)
+    reported = range(0, 3 * metrics.REQUEST_IDS, 97)
     counted = unknown = 0
-    for start in range(0, len(reports), MAX_FEEDBACK):
-        found = feedback.count(json.dumps({"feedback": reports[start : start + MAX_FEEDBACK]}).encode())
+    for start in range(0, len(reported), MAX_FEEDBACK):
+        found = server.report(list(map(str, reported[start : start + MAX_FEEDBACK])), kind="request_id")
         counted, unknown = counted + found[0], unknown + found[1]
-    assert counted + unknown == len(reports)
-    assert unknown == shared.sum_slot(0)[metrics.UNKNOWN_FEEDBACK] > 0
-    odd = sum(int(str(report["request_id"])) % 2 for report in reports)
-    assert shared.sum_slot(2)[metrics.FEEDBACK] <= odd
-    assert shared.sum_slot(1)[metrics.FEEDBACK] <= len(reports) - odd
-    assert shared.sum_slot(1)[metrics.FEEDBACK] + shared.sum_slot(2)[metrics.FEEDBACK] == counted
+    assert counted + unknown == len(reported)
+    assert unknown == server.shared.sum_slot(0)[metrics.UNKNOWN_FEEDBACK] > 0
+    feedback = {name: entries for name, (entries, _) in server.read_feedback().items()}
+    assert feedback["new"] <= sum(number % 2 for number in reported)
+    assert feedback["old"] <= sum(1 - number % 2 for number in reported)
+    assert sum(feedback.values()) == counted
+
+
+@pytest.mark.parametrize("kind", ["request_id", "key"])
+def test_feedback_on_an_answer_under_another_split_counts_and_is_no_evidence(kind: str) -> None:
+    """A new candidate has early feedback only, which differs from late feedback."""
+    earlier, table = make_table(1, old=90, new=10), make_table(5)
+    server = FeedbackServer(earlier)
+    key, cell = find_user(table, "old")
+    assert find_user(earlier, "old", key) == (key, cell), "both splits give the user to the same deployment"
+    server.remember("old", "before", cell)
+    server.publish(table)
+    assert server.report(["before" if kind == "request_id" else key], kind=kind) == (1, 0)
+    assert server.read_feedback() == {"old": (0, 0), "new": (0, 0)}
+    assert server.read_cells("old") == {}
+    server.remember("old", "after", cell, worker=1)
+    assert server.report(["after" if kind == "request_id" else key], kind=kind) == (1, 0)
+    assert server.read_feedback() == {"old": (1, 1), "new": (0, 0)}
+    assert server.read_cells("old") == {cell: (1, 1)}
+
+
+def test_feedback_after_a_publication_of_the_same_split_is_evidence() -> None:
+    server = FeedbackServer(make_table(1))
+    server.remember("new", "r-1", KEYLESS_CELL)
+    server.publish(make_table(2))
+    assert server.report(["r-1"], kind="request_id") == (1, 0)
+    assert server.read_feedback()["new"] == (1, 1)
+
+
+def test_feedback_by_key_without_an_answer_counts_for_the_assigned_deployment_and_is_no_evidence() -> None:
+    table = make_table()
+    server = FeedbackServer(table)
+    key, _ = find_user(table, "new")
+    assert server.report([key], kind="key") == (1, 0)
+    assert server.read_feedback() == {"old": (0, 0), "new": (0, 0)}
+    row = server.shared.sum_slot(server.get_slot("new"))
+    assert (row[metrics.UNJUDGED_FEEDBACK], row[metrics.UNJUDGED_SUCCESSES]) == (1, 1)
+
+
+def test_feedback_by_key_is_about_the_last_epoch_of_the_present_split() -> None:
+    server = FeedbackServer(make_table(1, epoch_s=60.0, old=90, new=10))
+    key, cell = find_user(make_table(), "old")
+    server.remember("new", "r-1", cell, epoch=30_000_000)
+    server.publish(make_table(2, epoch_s=60.0))
+    server.remember("old", "r-2", cell, epoch=7, worker=1)
+    assert server.report([key], kind="key") == (1, 0)
+    assert server.read_feedback() == {"old": (1, 1), "new": (0, 0)}
+
+
+def find_user(table: RoutingTable, deployment: str, key: str = "") -> tuple[str, int]:
+    """A user whom a sticky split gives to a deployment, with the user's cell."""
+    router = TrafficRouter.from_table(table)
+    keys = [key] if key else [f"user-{number}" for number in range(1000)]
+    cells = ((each, router.get_cell(each.encode())) for each in keys)
+    return next((each, cell) for each, cell in cells if router.route_cell(router.get_draw(0), cell) == deployment)

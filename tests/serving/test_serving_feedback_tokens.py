@@ -8,57 +8,31 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
+from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol.messages import (
-    CELL_FEEDBACK,
-    CELL_SUCCESSES,
     COUNTS_PATH,
     DEPLOYMENT_HEADER,
     FEEDBACK_HEADER,
     KEYLESS_CELL,
     PIN_HEADERS,
     TABLE_PATH,
-    TableCounts,
-    UserCountsRequest,
-    decode_cells,
 )
-from onnx_ops.protocol.routing_table import RoutingTable, build_next_table
+from onnx_ops.protocol.routing_table import RoutingTable
 from onnx_ops.serving import metrics
-from onnx_ops.serving.cell_counts import CellCounter
-from onnx_ops.serving.feedback import FeedbackCounter
 from onnx_ops.serving.feedback_tokens import FeedbackTokens
-from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeployments, TableRevision
-from onnx_ops.serving.inference.request_queue import LatencyEstimator
-from onnx_ops.serving.inference.traffic_router import TrafficRouter
-from onnx_ops.serving.metrics import BUCKET_TOKENS, REVISION, MetricsPage, MetricsRow, SharedMetrics, SlotAllocator
-from onnx_ops.serving.rollout_counts import RolloutCounts
+from onnx_ops.serving.metrics import BUCKET_TOKENS, MetricsPage
 from onnx_ops.testing.endpoints import state_of
+from tests.serving.feedback_server import KEY, OTHER_KEY, FeedbackServer, find_cell, make_table
 from tests.serving.serving_process import INFER, infer_body
-from tests.support.endpoints import fileless_deployment
 from tests.support.must import must
 from tests.support.server import Answer, ServerFamily
-
-KEY, OTHER_KEY = "0f" * 16, "f0" * 16
-WATCH = UserCountsRequest(limits_s={"new": (), "old": ()})
-
-
-def make_table(generation: int = 3, key: str = KEY, epoch_s: float = 0.0, **weights: int) -> RoutingTable:
-    """A table of both deployments, the newer one first."""
-    split = TrafficSplit(weights=weights or {"old": 50, "new": 50}, epoch_s=epoch_s)
-    deployments = tuple(map(fileless_deployment, split.weights))
-    stable = replace(split, weights={**dict.fromkeys(split.weights, 0), "old": 100})
-    before = build_next_table(None, EndpointState(deployments=deployments, split=stable))
-    state = EndpointState(deployments=deployments, split=split, generation=generation)
-    return replace(build_next_table(before, state), feedback_key=key)
 
 
 def change_files(table: RoutingTable, name: str) -> RoutingTable:
@@ -126,77 +100,9 @@ def test_open_under_another_table(table: RoutingTable, expected: bool | None) ->
     assert (None if token is None else token.is_current) == expected
 
 
-class Server:
-    """The counts of one server and of its workers, without processes and models."""
-
-    def __init__(self, *tables: RoutingTable, workers: int = 2) -> None:
-        self.shared = SharedMetrics(workers)
-        self.counts = RolloutCounts(self.shared)
-        self._slots = SlotAllocator(self.shared)
-        self._workers = [LoadedDeployments(self.shared, number, load) for number in range(workers)]
-        self._feedback = [
-            FeedbackCounter(each, CellCounter(self.shared, number)) for number, each in enumerate(self._workers)
-        ]
-        self._table: RoutingTable | None = None
-        for table in tables:
-            self.publish(table)
-
-    def publish(self, table: RoutingTable) -> None:
-        slots = self._slots.assign(table, self._table)
-        revision = TableRevision(number=self.shared.header[REVISION] + 1, table=table, slots=slots)
-        for worker in self._workers:
-            worker.prepare(revision)
-        self.counts.start_table(revision, 0.0)
-        self.shared.header[REVISION] = revision.number
-        self.counts.collect(WATCH)
-        self._table = table
-
-    def answer(self, deployment: str, cell: int = KEYLESS_CELL) -> str:
-        """Return the token of an answer of this server."""
-        return must(self._workers[0].get_current().tokens).seal(deployment, cell).decode()
-
-    def report(self, tokens: Sequence[str], *, success: bool = True, worker: int = 0) -> tuple[int, int]:
-        """Return how many tokens were counted, and how many were unknown."""
-        entries = [{"token": token, "success": success} for token in tokens]
-        return self._feedback[worker].count(json.dumps({"feedback": entries}).encode())
-
-    def read_table(self) -> TableCounts:
-        """The counts of the present generation."""
-        return self.counts.collect(WATCH).tables[-1]
-
-    def read_feedback(self) -> dict[str, tuple[int, int]]:
-        """Feedback and successes of the present generation, by deployment."""
-        return {name: (one.feedback, one.successes) for name, one in self.read_table().deployments.items()}
-
-    def read_cells(self, deployment: str) -> dict[int, tuple[int, int]]:
-        """Feedback and successes by cell of users."""
-        cells, counts = decode_cells(self.read_table().cells[deployment])
-        fields = counts[:, [CELL_FEEDBACK, CELL_SUCCESSES]].tolist()
-        return {int(cell): (feedback, successes) for cell, (feedback, successes) in zip(cells, fields, strict=True)}
-
-
-def load(deployment: Deployment, row: MetricsRow, _control: bool) -> LoadedDeployment:
-    return LoadedDeployment(
-        deployment=deployment,
-        signature=cast("Any", None),
-        run=lambda *_: [np.zeros(1)],
-        max_body=0,
-        row=row,
-        queue=cast("Any", None),
-        latency=LatencyEstimator(),
-        size_bytes=0,
-    )
-
-
-def find_cell(table: RoutingTable, deployment: str) -> int:
-    """A cell of users that a sticky split gives to a deployment."""
-    router = TrafficRouter.from_table(table)
-    return next(cell for cell in range(KEYLESS_CELL) if router.route_cell(router.get_draw(0), cell) == deployment)
-
-
 def test_token_counts_at_another_server_for_deployment_and_cell() -> None:
     table = make_table()
-    first, second = Server(table), Server(make_table(1, oldest=0, old=100), table)
+    first, second = FeedbackServer(table), FeedbackServer(make_table(1, oldest=0, old=100), table)
     cells = {name: find_cell(table, name) for name in ("old", "new")}
     assert second.report([first.answer("new", cells["new"]), first.answer("new")]) == (2, 0)
     assert second.report([first.answer("old", cells["old"])], success=False) == (1, 0)
@@ -207,7 +113,7 @@ def test_token_counts_at_another_server_for_deployment_and_cell() -> None:
 
 
 def test_token_counts_once_at_each_server_whichever_worker_gets_it() -> None:
-    servers = Server(make_table()), Server(make_table())
+    servers = FeedbackServer(make_table()), FeedbackServer(make_table())
     token = servers[0].answer("new")
     for server in servers:
         assert server.report([token, token]) == (1, 1)
@@ -217,7 +123,7 @@ def test_token_counts_once_at_each_server_whichever_worker_gets_it() -> None:
 
 
 def test_token_of_a_deployment_that_is_loaded_later_counts_then() -> None:
-    first, second = Server(make_table()), Server(make_table(1, old=100))
+    first, second = FeedbackServer(make_table()), FeedbackServer(make_table(1, old=100))
     token = first.answer("new")
     assert second.report([token]) == (0, 1)
     second.publish(make_table())
@@ -227,7 +133,7 @@ def test_token_of_a_deployment_that_is_loaded_later_counts_then() -> None:
 def test_tokens_that_are_forgotten_count_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client must not repeat tokens until the memory has forgotten them: in no order do they count twice."""
     monkeypatch.setattr(metrics, "TOKEN_BUCKETS", 1)
-    server = Server(make_table())
+    server = FeedbackServer(make_table())
     tokens = [server.answer("new") for _ in range(3 * BUCKET_TOKENS)]
     assert server.report(tokens[BUCKET_TOKENS:]) == (2 * BUCKET_TOKENS, 0)
     for again in (tokens, tokens[::-1], tokens[1::2] + tokens[::2]):
@@ -236,7 +142,7 @@ def test_tokens_that_are_forgotten_count_no_more(monkeypatch: pytest.MonkeyPatch
 
 
 def test_token_that_is_reported_late_counts_after_a_hundred_thousand_others() -> None:
-    server = Server(make_table(), workers=1)
+    server = FeedbackServer(make_table(), workers=1)
     tokens = [server.answer("new") for _ in range(100_000)]
     late, rest = tokens[:1000], tokens[1000:]
     for start in range(0, len(rest), 1000):
@@ -248,7 +154,7 @@ def test_token_that_is_reported_late_counts_after_a_hundred_thousand_others() ->
 
 def test_token_of_another_split_counts_and_is_no_evidence() -> None:
     earlier, table = make_table(1, old=90, new=10), make_table(5)
-    server = Server(earlier)
+    server = FeedbackServer(earlier)
     cell = find_cell(earlier, "new")
     token = server.answer("new", cell)
     server.publish(table)
@@ -264,7 +170,7 @@ def test_token_of_another_split_counts_and_is_no_evidence() -> None:
 
 
 def test_token_of_a_name_with_other_files_is_unknown() -> None:
-    server = Server(make_table(1))
+    server = FeedbackServer(make_table(1))
     token = server.answer("new")
     server.publish(change_files(make_table(5), "new"))
     assert server.report([token]) == (0, 1)
@@ -273,12 +179,12 @@ def test_token_of_a_name_with_other_files_is_unknown() -> None:
 
 @pytest.mark.parametrize("key", ["", OTHER_KEY])
 def test_token_at_a_table_without_the_key_is_unknown(key: str) -> None:
-    token = Server(make_table()).answer("new")
-    assert Server(make_table(key=key)).report([token]) == (0, 1)
+    token = FeedbackServer(make_table()).answer("new")
+    assert FeedbackServer(make_table(key=key)).report([token]) == (0, 1)
 
 
 def test_token_in_a_split_with_epochs_counts_for_no_cell() -> None:
-    server = Server(make_table(epoch_s=60.0))
+    server = FeedbackServer(make_table(epoch_s=60.0))
     assert server.report([server.answer("new", 7)]) == (1, 0)
     assert server.read_feedback()["new"] == (1, 1)
     assert server.read_table().cells == {}

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import NotFoundError, OnnxOpsError, ServiceUnavailableError
@@ -180,11 +180,23 @@ class ControlReplica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableRevision:
-    """A table to publish, with the slots of its deployments in the metrics."""
+    """A table to publish, with the slots of its deployments in the metrics.
+
+    `split_number` is the number of its split: one more than that of the revision before if the split is another one.
+    """
 
     number: int
     table: RoutingTable
     slots: Mapping[str, int]
+    split_number: int = 1
+
+    @classmethod
+    def follow(cls, before: TableRevision | None, number: int, table: RoutingTable, slots: Mapping[str, int]) -> Self:
+        """Return the revision of a table that replaces another one."""
+        if before is None:
+            return cls(number=number, table=table, slots=slots)
+        is_other_split = before.table.compute_split_digest() != table.compute_split_digest()
+        return cls(number=number, table=table, slots=slots, split_number=before.split_number + is_other_split)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +209,7 @@ class TableSnapshot:
         routes: paths of inference as bytes.
         shadow: deployments with the percentage of requests that are mirrored to them.
         tokens: seals the tokens of answers; None if the table has no key.
+        split_number: that of the revision.
         loaded_at: Unix time of the moment when this worker had loaded the table.
     """
 
@@ -210,6 +223,7 @@ class TableSnapshot:
     shadow: Sequence[tuple[LoadedDeployment, int]]
     control: ControlReplica | None
     tokens: FeedbackTokens | None
+    split_number: int
     loaded_at: float = field(default_factory=time.time)  # noqa: TID251 (for people)
 
     def list_loaded(self) -> tuple[LoadedDeployment, ...]:
@@ -424,6 +438,7 @@ class LoadedDeployments:
             shadow=[(deployments[name], percent) for name, percent in shadow if percent and name in deployments],
             control=self._build_control(table, deployments),
             tokens=FeedbackTokens(table) if table.feedback_key else None,
+            split_number=revision.split_number,
         )
 
     def _build_control(self, table: RoutingTable, deployments: Mapping[str, LoadedDeployment]) -> ControlReplica | None:

@@ -145,7 +145,7 @@ class TablePublisher:
     def _build_revision(self, table: RoutingTable) -> TableRevision:
         self._last += 1
         slots = self._slots.assign(table, None if self.current is None else self.current.table)
-        return TableRevision(number=self._last, table=table, slots=slots)
+        return TableRevision.follow(self.current, self._last, table, slots)
 
     def _set_current(self, revision: TableRevision) -> None:
         self.counts.start_table(revision, time.time())  # noqa: TID251 (epochs are those of the clock)
