@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from onnx_ops import codec
-from onnx_ops.app.execution import ExecuteStage
-from onnx_ops.app.placement import build_request, parse_request
+from onnx_ops.app.stage_request import ExecuteStage, build_request, parse_request
 from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_json
 from onnx_ops.domain.decision import Decision, Drift, Verdict
 from onnx_ops.domain.evidence import Evidence

@@ -36,8 +36,8 @@ from onnx_ops.scratch import Durations
 
 if TYPE_CHECKING:
     from onnx_ops.adapters.registries.mlflow_connection import MlflowModels
-    from onnx_ops.app.execution import RunningStages
     from onnx_ops.app.handler import StageHandler
+    from onnx_ops.app.running_stages import RunningStages
     from onnx_ops.config.targets import TargetFiles
     from onnx_ops.domain.pipeline import Plan, StageKind
 
@@ -113,7 +113,7 @@ def open_project(start: Path | None = None) -> Project:
 
 
 def _make_running() -> RunningStages:
-    from onnx_ops.app.execution import RunningStages
+    from onnx_ops.app.running_stages import RunningStages
 
     return RunningStages()
 

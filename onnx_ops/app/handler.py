@@ -12,7 +12,8 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.app.champions import save_benchmark
-from onnx_ops.app.execution import ExecuteStage, hold_key_lock
+from onnx_ops.app.running_stages import hold_key_lock
+from onnx_ops.app.stage_request import ExecuteStage
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.decision import Decision
 from onnx_ops.domain.endpoint import EndpointConfig

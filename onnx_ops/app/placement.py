@@ -1,61 +1,29 @@
-"""Stages on workers of work pools: what is sent, what comes back, and what a worker refuses."""
+"""Stages that are placed on workers of work pools: what is sent, and what comes back."""
 
 from __future__ import annotations
 
 import json
-import platform
-import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from onnx_ops import codec, plugins
+from onnx_ops import codec
+from onnx_ops.app.stage_request import build_request, load_failure
 from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_json, hex_digits
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.pipeline import PLACEABLE, TRANSLATIONS, Stage, StageKind
+from onnx_ops.domain.pipeline import MEASURED, TRANSLATIONS, Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import HardwareFingerprint, Target
-from onnx_ops.errors import (
-    ConflictError,
-    CorruptStateError,
-    MeasurementError,
-    OnnxOpsError,
-    RefusedError,
-    from_document,
-)
+from onnx_ops.errors import ConflictError, MeasurementError
 from onnx_ops.measure.files import HARDWARE
-from onnx_ops.pipeline.stage_settings import REVISIONS, get_pool, is_isolated
+from onnx_ops.pipeline.stage_settings import get_pool
 from onnx_ops.pipeline.stages.champion import HINT, attach_champion, read_champion
 from onnx_ops.pipeline.user_code import CODE, collect_user_code, find_code_file
-from onnx_ops.ports import Context, Observer, PlacedStage, Pools, Store
-from onnx_ops.scratch import Scratch
+from onnx_ops.ports import Context, PlacedStage, Pools, Store
 
-if TYPE_CHECKING:
-    from onnx_ops.app.context import Project
-
-_ERROR = "error.json"
 _LIBRARIES = "custom_ops"
 _CHAMPION = "champion"
-_MEASURED = (StageKind.SCORE, StageKind.BENCHMARK)
-"""Stages whose result depends on the machine, which it names."""
-
-
-def build_request(stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> dict[str, Json]:
-    """Return a stage and its inputs as JSON."""
-    return {
-        "stage": codec.to_json(stage),
-        "key": key,
-        "inputs": {name: dict(manifest.files) for name, manifest in inputs.items()},
-    }
-
-
-def parse_request(request: Mapping[str, Json]) -> tuple[Stage, Digest, Mapping[str, Manifest]]:
-    """Return the arguments of `build_request`."""
-    stage = codec.from_json(request["stage"], Stage, where="request")
-    files = codec.from_json(request["inputs"], dict[str, dict[str, Digest]], where="request")
-    return stage, Digest(str(request["key"])), {name: Manifest(files=content) for name, content in files.items()}
 
 
 def ask(
@@ -104,8 +72,8 @@ def ask(
         timeout=stage.timeout,
     )
     ended = pools.run(placed, lambda: not renew and _take(stage, key, context.store) is not None)
-    if (failed := context.store.lookup(_error_key(ended.run))) is not None:
-        raise from_document(json.loads(context.store.read(failed[_ERROR])))
+    if (failure := load_failure(context.store, ended.run)) is not None:
+        raise failure
     if ended.failed:
         raise MeasurementError(
             f"the worker of pool {placed.pool} did not execute it", where=stage.id, why=ended.message
@@ -124,7 +92,7 @@ def ask(
 def _take(stage: Stage, key: Digest, store: Store) -> Manifest | None:
     """Return the recorded result, unless a machine measured it that the target does not accept."""
     result = store.lookup(key)
-    if result is None or stage.kind not in _MEASURED:
+    if result is None or stage.kind not in MEASURED:
         return result
     if stage.kind is StageKind.SCORE:
         hardware = codec.loads(store.read(result[HARDWARE]), HardwareFingerprint)
@@ -171,95 +139,3 @@ def _list_libraries(hints: Any) -> Iterator[Mapping[str, Any]]:
     elif isinstance(hints, (Mapping, list, tuple)):
         for value in hints.values() if isinstance(hints, Mapping) else hints:
             yield from _list_libraries(value)
-
-
-def answer(project: Project, request: str, *, place: str, run: str, observer: Observer) -> OnnxOpsError | None:
-    """Execute a requested stage, on the worker's side; record its result under the stage's key.
-
-    Args:
-        project: of the worker: its store, its isolated environments, its installation.
-        request: digest of the request in the store.
-        place: the location of the requesting machine's store.
-        run: an identifier of this execution, under which its error is recorded.
-        observer: gets the progress.
-
-    Returns:
-        The error of the stage, if it failed.
-
-    Raises:
-        ConflictError: the two sides differ in their store or in their packages.
-        RefusedError: the request is not one that a worker executes.
-    """
-    store = project.context.store
-    try:
-        document = json.loads(store.read(Digest(request)))
-    except CorruptStateError as error:
-        raise ConflictError(
-            f"the request is not in this worker's store, {project.settings.store}, but in {place}",
-            where=f"worker on {platform.node()}",
-            remedy="Give both machines one store: `store` in onnx-ops.toml, such as s3://bucket/onnx-ops.",
-        ) from error
-    stage, key, inputs = parse_request(document)
-    _require_same_release(stage)
-    with Scratch() as root:
-        for name, digest in document["files"].items():
-            path = root / _checked_name(name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(store.path(digest), path)
-        places = {path: str(root / _checked_name(name)) for path, name in document["paths"].items()}
-        hints: Any = _relocated({**document["hints"], "pool": ""}, places)
-        # Its own root, so that it executes the code that was sent and no other.
-        there = replace(
-            project, settings=replace(project.settings, root=root), context=replace(project.context, root=root)
-        )
-        handler = there.handler(observer=observer)
-        perform = handler.perform
-        handler = replace(handler, perform=lambda stage, key, inputs: perform(replace(stage, hints=hints), key, inputs))
-        try:
-            handler.execute(stage, key, inputs)
-        except OnnxOpsError as error:
-            failure = json.dumps(error.as_document()).encode("utf-8")
-            store.record(_error_key(run), Manifest(files={_ERROR: store.put_bytes(failure)}))
-            return error
-    return None
-
-
-def _require_same_release(stage: Stage) -> None:
-    """Raise an error if this installation would compute another result than the requested one."""
-    here = f"worker on {platform.node()}"
-    if stage.kind not in PLACEABLE:
-        raise RefusedError(f"a worker does not execute {stage.kind.value} stages", where=here)
-    revision = stage.settings.get("revision")
-    differs = dict[str, tuple[object, object]]()
-    if revision != REVISIONS[stage.kind]:
-        differs["revision of the stage"] = (REVISIONS[stage.kind], revision)
-    if stage.kind not in _MEASURED and not is_isolated(stage):  # evidence names the versions that measured
-        local = {name: plugins.version(name) for name in stage.tools if name != "python"}
-        local |= {"python": ".".join(platform.python_version_tuple()[:2])} if "python" in stage.tools else {}
-        differs |= {name: (local[name], required) for name, required in stage.tools.items() if local[name] != required}
-    if differs:
-        what = "; ".join(
-            f"{name} is {local} here, {required} is required" for name, (local, required) in differs.items()
-        )
-        remedy = "Install the same versions on both machines."
-        raise ConflictError(f"it would not compute the same result: {what}", where=here, remedy=remedy)
-
-
-def _checked_name(name: str) -> PurePosixPath:
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or not path.parts:
-        raise RefusedError(f"a file of the request would be outside the folder: {name!r}", where="request")
-    return path
-
-
-def _relocated(value: Any, places: Mapping[str, str]) -> Any:
-    """Return a document with other paths in place of those that are keys of `places`."""
-    if isinstance(value, dict):
-        return {name: _relocated(entry, places) for name, entry in value.items()}
-    if isinstance(value, list):
-        return [_relocated(entry, places) for entry in value]
-    return places.get(value, value) if isinstance(value, str) else value
-
-
-def _error_key(run: str) -> Digest:
-    return digest_json(["error", run])

@@ -19,7 +19,7 @@ from onnx_ops.adapters.isolation.process import IsolatedProcess, read_memory_byt
 from onnx_ops.app.context import build_context
 from onnx_ops.app.execution import PROGRESS
 from onnx_ops.app.fork_server import serve
-from onnx_ops.app.placement import parse_request
+from onnx_ops.app.stage_request import parse_request
 from onnx_ops.config.settings import load_settings
 from onnx_ops.errors import OnnxOpsError, StageError
 from onnx_ops.pipeline.stages import execute

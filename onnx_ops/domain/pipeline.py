@@ -322,6 +322,9 @@ PLACEABLE = (
 )
 """Stages that can run on another machine. Keys and credentials of the others stay here."""
 
+MEASURED = (StageKind.SCORE, StageKind.BENCHMARK)
+"""Stages whose result depends on the machine, which it names."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:

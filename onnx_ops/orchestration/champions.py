@@ -11,7 +11,7 @@ from prefect.artifacts import create_table_artifact
 from prefect.states import Completed, Failed
 
 from onnx_ops.app.champions import ChampionRecord, list_champions, measure_again
-from onnx_ops.app.execution import ExecuteStage
+from onnx_ops.app.stage_request import ExecuteStage
 from onnx_ops.domain.decision import Drift, Verdict, compute_drift_exit_code
 from onnx_ops.domain.notification import build_drift_notification
 from onnx_ops.orchestration.tasks import run_as_task

@@ -41,7 +41,7 @@ from onnx_ops import codec, plugins
 from onnx_ops.adapters.runtimes.hardware import read_hardware
 from onnx_ops.app.context import Project
 from onnx_ops.app.fork_server import FORK_SERVER
-from onnx_ops.app.placement import answer
+from onnx_ops.app.placed_stage import answer
 from onnx_ops.domain.pipeline import PLACEABLE, Stage, StageKind
 from onnx_ops.errors import OnnxOpsError, describe_exit
 from onnx_ops.orchestration.environment import project_of
@@ -363,7 +363,8 @@ def _import_for_forks() -> None:
     name = "OPENBLAS_NUM_THREADS"
     given = os.environ.get(name)
     os.environ[name] = "1"
-    importlib.import_module("onnx_ops.app.handler")
+    for module in ("onnx_ops.app.handler", "onnx_ops.app.execution"):
+        importlib.import_module(module)
     del os.environ[name]
     if given is not None:
         os.environ[name] = given

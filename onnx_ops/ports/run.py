@@ -82,7 +82,7 @@ class PlacedStage:
         title: Its name in the pipeline.
         pipeline: The name of the pipeline.
         key: Identifies its result; stages with one key are executed once.
-        parameters: What `app.placement.answer` takes: small values, since the store has the rest.
+        parameters: What `app.placed_stage.answer` takes: small values, since the store has the rest.
         timeout: Seconds from the start of the work; None for no limit.
     """
 

@@ -22,7 +22,8 @@ from onnx_ops import codec
 from onnx_ops.adapters.isolation.process import LAST_LINES
 from onnx_ops.app import worker
 from onnx_ops.app.context import build_context
-from onnx_ops.app.execution import StageExecutor, machine_lock, run_in_subprocess
+from onnx_ops.app.execution import StageExecutor, run_in_subprocess
+from onnx_ops.app.running_stages import machine_lock
 from onnx_ops.config.settings import Settings, load_settings, to_environ
 from onnx_ops.domain.artifact import Digest, digest_bytes, digest_file
 from onnx_ops.domain.pipeline import FileData, Stage, StageKind

@@ -10,7 +10,8 @@ from unittest.mock import create_autospec
 import pytest
 
 from onnx_ops.app.context import build_context
-from onnx_ops.app.execution import RunningStages, StageExecutor
+from onnx_ops.app.execution import StageExecutor
+from onnx_ops.app.running_stages import RunningStages
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
 from onnx_ops.domain.pipeline import Stage, StageKind

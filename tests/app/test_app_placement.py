@@ -13,8 +13,9 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.app.context import Project, open_project
-from onnx_ops.app.placement import answer as answer_request
-from onnx_ops.app.placement import ask, build_request
+from onnx_ops.app.placed_stage import answer as answer_request
+from onnx_ops.app.placement import ask
+from onnx_ops.app.stage_request import build_request
 from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_bytes, digest_file
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.quantities import Json

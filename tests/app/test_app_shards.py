@@ -13,8 +13,8 @@ from onnx import numpy_helper
 from onnx_ops import codec
 from onnx_ops.app.champions import REQUEST, load_benchmark
 from onnx_ops.app.context import Project, open_project
-from onnx_ops.app.placement import parse_request
 from onnx_ops.app.project import execute, prepare
+from onnx_ops.app.stage_request import parse_request
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.pipeline import RunResult

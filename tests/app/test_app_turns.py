@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.app.execution import MeasurementLock, hold_key_lock
+from onnx_ops.app.running_stages import MeasurementLock, hold_key_lock
 from onnx_ops.domain.artifact import digest_bytes, hex_digits
 
 TIMEOUT_S = 30.0
@@ -108,7 +108,7 @@ def test_other_keys_do_not_wait(tmp_path: Path) -> None:
 
 def test_a_claim_holds_for_other_processes_and_dies_with_its_holder(tmp_path: Path) -> None:
     holder = (
-        "import sys; from pathlib import Path; from onnx_ops.app.execution import hold_key_lock\n"
+        "import sys; from pathlib import Path; from onnx_ops.app.running_stages import hold_key_lock\n"
         f"with hold_key_lock(Path({str(tmp_path)!r}), {KEY!r}):\n"
         "    print('mine', flush=True); sys.stdin.read()"
     )

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from onnx_ops.app.context import open_project
-from onnx_ops.app.execution import RunningStages
+from onnx_ops.app.running_stages import RunningStages
 from onnx_ops.cli import common
 from onnx_ops.cli.diagnosis import diagnose
 from onnx_ops.cli.tables import PlannedStage, plan_table

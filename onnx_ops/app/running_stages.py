@@ -1,0 +1,146 @@
+"""The stages that run on this machine: their processes and pools, and the locks between them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from onnx_ops import plugins
+from onnx_ops.app.fork_server import ForkedProcess
+from onnx_ops.domain.artifact import Digest, hex_digits
+from onnx_ops.ports import Pools
+from onnx_ops.scratch import hold_lock
+
+
+def machine_lock(on_wait: Callable[[], None] | None = None) -> contextlib.AbstractContextManager[None]:
+    """Hold the lock under which one process of this machine measures times. It is released with its holder."""
+    return hold_lock(Path(tempfile.gettempdir()) / f"onnx-ops-benchmark-{os.getuid()}.lock", on_wait=on_wait)
+
+
+class MeasurementLock:
+    """Reserves the machine for a measurement among the pipelines that one process runs side by side.
+
+    First come, first served: work runs beside work, a measurement waits for all running work, and later work waits for
+    it.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._tickets = 0
+        self._admitted = 0
+        self._working = 0
+        self._measuring = False
+
+    @contextlib.contextmanager
+    def hold(self, *, alone: bool, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
+        """Hold the lock: alone for work whose results are times, else beside other work.
+
+        Args:
+            on_wait: is called if the lock is not free.
+        """
+        with self._changed:
+            ticket, self._tickets = self._tickets, self._tickets + 1
+
+            def is_free() -> bool:
+                return self._admitted == ticket and not self._measuring and not (alone and self._working)
+
+            if on_wait is not None and not is_free():
+                on_wait()
+            self._changed.wait_for(is_free)
+            self._admitted += 1
+            self._measuring = alone
+            self._working += not alone
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._measuring = False
+                self._working -= not alone
+                self._changed.notify_all()
+
+
+class RunningStages:
+    """The child processes and pools of running stages, so that a cancelled run can end them, and their lock."""
+
+    def __init__(self) -> None:
+        self.lock = MeasurementLock()
+        self.processes: set[ForkedProcess] = set()
+        self.ended = False
+        self._pools: Pools | None = None
+        self._preparation: threading.Thread | None = None
+
+    def import_registry(self) -> None:
+        """Import MLflow, which takes two seconds, while stages run in other processes; only the first call does."""
+        if self._preparation is None:
+            self._preparation = threading.Thread(target=_import_registry, daemon=True)
+            self._preparation.start()
+
+    def wait_until_prepared(self) -> None:
+        """Wait for the imports, which would disturb a measurement of times."""
+        if self._preparation is not None:
+            self._preparation.join()
+
+    @property
+    def pools(self) -> Pools:
+        """The pools, loaded on first use.
+
+        Raises:
+            MissingPackageError: Prefect is not installed.
+        """
+        if self._pools is None:
+            plugins.require(*plugins.EXTRAS["prefect"], where="pools")
+            self._pools = plugins.load("pools", "prefect")
+        return self._pools
+
+    @contextlib.contextmanager
+    def ended_on_error(self) -> Iterator[None]:
+        """End every running stage, on every machine, if the block raises, cancellation included."""
+        try:
+            yield
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """End every running stage, on every machine; no further one starts."""
+        self.ended = True
+        for process in tuple(self.processes):
+            process.kill()
+        if self._pools is not None:
+            self._pools.cancel()
+
+
+def _import_registry() -> None:
+    with contextlib.suppress(ImportError):  # the stage that needs it reports it
+        importlib.import_module("onnx_ops.adapters.registries.mlflow_connection").import_mlflow()
+
+
+@contextlib.contextmanager
+def hold_key_lock(folder: Path, key: Digest) -> Iterator[None]:
+    """Hold the lock of a key among the threads and processes on this machine that name this folder.
+
+    It is released with its holder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{hex_digits(key)}.lock"
+    while True:
+        with path.open("w") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            try:
+                is_there = path.stat().st_ino == os.fstat(stream.fileno()).st_ino
+            except FileNotFoundError:
+                is_there = False
+            if not is_there:  # its last holder has removed the file
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
