@@ -45,7 +45,7 @@ from onnx_ops.app.placed_stage import answer
 from onnx_ops.domain.pipeline import PLACEABLE, Stage, StageKind
 from onnx_ops.errors import OnnxOpsError, describe_exit
 from onnx_ops.orchestration.environment import project_of
-from onnx_ops.orchestration.pools import (
+from onnx_ops.orchestration.pool_records import (
     ANNOUNCEMENT,
     CLAIMED,
     FLOW,
@@ -53,12 +53,10 @@ from onnx_ops.orchestration.pools import (
     TAKEN,
     declare_crashed,
     is_final,
-    is_unavailable,
     list_alive,
     read_announcements,
-    retry_soon,
-    server_time,
 )
+from onnx_ops.orchestration.prefect_client import is_unavailable, retry_soon, server_time
 from onnx_ops.orchestration.tasks import failed
 from onnx_ops.ports import Observer, WorkerStatus
 

@@ -12,45 +12,34 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from email.utils import parsedate_to_datetime
-from functools import partial
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import UUID
 
-from onnx_ops import codec
 from onnx_ops.domain.pipeline import StageKind
-from onnx_ops.errors import CorruptStateError, MeasurementError, ServiceUnavailableError, StageError, UserError
+from onnx_ops.errors import MeasurementError, ServiceUnavailableError, StageError, UserError
+from onnx_ops.orchestration.pool_records import (
+    CLAIMED,
+    DEAD_AFTER_HEARTBEATS,
+    DEAD_STATES,
+    FINISHED_STATES,
+    FLOW,
+    HEARTBEAT_S,
+    TAKEN,
+    declare_crashed,
+    get_state_type,
+    is_alive,
+    is_final,
+    list_alive,
+    read_announcements,
+)
+from onnx_ops.orchestration.prefect_client import PAGE_SIZE, is_unavailable, retry_soon, server_time
 from onnx_ops.ports import EndedRun, PlacedRun, PlacedStage, Pools, PoolStatus, WorkerStatus
 
 if TYPE_CHECKING:
-    import httpx
     from prefect import State
     from prefect.client.orchestration import SyncPrefectClient
-    from prefect.client.schemas.objects import FlowRun, Worker
+    from prefect.client.schemas.objects import FlowRun
 
-FLOW = "work"
-"""Flow whose deployment `work/POOL` executes the stages of a pool, in a work queue for each kind of stage."""
-
-CLAIMED = "Claimed"
-"""Name of the pending state of a run that `onnx-ops work` has taken: it starts at once."""
-
-TAKEN = "taken by worker "
-"""Begins the message of that state; the name of the worker follows."""
-
-ANNOUNCEMENT = "onnx-ops-worker"
-"""Tag of Prefect's variables in which workers describe themselves."""
-
-HEARTBEAT_S = 5.0
-
-_FINAL = ("COMPLETED", "FAILED")
-_DEAD = ("CRASHED", "CANCELLED", "CANCELLING")
-_PAGE = 200
-"""Entries in an answer of Prefect's server, at most."""
-_PAUSES_S = (0.03, 0.07, 0.15, 0.3, 0.6)
-"""Before each repetition of a request that a server on SQLite has refused."""
-_INTERVALS = 3
-"""Heartbeats in a row that a living worker does not miss."""
 _LATE = timedelta(minutes=1)
 """Age of the last heartbeat of a worker that may be late rather than dead."""
 
@@ -70,7 +59,7 @@ class PrefectPools(Pools):
     poll: float = 0.5
     start_timeout_s: float = 600.0
     """For a run that a worker has taken, to start: a container's image may have to be pulled."""
-    silence: float = _INTERVALS * HEARTBEAT_S - 1
+    silence: float = DEAD_AFTER_HEARTBEATS * HEARTBEAT_S - 1
     """A little less than three heartbeats, so that a death is seen within 15 s."""
     outage: float = 120.0
     """Of Prefect's server, during which a requested run is awaited."""
@@ -192,7 +181,9 @@ class PrefectPools(Pools):
             if not known or time.monotonic() - self._read_at > self.poll / 2:
                 wanted = FlowRunFilter(id=FlowRunFilterId(any_=list({run, *self._waited})))
                 try:
-                    self._found = {one.id: one for one in client.read_flow_runs(flow_run_filter=wanted, limit=_PAGE)}
+                    self._found = {
+                        one.id: one for one in client.read_flow_runs(flow_run_filter=wanted, limit=PAGE_SIZE)
+                    }
                 except Exception as error:
                     self._found = error
                 self._read_at = time.monotonic()
@@ -251,7 +242,7 @@ class PrefectPools(Pools):
             ended = _find_end(flow_run)
             if ended is not None:
                 return ended
-            kind = _kind(flow_run.state)
+            kind = get_state_type(flow_run.state)
             if (flow_run.updated, kind) != beat or silent:  # after an outage, the silence is counted anew
                 beat, last_beat = (flow_run.updated, kind), now
             if _is_taken(flow_run) and now - last_beat > self.silence:
@@ -315,21 +306,6 @@ def _wait_for_late(client: SyncPrefectClient, pool: str) -> tuple[list[str], dat
         time.sleep(HEARTBEAT_S / 10)
 
 
-def read_announcements(client: SyncPrefectClient) -> dict[str, WorkerStatus]:
-    """Return the descriptions that workers have published, by Prefect variable, including those of dead workers."""
-    wanted = {"variables": {"tags": {"all_": [ANNOUNCEMENT]}}, "limit": _PAGE}
-    described = dict[str, WorkerStatus]()
-    for variable in client.request("POST", "/variables/filter", json=wanted).json():
-        with contextlib.suppress(CorruptStateError):  # of another release
-            described[variable["name"]] = codec.from_json(variable["value"], WorkerStatus)
-    return described
-
-
-def list_alive(client: SyncPrefectClient, pool: str, now: datetime) -> list[str]:
-    """Return the names of a pool's workers that send heartbeats."""
-    return sorted(worker.name for worker in client.read_workers_for_work_pool(pool) if is_alive(worker, now))
-
-
 def _read_pool(client: SyncPrefectClient, pool: str, described: Sequence[WorkerStatus], now: datetime) -> PoolStatus:
     from prefect.exceptions import ObjectNotFound
 
@@ -372,17 +348,17 @@ def _list_runs(client: SyncPrefectClient, pool: str, alive: Sequence[str]) -> It
 
     types = FlowRunFilterStateType(any_=[StateType(name) for name in _STATES])
     placed_runs = list[PlacedRun]()
-    for offset in itertools.count(step=_PAGE):
+    for offset in itertools.count(step=PAGE_SIZE):
         page = client.read_flow_runs(
             flow_filter=FlowFilter(name=FlowFilterName(any_=[FLOW])),
             flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=types)),
             deployment_filter=DeploymentFilter(name=DeploymentFilterName(any_=[pool])),
             sort=FlowRunSort.EXPECTED_START_TIME_ASC,
-            limit=_PAGE,
+            limit=PAGE_SIZE,
             offset=offset,
         )
         for run in page:
-            state = _STATES[_kind(run.state)]
+            state = _STATES[get_state_type(run.state)]
             worker = "" if state == "waiting" else _find_worker(client, run.id)
             placed_runs.append(
                 PlacedRun(
@@ -395,7 +371,7 @@ def _list_runs(client: SyncPrefectClient, pool: str, alive: Sequence[str]) -> It
                     why="its worker sends no heartbeat" if worker and worker not in alive else "",
                 )
             )
-        if len(page) < _PAGE:
+        if len(page) < PAGE_SIZE:
             break
     yield from sorted(placed_runs, key=lambda run: run.state == "waiting")
 
@@ -421,17 +397,6 @@ def _explain_wait(status: PoolStatus, run: PlacedRun, *, is_paused: bool) -> str
     return "the next worker that polls takes it"
 
 
-def is_alive(worker: Worker, now: datetime) -> bool:
-    """Return whether a worker sends heartbeats."""
-    silence = timedelta(seconds=_INTERVALS * (worker.heartbeat_interval_seconds or 30))
-    return worker.last_heartbeat_time is not None and now - worker.last_heartbeat_time < silence
-
-
-def server_time(client: SyncPrefectClient) -> datetime:
-    """Return the time of Prefect's server; the clock of this machine may differ."""
-    return parsedate_to_datetime(client.request("GET", "/admin/version").headers["date"])
-
-
 def _create_run(client: SyncPrefectClient, deployment: UUID, stage: PlacedStage, number: int) -> tuple[FlowRun, bool]:
     """Return the run with this number for a stage, and whether this call has created it."""
     asker = uuid.uuid4().hex
@@ -445,13 +410,6 @@ def _create_run(client: SyncPrefectClient, deployment: UUID, stage: PlacedStage,
     return run, run.parameters.get("asker") == asker
 
 
-def declare_crashed(client: SyncPrefectClient, run: UUID, why: str) -> None:
-    """Set a run whose process is dead to Crashed, so that no run waits for it."""
-    from prefect.states import Crashed
-
-    client.set_flow_run_state(run, Crashed(message=why), force=True)
-
-
 def _cancel(client: SyncPrefectClient, run: UUID) -> None:
     """Stop a running stage, and prevent the start of a pending one. Raise nothing."""
     from prefect.states import Cancelled, Cancelling
@@ -459,46 +417,28 @@ def _cancel(client: SyncPrefectClient, run: UUID) -> None:
     with contextlib.suppress(Exception):  # any exception of Prefect's client: the first error is the one that counts
         state = client.read_flow_run(run).state
         if not is_final(state):
-            waiting = _kind(state) == "SCHEDULED"
+            waiting = get_state_type(state) == "SCHEDULED"
             message = "its result is no longer needed"
             ended: State[Any] = Cancelled(message=message) if waiting else Cancelling(message=message)
             client.set_flow_run_state(run, ended, force=True)
 
 
-def is_final(state: State[Any] | None) -> bool:
-    """Return whether a flow run in this state has ended, or was requested to end."""
-    return _kind(state) in (*_FINAL, *_DEAD)
-
-
 def _is_taken(flow_run: FlowRun) -> bool:
     """Return whether a worker has a run: from then on, heartbeats are expected."""
     state = flow_run.state
-    return state is not None and (_kind(state) == "RUNNING" or state.name == CLAIMED)
+    return state is not None and (get_state_type(state) == "RUNNING" or state.name == CLAIMED)
 
 
 def _find_end(flow_run: FlowRun) -> EndedRun | None:
     """Return the recorded end of a run; None if it has none yet."""
-    state, kind = flow_run.state, _kind(flow_run.state)
-    if kind in _DEAD:
+    state, kind = flow_run.state, get_state_type(flow_run.state)
+    if kind in DEAD_STATES:
         raise _WorkerDied(f"its flow run ended as {state.name if state else kind}")
-    if kind not in _FINAL:
+    if kind not in FINISHED_STATES:
         return None
     message = (state.message or "") if state else ""
     seconds = flow_run.total_run_time.total_seconds()
     return EndedRun(run=str(flow_run.id), failed=kind == "FAILED", message=message, seconds=seconds)
-
-
-def _kind(state: State[Any] | None) -> str:
-    return "" if state is None else str(state.type.value)
-
-
-def is_unavailable(error: Exception) -> bool:
-    """Return whether an exception of Prefect's client means that the server is temporarily unavailable."""
-    import httpx
-
-    if isinstance(error, httpx.HTTPStatusError):
-        return error.response.status_code >= 500
-    return isinstance(error, (httpx.TransportError, ServiceUnavailableError))
 
 
 @contextlib.contextmanager
@@ -516,26 +456,6 @@ def _open_client() -> Iterator[SyncPrefectClient]:
     with _typed_errors(), get_client(sync_client=True) as client:
         retry_soon(client)
         yield client
-
-
-def retry_soon(client: SyncPrefectClient) -> None:
-    """Retry within a second requests that a server on SQLite refuses because of simultaneous writers.
-
-    The server answers these with 503, after which Prefect's client would wait two seconds or more.
-    """
-    http: Any = client._client  # noqa: SLF001 (a transport of our own would lack Prefect's proxies and certificates)
-    transport = http._transport_for_url(http.base_url)  # noqa: SLF001
-    transport.handle_request = partial(_send, transport.handle_request)
-
-
-def _send(handle: Callable[[httpx.Request], httpx.Response], request: httpx.Request) -> httpx.Response:
-    for pause in _PAUSES_S:
-        response = handle(request)
-        if response.status_code != HTTPStatus.SERVICE_UNAVAILABLE:
-            return response
-        response.close()
-        time.sleep(pause)
-    return handle(request)
 
 
 @contextlib.contextmanager

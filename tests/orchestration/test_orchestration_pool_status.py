@@ -122,7 +122,7 @@ def test_a_worker_without_a_free_file_polls_for_the_end_of_its_stages(
 def take(client: SyncPrefectClient, run: FlowRun, worker: str) -> None:
     from prefect.states import Pending, Running
 
-    from onnx_ops.orchestration.pools import CLAIMED, TAKEN
+    from onnx_ops.orchestration.pool_records import CLAIMED, TAKEN
 
     client.set_flow_run_state(run.id, Pending(name=CLAIMED, message=f"{TAKEN}{worker}"))
     client.set_flow_run_state(run.id, Running())
@@ -140,7 +140,7 @@ def test_a_worker_describes_its_machine_without_loading_the_runtime(pool: str, c
 
 
 def test_a_description_counts_while_its_worker_lives(pool: str, client: SyncPrefectClient) -> None:
-    from onnx_ops.orchestration.pools import read_announcements
+    from onnx_ops.orchestration.pool_records import read_announcements
 
     def announced() -> set[str]:
         return {worker.name for worker in read_announcements(client).values() if worker.pool == pool}
@@ -159,10 +159,11 @@ def test_a_worker_that_is_late_is_waited_for_and_one_that_is_long_dead_is_not(
     pool: str, client: SyncPrefectClient
 ) -> None:
     from onnx_ops.orchestration import pools
+    from onnx_ops.orchestration.prefect_client import server_time
 
     worker = start_worker(client, pool, "late")
     worker._waiting(client)
-    now = pools.server_time(client)
+    now = server_time(client)
     for late, sleeps in ((20, 2), (90, 0)):
         clock = mock.patch.object(
             pools, "server_time", side_effect=[now + timedelta(seconds=late)] * max(sleeps, 1) + [now]
@@ -179,7 +180,7 @@ def test_a_worker_that_is_late_is_waited_for_and_one_that_is_long_dead_is_not(
 def test_another_release_describes_itself_in_vain(pool: str, client: SyncPrefectClient) -> None:
     from prefect.client.schemas.actions import VariableCreate
 
-    from onnx_ops.orchestration.pools import ANNOUNCEMENT
+    from onnx_ops.orchestration.pool_records import ANNOUNCEMENT
 
     name = f"onnx_ops_worker_{uuid.uuid4().hex}"
     client.create_variable(VariableCreate(name=name, value={"pool": pool, "speed": 3}, tags=[ANNOUNCEMENT]))

@@ -1,0 +1,76 @@
+"""What the clients and the workers of pools read and write on Prefect's server: heartbeats, descriptions, states."""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from onnx_ops import codec
+from onnx_ops.errors import CorruptStateError
+from onnx_ops.orchestration.prefect_client import PAGE_SIZE
+from onnx_ops.ports import WorkerStatus
+
+if TYPE_CHECKING:
+    from prefect import State
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import Worker
+
+FLOW = "work"
+"""Flow whose deployment `work/POOL` executes the stages of a pool, in a work queue for each kind of stage."""
+
+CLAIMED = "Claimed"
+"""Name of the pending state of a run that `onnx-ops work` has taken: it starts at once."""
+
+TAKEN = "taken by worker "
+"""Begins the message of that state; the name of the worker follows."""
+
+ANNOUNCEMENT = "onnx-ops-worker"
+"""Tag of Prefect's variables in which workers describe themselves."""
+
+HEARTBEAT_S = 5.0
+
+DEAD_AFTER_HEARTBEATS = 3
+"""Heartbeats in a row that a living worker does not miss."""
+
+FINISHED_STATES = ("COMPLETED", "FAILED")
+DEAD_STATES = ("CRASHED", "CANCELLED", "CANCELLING")
+
+
+def read_announcements(client: SyncPrefectClient) -> dict[str, WorkerStatus]:
+    """Return the descriptions that workers have published, by Prefect variable, including those of dead workers."""
+    wanted = {"variables": {"tags": {"all_": [ANNOUNCEMENT]}}, "limit": PAGE_SIZE}
+    described = dict[str, WorkerStatus]()
+    for variable in client.request("POST", "/variables/filter", json=wanted).json():
+        with contextlib.suppress(CorruptStateError):  # of another release
+            described[variable["name"]] = codec.from_json(variable["value"], WorkerStatus)
+    return described
+
+
+def list_alive(client: SyncPrefectClient, pool: str, now: datetime) -> list[str]:
+    """Return the names of a pool's workers that send heartbeats."""
+    return sorted(worker.name for worker in client.read_workers_for_work_pool(pool) if is_alive(worker, now))
+
+
+def is_alive(worker: Worker, now: datetime) -> bool:
+    """Return whether a worker sends heartbeats."""
+    silence = timedelta(seconds=DEAD_AFTER_HEARTBEATS * (worker.heartbeat_interval_seconds or 30))
+    return worker.last_heartbeat_time is not None and now - worker.last_heartbeat_time < silence
+
+
+def is_final(state: State[Any] | None) -> bool:
+    """Return whether a flow run in this state has ended, or was requested to end."""
+    return get_state_type(state) in (*FINISHED_STATES, *DEAD_STATES)
+
+
+def get_state_type(state: State[Any] | None) -> str:
+    """Return the type of a state, such as RUNNING; empty without a state."""
+    return "" if state is None else str(state.type.value)
+
+
+def declare_crashed(client: SyncPrefectClient, run: UUID, why: str) -> None:
+    """Set a run whose process is dead to Crashed, so that no run waits for it."""
+    from prefect.states import Crashed
+
+    client.set_flow_run_state(run, Crashed(message=why), force=True)

@@ -1,0 +1,56 @@
+"""Requests to Prefect's server: their retries, and what their errors mean."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from functools import partial
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from onnx_ops.errors import ServiceUnavailableError
+
+if TYPE_CHECKING:
+    import httpx
+    from prefect.client.orchestration import SyncPrefectClient
+
+PAGE_SIZE = 200
+"""Entries in an answer of Prefect's server, at most."""
+_PAUSES_S = (0.03, 0.07, 0.15, 0.3, 0.6)
+"""Before each repetition of a request that a server on SQLite has refused."""
+
+
+def is_unavailable(error: Exception) -> bool:
+    """Return whether an exception of Prefect's client means that the server is temporarily unavailable."""
+    import httpx
+
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.status_code >= 500
+    return isinstance(error, (httpx.TransportError, ServiceUnavailableError))
+
+
+def retry_soon(client: SyncPrefectClient) -> None:
+    """Retry within a second requests that a server on SQLite refuses because of simultaneous writers.
+
+    The server answers these with 503, after which Prefect's client would wait two seconds or more.
+    """
+    http: Any = client._client  # noqa: SLF001 (a transport of our own would lack Prefect's proxies and certificates)
+    transport = http._transport_for_url(http.base_url)  # noqa: SLF001
+    transport.handle_request = partial(_send, transport.handle_request)
+
+
+def _send(handle: Callable[[httpx.Request], httpx.Response], request: httpx.Request) -> httpx.Response:
+    for pause in _PAUSES_S:
+        response = handle(request)
+        if response.status_code != HTTPStatus.SERVICE_UNAVAILABLE:
+            return response
+        response.close()
+        time.sleep(pause)
+    return handle(request)
+
+
+def server_time(client: SyncPrefectClient) -> datetime:
+    """Return the time of Prefect's server; the clock of this machine may differ."""
+    return parsedate_to_datetime(client.request("GET", "/admin/version").headers["date"])
