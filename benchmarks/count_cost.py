@@ -15,9 +15,9 @@ from dataclasses import replace
 from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
 from onnx_ops.protocol.messages import UserCountsRequest
 from onnx_ops.protocol.routing_table import FEEDBACK_KEY_BYTES, build_next_table
-from onnx_ops.serving.cell_counts import CellCounter
-from onnx_ops.serving.feedback_tokens import FeedbackTokens
+from onnx_ops.serving.inference.cell_counts import CellCounter
 from onnx_ops.serving.inference.deployments import TableRevision
+from onnx_ops.serving.inference.feedback_tokens import FeedbackTokens
 from onnx_ops.serving.inference.traffic_router import TrafficRouter
 from onnx_ops.serving.metrics import BOUNDS_S, EPOCH, SharedMetrics, count_request
 from onnx_ops.serving.rollout_counts import RolloutCounts

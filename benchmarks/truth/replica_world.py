@@ -49,7 +49,7 @@ from onnx_ops.protocol.replica_tables import HEAD, ReplicaTable, TableHead, enco
 from onnx_ops.protocol.routing_table import RoutingTable
 from onnx_ops.protocol.server_process import FINAL_COUNTS_FILE, ServerOptions, ServerRecord
 from onnx_ops.serving import rollout_counts
-from onnx_ops.serving.cell_counts import CellCounter, CellPlace
+from onnx_ops.serving.inference.cell_counts import CellCounter, CellPlace
 from onnx_ops.serving.inference.deployments import TableRevision
 from onnx_ops.serving.inference.traffic_router import CellDraw, TrafficRouter
 from onnx_ops.serving.metrics import EPOCH, SharedMetrics, SlotAllocator, count_request

@@ -10,11 +10,10 @@ import hmac
 import os
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import canonical_json
@@ -33,6 +32,8 @@ from onnx_ops.protocol.messages import (
     MAX_USER_THRESHOLDS,
     STATE_PATH,
     TABLE_PATH,
+    AdminState,
+    Counts,
     Lease,
     UserCountsRequest,
     error_to_bytes,
@@ -42,9 +43,6 @@ from onnx_ops.protocol.server_process import AUDIT_FILE, TOKEN_FILE
 from onnx_ops.scratch import write_durably
 from onnx_ops.serving.http.app import Handler, HttpApp, PendingResponse, read_by
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead, build_error
-
-if TYPE_CHECKING:
-    from onnx_ops.serving.workers.supervisor import Supervisor
 
 
 def read_token(folder: Path) -> str:
@@ -60,13 +58,23 @@ def read_token(folder: Path) -> str:
     return token
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminOperations:
+    """What the admin routes do: read, collect, set, publish. `publish` takes the client's name in the audit trail."""
+
+    report_state: Callable[[], AdminState]
+    collect_counts: Callable[[UserCountsRequest | None], Counts]
+    set_lease: Callable[[Lease], Lease]
+    publish: Callable[[EndpointState | RoutingTable, str], Awaitable[None]]
+
+
 class AdminApp(HttpApp):
     """Handlers of the admin routes. Without a token, only the server's user can connect.
 
     `actor` is the name of clients of this listener in the audit trail.
     """
 
-    def __init__(self, supervisor: Supervisor, token: str | None, actor: str) -> None:
+    def __init__(self, operations: AdminOperations, token: str | None, actor: str) -> None:
         super().__init__(
             {
                 STATE_PATH: {**read_by(self.get_state), b"PUT": self.put_state},
@@ -75,7 +83,7 @@ class AdminApp(HttpApp):
                 COUNTS_PATH: {**read_by(self.get_counts), b"POST": self.post_counts},
             }
         )
-        self._supervisor = supervisor
+        self._operations = operations
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._actor = actor
 
@@ -90,12 +98,11 @@ class AdminApp(HttpApp):
 
     def get_state(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return the published state, and the memory that a further deployment could use."""
-        state = replace(self._supervisor.get_state(), memory=self._supervisor.measure_memory())
-        return _build_response(codec.dumps(state))
+        return _build_response(codec.dumps(self._operations.report_state()))
 
     def get_counts(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return the counts of all deployments."""
-        return _build_response(codec.dumps(self._supervisor.collect_counts()))
+        return _build_response(codec.dumps(self._operations.collect_counts(None)))
 
     def post_counts(self, _head: RequestHead, body: bytes) -> RawResponse:
         """Return the counts; for two deployments also by user."""
@@ -105,7 +112,7 @@ class AdminApp(HttpApp):
                 raise UserError(f"limits_s must ascend, at most {MAX_USER_THRESHOLDS} per deployment")
         except (CorruptStateError, UserError) as error:
             return _build_response(error_to_bytes(error), 400)
-        return _build_response(codec.dumps(self._supervisor.collect_counts(message)))
+        return _build_response(codec.dumps(self._operations.collect_counts(message)))
 
     async def put_state(self, head: RequestHead, body: bytes) -> RawResponse:
         """Publish a state: 200 once it is served, 409 if outdated, 422 if not loadable."""
@@ -129,11 +136,11 @@ class AdminApp(HttpApp):
             lease = codec.loads(body, Lease)
         except CorruptStateError as error:
             return _build_response(error_to_bytes(error), 400)
-        return _build_response(codec.dumps(self._supervisor.set_lease(lease)))
+        return _build_response(codec.dumps(self._operations.set_lease(lease)))
 
     async def _publish(self, head: RequestHead, desired: EndpointState | RoutingTable) -> RawResponse:
         try:
-            await self._supervisor.publish(desired, self._actor)
+            await self._operations.publish(desired, self._actor)
         except OnnxOpsError as error:
             statuses = ((ConflictError, 409), (ServiceUnavailableError, 503))
             status = next((status for kind, status in statuses if isinstance(error, kind)), 422)

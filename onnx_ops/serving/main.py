@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         if soft != resource.RLIM_INFINITY and soft < limit:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-        from onnx_ops.serving.request_log import find_collector
+        from onnx_ops.serving.inference.request_log import find_collector
         from onnx_ops.serving.workers.supervisor import serve
         from onnx_ops.serving.workers.worker_memory import use_one_arena
 

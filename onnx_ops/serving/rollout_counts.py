@@ -25,7 +25,7 @@ from onnx_ops.protocol.messages import (
     encode_cells,
 )
 from onnx_ops.serving import metrics
-from onnx_ops.serving.cell_counts import CellTotals, sum_cells
+from onnx_ops.serving.inference.cell_counts import CellTotals, sum_cells
 from onnx_ops.serving.inference.deployments import TableRevision
 from onnx_ops.serving.metrics import (
     BOUNDS_S,

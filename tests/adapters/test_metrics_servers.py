@@ -31,7 +31,7 @@ from onnx_ops.protocol.messages import KEYLESS_CELL, Counts, EpochCounts, UserCo
 from onnx_ops.protocol.routing_table import build_next_table
 from onnx_ops.protocol.server_process import TOKEN_FILE
 from onnx_ops.serving import metrics, rollout_counts
-from onnx_ops.serving.cell_counts import CellCounter
+from onnx_ops.serving.inference.cell_counts import CellCounter
 from onnx_ops.serving.inference.deployments import TableRevision
 from onnx_ops.serving.inference.traffic_router import TrafficRouter
 from onnx_ops.serving.metrics import BOUNDS_S, EPOCH, SharedMetrics, count_request

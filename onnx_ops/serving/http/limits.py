@@ -6,19 +6,16 @@ import asyncio
 import logging
 import re
 import time
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
 
 from onnx_ops.errors import RefusedError
 from onnx_ops.protocol.server_process import ServerOptions
 from onnx_ops.serving.inference.content_coding import InflateBudget
 from onnx_ops.serving.inference.responses import RequestHead
 from onnx_ops.serving.metrics import CONNECTIONS, CONNECTIONS_REFUSED, MetricsRow
-
-if TYPE_CHECKING:
-    from onnx_ops.serving.http.protocol import HttpProtocol
 
 _log = logging.getLogger(__name__)
 
@@ -103,6 +100,22 @@ def _build_refusal(header: str, value: bytes, why: str, option: str) -> RefusedE
     )
 
 
+class TimedConnection(asyncio.Protocol):
+    """A connection whose time is limited.
+
+    Attributes:
+        stage, since: what the connection does, and since when on the clock of `ConnectionLimits.now`.
+    """
+
+    transport: asyncio.Transport
+    stage: int
+    since: float
+
+    @abstractmethod
+    def time_out(self) -> None:
+        """Reject a request that did not arrive in time."""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class ConnectionLimits:
     """Limits and clock of all connections of one worker (see `ServerOptions`).
@@ -122,7 +135,7 @@ class ConnectionLimits:
     row: MetricsRow
     now: float = field(default_factory=time.monotonic)
     draining: bool = False
-    open: set[HttpProtocol] = field(default_factory=set)
+    open: set[TimedConnection] = field(default_factory=set)
     body_bytes: int = 0
     max_body_bytes: int = field(init=False)
     inflated: InflateBudget = field(init=False)
@@ -142,7 +155,7 @@ class ConnectionLimits:
         """Whether the bodies in memory, received and inflated, are within their budget."""
         return self.body_bytes + self.inflated.bytes <= self.max_body_bytes
 
-    def admit(self, connection: HttpProtocol) -> bool:
+    def admit(self, connection: TimedConnection) -> bool:
         """Return whether there is room; if necessary, close an idle or slow connection."""
         if len(self.open) >= self.max_connections:
             victim = None

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.protocol import messages
-from onnx_ops.serving.feedback import MAX_FEEDBACK
+from onnx_ops.serving.inference.feedback import MAX_FEEDBACK
 from onnx_ops.serving.inference.signature import ModelSignature
 from onnx_ops.serving.inference.tensors import DATATYPE_OF
 

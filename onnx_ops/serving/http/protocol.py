@@ -22,7 +22,15 @@ import numpy as np
 from onnx_ops.errors import RefusedError
 from onnx_ops.protocol.messages import BINARY_LENGTH_HEADER
 from onnx_ops.serving.http.app import Handler, HttpApp, PendingResponse
-from onnx_ops.serving.http.limits import ANSWERING, IDLE, READING, REJECTED, ConnectionLimits, HostPolicy
+from onnx_ops.serving.http.limits import (
+    ANSWERING,
+    IDLE,
+    READING,
+    REJECTED,
+    ConnectionLimits,
+    HostPolicy,
+    TimedConnection,
+)
 from onnx_ops.serving.inference.content_coding import CODINGS, choose_coding, compress
 from onnx_ops.serving.inference.deployments import InferenceRoute, PendingRequest
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead, build_error, format_echoed_headers
@@ -68,14 +76,8 @@ class RequestRejectedError(Exception):
         self.status = status
 
 
-class HttpProtocol(asyncio.Protocol):
-    """One connection.
-
-    Attributes:
-        stage, since: what the connection does, and since when on the clock of `ConnectionLimits.now`.
-    """
-
-    transport: asyncio.Transport
+class HttpProtocol(TimedConnection):
+    """One connection."""
 
     def __init__(self, app: HttpApp, limits: ConnectionLimits, hosts: HostPolicy) -> None:
         self._app = app

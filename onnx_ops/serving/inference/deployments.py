@@ -13,10 +13,10 @@ from onnx_ops.errors import NotFoundError, OnnxOpsError, ServiceUnavailableError
 from onnx_ops.ports.data import Array
 from onnx_ops.protocol.messages import BINARY_LENGTH_HEADER
 from onnx_ops.protocol.routing_table import RoutingTable
-from onnx_ops.serving.cell_counts import CellPlace
-from onnx_ops.serving.feedback_tokens import FeedbackTokens
 from onnx_ops.serving.inference.bound_runs import BoundRuns
+from onnx_ops.serving.inference.cell_counts import CellPlace
 from onnx_ops.serving.inference.content_coding import Charge, inflate
+from onnx_ops.serving.inference.feedback_tokens import FeedbackTokens
 from onnx_ops.serving.inference.models import BOUND_ERRORS
 from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQueue
 from onnx_ops.serving.inference.requests import parse_header_length, read_infer, read_invocation

@@ -16,9 +16,8 @@ import numpy as np
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.ports.data import Array
 from onnx_ops.protocol import messages
-from onnx_ops.serving.cell_counts import CellCounter
-from onnx_ops.serving.feedback import FeedbackCounter
 from onnx_ops.serving.inference import responses
+from onnx_ops.serving.inference.cell_counts import CellCounter
 from onnx_ops.serving.inference.content_coding import InflateBudget
 from onnx_ops.serving.inference.deployments import (
     InferenceRoute,
@@ -27,6 +26,8 @@ from onnx_ops.serving.inference.deployments import (
     PendingRequest,
     TableSnapshot,
 )
+from onnx_ops.serving.inference.feedback import FeedbackCounter
+from onnx_ops.serving.inference.request_log import RequestLog
 from onnx_ops.serving.inference.responses import (
     DeadlineExceededError,
     InputsRejectedError,
@@ -56,7 +57,6 @@ from onnx_ops.serving.metrics import (
     count_request,
     get_column,
 )
-from onnx_ops.serving.request_log import RequestLog
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from onnx_ops import codec
-from onnx_ops.domain.endpoint import Deployment, EndpointState, ServerMemory
+from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.domain.rollout_policy import COLD_START_SAMPLES
 from onnx_ops.errors import ConflictError, InfrastructureError, OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.protocol.messages import AdminState, Counts, Lease, UserCountsRequest
@@ -38,7 +38,7 @@ from onnx_ops.protocol.server_process import (
     signal_worker,
 )
 from onnx_ops.scratch import write_durably
-from onnx_ops.serving.admin import AdminApp, AuditTrail, read_token
+from onnx_ops.serving.admin import AdminApp, AdminOperations, AuditTrail, read_token
 from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
 from onnx_ops.serving.http.protocol import HttpProtocol, serve_connections
 from onnx_ops.serving.inference.deployments import TableRevision
@@ -204,9 +204,9 @@ class Supervisor:
             counting_failure=self._describe_failures(),
         )
 
-    def measure_memory(self) -> ServerMemory | None:
-        """Return the memory of the workers, and what is available beside it; None if that cannot be read."""
-        return measure_server_memory(self._pool.pids)
+    def report_state(self) -> AdminState:
+        """Return the state with the memory of the workers, and what is available beside it."""
+        return replace(self.get_state(), memory=measure_server_memory(self._pool.pids))
 
     def set_lease(self, lease: Lease) -> Lease:
         """Set the ends of the leases; return them with the requests that have met none."""
@@ -376,6 +376,12 @@ class Supervisor:
             self._stop.set()
             return
         admin_port = admin[0][0].getsockname()[1]
+        operations = AdminOperations(
+            report_state=self.report_state,
+            collect_counts=self.collect_counts,
+            set_lease=self.set_lease,
+            publish=self.publish,
+        )
         for listener, token, actor in admin:
             limits = ConnectionLimits(
                 max_connections=_MAX_ADMINS,
@@ -385,7 +391,7 @@ class Supervisor:
                 row=make_row(),  # its counts are not shown
             )
             hosts = HostPolicy() if token is None else HostPolicy.from_options(LOOPBACK, admin_port, self._options)
-            build = partial(HttpProtocol, AdminApp(self, token, actor), limits, hosts)
+            build = partial(HttpProtocol, AdminApp(operations, token, actor), limits, hosts)
             group.create_task(serve_connections(build, listener, limits, self._stop, drain_s=_ADMIN_DRAIN_S))
         record = ServerRecord(
             pid=os.getpid(),

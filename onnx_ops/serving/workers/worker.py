@@ -34,6 +34,7 @@ from onnx_ops.serving.inference.bound_runs import BoundRuns
 from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeployments, TableRevision
 from onnx_ops.serving.inference.integrity import COPIES_FOLDER, ModelCopies, TrustPolicy
 from onnx_ops.serving.inference.models import LoadedModel, PackedModelCache, load_model
+from onnx_ops.serving.inference.request_log import RequestLog, SpanWriter, Writer, find_collector, open_access_log
 from onnx_ops.serving.inference.request_queue import MAX_BATCH, LatencyEstimator, RequestQueue, WorkerThreads
 from onnx_ops.serving.inference.run_monitor import RunMonitor, end_process
 from onnx_ops.serving.inference.service import InferenceService
@@ -49,7 +50,6 @@ from onnx_ops.serving.metrics import (
     MetricsRow,
     SharedMetrics,
 )
-from onnx_ops.serving.request_log import RequestLog, SpanWriter, Writer, find_collector, open_access_log
 from onnx_ops.serving.workers.listeners import ListenerSockets, connect_unix, get_shadow_path, send_sockets
 from onnx_ops.serving.workers.worker_memory import CHECK_S, MemoryTrimmer
 

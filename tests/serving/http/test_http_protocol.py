@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from onnx_ops.serving.http.limits import READING
-from onnx_ops.serving.http.protocol import LargeBodyReader
+from onnx_ops.serving.http.protocol import HttpProtocol, LargeBodyReader
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import INFER, ODD, X, infer_body, wait_until
 from tests.serving.serving_worker import Worker, post, without_date
@@ -174,6 +174,7 @@ def test_large_bodies_behind_one_head(worker: Worker, first: int) -> None:
         client.sendall(requests[0] + GOOD + requests[1])
         answers = received(client, 3)
         (connection,) = worker.connections.open
+        assert isinstance(connection, HttpProtocol)
         assert (connection._body, connection._reader) == (b"", None), "an idle connection keeps no memory"
     assert data_of(answers) == [b"[2.0,14.0]", b"[2.0,4.0]}", b"[4.0,14.0]"]
     assert worker.connections.body_bytes == 0

@@ -26,7 +26,7 @@ from onnx_ops.protocol.messages import (
     decode_cells,
 )
 from onnx_ops.protocol.routing_table import build_next_table
-from onnx_ops.serving.cell_counts import CellCounter
+from onnx_ops.serving.inference.cell_counts import CellCounter
 from onnx_ops.serving.inference.deployments import TableRevision
 from onnx_ops.serving.inference.traffic_router import TrafficRouter
 from onnx_ops.serving.metrics import (

@@ -19,9 +19,9 @@ from onnx_ops.protocol.messages import (
     decode_cells,
 )
 from onnx_ops.protocol.routing_table import RoutingTable, build_next_table
-from onnx_ops.serving.cell_counts import CellCounter
-from onnx_ops.serving.feedback import FeedbackCounter
+from onnx_ops.serving.inference.cell_counts import CellCounter
 from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeployments, TableRevision
+from onnx_ops.serving.inference.feedback import FeedbackCounter
 from onnx_ops.serving.inference.request_queue import LatencyEstimator
 from onnx_ops.serving.inference.traffic_router import TrafficRouter
 from onnx_ops.serving.metrics import REVISION, MetricsRow, SharedMetrics, SlotAllocator

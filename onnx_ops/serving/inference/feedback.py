@@ -10,7 +10,7 @@ import orjson
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.protocol.messages import KEYLESS_CELL
 from onnx_ops.serving import metrics
-from onnx_ops.serving.cell_counts import CellCounter
+from onnx_ops.serving.inference.cell_counts import CellCounter
 from onnx_ops.serving.inference.deployments import LoadedDeployments, TableSnapshot
 from onnx_ops.serving.metrics import REQUEST_IDS, SLOTS
 

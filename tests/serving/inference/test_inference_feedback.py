@@ -13,10 +13,10 @@ from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol.messages import KEYLESS_CELL
 from onnx_ops.protocol.routing_table import RoutingTable
 from onnx_ops.serving import metrics
-from onnx_ops.serving.feedback import MAX_FEEDBACK
+from onnx_ops.serving.inference.feedback import MAX_FEEDBACK
 from onnx_ops.serving.inference.traffic_router import TrafficRouter
 from onnx_ops.testing.endpoints import state_of
-from tests.serving.feedback_server import FeedbackServer, make_table
+from tests.serving.inference.feedback_server import FeedbackServer, make_table
 from tests.serving.serving_process import INFER, infer_body
 from tests.support.server import Answer, ServerFamily
 

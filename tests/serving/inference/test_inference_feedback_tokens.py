@@ -26,10 +26,10 @@ from onnx_ops.protocol.messages import (
 )
 from onnx_ops.protocol.routing_table import RoutingTable
 from onnx_ops.serving import metrics
-from onnx_ops.serving.feedback_tokens import FeedbackTokens
+from onnx_ops.serving.inference.feedback_tokens import FeedbackTokens
 from onnx_ops.serving.metrics import BUCKET_TOKENS, MetricsPage
 from onnx_ops.testing.endpoints import state_of
-from tests.serving.feedback_server import KEY, OTHER_KEY, FeedbackServer, find_cell, make_table
+from tests.serving.inference.feedback_server import KEY, OTHER_KEY, FeedbackServer, find_cell, make_table
 from tests.serving.serving_process import INFER, infer_body
 from tests.support.must import must
 from tests.support.server import Answer, ServerFamily
