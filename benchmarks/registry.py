@@ -36,7 +36,7 @@ from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.ports import Context
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import bind_endpoint
-from onnx_ops.release.reconcile import read_registry
+from onnx_ops.release.reconcile_pass import read_registry
 from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
 from onnx_ops.testing.fakes import FakeWorld, make_ledger_keys
 from tests.support.mlflow_server import mlflow_server

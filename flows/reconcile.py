@@ -8,7 +8,7 @@ from onnx_ops.orchestration.environment import project_of
 from onnx_ops.orchestration.flows import actor, aggregate_state, ends_as_failed, reconcile_as_task
 from onnx_ops.release.journal import list_bound_endpoints
 from onnx_ops.release.notify import send_pending_each
-from onnx_ops.release.reconcile import DryRun, read_registry
+from onnx_ops.release.reconcile_pass import ReconcilePass, read_registry
 
 
 @flow(name="reconcile", persist_result=False)
@@ -23,7 +23,7 @@ def reconcile(endpoints: tuple[str, ...] = (), blocks: tuple[str, ...] = ()) -> 
     with project_of(blocks) as project:
         context = project.context
         names = endpoints or list_bound_endpoints(context)
-        dry_run = DryRun(context, lambda: read_registry(context))
-        states = {name: reconcile_as_task(dry_run, name, actor(context)) for name in names}
+        reconcile_pass = ReconcilePass(context, lambda: read_registry(context))
+        states = {name: reconcile_as_task(reconcile_pass, name, actor(context)) for name in names}
         send_pending_each(context, names)
         return aggregate_state(states)

@@ -24,7 +24,8 @@ from onnx_ops.orchestration.tasks import FAILED_STATES, PrefectExecutor, failed,
 from onnx_ops.pipeline import ordered_map
 from onnx_ops.ports import Context
 from onnx_ops.release.notify import send_pending_each
-from onnx_ops.release.reconcile import DryRun, write_aliases
+from onnx_ops.release.reconcile import write_aliases
+from onnx_ops.release.reconcile_pass import ReconcilePass
 from onnx_ops.release.rollback import roll_back_each
 
 P = ParamSpec("P")
@@ -74,12 +75,12 @@ def _choice_line(choice: Choice) -> str:
     return f"{choice.target}: serves {choice.variant} ({choice.reason})"
 
 
-def reconcile_as_task(dry_run: DryRun, endpoint: str, by: str) -> State[Any]:
+def reconcile_as_task(reconcile_pass: ReconcilePass, endpoint: str, by: str) -> State[Any]:
     """Reconcile one endpoint in its own task run; a failure does not stop other endpoints."""
 
     def reconcile() -> State[Any]:
         try:
-            reports = dry_run.reconcile(endpoint, actor=by)
+            reports = reconcile_pass.reconcile(endpoint, actor=by)
         except OnnxOpsError as error:
             return failed(error)
         message = "\n".join(f"{report.did}: {report.why}" if report.did else report.why for report in reports)

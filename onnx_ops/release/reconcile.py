@@ -1,21 +1,32 @@
 """Move an endpoint toward its desired state, one recorded action at a time, as its metrics allow.
 
 `reconcile_step` is level-triggered and idempotent: it reads desired and observed state, takes at most one action, and
-can be killed at any point; the next call continues or reverts the action. `DryRun` makes the same decision with a
-read-only context, so that an endpoint with nothing to do causes no request to the registry.
+can be killed at any point; the next call continues or reverts the action. `find_step` makes its decision, and returns
+the change that is due without making it. So a pass over many endpoints (`reconcile_pass`) decides by what it has read
+once, and an endpoint without a change costs no request to the registry.
 """
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from functools import partial
+from typing import TypeAlias
 
 from onnx_ops.domain.endpoint import EndpointState
-from onnx_ops.domain.ledger import AliasSelection, MetricsRecorded, RolloutPaused, ThresholdsFixed, VersionSelected
+from onnx_ops.domain.ledger import (
+    AliasSelection,
+    Intent,
+    MetricsRecorded,
+    PendingRollback,
+    ReleaseState,
+    RolloutPaused,
+    ThresholdsFixed,
+    VersionRefused,
+    VersionSelected,
+)
 from onnx_ops.domain.rollout import (
     Action,
     ActionKind,
@@ -39,7 +50,7 @@ from onnx_ops.errors import (
     ServiceUnavailableError,
     UserError,
 )
-from onnx_ops.ports import Context, EndpointProvider, Ledger, MetricsSource, ModelFiles, Registry
+from onnx_ops.ports import Context
 from onnx_ops.release.journal import (
     MAX_PAUSE_S,
     Journal,
@@ -52,15 +63,20 @@ from onnx_ops.release.promote import finish_deletion
 from onnx_ops.release.registry_sync import (
     DesiredState,
     conclude_refusal,
+    is_registry_outdated,
     publish_entries,
     publish_rejections,
-    read_desired_state,
+    read_request,
     record_alias,
     restore_files,
     revert_alias,
+    verify_request,
     write_pending_aliases,
 )
 from onnx_ops.release.rollback import carry_out_pending, request_and_carry_out
+
+ReadAliases: TypeAlias = Callable[[str], Mapping[str, str]]
+"""Returns versions by alias of a model."""
 
 MAX_STEPS = 20
 """A rollout has a few steps; more than this in one call means that two writers undo each other's changes."""
@@ -80,6 +96,10 @@ class StepReport:
     stable: bool
     refused: bool = False
     registry_down: str = ""
+
+
+Change: TypeAlias = Callable[[], StepReport]
+"""A change that is due: makes it, and returns its report."""
 
 
 def reconcile_until_stable(
@@ -156,39 +176,94 @@ def reconcile_step(context: Context, endpoint: str, *, actor: str = "") -> StepR
         RefusedError: the registry does not permit an alias; an endpoint that died is restored nevertheless.
     """
     journal = Journal.open(context, endpoint, actor=actor)
-    config = journal.config
-    if journal.state.deleting:
-        finish_deletion(journal)
-        return StepReport(endpoint=endpoint, did="deleted", why="its deletion was requested", stable=True)
-    if (report := _resume(journal)) is not None:
-        return report
-    observed = context.provider(config.provider).observe(config)
+    return _take(find_step(journal, lambda model: context.registry().aliases(model)))
+
+
+def find_step(journal: Journal, read_aliases: ReadAliases) -> StepReport | Change:
+    """Return the change that is due, or the report of an endpoint for which none is due now.
+
+    Nothing is written before the change is made, except that a rollout that continues is confirmed.
+
+    Raises:
+        OnnxOpsError: as `reconcile_step` does, while it decides.
+    """
+    state, config = journal.state, journal.config
+    if state.deleting:
+        return partial(_delete, journal)
+    if (active := journal.active_intent()) is not None:
+        return _report_wait(journal, f"{active.holder} is changing it: {active.action.why}")
+    if state.pending_rollback is not None:
+        return partial(_resume_rollback, journal, state.pending_rollback)
+    if state.open_intent is not None:
+        return partial(_resume_action, journal, state.open_intent)
+    observed = journal.context.provider(config.provider).observe(config)
     _require_known(journal, observed)
+    if observed is None and (restoration := _find_restoration(journal)) is not None:
+        return partial(_restore, journal, restoration, read_aliases)
+    return _find_requested_change(_StepBasis(journal=journal, observed=observed), read_aliases)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StepBasis:
+    """What a step is decided on. The failures are of its own attempts before.
+
+    An endpoint that died is restored in spite of `unwritten`, a failure to write the registry. The registry may request
+    something that can be served in spite of `unrestored`, a failure to restore the endpoint.
+    """
+
+    journal: Journal
+    observed: EndpointState | None
     unrestored: OnnxOpsError | None = None
-    try:
-        if observed is None and (report := _restore(journal)) is not None:
-            return report
-    except (InfrastructureError, RefusedError, UserError) as error:
-        unrestored = error  # the registry may request something that can be served
-    desired = read_desired_state(journal)
-    if (report := _refuse(journal, desired)) is not None:
-        return report
     unwritten: OnnxOpsError | None = None
+
+
+def _take(step: StepReport | Change) -> StepReport:
+    return step if isinstance(step, StepReport) else step()
+
+
+def _find_requested_change(basis: _StepBasis, read_aliases: ReadAliases) -> StepReport | Change:
+    desired = read_request(basis.journal, read_aliases)
+    if desired.request is not None:
+        return partial(_follow_request, basis, desired)
+    return _find_change(basis, desired)
+
+
+def _follow_request(basis: _StepBasis, desired: DesiredState) -> StepReport:
+    """Verify what the registry requests, which can download files and record an override, and take the step."""
+    return _take(_find_change(basis, verify_request(basis.journal, desired)))
+
+
+def _find_change(basis: _StepBasis, desired: DesiredState) -> StepReport | Change:
+    journal = basis.journal
+    if (refusal := _find_refusal(journal, desired)) is not None:
+        return refusal
     try:
-        if (report := _write_registry(journal, desired)) is not None:
-            return report
+        is_outdated = not desired.registry_down and is_registry_outdated(journal, desired.champion)
     except (InfrastructureError, RefusedError) as error:
-        unwritten = error
+        basis, is_outdated = replace(basis, unwritten=error), False
+    return partial(_update_registry, basis, desired) if is_outdated else _find_action(basis, desired)
+
+
+def _find_action(basis: _StepBasis, desired: DesiredState) -> StepReport | Change:
+    journal = basis.journal
     snapshot = read_metrics(journal)
-    action = choose_action(journal, desired, observed, snapshot)
-    if isinstance(action, Action) and action.kind is ActionKind.RESTORE:
-        if unrestored is not None:
-            _fetch_lost_files(context, action, unrestored)
-    elif unwritten is not None:
-        raise unwritten
-    record_metrics(journal, snapshot, action)
-    did, why = _act(journal, desired, action)
-    return StepReport(endpoint=endpoint, did=did, why=why, stable=not did, registry_down=desired.registry_down)
+    action = choose_action(journal, desired, basis.observed, snapshot)
+    if basis.unwritten is not None and not (isinstance(action, Action) and action.kind is ActionKind.RESTORE):
+        raise basis.unwritten
+    if isinstance(action, Wait) and not _is_record_due(journal, desired, snapshot, action):
+        _confirm_rollout(journal)
+        return _report_wait(journal, action.why, registry_down=desired.registry_down)
+    return partial(_act, basis, desired, snapshot, action)
+
+
+def _report_wait(journal: Journal, why: str, *, registry_down: str = "") -> StepReport:
+    return StepReport(endpoint=journal.state.endpoint, did="", why=why, stable=True, registry_down=registry_down)
+
+
+def _delete(journal: Journal) -> StepReport:
+    endpoint = journal.state.endpoint
+    finish_deletion(journal)
+    return StepReport(endpoint=endpoint, did="deleted", why="its deletion was requested", stable=True)
 
 
 def _require_known(journal: Journal, observed: EndpointState | None) -> None:
@@ -212,18 +287,25 @@ def _require_known(journal: Journal, observed: EndpointState | None) -> None:
     )
 
 
-def _restore(journal: Journal) -> StepReport | None:
-    """Restore an endpoint that does not answer; None if another action comes first.
+def _find_restoration(journal: Journal) -> Action | None:
+    """Return the action that restores an endpoint that does not answer; None if another action comes first.
 
     The registry is not read: it may be slow or down, or hold what cannot be processed.
     """
     roles = journal.state.roles
     desired = DesiredState(deployment=roles.candidate or roles.stable)
     action = choose_action(journal, desired, None, MetricsSnapshot(observations=None))
-    if not isinstance(action, Action) or action.kind is not ActionKind.RESTORE:
-        return None
-    journal.perform(action)
-    return StepReport(endpoint=journal.state.endpoint, did=action.kind.value, why=action.why, stable=False)
+    return action if isinstance(action, Action) and action.kind is ActionKind.RESTORE else None
+
+
+def _restore(journal: Journal, action: Action, read_aliases: ReadAliases) -> StepReport:
+    try:
+        journal.perform(action)
+    except (InfrastructureError, RefusedError, UserError) as error:
+        basis = _StepBasis(journal=journal, observed=None, unrestored=error)
+    else:
+        return StepReport(endpoint=journal.state.endpoint, did=action.kind.value, why=action.why, stable=False)
+    return _take(_find_requested_change(basis, read_aliases))
 
 
 def _fetch_lost_files(context: Context, action: Action, failure: OnnxOpsError) -> None:
@@ -235,17 +317,28 @@ def _fetch_lost_files(context: Context, action: Action, failure: OnnxOpsError) -
         restore_files(context, deployment)
 
 
-def _act(journal: Journal, desired: DesiredState, action: Action | Wait) -> tuple[str, str]:
-    """Perform what was chosen, or note a wait. Return the kind of the performed action, if any, and its reason."""
+def _act(basis: _StepBasis, desired: DesiredState, snapshot: MetricsSnapshot, action: Action | Wait) -> StepReport:
+    """Perform what was chosen, or note a wait."""
+    journal = basis.journal
+    if isinstance(action, Action) and action.kind is ActionKind.RESTORE and basis.unrestored is not None:
+        _fetch_lost_files(journal.context, action, basis.unrestored)
+    record_metrics(journal, snapshot, action)
     if isinstance(action, Wait):
         _note_wait(journal, desired, action)
-        return "", action.why
+        return _report_wait(journal, action.why, registry_down=desired.registry_down)
     if action.is_rollback:
         # Requested before it is tried: a kill in between leaves a pending rollback, which every step tries again.
         request_and_carry_out(journal, pin_aliases(journal.context, journal.config, action))
-        return action.kind.value, action.why
-    performed = _perform(journal, action, find_selection(journal, desired))
-    return performed.kind.value, performed.why
+        performed = action
+    else:
+        performed = _perform(journal, action, find_selection(journal, desired))
+    return StepReport(
+        endpoint=journal.state.endpoint,
+        did=performed.kind.value,
+        why=performed.why,
+        stable=False,
+        registry_down=desired.registry_down,
+    )
 
 
 def _perform(journal: Journal, action: Action, selected: AliasSelection | None = None) -> Action:
@@ -262,10 +355,18 @@ def _perform(journal: Journal, action: Action, selected: AliasSelection | None =
     return action
 
 
+def _update_registry(basis: _StepBasis, desired: DesiredState) -> StepReport:
+    """Write the registry; if nothing of it is a step, or it fails, take the step that comes next."""
+    try:
+        if (report := _write_registry(basis.journal, desired)) is not None:
+            return report
+    except (InfrastructureError, RefusedError) as error:
+        basis = replace(basis, unwritten=error)
+    return _take(_find_action(basis, desired))
+
+
 def _write_registry(journal: Journal, desired: DesiredState) -> StepReport | None:
     """Write the ledger's aliases and rejections to the registry, and record aliases that others have set."""
-    if desired.registry_down:
-        return None
     endpoint = journal.state.endpoint
     has_rejections = publish_rejections(journal)
     if written := write_pending_aliases(journal):
@@ -278,35 +379,34 @@ def _write_registry(journal: Journal, desired: DesiredState) -> StepReport | Non
     return None
 
 
-def _refuse(journal: Journal, desired: DesiredState) -> StepReport | None:
-    """Revert an alias whose version is not allowed to serve, or complete an interrupted refusal."""
+def _find_refusal(journal: Journal, desired: DesiredState) -> Change | None:
+    """Return the reversal of an alias whose version is not allowed to serve, or the end of an interrupted one."""
     begun, refused = journal.state.open_refusal, desired.refused
     is_same = begun and refused and (begun.alias, begun.version) == (refused.alias, refused.version)
     if begun is not None and not desired.registry_down and not is_same:
-        conclude_refusal(journal, begun)
-        refused = begun
-    elif refused is not None:
-        revert_alias(journal, refused)
-    else:
-        return None
+        return partial(_refuse, journal, begun, conclude_refusal)
+    return None if refused is None else partial(_refuse, journal, refused, revert_alias)
+
+
+def _refuse(
+    journal: Journal, refused: VersionRefused, carry_out: Callable[[Journal, VersionRefused], None]
+) -> StepReport:
+    carry_out(journal, refused)
     did = f"refused {refused.alias} on version {refused.version}"
     return StepReport(endpoint=journal.state.endpoint, did=did, why=refused.reason, stable=False, refused=True)
 
 
-def _resume(journal: Journal) -> StepReport | None:
-    """Wait for a process that acts, else carry out a pending rollback or complete the action of a dead process."""
-    intent, pending = journal.state.open_intent, journal.state.pending_rollback
-    if (active := journal.active_intent()) is not None:
-        did, why = "", f"{active.holder} is changing it: {active.action.why}"
-    elif pending is not None:
-        carry_out_pending(journal)
-        did, why = pending.action.kind.value, f"requested by {pending.actor}: {pending.action.why}"
-    elif intent is not None:
-        done = _perform(journal, intent.action, intent.selected)
-        did, why = done.kind.value, f"finished what {intent.holder} began: {done.why}"
-    else:
-        return None
-    return StepReport(endpoint=journal.state.endpoint, did=did, why=why, stable=not did)
+def _resume_rollback(journal: Journal, pending: PendingRollback) -> StepReport:
+    carry_out_pending(journal)
+    did, why = pending.action.kind.value, f"requested by {pending.actor}: {pending.action.why}"
+    return StepReport(endpoint=journal.state.endpoint, did=did, why=why, stable=False)
+
+
+def _resume_action(journal: Journal, intent: Intent) -> StepReport:
+    """Complete the action of a dead process."""
+    performed = _perform(journal, intent.action, intent.selected)
+    did, why = performed.kind.value, f"finished what {intent.holder} began: {performed.why}"
+    return StepReport(endpoint=journal.state.endpoint, did=did, why=why, stable=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,12 +479,10 @@ def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action |
         ServiceUnavailableError: a rollout cannot start without the latencies of the stable version.
     """
     state = journal.state
-    if (reading := snapshot.reading) is not None:
-        last = state.observations.reading if state.observations is not None else None
-        if isinstance(action, Action) or last is None or abs(reading.at - last.at) >= RECORD_INTERVAL_S:
-            # Counts can lead to an advance, so that a key signs them. A rollback needs neither.
-            with suppress(MissingKeyError):
-                journal.append(MetricsRecorded(reading=reading))
+    if snapshot.reading is not None and _is_reading_due(state, snapshot.reading, action):
+        # Counts can lead to an advance, so that a key signs them. A rollback needs neither.
+        with suppress(MissingKeyError):
+            journal.append(MetricsRecorded(reading=snapshot.reading))
     if not isinstance(action, Action) or action.kind is not ActionKind.START or not state.policy.is_analyzed:
         return
     candidate, stable, fixed = action.roles.candidate, action.roles.stable, state.thresholds
@@ -399,10 +497,30 @@ def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action |
     journal.append(ThresholdsFixed(candidate=candidate.manifest, thresholds=thresholds, slower=slower))
 
 
+def _is_reading_due(state: ReleaseState, reading: MetricsReading, action: Action | Wait) -> bool:
+    """Return whether a reading is to be recorded: before every action, else at an interval."""
+    last = state.observations.reading if state.observations is not None else None
+    return isinstance(action, Action) or last is None or abs(reading.at - last.at) >= RECORD_INTERVAL_S
+
+
+def _is_record_due(journal: Journal, desired: DesiredState, snapshot: MetricsSnapshot, wait: Wait) -> bool:
+    """Return whether a wait shows something that the ledger does not have yet."""
+    return (
+        (snapshot.reading is not None and _is_reading_due(journal.state, snapshot.reading, wait))
+        or _find_pause(journal.state, wait) is not None
+        or _find_unrecorded_selection(journal, desired) is not None
+    )
+
+
 def _note_wait(journal: Journal, desired: DesiredState, wait: Wait) -> None:
     """Record what a wait shows anew, and confirm a rollout that continues."""
     record_pause(journal, wait)
     record_selection(journal, desired)
+    _confirm_rollout(journal)
+
+
+def _confirm_rollout(journal: Journal) -> None:
+    """Confirm a rollout that continues."""
     if journal.state.roles.candidate is not None:
         journal.context.provider(journal.config.provider).confirm_rollout(journal.config)
 
@@ -413,12 +531,18 @@ def record_pause(journal: Journal, wait: Wait) -> None:
     Raises:
         ConflictError: another process acted meanwhile.
     """
-    state = journal.state
+    if (pause := _find_pause(journal.state, wait)) is not None:
+        journal.append(pause)
+
+
+def _find_pause(state: ReleaseState, wait: Wait) -> RolloutPaused | None:
+    """Return the pause that a wait begins; None if it is none, or is recorded."""
     needs_operator = wait.kind in (WaitKind.INCONCLUSIVE, WaitKind.PAUSED, WaitKind.APPROVAL)
     if not needs_operator or state.roles.candidate is None or state.command is OperatorCommand.PAUSE:
-        return
-    if state.pause is None or (state.pause.wait, state.pause.step) != (wait.kind, state.roles.step):
-        journal.append(RolloutPaused(wait=wait.kind, step=state.roles.step, why=wait.why))
+        return None
+    if state.pause is not None and (state.pause.wait, state.pause.step) == (wait.kind, state.roles.step):
+        return None
+    return RolloutPaused(wait=wait.kind, step=state.roles.step, why=wait.why)
 
 
 def find_selection(journal: Journal, desired: DesiredState) -> AliasSelection | None:
@@ -437,99 +561,15 @@ def record_selection(journal: Journal, desired: DesiredState) -> None:
     Raises:
         ConflictError: another process acted meanwhile.
     """
+    if (selected := _find_unrecorded_selection(journal, desired)) is not None:
+        with suppress(MissingKeyError):  # what starts it later quotes the time of its start
+            journal.append(VersionSelected(selected=selected))
+
+
+def _find_unrecorded_selection(journal: Journal, desired: DesiredState) -> AliasSelection | None:
+    """Return the selection of a version that does not start yet, unless it is recorded."""
     selected, roles = find_selection(journal, desired), journal.state.roles
     present = [deployment.version for deployment in (roles.stable, roles.candidate) if deployment is not None]
     if selected is None or selected == journal.state.selected or selected.version in present:
-        return
-    with suppress(MissingKeyError):  # what starts it later quotes the time of its start
-        journal.append(VersionSelected(selected=selected))
-
-
-class _ChangesNeeded(Exception):
-    """Raised where reading is not enough. No handler of an `OnnxOpsError` catches it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegistrySnapshot:
-    """Aliases of the registry: version by alias, by model. `down` is why the registry did not answer."""
-
-    aliases: Mapping[str, Mapping[str, str]]
-    down: str = ""
-
-
-def read_registry(context: Context, models: Collection[str] | None = None) -> RegistrySnapshot:
-    """Read the aliases of all models, or of these, in one request; the result records a registry that is down."""
-    try:
-        registry = context.registry()
-        if models is None:
-            return RegistrySnapshot(aliases=registry.all_aliases())
-        return RegistrySnapshot(aliases={model: registry.aliases(model) for model in sorted(models)})
-    except OnnxOpsError as error:
-        return RegistrySnapshot(aliases={}, down=str(error))
-
-
-class DryRun:
-    """One pass over endpoints, over ledgers that are read once and one snapshot of the registry.
-
-    Args:
-        read_snapshot: reads the registry; called once, if at all. While the registry is down it gets no other request.
-
-    Attributes:
-        state: returns the state of an endpoint; raises CorruptStateError if its ledger is damaged.
-    """
-
-    def __init__(self, context: Context, read_snapshot: Callable[[], RegistrySnapshot]) -> None:
-        self._read_snapshot = functools.cache(read_snapshot)
-        self._context = replace(context, registry=lambda: self._unless_down(context.registry))
-        self.state = functools.cache(context.ledger.state)
-        ledger = _ReadOnlyPort(context.ledger, "endpoints", "place", "read", "read_intact", state=self.state)
-        registry = _ReadOnlyPort(None, aliases=lambda model: self._read_snapshot().aliases.get(model, {}))
-        self._read_only = replace(
-            context,
-            ledger=cast("Ledger", ledger),
-            files=cast("ModelFiles", _ReadOnlyPort(context.files)),
-            registry=lambda: self._unless_down(lambda: cast("Registry", registry)),
-            provider=lambda name: cast(
-                "EndpointProvider", _ReadOnlyPort(context.provider(name), "observe", "capabilities", "confirm_rollout")
-            ),
-            metrics=lambda config: cast("MetricsSource", _ReadOnlyPort(context.metrics(config), "read")),
-        )
-
-    def reconcile(
-        self,
-        endpoint: str,
-        *,
-        actor: str = "",
-        on_step: Callable[[StepReport], None] = lambda _: None,
-        is_stopped: Callable[[], bool] = lambda: False,
-    ) -> list[StepReport]:
-        """Call `reconcile_until_stable`, over the real context only if there is something to do.
-
-        Raises:
-            OnnxOpsError: as `reconcile_step` does.
-        """
-        try:
-            reports = reconcile_until_stable(self._read_only, endpoint, actor=actor)
-        except (_ChangesNeeded, CorruptStateError):
-            # The states of a pass may be older than what an endpoint has carried out meanwhile. Only fresh reads show
-            # whether its ledger went back.
-            return reconcile_until_stable(self._context, endpoint, actor=actor, on_step=on_step, is_stopped=is_stopped)
-        on_step(reports[-1])
-        return reports
-
-    def _unless_down(self, registry: Callable[[], Registry]) -> Registry:
-        if why := self._read_snapshot().down:
-            raise ServiceUnavailableError(why)
-        return registry()
-
-
-class _ReadOnlyPort:
-    """A port that permits only what reads: attributes of the inner one by name, and replacements of others."""
-
-    def __init__(self, inner: object, *allowed: str, **replaced: Callable[..., object]) -> None:
-        self._permitted = {name: getattr(inner, name) for name in allowed} | replaced
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self._permitted:
-            raise _ChangesNeeded(name)
-        return self._permitted[name]
+        return None
+    return selected

@@ -6,7 +6,7 @@ Read the verified desired state from the registry; write back the ledger's alias
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +31,7 @@ from onnx_ops.errors import (
     DigestMismatchError,
     MissingPackageError,
     NotFoundError,
+    OnnxOpsError,
     RefusedError,
     ServiceUnavailableError,
 )
@@ -51,6 +52,8 @@ from onnx_ops.scratch import Scratch
 
 MAX_TEXT = 400
 """Longest reason in a tag, in characters."""
+_OUTAGES = (ServiceUnavailableError, MissingPackageError)
+"""Errors with which an endpoint continues with the ledger's state: the registry, or its client here, is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,19 +74,39 @@ class DesiredState:
     blocked_by: str = ""
 
 
-def read_desired_state(journal: Journal) -> DesiredState:
-    """Return the desired state. Without the registry or its client, the endpoint continues with the ledger's state.
+def read_request(journal: Journal, read_aliases: Callable[[str], Mapping[str, str]]) -> DesiredState:
+    """Return the desired state as far as the aliases show it: without the deployment that `request` names.
+
+    Without the registry or its client, the endpoint continues with the ledger's state.
+
+    Args:
+        read_aliases: returns versions by alias of a model.
+    """
+    config = journal.config
+    try:
+        aliases = read_aliases(config.model)
+        request = _find_request(journal, aliases)
+    except _OUTAGES as error:
+        return _continue_without_registry(journal.state, error)
+    return DesiredState(deployment=None, request=request, champion=aliases.get(format_alias("champion", config.target)))
+
+
+def verify_request(journal: Journal, desired: DesiredState) -> DesiredState:
+    """Return the desired state with the deployment that its request names, or with why that does not serve.
 
     An override that is signed in the registry is recorded in the ledger when it is first needed.
     """
-    state, config = journal.state, journal.config
+    if desired.request is None:
+        return desired
     try:
-        aliases = journal.context.registry().aliases(config.model)
-        request = _find_request(journal, aliases)
-        desired = DesiredState(deployment=None) if request is None else _verify_request(journal, *request)
-        return replace(desired, request=request, champion=aliases.get(format_alias("champion", config.target)))
-    except (ServiceUnavailableError, MissingPackageError) as error:
-        return DesiredState(deployment=state.roles.candidate or state.roles.stable, registry_down=str(error))
+        verified = _verify_version(journal, *desired.request)
+    except _OUTAGES as error:
+        return _continue_without_registry(journal.state, error)
+    return replace(verified, request=desired.request, champion=desired.champion)
+
+
+def _continue_without_registry(state: ReleaseState, error: OnnxOpsError) -> DesiredState:
+    return DesiredState(deployment=state.roles.candidate or state.roles.stable, registry_down=str(error))
 
 
 def find_blocking_dependency(journal: Journal, version: VersionRecord) -> str:
@@ -217,20 +240,33 @@ def conclude_refusal(journal: Journal, refused: VersionRefused) -> None:
     journal.append(ActionOutcome(of=journal.state.refusal_sequence, ok=True))
 
 
+def is_registry_outdated(journal: Journal, champion: str | None) -> bool:
+    """Return whether the registry lacks something of the ledger that can be written now, or the ledger its champion.
+
+    Args:
+        champion: the version under the target's champion alias.
+    """
+    return (
+        bool(journal.state.unpublished_rejections)
+        or _may_write_aliases(journal)
+        or _is_alias_unrecorded(journal, champion)
+    )
+
+
 def write_pending_aliases(journal: Journal) -> str:
     """Write the pending aliases to the registry; return what was written, or empty if it must wait.
 
     The champion is written once every endpoint of the model and target serves it. An alias that a user moved after the
-    entry that set it is not changed: `read_desired_state` takes it as a request.
+    entry that set it is not changed: `read_request` takes it as a request.
 
     Raises:
         ServiceUnavailableError, RefusedError: the registry does not answer, or refuses; the aliases stay pending.
     """
+    if not _may_write_aliases(journal):
+        return ""
     state, config = journal.state, journal.config
     pending = dict(state.pending_aliases)
     champion = format_alias("champion", config.target)
-    if not pending or not _is_served_everywhere(journal, pending.get(champion)):
-        return ""
     registry = journal.context.registry()
     present = registry.aliases(config.model)
     # The champion last: while it is still the old one, the registry's server allows it to become `previous`.
@@ -269,13 +305,9 @@ def record_alias(journal: Journal, champion: str | None) -> bool:
 
     Otherwise the alias would permanently look moved by a user, and take precedence over every later release.
     """
-    state, name = journal.state, format_alias("champion", journal.config.target)
-    serving = state.roles.stable
-    if champion is None or serving is None or champion != serving.version:
+    if not _is_alias_unrecorded(journal, champion):
         return False
-    if name in state.pending_aliases or state.aliases.get(name) == champion:
-        return False
-    publish_entries(journal, {name: champion})
+    publish_entries(journal, {format_alias("champion", journal.config.target): champion})
     return True
 
 
@@ -313,6 +345,22 @@ def is_alias_spent(journal: Journal, version: str) -> bool:
     return is_pending or len(list_sibling_states(journal.context, config.model, config.target)) > 1
 
 
+def _may_write_aliases(journal: Journal) -> bool:
+    """Return whether aliases are pending, and the version of the champion among them is served everywhere."""
+    pending = journal.state.pending_aliases
+    champion = pending.get(format_alias("champion", journal.config.target))
+    return bool(pending) and _is_served_everywhere(journal, champion)
+
+
+def _is_alias_unrecorded(journal: Journal, champion: str | None) -> bool:
+    """Return whether the registry's champion serves here, and the ledger neither knows nor awaits that alias."""
+    state, name = journal.state, format_alias("champion", journal.config.target)
+    serving = state.roles.stable
+    if champion is None or serving is None or champion != serving.version:
+        return False
+    return name not in state.pending_aliases and state.aliases.get(name) != champion
+
+
 def _is_request(journal: Journal, name: str, version: str) -> bool:
     """Return whether an alias is a challenger that a user has set in the meantime."""
     return name == format_alias("challenger", journal.config.target) and not is_alias_spent(journal, version)
@@ -340,7 +388,7 @@ def _find_request(journal: Journal, aliases: Mapping[str, str]) -> tuple[str, st
     return None
 
 
-def _verify_request(journal: Journal, name: str, version: str) -> DesiredState:
+def _verify_version(journal: Journal, name: str, version: str) -> DesiredState:
     context, config = journal.context, journal.config
     try:
         record = context.registry().version(config.model, version)

@@ -19,7 +19,8 @@ from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import ConflictError, OnnxOpsError
 from onnx_ops.ports import Context
 from onnx_ops.release.journal import Backoff
-from onnx_ops.release.reconcile import DryRun, RegistrySnapshot, StepReport, read_registry
+from onnx_ops.release.reconcile import StepReport
+from onnx_ops.release.reconcile_pass import ReconcilePass, RegistrySnapshot, read_registry
 
 MAX_QUEUED = 1000
 """Models that can be queued; beyond that the next full pass covers them."""
@@ -152,17 +153,17 @@ class WatchLoop:
                 self.emit("", WatchEventKind.REGISTRY_DOWN, why=why)
             elif was_down and not why:
                 self.emit("", WatchEventKind.REGISTRY_BACK, why="the registry answers again")
-        dry_run = DryRun(self._context, lambda: self._snapshot)
+        reconcile_pass = ReconcilePass(self._context, lambda: self._snapshot)
         for name in names:
             if self._queue.is_closed():
                 return
-            if self._backoffs[name].is_due() and self._read_config(dry_run, name) is not None:
-                self._reconcile(dry_run, name)
+            if self._backoffs[name].is_due() and self._read_config(reconcile_pass, name) is not None:
+                self._reconcile(reconcile_pass, name)
 
     def reconcile_models(self, models: frozenset[str]) -> None:
         """Run one pass over the endpoints of some models. Models without an endpoint cost nothing."""
-        dry_run = DryRun(self._context, lambda: self._snapshot)
-        configs = {name: self._read_config(dry_run, name) for name in self._list_endpoints()}
+        reconcile_pass = ReconcilePass(self._context, lambda: self._snapshot)
+        configs = {name: self._read_config(reconcile_pass, name) for name in self._list_endpoints()}
         woken = {name: config.model for name, config in configs.items() if config and config.model in models}
         if not woken:
             return
@@ -170,11 +171,11 @@ class WatchLoop:
         snapshot = read_registry(self._context, frozenset(woken.values()))
         if snapshot.down:
             return
-        dry_run = DryRun(self._context, lambda: snapshot)
+        reconcile_pass = ReconcilePass(self._context, lambda: snapshot)
         for name in woken:
             if self._queue.is_closed():
                 return
-            self._reconcile(dry_run, name)
+            self._reconcile(reconcile_pass, name)
 
     def emit(self, endpoint: str, kind: WatchEventKind, *, did: str = "", why: str = "") -> None:
         """Report an event: every action, and a state only when it starts."""
@@ -192,21 +193,23 @@ class WatchLoop:
             self.emit("", WatchEventKind.TROUBLE, why=f"the ledger could not be listed: {error}")
             return ()
 
-    def _read_config(self, dry_run: DryRun, name: str) -> EndpointConfig | None:
+    def _read_config(self, reconcile_pass: ReconcilePass, name: str) -> EndpointConfig | None:
         try:
-            return dry_run.state(name).config
+            return reconcile_pass.state(name).config
         except Exception as error:  # any exception of the ledger's storage
             self._fail(name, str(error))
             return None
 
-    def _reconcile(self, dry_run: DryRun, name: str) -> None:
+    def _reconcile(self, reconcile_pass: ReconcilePass, name: str) -> None:
         def emit_step(report: StepReport) -> None:
             kind = WatchEventKind.STEP if report.did else WatchEventKind.WAITING
             kind = WatchEventKind.REFUSED if report.refused else kind
             self.emit(name, kind, did=report.did, why=report.why)
 
         try:
-            reports = dry_run.reconcile(name, actor=self._actor, on_step=emit_step, is_stopped=self._queue.is_closed)
+            reports = reconcile_pass.reconcile(
+                name, actor=self._actor, on_step=emit_step, is_stopped=self._queue.is_closed
+            )
         except ConflictError as error:
             self.emit(name, WatchEventKind.WAITING, why=f"another process acted meanwhile: {error.what}")
         except OnnxOpsError as error:

@@ -24,7 +24,7 @@ from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import MeasurementError
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import bind_endpoint
-from onnx_ops.release.reconcile import DryRun, read_registry
+from onnx_ops.release.reconcile_pass import ReconcilePass, read_registry
 from onnx_ops.testing.models import FEATURES, rows, write_perceptron
 from tests.orchestration.flow_runs import artifacts_of, in_flow, run_of
 from tests.release.release_scenes import serving
@@ -261,8 +261,8 @@ def test_a_registry_that_does_not_answer_fails_the_reconciliation(down: bool, mo
     scene = serving("a")
     scene.world.registry.down = down
     monkeypatch.setattr(flows, "run_as_task", lambda kind, name, work: work())
-    dry_run = DryRun(scene.context, lambda: read_registry(scene.context))
-    state = flows.reconcile_as_task(dry_run, "digits", "a flow run")
+    reconcile_pass = ReconcilePass(scene.context, lambda: read_registry(scene.context))
+    state = flows.reconcile_as_task(reconcile_pass, "digits", "a flow run")
     assert (state.is_completed(), state.name) == (not down, "RegistryDown" if down else "Completed")
 
 

@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import pytest
 
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.errors import RefusedError
-from onnx_ops.ports import Registry
-from onnx_ops.release.reconcile import DryRun, RegistrySnapshot, StepReport, read_registry, reconcile_until_stable
+from onnx_ops.ports import EndpointProvider, Ledger, ModelFiles, Registry
+from onnx_ops.release.journal import Journal
+from onnx_ops.release.reconcile import StepReport, find_step, reconcile_until_stable
+from onnx_ops.release.reconcile_pass import ReconcilePass, RegistrySnapshot, read_registry
 from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
 from tests.release.release_parts import CANARY, CHALLENGER, CHAMPION, PREVIOUS, Scene, config_of
-from tests.release.release_scenes import lost, misled, past_its_time, serving, with_candidate
+from tests.release.release_scenes import (
+    asked_for,
+    counted_out,
+    lost,
+    misled,
+    moved_by_hand,
+    on_trial,
+    pair,
+    past_its_time,
+    serving,
+    with_candidate,
+    withdrawn,
+)
 from tests.support.golden import Golden
 
 
 class Counting:
-    """A registry that counts what it is asked."""
+    """A port that counts what it is asked."""
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+    def __init__(self, port: object) -> None:
+        self._port = port
         self.asked: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(self._registry, name)
+        method = getattr(self._port, name)
 
         def call(*arguments: Any, **options: Any) -> Any:
             self.asked.append(name)
@@ -254,28 +269,71 @@ def test_a_bell_keeps_a_bounded_number_of_names() -> None:
     assert queue.wait(0.0) == frozenset()
 
 
-def test_dry_run_changes_nothing() -> None:
+def test_a_pass_without_a_due_change_changes_nothing() -> None:
     scene = with_candidate(serving("a"))
     scene.bind("digits", policy=CANARY)
     before = len(scene.world.ledger.read("digits"))
     events: list[StepReport] = []
     assert (
-        DryRun(scene.context, lambda: read_registry(scene.context))
+        ReconcilePass(scene.context, lambda: read_registry(scene.context))
         .reconcile("digits", on_step=events.append)[-1]
         .stable
     )
     assert len(events) == 1
     assert len(scene.world.ledger.read("digits")) == before
-    assert DryRun(scene.context, lambda: read_registry(scene.context)).state("digits").config == config_of("digits")
+    assert ReconcilePass(scene.context, lambda: read_registry(scene.context)).state("digits").config == config_of(
+        "digits"
+    )
 
 
-def test_dry_run_with_state_older_than_endpoint_reads_ledger_again() -> None:
+def test_a_pass_with_a_state_older_than_the_endpoint_reads_the_ledger_again() -> None:
     scene = with_candidate(serving("a"))
-    dry_run = DryRun(scene.context, lambda: read_registry(scene.context))
-    dry_run.state("digits")
+    reconcile_pass = ReconcilePass(scene.context, lambda: read_registry(scene.context))
+    reconcile_pass.state("digits")
     scene.set_alias(CHALLENGER, "2")
     reconcile_until_stable(scene.context, "digits", actor="another process")
-    assert [(report.did, report.stable) for report in dry_run.reconcile("digits")] == [("", True)]
+    assert [(report.did, report.stable) for report in reconcile_pass.reconcile("digits")] == [("", True)]
+
+
+def test_a_pass_with_aliases_that_wait_for_another_endpoint_asks_once() -> None:
+    watch = Watch(pair())
+    reports = ReconcilePass(watch.context, lambda: read_registry(watch.context)).reconcile("digits-a")
+    assert [(report.did, report.stable) for report in reports] == [("", True)]
+    assert watch.scene.state("digits-a").pending_aliases
+    assert watch.registry.asked == ["all_aliases"]
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        asked_for,
+        partial(counted_out, bad=True),
+        lost,
+        partial(misled, CHAMPION),
+        moved_by_hand,
+        on_trial,
+        pair,
+        past_its_time,
+        withdrawn,
+    ],
+)
+def test_find_step_with_a_due_change_writes_nothing(setup: Callable[[], Scene]) -> None:
+    scene = setup()
+    ledger, files = Counting(scene.world.ledger), Counting(scene.context.files)
+    registry, provider = Counting(scene.world.registry), Counting(scene.world.provider)
+    context = replace(
+        scene.context,
+        ledger=cast("Ledger", ledger),
+        files=cast("ModelFiles", files),
+        registry=lambda: cast("Registry", registry),
+        provider=lambda name: cast("EndpointProvider", provider),
+    )
+    for endpoint in scene.world.ledger.endpoints():
+        if "@" not in endpoint:
+            find_step(Journal.open(context, endpoint), scene.world.registry.aliases)
+    assert {*ledger.asked} <= {"state", "endpoints", "read_intact"}
+    assert {*provider.asked} <= {"observe", "capabilities", "confirm_rollout"}
+    assert (registry.asked, files.asked) == ([], [])
 
 
 def test_a_registry_that_says_no_counts_as_down(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,128 @@
+"""Passes over many endpoints: ledgers that are read once, and one request to the registry."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.ledger import LedgerEntry, ReleaseState
+from onnx_ops.errors import CorruptStateError, OnnxOpsError, ServiceUnavailableError
+from onnx_ops.ports import Context, Ledger, Registry
+from onnx_ops.release.journal import Journal
+from onnx_ops.release.reconcile import StepReport, find_step, reconcile_until_stable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegistrySnapshot:
+    """Aliases of the registry: version by alias, by model. `down` is why the registry did not answer."""
+
+    aliases: Mapping[str, Mapping[str, str]]
+    down: str = ""
+
+
+def read_registry(context: Context, models: Collection[str] | None = None) -> RegistrySnapshot:
+    """Read the aliases of all models, or of these, in one request; the result records a registry that is down."""
+    try:
+        registry = context.registry()
+        if models is None:
+            return RegistrySnapshot(aliases=registry.all_aliases())
+        return RegistrySnapshot(aliases={model: registry.aliases(model) for model in sorted(models)})
+    except OnnxOpsError as error:
+        return RegistrySnapshot(aliases={}, down=str(error))
+
+
+class ReconcilePass:
+    """One pass over endpoints.
+
+    Args:
+        read_snapshot: reads the registry; called once, if at all. While the registry is down it gets no other request.
+    """
+
+    def __init__(self, context: Context, read_snapshot: Callable[[], RegistrySnapshot]) -> None:
+        self._read_snapshot = functools.cache(read_snapshot)
+        self._context = replace(context, registry=lambda: self._open_registry(context))
+        self._cached = replace(self._context, ledger=_CachedLedger(context.ledger))
+
+    def state(self, endpoint: str) -> ReleaseState:
+        """Return the state of an endpoint in this pass. Raises CorruptStateError if its ledger is damaged."""
+        return self._cached.ledger.state(endpoint)
+
+    def reconcile(
+        self,
+        endpoint: str,
+        *,
+        actor: str = "",
+        on_step: Callable[[StepReport], None] = lambda _: None,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> list[StepReport]:
+        """Call `reconcile_until_stable`, but only if a change is due by what the pass has read.
+
+        Raises:
+            OnnxOpsError: as `reconcile_step` does.
+        """
+        report = self._find_wait(endpoint, actor)
+        if report is None:
+            return reconcile_until_stable(self._context, endpoint, actor=actor, on_step=on_step, is_stopped=is_stopped)
+        on_step(report)
+        return [report]
+
+    def _find_wait(self, endpoint: str, actor: str) -> StepReport | None:
+        """Return the report of an endpoint that waits; None if a change is due, which fresh reads decide anew."""
+        try:
+            step = find_step(Journal.open(self._cached, endpoint, actor=actor), self._read_aliases)
+        except CorruptStateError:
+            # The states of a pass may be older than what an endpoint has carried out meanwhile. Only fresh reads show
+            # whether its ledger went back.
+            return None
+        return step if isinstance(step, StepReport) else None
+
+    def _read_aliases(self, model: str) -> Mapping[str, str]:
+        self._require_registry()
+        return self._read_snapshot().aliases.get(model, {})
+
+    def _open_registry(self, context: Context) -> Registry:
+        self._require_registry()
+        return context.registry()
+
+    def _require_registry(self) -> None:
+        if why := self._read_snapshot().down:
+            raise ServiceUnavailableError(why)
+
+
+class _CachedLedger(Ledger):
+    """A ledger of which each state is read once. Appending to an endpoint forgets its state."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._states: dict[str, ReleaseState] = {}
+
+    @property
+    def place(self) -> str:
+        return self._ledger.place
+
+    @property
+    def release_keys(self) -> Mapping[Digest, str]:
+        return self._ledger.release_keys
+
+    def endpoints(self) -> tuple[str, ...]:
+        return self._ledger.endpoints()
+
+    def state(self, endpoint: str) -> ReleaseState:
+        if endpoint not in self._states:
+            self._states[endpoint] = self._ledger.state(endpoint)
+        return self._states[endpoint]
+
+    def read(self, endpoint: str, *, after: int = 0) -> tuple[LedgerEntry, ...]:
+        return self._ledger.read(endpoint, after=after)
+
+    def read_intact(self, endpoint: str, *, signed: bool = True) -> tuple[LedgerEntry, ...]:
+        return self._ledger.read_intact(endpoint, signed=signed)
+
+    def count(self, endpoint: str) -> int:
+        return self._ledger.count(endpoint)
+
+    def append(self, entry: LedgerEntry) -> None:
+        self._states.pop(entry.endpoint, None)
+        self._ledger.append(entry)
