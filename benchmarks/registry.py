@@ -34,6 +34,7 @@ from onnx_ops.domain.ledger import AliasesWritten
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, build_split_state
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.ports import Context
+from onnx_ops.release.effects import perform_action
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.release.reconcile_pass import read_registry
@@ -166,7 +167,7 @@ def serve(context: Context, model: str, version: str) -> None:
     )
     journal = Journal.open(context, config.endpoint)
     state, roles = build_split_state(None, deployment, 100), Roles(stable=deployment)
-    journal.perform(Action(kind=ActionKind.FIRST, state=state, roles=roles, why="", aliases={ALIAS: version}))
+    perform_action(journal, Action(kind=ActionKind.FIRST, state=state, roles=roles, why="", aliases={ALIAS: version}))
     journal.append(AliasesWritten(aliases={ALIAS: version}))
 
 

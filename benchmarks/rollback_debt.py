@@ -39,7 +39,7 @@ from benchmarks.truth.claims import Claim, at_most, summary, table
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.errors import MeasurementError
 from onnx_ops.protocol.replica_tables import DEADLINE_S, LEASE_S
-from onnx_ops.release.journal import COMMAND_TIMEOUT_S
+from onnx_ops.release.endpoint_calls import COMMAND_TIMEOUT_S
 from onnx_ops.testing.fakes import FakeRegistry
 
 ANSWER_S = 10.0

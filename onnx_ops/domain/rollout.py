@@ -5,8 +5,9 @@
 
 `choose_next_action` takes the desired deployment, the observed endpoint, the roles of the ledger, the policy, the
 analysis of the metrics, the operator's command and the time, and returns the one `Action` to perform or the reason to
-`Wait`. It knows no provider, registry or process: `release.reconcile` applies the action and records it with
-`release.journal`; `domain.ledger` folds the record into the roles; `domain.rollout_policy` plans the steps.
+`Wait`. It knows no provider, registry or process: `release.reconcile` applies the action with `release.effects`, which
+records it by `release.journal`; `domain.ledger` folds the record into the roles; `domain.rollout_policy` plans the
+steps.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from onnx_ops.errors import (
     UserError,
 )
 from onnx_ops.ports import Context
-from onnx_ops.release.journal import Journal, call_each
+from onnx_ops.release.endpoint_calls import call_each
+from onnx_ops.release.journal import Journal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,8 @@ from onnx_ops.domain.notification import (
 )
 from onnx_ops.errors import ConflictError, CorruptStateError, OnnxOpsError
 from onnx_ops.ports import Context, Notifier
-from onnx_ops.release.journal import Backoff, Journal
+from onnx_ops.release.endpoint_calls import Backoff
+from onnx_ops.release.journal import Journal
 
 _log = logging.getLogger(__name__)
 

@@ -26,14 +26,13 @@ from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import LedgerConflictError, OnnxOpsError, RefusedError, StillPendingError, UserError
 from onnx_ops.ports import Context
 from onnx_ops.release.decision_policy import build_override, find_rejection_reason, read_override
+from onnx_ops.release.endpoint_calls import COMMAND_TIMEOUT_S, run_concurrently
 from onnx_ops.release.journal import (
-    COMMAND_TIMEOUT_S,
     Journal,
     format_stream_name,
     list_bound_endpoints,
     list_sibling_states,
     read_readable_state,
-    run_concurrently,
 )
 from onnx_ops.release.registry_sync import MAX_TEXT, build_override_entry, require_approval, require_not_rejected
 

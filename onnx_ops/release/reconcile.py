@@ -51,14 +51,9 @@ from onnx_ops.errors import (
     UserError,
 )
 from onnx_ops.ports import Context
-from onnx_ops.release.journal import (
-    MAX_PAUSE_S,
-    Journal,
-    call_each,
-    pin_aliases,
-    read_readable_state,
-    retry_on_conflict,
-)
+from onnx_ops.release.effects import perform_action
+from onnx_ops.release.endpoint_calls import MAX_PAUSE_S, call_each
+from onnx_ops.release.journal import Journal, pin_aliases, read_readable_state, retry_on_conflict
 from onnx_ops.release.promote import finish_deletion
 from onnx_ops.release.registry_sync import (
     DesiredState,
@@ -300,7 +295,7 @@ def _find_restoration(journal: Journal) -> Action | None:
 
 def _restore(journal: Journal, action: Action, read_aliases: ReadAliases) -> StepReport:
     try:
-        journal.perform(action)
+        perform_action(journal, action)
     except (InfrastructureError, RefusedError, UserError) as error:
         basis = _StepBasis(journal=journal, observed=None, unrestored=error)
     else:
@@ -345,7 +340,7 @@ def _perform(journal: Journal, action: Action, selected: AliasSelection | None =
     """Perform the action. If an alarm of the provider reversed it, roll back. Return the performed action."""
     roles, config = journal.state.roles, journal.config
     try:
-        journal.perform(action, selected=selected)
+        perform_action(journal, action, selected=selected)
     except AlarmRollbackError as error:
         reversal = plan_reversal(roles, action, config.target, why=str(error))
         if reversal is None:

@@ -32,16 +32,15 @@ from onnx_ops.errors import (
     UserError,
 )
 from onnx_ops.ports import Context
+from onnx_ops.release.effects import locate_files, perform_action
+from onnx_ops.release.endpoint_calls import COMMAND_TIMEOUT_S, call_each, run_concurrently
 from onnx_ops.release.journal import (
-    COMMAND_TIMEOUT_S,
     Journal,
-    call_each,
     find_corruption,
     list_bound_endpoints,
     pin_aliases,
     read_readable_state,
     retry_on_conflict,
-    run_concurrently,
 )
 from onnx_ops.release.registry_sync import restore_files
 
@@ -84,14 +83,15 @@ def carry_out_pending(journal: Journal) -> None:
     config, action = journal.config, pending.action
 
     def apply(generation: int) -> None:
-        state, provider = journal.locate(action.state, pending.sequence), context.provider(config.provider)
+        state = locate_files(context, action.state, pending.sequence)
+        provider = context.provider(config.provider)
         try:
             provider.roll_back(config, state, generation=generation)
         except (NotFoundError, DigestMismatchError):  # lost or damaged files are downloaded again
             restore_files(context, state.leader())
             provider.roll_back(config, state, generation=generation)
 
-    journal.perform(action, apply)
+    perform_action(journal, action, apply)
 
 
 def roll_back_each(

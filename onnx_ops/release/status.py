@@ -42,7 +42,8 @@ from onnx_ops.domain.rollout_observations import LatencyThresholds, Observations
 from onnx_ops.domain.rollout_policy import LATENCY_QUANTILES, PlannedStep, RolloutPolicy
 from onnx_ops.errors import CorruptStateError, NotFoundError, OnnxOpsError
 from onnx_ops.ports import Context, EndpointProvider
-from onnx_ops.release.journal import Journal, call_each, list_bound_endpoints, read_readable_state
+from onnx_ops.release.endpoint_calls import call_each
+from onnx_ops.release.journal import Journal, list_bound_endpoints, read_readable_state
 from onnx_ops.release.reconcile import choose_action, read_metrics
 from onnx_ops.release.registry_sync import DesiredState
 

@@ -18,7 +18,7 @@ from functools import partial
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import ConflictError, OnnxOpsError
 from onnx_ops.ports import Context
-from onnx_ops.release.journal import Backoff
+from onnx_ops.release.endpoint_calls import Backoff
 from onnx_ops.release.reconcile import StepReport
 from onnx_ops.release.reconcile_pass import ReconcilePass, RegistrySnapshot, read_registry
 

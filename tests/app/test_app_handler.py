@@ -22,6 +22,7 @@ from onnx_ops.domain.rollout import Action, ActionKind, Roles, build_split_state
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import RefusedError, ServiceUnavailableError
 from onnx_ops.ports import Context
+from onnx_ops.release.effects import perform_action
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.testing.fakes import FakeWorld
@@ -92,9 +93,8 @@ def test_run_that_would_leave_an_endpoint_behind_does_nothing_and_ends_refused(t
     bind_endpoint(context, config, section.rollout)
     served = fileless_deployment("v1")
     state, roles = build_split_state(None, served, 100), Roles(stable=served)
-    Journal.open(context, "e").perform(
-        Action(kind=ActionKind.FIRST, state=state, roles=roles, why="new"), lambda _: None
-    )
+    journal = Journal.open(context, "e")
+    perform_action(journal, Action(kind=ActionKind.FIRST, state=state, roles=roles, why="new"), lambda _: None)
     register = Stage(id="register", kind=StageKind.REGISTER, settings={}, needs=("train",))
     pipeline = Pipeline(pipeline="p", export=Export(framework="onnx"), benchmark=Benchmark(targets=("cpu",)))
     prepared = PreparedPipeline(pipeline=pipeline, targets={}, plan=Plan(pipeline="p", stages=(register,)))

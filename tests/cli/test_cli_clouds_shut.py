@@ -18,6 +18,7 @@ from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, build_split_state
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.ports import Signer
+from onnx_ops.release.effects import perform_action
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.testing.fakes import FakeProvider, FakeRegistry
@@ -83,7 +84,8 @@ def stranger(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
     one, two = deployment("1", signer), deployment("2", signer)
     for kind, roles in ((ActionKind.FIRST, Roles(stable=one)), (ActionKind.FINISH, Roles(stable=two, previous=one))):
         state = build_split_state(None, must(roles.stable), 100)
-        Journal.open(context, "digits").perform(Action(kind=kind, state=state, roles=roles, why="test"))
+        action = Action(kind=kind, state=state, roles=roles, why="test")
+        perform_action(Journal.open(context, "digits"), action)
     yield str(request.param)
     end_all(tmp_path)  # a rollback leaves a process that tries for minutes
 

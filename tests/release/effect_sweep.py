@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 from onnx_ops.domain.ledger import AliasesWritten, LeaseRenewed, LedgerEntry, MetricsRecorded, NotificationSent
 from onnx_ops.domain.rollout import Roles
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, StillPendingError
-from onnx_ops.release.journal import LEASE_S
+from onnx_ops.release.effects import LEASE_S
 from tests.release.disk_scenes import damage, disk_copies_of
 from tests.release.release_parts import Scene
 from tests.release.release_scenes import end_of

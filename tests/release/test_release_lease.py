@@ -9,8 +9,9 @@ import pytest
 
 from onnx_ops.domain.ledger import Intent, LeaseRenewed, LedgerEntry
 from onnx_ops.errors import ServiceUnavailableError
-from onnx_ops.release import journal as lease
-from onnx_ops.release.journal import LEASE_S, Journal
+from onnx_ops.release import effects as lease
+from onnx_ops.release.effects import LEASE_S, renew_lease
+from onnx_ops.release.journal import Journal
 from onnx_ops.release.reconcile import reconcile_until_stable
 from tests.release.release_parts import Scene, effects, roll_back
 from tests.release.release_scenes import serving, with_candidate
@@ -118,6 +119,6 @@ def test_a_ledger_that_is_out_of_reach_for_a_while_costs_nothing(scene: Scene) -
 def test_only_the_open_intent_can_be_renewed() -> None:
     scene = serving("a")
     journal = Journal.open(scene.context, "digits")
-    assert not journal.renew_lease(journal.state.generation)
+    assert not renew_lease(journal, journal.state.generation)
     journal.append(LeaseRenewed(of=journal.state.generation, expires_at=1e12))
     assert journal.state.open_intent is None

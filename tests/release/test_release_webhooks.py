@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from onnx_ops.adapters.webhooks.receiver import WebhookReceiver
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.protocol.webhooks import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, TOLERANCE_S, sign_delivery
-from onnx_ops.release.journal import MAX_PAUSE_S
+from onnx_ops.release.endpoint_calls import MAX_PAUSE_S
 from onnx_ops.release.watch import ReconcileQueue, WatchLoop
 from onnx_ops.testing.fakes import FakeClock
 from tests.release.release_parts import CHALLENGER, MODEL, Scene

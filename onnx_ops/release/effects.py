@@ -1,0 +1,196 @@
+"""The effects of actions on endpoints: the intent before, the lease meanwhile, the outcome after.
+
+An open intent is the lease of the endpoint. It is renewed while the effect is in progress, since a cloud update can
+take twenty minutes. A killed process no longer renews it, and another one takes over when the lease expires.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeAlias
+
+from onnx_ops.attestation import verify_authority
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, serves_only
+from onnx_ops.domain.ledger import ActionOutcome, AliasSelection, Intent, LeaseRenewed
+from onnx_ops.domain.rollout import Action
+from onnx_ops.errors import (
+    ConflictError,
+    InfrastructureError,
+    LedgerConflictError,
+    OnnxOpsError,
+    RefusedError,
+    ServiceUnavailableError,
+)
+from onnx_ops.ports import Context
+from onnx_ops.release.decision_policy import REJECTED_REMEDY, find_rejection_reason
+from onnx_ops.release.journal import Journal
+
+LEASE_S = 120.0
+"""How long an intent excludes other processes. A holder that is known to be dead loses it at once."""
+LEASE_CHECK_INTERVAL_S = 1.0
+"""How often the thread that renews the lease checks the time, in seconds of this machine."""
+
+Effect: TypeAlias = Callable[[int], None]
+
+
+def perform_action(
+    journal: Journal, action: Action, effect: Effect | None = None, *, selected: AliasSelection | None = None
+) -> None:
+    """Record the intent, apply the action to the endpoint, and record the outcome. Renews the lease meanwhile.
+
+    A failed effect may still have taken place, because an answer can be lost; the observed endpoint then shows it.
+    A rollback is complete only once it was observed.
+
+    Args:
+        effect: performs the action, given the intent's sequence; by default applies the action's state.
+        selected: the alias that the action follows.
+
+    Raises:
+        LedgerConflictError: another process acted meanwhile; its record counts.
+        RefusedError: the action deploys something that is not approved; nothing was done.
+        OnnxOpsError: the effect failed; the outcome records it, and the roles stay as they were.
+    """
+    config = journal.config
+    if effect is None:
+        _require_approved(journal, action)
+    expires_at = journal.context.clock.now() + LEASE_S
+    holder = journal.context.host.holder()
+    sequence = journal.append(Intent(action=action, holder=holder, expires_at=expires_at, selected=selected))
+    with _renewing_lease(journal, sequence):
+        failure: OnnxOpsError | None = None
+        try:
+            if effect is not None:
+                effect(sequence)
+            else:
+                state = locate_files(journal.context, action.state, sequence)
+                state = replace(state, limits_s=_list_limits(journal, action))
+                journal.context.provider(config.provider).apply(config, state, generation=sequence)
+        except OnnxOpsError as error:
+            failure = error
+        except OSError as error:
+            failure = InfrastructureError(
+                "the endpoint could not be changed",
+                where=config.endpoint,
+                why=str(error),
+                remedy="Free disk space, or restore access to the file that the reason names.",
+            )
+        if (failure is not None or action.is_rollback) and (missing := _find_missing(journal, config, action, failure)):
+            failure = failure or ServiceUnavailableError(
+                "the rollback was not observed at the endpoint yet", where=config.endpoint, why=missing
+            )
+            _conclude(journal, ActionOutcome(of=sequence, ok=False, detail=str(failure)))
+            raise failure
+    _conclude(journal, ActionOutcome(of=sequence, ok=True))
+
+
+def renew_lease(journal: Journal, sequence: int) -> bool:
+    """Extend the lease of intent `sequence`. Return False if that intent is no longer open.
+
+    Raises:
+        LedgerConflictError: another writer appended just now; call again.
+    """
+    current = Journal.open(journal.context, journal.state.endpoint, actor=journal.actor)
+    if current.state.open_intent is None or current.state.generation != sequence:
+        return False
+    current.append(LeaseRenewed(of=sequence, expires_at=journal.context.clock.now() + LEASE_S))
+    return True
+
+
+def locate_files(context: Context, state: EndpointState, generation: int) -> EndpointState:
+    """Return a state of the ledger with the folders of its files and a generation, as a provider gets it.
+
+    The ledger's own folders are not used: an attacker who can write there could name any.
+    """
+    place = context.files.place
+    deployments = tuple(replace(d, location=place(d.manifest)) for d in state.deployments)
+    return replace(state, deployments=deployments, generation=generation)
+
+
+def _require_approved(journal: Journal, action: Action) -> None:
+    """Require that a trusted key has signed what the action deploys for this model and target."""
+    state, config, verifier = journal.state, journal.config, journal.context.verifier()
+    for deployment in action.state.deployments:
+        about = verify_authority(deployment, verifier)
+        if (about.model, about.target) != (config.model, config.target):
+            raise RefusedError(
+                f"it was approved for {about.model} on {about.target}",
+                where=f"{config.endpoint}, which serves {config.model} on {config.target}",
+                why=f"the ledger names {deployment.name}",
+                remedy="The ledger was altered; restore it from a backup.",
+            )
+    for role in (action.roles.stable, action.roles.candidate):
+        if role is not None and (why := find_rejection_reason(state, role, config.target, verifier)) is not None:
+            where = config.endpoint
+            raise RefusedError(f"{role.name} was rolled back here", where=where, why=why, remedy=REJECTED_REMEDY)
+
+
+def _list_limits(journal: Journal, action: Action) -> Mapping[str, tuple[float, ...]]:
+    """Return the latencies above which the requests of both versions of a rollout are counted."""
+    stable, candidate, fixed = action.roles.stable, action.roles.candidate, journal.state.thresholds
+    if stable is None or candidate is None or not journal.state.policy.is_analyzed:
+        return {}
+    if fixed is None or fixed.candidate != candidate.manifest or fixed.thresholds is None:
+        return {candidate.name: (), stable.name: ()}
+    slower = fixed.slower or fixed.thresholds
+    return {candidate.name: slower.list_limits(), stable.name: fixed.thresholds.list_limits()}
+
+
+def _find_missing(journal: Journal, config: EndpointConfig, action: Action, failure: OnnxOpsError | None) -> str:
+    """Return why the endpoint does not show the action's state; empty if it does.
+
+    After a conflict another process may have set it.
+    """
+    if isinstance(failure, ConflictError):
+        return str(failure)
+    try:
+        observed = journal.context.provider(config.provider).observe(config)
+    except OnnxOpsError as error:
+        return str(error)
+    if observed is None:
+        return "it does not answer"
+    if action.is_rollback and serves_only(observed, action.state.leader()):
+        return "; ".join(observed.stragglers)
+    is_applied = not action.is_rollback and observed.is_equivalent(action.state)
+    return "" if is_applied else "it serves another state"
+
+
+def _conclude(journal: Journal, outcome: ActionOutcome) -> None:
+    """Append the outcome after any newer entries, unless the intent was replaced or concluded."""
+    while True:
+        try:
+            journal.append(outcome)
+            return
+        except LedgerConflictError:
+            journal.state = journal.context.ledger.state(journal.state.endpoint)
+            if journal.state.open_intent is None or journal.state.generation != outcome.of:
+                raise
+
+
+@contextmanager
+def _renewing_lease(journal: Journal, sequence: int) -> Iterator[None]:
+    """Renew the lease in a thread each time that half of it is over, until the block ends."""
+    ended, clock = threading.Event(), journal.context.clock
+
+    def keep() -> None:
+        due = clock.now() + LEASE_S / 2
+        while not ended.wait(LEASE_CHECK_INTERVAL_S):
+            now = clock.now()
+            if now < due:
+                continue
+            try:
+                if not renew_lease(journal, sequence):
+                    return
+            except OnnxOpsError:  # tried again at the next check
+                continue
+            due = now + LEASE_S / 2
+
+    thread = threading.Thread(target=keep, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
