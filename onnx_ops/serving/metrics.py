@@ -122,7 +122,8 @@ SHADOW_RESTARTS = FAILED_NANOSECONDS + 1
 EPOCH_FAILURES = SHADOW_RESTARTS + 1
 WORKER_DEATHS = EPOCH_FAILURES + 1
 UNJUDGED_FEEDBACK, UNJUDGED_SUCCESSES = WORKER_DEATHS + 1, WORKER_DEATHS + 2  # not in FEEDBACK and SUCCESSES
-UNJUDGED = UNJUDGED_SUCCESSES + 1  # by status: requests that say nothing about a version, also in the columns by status
+WORKER_RESTARTS = UNJUDGED_SUCCESSES + 1
+UNJUDGED = WORKER_RESTARTS + 1  # by status: requests that say nothing about a version, also in the columns by status
 COLUMNS = UNJUDGED + OTHER_STATUS + 1
 _GAUGES = (QUEUED, IN_PROGRESS, CONNECTIONS)
 
@@ -461,6 +462,7 @@ _SERVER_FAMILIES = (
         "counter",
         EPOCH_FAILURES,
     ),
+    ("worker_restarts_total", "Workers that ended, whatever they ran, and were replaced.", "counter", WORKER_RESTARTS),
     ("shadow_restarts_total", "Shadow processes that ended and were replaced.", "counter", SHADOW_RESTARTS),
     ("feedback_unknown_total", "Entries of feedback about unknown requests.", "counter", UNKNOWN_FEEDBACK),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -37,6 +38,8 @@ def test_a_killed_worker_costs_only_what_it_was_at_and_is_replaced(server: Serve
             os.kill(before[0], signal.SIGKILL)
             until(lambda: len(set(server.workers()) - {before[0]}) == 2, "another worker")  # noqa: B023
             until(lambda: server.call("GET", "/v2/health/ready").status == 200, f"readiness after kill {turn}")
+            text = server.call("GET", "/metrics").body.decode()
+            assert re.search(rf"^onnx_ops_worker_restarts_total{{.*}} {turn}$", text, re.MULTILINE)
         records = load.stop()
     failures = records.failures()
     assert set(failures) <= {"reset", "closed"}, failures

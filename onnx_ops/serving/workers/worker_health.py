@@ -34,6 +34,7 @@ from onnx_ops.serving.metrics import (
     SLOTS,
     UNJUDGED,
     WORKER_DEATHS,
+    WORKER_RESTARTS,
     SharedMetrics,
     count_judged,
     get_column,
@@ -123,6 +124,7 @@ class WorkerHealth:
 
     def record_death(self, worker: int) -> str:
         """Charge the death of a worker to what it was running; return these deployments, or empty if it ran none."""
+        self._shared.get_shadow_row(0)[WORKER_RESTARTS] += 1
         runs, suspects = self._take_runs(worker)
         for slot, counts in runs.items():
             row = self._shared.get_shadow_row(slot)

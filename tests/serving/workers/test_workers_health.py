@@ -390,6 +390,7 @@ def test_a_version_that_hangs_its_workers_goes_out_of_service_and_the_other_one_
     labels = 'endpoint="state",deployment="green",version="2",variant="fp32"'
     assert f"onnx_ops_out_of_service{{{labels}}} 1\n" in text
     assert f"onnx_ops_worker_deaths_total{{{labels}}} {MIN_DEATHS}\n" in text
+    assert f'onnx_ops_worker_restarts_total{{endpoint="state"}} {MIN_DEATHS}\n' in text
     assert hanging.counts().deployments["green"].statuses == {"500": MIN_DEATHS, "503": 1}
     index = json.loads(hanging.call("POST", "/v2/repository/index").body)
     assert {model["version"]: model["state"] for model in index} == {"1": "READY", "2": "UNAVAILABLE"}
