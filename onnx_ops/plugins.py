@@ -41,7 +41,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "lightgbm": ("lightgbm", "onnxmltools"),
     "mlflow": ("mlflow",),
     "otel": ("opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk"),
-    "passes": ("onnxoptimizer", "onnxsim", "onnxslim"),
+    "passes": ("onnxoptimizer", "onnxslim"),
     "prefect": ("prefect",),
     "s3": ("s3fs",),
     "serve": ("httptools", "orjson", "pysimdjson", "uvloop"),

@@ -34,8 +34,7 @@ def quantize(
     method: Annotated[
         str,
         typer.Option(
-            help="auto, static, dynamic, fp16, weight-only, graph, onnxslim, onnxsim, onnxoptimizer, fusion, "
-            "fixed-shapes."
+            help="auto, static, dynamic, fp16, weight-only, graph, onnxslim, onnxoptimizer, fusion, fixed-shapes."
         ),
     ],
     targets: Annotated[

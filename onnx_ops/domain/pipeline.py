@@ -192,7 +192,7 @@ class Quantize(PlacedAttempts):
     method: Annotated[
         str,
         doc(
-            "auto, or a plugin: dynamic, static, fp16, weight-only, graph, onnxslim, onnxsim, onnxoptimizer, fusion, "
+            "auto, or a plugin: dynamic, static, fp16, weight-only, graph, onnxslim, onnxoptimizer, fusion, "
             "fixed-shapes, olive."
         ),
     ]

@@ -1,4 +1,4 @@
-"""Graph hygiene by three tools: the suite, the same answers, and what becomes of a tool that fails."""
+"""Graph hygiene by two tools: the suite, the same answers, and what becomes of a tool that fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 
-from onnx_ops.adapters.optimizers.graph_passes import PassOptimizer, SimplifyOptimizer, SlimOptimizer
+from onnx_ops.adapters.optimizers.graph_passes import PassOptimizer, SlimOptimizer
 from onnx_ops.adapters.optimizers.library import check_interface
 from onnx_ops.adapters.runtimes.placement import GuardedRuntime
 from onnx_ops.domain.decision import Verdict
@@ -33,14 +33,14 @@ from tests.support.forks import fork_context
 from tests.support.graphs import write_graph
 from tests.support.operators import write_softsign
 
-TOOLS = (SlimOptimizer, SimplifyOptimizer, PassOptimizer)
+TOOLS = (SlimOptimizer, PassOptimizer)
 CPU = Target(name="cpu")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded_tools() -> None:
     """Let the processes of the tools have them, which take seconds to import."""
-    fork_context("onnxoptimizer", "onnxsim", "onnxslim", __name__, "onnx_ops.adapters.runtimes.placement")
+    fork_context("onnxoptimizer", "onnxslim", __name__, "onnx_ops.adapters.runtimes.placement")
 
 
 class TestCleanup(OptimizerSuite):

@@ -249,20 +249,6 @@ class SlimOptimizer(_CleanupOptimizer):
         write_model(library.slim(read_model(source), skip_optimizations=list(skip) or None), result)
 
 
-class SimplifyOptimizer(_CleanupOptimizer):
-    """Cleans up with onnxsim. Option `skip`."""
-
-    tool = "onnxsim"
-    tools = ("onnxsim", "onnxruntime", "onnx")
-
-    @staticmethod
-    def clean(source: Path, result: Path, skip: Sequence[str]) -> None:
-        """Write onnxsim's result for the source."""
-        library = _library("onnxsim")
-        simplified, _ = library.simplify(read_model(source), skipped_optimizers=list(skip) or None)
-        write_model(simplified, result)
-
-
 class PassOptimizer(_CleanupOptimizer):
     """Cleans up with passes of onnxoptimizer. Option `passes`."""
 
