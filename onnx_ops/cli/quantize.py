@@ -33,9 +33,7 @@ def quantize(
     *,
     method: Annotated[
         str,
-        typer.Option(
-            help="auto, static, dynamic, fp16, weight-only, graph, onnxslim, onnxoptimizer, fusion, fixed-shapes."
-        ),
+        typer.Option(help="auto, static, dynamic, fp16, weight-only, graph, onnxslim, onnxoptimizer, fixed-shapes."),
     ],
     targets: Annotated[
         list[str] | None, typer.Option("--target", help="Target that it will run on; may be repeated. Default: cpu-1t.")

@@ -192,8 +192,8 @@ class Quantize(PlacedAttempts):
     method: Annotated[
         str,
         doc(
-            "auto, or a plugin: dynamic, static, fp16, weight-only, graph, onnxslim, onnxoptimizer, fusion, "
-            "fixed-shapes, olive."
+            "auto, or a plugin: dynamic, static, fp16, weight-only, graph, onnxslim, onnxoptimizer, fixed-shapes, "
+            "olive."
         ),
     ]
     calibrate: Annotated[Calibrate | None, doc("Calibration data; required for static quantization.")] = None

@@ -1,4 +1,4 @@
-"""Float variants with another graph: saved optimizations, fused transformers, fixed shapes, clean-up tools."""
+"""Float variants with another graph: saved optimizations, fixed shapes, clean-up tools."""
 
 from __future__ import annotations
 
@@ -39,15 +39,6 @@ class GraphOptions:
     """Options of saved graph optimizations."""
 
     level: Literal["basic", "extended", "all"] = "extended"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusionOptions:
-    """Options of the fusion of transformer patterns."""
-
-    family: Literal["bart", "bert", "clip", "gpt2", "phi", "t5", "unet", "vit"] = "bert"
-    heads: Annotated[int, Ge(1)] | None = None
-    hidden: Annotated[int, Ge(1)] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,47 +90,6 @@ class GraphOptimizer(Optimizer):
         laid = ", laid out for this kind of machine" if level == "all" else ""
         changes = f"{before.total()} nodes became {after.total()}" + (f", new {new}" if new else "")
         return (f"graph level {level}{laid}: {changes}",)
-
-
-class FusionOptimizer(Optimizer):
-    """Fuses transformer patterns into single operators with ONNX Runtime's tools.
-
-    Options: `family` (bert unless given), `heads` and `hidden` (found in the graph unless given).
-    """
-
-    tools: tuple[str, ...] = _TOOLS
-    options = FusionOptions
-    quantized = False
-
-    def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
-        """Fuse transformer patterns into single operators."""
-        options = read_options(request.section, self.options)
-        family = str(options.get("family", "bert"))
-        source = _checked(request, read_structure(request.source))
-        with (
-            suppress_output(),
-            convert_failures("the patterns of transformers cannot be fused", request.section.name, _LEAVE_OUT),
-        ):
-            library = importlib.import_module("onnxruntime.transformers.optimizer")
-            fused = library.optimize_model(
-                str(request.source),
-                model_type=family,
-                num_heads=options.get("heads", 0),
-                hidden_size=options.get("hidden", 0),
-                opt_level=0,
-            )
-        counts = {name: count for name, count in sorted(fused.get_fused_operator_statistics().items()) if count}
-        if not counts:
-            raise UserError(
-                f"no pattern of {family} was found in the graph",
-                where=f"variant {request.section.name}",
-                why="the patterns are those of TorchScript exports; exports by dynamo look otherwise",
-                remedy="Give another `family`, or leave this variant out: on a CPU, fusion rarely pays.",
-            )
-        derived = fused.model
-        restore_metadata(derived, source)
-        write_model(derived, request.path)
-        return (f"fused: {', '.join(f'{name} {count}' for name, count in counts.items())}",)
 
 
 class ShapeOptimizer(Optimizer):
